@@ -1,0 +1,7 @@
+"""ciuic: copy-on-write snapshots under a running job, and an exact way back.
+
+The library half: types, errors, configuration, the repository and everything that reads it back. It imports
+neither FUSE nor trio nor click, so that a repository can be read anywhere Python runs.
+"""
+
+__version__ = "0.1.0"

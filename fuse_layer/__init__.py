@@ -1,0 +1,1 @@
+"""The overlay: a driver-neutral core that tracks changes and keeps sealed epochs readable, and its drivers."""
