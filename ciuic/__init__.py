@@ -5,3 +5,6 @@ neither FUSE nor trio nor click, so that a repository can be read anywhere Pytho
 """
 
 __version__ = "0.1.0"
+
+STATE_DIR_NAME = b".ciuic-state"
+"""The one reserved name at the top of a root's backing directory; the overlay hides it and capture skips it."""
