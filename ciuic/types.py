@@ -1,0 +1,153 @@
+"""The values that travel between overlay, capture, repository and commands. No behaviour beyond their invariants.
+
+Paths inside a root are ``bytes``; sizes are bytes; times are integer nanoseconds since the epoch, UTC.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from typing import Literal, NewType
+
+import msgspec
+
+ChunkId = NewType("ChunkId", bytes)
+"""16 bytes: the seeded XXH3-128 of the content."""
+
+CHUNK_ID_BYTES = 16
+HOLE = ChunkId(bytes(CHUNK_ID_BYTES))
+"""A block that is absent: it reads as zeros and takes no space."""
+NO_CHUNK = ChunkId(b"")
+
+FLAG_OPEN_FOR_WRITING = 1
+"""A descriptor that can write was open at the cut: the content may be torn."""
+FLAG_MOUNTPOINT = 2
+"""Another file system was mounted here; its content is not part of the snapshot."""
+FLAG_XATTRS_CHUNK = 4
+"""``xattrs`` was too large to stand in the entry: it holds one pair (b"", id of a chunk that holds the pairs)."""
+
+_SNAPSHOT_ID = re.compile(r"cs-[0-9a-f]{6,32}\Z")
+
+
+class SnapshotId(str):
+    """``cs-`` and 6 to 32 lower-case hexadecimal digits."""
+
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, text: str) -> SnapshotId:
+        """The full id that ``text`` is; ValueError for anything else (prefixes are resolved by the repository)."""
+        if not _SNAPSHOT_ID.match(text):
+            raise ValueError(f"not a snapshot id: {text!r}")
+        return cls(text)
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """One name in a directory's frozen tree, or one inode in a link table (then ``name`` is its number, 8 bytes big-endian).
+
+    ``content`` is the tree id of a directory; of a regular file the root of its block map, or the id of its only block
+    when ``map_height`` is 0; empty for an empty file (or one that is a single hole) and for every other type.
+    """
+
+    name: bytes
+    mode: int
+    uid: int = 0
+    gid: int = 0
+    rdev: int = 0
+    ino: int = 0
+    size_bytes: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+    atime_ns: int = 0
+    flags: int = 0
+    link: int = 0
+    """Not 0: a regular file or other inode with several names; all but name and type stands in the link table under this number."""
+    content: bytes = b""
+    map_height: int = 0
+    target: bytes = b""
+    xattrs: tuple[tuple[bytes, bytes], ...] = ()
+    total_files: int = 0
+    """Directories: number of non-directories below, hard-linked ones left out (they count in the link table)."""
+    total_bytes: int = 0
+    """Directories: sum of size_bytes of the regular files so counted."""
+
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def is_symlink(self) -> bool:
+        return stat.S_ISLNK(self.mode)
+
+
+class TreeRef(msgspec.Struct, frozen=True):
+    """A stored tree and what is below it (see Entry.total_files)."""
+
+    id: ChunkId
+    total_files: int = 0
+    total_bytes: int = 0
+
+
+class MapRef(msgspec.Struct, frozen=True):
+    """A stored block map: what goes into Entry.content and Entry.map_height."""
+
+    content: bytes
+    map_height: int
+
+
+RootMode = Literal["tracked", "full", "offline"]
+
+
+class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One protected root in a snapshot."""
+
+    path: bytes
+    """Absolute path of the root on the host."""
+    entry: Entry
+    """The root directory itself; its name is empty."""
+    links: bytes = b""
+    """Tree id of the link table, empty when no inode has several names."""
+    links_files: int = 0
+    links_bytes: int = 0
+    session: str = ""
+    """Identity of the overlay mount (32 hex digits), empty for an offline snapshot."""
+    epoch: int = 0
+    mode: RootMode = "full"
+    excludes_digest: str = ""
+
+
+class SnapshotDraft(msgspec.Struct, frozen=True, kw_only=True):
+    """What capture hands to Writer.commit."""
+
+    id: SnapshotId
+    time_ns: int
+    """Wall clock at the cut."""
+    host: str
+    roots: tuple[RootRecord, ...]
+    tags: tuple[str, ...] = ()
+    message: str = ""
+    parent: str = ""
+    """Id of the snapshot this one was built on, empty for none."""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed snapshot. ``hold_reason``, ``held`` and ``tags`` may change later; nothing else does."""
+
+    id: SnapshotId
+    time_ns: int
+    host: str
+    roots: tuple[RootRecord, ...]
+    tags: tuple[str, ...] = ()
+    message: str = ""
+    parent: str = ""
+    size_bytes: int = 0
+    """Logical: sum of the sizes of the regular files, each inode once."""
+    new_bytes: int = 0
+    """Bytes this snapshot added to the packs."""
+    files: int = 0
+    held: bool = False
+    hold_reason: str = ""
