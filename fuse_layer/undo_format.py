@@ -1,0 +1,374 @@
+"""What the overlay writes for capture, and how capture reads it: the sealed file and the undo log.
+
+One definition serves both sides. Guarantees: `encode` and `LogReader` are inverse; a reader never sees half a
+record; the reader answers with the record that is true for its epoch, the one with the smallest epoch not
+below it. When to write which record is the overlay core's business (architecture.md, section 5); this module
+knows no file system operation except reading the log and writing or reading the sealed file.
+
+Rules that both sides rely on and that the shape of the records does not show:
+
+* A record is in the log (written, not necessarily synced: both processes see one page cache) before the
+  change it protects against happens. So a reader reads the backing state first, polls after, and the log
+  wins.
+* The log is one inode for as long as any epoch is pending. When it is unlinked or cut short under a reader,
+  the reader's epoch has been dropped, and `poll` raises `UndoLost`.
+* `Change.data` marks a block when any byte of it changed since the epoch before, which includes every block
+  between the new end and the old end of a file that was truncated, even when it was extended again later.
+* Whatever changes nlink or ctime of a sealed inode (unlink, link, rename) writes its inode record first.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right, insort
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+SEALED_VERSION = 1
+LOG_NAME = "log"
+HOLD_DIR = "hold"
+MAX_RECORD_BYTES = 64 << 20
+"""Above what xattrs and names can add up to; a length beyond it is damage, not a record."""
+
+_LENGTH_BYTES = 4
+_READ_BYTES = 1 << 20
+
+
+class UndoLost(Exception):
+    """The undo of this epoch was given up or dropped: what it protected can no longer be read exactly."""
+
+
+class UndoDamaged(Exception):
+    """The log or the sealed file does not decode."""
+
+
+def sealed_name(epoch: int) -> str:
+    """Name of the sealed file of `epoch`, in the undo directory."""
+    return f"sealed-{epoch}"
+
+
+def blocks_name(ino: int, epoch: int) -> str:
+    """Name of the sparse file with the old blocks of `ino` that were true up to `epoch`."""
+    return f"blocks-{ino}.{epoch}"
+
+
+def hold_name(ino: int) -> str:
+    """Name, below the undo directory, of the hard link that keeps `ino` alive."""
+    return f"{HOLD_DIR}/{ino}"
+
+
+# ----------------------------------------------------------------------------
+# The sealed file
+
+
+class Change(msgspec.Struct, array_like=True):
+    """What one epoch changed of one inode."""
+
+    fresh: bool
+    """Created in this epoch: whatever the previous snapshot has under this inode number was another file."""
+    attrs: bool
+    data: int | bytes
+    """0 nothing, 1 the whole file, or a bitmap of block numbers (bit b & 7 of byte b >> 3)."""
+    names: dict[bytes, int] | None
+    """Directories: touched children and what they were bound to when the epoch began: -1 the same as now
+    (something at or below the child changed), 0 absent, otherwise an inode number."""
+
+
+class Sealed(msgspec.Struct, kw_only=True):
+    """The content of `sealed-<epoch>`."""
+
+    version: int = SEALED_VERSION
+    session: str
+    epoch: int
+    since: int
+    cut_ns: int
+    complete: bool
+    root_ino: int
+    block_size: int
+    open_for_write: list[int]
+    changes: dict[int, Change]
+
+
+class _SealedVersion(msgspec.Struct):
+    version: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_sealed_decoder = msgspec.msgpack.Decoder(Sealed)
+_version_decoder = msgspec.msgpack.Decoder(_SealedVersion)
+
+
+def write_sealed(undo_dir: str | bytes, sealed: Sealed) -> None:
+    """Puts the sealed file in place under its final name in one step (not synced: it does not outlive the
+    machine)."""
+    final = os.path.join(os.fsdecode(undo_dir), sealed_name(sealed.epoch))
+    temporary = f"{final}.tmp"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(_encoder.encode(sealed))
+    os.rename(temporary, final)
+
+
+def read_sealed(path: str | bytes) -> Sealed:
+    """The sealed file at `path`. FileNotFoundError when the epoch is not sealed (any more), UndoDamaged
+    otherwise."""
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        version = _version_decoder.decode(content).version
+        if version != SEALED_VERSION:
+            raise UndoDamaged(f"{os.fsdecode(path)}: sealed file of version {version}, this program reads 1")
+        return _sealed_decoder.decode(content)
+    except msgspec.MsgspecError as error:
+        raise UndoDamaged(f"{os.fsdecode(path)}: {error}") from error
+
+
+def bitmap_blocks(bitmap: bytes) -> Iterator[int]:
+    """Block numbers that are set, ascending."""
+    for index, byte in enumerate(bitmap):
+        if byte:
+            for bit in range(8):
+                if byte >> bit & 1:
+                    yield index * 8 + bit
+
+
+# ----------------------------------------------------------------------------
+# The undo log
+
+
+class OldStat(msgspec.Struct, array_like=True, frozen=True):
+    """Attributes as they were. `nlink` does not count the hold link."""
+
+    mode: int
+    nlink: int
+    uid: int
+    gid: int
+    rdev: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    atime_ns: int
+
+    @classmethod
+    def of(cls, st: os.stat_result, *, hold_links: int = 0) -> OldStat:
+        """From a stat result; `hold_links` is how many of its links are ours."""
+        return cls(
+            st.st_mode,
+            st.st_nlink - hold_links,
+            st.st_uid,
+            st.st_gid,
+            st.st_rdev,
+            st.st_size,
+            st.st_mtime_ns,
+            st.st_ctime_ns,
+            st.st_atime_ns,
+        )
+
+
+class InodeRecord(msgspec.Struct, array_like=True, frozen=True, tag="i"):
+    """Attributes and xattrs of `ino`, true up to `epoch`."""
+
+    ino: int
+    epoch: int
+    stat: OldStat
+    xattrs: dict[bytes, bytes]
+
+
+class NameRecord(msgspec.Struct, array_like=True, frozen=True, tag="n"):
+    """`name` in directory `dir_ino` was bound to `ino` (0: absent) up to `epoch`."""
+
+    dir_ino: int
+    epoch: int
+    name: bytes
+    ino: int
+    file_type: int = 0
+    """File type, st_mode >> 12; 0 when absent."""
+    fd: int = -1
+    """Directories: an O_PATH descriptor of the worker that still leads there. Everything else has a hold
+    link."""
+
+
+class BlocksRecord(msgspec.Struct, array_like=True, frozen=True, tag="b"):
+    """Blocks [first_block, first_block + count) of `ino` as they were up to `epoch` lie in `blocks_name(ino,
+    epoch)`."""
+
+    ino: int
+    epoch: int
+    first_block: int
+    count: int
+
+
+class SwappedRecord(msgspec.Struct, array_like=True, frozen=True, tag="s"):
+    """Up to `epoch` the place of `new_ino` was held by `ino`, which is whole under its hold link."""
+
+    ino: int
+    epoch: int
+    new_ino: int
+
+
+class AbandonedRecord(msgspec.Struct, array_like=True, frozen=True, tag="x"):
+    """The pending epochs up to `epoch` were given up."""
+
+    epoch: int
+    reason: str
+
+
+Record = InodeRecord | NameRecord | BlocksRecord | SwappedRecord | AbandonedRecord
+
+_record_decoder = msgspec.msgpack.Decoder(Record)
+
+
+def encode(record: Record) -> bytes:
+    """Length and body: append this in one write (several records may be joined into one)."""
+    body = _encoder.encode(record)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+class BlockRun(NamedTuple):
+    """Blocks [first, stop) are to be read from `blocks_name(ino, epoch)`."""
+
+    first: int
+    stop: int
+    epoch: int
+
+
+class LogReader:
+    """The undo log as capture of one epoch sees it. Not thread-safe.
+
+    Memory follows the number of records that matter to this epoch. A log that does not exist yet is an empty
+    one.
+    """
+
+    def __init__(self, path: str | bytes, epoch: int) -> None:
+        self.path = path
+        self.epoch = epoch
+        self.abandoned: AbandonedRecord | None = None
+        self._fd = -1
+        self._offset = 0
+        self._tail = b""
+        self._inodes: dict[int, InodeRecord] = {}
+        self._names: dict[int, dict[bytes, NameRecord]] = {}
+        self._blocks: dict[int, dict[int, list[tuple[int, int]]]] = {}
+        self._swapped: dict[int, SwappedRecord] = {}
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def poll(self) -> int:
+        """Takes in what was appended since the last call and returns how many records that was.
+
+        Raises UndoLost when this epoch was abandoned or the log is no longer the one that was opened,
+        UndoDamaged when a complete record does not decode.
+        """
+        if self._fd < 0:
+            try:
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return 0
+        records = 0
+        while piece := os.pread(self._fd, _READ_BYTES, self._offset):
+            self._offset += len(piece)
+            records += self._take(piece)
+        state = os.fstat(self._fd)
+        if self.abandoned is not None:
+            raise UndoLost(f"the undo log was given up: {self.abandoned.reason}")
+        if state.st_nlink == 0 or state.st_size < self._offset:
+            raise UndoLost("the undo log was dropped while it was being read")
+        return records
+
+    def inode(self, ino: int) -> InodeRecord | None:
+        """Attributes of `ino` at the end of this epoch, None when the backing inode still has them."""
+        return self._inodes.get(ino)
+
+    def name(self, dir_ino: int, name: bytes) -> NameRecord | None:
+        """Binding of a name at the end of this epoch, None when the backing directory still has it."""
+        return self._names.get(dir_ino, {}).get(name)
+
+    def names(self, dir_ino: int) -> dict[bytes, NameRecord]:
+        """Every name of a directory that has a record; the dictionary grows with later polls."""
+        return self._names.get(dir_ino, {})
+
+    def swapped(self, new_ino: int) -> SwappedRecord | None:
+        """What stood where `new_ino` now stands."""
+        return self._swapped.get(new_ino)
+
+    def blocks(self, ino: int, first: int, stop: int) -> list[BlockRun]:
+        """Which of the blocks [first, stop) have moved into the log, ascending and not overlapping."""
+        by_epoch = self._blocks.get(ino)
+        if not by_epoch:
+            return []
+        found: list[BlockRun] = []
+        missing = [(first, stop)]
+        for epoch in sorted(by_epoch):
+            still_missing: list[tuple[int, int]] = []
+            for low, high in missing:
+                for run_first, run_stop in _overlaps(by_epoch[epoch], low, high):
+                    found.append(BlockRun(run_first, run_stop, epoch))
+                    if low < run_first:
+                        still_missing.append((low, run_first))
+                    low = run_stop
+                if low < high:
+                    still_missing.append((low, high))
+            missing = still_missing
+        found.sort()
+        return found
+
+    def _take(self, piece: bytes) -> int:
+        """Indexes the complete records of `piece` and keeps an incomplete last one for later."""
+        data = self._tail + piece if self._tail else piece
+        position = records = 0
+        while len(data) - position >= _LENGTH_BYTES:
+            size = int.from_bytes(data[position : position + _LENGTH_BYTES], "little")
+            if size > MAX_RECORD_BYTES:
+                raise UndoDamaged(f"undo log: a record of {size} bytes")
+            end = position + _LENGTH_BYTES + size
+            if end > len(data):
+                break
+            try:
+                record = _record_decoder.decode(data[position + _LENGTH_BYTES : end])
+            except msgspec.MsgspecError as error:
+                raise UndoDamaged(f"undo log: {error}") from error
+            self._index(record)
+            position = end
+            records += 1
+        self._tail = data[position:]
+        return records
+
+    def _index(self, record: Record) -> None:
+        """Keeps the record when it is the one with the smallest epoch that is true for ours."""
+        if record.epoch < self.epoch:
+            return
+        if isinstance(record, InodeRecord):
+            known = self._inodes.get(record.ino)
+            if known is None or record.epoch < known.epoch:
+                self._inodes[record.ino] = record
+        elif isinstance(record, NameRecord):
+            names = self._names.setdefault(record.dir_ino, {})
+            known_name = names.get(record.name)
+            if known_name is None or record.epoch < known_name.epoch:
+                names[record.name] = record
+        elif isinstance(record, BlocksRecord):
+            runs = self._blocks.setdefault(record.ino, {}).setdefault(record.epoch, [])
+            insort(runs, (record.first_block, record.first_block + record.count))
+        elif isinstance(record, SwappedRecord):
+            known_swap = self._swapped.get(record.new_ino)
+            if known_swap is None or record.epoch < known_swap.epoch:
+                self._swapped[record.new_ino] = record
+        else:
+            self.abandoned = record
+
+
+def _overlaps(runs: list[tuple[int, int]], low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Parts of the sorted runs that lie in [low, high), ascending; runs that overlap each other count
+    once."""
+    index = max(0, bisect_right(runs, (low, low)) - 1)
+    while index < len(runs) and runs[index][0] < high:
+        first, stop = max(runs[index][0], low), min(runs[index][1], high)
+        if first < stop:
+            yield first, stop
+            low = stop
+        index += 1
