@@ -73,5 +73,15 @@ class Busy(CiuicError):
 
 BY_EXIT_CODE: dict[int, type[CiuicError]] = {
     cls.exit_code: cls
-    for cls in (CiuicError, UsageError, NotFound, Damaged, Unreachable, DestinationExists, NotPermitted, Partial, Busy)
+    for cls in (
+        CiuicError,
+        UsageError,
+        NotFound,
+        Damaged,
+        Unreachable,
+        DestinationExists,
+        NotPermitted,
+        Partial,
+        Busy,
+    )
 }

@@ -1,0 +1,227 @@
+"""Which processes reach a directory without passing what is (or will be) mounted over it.
+
+A process that had a file open, a writable mapping or its working directory below a root before the overlay was mounted
+goes on using the backing directory, unseen. This module finds and names such processes from /proc.
+
+Guarantees: looks only at the text of /proc (readlink, fdinfo, mountinfo, maps) and at O_PATH descriptors, never asks a
+mounted file system anything, so a dead or hanging mount cannot block it. Recognises the directory in every mount
+namespace (a container that has it bind-mounted elsewhere), by file system and path inside that file system, not by the
+name alone; descriptors that do go through the overlay are told apart by their mount id.
+Leaves to others: what to do about them. Needs root to see other users' processes; those it may not look at are left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from ciuic import mountinfo
+from ciuic.mountinfo import Mount
+
+UseKind = Literal["open", "mapping", "working directory", "root directory"]
+OVERLAY_FS_TYPE = b"fuse.ciuic"
+
+
+class Use(NamedTuple):
+    """One way in which a process holds on to something below the directory."""
+
+    kind: UseKind
+    path: bytes
+    """As the process sees it; " (deleted)" follows the name of a removed file."""
+    writes: bool
+    """An open file or mapping that can be written through, or a directory that relative paths may start from."""
+
+
+class Bypasser(NamedTuple):
+    """A process that goes round the overlay."""
+
+    pid: int
+    command: str
+    uid: int
+    uses: tuple[Use, ...]
+
+    @property
+    def writes(self) -> bool:
+        """Whether it can change the backing directory through what it holds."""
+        return any(use.writes for use in self.uses)
+
+
+class Location(NamedTuple):
+    """A directory as a place in a file system, whatever it is called in a mount namespace."""
+
+    device: tuple[int, int]
+    path: bytes
+
+
+def find_bypassing(
+    root: Path | str | bytes, *, ignore_pids: Collection[int] = (), proc: Path = Path("/proc")
+) -> list[Bypasser]:
+    """The processes that hold something at or below ``root``'s backing directory, in the order of their pids.
+
+    ``root`` is absolute; it may be covered by our overlay or not. ``ignore_pids`` are the caller's own (an overlay worker
+    holds the backing directory by design). ValueError if no mount contains the path, which /proc/self/mountinfo excludes.
+    """
+    path = os.fsencode(root)
+    path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+    location = locate(path, mountinfo.read(proc / "self"))
+    prefixes = _Prefixes(location)
+    processes = sorted(int(name) for name in os.listdir(proc) if name.isdigit())
+    for pid in processes:
+        prefixes.learn(proc / str(pid))
+    found = []
+    for pid in processes:
+        if pid in ignore_pids:
+            continue
+        uses = tuple(_uses(proc / str(pid), prefixes))
+        if uses:
+            found.append(_describe(proc / str(pid), pid, uses))
+    return found
+
+
+def locate(path: bytes, mounts: list[Mount]) -> Location:
+    """Where ``path`` lies beneath any overlay of ours mounted on it."""
+    best: Mount | None = None
+    for mount in mounts:
+        ours = mount.fs_type == OVERLAY_FS_TYPE and mount.mount_point == path
+        if ours or not _is_below(path, mount.mount_point):
+            continue
+        if best is None or len(mount.mount_point) >= len(best.mount_point):
+            best = mount  # of two on one mount point the later covers the earlier
+    if best is None:
+        raise ValueError(f"no mount contains {os.fsdecode(path)}")
+    return Location(best.device, _join(best.root, path[len(best.mount_point.rstrip(b"/")) :]))
+
+
+def name_inside(location: Location, mount: Mount) -> bytes | None:
+    """What ``location`` is called through ``mount``; None if the mount does not show it.
+
+    A mount of something below the location shows only what is below: its whole mount point is the answer.
+    """
+    if mount.device != location.device:
+        return None
+    if _is_below(location.path, mount.root):
+        return _join(mount.mount_point, location.path[len(mount.root.rstrip(b"/")) :])
+    if _is_below(mount.root, location.path):
+        return mount.mount_point
+    return None
+
+
+class _Prefixes:
+    """The names of one location, by mount namespace and by mount id (which is unique in the whole system)."""
+
+    def __init__(self, location: Location) -> None:
+        self.device = location.device
+        self.by_mount: dict[int, bytes] = {}
+        self._location = location
+        self._by_namespace: dict[str, frozenset[bytes]] = {}
+
+    def learn(self, process: Path) -> None:
+        """Reads the mount table of the process's namespace, once for each namespace."""
+        try:
+            namespace = os.readlink(process / "ns/mnt")
+            if namespace in self._by_namespace or os.readlink(process / "root") != "/":
+                return  # a chrooted process sees only part of its namespace's mounts, under other names
+            mounts = mountinfo.read(process)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            return  # it has ended, or is another user's
+        named = {mount.mount_id: name_inside(self._location, mount) for mount in mounts}
+        known = {mount_id: name for mount_id, name in named.items() if name is not None}
+        self.by_mount.update(known)
+        self._by_namespace[namespace] = frozenset(known.values())
+
+    def of(self, process: Path) -> frozenset[bytes]:
+        return self._by_namespace.get(os.readlink(process / "ns/mnt"), frozenset())
+
+    def covers(self, text: bytes) -> bool:
+        """A cheap first question, for any namespace: whether the name could be below the location."""
+        return any(_is_below(text, prefix) for prefix in self.by_mount.values())
+
+    def covers_through(self, mount_id: int, text: bytes) -> bool:
+        """The exact question: whether a name seen through that mount is at or below the location."""
+        prefix = self.by_mount.get(mount_id)
+        return prefix is not None and _is_below(text, prefix)
+
+
+def _uses(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
+    try:
+        yield from _directories(process, prefixes)
+        yield from _open_files(process, prefixes)
+        yield from _mappings(process, prefixes)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return  # it has ended meanwhile, or is another user's
+
+
+def _directories(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
+    names: tuple[tuple[str, UseKind], ...] = (("cwd", "working directory"), ("root", "root directory"))
+    for name, kind in names:
+        text = os.readlink(os.fsencode(process / name))
+        if prefixes.covers(text) and prefixes.covers_through(_mount_id_of_link(process / name), text):
+            yield Use(kind, text, writes=True)
+
+
+def _open_files(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
+    for number in os.listdir(process / "fd"):
+        try:
+            text = os.readlink(os.fsencode(process / "fd" / number))
+            if not prefixes.covers(text):
+                continue
+            facts = _fdinfo(process / "fdinfo" / number)
+        except FileNotFoundError:
+            continue  # closed meanwhile
+        if prefixes.covers_through(int(facts["mnt_id"]), text):
+            yield Use("open", text, writes=_can_write(int(facts["flags"], 8)))
+
+
+def _can_write(flags: int) -> bool:
+    """A file open for writing; or a directory (O_PATH ones too), below which openat() can write."""
+    return bool(flags & os.O_ACCMODE) or bool(flags & os.O_DIRECTORY)
+
+
+def _mappings(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
+    """Shared writable mappings: they outlive the descriptor they were made from."""
+    names = prefixes.of(process)
+    if not names:
+        return
+    device = b"%02x:%02x" % prefixes.device
+    for line in (process / "maps").read_bytes().splitlines():
+        fields = line.split(None, 5)
+        if len(fields) < 6 or fields[3] != device or fields[1][1:2] != b"w" or fields[1][3:4] != b"s":
+            continue
+        text = mountinfo.unescape(fields[5])
+        if any(_is_below(text, name) for name in names):
+            yield Use("mapping", text, writes=True)
+
+
+def _fdinfo(path: Path) -> dict[str, str]:
+    pairs = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+    return {key: value.strip() for key, value in pairs}
+
+
+def _mount_id_of_link(link: Path) -> int:
+    """O_PATH resolves the kernel's link without asking the file system it leads to."""
+    fd = os.open(link, os.O_PATH | os.O_CLOEXEC)
+    try:
+        return int(_fdinfo(Path(f"/proc/self/fdinfo/{fd}"))["mnt_id"])
+    finally:
+        os.close(fd)
+
+
+def _describe(process: Path, pid: int, uses: tuple[Use, ...]) -> Bypasser:
+    try:
+        words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        command = os.fsdecode(b" ".join(words)) or (process / "comm").read_text().strip()
+        uid = process.stat().st_uid
+    except (FileNotFoundError, ProcessLookupError):
+        command, uid = "", -1
+    return Bypasser(pid, command.encode("utf-8", "backslashreplace").decode(), uid, uses)
+
+
+def _is_below(path: bytes, top: bytes) -> bool:
+    """At or below, as paths, not as strings: /data2 is not below /data."""
+    return top == b"/" or path == top or path.startswith(top + b"/")
+
+
+def _join(top: bytes, rest: bytes) -> bytes:
+    return (top.rstrip(b"/") + b"/" + rest.strip(b"/")).rstrip(b"/") or b"/"

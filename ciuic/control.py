@@ -1,0 +1,239 @@
+"""The client of the daemon's control socket: what a command says to a running daemon.
+
+Guarantees: a call returns the daemon's typed answer, or raises the CiuicError that the daemon raised (same class, same
+exit code), Unreachable when nobody answers, NotPermitted when the socket may not be opened. Nothing is retried.
+Left to others: what the documents mean (control_types.py), what the daemon does.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from ciuic.control_types import (
+    ErrorDocument,
+    Event,
+    PruneReport,
+    RootStatus,
+    SnapshotState,
+    StatusDocument,
+)
+from ciuic.errors import BY_EXIT_CODE, CiuicError, NotPermitted, Unreachable
+
+if TYPE_CHECKING:
+    import httpx
+
+DEFAULT_SOCKET = Path("/run/ciuic/control.sock")
+T = TypeVar("T")
+
+
+class ControlClient:
+    """One connection pool to the daemon behind ``socket``. A context manager; not shared between threads."""
+
+    def __init__(self, socket: Path | str = DEFAULT_SOCKET, *, timeout_seconds: float = 30.0) -> None:
+        self.socket = Path(socket)
+        self._timeout_seconds = timeout_seconds
+        self._client: httpx.Client | None = None
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections. The client may be used again afterwards."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    # -- calls
+
+    def status(self) -> StatusDocument:
+        """What the daemon, its roots and the repository are doing now."""
+        return self._call("GET", "/v1/status", StatusDocument)
+
+    def take_snapshot(
+        self,
+        *,
+        message: str = "",
+        tags: Sequence[str] = (),
+        hold: bool = False,
+        wait: bool = False,
+        roots: Sequence[str] = (),
+    ) -> SnapshotState:
+        """Cuts now. On return the instant is fixed and has an id; with ``wait`` the snapshot is durable.
+
+        A capture that failed raises its error when waited for. Waiting has no time limit: a first capture takes as
+        long as reading the whole tree.
+        """
+        body = {"message": message, "tags": list(tags), "hold": hold, "wait": wait, "roots": list(roots)}
+        # A cut waits for the kernel's cached writes to reach the backing disk, which may be slow; only connecting is timed.
+        return self._call("POST", "/v1/snapshots", SnapshotState, body, answer_seconds=None)
+
+    def snapshot_state(self, snapshot_id: str) -> SnapshotState:
+        """A snapshot since its cut; NotFound for ids that neither this daemon nor the repository knows."""
+        return self._call("GET", f"/v1/snapshots/{snapshot_id}", SnapshotState)
+
+    def wait_snapshot(self, snapshot_id: str) -> SnapshotState:
+        """Blocks until the snapshot is committed (returned) or has failed (its error is raised)."""
+        return self._call("GET", f"/v1/snapshots/{snapshot_id}?wait=1", SnapshotState, answer_seconds=None)
+
+    def add_root(self, path: str) -> RootStatus:
+        """Mounts a root now; on return it is mounted. Idempotent. The configuration file is the caller's to write."""
+        return self._call("POST", "/v1/roots", RootStatus, {"path": path}, answer_seconds=None)
+
+    def remove_root(self, path: str) -> None:
+        """Unmounts a root now; on return nothing is mounted there. Idempotent; files and snapshots stay as they are."""
+        self._call("DELETE", "/v1/roots", dict, {"path": path}, answer_seconds=None)
+
+    def prune(self, *, dry_run: bool = False) -> PruneReport:
+        """Applies the retention policy in the daemon, which then need not be fought for the repository's lock."""
+        return self._call("POST", "/v1/prune", PruneReport, {"dry_run": dry_run}, answer_seconds=None)
+
+    def reload(self) -> None:
+        """The daemon reads its configuration again; ConfigError (and no change) if it cannot be meant."""
+        self._call("POST", "/v1/reload", dict, {}, answer_seconds=None)
+
+    def stop(self) -> None:
+        """Asks the daemon to stop cleanly; returns when it has begun to."""
+        self._call("POST", "/v1/stop", dict, {})
+
+    def metrics(self) -> str:
+        """Prometheus text."""
+        return self._request("GET", "/metrics").text
+
+    def events(self) -> Iterator[Event]:
+        """State changes as they happen, until the daemon stops or the caller closes the generator."""
+        decoder = msgspec.json.Decoder(Event)
+        try:
+            with self._http().stream("GET", "/v1/events", timeout=self._timeout(None)) as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                for line in response.iter_lines():
+                    if line.startswith("data:"):
+                        yield decoder.decode(line[5:])
+        except self._transport_errors() as error:
+            raise self._unreachable(error) from error
+
+    def is_running(self) -> bool:
+        """Whether a daemon answers. NotPermitted when the socket is there but may not be opened."""
+        try:
+            self.status()
+        except Unreachable:
+            return False
+        return True
+
+    # -- transport
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        reply: type[T],
+        body: dict[str, Any] | None = None,
+        *,
+        answer_seconds: float | None = -1.0,
+    ) -> T:
+        response = self._request(method, path, body, answer_seconds=answer_seconds)
+        try:
+            return msgspec.json.decode(response.content, type=reply)
+        except msgspec.DecodeError as error:
+            raise CiuicError(
+                f"the daemon's answer to {method} {path} cannot be read: {error}",
+                hint="daemon and command are of different versions; restart the daemon",
+            ) from error
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        answer_seconds: float | None = -1.0,
+    ) -> httpx.Response:
+        try:
+            response = self._http().request(method, path, json=body, timeout=self._timeout(answer_seconds))
+        except self._transport_errors() as error:
+            raise self._unreachable(error) from error
+        if response.is_error:
+            raise _refusal(response)
+        return response
+
+    def _http(self) -> httpx.Client:
+        if self._client is None:
+            import httpx  # 60 ms: paid only by commands that talk to the daemon
+
+            transport = httpx.HTTPTransport(uds=str(self.socket))
+            self._client = httpx.Client(transport=transport, base_url="http://ciuic", trust_env=False)
+        return self._client
+
+    def _timeout(self, answer_seconds: float | None) -> httpx.Timeout:
+        import httpx
+
+        seconds = (
+            self._timeout_seconds if answer_seconds is not None and answer_seconds < 0 else answer_seconds
+        )
+        return httpx.Timeout(self._timeout_seconds, read=seconds)
+
+    @staticmethod
+    def _transport_errors() -> tuple[type[Exception], ...]:
+        import httpx
+
+        return (httpx.TransportError,)
+
+    def _unreachable(self, error: Exception) -> CiuicError:
+        """Tells a missing daemon from a forbidden socket and from a daemon that went away in the middle of an answer."""
+        number = _errno_of(error)
+        if number in (errno.EACCES, errno.EPERM) or not _reachable_by_permission(self.socket):
+            return NotPermitted(
+                f"not permitted to open the daemon's control socket {self.socket}",
+                hint="run as root, or let the daemon's [control] group include you",
+            )
+        if number is None and self.socket.exists():
+            return Unreachable(
+                f"the daemon behind {self.socket} did not answer: {str(error) or type(error).__name__}",
+                hint="see its log: journalctl -u ciuic",
+            )
+        return Unreachable(
+            f"no daemon answers on {self.socket}",
+            hint="start it: systemctl start ciuic, or run: ciuic daemon",
+        )
+
+
+def _refusal(response: httpx.Response) -> CiuicError:
+    """The error that the daemon answered with, as the class that has its exit code."""
+    try:
+        document = msgspec.json.decode(response.content, type=ErrorDocument)
+    except msgspec.DecodeError:
+        return CiuicError(f"the daemon answered {response.status_code} {response.reason_phrase}")
+    return BY_EXIT_CODE.get(document.code, CiuicError)(document.error, hint=document.hint)
+
+
+def _errno_of(error: BaseException | None) -> int | None:
+    """The errno at the bottom of httpx's chain of wrapped exceptions."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _reachable_by_permission(socket: Path) -> bool:
+    """False when a directory on the way, or the socket itself, shuts this user out."""
+    try:
+        os.stat(socket)
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return os.access(socket, os.R_OK | os.W_OK)

@@ -1,0 +1,209 @@
+"""The documents that pass over the control socket (architecture.md, section 8), one definition for both ends.
+
+Guarantees: what one end encodes the other decodes; a field unknown to the receiver is ignored, and a field that the
+sender did not know has a default, so that a command and a daemon of different versions understand one another.
+Times are RFC 3339 strings with offset, sizes are integers of bytes, durations are seconds. Paths are text: a root's
+path is written in a configuration file, which is UTF-8. Sending and receiving is left to control.py and the daemon.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+
+MountState = Literal["starting", "mounted", "restarting", "failed", "stopping", "unmounted"]
+SnapshotPhase = Literal["pending", "capturing", "committed", "failed"]
+Severity = Literal["warning", "problem"]
+
+
+class _Document(msgspec.Struct, kw_only=True):
+    pass
+
+
+class Progress(_Document):
+    """How far a capture is. ``*_total`` is 0 while it is not known."""
+
+    phase: str = ""
+    files_done: int = 0
+    files_total: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0
+    new_bytes: int = 0
+    path: str = ""
+
+
+class SnapshotState(_Document):
+    """A snapshot that this daemon was asked for or took by itself, from its cut until it is committed or has failed."""
+
+    id: str
+    state: SnapshotPhase
+    time: str = ""
+    """The instant of the cut."""
+    error: str = ""
+    hint: str = ""
+    code: int = 0
+    """Exit code of the failure (cli.md), 0 while there is none."""
+    progress: Progress | None = None
+    roots: list[str] = []
+    tags: list[str] = []
+    message: str = ""
+    attempts: int = 0
+    """Captures begun so far."""
+    new_bytes: int = 0
+    incomplete: list[str] = []
+    """What could not be read from the backing directories; the snapshot is committed without it and says so."""
+    hold_microseconds: int = 0
+    """How long changing operations were stopped for the cut."""
+
+
+class SnapshotRequest(_Document, forbid_unknown_fields=True):
+    """``roots`` empty: all of them."""
+
+    message: str = ""
+    tags: list[str] = []
+    hold: bool = False
+    wait: bool = False
+    roots: list[str] = []
+
+
+class RootRequest(_Document, forbid_unknown_fields=True):
+    """``path`` is absolute."""
+
+    path: str
+
+
+class PruneRequest(_Document, forbid_unknown_fields=True):
+    """``dry_run``: decide and report only."""
+
+    dry_run: bool = False
+
+
+class BypassReport(_Document):
+    """A process that writes to the backing directory without passing the overlay."""
+
+    pid: int
+    command: str = ""
+    paths: list[str] = []
+
+
+class RootStatus(_Document):
+    """One protected root as the daemon sees it now."""
+
+    path: str
+    driver: str = ""
+    state: MountState = "starting"
+    session: str = ""
+    epoch: int = 0
+    pending: list[int] = []
+    """Epochs cut and not yet captured."""
+    dirty_bytes: int = 0
+    """Upper bound of what the next snapshot will read."""
+    dirty_inodes: int = 0
+    undo_bytes: int = 0
+    open_files: int = 0
+    requests: int = 0
+    worker_pid: int = 0
+    restarts: int = 0
+    mounted_since: str = ""
+    tracking: bool = False
+    """False: the next capture compares the whole tree instead of following tracked changes."""
+    bypassing: list[BypassReport] = []
+    error: str = ""
+
+
+class SnapshotSummary(_Document):
+    """A committed snapshot in a status document."""
+
+    id: str
+    time: str
+    new_bytes: int = 0
+    size_bytes: int = 0
+
+
+class RepositoryStatus(_Document):
+    """The store and the file system it lies on."""
+
+    path: str = ""
+    exists: bool = False
+    size_bytes: int = 0
+    """Bytes that the store's files take on disk."""
+    free_bytes: int = 0
+    """What the file system has free for a privileged process."""
+    total_bytes: int = 0
+    snapshots: int = 0
+
+
+class Alert(_Document):
+    """Something an operator should know. ``key`` is stable; an alert goes when its cause has gone."""
+
+    key: str
+    severity: Severity
+    since: str
+    message: str
+    hint: str = ""
+    root: str = ""
+
+
+class StatusDocument(_Document):
+    """What ``ciuic status --json`` prints."""
+
+    version: str
+    pid: int
+    since: str
+    now: str
+    roots: list[RootStatus] = []
+    repository: RepositoryStatus = msgspec.field(default_factory=RepositoryStatus)
+    last_snapshot: SnapshotSummary | None = None
+    next_snapshot: str | None = None
+    seconds_since_last: float | None = None
+    """Work at risk: time since the newest committed snapshot's cut. None: there is no snapshot."""
+    interval_seconds: int = 0
+    captures: list[SnapshotState] = []
+    """Not yet committed, oldest first; and the last failure, if nothing was committed since."""
+    alerts: list[Alert] = []
+    stopping: bool = False
+    config_path: str = ""
+
+
+class PrunedSnapshot(_Document):
+    """One decision of the retention policy."""
+
+    id: str
+    time: str
+    keep: bool
+    reasons: list[str] = []
+
+
+class PruneReport(_Document):
+    """``freed_bytes`` is 0 in a dry run."""
+
+    dry_run: bool
+    decisions: list[PrunedSnapshot] = []
+    removed: list[str] = []
+    freed_bytes: int = 0
+
+
+class Event(_Document):
+    """One line of GET /v1/events. ``kind`` is a stable snake_case phrase."""
+
+    kind: str
+    time: str
+    root: str = ""
+    snapshot: SnapshotState | None = None
+    alert: Alert | None = None
+    detail: str = ""
+
+
+class ErrorDocument(_Document):
+    """A refusal. ``code`` is the exit code of cli.md."""
+
+    error: str
+    hint: str = ""
+    code: int = 1
+
+
+def rfc3339(time_ns: int) -> str:
+    """The instant in local time with its offset, to the second, as every ``--json`` of ciuic writes it."""
+    return datetime.fromtimestamp(time_ns // 1_000_000_000).astimezone().isoformat()
