@@ -1,0 +1,51 @@
+# make rescue   the whole story on directories of its own: protect, train, kill, corrupt, restore, resume, compare
+# make test     everything that CI runs
+#
+# Both do their own set-up (see .ci/setup) and need root and /dev/fuse.
+
+SHELL := /bin/sh
+VENV  := .venv
+PY    := $(VENV)/bin/python
+# A test that hangs on a mount cannot be interrupted from Python: pytest-timeout ends the whole run, with all stacks.
+PYTEST := $(PY) -m pytest --timeout=300 --timeout-method=thread
+
+.PHONY: help rescue test check unit torture setup setup-test preflight clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
+	@echo "make check    formatting, lint, types, layers (no root needed)"
+	@echo "make torture  the property and crash tests with many more examples"
+	@echo "make clean    removes the virtual environment and all caches"
+
+preflight-%:
+	@.ci/preflight $*
+
+rescue: preflight-rescue
+	@.ci/setup run
+	@$(PY) tests/e2e/rescue/story.py $(ARGS)
+
+test: preflight-test
+	@.ci/setup test
+	@$(MAKE) --no-print-directory check
+	$(PYTEST) $(ARGS)
+
+check:
+	@.ci/setup test
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+torture: preflight-torture
+	@.ci/setup test
+	HYPOTHESIS_PROFILE=torture $(PY) -m pytest --timeout=7200 --timeout-method=thread tests/property tests/crash tests/conformance $(ARGS)
+
+setup:
+	@.ci/setup run
+
+setup-test:
+	@.ci/setup test
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
