@@ -1,0 +1,202 @@
+"""Mounting in place, and what is mounted where.
+
+Guarantees: a mount is made over exactly the directory whose backing descriptor was opened before; what is mounted is
+read from /proc/self/mountinfo and never asked of the mount itself, because a dead one answers ENOTCONN and a hung one
+not at all. Nothing here knows what serves a mount.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import threading
+from typing import Literal, NamedTuple
+
+from ciuic.errors import CiuicError
+
+FS_TYPE = "fuse.ciuic"
+
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MS_POSIXACL = 1 << 16
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
+_KEPT_FLAGS = (
+    (os.ST_RDONLY, _MS_RDONLY),
+    (os.ST_NOSUID, _MS_NOSUID),
+    (os.ST_NODEV, _MS_NODEV),
+    (os.ST_NOEXEC, _MS_NOEXEC),
+)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Liveness = Literal["alive", "dead", "hung"]
+
+
+class AlreadyMounted(CiuicError):
+    """One of our own overlays lies over the directory already."""
+
+
+class MountEntry(NamedTuple):
+    """One line of mountinfo (proc(5)); paths as the kernel knows them, unescaped."""
+
+    mount_id: int
+    parent_id: int
+    device: str
+    """``major:minor``; of a FUSE mount, the minor number names its connection."""
+    mount_point: bytes
+    fs_type: str
+    source: bytes
+
+
+def read_mounts(mountinfo: str = "/proc/self/mountinfo") -> list[MountEntry]:
+    """All mounts that this process can see, in the order in which they were made."""
+    with open(mountinfo, "rb") as file:
+        return parse_mountinfo(file.read())
+
+
+def parse_mountinfo(text: bytes) -> list[MountEntry]:
+    """The entries of a mountinfo file; optional fields are skipped (proc(5): ended by a lone hyphen)."""
+    entries = []
+    for line in text.splitlines():
+        before, _, after = line.partition(b" - ")
+        head, tail = before.split(b" "), after.split(b" ")
+        if len(head) < 6 or len(tail) < 2:
+            continue
+        entries.append(
+            MountEntry(
+                int(head[0]),
+                int(head[1]),
+                head[2].decode(),
+                _unescape(head[4]),
+                tail[0].decode(),
+                _unescape(tail[1]),
+            )
+        )
+    return entries
+
+
+def _unescape(field: bytes) -> bytes:
+    return re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field)
+
+
+def mount_at(path: str | bytes, mounts: list[MountEntry] | None = None) -> MountEntry | None:
+    """The topmost mount whose mount point is ``path``, an absolute path without symlinks; None without one."""
+    wanted = os.path.normpath(os.fsencode(path))
+    found = [entry for entry in (read_mounts() if mounts is None else mounts) if entry.mount_point == wanted]
+    if len(found) < 2:
+        return found[0] if found else None
+    # Stacked mounts name each other as parents: the top one is nobody's parent.
+    parents = {entry.parent_id for entry in found}
+    return next((entry for entry in found if entry.mount_id not in parents), found[-1])
+
+
+def overlay_at(path: str | bytes, mounts: list[MountEntry] | None = None) -> MountEntry | None:
+    """The overlay of ours that lies over ``path``, dead or alive; None when the topmost mount there is not ours."""
+    entry = mount_at(path, mounts)
+    return entry if entry is not None and entry.fs_type == FS_TYPE else None
+
+
+def mounts_below(path: str | bytes, mounts: list[MountEntry] | None = None) -> list[MountEntry]:
+    """The mounts strictly below ``path``: they would be hidden from, or would keep busy, a mount over it."""
+    prefix = os.path.join(os.path.normpath(os.fsencode(path)), b"")
+    return [
+        entry
+        for entry in (read_mounts() if mounts is None else mounts)
+        if entry.mount_point.startswith(prefix) and entry.mount_point != prefix
+    ]
+
+
+def probe(path: str | bytes, timeout_seconds: float) -> Liveness:
+    """Whether what is mounted at ``path`` answers.
+
+    ``dead``: its server is gone (ENOTCONN). ``hung``: no answer in time; the thread that asked stays behind until the
+    server answers or its connection is aborted.
+    """
+    answer: list[Liveness] = []
+
+    def ask() -> None:
+        try:
+            os.statvfs(path)
+        except OSError as error:
+            answer.append("dead" if error.errno in (errno.ENOTCONN, errno.ECONNABORTED) else "alive")
+        else:
+            answer.append("alive")
+
+    thread = threading.Thread(target=ask, name="mount-probe", daemon=True)
+    thread.start()
+    thread.join(timeout_seconds)
+    return answer[0] if answer else "hung"
+
+
+def open_backing(path: str | bytes) -> int:
+    """An O_PATH descriptor of the directory at ``path``, through which it stays reachable under a mount.
+
+    AlreadyMounted when an overlay of ours lies there: its descriptor would lead through the overlay, not beside it.
+    """
+    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if overlay_at(os.readlink(b"/proc/self/fd/%d" % fd)) is not None:
+            raise AlreadyMounted(
+                f"{os.fsdecode(path)} is already mounted by ciuic",
+                hint="stop the daemon that serves it, or unmount it",
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def mount_fuse(backing_fd: int) -> int:
+    """Mount a new FUSE connection over the directory ``backing_fd`` and return its /dev/fuse descriptor.
+
+    The target is named by the descriptor, not by a path that somebody may have renamed since it was opened.
+
+    nosuid, nodev, noexec and read-only are taken from the backing mount. MS_POSIXACL makes the kernel leave the umask
+    to the server, which alone knows whether a default ACL overrides it (measured: without it mkdir arrives masked).
+    OSError when the kernel refuses; nothing is mounted then.
+    """
+    kept = os.fstatvfs(backing_fd).f_flag
+    flags = _MS_POSIXACL
+    for st_flag, ms_flag in _KEPT_FLAGS:
+        if kept & st_flag:
+            flags |= ms_flag
+    fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    options = f"fd={fuse_fd},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()},allow_other,default_permissions"
+    try:
+        target = b"/proc/self/fd/%d" % backing_fd
+        if _libc.mount(b"ciuic", target, FS_TYPE.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
+            _raise_errno(target)
+    except BaseException:
+        os.close(fuse_fd)
+        raise
+    return fuse_fd
+
+
+def detach(path: str | bytes) -> None:
+    """Take the topmost mount off ``path`` at once; what is open in it goes on being served.
+
+    OSError: EINVAL when nothing is mounted there.
+    """
+    target = os.fsencode(path)
+    if _libc.umount2(target, _MNT_DETACH | _UMOUNT_NOFOLLOW) != 0:
+        _raise_errno(target)
+
+
+def abort_connection(entry: MountEntry) -> bool:
+    """Make every request that waits on a FUSE mount fail with ECONNABORTED, for a server that will not answer again.
+
+    False when this kernel offers no way (fusectl is not mounted at /sys/fs/fuse/connections).
+    """
+    minor = entry.device.partition(":")[2]
+    try:
+        with open(f"/sys/fs/fuse/connections/{minor}/abort", "w") as file:
+            file.write("1")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _raise_errno(path: bytes) -> None:
+    number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number), os.fsdecode(path))
