@@ -1,0 +1,249 @@
+"""A small but real training job: a two-layer network, Adam, mini-batches, checkpoints, log, configuration, state.
+
+It knows nothing of ciuic. Every run of the same configuration computes the same bits, whether or not it was
+interrupted and resumed: all that decides the next step (parameters, both Adam moments, the step number, the random
+generator) is in the checkpoint. A checkpoint is written to a temporary name, synced and renamed, as careful jobs do;
+it ends with its own digest, and a job that resumes takes the newest one that is whole.
+
+Lines on standard output tell whoever started it where it stands: ``half STEP`` in the middle of a save, ``saved STEP``
+after it, ``done STEP`` at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# One thread: the order in which partial sums are added is then the same in every run.
+for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[variable] = "1"
+
+import numpy as np
+
+CONFIG = {
+    "seed": 20260,
+    "inputs": 256,
+    "hidden": 1024,
+    "outputs": 128,
+    "samples": 4096,
+    "batch": 64,
+    "learning_rate": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "epsilon": 1e-8,
+    "save_every": 15,
+    "keep": 4,
+}
+MAGIC = b"TRAINCKP"
+DIGEST_BYTES = 32
+Arrays = dict[str, np.ndarray]
+
+
+class Job:
+    """Everything that a step changes, and the step."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        data = np.random.default_rng(config["seed"])
+        shape = (config["samples"], config["inputs"])
+        self.inputs = data.standard_normal(shape, dtype=np.float32)
+        teacher = data.standard_normal((config["inputs"], config["outputs"]), dtype=np.float32)
+        self.targets = np.tanh(self.inputs @ teacher / np.float32(8))
+        self.generator = np.random.default_rng(config["seed"] + 1)
+        self.step = 0
+        self.parameters = self._initial()
+        self.moment1 = {name: np.zeros_like(value) for name, value in self.parameters.items()}
+        self.moment2 = {name: np.zeros_like(value) for name, value in self.parameters.items()}
+
+    def _initial(self) -> Arrays:
+        sizes = [self.config["inputs"], self.config["hidden"], self.config["hidden"], self.config["outputs"]]
+        arrays = {}
+        for layer, (rows, columns) in enumerate(itertools.pairwise(sizes)):
+            weight = self.generator.standard_normal((rows, columns), dtype=np.float32)
+            arrays[f"weight{layer}"] = weight / np.float32(rows**0.5)
+            arrays[f"bias{layer}"] = np.zeros(columns, dtype=np.float32)
+        return arrays
+
+    def advance(self) -> float:
+        """One Adam step on one random batch; returns the loss before it."""
+        chosen = self.generator.integers(0, self.config["samples"], self.config["batch"])
+        loss, gradients = self._gradients(self.inputs[chosen], self.targets[chosen])
+        self.step += 1
+        beta1, beta2 = np.float32(self.config["beta1"]), np.float32(self.config["beta2"])
+        rate = np.float32(
+            self.config["learning_rate"]
+            * (1 - self.config["beta2"] ** self.step) ** 0.5
+            / (1 - self.config["beta1"] ** self.step)
+        )
+        for name, gradient in gradients.items():
+            first, second = self.moment1[name], self.moment2[name]
+            first += (1 - beta1) * (gradient - first)
+            second += (1 - beta2) * (gradient * gradient - second)
+            self.parameters[name] -= rate * first / (np.sqrt(second) + np.float32(self.config["epsilon"]))
+        return loss
+
+    def _gradients(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, Arrays]:
+        p = self.parameters
+        hidden0 = np.tanh(inputs @ p["weight0"] + p["bias0"])
+        hidden1 = np.tanh(hidden0 @ p["weight1"] + p["bias1"])
+        error = hidden1 @ p["weight2"] + p["bias2"] - targets
+        loss = float(np.mean(error * error))
+        out = error * np.float32(2 / error.size)
+        back1 = (out @ p["weight2"].T) * (1 - hidden1 * hidden1)
+        back0 = (back1 @ p["weight1"].T) * (1 - hidden0 * hidden0)
+        return loss, {
+            "weight2": hidden1.T @ out, "bias2": out.sum(0),
+            "weight1": hidden0.T @ back1, "bias1": back1.sum(0),
+            "weight0": inputs.T @ back0, "bias0": back0.sum(0),
+        }  # fmt: skip
+
+    # -- as bytes
+
+    def arrays(self) -> Arrays:
+        """Every array of the state, under the name it has in a checkpoint, in a fixed order."""
+        groups = {"parameter": self.parameters, "moment1": self.moment1, "moment2": self.moment2}
+        return {
+            f"{group}/{name}": array for group, part in groups.items() for name, array in sorted(part.items())
+        }
+
+    def header(self) -> bytes:
+        """Step, generator and the shapes of what follows."""
+        shapes = {name: list(array.shape) for name, array in self.arrays().items()}
+        return json.dumps(
+            {"step": self.step, "generator": self.generator.bit_generator.state, "arrays": shapes}
+        ).encode()
+
+    def adopt(self, body: bytes) -> None:
+        """The state that ``body`` (a checkpoint without magic and digest) holds."""
+        length = int.from_bytes(body[:8], "little")
+        header = json.loads(body[8 : 8 + length])
+        self.step = header["step"]
+        self.generator.bit_generator.state = header["generator"]
+        at = 8 + length
+        for name, array in self.arrays().items():
+            array[...] = np.frombuffer(body, np.float32, array.size, at).reshape(header["arrays"][name])
+            at += array.nbytes
+
+
+def save(job: Job, folder: Path) -> None:
+    """Writes step-NNNNNN.ckpt: to a temporary name, synced, renamed, the directory synced."""
+    final = folder / f"step-{job.step:06d}.ckpt"
+    temporary = folder / f".{final.name}.tmp"
+    digest = hashlib.sha256()
+
+    def put(file: BinaryIO, data: bytes) -> None:
+        digest.update(data)
+        file.write(data)
+
+    arrays = list(job.arrays().values())
+    with open(temporary, "wb") as file:
+        file.write(MAGIC)
+        header = job.header()
+        put(file, len(header).to_bytes(8, "little") + header)
+        for number, array in enumerate(arrays):
+            if number == len(arrays) // 2:
+                file.flush()
+                print(f"half {job.step}", flush=True)
+            put(file, array.tobytes())
+        file.write(digest.digest())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, final)
+    sync_directory(folder)
+    print(f"saved {job.step}", flush=True)
+
+
+def load(job: Job, file: Path) -> bool:
+    """Whether ``file`` is a whole checkpoint; then the job stands where it was."""
+    data = file.read_bytes()
+    body = data[len(MAGIC) : -DIGEST_BYTES]
+    if not data.startswith(MAGIC) or hashlib.sha256(body).digest() != data[-DIGEST_BYTES:]:
+        return False
+    job.adopt(body)
+    return True
+
+
+def sync_directory(folder: Path) -> None:
+    """Makes the names in it durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """The file has the old content or the new one, at any moment."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def rotate(folder: Path, keep: int) -> None:
+    """Removes all but the newest checkpoints."""
+    for old in sorted(folder.glob("step-*.ckpt"))[:-keep]:
+        old.unlink()
+
+
+def resume(job: Job, checkpoints: Path, log: Path) -> None:
+    """Takes the newest whole checkpoint and forgets the log lines after it."""
+    for file in sorted(checkpoints.glob("step-*.ckpt"), reverse=True):
+        if load(job, file):
+            break
+        print(f"damaged {file.name}", flush=True)
+    for torn in checkpoints.glob(".step-*.tmp"):
+        torn.unlink()
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    log.write_text("".join(line for line in lines if int(re.match(r"step (\d+) ", line)[1]) <= job.step))
+    print(f"resumed {job.step}", flush=True)
+
+
+def main() -> int:
+    """Trains up to a step; see --help."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("training", type=Path, help="gets config/, checkpoints/ and logs/")
+    parser.add_argument("state", type=Path, help="gets run/state.json, rewritten at every save")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args()
+    config_file = options.training / "config/run.json"
+    if options.resume:
+        config = json.loads(config_file.read_text())
+    else:
+        config = CONFIG
+        for folder in (
+            options.training / "config",
+            options.training / "checkpoints",
+            options.training / "logs",
+        ):
+            folder.mkdir()
+        (options.state / "run").mkdir()
+        replace_text(config_file, json.dumps(config, indent=1))
+    checkpoints, log_file = options.training / "checkpoints", options.training / "logs/train.log"
+    job = Job(config)
+    if options.resume:
+        resume(job, checkpoints, log_file)
+    with open(log_file, "a") as log:
+        while job.step < options.steps:
+            loss = job.advance()
+            log.write(f"step {job.step} loss {loss.hex()}\n")
+            log.flush()
+            if job.step % config["save_every"] == 0 or job.step == options.steps:
+                save(job, checkpoints)
+                rotate(checkpoints, config["keep"])
+                replace_text(
+                    options.state / "run/state.json", json.dumps({"step": job.step, "loss": loss.hex()})
+                )
+    print(f"done {job.step}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

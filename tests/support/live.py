@@ -1,0 +1,214 @@
+"""A ciuic of one's own: installed commands, a real daemon, and a configuration that touches nothing outside one directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from support import leftovers
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 60.0
+
+CONFIG = """\
+runtime_dir = "{top}/run"
+
+[repository]
+path = "{repository}"
+
+[schedule]
+interval = "{interval}"
+
+[control]
+socket = "{top}/run/control.sock"
+"""
+
+
+class Listed(NamedTuple):
+    """One line of `list --machine-readable`, read as scripts in the field read it."""
+
+    id: str
+    time: datetime
+    size_bytes: int
+
+
+class CommandFailed(AssertionError):
+    """A command ended otherwise than it was expected to."""
+
+
+def installed(program: str = "ciuic") -> Path:
+    """The command that `pip install` put beside this interpreter."""
+    path = Path(sys.executable).parent / program
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `make setup-test` and use .venv/bin/python")
+    return path
+
+
+def wait_for(what: str, condition: Callable[[], Any], seconds: float) -> Any:
+    """The first true value of ``condition``; polled, because processes and mounts offer no event to a stranger."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not happen within {seconds:.0f} s")
+        time.sleep(0.02)
+    return value
+
+
+class Live:
+    """Configuration, repository, sockets and daemon below ``top``. A context manager that leaves nothing running."""
+
+    def __init__(
+        self, top: Path, *, interval: str = "1h", repository: Path | None = None, more_config: str = ""
+    ) -> None:
+        self.top = top
+        self.repository = repository or top / "repository"
+        self.config = top / "ciuic.toml"
+        (top / "run").mkdir(mode=0o700, exist_ok=True)
+        text = CONFIG.format(top=top, repository=self.repository, interval=interval)
+        self.config.write_text(text + more_config)
+        self.env = {**os.environ, "CIUIC_CONFIG": str(self.config)}
+        for name in ("CIUIC_REPO", "CIUIC_PROGRESS", "NOTIFY_SOCKET"):
+            self.env.pop(name, None)
+        self.daemon: subprocess.Popen[bytes] | None = None
+        self.daemon_log = top / "daemon.log"
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- commands
+
+    def run(
+        self,
+        *arguments: str | bytes,
+        program: str = "ciuic",
+        expect: int | None = 0,
+        timeout_seconds: float = 120,
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Runs an installed command; ``expect`` is the exit code it must end with, None for any."""
+        command: Sequence[str | bytes] = [str(installed(program)), *arguments]
+        done = subprocess.run(
+            command, env=self.env, cwd="/", check=False, stdin=subprocess.DEVNULL, capture_output=True,
+            timeout=timeout_seconds,
+        )  # fmt: skip
+        if expect is not None and done.returncode != expect:
+            shown = " ".join(os.fsdecode(word) for word in (program, *arguments))
+            text = (done.stdout + done.stderr).decode("utf-8", "replace")
+            raise CommandFailed(
+                f"`{shown}` ended with {done.returncode}, not {expect}:\n{text}\n{self.log_tail()}"
+            )
+        return done
+
+    def json(self, *arguments: str | bytes, expect: int | None = 0) -> Any:
+        """The document that a command prints with --json."""
+        return json.loads(self.run(*arguments, "--json", expect=expect).stdout)
+
+    def list(self, program: str = "ciuic") -> list[Listed]:
+        """Committed snapshots, the newest first, parsed as a script does."""
+        rows = []
+        for line in self.run("list", "--machine-readable", program=program).stdout.decode().splitlines():
+            snapshot, moment, size = line.split("|")
+            rows.append(Listed(snapshot, datetime.strptime(moment, "%Y-%m-%d %H:%M:%S"), int(size)))  # noqa: DTZ007
+        return rows
+
+    def snapshot(self, *arguments: str) -> str:
+        """Takes one, waits until it is committed, and returns its id."""
+        return self.run("snapshot", "--wait", *arguments).stdout.decode().strip()
+
+    # -- the daemon
+
+    def start(self, *roots: Path) -> None:
+        """Starts the daemon and returns when it answers and every given root is mounted."""
+        log = open(self.daemon_log, "ab")
+        with log:
+            self.daemon = subprocess.Popen(
+                [str(installed()), "daemon"], env=self.env, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        self.wait_mounted(*roots)
+
+    def status(self) -> dict[str, Any] | None:
+        """`ciuic status --json`, None while no daemon answers."""
+        done = self.run("status", "--json", expect=None)
+        return json.loads(done.stdout) if done.returncode == 0 else None
+
+    def wait_mounted(self, *roots: Path) -> None:
+        """Returns when the daemon answers and each root is mounted by it."""
+
+        def ready() -> bool:
+            if self.daemon is None or self.daemon.poll() is not None:
+                raise CommandFailed(f"the daemon ended by itself\n{self.log_tail()}")
+            status = self.status()
+            mounted = (
+                {root["path"] for root in status["roots"] if root["state"] == "mounted"} if status else set()
+            )
+            return status is not None and {str(root) for root in roots} <= mounted
+
+        try:
+            wait_for("the daemon's start", ready, _START_SECONDS)
+        except TimeoutError as exc:
+            raise CommandFailed(f"{exc}\n{self.log_tail()}") from exc
+
+    def stop(self, sig: int = signal.SIGTERM) -> int:
+        """Ends the daemon with a signal and returns its exit status."""
+        assert self.daemon is not None
+        self.daemon.send_signal(sig)
+        code = self.daemon.wait(_STOP_SECONDS)
+        self.daemon = None
+        return code
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The end of the daemon's log, for a message."""
+        if not self.daemon_log.exists():
+            return ""
+        text = self.daemon_log.read_text(errors="replace").splitlines()
+        return "\n".join(["--- the daemon's log:", *text[-lines:]])
+
+    # -- the end
+
+    def processes(self) -> dict[int, str]:
+        """Every process that names this installation's directory: daemon, workers, captures."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                try:
+                    command = (entry / "cmdline").read_bytes()
+                except OSError:
+                    continue  # it ended while we looked
+                mine = str(self.top).encode() in command or self._has_our_config(entry)
+                if mine and b"ciuic" in command:
+                    found[int(entry.name)] = command.replace(b"\0", b" ").decode("utf-8", "replace")
+        return found
+
+    def _has_our_config(self, entry: Path) -> bool:
+        try:
+            return f"CIUIC_CONFIG={self.config}\0".encode() in (entry / "environ").read_bytes()
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Stops the daemon; what does not end by itself is killed, what stays mounted is detached."""
+        if self.daemon is not None and self.daemon.poll() is None:
+            self.daemon.terminate()
+            try:
+                self.daemon.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.daemon.kill()
+                self.daemon.wait()
+        self.daemon = None
+        leftovers.unmount_below(self.top)
+        for pid in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
