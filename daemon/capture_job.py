@@ -1,0 +1,136 @@
+"""What the daemon and a capture process say to each other. Values only.
+
+The daemon starts `python -m ciuic.daemon.capture`, writes one `CaptureJob` as JSON to its standard input and closes it.
+The process answers with JSON lines on standard output: any number of `Progress`, then exactly one `Done` or `Failed`,
+unless it was killed. Logs go to standard error. Byte strings are base64 in JSON (msgspec does that by itself).
+
+The exit status is 0 exactly when the snapshot is committed and `Done` was written; otherwise the code of `Failed`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+EXIT_UNDO_LOST = 20
+"""The sealed state was given up or cannot be read exactly any more; nothing was committed, and trying again is useless."""
+EXIT_INTERRUPTED = 130
+"""SIGTERM or SIGINT; nothing was committed."""
+TAG_INCOMPLETE = "incomplete"
+"""Put on a snapshot that lacks something that could not be read; `Done.errors` and the message name it."""
+
+
+class RootJob(msgspec.Struct, kw_only=True, frozen=True):
+    """One root to capture."""
+
+    path: bytes
+    """Absolute path of the root on the host."""
+    backing_fd: int = -1
+    """Number, in the capture process, of an inherited descriptor of the backing directory. -1: open `path` (offline)."""
+    session: str = ""
+    epoch: int = 0
+    """The sealed epoch to capture; 0: no overlay, what is there is read as it is (offline)."""
+    worker_pid: int = 0
+    """Whose /proc/<pid>/fd the descriptor numbers in the undo log belong to."""
+    excludes: tuple[str, ...] = ()
+    """`ciuic.excludes.effective_patterns` of this root."""
+    trust_tracking: bool = True
+    """False where something may have written to the backing directory unseen: everything is compared then."""
+
+
+class CaptureJob(msgspec.Struct, kw_only=True, frozen=True):
+    """One snapshot to make."""
+
+    repository: str
+    id: str
+    time_ns: int
+    """Wall clock at the cut."""
+    host: str
+    roots: tuple[RootJob, ...]
+    tags: tuple[str, ...] = ()
+    message: str = ""
+    hold: bool = False
+    hold_reason: str = ""
+    lock_wait_seconds: float = 0.0
+    """How long to wait for another writer to the repository before Busy (75)."""
+    io_priority: str = "idle"
+    """idle, best-effort:N or none."""
+
+
+class Progress(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="progress"):
+    """Where the capture is; about twice a second."""
+
+    root: bytes
+    entries: int
+    """Names looked at so far, all roots."""
+    files_read: int
+    bytes_read: int
+    new_bytes: int
+    entries_expected: int = 0
+    """0 where nobody knows: a first capture."""
+    bytes_expected: int = 0
+    path: bytes = b""
+    """Relative to the root: the last directory or large file that was begun."""
+
+
+class ReadError(msgspec.Struct, kw_only=True, frozen=True):
+    """Something that is not in the snapshot because it could not be read."""
+
+    root: bytes
+    path: bytes
+    error: str
+
+
+class Done(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="done"):
+    """The snapshot is committed and durable."""
+
+    done: bool = True
+    id: str
+    new_bytes: int
+    size_bytes: int
+    files: int
+    entries: int
+    """Names looked at."""
+    files_read: int
+    """Files of which at least one block was read."""
+    bytes_read: int
+    modes: dict[str, str]
+    """Root (surrogates escaped) → tracked, full or offline."""
+    seconds: float
+    errors: tuple[ReadError, ...] = ()
+    errors_total: int = 0
+    """`errors` names the first thousand."""
+
+
+class Failed(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="failed"):
+    """Nothing was committed."""
+
+    error: str
+    hint: str = ""
+    code: int = 1
+    """The exit status: one of ciuic.errors, EXIT_UNDO_LOST or EXIT_INTERRUPTED."""
+
+
+Message = Progress | Done | Failed
+
+_encoder = msgspec.json.Encoder()
+_job_decoder = msgspec.json.Decoder(CaptureJob)
+_message_decoder = msgspec.json.Decoder(Message)
+
+
+def encode_job(job: CaptureJob) -> bytes:
+    return _encoder.encode(job)
+
+
+def decode_job(data: bytes) -> CaptureJob:
+    """Raises msgspec.ValidationError or DecodeError for anything else."""
+    return _job_decoder.decode(data)
+
+
+def encode_message(message: Message) -> bytes:
+    """One line, newline included."""
+    return _encoder.encode(message) + b"\n"
+
+
+def decode_message(line: bytes) -> Message:
+    """Raises msgspec.ValidationError or DecodeError for anything else."""
+    return _message_decoder.decode(line)
