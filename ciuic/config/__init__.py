@@ -1,0 +1,98 @@
+"""Configuration: two file formats, one meaning, and every mistake named by file and line.
+
+    config = load_config(file, repository=…)      # what is in force, complete and valid as text
+    raise_for(check_places(config))               # do the places exist, and lie well to each other?
+    repository = repository_path(config)
+    add_roots(writable_file(file), [RootConfig(path)], repository_path=repository)
+    for key, value, origin in shown(config): …    # config show
+
+The keys are the table ``KEYS`` (and ``ROOT_KEYS`` of one ``[[root]]``); docs/configuration.md explains them.
+Nothing here mounts, captures or opens a repository.
+"""
+
+from ciuic.config.edit import add_roots, remove_roots, writable_file
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS, ROOT_KEYS, Key
+from ciuic.config.load import (
+    CONFIG_VARIABLE,
+    FLAT_FILE,
+    REPOSITORY_VARIABLE,
+    TOML_FILE,
+    check_text,
+    convert_flat,
+    find_file,
+    load_config,
+    parse_config,
+    raise_for,
+    read_text,
+)
+from ciuic.config.model import (
+    CaptureConfig,
+    Config,
+    ControlConfig,
+    Driver,
+    IoPriority,
+    LogConfig,
+    MinFree,
+    Origin,
+    Problem,
+    RepositoryConfig,
+    RootConfig,
+    ScheduleConfig,
+)
+from ciuic.config.places import (
+    canonical_root,
+    check_overlaps,
+    check_places,
+    check_repository,
+    check_repository_beside,
+    check_root,
+    default_repository_path,
+    is_ciuic_mount,
+    repository_path,
+)
+from ciuic.config.show import ShownValue, shown
+
+__all__ = [
+    "CONFIG_VARIABLE",
+    "FLAT_FILE",
+    "FLAT_NAMES",
+    "FLAT_ROOTS_NAME",
+    "KEYS",
+    "REPOSITORY_VARIABLE",
+    "ROOT_KEYS",
+    "TOML_FILE",
+    "CaptureConfig",
+    "Config",
+    "ControlConfig",
+    "Driver",
+    "IoPriority",
+    "Key",
+    "LogConfig",
+    "MinFree",
+    "Origin",
+    "Problem",
+    "RepositoryConfig",
+    "RootConfig",
+    "ScheduleConfig",
+    "ShownValue",
+    "add_roots",
+    "canonical_root",
+    "check_overlaps",
+    "check_places",
+    "check_repository",
+    "check_repository_beside",
+    "check_root",
+    "check_text",
+    "convert_flat",
+    "default_repository_path",
+    "find_file",
+    "is_ciuic_mount",
+    "load_config",
+    "parse_config",
+    "raise_for",
+    "read_text",
+    "remove_roots",
+    "repository_path",
+    "shown",
+    "writable_file",
+]

@@ -1,0 +1,234 @@
+"""Adding and removing roots in a configuration file, without disturbing what people wrote there.
+
+Guarantees: comments, order and everything not asked about stay as they are; the new text is parsed before it is
+written and must mean the old configuration plus the change and nothing else; the file is replaced atomically and
+durably, keeping its mode and owner, and through a symbolic link. Two editors at once wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ciuic.config.flat import is_flat, set_flat
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME
+from ciuic.config.load import FLAT_FILE, TOML_FILE, find_file, parse_config, read_text
+from ciuic.config.model import DEFAULT, Config, RootConfig
+from ciuic.config.toml_source import Statement, quote, statements
+from ciuic.errors import ConfigError, NotPermitted
+
+_NEW_FILE = """\
+# Configuration of ciuic. `ciuic config show` prints what is in force, with every default.
+"""
+_FLAT_SNAPSHOT_DIR = next(flat for flat, name in FLAT_NAMES.items() if name == "repository.path")
+
+
+def writable_file(file: Path | None = None) -> Path:
+    """The file that ``protect`` writes: the one in force (see load.find_file), else a new TOML file."""
+    return find_file(file, searched=(TOML_FILE, FLAT_FILE)) or TOML_FILE
+
+
+def add_roots(
+    file: Path, roots: Sequence[RootConfig], *, repository_path: Path | None = None
+) -> list[RootConfig]:
+    """Add those of ``roots`` that are not there yet, and return them; durable on return.
+
+    ``repository_path`` is written where the file names no repository: the default follows the first root, and
+    must not move when that root goes. ConfigError when the file cannot be edited safely, NotPermitted when it may
+    not be.
+    """
+    added: list[RootConfig] = []
+
+    def change(text: str, config: Config) -> tuple[str, Config]:
+        present = {root.path for root in config.roots}
+        added[:] = [root for root in roots if root.path not in present]
+        repository = config.repository
+        if repository_path is not None and repository.path is None:
+            repository = replace(repository, path=repository_path)
+            text = (_set_flat_repository if is_flat(file) else _set_toml_repository)(text, repository_path)
+        if added and is_flat(file):
+            text = _add_flat_roots(text, config, added)
+        elif added:
+            text = _add_toml_roots(text, added)
+        return text, replace(config, roots=(*config.roots, *added), repository=repository)
+
+    _edit(file, change, create=not is_flat(file))
+    return added
+
+
+def remove_roots(file: Path, paths: Sequence[Path]) -> list[Path]:
+    """Take ``paths`` out of the file; returns those that were there. Durable on return."""
+    removed: list[Path] = []
+
+    def change(text: str, config: Config) -> tuple[str, Config]:
+        gone = {root.path for root in config.roots} & set(paths)
+        removed[:] = sorted(gone)
+        kept = tuple(root for root in config.roots if root.path not in gone)
+        if gone and is_flat(file):
+            text = set_flat(text, FLAT_ROOTS_NAME, [str(root.path) for root in kept])
+        elif gone:
+            text = _remove_toml_roots(text, config, gone)
+        return text, replace(config, roots=kept)
+
+    _edit(file, change, create=False)
+    return removed
+
+
+# --- flat
+
+
+def _add_flat_roots(text: str, config: Config, added: Sequence[RootConfig]) -> str:
+    if any(root.driver != "auto" or root.exclude for root in added):
+        raise ConfigError(
+            "the flat format has no settings of single roots",
+            hint="`ciuic config convert` makes a TOML file of it",
+        )
+    return set_flat(text, FLAT_ROOTS_NAME, [str(root.path) for root in (*config.roots, *added)])
+
+
+def _set_flat_repository(text: str, path: Path) -> str:
+    return set_flat(text, _FLAT_SNAPSHOT_DIR, str(path))
+
+
+# --- TOML
+
+
+def _add_toml_roots(text: str, added: Sequence[RootConfig]) -> str:
+    lines = []
+    for root in added:
+        lines += ["", "[[root]]", f"path = {quote(str(root.path))}"]
+        if root.driver != "auto":
+            lines.append(f"driver = {quote(root.driver)}")
+        if root.exclude:
+            lines.append(f"exclude = [{', '.join(map(quote, root.exclude))}]")
+    return _ended(text) + "\n".join(lines) + "\n"
+
+
+def _set_toml_repository(text: str, path: Path) -> str:
+    line = f"path = {quote(str(path))}\n"
+    header = next((s for s in statements(text) if s.kind == "table" and s.path == ("repository",)), None)
+    if header is None:
+        return _ended(text) + "\n[repository]\n" + line
+    lines = _ended(text).splitlines(keepends=True)
+    lines.insert(header.last_line, line)
+    return "".join(lines)
+
+
+def _remove_toml_roots(text: str, config: Config, gone: set[Path]) -> str:
+    spans = _root_spans(statements(text))
+    if len(spans) != len(config.roots):
+        raise ConfigError("the roots are not written as [[root]] tables", hint="edit the file by hand")
+    lines = text.splitlines(keepends=True)
+    for (first_line, last_line), root in reversed(list(zip(spans, config.roots, strict=True))):
+        if root.path not in gone:
+            continue
+        start, end = first_line - 1, last_line
+        # One of the blank lines around the table goes with it.
+        if start > 0 and not lines[start - 1].strip() and (end == len(lines) or not lines[end].strip()):
+            start -= 1
+        del lines[start:end]
+    return "".join(lines)
+
+
+def _root_spans(found: Sequence[Statement]) -> list[tuple[int, int]]:
+    """First and last line of each [[root]] with its own keys; a comment before the next header is not its own."""
+    spans: list[tuple[int, int]] = []
+    inside = False
+    for statement in found:
+        if statement.kind == "array" and statement.path[0] == "root" and len(statement.path) == 2:
+            spans.append((statement.first_line, statement.last_line))
+            inside = True
+        elif statement.kind == "value" and inside:
+            spans[-1] = (spans[-1][0], statement.last_line)
+        else:
+            inside = False
+    return spans
+
+
+def _ended(text: str) -> str:
+    return text if not text or text.endswith("\n") else text + "\n"
+
+
+# --- the file
+
+
+def _edit(file: Path, change: Callable[[str, Config], tuple[str, Config]], *, create: bool) -> None:
+    file = Path(os.path.realpath(file))
+    try:
+        if create:
+            file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with _locked(file.parent):
+            text = _NEW_FILE if create and not file.exists() else read_text(file)
+            try:
+                new_text, meant = change(text, parse_config(text, file))
+            except ValueError as error:
+                raise ConfigError(f"{file} cannot be changed: {error}") from None
+            _check_meaning(new_text, meant, file)
+            if new_text != text:
+                _replace(file, new_text.encode("utf-8"))
+    except PermissionError as error:
+        raise NotPermitted(f"{file} may not be changed: {error.strerror}", hint="run as root") from error
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be changed: {error.strerror}") from error
+
+
+def _check_meaning(text: str, meant: Config, file: Path) -> None:
+    try:
+        result = parse_config(text, file)
+    except ConfigError:
+        result = None
+    if result is None or _meaning(result) != _meaning(meant):
+        raise ConfigError(f"{file} is written in a way that cannot be edited safely", hint="edit it by hand")
+
+
+def _meaning(config: Config) -> Config:
+    """The configuration without line numbers."""
+    roots = tuple(replace(root, origin=DEFAULT) for root in config.roots)
+    return replace(config, roots=roots, origins={})
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Write a temporary file beside ``file``, sync it, rename it over, sync the directory."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            _copy_ownership(file, stream.fileno())
+            os.fsync(stream.fileno())
+        os.rename(temporary, file)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _copy_ownership(file: Path, descriptor: int) -> None:
+    try:
+        old = os.stat(file)
+    except FileNotFoundError:
+        os.fchmod(descriptor, 0o644)
+        return
+    if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+        os.fchown(descriptor, old.st_uid, old.st_gid)
+    os.fchmod(descriptor, old.st_mode & 0o7777)

@@ -1,0 +1,120 @@
+"""The flat ``key = value`` format of older installations: read, turned into TOML, edited.
+
+One setting a line; ``#`` or ``;`` begins a comment line, and `` #`` a comment behind a value; quotes around a
+value are taken off; lists are divided by commas (``\\,`` is a comma in an item). Guarantees: what it reads, it
+reads with line numbers, and what it does not know it reports instead of passing over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS
+from ciuic.config.toml_source import quote
+
+_LISTS = ("exclude_patterns", FLAT_ROOTS_NAME)
+_COMMENT = re.compile(r"\s[#;].*\Z")
+
+
+class FlatSetting(NamedTuple):
+    """One line that sets something; ``value`` is a list of texts for the keys that hold lists."""
+
+    name: str
+    value: str | list[str]
+    line: int
+
+
+class FlatError(ValueError):
+    """A line that cannot be meant."""
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+def parse_flat(text: str) -> tuple[list[FlatSetting], list[FlatError]]:
+    """The settings in order, and what is wrong. Known and unknown names alike: their meaning is load's."""
+    settings: list[FlatSetting] = []
+    errors: list[FlatError] = []
+    seen: dict[str, int] = {}
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.strip()
+        if not line or line[0] in "#;":
+            continue
+        name, equals, value = line.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            hint = " (tables belong to the TOML format)" if line.startswith("[") else ""
+            errors.append(FlatError(f"not of the form key = value: {line!r}{hint}", number))
+        elif name in seen:
+            errors.append(FlatError(f"{name} is set again (first in line {seen[name]})", number))
+        else:
+            seen[name] = number
+            settings.append(FlatSetting(name, _value(name, value), number))
+    return settings, errors
+
+
+def flat_to_toml(settings: Sequence[FlatSetting]) -> str:
+    """A TOML text of the same meaning; ``settings`` have been checked by load."""
+    values = {setting.name: setting.value for setting in settings}
+    lines = ["# Converted from the flat format."]
+    tables: dict[str, list[str]] = {}
+    for flat_name, name in FLAT_NAMES.items():
+        if flat_name not in values:
+            continue
+        value = values[flat_name]
+        text = quote(value) if isinstance(value, str) else "[" + ", ".join(map(quote, value)) + "]"
+        table, _, key = name.rpartition(".")
+        tables.setdefault(table, []).append(f"{key} = {text}")
+    # Keys without a table must come before the first one.
+    for table in sorted(tables):
+        lines += ["", f"[{table}]", *tables[table]] if table else ["", *tables[table]]
+    for path in values.get(FLAT_ROOTS_NAME, []):
+        lines += ["", "[[root]]", f"path = {quote(path)}"]
+    return "\n".join(lines) + "\n"
+
+
+def set_flat(text: str, name: str, value: str | Sequence[str]) -> str:
+    """``text`` with ``name`` set to ``value``: in its place if it is set already, else in a new last line."""
+    written = value if isinstance(value, str) else ", ".join(item.replace(",", "\\,") for item in value)
+    if re.search(r"[\r\n]", written) or written != written.strip() or _COMMENT.search(written):
+        raise ValueError(
+            f"cannot stand in the flat format: {written!r}; `ciuic config convert` makes a TOML file"
+        )
+    if any("\ud800" <= char <= "\udfff" for char in written):
+        raise ValueError(f"{written!r} is not UTF-8 and cannot stand in a configuration file")
+    lines = text.splitlines(keepends=True)
+    for position, line in enumerate(lines):
+        before, equals, after = line.partition("=")
+        if equals and before.strip() == name:
+            comment = _COMMENT.search(after.rstrip())
+            lines[position] = f"{before.rstrip()} = {written}{comment.group(0) if comment else ''}\n"
+            return "".join(lines)
+    if lines and not lines[-1].endswith("\n"):
+        lines[-1] += "\n"
+    return "".join([*lines, f"{name} = {written}\n"])
+
+
+def _value(name: str, raw: str) -> str | list[str]:
+    value = _unquote(_COMMENT.sub("", raw.rstrip()).strip())
+    if name not in _LISTS:
+        return value
+    items = (item.replace("\\,", ",").strip() for item in re.split(r"(?<!\\),", value))
+    return [_unquote(item) for item in items if item]
+
+
+def _unquote(value: str) -> str:
+    if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'" and value[0] not in value[1:-1]:
+        return value[1:-1]
+    return value
+
+
+def is_flat(path: Path) -> bool:
+    """Whether a file of this name is in the flat format: it ends in ``.conf``."""
+    return path.suffix == ".conf"
+
+
+assert all(name in KEYS for name in FLAT_NAMES.values())

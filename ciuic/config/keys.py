@@ -1,0 +1,305 @@
+"""Every key of the configuration in one table: its names, its default, how its text becomes a value.
+
+The documentation, the ``config show`` command, both file formats and the suggestions for typing errors follow
+from this table. Parsers take what TOML or the flat file gave (str, int, list of str) and raise ValueError with a
+sentence; where it happened is added by the caller.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ciuic.config.model import DRIVERS, IoPriority, MinFree
+from ciuic.excludes import check_pattern
+from ciuic.units import format_duration, format_size, parse_duration, parse_share, parse_size
+
+MIN_BLOCK_SIZE_BYTES = 4096
+MAX_BLOCK_SIZE_BYTES = 16 << 20
+_MAX_COUNT = 1_000_000
+_TAG = re.compile(r"[^\s,|]+\Z")
+_GROUP = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?\Z")
+# sockaddr_un.sun_path holds 108 bytes, the terminating zero included.
+_MAX_SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: ``table.name`` in TOML, perhaps another name in the flat format."""
+
+    name: str
+    parse: Callable[[object], Any]
+    default: str
+    """As one would write it; empty for none."""
+    meaning: str
+    flat_name: str = ""
+    show: Callable[[Any], str] = str
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"must be a text in quotes, not {value!r}")
+    return value.strip()
+
+
+def _duration(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value != 0:
+        raise ValueError(f'a duration needs a unit: "{value}s" for seconds, or m, h, d, w')
+    return parse_duration("0" if value == 0 and not isinstance(value, bool) else _text(value))
+
+
+def _interval(value: object) -> int:
+    seconds = _duration(value)
+    if seconds < 1:
+        raise ValueError("must be at least 1s")
+    return seconds
+
+
+def _size(value: object) -> int:
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        else parse_size(_text(value))
+    )
+
+
+def _undo_limit(value: object) -> int:
+    size_bytes = _size(value)
+    if size_bytes < 1 << 20:
+        raise ValueError("must be at least 1MiB: a snapshot could never be finished under a writing job")
+    return size_bytes
+
+
+def _block_size(value: object) -> int:
+    size_bytes = _size(value)
+    if not MIN_BLOCK_SIZE_BYTES <= size_bytes <= MAX_BLOCK_SIZE_BYTES or size_bytes & (size_bytes - 1):
+        raise ValueError(f"must be a power of two from 4KiB to 16MiB, not {format_size(size_bytes)}")
+    return size_bytes
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"must be a whole number, not {value!r}")
+    if not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"must be from 0 to {_MAX_COUNT}, not {value}")
+    return value
+
+
+def _min_free(value: object) -> MinFree:
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return MinFree(share=parse_share(value))
+    return MinFree(size_bytes=_size(value))
+
+
+def _show_min_free(value: MinFree) -> str:
+    return f"{value.share * 100:g}%" if value.share else format_size(value.size_bytes)
+
+
+def parse_path(value: object) -> Path:
+    """An absolute path, ``.`` and ``..`` taken out by text."""
+    text = _text(value)
+    if not text.startswith("/"):
+        raise ValueError(f"must be an absolute path, not {text!r}")
+    if "\0" in text:
+        raise ValueError(f"a zero byte in the path {text!r}")
+    return Path("/" + os.path.normpath(text).lstrip("/"))
+
+
+def _socket(value: object) -> Path:
+    path = parse_path(value)
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
+        raise ValueError(f"too long for a unix socket (at most {_MAX_SOCKET_PATH_BYTES} bytes): {path}")
+    return path
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f'must be a list of texts, such as ["a", "b"], not {value!r}')
+    return tuple(value)
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    patterns = _texts(value)
+    for pattern in patterns:
+        check_pattern(pattern)
+    return patterns
+
+
+def _tags(value: object) -> tuple[str, ...]:
+    tags = _texts(value)
+    for tag in tags:
+        if not _TAG.match(tag):
+            raise ValueError(f"not a tag: {tag!r} (no blanks, commas or |)")
+    return tags
+
+
+def _group(value: object) -> str | None:
+    text = _text(value)
+    if text and not _GROUP.match(text):
+        raise ValueError(f"not the name of a group: {text!r}")
+    return text or None
+
+
+def _io_priority(value: object) -> IoPriority:
+    text = _text(value)
+    io_class, colon, level = text.partition(":")
+    if io_class == "idle" and not colon:
+        return IoPriority("idle")
+    if io_class == "none" and not colon:
+        return IoPriority("none")
+    if io_class == "best-effort" and not colon:
+        return IoPriority("best-effort", 4)
+    if io_class == "best-effort" and re.fullmatch("[0-7]", level):
+        return IoPriority("best-effort", int(level))
+    raise ValueError(f"must be idle, none, or best-effort:0 to best-effort:7, not {text!r}")
+
+
+def _one_of(choices: Sequence[str]) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        text = _text(value)
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}, not {text!r}")
+        return text
+
+    return parse
+
+
+def _show_list(values: Sequence[str]) -> str:
+    return ", ".join(values)
+
+
+def _show_optional(value: object) -> str:
+    return "" if value is None else str(value)
+
+
+KEYS: dict[str, Key] = {
+    key.name: key
+    for key in (
+        Key(
+            "exclude",
+            _patterns,
+            "",
+            "Paths that are served but not captured, in every root: gitignore syntax, or absolute globs.",
+            "exclude_patterns",
+            _show_list,
+        ),
+        Key(
+            "repository.path",
+            parse_path,
+            "",
+            "Where snapshots are kept. Default: `.ciuic_snapshots` at the top of the file system that holds the "
+            "first root.",
+            "snapshot_dir",
+            _show_optional,
+        ),
+        Key(
+            "repository.block_size",
+            _block_size,
+            "256KiB",
+            "Size of the blocks of a repository that is yet to be made; a power of two.",
+            show=format_size,
+        ),
+        Key(
+            "schedule.interval",
+            _interval,
+            "1h",
+            "Time between two snapshots (s, m, h, d, w).",
+            "snapshot_interval",
+            format_duration,
+        ),
+        Key(
+            "retention.keep_within",
+            _duration,
+            "7d",
+            "Keep every snapshot younger than this.",
+            "retention_policy",
+            format_duration,
+        ),
+        Key("retention.keep_last", _count, "3", "Keep this many of the newest."),
+        Key("retention.keep_hourly", _count, "0", "Keep the newest of each of so many hours that have one."),
+        Key("retention.keep_daily", _count, "0", "The same for days."),
+        Key("retention.keep_weekly", _count, "0", "The same for weeks, from Monday."),
+        Key("retention.keep_monthly", _count, "0", "The same for months."),
+        Key("retention.keep_yearly", _count, "0", "The same for years."),
+        Key(
+            "retention.keep_tags",
+            _tags,
+            "",
+            "Keep every snapshot that has one of these tags.",
+            show=_show_list,
+        ),
+        Key(
+            "retention.min_free",
+            _min_free,
+            "",
+            "Free space on the repository's file system (`50GiB` or `5%`) below which the oldest snapshots go "
+            "although a rule keeps them; never the newest, held or tagged ones.",
+            show=_show_min_free,
+        ),
+        Key(
+            "capture.io_priority",
+            _io_priority,
+            "idle",
+            "I/O class of the capture process: idle, best-effort:N (0 to 7), none.",
+            "io_priority",
+        ),
+        Key(
+            "capture.undo_limit",
+            _undo_limit,
+            "16GiB",
+            "How large a root's undo log may grow before the snapshot in progress is given up.",
+            show=format_size,
+        ),
+        Key(
+            "control.socket",
+            _socket,
+            "/run/ciuic/control.sock",
+            "Control socket of the daemon. Default: `control.sock` in `daemon.runtime_dir`.",
+        ),
+        Key(
+            "control.group",
+            _group,
+            "",
+            "Group whose members may use the control socket besides root.",
+            show=_show_optional,
+        ),
+        Key(
+            "daemon.runtime_dir", parse_path, "/run/ciuic", "Where the daemon keeps its sockets and its lock."
+        ),
+        Key(
+            "log.level",
+            _one_of(("debug", "info", "warning", "error")),
+            "info",
+            "debug, info, warning or error.",
+        ),
+        Key(
+            "log.format",
+            _one_of(("auto", "json", "text")),
+            "auto",
+            "json, text, or auto: text on a terminal, json elsewhere.",
+        ),
+    )
+}
+
+ROOT_KEYS: dict[str, Key] = {
+    key.name: key
+    for key in (
+        Key("path", parse_path, "", "The directory to protect; absolute."),
+        Key("driver", _one_of(DRIVERS), "auto", "auto, kernel or pyfuse3."),
+        Key(
+            "exclude",
+            _patterns,
+            "",
+            "As the global `exclude`, for this root alone; a leading `/` is the top of the root.",
+            show=_show_list,
+        ),
+    )
+}
+
+FLAT_ROOTS_NAME = "protected_directories"
+FLAT_NAMES: dict[str, str] = {key.flat_name: key.name for key in KEYS.values() if key.flat_name}
+"""Name in the flat format → dotted name."""

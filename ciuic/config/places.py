@@ -1,0 +1,298 @@
+"""Whether the directories that a configuration names can be what it wants them to be.
+
+Guarantees: nothing is opened, mounted or changed; every objection is a Problem with its remedy. Used by ``protect``
+before it writes, by the daemon before it mounts, and by ``config check``. The overlap rules are pure functions of
+paths; what needs the disk takes the mounts as an argument.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from ciuic import STATE_DIR_NAME, mountinfo
+from ciuic.config.model import Config, Problem, RootConfig
+from ciuic.errors import ConfigError, NotFound, NotPermitted, UsageError
+from ciuic.mountinfo import Mount
+
+CIUIC_FS_TYPE = b"fuse.ciuic"
+DEFAULT_REPOSITORY_NAME = ".ciuic_snapshots"
+_NAME_IT = 'name another place: path = "…" under [repository]'
+
+# Kernel interfaces in the form of files: nothing in them can be copied back.
+_PSEUDO_FS_TYPES = frozenset(
+    b"autofs binfmt_misc bpf cgroup cgroup2 configfs debugfs devpts devtmpfs efivarfs fusectl mqueue nsfs proc "
+    b"pstore rpc_pipefs securityfs selinuxfs sysfs tracefs".split()
+)
+
+
+def check_places(config: Config, mounts: Sequence[Mount] | None = None) -> list[Problem]:
+    """Everything that is wrong with the places of ``config``: what the daemon and ``config check`` ask."""
+    mounts = mountinfo.read() if mounts is None else mounts
+    problems = check_overlaps(config.roots)
+    for root in config.roots:
+        problems += check_root(root, mounts)
+        problems += check_excludes(config, root)
+    if not any(problem.severity == "error" for problem in problems):
+        problems += check_repository(config, mounts)
+    return problems + check_group(config)
+
+
+def canonical_root(path: str | os.PathLike[str]) -> Path:
+    """``path`` made absolute, symbolic links resolved: under this name a root is protected and listed.
+
+    The root itself is looked at last and only by name, so that a dead overlay on it cannot get in the way.
+    """
+    absolute = Path(os.path.abspath(path))
+    if absolute == Path("/"):
+        return absolute
+    beside = Path(os.path.realpath(absolute.parent)) / absolute.name
+    return Path(os.path.realpath(beside)) if os.path.islink(beside) else beside
+
+
+def is_ciuic_mount(path: str | os.PathLike[str], mounts: Sequence[Mount]) -> bool:
+    """Whether an overlay of ours is mounted exactly at ``path``, be it alive or dead."""
+    wanted = os.fsencode(path)
+    return any(mount.mount_point == wanted and mount.fs_type == CIUIC_FS_TYPE for mount in mounts)
+
+
+def mount_holding(path: str | os.PathLike[str], mounts: Sequence[Mount]) -> Mount | None:
+    """The mount that holds the real files of ``path``: overlays of ours are looked through."""
+    wanted = os.fsencode(path)
+    best: Mount | None = None
+    for mount in mounts:
+        if mount.fs_type == CIUIC_FS_TYPE or not _within(wanted, mount.mount_point):
+            continue
+        if best is None or len(mount.mount_point) >= len(best.mount_point):
+            best = mount
+    return best
+
+
+# --- roots
+
+
+def check_overlaps(roots: Sequence[RootConfig]) -> list[Problem]:
+    """Roots named twice, or one inside another, by their paths alone."""
+    problems = []
+    for position, root in enumerate(roots):
+        for other in roots[:position]:
+            if root.path == other.path:
+                message = f"the root {root.path} is named twice"
+            elif _within(os.fsencode(root.path), os.fsencode(other.path)):
+                message = f"the root {root.path} lies inside the root {other.path}, which protects it already"
+            elif _within(os.fsencode(other.path), os.fsencode(root.path)):
+                message = f"the root {root.path} contains the root {other.path}"
+            else:
+                continue
+            problems.append(Problem("error", message, "keep one of the two", root.origin, UsageError))
+    return problems
+
+
+def check_root(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
+    """What keeps ``root`` from being protected. A mount of ours exactly there is no problem: it is protected."""
+    path = root.path
+    refusal = _refuse_place(root, mounts)
+    if refusal is not None:
+        return [refusal]
+    if is_ciuic_mount(path, mounts):
+        return []
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return [
+            Problem(
+                "error", f"the root {path} does not exist", "make the directory first", root.origin, NotFound
+            )
+        ]
+    except PermissionError:
+        return [
+            Problem(
+                "error", f"the root {path} may not be looked at", "run as root", root.origin, NotPermitted
+            )
+        ]
+    except OSError as error:
+        return [Problem("error", f"the root {path} cannot be looked at: {error.strerror}", "", root.origin)]
+    if stat.S_ISLNK(status.st_mode) or canonical_root(path) != path:
+        hint = f"name the directory itself: {canonical_root(path)}"
+        return [
+            Problem("error", f"the root {path} leads through a symbolic link", hint, root.origin, UsageError)
+        ]
+    if not stat.S_ISDIR(status.st_mode):
+        hint = "name the directory that holds it"
+        return [Problem("error", f"the root {path} is not a directory", hint, root.origin, UsageError)]
+    return _check_file_system(root, mounts)
+
+
+def _refuse_place(root: RootConfig, mounts: Sequence[Mount]) -> Problem | None:
+    path = os.fsencode(root.path)
+    if path == b"/":
+        hint = "name the directories that matter"
+        return Problem(
+            "error", "the root / cannot be protected: the system runs on it", hint, root.origin, UsageError
+        )
+    if STATE_DIR_NAME in path.split(b"/"):
+        return Problem("error", f"{root.path} is ciuic's own", "", root.origin, UsageError)
+    for mount in mounts:
+        if mount.fs_type == CIUIC_FS_TYPE and mount.mount_point != path and _within(path, mount.mount_point):
+            protected = os.fsdecode(mount.mount_point)
+            message = f"the root {root.path} lies inside {protected}, which is protected already"
+            return Problem("error", message, "nothing needs to be done for it", root.origin, UsageError)
+        if mount.fs_type == CIUIC_FS_TYPE and mount.mount_point != path and _within(mount.mount_point, path):
+            protected = os.fsdecode(mount.mount_point)
+            message = f"the root {root.path} contains {protected}, which is protected already"
+            return Problem("error", message, f"unprotect {protected} first", root.origin, UsageError)
+    return None
+
+
+def _check_file_system(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
+    mount = mount_holding(root.path, mounts)
+    if mount is None:
+        return []
+    kind = os.fsdecode(mount.fs_type)
+    if mount.fs_type in _PSEUDO_FS_TYPES:
+        message = f"the root {root.path} lies on {kind}, which holds no files of its own"
+        return [Problem("error", message, "", root.origin, UsageError)]
+    if b"ro" in mount.options.split(b",") + mount.super_options.split(b","):
+        message = f"the root {root.path} lies on a file system that is mounted read-only"
+        return [
+            Problem(
+                "error", message, "nothing can change there; it needs no protection", root.origin, UsageError
+            )
+        ]
+    return []
+
+
+def check_excludes(config: Config, root: RootConfig) -> list[Problem]:
+    """A pattern that would exclude the whole of ``root`` is said; what it matches below still is excluded."""
+    pattern = config.exclude_matcher(root).covering_pattern()
+    if pattern is None:
+        return []
+    message = f"the pattern {pattern} covers the root {root.path} itself, which is protected nevertheless"
+    return [Problem("warning", message, "make the pattern narrower", config.origin("exclude"))]
+
+
+# --- the repository
+
+
+def repository_path(config: Config, mounts: Sequence[Mount] | None = None) -> Path:
+    """Where the repository is: as configured, else at the top of the file system that holds the first root.
+
+    ConfigError when neither says: no roots, or the first root is itself the top of its file system.
+    """
+    if config.repository.path is not None:
+        return config.repository.path
+    if not config.roots:
+        raise ConfigError(
+            "no repository is named, and no root from which to derive one",
+            hint="protect a directory first, or give --repo DIR",
+        )
+    mounts = mountinfo.read() if mounts is None else mounts
+    return default_repository_path(config.roots[0].path, mounts)
+
+
+def default_repository_path(first_root: Path, mounts: Sequence[Mount]) -> Path:
+    """``.ciuic_snapshots`` at the top of the file system that holds ``first_root``, so that extents can be shared.
+
+    ConfigError when that would be inside the root.
+    """
+    mount = mount_holding(first_root, mounts)
+    top = Path(os.fsdecode(mount.mount_point)) if mount is not None else Path("/")
+    if _within(os.fsencode(top), os.fsencode(first_root)):
+        raise ConfigError(
+            f"the root {first_root} is all of its file system, so no repository fits beside it", hint=_NAME_IT
+        )
+    return top / DEFAULT_REPOSITORY_NAME
+
+
+def check_repository(config: Config, mounts: Sequence[Mount]) -> list[Problem]:
+    """What is wrong with the place of the repository, alone and beside the roots."""
+    try:
+        repository = repository_path(config, mounts)
+    except ConfigError as error:
+        # With neither root nor repository there is nothing to do yet, and nothing wrong.
+        return [Problem("error", error.message, error.hint)] if config.roots else []
+    origin = config.origin("repository.path")
+    problems = []
+    if os.path.lexists(repository) and not os.path.isdir(repository):
+        problems.append(Problem("error", f"the repository {repository} is not a directory", _NAME_IT, origin))
+    for root in config.roots:
+        problems += check_repository_beside(config, root, repository)
+    return problems
+
+
+def check_repository_beside(config: Config, root: RootConfig, repository: Path) -> list[Problem]:
+    """Repository and root must lie apart, unless the repository is excluded from capture.
+
+    A bind mount that leads to the same directory under another name is recognised.
+    """
+    origin = config.origin("repository.path")
+    if _lies_in(root.path, repository):
+        message = f"the root {root.path} lies inside the repository {repository}"
+        return [Problem("error", message, _NAME_IT, origin)]
+    inside = _lies_in(repository, root.path)
+    if not inside:
+        return []
+    if inside.path and config.exclude_matcher(root).match(inside.path, True):
+        message = (
+            f"the repository {repository} is written through the overlay of {root.path}, which costs speed"
+        )
+        return [Problem("warning", message, "a place outside every root is better", origin)]
+    message = (
+        f"the repository {repository} lies inside the root {root.path} and would be captured into itself"
+    )
+    return [Problem("error", message, f"{_NAME_IT}, or exclude it", origin)]
+
+
+class _Inside:
+    """That one path lies inside another: where, relative to it. Falsy when it does not."""
+
+    def __init__(self, path: bytes | None) -> None:
+        self.path = path or b""
+        self._inside = path is not None
+
+    def __bool__(self) -> bool:
+        return self._inside
+
+
+def _lies_in(path: Path, directory: Path) -> _Inside:
+    inner, outer = os.fsencode(path), os.fsencode(directory)
+    if _within(inner, outer):
+        return _Inside(os.path.relpath(inner, outer) if inner != outer else b"")
+    try:
+        wanted = os.stat(directory)
+    except OSError:
+        return _Inside(None)  # what is not there (or a dead overlay) has only its name to be compared by
+    current = os.path.realpath(inner)
+    while True:
+        try:
+            found = os.stat(current)
+        except OSError:
+            found = None  # not made yet: its parents decide
+        if found is not None and (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+            return _Inside(os.path.relpath(os.path.realpath(inner), current) if current != inner else b"")
+        if current == b"/":
+            return _Inside(None)
+        current = os.path.dirname(current)
+
+
+# --- the rest
+
+
+def check_group(config: Config) -> list[Problem]:
+    """The group of the control socket must exist."""
+    group = config.control.group
+    if group is None:
+        return []
+    try:
+        grp.getgrnam(group)
+    except KeyError:
+        hint = f"groupadd --system {group}"
+        return [Problem("error", f"there is no group {group}", hint, config.origin("control.group"))]
+    return []
+
+
+def _within(inner: bytes, outer: bytes) -> bool:
+    return inner == outer or outer == b"/" or inner.startswith(outer + b"/")

@@ -1,0 +1,53 @@
+"""The effective configuration as rows for ``config show``: each value as one would write it, and its origin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from ciuic.config.keys import KEYS, ROOT_KEYS
+from ciuic.config.model import Config, Origin
+
+
+class ShownValue(NamedTuple):
+    """``root[0].path`` and so on for the roots; an empty text is a value that is not set."""
+
+    key: str
+    value: str
+    origin: Origin
+
+
+_VALUE_OF: dict[str, Callable[[Config], Any]] = {
+    "exclude": lambda config: config.exclude,
+    "repository.path": lambda config: config.repository.path,
+    "repository.block_size": lambda config: config.repository.block_size_bytes,
+    "schedule.interval": lambda config: config.schedule.interval_seconds,
+    "retention.keep_within": lambda config: config.retention.keep_within_seconds,
+    "retention.keep_last": lambda config: config.retention.keep_last,
+    "retention.keep_hourly": lambda config: config.retention.keep_hourly,
+    "retention.keep_daily": lambda config: config.retention.keep_daily,
+    "retention.keep_weekly": lambda config: config.retention.keep_weekly,
+    "retention.keep_monthly": lambda config: config.retention.keep_monthly,
+    "retention.keep_yearly": lambda config: config.retention.keep_yearly,
+    "retention.keep_tags": lambda config: config.retention.keep_tags,
+    "retention.min_free": lambda config: config.min_free,
+    "capture.io_priority": lambda config: config.capture.io_priority,
+    "capture.undo_limit": lambda config: config.capture.undo_limit_bytes,
+    "control.socket": lambda config: config.control.socket,
+    "control.group": lambda config: config.control.group,
+    "daemon.runtime_dir": lambda config: config.runtime_dir,
+    "log.level": lambda config: config.log.level,
+    "log.format": lambda config: config.log.format,
+}
+
+
+def shown(config: Config) -> Iterator[ShownValue]:
+    """Every key in the order of the documentation, then the roots."""
+    for name, key in KEYS.items():
+        value = _VALUE_OF[name](config)
+        yield ShownValue(name, "" if value is None else key.show(value), config.origin(name))
+    for index, root in enumerate(config.roots):
+        yield ShownValue(f"root[{index}].path", os.fspath(root.path), root.origin)
+        yield ShownValue(f"root[{index}].driver", root.driver, root.origin)
+        yield ShownValue(f"root[{index}].exclude", ROOT_KEYS["exclude"].show(root.exclude), root.origin)

@@ -1,0 +1,171 @@
+"""Which snapshots stay and why: a pure function of the snapshots, the policy and the time.
+
+A snapshot is kept if **any** rule keeps it; the newest one and held ones always stay. Rules only add: a further
+rule, or a larger number, never removes a snapshot that stayed without it. Removing is left to ciuic.gc.
+
+``keep_hourly = 24`` keeps the newest snapshot of each of the last 24 hours *that have one*, in local time; days,
+weeks (ISO, Monday first), months and years likewise. Hours without a snapshot do not use up the number, so a
+machine that was off for a month still has its days. Where clocks go back, the hour that comes twice is two hours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, tzinfo
+from typing import Protocol
+
+from ciuic.types import SnapshotId
+
+NS_PER_SECOND = 10**9
+
+
+class SnapshotFacts(Protocol):
+    """What retention needs to know; a catalogue row and ciuic.types.Snapshot both have it."""
+
+    @property
+    def id(self) -> SnapshotId: ...
+    @property
+    def time_ns(self) -> int: ...
+    @property
+    def tags(self) -> tuple[str, ...]: ...
+    @property
+    def held(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetentionPolicy:
+    """The rules of ``[retention]``; 0 or empty turns a rule off."""
+
+    keep_within_seconds: int = 7 * 86400
+    keep_last: int = 3
+    keep_hourly: int = 0
+    keep_daily: int = 0
+    keep_weekly: int = 0
+    keep_monthly: int = 0
+    keep_yearly: int = 0
+    keep_tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one snapshot: kept for ``reasons``, or removed when there are none."""
+
+    id: SnapshotId
+    time_ns: int
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> bool:
+        return bool(self.reasons)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision about every snapshot, newest first."""
+
+    decisions: tuple[Decision, ...] = field(default=())
+
+    @property
+    def kept(self) -> tuple[Decision, ...]:
+        return tuple(decision for decision in self.decisions if decision.kept)
+
+    @property
+    def removed(self) -> tuple[SnapshotId, ...]:
+        """Oldest first: an interrupted removal has then thrown away what matters least."""
+        return tuple(decision.id for decision in reversed(self.decisions) if not decision.kept)
+
+
+def plan_retention(
+    snapshots: Iterable[SnapshotFacts], policy: RetentionPolicy, *, now_ns: int, tz: tzinfo | None = None
+) -> Plan:
+    """Decide about each snapshot. ``tz`` None is the local time zone of the process; the order given is no matter."""
+    ordered = sorted(snapshots, key=lambda snapshot: (snapshot.time_ns, snapshot.id), reverse=True)
+    reasons: dict[SnapshotId, list[str]] = {snapshot.id: [] for snapshot in ordered}
+    _keep_always(ordered, reasons)
+    _keep_recent(ordered, policy, now_ns, reasons)
+    for number, singular, bucket_of in _BUCKETS:
+        _keep_buckets(ordered, number(policy), singular, bucket_of, tz, reasons)
+    for snapshot in ordered:
+        wanted = [tag for tag in policy.keep_tags if tag in snapshot.tags]
+        reasons[snapshot.id].extend(f"tag {tag}" for tag in wanted)
+    return Plan(tuple(Decision(s.id, s.time_ns, tuple(reasons[s.id])) for s in ordered))
+
+
+def _keep_always(ordered: Sequence[SnapshotFacts], reasons: dict[SnapshotId, list[str]]) -> None:
+    if ordered:
+        reasons[ordered[0].id].append("newest")
+    for snapshot in ordered:
+        if snapshot.held:
+            reasons[snapshot.id].append("held")
+
+
+def _keep_recent(
+    ordered: Sequence[SnapshotFacts],
+    policy: RetentionPolicy,
+    now_ns: int,
+    reasons: dict[SnapshotId, list[str]],
+) -> None:
+    for position, snapshot in enumerate(ordered[: policy.keep_last]):
+        reasons[snapshot.id].append(f"last {position + 1} of {policy.keep_last}")
+    if policy.keep_within_seconds > 0:
+        oldest_ns = now_ns - policy.keep_within_seconds * NS_PER_SECOND
+        for snapshot in ordered:
+            if snapshot.time_ns >= oldest_ns:
+                reasons[snapshot.id].append("within keep_within")
+
+
+_Bucket = tuple[object, ...]
+
+
+def _hour(time: datetime) -> _Bucket:
+    # The offset tells the hour before from the hour after the clock goes back.
+    return (*_day(time), time.hour, time.utcoffset())
+
+
+def _day(time: datetime) -> _Bucket:
+    return (time.year, time.month, time.day)
+
+
+def _week(time: datetime) -> _Bucket:
+    return tuple(time.isocalendar())[:2]
+
+
+def _month(time: datetime) -> _Bucket:
+    return (time.year, time.month)
+
+
+def _year(time: datetime) -> _Bucket:
+    return (time.year,)
+
+
+_BUCKETS: tuple[tuple[Callable[[RetentionPolicy], int], str, Callable[[datetime], _Bucket]], ...] = (
+    (lambda policy: policy.keep_hourly, "hourly", _hour),
+    (lambda policy: policy.keep_daily, "daily", _day),
+    (lambda policy: policy.keep_weekly, "weekly", _week),
+    (lambda policy: policy.keep_monthly, "monthly", _month),
+    (lambda policy: policy.keep_yearly, "yearly", _year),
+)
+
+
+def _keep_buckets(
+    ordered: Sequence[SnapshotFacts],
+    number: int,
+    singular: str,
+    bucket_of: Callable[[datetime], _Bucket],
+    tz: tzinfo | None,
+    reasons: dict[SnapshotId, list[str]],
+) -> None:
+    seen: set[_Bucket] = set()
+    for snapshot in ordered:
+        if len(seen) >= number:
+            return
+        bucket = bucket_of(_local(snapshot.time_ns, tz))
+        if bucket not in seen:
+            seen.add(bucket)
+            reasons[snapshot.id].append(f"{singular} {len(seen)} of {number}")
+
+
+def _local(time_ns: int, tz: tzinfo | None) -> datetime:
+    moment = datetime.fromtimestamp(time_ns // NS_PER_SECOND, tz)
+    return moment if tz is not None else moment.astimezone()
