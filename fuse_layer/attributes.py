@@ -1,0 +1,117 @@
+"""Operations on attributes and extended attributes.
+
+Guarantees: old attributes are saved before they change, in whatever way they change; times are set to the
+nanosecond, and one that is not named stays as it is. The kernel has checked permissions
+(default_permissions)."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer.data import Data
+from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.state import Attr, OverlayState
+
+
+class SetAttr(NamedTuple):
+    """What to change; None leaves a field. ``…_now`` asks for the file system's own clock."""
+
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    size: int | None = None
+    atime_ns: int | None = None
+    mtime_ns: int | None = None
+    atime_now: bool = False
+    mtime_now: bool = False
+
+    @property
+    def sets_times(self) -> bool:
+        return self.atime_ns is not None or self.mtime_ns is not None or self.atime_now or self.mtime_now
+
+
+class Attributes:
+    """The operation group; one for each core."""
+
+    def __init__(self, state: OverlayState, data: Data) -> None:
+        self._state = state
+        self._nodes = state.nodes
+        self._data = data
+
+    def getattr(self, node_id: int, handle: int | None = None) -> Attr:
+        node = self._nodes.get(node_id)
+        file = self._state.files.get(handle) if handle is not None else None
+        return self._state.attr(node, file)
+
+    def setattr(self, node_id: int, change: SetAttr, handle: int | None = None) -> Attr:
+        """Apply in the order size, owner, mode, times: a change of owner clears set-id bits that the same
+        call may set again."""
+        node = self._nodes.get(node_id)
+        with self._state.gate:
+            if handle is not None and handle not in self._state.files:
+                handle = None
+            self._state.keep_inode(node)
+            if change.size is not None:
+                self._data.truncate(node, change.size, handle)
+            if self._state.tracked(node):
+                self._state.tracker.mark_attrs(node)
+            path, follow, _keep = self._target(node)
+            if change.uid is not None or change.gid is not None:
+                os.chown(
+                    path,
+                    -1 if change.uid is None else change.uid,
+                    -1 if change.gid is None else change.gid,
+                    follow_symlinks=follow,
+                )
+            if change.mode is not None:
+                os.chmod(path, change.mode & 0o7777)
+            if change.sets_times:
+                syscalls.utimensat(
+                    path,
+                    change.atime_ns,
+                    change.mtime_ns,
+                    atime_now=change.atime_now,
+                    mtime_now=change.mtime_now,
+                    follow=follow,
+                )
+            return self._state.attr(node)
+
+    def _target(self, node: Node) -> tuple[bytes, bool, object]:
+        """A path for the calls below, whether they must follow it (the magic link of an open descriptor), and
+        what keeps the descriptor that the path names by number open."""
+        file = self._state.any_file(node)
+        if file is not None:
+            return b"/proc/self/fd/%d" % file.fd, True, file
+        way = self._nodes.way(node)
+        return way.path, way.follow, way
+
+    # -- extended attributes ------------------------------------------------------------------------
+
+    def getxattr(self, node_id: int, name: bytes) -> bytes:
+        path, follow, _keep = self._target(self._nodes.get(node_id))
+        return os.getxattr(path, name, follow_symlinks=follow)
+
+    def listxattr(self, node_id: int) -> list[bytes]:
+        path, follow, _keep = self._target(self._nodes.get(node_id))
+        return [os.fsencode(name) for name in os.listxattr(path, follow_symlinks=follow)]
+
+    def setxattr(self, node_id: int, name: bytes, value: bytes, flags: int) -> None:
+        """``flags``: 0, XATTR_CREATE or XATTR_REPLACE."""
+        node = self._nodes.get(node_id)
+        with self._state.gate:
+            self._state.keep_inode(node)
+            path, follow, _keep = self._target(node)
+            self._state.with_space(lambda: os.setxattr(path, name, value, flags, follow_symlinks=follow))
+            if self._state.tracked(node):
+                self._state.tracker.mark_attrs(node)
+
+    def removexattr(self, node_id: int, name: bytes) -> None:
+        node = self._nodes.get(node_id)
+        with self._state.gate:
+            self._state.keep_inode(node)
+            path, follow, _keep = self._target(node)
+            os.removexattr(path, name, follow_symlinks=follow)
+            if self._state.tracked(node):
+                self._state.tracker.mark_attrs(node)

@@ -1,0 +1,190 @@
+"""The overlay core: one protected root as a set of file system operations, synchronous, thread-safe, knowing
+no driver.
+
+A driver translates requests into these methods and OSError into its replies. Nodes and handles are integers;
+names, link targets and attribute names are bytes; attributes are ``os.stat_result``. What follows from which
+module:
+
+* nodes.py         what the kernel remembers, and the way to it
+* namespace.py, data.py, attributes.py, directories.py   the operations
+* gate.py, tracking.py, undo.py, epochs.py   the cut: holding, dirty tracking, what sealed epochs still need,
+  their life
+
+Methods that may take long: ``fsync``, ``read`` of what is not in memory, and every changing operation while
+``pending`` is true (it may copy old blocks). A driver runs them where other requests do not wait. GateHeld
+(gate.py) is raised by changing operations only in the thread that the driver registered as ``inline_thread``.
+
+The serving process must have umask 0: modes arrive with the caller's umask applied or beside them
+(Caller.umask)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any, Final
+
+from ciuic import STATE_DIR_NAME
+from ciuic.fuse_layer.attributes import Attributes, SetAttr
+from ciuic.fuse_layer.caller import Caller
+from ciuic.fuse_layer.data import Data
+from ciuic.fuse_layer.directories import Directories
+from ciuic.fuse_layer.epochs import Cut, Epochs, read_saved, write_saved
+from ciuic.fuse_layer.gate import GateHeld, HoldExpired
+from ciuic.fuse_layer.namespace import Namespace
+from ciuic.fuse_layer.nodes import ROOT_ID, NodeTable
+from ciuic.fuse_layer.state import Attr, OverlayState
+from ciuic.fuse_layer.tracking import Tracker
+from ciuic.fuse_layer.undo import UNDO_DIR, UndoLog
+
+__all__ = ["ROOT_ID", "Attr", "Caller", "Cut", "GateHeld", "HoldExpired", "OverlayCore", "SetAttr"]
+
+_TRACKING_NAME: Final = b"tracking"
+DEFAULT_UNDO_LIMIT_BYTES: Final = 1 << 40
+
+
+class OverlayCore:
+    """One root. ``backing_fd`` (O_PATH suffices) was opened before anything was mounted over it, and stays
+    the caller's.
+
+    Opening empties the undo directory, and takes up tracking that a clean stop saved. OSError when the state
+    directory cannot be made (read-only or full file system)."""
+
+    def __init__(
+        self,
+        backing_fd: int,
+        *,
+        session: str,
+        block_size: int = 262144,
+        undo_limit_bytes: int = DEFAULT_UNDO_LIMIT_BYTES,
+    ) -> None:
+        self._state_fd = _state_directory(backing_fd)
+        nodes = NodeTable(backing_fd)
+        undo = UndoLog(
+            self._state_fd, block_size=block_size, limit_bytes=undo_limit_bytes, on_abandon=self._on_abandon
+        )
+        self._state = OverlayState(nodes, Tracker(block_size), undo)
+        self._epochs = Epochs(self._state, session=session)
+        self.session = session
+        self.block_size = block_size
+        saved = read_saved(self._state_fd, _TRACKING_NAME)
+        if saved is not None:
+            self._epochs.load(saved)
+        self._bind()
+
+    def _bind(self) -> None:
+        """The operations, each documented in its module."""
+        names, data = Namespace(self._state), Data(self._state)
+        attributes, directories = Attributes(self._state, data), Directories(self._state)
+        self.lookup, self.forget, self.readlink = names.lookup, names.forget, names.readlink
+        self.mkdir, self.mknod, self.symlink = names.mkdir, names.mknod, names.symlink
+        self.create, self.link, self.rename = names.create, names.link, names.rename
+        self.unlink, self.rmdir = names.unlink, names.rmdir
+        self.open, self.release, self.flush, self.fsync = data.open, data.release, data.flush, data.fsync
+        self.read, self.read_nowait, self.write = data.read, data.read_nowait, data.write
+        self.fallocate, self.lseek = data.fallocate, data.lseek
+        self.getattr, self.setattr = attributes.getattr, attributes.setattr
+        self.getxattr, self.listxattr = attributes.getxattr, attributes.listxattr
+        self.setxattr, self.removexattr = attributes.setxattr, attributes.removexattr
+        self.opendir, self.readdir, self.releasedir = (
+            directories.opendir,
+            directories.readdir,
+            directories.releasedir,
+        )
+        self.fsyncdir, self.remember = directories.fsyncdir, directories.remember
+        self.hold, self.release_hold = self._epochs.hold, self._epochs.release
+        self.cut_held, self.seal = self._epochs.cut, self._epochs.seal
+        self.committed, self.abort = self._epochs.committed, self._epochs.abort
+
+    # -- for drivers --------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether a sealed epoch awaits capture: changing operations may then copy old content first."""
+        return self._state.undo.active
+
+    @property
+    def inline_thread(self) -> int | None:
+        """The thread (threading.get_ident) that must not wait for a cut; see gate.py."""
+        return self._state.gate.inline_thread
+
+    @inline_thread.setter
+    def inline_thread(self, ident: int | None) -> None:
+        self._state.gate.inline_thread = ident
+
+    @property
+    def open_files(self) -> int:
+        return len(self._state.files)
+
+    def statfs(self) -> os.statvfs_result:
+        """The backing file system's figures. What the undo log takes counts as free: it is given up before
+        the job runs short."""
+        real = os.statvfs(self._state.nodes.root_directory.fd)
+        spare = self._state.undo.bytes_kept // real.f_frsize if self.pending else 0
+        if not spare:
+            return real
+        values = list(real)
+        values[3], values[4] = real.f_bfree + spare, real.f_bavail + spare
+        return os.statvfs_result(values)
+
+    # -- for control --------------------------------------------------------------------------------
+
+    def cut(self, timeout_seconds: float = 5.0) -> Cut:
+        """Hold, cut, let go, and write the sealed file: a whole cut of this root alone."""
+        token = self.hold(timeout_seconds)
+        try:
+            cut = self.cut_held(token)
+        finally:
+            self.release_hold(token)
+        self.seal(cut.epoch)
+        return cut
+
+    def writers(self) -> list[bytes]:
+        """Paths below the root, one for each file with a handle that can write. The kernel may hold unwritten
+        pages of these."""
+        nodes = {file.node.id: file.node for file in list(self._state.files.values()) if file.writes}
+        paths = (self._state.nodes.path_below_root(node) for node in nodes.values())
+        return [path for path in paths if path]
+
+    def status(self) -> dict[str, Any]:
+        """Plain values for the control channel's ``status`` (docs/architecture.md §3)."""
+        current = self._state.tracker.current
+        return {
+            "session": self.session,
+            "epoch": self._state.tracker.epoch,
+            "pending": self._state.undo.pending,
+            "since": self._epochs.since,
+            "complete": current.complete,
+            "dirty_bytes": current.dirty_bytes(self.block_size),
+            "dirty_inodes": len(current.changes),
+            "undo_bytes": self._state.undo.bytes_kept if self.pending else 0,
+            "open_files": self.open_files,
+            "nodes": len(self._state.nodes),
+            "abandoned": [entry._asdict() for entry in self._epochs.abandoned],
+        }
+
+    def undo_directory(self) -> bytes:
+        """Where capture finds the undo log, relative to the backing directory."""
+        return STATE_DIR_NAME + b"/" + UNDO_DIR
+
+    def save_tracking(self) -> None:
+        """For a clean stop, when no operation comes any more: pending epochs are given up into the current
+        one, which is saved durably."""
+        self._epochs.give_up_all()
+        write_saved(self._state_fd, _TRACKING_NAME, self._epochs.dump())
+
+    def close(self) -> None:
+        """Let go of every descriptor; open handles are closed. The core is not used afterwards."""
+        self._state.files.clear()
+        os.close(self._state_fd)
+
+    def _on_abandon(self, epochs: list[int], reason: str) -> None:
+        self._epochs.on_abandon(epochs, reason)
+
+
+def _state_directory(backing_fd: int) -> int:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(STATE_DIR_NAME, 0o700, dir_fd=backing_fd)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(STATE_DIR_NAME, flags, dir_fd=backing_fd)
+    os.fchmod(fd, 0o700)
+    return fd

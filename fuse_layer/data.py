@@ -1,0 +1,296 @@
+"""Operations on file content: open, read, write, truncate, allocate, sync.
+
+Guarantees: before a block, or the end of a file, changes that a sealed epoch still needs, it is saved; a
+write that fails has marked what it may have touched; reads never wait for a cut. Truncating something large
+does not copy it: the old inode moves to the hold directory and a new one takes its name, its handles included
+(``_swap``)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from typing import Final
+
+from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer.namespace import backing_flags, writes
+from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.state import OpenFile, OverlayState
+from ciuic.fuse_layer.undo import read_xattrs
+
+COPY_LIMIT_BYTES: Final = 8 << 20
+"""Up to here an old end is copied in the job's own time (some milliseconds); beyond it the inode is
+swapped."""
+_CHANGES_BLOCKS: Final = (
+    syscalls.FALLOC_FL_PUNCH_HOLE | syscalls.FALLOC_FL_ZERO_RANGE | syscalls.FALLOC_FL_COLLAPSE_RANGE | syscalls.FALLOC_FL_INSERT_RANGE
+)  # fmt: skip
+_SHIFTS_BLOCKS: Final = syscalls.FALLOC_FL_COLLAPSE_RANGE | syscalls.FALLOC_FL_INSERT_RANGE
+
+
+class Data:
+    """The operation group; one for each core."""
+
+    def __init__(self, state: OverlayState) -> None:
+        self._state = state
+        self._nodes = state.nodes
+        self._swapped: set[int] = set()
+        """Nodes whose new inode's name is not known to be on disk yet."""
+
+    # -- handles ------------------------------------------------------------------------------------
+
+    def open(self, node_id: int, flags: int) -> int:
+        """Open a node; O_TRUNC is carried out here, inside the gate. Returns a handle."""
+        node = self._nodes.get(node_id)
+        truncates = bool(flags & os.O_TRUNC) and writes(flags)
+        if not truncates:
+            return self._state.add_file(self._opened(node, flags))
+        with self._state.gate:
+            file = self._opened(node, flags)
+            handle = self._state.add_file(file)
+            try:
+                self._truncate(node, file.fd, 0)
+            except BaseException:
+                self.release(handle)
+                raise
+            return handle
+
+    def _opened(self, node: Node, flags: int) -> OpenFile:
+        want = backing_flags(flags)
+        try:
+            fd = self._nodes.way(node).open(want)
+        except OSError as error:
+            file = self._state.any_file(node)
+            if error.errno != errno.ESTALE or file is None:
+                raise
+            fd = os.open(b"/proc/self/fd/%d" % file.fd, want & ~os.O_NOFOLLOW)
+        return OpenFile(node, fd, writes(flags))
+
+    def release(self, handle: int) -> None:
+        """Close a handle; unknown handles are ignored (the kernel sends no second release)."""
+        file = self._state.files.pop(handle, None)
+        if file is not None:
+            self._nodes.close_handle(file.node, handle, writes=file.writes)
+
+    def flush(self, handle: int) -> None:
+        """close(2) of one descriptor: report errors that only show up now (quota, network file systems)."""
+        file = self._state.file(handle)
+        if file.writes:
+            os.close(os.dup(file.fd))
+
+    def fsync(self, handle: int, datasync: bool) -> None:
+        """Durable on return: the file's content and, without ``datasync``, its attributes."""
+        file = self._state.file(handle)
+        (os.fdatasync if datasync else os.fsync)(file.fd)
+        if file.node.id in self._swapped:
+            self._swapped.discard(file.node.id)
+            if file.node.parent is not None:
+                directory = os.open(
+                    b".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._nodes.directory(file.node.parent).fd
+                )
+                try:
+                    os.fsync(directory)
+                finally:
+                    os.close(directory)
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    def read(self, handle: int, offset: int, size: int) -> bytes:
+        return os.pread(self._state.file(handle).fd, size, offset)
+
+    def read_nowait(self, handle: int, offset: int, size: int) -> bytes | None:
+        """What ``read`` gives if it is in memory; None when that would wait for a disk, or cannot be
+        known."""
+        buffer = bytearray(size)
+        try:
+            count = os.preadv(self._state.file(handle).fd, [buffer], offset, os.RWF_NOWAIT)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS):
+                return None
+            raise
+        if count == size:
+            return bytes(buffer)
+        return None  # short: the end of the file, or the end of what is in memory; only a real read can tell
+
+    def lseek(self, handle: int, offset: int, whence: int) -> int:
+        """SEEK_DATA and SEEK_HOLE."""
+        return os.lseek(self._state.file(handle).fd, offset, whence)
+
+    # -- writing ------------------------------------------------------------------------------------
+
+    def write(self, handle: int, offset: int, data: bytes) -> int:
+        """Write at an offset; returns the bytes written. The blocks are marked before, so that a failure
+        leaves none unmarked."""
+        file = self._state.file(handle)
+        state = self._state
+        with state.gate:
+            if not state.tracked(file.node):
+                return os.pwrite(file.fd, data, offset)
+            if state.must_keep(file.node.ino):
+                with state.undo.lock(file.node.ino):
+                    self._keep_range(file.node, file.fd, offset, len(data))
+                    return self._write_marked(file, offset, data)
+            return self._write_marked(file, offset, data)
+
+    def _write_marked(self, file: OpenFile, offset: int, data: bytes) -> int:
+        self._mark(file.node, file.fd, offset, len(data))
+        if file.node.privileged:
+            self._clear_privileges(file.node, file.fd)
+        return self._state.with_space(lambda: os.pwrite(file.fd, data, offset))
+
+    def _mark(self, node: Node, fd: int, offset: int, length: int) -> None:
+        """Mark what a write changes: its range and, where it begins beyond the end, the last block, which
+        grows by zeros."""
+        change = self._state.tracker.current.changes.get(node.ino)
+        if change is None or not change.whole:
+            size = os.fstat(fd).st_size
+            if offset > size:
+                length += offset - size
+                offset = size
+        self._state.tracker.mark_blocks(node, offset, length)
+
+    def _keep_range(self, node: Node, fd: int, offset: int, length: int) -> None:
+        self._state.undo.keep_inode(os.fstat(fd), fd)
+        self._state.undo.keep_blocks(fd, node.ino, offset, length)
+
+    def _clear_privileges(self, node: Node, fd: int) -> None:
+        """A write takes set-user-id, and set-group-id of an executable, away (POSIX write(2)). The kernel
+        leaves that to us, and with its write cache on nobody can say here whether the writer was root, who
+        would keep them: they go."""
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        cleared = mode & ~stat.S_ISUID
+        if mode & stat.S_IXGRP:
+            cleared &= ~stat.S_ISGID
+        if cleared != mode:
+            self._state.keep_inode(node)
+            os.fchmod(fd, cleared)
+        node.privileged = bool(cleared & stat.S_ISGID)
+
+    # -- changing the size --------------------------------------------------------------------------
+
+    def truncate(self, node: Node, size: int, handle: int | None) -> None:
+        """Set the size. The caller is inside the gate."""
+        file = self._state.file(handle) if handle is not None else self._state.any_file(node, writes=True)
+        if file is not None and file.writes:
+            self._truncate(node, file.fd, size)
+            return
+        opened = self._nodes.way(node).open(os.O_RDWR)
+        try:
+            self._truncate(node, opened, size)
+        finally:
+            os.close(opened)
+
+    def _truncate(self, node: Node, fd: int, size: int) -> None:
+        state = self._state
+        if not state.tracked(node):
+            os.ftruncate(fd, size)
+            return
+        with state.undo.lock(node.ino):
+            old_size = os.fstat(fd).st_size
+            if state.must_keep(node.ino):
+                state.undo.keep_inode(os.fstat(fd), fd)
+                if self._swap_pays(node, size, old_size) and self._swap(node, fd, size):
+                    return
+                state.undo.keep_blocks(fd, node.ino, min(size, old_size), max(0, old_size - size))
+            # The blocks between the ends change, and so does the last one that stays, which gets another
+            # length.
+            low, high = sorted((size, old_size))
+            if size == 0:
+                state.tracker.mark_whole(node)
+            elif low != high:
+                state.tracker.mark_blocks(node, low - 1 if low else 0, high - low + 1)
+            else:
+                state.tracker.mark_attrs(node)
+            state.with_space(lambda: os.ftruncate(fd, size))
+            if node.privileged:
+                self._clear_privileges(node, fd)
+
+    def _swap_pays(self, node: Node, size: int, old_size: int) -> bool:
+        runs = self._state.undo.unsaved_blocks(node.ino, size, old_size - size)
+        unsaved = sum(count for _, count in runs) * self._state.undo.block_size
+        return unsaved > COPY_LIMIT_BYTES and size <= COPY_LIMIT_BYTES
+
+    def _swap(self, node: Node, fd: int, size: int) -> bool:
+        """Give the name a new inode with the first ``size`` bytes, in constant time; the old one goes to the
+        hold directory whole.
+
+        False, and nothing changed, where several names lead to the inode or the file system refuses; the
+        caller copies then."""
+        way = self._nodes.way(node)
+        parent, name = node.parent, way.name
+        st, nlink = self._state.undo.links(way.stat)
+        if parent is None or name is None or nlink != 1 or not stat.S_ISREG(st.st_mode):
+            return False
+        self._state.keep_name(parent, way, st)
+        if not self._state.undo.active:
+            return False
+        new_fd, temporary = self._state.undo.create_replacement(node.ino)
+        try:
+            _copy_identity(fd, st, new_fd, size)
+            os.rename(temporary, name, src_dir_fd=self._state.undo.directory_fd, dst_dir_fd=way.dir_fd)
+        except OSError:
+            os.unlink(temporary, dir_fd=self._state.undo.directory_fd)
+            os.close(new_fd)
+            return False
+        try:
+            self._state.tracker.mark_replaced(parent, name, st.st_ino, os.fstat(new_fd).st_ino)
+            for handle in tuple(node.handles or ()):
+                self._redirect(self._state.files.get(handle), new_fd)
+            if fd not in {
+                f.fd for h in tuple(node.handles or ()) if (f := self._state.files.get(h)) is not None
+            }:
+                os.dup2(new_fd, fd, inheritable=False)
+            self._nodes.replaced(node, os.fstat(new_fd))
+            self._swapped.add(node.id)
+        finally:
+            os.close(new_fd)
+        return True
+
+    def _redirect(self, file: OpenFile | None, new_fd: int) -> None:
+        """Point an open handle at the new inode: dup2 changes what the number means in one step, under
+        concurrent reads."""
+        if file is None:
+            return
+        flags = os.O_RDWR if file.writes else os.O_RDONLY
+        reopened = os.open(b"/proc/self/fd/%d" % new_fd, flags | os.O_CLOEXEC)
+        try:
+            os.dup2(reopened, file.fd, inheritable=False)
+        finally:
+            os.close(reopened)
+
+    def fallocate(self, handle: int, mode: int, offset: int, length: int) -> None:
+        """fallocate(2), every mode that the backing file system has."""
+        file = self._state.file(handle)
+        node, state = file.node, self._state
+        with state.gate:
+            if not state.tracked(node):
+                syscalls.fallocate(file.fd, mode, offset, length)
+                return
+            with state.undo.lock(node.ino):
+                size = os.fstat(file.fd).st_size
+                reach = max(size - offset, 0) if mode & _SHIFTS_BLOCKS else length
+                if state.must_keep(node.ino):
+                    self._keep_range(node, file.fd, offset, reach if mode & _CHANGES_BLOCKS else 0)
+                if mode & _SHIFTS_BLOCKS:
+                    state.tracker.mark_whole(node)
+                elif mode & _CHANGES_BLOCKS or not mode & syscalls.FALLOC_FL_KEEP_SIZE:
+                    self._mark(node, file.fd, offset, length)
+                else:
+                    state.tracker.mark_attrs(node)
+                state.with_space(lambda: syscalls.fallocate(file.fd, mode, offset, length))
+                if node.privileged:
+                    self._clear_privileges(node, file.fd)
+
+
+def _copy_identity(fd: int, st: os.stat_result, new_fd: int, size: int) -> None:
+    """Owner, mode, extended attributes, times and the first ``size`` bytes."""
+    at = 0
+    while at < size:
+        piece = os.pread(fd, min(1 << 20, size - at), at)
+        if not piece:
+            break
+        at += os.pwrite(new_fd, piece, at)
+    os.ftruncate(new_fd, size)
+    os.fchown(new_fd, st.st_uid, st.st_gid)
+    for name, value in read_xattrs(fd).items():
+        os.setxattr(new_fd, name, value)
+    os.fchmod(new_fd, stat.S_IMODE(st.st_mode))

@@ -1,0 +1,248 @@
+"""Cuts, and what becomes of sealed epochs. One control thread at a time; operations go on beside it except
+during a hold.
+
+Invariant: the pending epochs are consecutive in time and captured oldest first. Each sealed set says what it
+is a change to (``since``): the epoch sealed before it. Giving one up folds it into the next, so no change is
+ever lost: it is in a committed snapshot, in a pending set or in the current one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ciuic.fuse_layer import undo_format
+from ciuic.fuse_layer.state import OverlayState
+from ciuic.fuse_layer.tracking import Change, ChangeSet
+from ciuic.fuse_layer.undo import Abandoned
+
+_USE_OF_HOLD_SECONDS: Final = 1.0
+_ABANDONED_REMEMBERED: Final = 100
+
+
+class Cut(NamedTuple):
+    """An epoch that was just sealed."""
+
+    epoch: int
+    cut_ns: int
+    """Wall clock, nanoseconds."""
+    hold_us: int
+    """For how long changing operations were held."""
+
+
+class SealedSet(NamedTuple):
+    """A pending epoch."""
+
+    cut_ns: int
+    changes: ChangeSet
+    open_for_write: list[int]
+
+
+class Epochs:
+    """The operation group; one for each core."""
+
+    def __init__(self, state: OverlayState, *, session: str) -> None:
+        self._state = state
+        self._session = session
+        self._control = threading.RLock()
+        self._sets: dict[int, SealedSet] = {}
+        self._open_at_last_cut: set[int] = set()
+        self._hold_started_ns = 0
+        self.since = 0
+        """Newest epoch of this session that a snapshot was committed for, 0 for none."""
+        self.abandoned: list[Abandoned] = []
+
+    # -- the cut ------------------------------------------------------------------------------------
+
+    def hold(self, timeout_seconds: float) -> int:
+        """Stop changing operations; none is in flight on return. Ends by ``release`` or after the timeout.
+        TimeoutError when they do not finish in time."""
+        started = time.monotonic_ns()
+        token = self._state.gate.hold(timeout_seconds)
+        self._hold_started_ns = started
+        return token
+
+    def release(self, token: int) -> None:
+        self._state.gate.release(token)
+
+    def cut(self, token: int) -> Cut:
+        """End the epoch under a hold, which stays in force. HoldExpired when it is over already, and nothing
+        was cut.
+
+        ``seal`` must follow when the hold is over: it tells capture what changed.
+        """
+        with self._control:
+            self._state.gate.extend(token, _USE_OF_HOLD_SECONDS)
+            open_for_write = self._mark_open_files()
+            epoch, changes = self._state.tracker.seal()
+            cut_ns = time.time_ns()
+            self._sets[epoch] = SealedSet(cut_ns, changes, open_for_write)
+            self._state.undo.begin(epoch)
+            return Cut(epoch, cut_ns, (time.monotonic_ns() - self._hold_started_ns) // 1000)
+
+    def _mark_open_files(self) -> list[int]:
+        """Touch what is open for writing now, and what was at the last cut, so that capture sets and clears
+        the mark."""
+        still: dict[int, None] = {}
+        nodes = {file.node.ino: file.node for file in list(self._state.files.values()) if file.writes}
+        for ino, node in nodes.items():
+            if self._state.tracked(node):
+                still[ino] = None
+                if node.parent is not None:
+                    self._state.tracker.mark_attrs(node)
+        before, self._open_at_last_cut = self._open_at_last_cut, set(still)
+        for ino in before.difference(still):
+            known = self._state.nodes.by_ino(ino)
+            if known is not None and known.parent is not None:
+                self._state.tracker.mark_attrs(known)
+            else:
+                self._state.tracker.mark_ino(ino)
+        return list(still)
+
+    def seal(self, epoch: int) -> None:
+        """Write the sealed file of an epoch that was cut. Abandons what is sealed when that fails."""
+        with self._control:
+            sealed = self._sets.get(epoch)
+            if sealed is None:
+                return
+            try:
+                self._write_sealed(epoch, sealed)
+            except OSError as error:
+                self._state.undo.abandon(f"sealed file: {error.strerror or error}")
+
+    def _write_sealed(self, epoch: int, sealed: SealedSet) -> None:
+        state = self._state
+        undo_format.write_sealed(
+            b"/proc/self/fd/%d" % state.undo.directory_fd,
+            undo_format.Sealed(
+                session=self._session,
+                epoch=epoch,
+                since=sealed.changes.since,
+                cut_ns=sealed.cut_ns,
+                complete=sealed.changes.complete,
+                root_ino=state.nodes.root.ino,
+                block_size=state.tracker.block_size,
+                open_for_write=sealed.open_for_write,
+                changes={ino: _as_record(change) for ino, change in sealed.changes.changes.items()},
+            ),
+        )
+
+    # -- afterwards ---------------------------------------------------------------------------------
+
+    def committed(self, epoch: int) -> None:
+        """A snapshot of ``epoch`` exists; unknown epochs are ignored (said twice, or given up meanwhile)."""
+        with self._control:
+            if self._sets.pop(epoch, None) is None:
+                return
+            self.since = max(self.since, epoch)
+            self._state.undo.end(epoch)
+
+    def abort(self, epoch: int) -> None:
+        """Capture of ``epoch`` gave up: its changes belong to the next one. Unknown epochs are ignored."""
+        with self._control:
+            if epoch in self._sets:
+                self._fold(epoch)
+                self._state.undo.end(epoch)
+
+    def on_abandon(self, epochs: list[int], reason: str) -> None:
+        """The undo log gave up these pending epochs (called by it, possibly from within an operation)."""
+        with self._control:
+            now = time.time_ns()
+            for epoch in epochs:
+                if epoch in self._sets:
+                    self._fold(epoch)
+                self.abandoned.append(Abandoned(epoch, reason, now))
+            del self.abandoned[:-_ABANDONED_REMEMBERED]
+
+    def _fold(self, epoch: int) -> None:
+        older = self._sets.pop(epoch)
+        later = [other for other in self._sets if other > epoch]
+        if later:
+            following = self._sets[min(later)]
+            following.changes.fold_older(older.changes)
+            self._write_sealed(min(later), following)
+        else:
+            self._state.tracker.fold_into_current(older.changes)
+
+    def give_up_all(self) -> None:
+        """Fold every pending epoch into the current one (the worker stops)."""
+        with self._control:
+            for epoch in sorted(self._sets, reverse=True):
+                self._state.tracker.fold_into_current(self._sets.pop(epoch).changes)
+                self._state.undo.end(epoch)
+
+    # -- across a restart ---------------------------------------------------------------------------
+
+    def dump(self) -> bytes:
+        """The current set, for ``load`` in a later session."""
+        changes = self._state.tracker.current.changes
+        return msgspec.msgpack.encode(
+            [undo_format.SEALED_VERSION, {ino: _as_record(change) for ino, change in changes.items()}]
+        )
+
+    def load(self, data: bytes) -> None:
+        """Fold a dump of an earlier session into the current set, which stays incomplete: somebody may have
+        changed files while nothing was mounted. A dump that does not decode is left out for the same reason
+        without loss."""
+        try:
+            version, records = msgspec.msgpack.decode(data, type=tuple[int, dict[int, undo_format.Change]])
+        except msgspec.MsgspecError:
+            return
+        if version != undo_format.SEALED_VERSION:
+            return
+        older = ChangeSet(since=0, complete=False)
+        older.changes = {ino: _from_record(record) for ino, record in records.items()}
+        self._state.tracker.fold_into_current(older)
+
+
+def _as_record(change: Change) -> undo_format.Change:
+    data: int | bytes = 0
+    if change.whole:
+        data = 1
+    elif change.blocks is not None:
+        data = change.blocks.to_bytes() or 0
+    return undo_format.Change(change.fresh, change.attrs, data, change.names)
+
+
+def _from_record(record: undo_format.Change) -> Change:
+    from ciuic.fuse_layer.blockset import BlockSet
+
+    change = Change()
+    change.fresh, change.attrs, change.names = record.fresh, record.attrs, record.names
+    change.whole = record.data == 1
+    if isinstance(record.data, bytes):
+        change.blocks = BlockSet(record.data)
+    return change
+
+
+def read_saved(state_fd: int, name: bytes) -> bytes | None:
+    """The file's content, and the file is gone, durably: tracking may be trusted once only."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=state_fd)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        data = file.read()
+    os.unlink(name, dir_fd=state_fd)
+    os.fsync(state_fd)
+    return data
+
+
+def write_saved(state_fd: int, name: bytes, data: bytes) -> None:
+    """Durable on return, or not there at all."""
+    temporary = name + b".new"
+    fd = os.open(
+        temporary,
+        os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
+        0o600,
+        dir_fd=state_fd,
+    )
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, name, src_dir_fd=state_fd, dst_dir_fd=state_fd)
+    os.fsync(state_fd)

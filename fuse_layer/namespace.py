@@ -1,0 +1,328 @@
+"""Operations on names: lookup, create, link, unlink, rename.
+
+Guarantees: what is created belongs to the caller (caller.py); names on the backing file system change by
+exactly one system call each, so a crash leaves either state; the reserved name can neither be seen nor made.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer.caller import Caller, acting_as
+from ciuic.fuse_layer.nodes import Descriptor, Node, Way
+from ciuic.fuse_layer.state import Attr, OpenFile, OverlayState, is_reserved
+from ciuic.fuse_layer.tracking import ABSENT
+
+_BACKING_FLAGS_DROPPED = (
+    os.O_APPEND | os.O_DIRECT | os.O_SYNC | os.O_DSYNC | os.O_TRUNC | os.O_EXCL | os.O_CREAT
+)
+_DEFAULT_ACL = "system.posix_acl_default"
+
+
+def backing_flags(flags: int) -> int:
+    """Flags for the backing descriptor of an open with ``flags`` (see OpenFile for why)."""
+    if flags & os.O_ACCMODE == os.O_WRONLY:
+        flags = flags & ~os.O_ACCMODE | os.O_RDWR
+    return (flags & ~_BACKING_FLAGS_DROPPED) | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def writes(flags: int) -> bool:
+    return flags & os.O_ACCMODE != os.O_RDONLY
+
+
+class Namespace:
+    """The operation group; one for each core."""
+
+    def __init__(self, state: OverlayState) -> None:
+        self._state = state
+        self._nodes = state.nodes
+
+    def _way(self, parent: Node, name: bytes) -> Way:
+        if not parent.is_dir:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if is_reserved(self._nodes, parent, name):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return Way(self._nodes.directory(parent), name)
+
+    def _new_way(self, parent: Node, name: bytes) -> Way:
+        if is_reserved(self._nodes, parent, name):
+            raise PermissionError(errno.EACCES, "this name is reserved")
+        return self._way(parent, name)
+
+    def lookup(self, parent_id: int, name: bytes) -> Attr:
+        """The node under a name; counts one lookup. FileNotFoundError when the name is free."""
+        parent = self._nodes.get(parent_id)
+        if name == b".":
+            return self._counted(parent)
+        if name == b"..":
+            return self._counted(parent.parent or self._nodes.root)
+        return self._state.adopt(parent, name, self._way(parent, name), count=1)[1]
+
+    def _counted(self, node: Node) -> Attr:
+        attr = self._state.attr(node)
+        self._nodes.remember(node.id)
+        return attr
+
+    def forget(self, node_id: int, count: int) -> None:
+        """The kernel dropped ``count`` lookups."""
+        self._nodes.forget(node_id, count)
+
+    def readlink(self, node_id: int) -> bytes:
+        way = self._nodes.way(self._nodes.get(node_id))
+        if way.name is None:  # a removed symbolic link: readlinkat on its own descriptor takes an empty name
+            return os.readlink(b"", dir_fd=way.dir_fd)
+        return os.readlink(way.name, dir_fd=way.dir_fd)
+
+    # -- creating -----------------------------------------------------------------------------------
+
+    def mkdir(self, parent_id: int, name: bytes, mode: int, caller: Caller) -> Attr:
+        return self._make(
+            parent_id, name, mode, caller, lambda way, m: os.mkdir(way.name or b"", m, dir_fd=way.dir_fd)
+        )
+
+    def mknod(self, parent_id: int, name: bytes, mode: int, rdev: int, caller: Caller) -> Attr:
+        return self._make(
+            parent_id,
+            name,
+            mode,
+            caller,
+            lambda way, m: os.mknod(way.name or b"", m, rdev, dir_fd=way.dir_fd),
+        )
+
+    def symlink(self, parent_id: int, name: bytes, target: bytes, caller: Caller) -> Attr:
+        return self._make(
+            parent_id, name, 0, caller, lambda way, _: os.symlink(target, way.name or b"", dir_fd=way.dir_fd)
+        )
+
+    def _make(
+        self, parent_id: int, name: bytes, mode: int, caller: Caller, make: Callable[[Way, int], None]
+    ) -> Attr:
+        parent = self._nodes.get(parent_id)
+        with self._state.gate:
+            way = self._new_way(parent, name)
+            self._state.keep_name(parent, way, _lstat_or_none(way))
+            masked = self._masked(way, mode, caller)
+
+            def change() -> None:
+                with acting_as(caller):
+                    make(way, masked)
+
+            self._state.with_space(change)
+            return self._made(parent, name, way)[1]
+
+    def _made(self, parent: Node, name: bytes, way: Way) -> tuple[Node, Attr]:
+        node, attr = self._state.adopt(parent, name, way, count=1)
+        if self._state.tracked(parent):
+            self._state.tracker.mark_created(parent, name, node.ino)
+        return node, attr
+
+    def _masked(self, way: Way, mode: int, caller: Caller) -> int:
+        """Apply the caller's umask, unless the directory has a default ACL, which then decides (POSIX.1e
+        draft 17, 23.1.2)."""
+        if not caller.umask:
+            return mode
+        try:
+            os.getxattr(b"/proc/self/fd/%d/." % way.dir_fd, _DEFAULT_ACL)
+        except OSError as error:
+            if error.errno not in (errno.ENODATA, errno.ENOTSUP):
+                raise
+            return mode & ~caller.umask
+        return mode
+
+    def create(self, parent_id: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, int]:
+        """Create and open; the attributes (one lookup counted) and the handle."""
+        parent = self._nodes.get(parent_id)
+        with self._state.gate:
+            way = self._new_way(parent, name)
+            before = _lstat_or_none(way)
+            self._state.keep_name(parent, way, before)
+            masked = self._masked(way, mode, caller)
+            want = backing_flags(flags) | os.O_CREAT | (flags & os.O_EXCL)
+            # The caller may ask for a file that he may write and its mode forbids to read: this descriptor
+            # serves reads too.
+
+            def change() -> int:
+                with acting_as(caller):
+                    return os.open(name, want, masked, dir_fd=way.dir_fd)
+
+            file = OpenFile(parent, self._state.with_space(change), writes(flags))
+            if before is None:
+                file.node, attr = self._made(parent, name, way)
+            else:
+                file.node, attr = self._state.adopt(parent, name, way, count=1)
+            return attr, self._state.add_file(file)
+
+    def link(self, node_id: int, new_parent_id: int, new_name: bytes) -> Attr:
+        node, parent = self._nodes.get(node_id), self._nodes.get(new_parent_id)
+        state = self._state
+        with state.gate:
+            way = self._new_way(parent, new_name)
+            source = self._nodes.way(node)
+            if source.name is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            old_name = source.name
+            state.keep_inode(node)
+            state.keep_name(parent, way, _lstat_or_none(way))
+            state.with_space(
+                lambda: os.link(
+                    old_name, new_name, src_dir_fd=source.dir_fd, dst_dir_fd=way.dir_fd, follow_symlinks=False
+                )
+            )
+            if state.tracked(parent):
+                state.tracker.mark_name(parent, new_name, ABSENT)
+                for known_parent, known_name in node.names():
+                    state.tracker.mark_touched(
+                        known_parent, known_name
+                    )  # one name becomes several: each entry changes its form
+                state.tracker.mark_attrs(node)
+            return state.adopt(parent, new_name, way, count=1)[1]
+
+    # -- removing -----------------------------------------------------------------------------------
+
+    def unlink(self, parent_id: int, name: bytes) -> None:
+        self._remove(parent_id, name, lambda way: os.unlink(way.name or b"", dir_fd=way.dir_fd))
+
+    def rmdir(self, parent_id: int, name: bytes) -> None:
+        self._remove(parent_id, name, lambda way: os.rmdir(way.name or b"", dir_fd=way.dir_fd))
+
+    def _remove(self, parent_id: int, name: bytes, remove: Callable[[Way], None]) -> None:
+        parent = self._nodes.get(parent_id)
+        with self._state.gate:
+            way = self._way(parent, name)
+            target = self._target(way)
+            self._state.keep_name(parent, way, target.st)
+            keep = self._keep_removed(target.node, way)
+            self._state.with_space(lambda: remove(way))
+            if self._state.tracked(parent):
+                self._state.tracker.mark_removed(parent, name, target.st.st_ino)
+            self._unbound(parent, name, target, keep)
+
+    def _target(self, way: Way) -> _Target:
+        st, nlink = self._state.undo.links(way.stat)  # before keep_name may add a link of ours
+        return _Target(st, nlink, self._nodes.find(st))
+
+    def _keep_removed(self, node: Node | None, way: Way) -> Descriptor | None:
+        """A descriptor for what is about to lose its name while the kernel may still ask about it."""
+        if node is None or not node.lookups:
+            return None
+        return Descriptor(
+            os.open(way.name or b"", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=way.dir_fd)
+        )
+
+    def _unbound(self, parent: Node, name: bytes, target: _Target, keep: Descriptor | None) -> None:
+        """Tables and marks of an inode that lost this name; the name itself is the caller's to mark."""
+        gone = stat.S_ISDIR(target.st.st_mode) or target.nlink <= 1
+        node = target.node
+        if node is not None:
+            self._nodes.unlinked(node, parent, name, gone=gone, keep=keep)
+        if target.st.st_dev != self._nodes.device:
+            return
+        tracker = self._state.tracker
+        if gone and tracker.is_fresh(target.st.st_ino):
+            tracker.forget_created(target.st.st_ino)
+        else:
+            self._mark_touched(node, target.st)
+
+    # -- renaming -----------------------------------------------------------------------------------
+
+    def rename(self, parent_id: int, name: bytes, new_parent_id: int, new_name: bytes, flags: int) -> None:
+        """rename(2) or, with flags, renameat2(2)."""
+        parent, new_parent = self._nodes.get(parent_id), self._nodes.get(new_parent_id)
+        state = self._state
+        with state.gate:
+            way, new_way = self._way(parent, name), self._new_way(new_parent, new_name)
+            source, replaced = self._target(way), self._target_or_none(new_way)
+            if replaced is not None and source.key == replaced.key and not flags:
+                return  # two names of one file: rename(2) does nothing
+            exchange = bool(flags & syscalls.RENAME_EXCHANGE)
+            state.keep_name(parent, way, source.st, moved=True)
+            state.keep_name(new_parent, new_way, replaced.st if replaced else None, moved=exchange)
+            keep = (
+                self._keep_removed(replaced.node, new_way) if replaced is not None and not exchange else None
+            )
+            state.with_space(lambda: _rename(way, new_way, flags))
+            if exchange and replaced is not None:
+                self._exchanged((parent, name, source), (new_parent, new_name, replaced))
+                return
+            if replaced is not None:
+                self._unbound(new_parent, new_name, replaced, keep)
+            self._moved(parent, name, source, new_parent, new_name, replaced)
+            if flags & syscalls.RENAME_WHITEOUT:
+                self._nodes.forget(self._made(parent, name, way)[0].id, 1)
+
+    def _target_or_none(self, way: Way) -> _Target | None:
+        try:
+            return self._target(way)
+        except FileNotFoundError:
+            return None
+
+    def _moved(
+        self,
+        parent: Node,
+        name: bytes,
+        source: _Target,
+        new_parent: Node,
+        new_name: bytes,
+        replaced: _Target | None,
+    ) -> None:
+        if source.node is not None:
+            self._nodes.renamed(source.node, parent, name, new_parent, new_name)
+        if not self._state.tracked(parent):
+            return
+        tracker = self._state.tracker
+        tracker.mark_removed(parent, name, source.st.st_ino)
+        tracker.mark_name(new_parent, new_name, replaced.st.st_ino if replaced is not None else ABSENT)
+        self._mark_touched(source.node, source.st)
+
+    def _exchanged(self, one: tuple[Node, bytes, _Target], other: tuple[Node, bytes, _Target]) -> None:
+        (parent, name, here), (new_parent, new_name, there) = one, other
+        if here.node is not None:
+            self._nodes.renamed(here.node, parent, name, new_parent, new_name)
+        if there.node is not None:
+            self._nodes.renamed(there.node, new_parent, new_name, parent, name)
+        if not self._state.tracked(parent):
+            return
+        tracker = self._state.tracker
+        tracker.mark_name(parent, name, here.st.st_ino)
+        tracker.mark_name(new_parent, new_name, there.st.st_ino)
+        self._mark_touched(here.node, here.st)
+        self._mark_touched(there.node, there.st)
+
+    def _mark_touched(self, node: Node | None, st: os.stat_result) -> None:
+        """The inode's link count or ctime moved."""
+        if node is not None and node.parent is not None:
+            self._state.tracker.mark_attrs(node)
+        else:
+            self._state.tracker.mark_ino(st.st_ino)
+
+
+class _Target(NamedTuple):
+    """What a name is bound to, with the link count that users see."""
+
+    st: os.stat_result
+    nlink: int
+    node: Node | None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.st.st_dev, self.st.st_ino
+
+
+def _lstat_or_none(way: Way) -> os.stat_result | None:
+    try:
+        return way.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _rename(way: Way, new_way: Way, flags: int) -> None:
+    old, new = way.name or b"", new_way.name or b""
+    if flags:
+        syscalls.renameat2(way.dir_fd, old, new_way.dir_fd, new, flags)
+    else:
+        os.rename(old, new, src_dir_fd=way.dir_fd, dst_dir_fd=new_way.dir_fd)

@@ -1,0 +1,380 @@
+"""Nodes: what the kernel remembers of the backing directory, and the way back to each of them.
+
+A node stands for one backing inode. Its id is what the kernel holds: the backing inode number where that is
+free, a number from a range of its own where it is not (a number reused while the kernel still remembers its
+old owner, another file system mounted below), so an id never names two things at once. Ways lead through
+names: every node knows its parent and name, renames move one edge, and a directory is opened by walking down
+from the nearest one whose descriptor is cached. There is no descriptor per inode: the limit of open files
+would end that (hard limit 20,000 on common hosts).
+
+A node lives while the kernel remembers it (``lookups``), a handle is open on it, or another node hangs below
+it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections import OrderedDict
+from typing import Final
+
+ROOT_ID: Final = 1
+_SYNTHETIC_IDS_FROM: Final = 1 << 62
+_PATH_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIR_FLAGS: Final = _PATH_FLAGS | os.O_DIRECTORY
+_KEPT_DIRECTORIES: Final = 512
+_KEPT_REMOVED: Final = 256
+_RENAME_RETRIES: Final = 8
+
+
+def stale() -> OSError:
+    return OSError(errno.ESTALE, "the backing file is no longer where it was")
+
+
+class Descriptor:
+    """An open descriptor that closes when the last user lets go of the object: eviction never hits a user."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class Node:
+    """One backing inode. Fields change under the table's lock."""
+
+    __slots__ = (
+        "aliases", "below", "dev", "handles", "id", "ino", "kind", "lookups", "name", "parent", "privileged", "removed", "writers",
+    )  # fmt: skip
+
+    def __init__(self, node_id: int, st: os.stat_result, parent: Node | None, name: bytes) -> None:
+        self.id = node_id
+        self.dev = st.st_dev
+        self.ino = st.st_ino
+        self.kind = stat.S_IFMT(st.st_mode)
+        self.parent = parent
+        """None for the root, and for a node all of whose known names are gone."""
+        self.name = name
+        self.aliases: set[tuple[Node, bytes]] | None = None
+        """Further known names of the same inode."""
+        self.lookups = 0
+        self.below = 0
+        self.handles: set[int] | None = None
+        """Handle numbers open on it."""
+        self.writers = 0
+        self.privileged = False
+        """Had a set-user-id or set-group-id bit when its attributes were last read."""
+        self.removed: Descriptor | None = None
+        """Still reachable by this alone: its last name is gone."""
+
+    @property
+    def is_dir(self) -> bool:
+        return self.kind == stat.S_IFDIR
+
+    def names(self) -> list[tuple[Node, bytes]]:
+        """Every (parent, name) known to lead here."""
+        own = [(self.parent, self.name)] if self.parent is not None else []
+        return own + list(self.aliases or ())
+
+
+class Way:
+    """How to reach a node now: a directory descriptor and a name, or a descriptor of the thing itself.
+
+    ``path`` serves the calls that take no dir_fd. Keep the object for as long as the numbers are used.
+    """
+
+    __slots__ = ("_keep", "dir_fd", "name")
+
+    def __init__(self, keep: Descriptor, name: bytes | None) -> None:
+        self._keep = keep
+        self.dir_fd = keep.fd
+        self.name = name
+        """None: the descriptor is the thing itself."""
+
+    @property
+    def path(self) -> bytes:
+        if self.name is None:
+            return b"/proc/self/fd/%d" % self.dir_fd
+        return b"/proc/self/fd/%d/%b" % (self.dir_fd, self.name)
+
+    @property
+    def follow(self) -> bool:
+        """Whether calls on ``path`` must follow it: the magic link of a descriptor, never a symbolic link."""
+        return self.name is None
+
+    def stat(self) -> os.stat_result:
+        if self.name is None:
+            return os.fstat(self.dir_fd)
+        return os.stat(self.name, dir_fd=self.dir_fd, follow_symlinks=False)
+
+    def open(self, flags: int) -> int:
+        if self.name is None:
+            return os.open(self.path, flags | os.O_CLOEXEC)
+        return os.open(self.name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.dir_fd)
+
+
+class NodeTable:
+    """All nodes of one root. Thread-safe; no system call is made under its lock except close."""
+
+    def __init__(self, root_fd: int) -> None:
+        st = os.fstat(root_fd)
+        self.root = Node(ROOT_ID, st, None, b".")
+        self.root.lookups = 1
+        self.device = st.st_dev
+        self.root_directory = Descriptor(os.dup(root_fd))
+        self._lock = threading.RLock()
+        self._by_id: dict[int, Node] = {ROOT_ID: self.root}
+        self._by_key: dict[tuple[int, int], Node] = {(st.st_dev, st.st_ino): self.root}
+        self._next_synthetic = _SYNTHETIC_IDS_FROM
+        self._directories: OrderedDict[int, Descriptor] = OrderedDict()
+        self._removed: OrderedDict[int, Node] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, node_id: int) -> Node:
+        """ESTALE for an id that the kernel was told to forget."""
+        node = self._by_id.get(node_id)
+        if node is None:
+            raise stale()
+        return node
+
+    def find(self, st: os.stat_result) -> Node | None:
+        return self._by_key.get((st.st_dev, st.st_ino))
+
+    def by_ino(self, ino: int) -> Node | None:
+        """The node of an inode of the root's own file system."""
+        return self._by_key.get((self.device, ino))
+
+    # -- life ---------------------------------------------------------------------------------------
+
+    def adopt(self, parent: Node, name: bytes, st: os.stat_result, *, count: int = 0) -> Node:
+        """The node of the inode found under this name, made if new; adds ``count`` lookups."""
+        with self._lock:
+            key = (st.st_dev, st.st_ino)
+            node = self._by_key.get(key)
+            if node is not None and node.kind != stat.S_IFMT(st.st_mode):
+                self._unkey(node)  # the number went to another inode behind our back
+                node = None
+            if node is None:
+                node = self._make(parent, name, st)
+            elif node.parent is not parent or node.name != name:
+                self._add_name(node, parent, name, several=st.st_nlink > 1 and not node.is_dir)
+            node.privileged = bool(st.st_mode & (stat.S_ISUID | stat.S_ISGID))
+            node.lookups += count
+            return node
+
+    def _make(self, parent: Node, name: bytes, st: os.stat_result) -> Node:
+        node_id = st.st_ino
+        if st.st_dev != self.device or node_id in self._by_id or not ROOT_ID < node_id < _SYNTHETIC_IDS_FROM:
+            node_id = self._next_synthetic
+            self._next_synthetic += 1
+        node = Node(node_id, st, parent, name)
+        parent.below += 1
+        self._by_id[node_id] = node
+        self._by_key[st.st_dev, st.st_ino] = node
+        return node
+
+    def _add_name(self, node: Node, parent: Node, name: bytes, *, several: bool) -> None:
+        if node is self.root:
+            return
+        if several and node.parent is not None:
+            if node.aliases is None:
+                node.aliases = set()
+            if (parent, name) not in node.aliases:
+                node.aliases.add((parent, name))
+                parent.below += 1
+            return
+        parent.below += 1  # first, so that letting go of the old name cannot drop the same directory
+        old_names = node.names()
+        node.parent, node.name, node.aliases = parent, name, None
+        for old_parent, _ in old_names:
+            self._drop_below(old_parent)
+
+    def remember(self, node_id: int) -> None:
+        """The kernel took one more reference (a directory listing that it accepted)."""
+        with self._lock:
+            self.get(node_id).lookups += 1
+
+    def forget(self, node_id: int, count: int) -> None:
+        with self._lock:
+            node = self._by_id.get(node_id)
+            if node is None:
+                return
+            node.lookups = max(0, node.lookups - count)
+            self._maybe_drop(node)
+
+    def open_handle(self, node: Node, handle: int, *, writes: bool) -> None:
+        with self._lock:
+            if node.handles is None:
+                node.handles = set()
+            node.handles.add(handle)
+            node.writers += writes
+
+    def close_handle(self, node: Node, handle: int, *, writes: bool) -> None:
+        with self._lock:
+            if node.handles is not None:
+                node.handles.discard(handle)
+                if not node.handles:
+                    node.handles = None
+            node.writers -= writes
+            self._maybe_drop(node)
+
+    def _maybe_drop(self, node: Node) -> None:
+        while node.lookups <= 0 and not node.below and node.handles is None and node is not self.root:
+            if self._by_id.pop(node.id, None) is None:
+                return
+            self._unkey(node)
+            self._directories.pop(node.id, None)
+            self._removed.pop(node.id, None)
+            node.removed = None
+            names = node.names()
+            node.parent, node.aliases = None, None
+            for parent, _ in names[1:]:
+                self._drop_below(parent)
+            if not names:
+                return
+            node = names[0][0]
+            node.below -= 1
+
+    def _drop_below(self, parent: Node) -> None:
+        parent.below -= 1
+        self._maybe_drop(parent)
+
+    def _unkey(self, node: Node) -> None:
+        if self._by_key.get((node.dev, node.ino)) is node:
+            del self._by_key[node.dev, node.ino]
+
+    # -- names --------------------------------------------------------------------------------------
+
+    def renamed(self, node: Node, parent: Node, name: bytes, new_parent: Node, new_name: bytes) -> None:
+        with self._lock:
+            new_parent.below += 1
+            if node.parent is parent and node.name == name:
+                node.parent, node.name = new_parent, new_name
+            else:
+                if node.aliases is None:
+                    node.aliases = set()
+                node.aliases.discard((parent, name))
+                node.aliases.add((new_parent, new_name))
+            self._drop_below(parent)
+
+    def unlinked(self, node: Node, parent: Node, name: bytes, *, gone: bool, keep: Descriptor | None) -> None:
+        """The name is no longer there. ``gone``: it was the last; ``keep`` then still leads to the inode."""
+        with self._lock:
+            if node.parent is parent and node.name == name:
+                if node.aliases:
+                    node.parent, node.name = node.aliases.pop()
+                else:
+                    node.parent = None
+                self._drop_below(parent)
+            elif node.aliases and (parent, name) in node.aliases:
+                node.aliases.remove((parent, name))
+                self._drop_below(parent)
+            if gone:
+                self._unkey(node)
+                self._directories.pop(node.id, None)
+                self._keep_removed(node, keep)
+            self._maybe_drop(node)
+
+    def _keep_removed(self, node: Node, keep: Descriptor | None) -> None:
+        node.removed = keep
+        self._removed[node.id] = node
+        if (
+            len(self._removed) > _KEPT_REMOVED
+        ):  # the kernel forgets removed things soon; a burst must not cost descriptors
+            _, oldest = self._removed.popitem(last=False)
+            oldest.removed = None
+
+    def replaced(self, node: Node, st: os.stat_result) -> None:
+        """The node's name was given a new inode; id and handles stay."""
+        with self._lock:
+            self._unkey(node)
+            node.dev, node.ino = st.st_dev, st.st_ino
+            other = self._by_key.get((node.dev, node.ino))
+            if other is not None:
+                self._unkey(other)
+            self._by_key[node.dev, node.ino] = node
+
+    # -- ways ---------------------------------------------------------------------------------------
+
+    def directory(self, node: Node) -> Descriptor:
+        """A descriptor (O_PATH) of the directory. ESTALE when it is not where its names say."""
+        if node is self.root:
+            return self.root_directory
+        for attempt in range(_RENAME_RETRIES):
+            cached = self._cached(node)
+            if cached is not None:
+                return cached
+            try:
+                return self._walk(node)
+            except FileNotFoundError:  # renamed while we walked: the edges have moved, walk again
+                if attempt == _RENAME_RETRIES - 1:
+                    raise stale() from None
+        raise stale()
+
+    def _cached(self, node: Node) -> Descriptor | None:
+        with self._lock:
+            found = self._directories.get(node.id)
+            if found is not None:
+                self._directories.move_to_end(node.id)
+                return found
+            return node.removed
+
+    def _walk(self, node: Node) -> Descriptor:
+        chain: list[tuple[Node, bytes]] = []
+        at: Node | None = node
+        found: Descriptor | None = None
+        while at is not None and found is None:
+            if at is self.root:
+                found = self.root_directory
+                break
+            found = self._cached(at)
+            if found is None:
+                with self._lock:
+                    chain.append((at, at.name))
+                    at = at.parent
+        if found is None:
+            raise stale()
+        for child, name in reversed(chain):
+            if not child.is_dir:
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            opened = Descriptor(os.open(name, _DIR_FLAGS, dir_fd=found.fd))
+            if os.fstat(opened.fd).st_ino != child.ino:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            self._cache(child, opened)
+            found = opened
+        return found
+
+    def _cache(self, node: Node, opened: Descriptor) -> None:
+        with self._lock:
+            if node.id in self._by_id:
+                self._directories[node.id] = opened
+                if len(self._directories) > _KEPT_DIRECTORIES:
+                    self._directories.popitem(last=False)
+
+    def way(self, node: Node) -> Way:
+        """How to reach the node now. ESTALE when nothing leads there any more."""
+        if node is self.root:
+            return Way(self.root_directory, b".")
+        with self._lock:
+            parent, name, removed = node.parent, node.name, node.removed
+        if parent is not None:
+            return Way(self.directory(parent), name)
+        if removed is not None:
+            return Way(removed, None)
+        raise stale()
+
+    def path_below_root(self, node: Node) -> bytes | None:
+        """The node's path relative to the root, as its names say; None when it has none."""
+        parts: list[bytes] = []
+        with self._lock:
+            at: Node | None = node
+            while at is not None and at is not self.root:
+                parts.append(at.name)
+                at = at.parent
+        return b"/".join(reversed(parts)) if at is self.root else None

@@ -1,0 +1,197 @@
+"""What the operation groups of the overlay core share: nodes, gate, tracking, undo, open handles.
+
+Order of every changing operation, and the reason for it:
+
+1. enter the gate (a cut waits for us, or we for it);
+2. save what a sealed epoch still needs (undo.py: record before change);
+3. change the backing file system;
+4. mark the change in the current epoch and mend the node table.
+
+Steps 2 to 4 happen inside one stay in the gate, so an epoch never ends between a change and its mark. Marks
+for content are made before the change instead: a write that fails half-way has still changed blocks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from ciuic import STATE_DIR_NAME
+from ciuic.fuse_layer.gate import Gate
+from ciuic.fuse_layer.nodes import Descriptor, Node, NodeTable, Way, stale
+from ciuic.fuse_layer.tracking import Tracker
+from ciuic.fuse_layer.undo import UndoLog
+
+_T = TypeVar("_T")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Attr(NamedTuple):
+    """What a lookup or getattr answers."""
+
+    node: int
+    generation: int
+    st: os.stat_result
+    nlink: int
+    """Link count without links of ours; use it in place of ``st.st_nlink``."""
+
+
+class OpenFile:
+    """An open handle. ``fd`` is readable and writable where the caller may write, and has neither O_APPEND
+    nor O_DIRECT nor O_SYNC: with the kernel's write cache on, partial pages are read back through it and
+    offsets come from the kernel. The descriptor closes when the last user lets go of the object, so a release
+    never takes it from under another thread."""
+
+    __slots__ = ("fd", "node", "writes")
+
+    def __init__(self, node: Node, fd: int, writes: bool) -> None:
+        self.node = node
+        self.fd = fd
+        self.writes = writes
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class OverlayState:
+    """Shared by the operation groups; see the module's docstring."""
+
+    def __init__(self, nodes: NodeTable, tracker: Tracker, undo: UndoLog) -> None:
+        self.nodes = nodes
+        self.gate = Gate()
+        self.tracker = tracker
+        self.undo = undo
+        self.files: dict[int, OpenFile] = {}
+        self._handle_lock = threading.Lock()
+        self._next_handle = 1
+
+    # -- handles ------------------------------------------------------------------------------------
+
+    def add_file(self, file: OpenFile) -> int:
+        handle = self.new_handle()
+        self.files[handle] = file
+        self.nodes.open_handle(file.node, handle, writes=file.writes)
+        return handle
+
+    def new_handle(self) -> int:
+        with self._handle_lock:
+            handle = self._next_handle
+            self._next_handle += 1
+            return handle
+
+    def file(self, handle: int) -> OpenFile:
+        file = self.files.get(handle)
+        if file is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return file
+
+    def any_file(self, node: Node, *, writes: bool = False) -> OpenFile | None:
+        """An open handle on the node's inode, whoever opened it; hold the object while its descriptor is
+        used."""
+        for handle in tuple(node.handles or ()):
+            file = self.files.get(handle)
+            if file is not None and (file.writes or not writes):
+                return file
+        return None
+
+    # -- attributes ---------------------------------------------------------------------------------
+
+    def attr(self, node: Node, file: OpenFile | None = None) -> Attr:
+        """Attributes of the node now, through an open handle or its names. ESTALE when it is not where it
+        was."""
+        if file is None and node.handles is not None:
+            file = self.any_file(node)
+        if file is not None:
+            found = file
+            return self._attr_of(node, lambda: os.fstat(found.fd))
+        return self._attr_of(node, self.nodes.way(node).stat)
+
+    def _attr_of(self, node: Node, read: Callable[[], os.stat_result]) -> Attr:
+        st, nlink = self.undo.links(read)
+        if st.st_ino != node.ino:
+            raise stale()
+        node.privileged = bool(st.st_mode & (stat.S_ISUID | stat.S_ISGID))
+        return Attr(node.id, 0, st, self._visible_links(node, nlink))
+
+    def _visible_links(self, node: Node, nlink: int) -> int:
+        """The state directory is hidden, so the root's link count must not count it (btrfs directories always
+        have 1)."""
+        return nlink - 1 if node is self.nodes.root and nlink > 2 else nlink
+
+    def adopt(self, parent: Node, name: bytes, way: Way, *, count: int) -> tuple[Node, Attr]:
+        """The node under this name with its attributes, made if new. FileNotFoundError when the name is
+        free."""
+        st, nlink = self.undo.links(way.stat)
+        node = self.nodes.adopt(parent, name, st, count=count)
+        return node, Attr(node.id, 0, st, nlink)
+
+    # -- saving and marking -------------------------------------------------------------------------
+
+    def tracked(self, node: Node) -> bool:
+        """Whether the node is on the root's own file system; what is mounted below is served but not
+        captured."""
+        return node.dev == self.nodes.device
+
+    def must_keep(self, ino: int) -> bool:
+        return self.undo.active and not self.tracker.is_fresh(ino)
+
+    def keep_inode(self, node: Node) -> None:
+        """Save the inode's attributes if a sealed epoch needs them."""
+        if not self.must_keep(node.ino) or not self.tracked(node):
+            return
+        file = self.any_file(node)
+        if file is not None:
+            self.undo.keep_inode(os.fstat(file.fd), file.fd)
+        else:
+            way = self.nodes.way(node)
+            self.undo.keep_inode(way.stat(), way.path, follow=way.follow)
+
+    def keep_name(self, parent: Node, way: Way, st: os.stat_result | None, *, moved: bool = False) -> None:
+        """Save what the name is bound to (``st``, None: nothing), and the directory's attributes, before the
+        binding changes. ``moved``: a directory bound here goes on to exist under another name."""
+        if not self.undo.active or not self.tracked(parent):
+            return
+        name = way.name
+        assert name is not None
+        if not self.tracker.is_fresh(parent.ino):
+            self.keep_inode(parent)
+        if st is None:
+            if not self.tracker.is_fresh(parent.ino):
+                self.undo.keep_absent(parent.ino, name)
+            return
+        if self.tracker.is_fresh(st.st_ino):
+            if not self.tracker.is_fresh(parent.ino):
+                self.undo.keep_absent(
+                    parent.ino, name
+                )  # taken in this epoch: it has a record, or the name was free
+            return
+        self.undo.keep_inode(st, way.path, follow=False)
+        if stat.S_ISDIR(st.st_mode):
+            kept = Descriptor(os.open(name, _KEEP_FLAGS, dir_fd=way.dir_fd)) if moved else None
+            self.undo.keep_directory_name(parent.ino, name, st, kept)
+        else:
+            self.undo.keep_file_name(parent.ino, way.dir_fd, name, st)
+
+    def with_space(self, change: Callable[[], _T]) -> _T:
+        """Run a change; when the file system is full, give up the undo log's space and run it again.
+
+        Without ciuic, files that the job removed would not take space any more: what the undo log keeps alive
+        must never be the reason for an ENOSPC."""
+        try:
+            return change()
+        except OSError as error:
+            if error.errno not in _NO_SPACE or not self.undo.active:
+                raise
+        self.undo.abandon("the file system is full, and the job needs the space")
+        return change()
+
+
+_KEEP_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def is_reserved(nodes: NodeTable, parent: Node, name: bytes) -> bool:
+    """Whether the name is the one at the top of the root that belongs to us."""
+    return name == STATE_DIR_NAME and parent is nodes.root

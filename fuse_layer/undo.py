@@ -1,0 +1,393 @@
+"""The undo log, writing side: what sealed, uncaptured epochs still need is saved before the job changes it.
+
+Invariants (docs/architecture.md §5, undo_format.py):
+
+* A record is in the log before the change that it protects against happens.
+* A record's epoch is the newest in which its content was true: the last sealed one. A thing is saved once an
+  epoch.
+* No failure in here reaches the job. Whatever goes wrong while saving (no space, no more links, an I/O error)
+  *abandons* the
+  sealed epochs: they are given up, said so, their changes fold into the current epoch, and the job goes on.
+
+All methods named ``keep_…`` are called inside the gate, for inodes of the root's own file system that the
+current epoch did not create. When nothing is sealed (``active`` is false) they cost one attribute look-up at
+the caller."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Final, NamedTuple
+
+from ciuic.fuse_layer import undo_format
+from ciuic.fuse_layer.blockset import BlockSet, blocks_of
+from ciuic.fuse_layer.nodes import Descriptor
+from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
+
+UNDO_DIR: Final = b"undo"
+_LOCK_STRIPES: Final = 64
+_COPY_BYTES: Final = 1 << 20
+_NO_XATTRS: Final = (errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+class Abandoned(NamedTuple):
+    """A sealed epoch that was given up."""
+
+    epoch: int
+    reason: str
+    time_ns: int
+
+
+class UndoLog:
+    """The undo directory of one root and what has been saved in it. Thread-safe."""
+
+    def __init__(
+        self,
+        state_fd: int,
+        *,
+        block_size: int,
+        limit_bytes: int,
+        on_abandon: Callable[[list[int], str], None],
+    ) -> None:
+        self.block_size = block_size
+        self.limit_bytes = limit_bytes
+        self.bytes_kept = 0
+        """Space that undo takes on the backing file system, removed files that are kept alive included."""
+        self._on_abandon = on_abandon
+        self._pending: list[int] = []
+        self._true_epoch = 0
+        self._io = threading.Lock()
+        self._locks = tuple(threading.RLock() for _ in range(_LOCK_STRIPES))
+        self._log: Descriptor | None = None
+        self._kept_directories: dict[int, Descriptor] = {}
+        self._held: set[int] = set()
+        self._held_lock = threading.Lock()
+        self._held_version = 0
+        self._forget_saved()
+        self._directory = _fresh_directory(state_fd, UNDO_DIR)
+        self._hold = _fresh_directory(self._directory.fd, undo_format.HOLD_DIR.encode())
+
+    @property
+    def directory_fd(self) -> int:
+        return self._directory.fd
+
+    @property
+    def pending(self) -> list[int]:
+        return list(self._pending)
+
+    @property
+    def held(self) -> set[int]:
+        """Inodes that a hard link of ours keeps alive."""
+        return self._held
+
+    @property
+    def active(self) -> bool:
+        """Whether any sealed epoch still needs what is changed now."""
+        return bool(self._pending)
+
+    def lock(self, ino: int) -> threading.RLock:
+        """Serialises saving and changing of one inode's content."""
+        return self._locks[ino % _LOCK_STRIPES]
+
+    # -- epochs -------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int) -> None:
+        """``epoch`` was just sealed. Called while the gate is held; constant time."""
+        self._pending.append(epoch)
+        self._true_epoch = epoch
+        self._forget_saved()
+
+    def end(self, epoch: int) -> None:
+        """``epoch`` is captured or was folded into another: drop what only it needed."""
+        with self._io:
+            if epoch in self._pending:
+                self._pending.remove(epoch)
+            self._unlink_quietly(undo_format.sealed_name(epoch).encode())
+            if self._pending:
+                return
+        self._clear()
+
+    def abandon(self, reason: str) -> None:
+        """Give up every sealed epoch, free its space, let the job go on. Never raises."""
+        with self._io:
+            if not self._pending:
+                return
+            epochs, self._pending = self._pending, []
+            try:
+                self._append(AbandonedRecord(epoch=epochs[-1], reason=reason))
+            except OSError:
+                reason = f"{reason} (and the log could not take a note of it)"  # its removal below tells the reader
+        self._on_abandon(epochs, reason)
+        for epoch in epochs:
+            self._unlink_quietly(undo_format.sealed_name(epoch).encode())
+        self._clear()
+
+    def _forget_saved(self) -> None:
+        self._inodes: dict[int, int] = {}
+        """Saved inode → its size at the end of the last sealed epoch."""
+        self._names: set[tuple[int, bytes]] = set()
+        self._blocks: dict[int, BlockSet] = {}
+
+    def _clear(self) -> None:
+        with self._io:
+            if self._pending:
+                return
+            self._log = None
+            self._kept_directories = {}
+            self._forget_saved()
+            self.bytes_kept = 0
+            for name in os.listdir(self._directory.fd):
+                if name.startswith((undo_format.LOG_NAME, "blocks-", "new-")):
+                    self._unlink_quietly(os.fsencode(name))
+        for name in os.listdir(self._hold.fd):
+            self._let_go(int(name))
+
+    def _unlink_quietly(self, name: bytes) -> None:
+        try:
+            os.unlink(name, dir_fd=self._directory.fd)
+        except FileNotFoundError:
+            return
+        except OSError:
+            return  # garbage at worst: the directory is emptied at the next start
+
+    # -- saving -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.abandon(f"undo log: {error.strerror or error}")
+        else:
+            if self.bytes_kept > self.limit_bytes:
+                self.abandon(f"undo log: over its limit of {self.limit_bytes} bytes")
+
+    def keep_inode(self, st: os.stat_result, target: int | bytes, *, follow: bool = True) -> None:
+        """Save attributes and extended attributes, read from ``target`` (a descriptor or path), before they
+        change."""
+        if st.st_ino in self._inodes:
+            return
+        with self.lock(st.st_ino):
+            if st.st_ino in self._inodes or not self._pending:
+                return
+            with self._saving():
+                old = OldStat.of(st, hold_links=int(st.st_ino in self._held))
+                self._append(
+                    InodeRecord(st.st_ino, self._true_epoch, old, read_xattrs(target, follow=follow))
+                )
+                self._inodes[st.st_ino] = st.st_size
+
+    def keep_absent(self, dir_ino: int, name: bytes) -> None:
+        """Save that the name is not there before something takes it."""
+        self._keep_name(NameRecord(dir_ino, self._true_epoch, name, 0))
+
+    def keep_file_name(self, dir_ino: int, dir_fd: int, name: bytes, st: os.stat_result) -> None:
+        """Save the binding of a name to something other than a directory, and keep the inode alive by a hard
+        link."""
+        if (dir_ino, name) in self._names or not self._pending:
+            return
+        with self._saving():
+            self._hold_inode(dir_fd, name, st)
+            self._keep_name(NameRecord(dir_ino, self._true_epoch, name, st.st_ino, st.st_mode >> 12))
+
+    def keep_directory_name(
+        self, dir_ino: int, name: bytes, st: os.stat_result, moved: Descriptor | None
+    ) -> None:
+        """Save the binding of a name to a directory. ``moved`` leads to it where it goes on to exist
+        elsewhere; a removed one needs none, because every name that was in it at the cut has a record by
+        then."""
+        fd = -1
+        if moved is not None:
+            fd = self._kept_directories.setdefault(st.st_ino, moved).fd
+        self._keep_name(NameRecord(dir_ino, self._true_epoch, name, st.st_ino, st.st_mode >> 12, fd))
+
+    def _keep_name(self, record: NameRecord) -> None:
+        key = (record.dir_ino, record.name)
+        if key in self._names:
+            return
+        with self.lock(record.dir_ino):
+            if key in self._names or not self._pending:
+                return
+            with self._saving():
+                self._append(record)
+                self._names.add(key)
+
+    def size_at_cut(self, ino: int) -> int | None:
+        """Size of the file at the end of the last sealed epoch, where its inode was saved."""
+        return self._inodes.get(ino)
+
+    def unsaved_blocks(self, ino: int, offset: int, length: int) -> list[tuple[int, int]]:
+        """Runs of blocks in the byte range that existed at the cut and are not saved yet. The inode is saved
+        already."""
+        size = self._inodes.get(ino, 0)
+        first, count = blocks_of(offset, min(length, max(0, size - offset)), self.block_size)
+        saved = self._blocks.get(ino)
+        if saved is None:
+            return [(first, count)] if count else []
+        return saved.missing_runs(first, count)
+
+    def keep_blocks(self, fd: int, ino: int, offset: int, length: int) -> None:
+        """Save the old content of every block that the byte range touches. The caller holds ``lock(ino)``."""
+        if not self._pending:
+            return
+        runs = self.unsaved_blocks(ino, offset, length)
+        if not runs:
+            return
+        with self._saving():
+            for first, count in runs:
+                self._copy_blocks(fd, ino, first, count)
+                self._append(BlocksRecord(ino, self._true_epoch, first, count))
+                self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
+
+    def _copy_blocks(self, fd: int, ino: int, first: int, count: int) -> None:
+        """Old bytes go to their own offsets in a sparse file; holes stay holes."""
+        start, end = first * self.block_size, (first + count) * self.block_size
+        name = undo_format.blocks_name(ino, self._true_epoch).encode()
+        out = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._directory.fd)
+        try:
+            for data_start, data_end in _data_ranges(fd, start, end):
+                at = data_start
+                while at < data_end:
+                    piece = os.pread(fd, min(_COPY_BYTES, data_end - at), at)
+                    if not piece:
+                        break
+                    _write_all(out, piece, at)
+                    at += len(piece)
+                    self.bytes_kept += len(piece)
+            if os.fstat(out).st_size < end:
+                os.ftruncate(
+                    out, end
+                )  # so that a reader finds zeros, not an end, where the old file had a hole
+        finally:
+            os.close(out)
+
+    def create_replacement(self, ino: int) -> tuple[int, bytes]:
+        """A new empty file in the undo directory, to take the name of inode ``ino``: its descriptor and name
+        there."""
+        name = b"new-%d" % ino
+        self._unlink_quietly(name)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self._directory.fd), name
+
+    def _append(self, record: undo_format.Record) -> None:
+        """One write of a whole record; visible to the reader on return."""
+        log = self._log
+        if log is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            log = self._log = Descriptor(
+                os.open(undo_format.LOG_NAME, flags, 0o600, dir_fd=self._directory.fd)
+            )
+        data = undo_format.encode(record)
+        written = os.write(log.fd, data)
+        if written != len(data):
+            raise OSError(errno.ENOSPC, "a record of the undo log was cut short")
+        self.bytes_kept += written
+
+    # -- holding removed inodes ---------------------------------------------------------------------
+
+    def _hold_inode(self, dir_fd: int, name: bytes, st: os.stat_result) -> None:
+        if st.st_ino in self._held:
+            return
+        with self._held_lock:
+            if st.st_ino in self._held:
+                return
+            self._held_version += 1
+            try:
+                target = b"%d" % st.st_ino
+                os.link(name, target, src_dir_fd=dir_fd, dst_dir_fd=self._hold.fd, follow_symlinks=False)
+                self._held.add(st.st_ino)
+                self.bytes_kept += st.st_blocks * 512
+            finally:
+                self._held_version += 1
+
+    def _let_go(self, ino: int) -> None:
+        """Drop a hold link; the space is freed outside the lock, where it may take its time."""
+        name = b"%d" % ino
+        try:
+            alive = Descriptor(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._hold.fd))
+            with self._held_lock:
+                if self._pending:
+                    return  # a new epoch was sealed meanwhile and may rely on the link
+                self._held_version += 1
+                try:
+                    os.unlink(name, dir_fd=self._hold.fd)
+                    self._held.discard(ino)
+                finally:
+                    self._held_version += 1
+            del alive
+        except FileNotFoundError:
+            self._held.discard(ino)
+
+    def links(self, read: Callable[[], os.stat_result]) -> tuple[os.stat_result, int]:
+        """The result of ``read`` and the link count without our hold link, consistent with each other."""
+        for _ in range(3):
+            version = self._held_version
+            st = read()
+            nlink = st.st_nlink - (st.st_ino in self._held)
+            if version == self._held_version and not version & 1:
+                return st, nlink
+        with self._held_lock:
+            st = read()
+            return st, st.st_nlink - (st.st_ino in self._held)
+
+
+def read_xattrs(target: int | bytes, *, follow: bool = True) -> dict[bytes, bytes]:
+    """Every extended attribute, ACLs and security labels included; empty where the file system has none."""
+    options = {} if isinstance(target, int) else {"follow_symlinks": follow}
+    try:
+        names = os.listxattr(target, **options)
+    except OSError as error:
+        if error.errno in _NO_XATTRS:
+            return {}
+        raise
+    found = {}
+    for name in names:
+        try:
+            found[os.fsencode(name)] = os.getxattr(target, name, **options)
+        except OSError as error:
+            if error.errno != errno.ENODATA:  # gone since it was listed
+                raise
+    return found
+
+
+def _data_ranges(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The parts of [start, end) that are not holes. A file system without SEEK_DATA calls everything data."""
+    at = start
+    while at < end:
+        try:
+            data = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return
+            raise
+        if data >= end:
+            return
+        hole = os.lseek(fd, data, os.SEEK_HOLE)
+        yield max(data, at), min(hole, end)
+        at = hole
+
+
+def _write_all(fd: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _fresh_directory(parent_fd: int, name: bytes) -> Descriptor:
+    """The directory ``name``, made if missing and emptied: what an earlier session saved is of no use to
+    anybody."""
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent_fd)
+    directory = Descriptor(
+        os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
+    )
+    for entry in os.listdir(directory.fd):
+        try:
+            os.unlink(entry, dir_fd=directory.fd)
+        except IsADirectoryError:
+            _fresh_directory(directory.fd, os.fsencode(entry))
+    return directory
