@@ -1,0 +1,195 @@
+"""Editing a configuration file changes what was asked and nothing else."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+import tomli
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ciuic.config import RootConfig, add_roots, parse_config, remove_roots
+from ciuic.config.toml_source import line_numbers, quote, statements
+from ciuic.errors import ConfigError
+
+COMMENT = st.sampled_from(["# plain", "# [[root]]", '# path = "/x"', '# "unclosed', "# ''' and \"\"\" "])
+BLANKS = st.sampled_from(["", "\n", "\n\n"])
+NAMES = st.sampled_from(["a", "b", "c d", 'e"f', "g]h", "i#j", "k=l", "\u00e9", "tab\there"])
+
+
+@st.composite
+def root_table(draw: st.DrawFn, path: str) -> str:
+    literal = '"' not in path and "\t" not in path and draw(st.booleans())
+    written = f"'{path}'" if literal else quote(path)
+    lines = [f"path = {written}" + draw(st.sampled_from(["", "  # why"]))]
+    if draw(st.booleans()):
+        lines.append(
+            draw(st.sampled_from(['driver = "auto"', "driver='kernel'", '"driver" = "pyfuse3" # x']))
+        )
+    if draw(st.booleans()):
+        lists = ['["a", "b"]', '[\n  "x", # [y]\n  "]",\n]', "[ '''x#''' ]", '["""a"""]', "[]"]
+        lines.append("exclude = " + draw(st.sampled_from(lists)))
+    lines = draw(st.permutations(lines))
+    return (
+        draw(st.sampled_from(["[[root]]", "[[ root ]] # one", '[["root"]]'])) + "\n" + "\n".join(lines) + "\n"
+    )
+
+
+@st.composite
+def toml_files(draw: st.DrawFn) -> tuple[str, list[str], list[str]]:
+    """A text, its roots in order, and its comment lines that stand between statements."""
+    names = draw(st.lists(NAMES, unique=True, max_size=4))
+    roots = [f"/srv/{name}" for name in names]
+    blocks = [draw(root_table(path)) for path in roots]
+    for table in ('[schedule]\ninterval = "5m"\n', "[retention]\nkeep_last = 9 # nine\n", "[control]\n"):
+        if draw(st.booleans()):
+            blocks.insert(draw(st.integers(0, len(blocks))), table)
+    text, comments = "", []
+    for block in blocks:
+        comment = draw(COMMENT) + f" {len(comments)}"
+        comments.append(comment)
+        text += comment + "\n" + draw(BLANKS) + block + draw(BLANKS)
+    text = text.replace("\n", "\r\n") if draw(st.sampled_from([False, False, False])) else text
+    return text, roots, comments
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), made=toml_files())
+def test_add_and_remove(tmp_path: Path, data: st.DataObject, made: tuple[str, list[str], list[str]]) -> None:
+    """After any additions and removals the roots are those asked for, all else means the same, comments stay."""
+    text, roots, comments = made
+    file = tmp_path / "ciuic.toml"
+    file.write_text(text)
+    gone = data.draw(st.lists(st.sampled_from(roots), unique=True)) if roots else []
+    new = [RootConfig(Path(f"/new/{name}")) for name in data.draw(st.lists(NAMES, unique=True, max_size=3))]
+
+    assert set(remove_roots(file, [Path(path) for path in gone])) == {Path(path) for path in gone}
+    assert add_roots(file, new) == new
+    assert add_roots(file, new) == []
+
+    result = file.read_text()
+    left = [path for path in roots if path not in gone]
+    assert [str(root.path) for root in parse_config(result, file).roots] == left + [
+        str(root.path) for root in new
+    ]
+    before, after = tomli.loads(text), tomli.loads(result)
+    kept_tables = [table for table in before.pop("root", []) if table["path"] not in gone]
+    assert after.pop("root", [])[: len(kept_tables)] == kept_tables
+    assert after == before
+    assert all(comment in result for comment in comments)
+
+
+@settings(max_examples=60, deadline=None)
+@given(made=toml_files())
+def test_positions_are_true(made: tuple[str, list[str], list[str]]) -> None:
+    """Each statement is found once, on a line that begins with its key or its header."""
+    text, roots, _ = made
+    lines = text.split("\n")
+    found = statements(text)
+    for path, line in line_numbers(found).items():
+        name = path[-1] if isinstance(path[-1], str) else path[-2]
+        assert str(name) in lines[line - 1]
+    assert sum(s.kind == "array" for s in found) == len(roots)
+
+
+def test_crlf_line_ends() -> None:
+    """Files from other systems keep their positions."""
+    text = '[schedule]\r\ninterval = "1h"\r\n\r\n[[root]]\r\npath = "/a"\r\n'
+    assert line_numbers(statements(text))[("root", 0, "path")] == 5
+
+
+def test_mode_owner_and_link_stay(tmp_path: Path) -> None:
+    """The file keeps its mode and owner, and a symbolic link to it stays a link."""
+    real, link = tmp_path / "real.toml", tmp_path / "link.toml"
+    real.write_text("")
+    real.chmod(0o640)
+    if os.geteuid() == 0:
+        os.chown(real, 12, 34)
+    link.symlink_to(real)
+    before = real.stat()
+    add_roots(link, [RootConfig(Path("/a"))])
+    after = real.stat()
+    assert link.is_symlink()
+    assert (after.st_uid, after.st_gid, stat.S_IMODE(after.st_mode)) == (before.st_uid, before.st_gid, 0o640)
+    assert parse_config(real.read_text(), real).roots[0].path == Path("/a")
+    assert sorted(os.listdir(tmp_path)) == ["link.toml", "real.toml"]
+
+
+def test_a_new_file_and_its_directory_are_made(tmp_path: Path) -> None:
+    """The first protect on a machine makes the file; the repository it chose is written down with it."""
+    file = tmp_path / "ciuic" / "ciuic.toml"
+    add_roots(file, [RootConfig(Path("/a"))], repository_path=Path("/store"))
+    config = parse_config(file.read_text(), file)
+    assert config.repository.path == Path("/store")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[repository]\n", '[repository]\nblock_size = "1MiB"', "# x\n[[root]]\npath='/b'"]
+)
+def test_the_repository_is_written_once(tmp_path: Path, text: str) -> None:
+    """A repository path is added where there is none, and one that is there is not changed."""
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    add_roots(file, [], repository_path=Path("/one"))
+    add_roots(file, [], repository_path=Path("/two"))
+    assert parse_config(file.read_text(), file).repository.path == Path("/one")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "root = []\n",
+        "root = [{path = '/a'}]\n",
+        "repository = {block_size = '1MiB'}\n",
+        "repository.block_size = '1MiB'\n",
+    ],
+)
+def test_what_cannot_be_edited_is_left_alone(tmp_path: Path, text: str) -> None:
+    """A file written in a form that the editor does not handle is refused and stays byte for byte."""
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"edited safely|by hand|\[\[root\]\]"):
+        add_roots(file, [RootConfig(Path("/b"))], repository_path=Path("/r"))
+    assert file.read_text() == text
+
+
+def test_a_path_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """TOML is UTF-8: a directory whose name is not cannot be written, and the message says so."""
+    file = tmp_path / "c.toml"
+    with pytest.raises(ConfigError, match="UTF-8"):
+        add_roots(file, [RootConfig(Path(os.fsdecode(b"/\xff")))])
+    assert not file.exists()
+
+
+def test_the_flat_file_is_edited_in_its_own_format(tmp_path: Path) -> None:
+    """Where the flat file is in force, protect and unprotect write there, keeping its comments."""
+    file = tmp_path / "ciuric.conf"
+    file.write_text("# old\nsnapshot_interval = 2h\nprotected_directories = /a   # one\nio_priority = idle")
+    add_roots(file, [RootConfig(Path("/b,c")), RootConfig(Path("/d"))], repository_path=Path("/store"))
+    config = parse_config(file.read_text(), file)
+    assert [str(root.path) for root in config.roots] == ["/a", "/b,c", "/d"]
+    assert config.repository.path == Path("/store")
+    assert remove_roots(file, [Path("/a"), Path("/nowhere")]) == [Path("/a")]
+    assert "# old\nsnapshot_interval = 2h\n" in file.read_text()
+    assert "# one" in file.read_text()
+    assert [str(root.path) for root in parse_config(file.read_text(), file).roots] == ["/b,c", "/d"]
+
+
+def test_two_editors_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Concurrent protects wait for each other: every root is there afterwards."""
+    file = tmp_path / "c.toml"
+    threads = [
+        threading.Thread(target=add_roots, args=(file, [RootConfig(Path(f"/r{n}"))])) for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {str(root.path) for root in parse_config(file.read_text(), file).roots} == {
+        f"/r{n}" for n in range(8)
+    }

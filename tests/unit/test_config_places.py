@@ -1,0 +1,193 @@
+"""Which directories can be roots, and where a repository may lie beside them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ciuic import mountinfo
+from ciuic.config import (
+    Config,
+    ControlConfig,
+    RepositoryConfig,
+    RootConfig,
+    canonical_root,
+    check_overlaps,
+    check_places,
+    check_root,
+    default_repository_path,
+    raise_for,
+    repository_path,
+)
+from ciuic.errors import ConfigError, NotFound, UsageError
+from ciuic.mountinfo import Mount
+
+
+def mounts(*lines: str) -> list[Mount]:
+    """``point type [options]`` each, over an ext4 root file system."""
+    text = "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n"
+    for number, line in enumerate(lines, start=2):
+        point, fs_type, *options = line.split()
+        text += f"{number} 1 0:{number} / {point} {''.join(options) or 'rw'} - {fs_type} none rw\n"
+    return mountinfo.parse(text.encode())
+
+
+def roots(*paths: str | Path) -> tuple[RootConfig, ...]:
+    return tuple(RootConfig(Path(path)) for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        (["/a", "/a"], "twice"),
+        (["/a", "/a/b"], "inside"),
+        (["/a/b/c", "/a"], "contains"),
+        (["/", "/a"], "inside"),
+    ],
+)
+def test_overlapping_roots(paths: list[str], says: str) -> None:
+    """Equal and nested roots are refused in either order."""
+    problems = check_overlaps(roots(*paths))
+    assert [says in problem.message for problem in problems] == [True]
+    with pytest.raises(UsageError):
+        raise_for(problems)
+
+
+def test_neighbours_are_no_overlap() -> None:
+    """A common prefix of names is not a common directory."""
+    assert check_overlaps(roots("/a/b", "/a/bc", "/a/b2", "/c")) == []
+
+
+def test_what_is_at_the_place(tmp_path: Path) -> None:
+    """Missing, a file, through a symbolic link: each refused with its own error; a directory is fine."""
+    (tmp_path / "file").touch()
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "link").symlink_to("dir")
+    (tmp_path / "dir" / "sub").mkdir()
+    for name, error, says in [
+        ("none", NotFound, "does not exist"),
+        ("file/x", NotFound, "does not exist"),
+        ("file", UsageError, "not a directory"),
+        ("link", UsageError, "symbolic link"),
+        ("link/sub", UsageError, "symbolic link"),
+        ("dir/.ciuic-state", UsageError, "own"),
+    ]:
+        problems = check_root(RootConfig(tmp_path / name), mounts())
+        assert [(problem.error, says in problem.message) for problem in problems] == [(error, True)], name
+    assert check_root(RootConfig(tmp_path / "dir"), mounts()) == []
+
+
+def test_places_that_are_no_places_for_a_root(tmp_path: Path) -> None:
+    """The system's root, kernel file systems and read-only ones are refused."""
+    kernel = mounts(f"{tmp_path} proc")
+    read_only = mounts(f"{tmp_path} ext4 ro,relatime")
+    assert "system runs on it" in check_root(RootConfig(Path("/")), mounts())[0].message
+    assert "proc" in check_root(RootConfig(tmp_path), kernel)[0].message
+    assert "read-only" in check_root(RootConfig(tmp_path), read_only)[0].message
+
+
+def test_mounts_of_ours(tmp_path: Path) -> None:
+    """A root that is mounted already is fine; below or around one of ours is refused."""
+    inner = tmp_path / "in"
+    inner.mkdir()
+    assert check_root(RootConfig(tmp_path), mounts(f"{tmp_path} fuse.ciuic")) == []
+    assert "inside" in check_root(RootConfig(inner), mounts(f"{tmp_path} fuse.ciuic"))[0].message
+    assert "contains" in check_root(RootConfig(tmp_path), mounts(f"{inner} fuse.ciuic"))[0].message
+
+
+def test_canonical_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path and one through links become the name under which the root is listed."""
+    (tmp_path / "dir" / "sub").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("dir")
+    monkeypatch.chdir(tmp_path / "dir")
+    assert canonical_root("sub/") == tmp_path / "dir" / "sub"
+    assert canonical_root(tmp_path / "link") == tmp_path / "dir"
+    assert canonical_root(tmp_path / "link" / "sub" / ".." / "sub") == tmp_path / "dir" / "sub"
+    assert canonical_root("/") == Path("/")
+
+
+def test_the_default_repository_shares_the_roots_file_system() -> None:
+    """It lies at the top of the real file system under the first root, mounted over by us or not."""
+    table = mounts("/data xfs", "/data/train fuse.ciuic", "/data/train/deep tmpfs")
+    assert default_repository_path(Path("/data/train"), table) == Path("/data/.ciuic_snapshots")
+    assert default_repository_path(Path("/data/other"), table) == Path("/data/.ciuic_snapshots")
+    assert default_repository_path(Path("/opt/train"), table) == Path("/.ciuic_snapshots")
+    assert default_repository_path(Path("/data/train/deep/x"), table) == Path(
+        "/data/train/deep/.ciuic_snapshots"
+    )
+
+
+def test_no_default_repository_inside_its_root() -> None:
+    """A root that is a whole file system has no room beside it: the repository must be named."""
+    with pytest.raises(ConfigError, match="all of its file system"):
+        default_repository_path(Path("/data"), mounts("/data xfs"))
+
+
+def test_no_roots_and_no_repository() -> None:
+    """Without either there is nothing to derive a repository from, and the message says what to do."""
+    with pytest.raises(ConfigError) as caught:
+        repository_path(Config(), mounts())
+    assert "--repo" in caught.value.hint
+    assert check_places(Config(), mounts()) == []
+
+
+def beside(root: Path, repository: Path, *exclude: str) -> list[tuple[str, str]]:
+    config = Config(roots=(RootConfig(root, exclude=exclude),), repository=RepositoryConfig(repository))
+    return [(problem.severity, problem.message) for problem in check_places(config, mounts())]
+
+
+def test_repository_and_root(tmp_path: Path) -> None:
+    """A repository inside a root is refused unless excluded; a root inside a repository always."""
+    root, store = tmp_path / "root", tmp_path / "store"
+    (root / "sub").mkdir(parents=True)
+    (store / "sub").mkdir(parents=True)
+    assert beside(root, store) == []
+    for repository in (root / "repo", root / "sub" / "repo", root):
+        assert [severity for severity, _ in beside(root, repository)] == ["error"]
+    assert [severity for severity, _ in beside(root, root / "repo", "/repo")] == ["warning"]
+    assert [severity for severity, _ in beside(root, root / "sub" / "repo", "sub")] == ["warning"]
+    assert [severity for severity, _ in beside(store / "sub", store)] == ["error"]
+
+
+def test_a_link_hides_no_repository(tmp_path: Path) -> None:
+    """A repository reached through a symbolic link into the root lies in the root."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "door").symlink_to(root)
+    assert [severity for severity, _ in beside(root, tmp_path / "door" / "repo")] == ["error"]
+
+
+def test_a_repository_that_is_a_file(tmp_path: Path) -> None:
+    """A file where the repository should be is refused."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "file").touch()
+    assert "not a directory" in beside(tmp_path / "root", tmp_path / "file")[0][1]
+
+
+def test_a_pattern_over_the_root_is_said(tmp_path: Path) -> None:
+    """An absolute glob that covers a root is a warning, not an empty snapshot."""
+    (tmp_path / "root").mkdir()
+    found = beside(tmp_path / "root", tmp_path / "store", f"{tmp_path}/*")
+    assert found == []  # a root's own pattern is anchored in the root
+    config = Config(
+        roots=roots(tmp_path / "root"),
+        exclude=(f"{tmp_path}/*",),
+        repository=RepositoryConfig(tmp_path / "store"),
+    )
+    assert ["covers the root" in problem.message for problem in check_places(config, mounts())] == [True]
+
+
+def test_an_unknown_group(tmp_path: Path) -> None:
+    """The control socket's group must exist."""
+    config = Config(control=ControlConfig(group="no-such-group-here"))
+    assert "no group" in check_places(config, mounts())[0].message
+
+
+def test_the_machines_own_mounts(tmp_path: Path) -> None:
+    """On the real mount table an ordinary directory passes."""
+    directory = Path(os.path.realpath(tmp_path)) / "root"
+    directory.mkdir()
+    config = Config(roots=roots(directory), repository=RepositoryConfig(directory.parent / "store"))
+    assert check_places(config) == []
