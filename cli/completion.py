@@ -1,0 +1,101 @@
+"""What the shell offers for snapshot ids and for paths inside a snapshot.
+
+Guarantees: a completion prints nothing but candidates and never fails: where the repository cannot be read there simply
+are none. Candidates for ids carry time and size as their description.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from click.shell_completion import CompletionItem
+
+from ciuic.cli import times
+from ciuic.cli.session import Session, environment_path
+from ciuic.errors import CiuicError
+
+_MAX_CANDIDATES: Final = 500
+
+
+def _session(ctx: click.Context) -> Session:
+    """A session from the words typed so far: completion runs no callbacks."""
+    session = Session()
+    params: dict[str, Any] = {}
+    where: click.Context | None = ctx
+    while where is not None:
+        params = {**where.params, **params}
+        where = where.parent
+    session.config_option = params.get("config") or environment_path("CIUIC_CONFIG")
+    session.repo_option = params.get("repo") or environment_path("CIUIC_REPO")
+    return session
+
+
+def complete_snapshot(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+    """Ids, newest first, and ``latest``."""
+    from ciuic.units import human_size
+
+    session = _session(ctx)
+    try:
+        infos = session.repository.snapshots.list()
+    except (CiuicError, OSError):
+        return []
+    finally:
+        session.close()
+    wanted = incomplete if incomplete.startswith("cs-") or not incomplete else "cs-" + incomplete
+    items = [
+        CompletionItem(
+            str(info.id),
+            help=" ".join([times.clock(info.time_ns), human_size(info.size_bytes), *info.tags]),
+        )
+        for info in infos
+        if info.id.startswith(wanted)
+    ]
+    if infos and "latest".startswith(incomplete):
+        items.append(CompletionItem("latest", help=f"now {infos[0].id}"))
+    return items[:_MAX_CANDIDATES]
+
+
+def complete_snapshot_path(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+    """Directories (ending in /) and files of the snapshot that the command line names, or of the newest."""
+    session = _session(ctx)
+    try:
+        return _paths_in(session, _named_snapshot(ctx), os.fsencode(incomplete))
+    except (CiuicError, OSError):
+        return []
+    finally:
+        session.close()
+
+
+def _named_snapshot(ctx: click.Context) -> str:
+    for key in ("snapshot", "snapshot_id"):
+        value = ctx.params.get(key)
+        if value:
+            return str(value)
+    return "latest"
+
+
+def _paths_in(session: Session, snapshot: str, incomplete: bytes) -> list[CompletionItem]:
+    from ciuic.cli.contents import children_of
+
+    repository = session.repository
+    loaded = repository.snapshots.load(repository.snapshots.resolve(snapshot))
+    roots = [root.path for root in loaded.roots]
+    parent = incomplete[: incomplete.rfind(b"/") + 1]
+    # Above the roots there is nothing in the snapshot: offer the roots themselves.
+    found = [root + b"/" for root in roots if root.startswith(incomplete)]
+    if not found and parent:
+        for entry in children_of(repository, loaded, parent.rstrip(b"/") or b"/"):
+            path = parent + entry.name
+            if path.startswith(incomplete):
+                found.append(path + b"/" if entry.is_dir else path)
+            if len(found) >= _MAX_CANDIDATES:
+                break
+    return [CompletionItem(os.fsdecode(path)) for path in found]
+
+
+def program_path(path: Any) -> Path | None:
+    """An option's value as a path; None when it was not given."""
+    return Path(path) if path else None

@@ -1,0 +1,65 @@
+"""``ciuic forget``: deletes snapshots by name. Their space comes back with the next prune.
+
+Guarantees: nothing is deleted before every id is resolved, no held snapshot is among them, and a person (or ``-y``) has
+said yes. Works on a full disk.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from ciuic.cli import times
+from ciuic.cli.marks import LOCK_WAIT_SECONDS, resolve_all
+from ciuic.cli.options import ID, FrameCommand
+from ciuic.cli.output import complain, json_option, note, out_json
+from ciuic.cli.session import Session, current
+from ciuic.errors import CiuicError, UsageError
+from ciuic.types import SnapshotId
+
+
+@click.command("forget", cls=FrameCommand)
+@click.argument("ids", metavar="ID...", nargs=-1, required=True, type=ID)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@json_option
+def command(ids: tuple[str, ...], yes: bool, as_json: bool) -> None:
+    """Delete snapshots for good.
+
+    Held snapshots must be released first. The space comes back with `ciuic prune`, or the daemon's next one.
+    """
+    session = current()
+    chosen = resolve_all(session, ids)
+    _refuse_held(session, chosen)
+    if not yes:
+        _ask(session, chosen)
+    with session.repository.writer(wait_seconds=LOCK_WAIT_SECONDS, command="ciuic forget") as writer:
+        # Asked again under the lock: a hold set meanwhile counts.
+        _refuse_held(session, chosen)
+        writer.remove_snapshots(chosen)
+    if as_json:
+        out_json({"removed": [str(snapshot_id) for snapshot_id in chosen]})
+    else:
+        note(f"removed {', '.join(chosen)}; `ciuic prune` frees the space")
+
+
+def _refuse_held(session: Session, ids: Sequence[SnapshotId]) -> None:
+    held = [snapshot_id for snapshot_id in ids if session.repository.snapshots.load(snapshot_id).held]
+    if held:
+        raise CiuicError(
+            f"{', '.join(held)} {'is' if len(held) == 1 else 'are'} held; nothing was removed",
+            hint=f"release first: ciuic release {' '.join(held)}",
+        )
+
+
+def _ask(session: Session, ids: Sequence[SnapshotId]) -> None:
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "forget asks before it deletes, and there is nobody to ask; nothing was removed", hint="give -y"
+        )
+    for snapshot_id in ids:
+        info = session.repository.snapshots.info(snapshot_id)
+        complain(f"  {snapshot_id}  {times.clock(info.time_ns)}  {', '.join(info.tags)}")
+    if not click.confirm(f"Delete {len(ids)} snapshot{'s' * (len(ids) != 1)} for good?", err=True):
+        raise CiuicError("nothing was removed")

@@ -1,0 +1,160 @@
+"""Options and argument types that commands share.
+
+Guarantees: the global options may stand before the command or after it; ``ID`` accepts every form of docs/cli.md and
+completes; paths arrive as bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from ciuic.cli.names import absolute
+from ciuic.cli.session import Session
+
+
+def _remember(field: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    """A callback that keeps a global option in the session, unless it was not given here."""
+
+    def keep(context: click.Context, _: click.Parameter, value: Any) -> None:
+        session = context.find_object(Session)
+        if value is not None and session is not None:
+            setattr(session, field, value)
+
+    return keep
+
+
+def _louder(context: click.Context, _: click.Parameter, count: int) -> None:
+    session = context.find_object(Session)
+    if count and session is not None:
+        session.verbosity = count
+
+
+def _quieter(context: click.Context, _: click.Parameter, quiet: bool) -> None:
+    session = context.find_object(Session)
+    if quiet and session is not None:
+        session.verbosity = -1
+
+
+def _global_params(*, hidden: bool) -> list[click.Option]:
+    """Fresh parameters each time: click keeps them per command. Only the group's read the environment."""
+    path = click.Path(path_type=Path)
+    return [
+        click.Option(
+            ["--config"],
+            type=path,
+            expose_value=False,
+            hidden=hidden,
+            metavar="FILE",
+            envvar=None if hidden else "CIUIC_CONFIG",
+            callback=_remember("config_option"),
+            help="Configuration file (CIUIC_CONFIG).",
+        ),
+        click.Option(
+            ["--repo"],
+            type=path,
+            expose_value=False,
+            hidden=hidden,
+            metavar="DIR",
+            envvar=None if hidden else "CIUIC_REPO",
+            callback=_remember("repo_option"),
+            help="Repository; needs no configuration file (CIUIC_REPO).",
+        ),
+        click.Option(
+            ["-v", "--verbose"],
+            count=True,
+            expose_value=False,
+            hidden=hidden,
+            callback=_louder,
+            help="Say more; twice: with tracebacks.",
+        ),
+        click.Option(
+            ["-q", "--quiet"],
+            is_flag=True,
+            expose_value=False,
+            hidden=hidden,
+            callback=_quieter,
+            help="Say only what is asked for, and what went wrong.",
+        ),
+    ]
+
+
+def global_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--config, --repo, -v, -q for the group."""
+    params: list[click.Parameter] = getattr(function, "__click_params__", [])
+    function.__click_params__ = [*params, *reversed(_global_params(hidden=False))]  # type: ignore[attr-defined]
+    return function
+
+
+class FrameCommand(click.Command):
+    """A command that takes the global options after its name, too: people type them where they think of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.extend(_global_params(hidden=True))
+
+
+class SnapshotText(click.ParamType):
+    """A snapshot id in any of its forms, as text; the repository resolves it. Completes from the repository."""
+
+    name = "ID"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from ciuic.cli.completion import complete_snapshot
+
+        return complete_snapshot(ctx, incomplete)
+
+
+class SnapshotPath(click.ParamType):
+    """A path as it was at a snapshot: absolute bytes, not looked up here. Completes from the snapshot."""
+
+    name = "PATH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
+        return _as_path(self, value, param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from ciuic.cli.completion import complete_snapshot_path
+
+        return complete_snapshot_path(ctx, incomplete)
+
+
+class HostPath(click.ParamType):
+    """A path on this machine: absolute bytes, not looked up here. The shell completes it."""
+
+    name = "PATH"
+
+    def __init__(self, *, directory: bool = False) -> None:
+        self._kind = "dir" if directory else "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
+        return _as_path(self, value, param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type=self._kind)]
+
+
+def _as_path(
+    kind: click.ParamType, value: Any, param: click.Parameter | None, ctx: click.Context | None
+) -> bytes:
+    path = os.fsencode(value)
+    if not path:
+        kind.fail("an empty path", param, ctx)
+    return absolute(path)
+
+
+ID = SnapshotText()
+SNAPSHOT_PATH = SnapshotPath()
+DIRECTORY = HostPath(directory=True)
+HOST_PATH = HostPath()

@@ -1,0 +1,98 @@
+"""Where results and messages go: results to stdout, everything else to stderr.
+
+Guarantees: stdout carries results only, and with ``--json`` exactly one document; a reader that leaves early is noticed
+quietly and does not change the exit code; colour only on a terminal and never with NO_COLOR.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from ciuic.cli.session import Session, current
+
+
+def out(text: str = "", *, newline: bool = True, **style: Any) -> None:
+    """Prints a result."""
+    session = current()
+    if session.stdout_gone:
+        return
+    try:
+        click.echo(click.style(text, **style) if style else text, nl=newline)
+    except BrokenPipeError:
+        abandon_stdout(session)
+
+
+def out_json(document: Mapping[str, Any] | list[Any]) -> None:
+    """Prints the one document of a ``--json`` run."""
+    session = current()
+    session.printed_json = True
+    # ASCII only: the same bytes whatever the locale says.
+    out(json.dumps(document, indent=2, ensure_ascii=True))
+
+
+def note(text: str) -> None:
+    """Says something that is not the result; -q silences it."""
+    if current().verbosity >= 0:
+        complain(text)
+
+
+def detail(text: str) -> None:
+    """Says something only for -v."""
+    if current().verbosity > 0:
+        complain(text)
+
+
+def warn(text: str, *, hint: str = "") -> None:
+    """Says something that the operator must not miss; -q does not silence it."""
+    complain(click.style("warning: ", fg="yellow") + text)
+    if hint:
+        complain(f"  {hint}")
+
+
+def complain(text: str) -> None:
+    """To stderr, above a progress line if one is shown."""
+    complain_raw(text)
+
+
+def complain_raw(text: str) -> None:
+    """To stderr; that nobody is left to read it is no reason to fail."""
+    try:
+        click.echo(text, err=True)
+    except BrokenPipeError:
+        _to_null(sys.stderr)
+
+
+def abandon_stdout(session: Session) -> None:
+    """From here on stdout leads nowhere, so that nothing fails again when the interpreter flushes it."""
+    session.stdout_gone = True
+    _to_null(sys.stdout)
+
+
+def _to_null(stream: Any) -> None:
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):  # a test's buffer has no descriptor, and needs none
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, number)
+    os.close(null)
+
+
+def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """``--json``, passed to the command as ``as_json``."""
+
+    def remember(context: click.Context, _: click.Parameter, value: bool) -> bool:
+        session = context.find_object(Session)
+        if session is not None:
+            session.json = value
+        return value
+
+    return click.option(
+        "--json", "as_json", is_flag=True, callback=remember, help="Print one JSON document."
+    )(command)

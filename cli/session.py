@@ -1,0 +1,93 @@
+"""What one run of the program works with: the options before the command, and the configuration, repository and daemon
+they lead to.
+
+Guarantees: nothing is read before a command asks for it, so ``--repo`` works without any configuration file and a broken
+one stops only the commands that need it. Leaves the meaning of the configuration to ``ciuic.config``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+if TYPE_CHECKING:
+    from ciuic.config import Config
+    from ciuic.control import ControlClient
+    from ciuic.repository import Repository
+
+
+@dataclass
+class Session:
+    """State of one run. ``now_ns`` is a field so that a test can hold it still."""
+
+    config_option: Path | None = None
+    repo_option: Path | None = None
+    verbosity: int = 0
+    """-1 quiet, 0, 1 verbose, 2 with tracebacks."""
+    json: bool = False
+    """--json was given: a failure, too, is reported as one document on stdout."""
+    printed_json: bool = False
+    """The document is out: a failure after it must not print a second one."""
+    stdout_gone: bool = False
+    """Whoever read stdout has left; printing more is pointless, but the exit code still counts."""
+    now_ns: int = field(default_factory=time.time_ns)
+    _config: Config | None = None
+    _repository: Repository | None = None
+    _control: ControlClient | None = None
+    _closing: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def config(self) -> Config:
+        """The effective configuration; ConfigError names file and line of what cannot be meant."""
+        if self._config is None:
+            from ciuic.config import load_config
+
+            self._config = load_config(self.config_option)
+        return self._config
+
+    @property
+    def repository_dir(self) -> Path:
+        """--repo, CIUIC_REPO, or what the configuration says; UsageError where none of them says anything."""
+        if self.repo_option is not None:
+            return self.repo_option
+        return self.config.repository_path
+
+    @property
+    def repository(self) -> Repository:
+        """The repository, open for reading (no lock) until the run ends."""
+        if self._repository is None:
+            from ciuic.repository import Repository
+
+            self._repository = self._closing.enter_context(Repository.open(self.repository_dir))
+        return self._repository
+
+    @property
+    def control(self) -> ControlClient:
+        """The way to the daemon. Nothing is connected before the first call."""
+        if self._control is None:
+            from ciuic.control import ControlClient
+
+            self._control = self._closing.enter_context(ControlClient(self.config.control_socket))
+        return self._control
+
+    def close(self) -> None:
+        """Closes what was opened. May be called twice."""
+        self._closing.close()
+        self._repository = self._control = None
+
+
+def current() -> Session:
+    """The session of the command that runs now."""
+    return cast("Session", click.get_current_context().find_object(Session))
+
+
+def environment_path(name: str) -> Path | None:
+    """The path in an environment variable; unset and empty mean the same."""
+    value = os.environ.get(name, "")
+    return Path(value) if value else None

@@ -1,0 +1,97 @@
+"""``ciuic snapshot``: asks the daemon for a snapshot now.
+
+Guarantees: the id, alone on stdout, is printed once the instant is fixed; with ``--wait`` once the snapshot is durable.
+Interrupting the wait interrupts nothing else: the capture goes on in the daemon.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from ciuic.cli.options import FrameCommand
+from ciuic.cli.output import complain, json_option, note, out, out_json, warn
+from ciuic.cli.session import Session, current
+from ciuic.errors import BY_EXIT_CODE, CiuicError
+
+if TYPE_CHECKING:
+    from ciuic.cli.progress import Reporter
+    from ciuic.control_types import SnapshotState
+
+_POLL_SECONDS: Final = 0.2
+
+
+@click.command("snapshot", cls=FrameCommand)
+@click.option("-m", "--message", default="", metavar="TEXT", help="What this snapshot is for.")
+@click.option("--tag", "tags", multiple=True, metavar="TAG", help="A tag; may be given several times.")
+@click.option("--hold", is_flag=True, help="Never prune it (see `ciuic release`).")
+@click.option("--wait", is_flag=True, help="Return when it is committed, not already when it is cut.")
+@json_option
+def command(message: str, tags: tuple[str, ...], hold: bool, wait: bool, as_json: bool) -> None:
+    """Take a snapshot now and print its id.
+
+    Everything whose write() had returned when this command began is in it.
+    """
+    for tag in tags:
+        check_tag(tag)
+    session = current()
+    state = session.control.take_snapshot(message=message, tags=tags, hold=hold)
+    if wait:
+        state = await_commit(session, state.id)
+    if as_json:
+        import msgspec
+
+        out_json(msgspec.to_builtins(state))
+    else:
+        out(state.id)
+        if not wait:
+            note(f"{state.id} is cut and being captured; `ciuic status` shows how far it is")
+    if state.incomplete:
+        warn(f"{state.id} is incomplete: {len(state.incomplete)} could not be read")
+        for line in state.incomplete[:20]:
+            complain(f"  {line}")
+
+
+def check_tag(tag: str) -> None:
+    """UsageError for a tag that lists and filters could not carry."""
+    if not tag or not tag.isprintable() or any(character in tag for character in " ,|"):
+        raise click.UsageError(f"not a tag: {tag!r} (no blanks, commas or |)")
+
+
+def await_commit(session: Session, snapshot_id: str) -> SnapshotState:
+    """Shows the capture's progress until it is committed; raises what it failed with."""
+    from ciuic.cli.progress import progress
+
+    try:
+        with progress(f"capture {snapshot_id}") as reporter:
+            while True:
+                state = session.control.snapshot_state(snapshot_id)
+                if state.state == "failed":
+                    raise failure_of(state)
+                if state.state == "committed":
+                    return state
+                _report(reporter, state)
+                time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        complain(f"{snapshot_id} is cut, and the daemon goes on capturing it")
+        raise
+
+
+def failure_of(state: SnapshotState) -> CiuicError:
+    """The error that a failed snapshot carries."""
+    kind = BY_EXIT_CODE.get(state.code, CiuicError)
+    return kind(f"{state.id} was not committed: {state.error}", hint=state.hint)
+
+
+def _report(reporter: Reporter, state: SnapshotState) -> None:
+    done = state.progress
+    if done is not None:
+        reporter.update(
+            bytes_done=done.bytes_done,
+            bytes_total=done.bytes_total,
+            files_done=done.files_done,
+            files_total=done.files_total,
+            path=done.path.encode("utf-8", "surrogateescape"),
+        )

@@ -1,0 +1,215 @@
+"""``ciuic status``: what the daemon, its roots and the store are doing, and how much work is at risk.
+
+Guarantees: with no daemon the exit code is 5, and what can be read without one (newest snapshot, store) is shown all the
+same, because that is when somebody needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ciuic.cli import times
+from ciuic.cli.names import shown_text
+from ciuic.cli.options import FrameCommand
+from ciuic.cli.output import json_option, out, out_json
+from ciuic.cli.session import Session, current
+from ciuic.errors import CiuicError, NotPermitted, Unreachable
+from ciuic.units import human_duration, human_size
+
+if TYPE_CHECKING:
+    from ciuic.control_types import RootStatus, SnapshotState, StatusDocument
+
+_WATCH_SECONDS: Final = 1.0
+
+
+@click.command("status", cls=FrameCommand)
+@click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
+@json_option
+def command(watch: bool, as_json: bool) -> None:
+    """Show daemon, roots, snapshots, store and alerts."""
+    session = current()
+    if watch:
+        _watch(session, as_json)
+        return
+    try:
+        document = session.control.status()
+    except (Unreachable, NotPermitted) as error:
+        _without_daemon(session, error, as_json)
+        raise
+    _show(session, document, as_json)
+
+
+def _show(session: Session, document: StatusDocument, as_json: bool) -> None:
+    if as_json:
+        import msgspec
+
+        out_json(msgspec.to_builtins(document))
+    else:
+        _print(document)
+
+
+def _watch(session: Session, as_json: bool) -> None:
+    """Redraws on a terminal, JSON lines with --json; a daemon that restarts meanwhile is waited for."""
+    import json
+
+    import msgspec
+
+    while not session.stdout_gone:
+        try:
+            document = session.control.status()
+        except Unreachable as error:
+            if as_json:
+                out(json.dumps({"error": error.message, "hint": error.hint, "code": error.exit_code}))
+            else:
+                _clear()
+                out(f"{times.clock(time.time_ns())}  {error.message}")
+        else:
+            if as_json:
+                out(json.dumps(msgspec.to_builtins(document)))
+            else:
+                _clear()
+                _print(document)
+        sys.stdout.flush()
+        session.printed_json = True
+        time.sleep(_WATCH_SECONDS)
+
+
+def _clear() -> None:
+    if sys.stdout.isatty():
+        click.clear()
+
+
+def _print(status: StatusDocument) -> None:
+    out(
+        f"daemon     {'stopping' if status.stopping else 'running'}, version {status.version}, pid {status.pid}, "
+        f"since {times.clock_of(status.since)}"
+    )
+    _print_snapshots(status)
+    store = status.repository
+    if store.exists:
+        out(
+            f"store      {shown_text(store.path)}: {human_size(store.size_bytes)} in {store.snapshots} snapshots, "
+            f"{human_size(store.free_bytes)} of {human_size(store.total_bytes)} free"
+        )
+    else:
+        out(f"store      {shown_text(store.path) or 'none'}: not made yet")
+    if status.roots:
+        out()
+        _print_roots(status.roots)
+    else:
+        out("roots      none; protect a directory with: ciuic protect PATH")
+    for capture in status.captures:
+        out(_capture_line(capture))
+    _print_alerts(status)
+
+
+def _print_snapshots(status: StatusDocument) -> None:
+    if status.last_snapshot is None:
+        out("snapshots  none yet: everything is at risk", fg="yellow")
+    else:
+        last = status.last_snapshot
+        age = human_duration(status.seconds_since_last or 0)
+        out(
+            f"snapshots  last {last.id} at {times.clock_of(last.time)}, {human_size(last.new_bytes)} new; "
+            f"work at risk: {age} since last snapshot"
+        )
+    if status.next_snapshot:
+        out(f"           next at {times.clock_of(status.next_snapshot)}")
+
+
+def _print_roots(roots: list[RootStatus]) -> None:
+    from ciuic.cli.tables import Cell, Column, show_table
+
+    columns = [
+        Column("ROOT", shrink=True),
+        Column("DRIVER"),
+        Column("STATE"),
+        Column("DIRTY", right=True),
+        Column("UNDO", right=True),
+        Column("OPEN", right=True),
+        Column("PENDING", right=True),
+        Column("TRACKING"),
+    ]
+    rows = [
+        (
+            shown_text(root.path),
+            root.driver,
+            Cell(root.state, "green" if root.state == "mounted" else "yellow"),
+            human_size(root.dirty_bytes),
+            human_size(root.undo_bytes),
+            str(root.open_files),
+            str(len(root.pending)),
+            "yes" if root.tracking else "no: next capture compares the whole tree",
+        )
+        for root in roots
+    ]
+    show_table(columns, rows)
+    for root in roots:
+        if root.error:
+            out(f"{shown_text(root.path)}: {shown_text(root.error)}", fg="red")
+        for process in root.bypassing:
+            out(
+                f"{shown_text(root.path)}: process {process.pid} ({shown_text(process.command)}) goes round the "
+                f"overlay with {len(process.paths)} open; restart it to have its changes tracked",
+                fg="yellow",
+            )
+
+
+def _capture_line(capture: SnapshotState) -> str:
+    text = f"capture    {capture.id} {capture.state}"
+    if capture.state == "failed":
+        return f"{text}: {shown_text(capture.error)}"
+    done = capture.progress
+    if done is not None and done.bytes_total:
+        return f"{text}, {done.bytes_done / done.bytes_total:.0%} of {human_size(done.bytes_total)}"
+    return text
+
+
+def _print_alerts(status: StatusDocument) -> None:
+    for alert in status.alerts:
+        colour = "red" if alert.severity == "problem" else "yellow"
+        out(f"{alert.severity:<10} {shown_text(alert.message)} (since {times.clock_of(alert.since)})", fg=colour)
+        if alert.hint:
+            out(f"           {alert.hint}")
+
+
+def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
+    """What is known with no daemon; a repository that cannot be read either must not hide the first error."""
+    try:
+        facts = _store_facts(session)
+    except (CiuicError, OSError):
+        facts = {}
+    if as_json:
+        out_json({"error": error.message, "hint": error.hint, "code": error.exit_code, "daemon": None, **facts})
+    elif facts:
+        last = facts["last_snapshot"]
+        if last is None:
+            out(f"store      {shown_text(facts['repository']['path'])}: no snapshots yet")
+        else:
+            age = human_duration(facts["seconds_since_last"])
+            out(f"snapshots  last {last['id']} at {times.clock_of(last['time'])}; work at risk: {age}")
+            out(
+                f"store      {shown_text(facts['repository']['path'])}: "
+                f"{human_size(facts['repository']['free_bytes'])} free"
+            )
+
+
+def _store_facts(session: Session) -> dict[str, Any]:
+    from ciuic.cli.list_command import as_document
+
+    last = session.repository.snapshots.latest()
+    space = os.statvfs(session.repository_dir)
+    return {
+        "last_snapshot": None if last is None else as_document(last),
+        "seconds_since_last": None if last is None else (session.now_ns - last.time_ns) / times.NS,
+        "repository": {
+            "path": str(session.repository_dir),
+            "free_bytes": space.f_bavail * space.f_frsize,
+            "total_bytes": space.f_blocks * space.f_frsize,
+        },
+    }
