@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import click
@@ -73,16 +73,25 @@ class CommandGroup(click.Group):
             import difflib
 
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            # Newer versions of click suggest by themselves.
             if near and "Did you mean" not in error.message:
-                error.message += f" Did you mean {near[0]!r}?"
+                raise click.UsageError(f"{error.message} Did you mean {near[0]!r}?", ctx) from None
             raise
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         """As click's, with this program's exit codes. Ends by SystemExit in standalone mode."""
+        run = super().main
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
+            return run(args, prog_name, complete_var, standalone_mode=False, **extra)
         session: Session = extra.setdefault("obj", Session())
-        sys.exit(guarded(session, lambda: super(CommandGroup, self).main(*args, standalone_mode=False, **extra)))
+        sys.exit(guarded(session, lambda: run(args, prog_name, complete_var, standalone_mode=False, **extra)))
 
 
 @click.group(
@@ -196,6 +205,4 @@ def run() -> None:
             signal.signal(number, signal.default_int_handler)
     name = os.path.basename(sys.argv[0])
     # One variable for both names of the program: the completion code serves them together.
-    cli.main(
-        prog_name="ciuic" if name in ("__main__.py", "-c", "") else name, complete_var=COMPLETE_VARIABLE
-    )
+    cli.main(prog_name="ciuic" if name in ("__main__.py", "-c", "") else name, complete_var=COMPLETE_VARIABLE)

@@ -24,11 +24,15 @@ if TYPE_CHECKING:
 @click.command("list", cls=FrameCommand)
 @click.option("--root", type=HOST_PATH, help="Only snapshots of this root.")
 @click.option("--tag", help="Only snapshots with this tag.")
-@click.option("--since", metavar="TIME", help="Only those taken then or later: a time, or 2d for two days ago.")
+@click.option(
+    "--since", metavar="TIME", help="Only those taken then or later: a time, or 2d for two days ago."
+)
 @click.option("--until", metavar="TIME", help="Only those taken then or earlier.")
 @click.option("-n", "limit", type=click.IntRange(min=0), metavar="N", help="Only the N newest of these.")
 @click.option(
-    "--machine-readable", is_flag=True, help="One line a snapshot: id|YYYY-MM-DD HH:MM:SS|size_bytes, local time."
+    "--machine-readable",
+    is_flag=True,
+    help="One line a snapshot: id|YYYY-MM-DD HH:MM:SS|size_bytes, local time.",
 )
 @json_option
 def command(
@@ -59,7 +63,9 @@ def command(
         for info in infos:
             out(f"{info.id}|{times.clock(info.time_ns)}|{info.size_bytes}")
     elif as_json:
-        out_json({"repository": str(session.repository_dir), "snapshots": [as_document(info) for info in infos]})
+        out_json(
+            {"repository": str(session.repository_dir), "snapshots": [as_document(info) for info in infos]}
+        )
     elif infos:
         _table(session, infos)
     else:
@@ -134,5 +140,3 @@ def _warn_of_unreadable(session: Session) -> None:
             f"snapshot file {shown_text(bad.path)} cannot be read: {bad.reason}",
             hint="it is not listed, and nothing is pruned while it is there; see: ciuic check",
         )
-
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -17,14 +17,19 @@ from click.shell_completion import CompletionItem
 from ciuic.cli.names import absolute
 from ciuic.cli.session import Session
 
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:  # not generic before click 8.2
+    _ParamType = click.ParamType
+
 
 def _remember(field: str) -> Callable[[click.Context, click.Parameter, Any], None]:
-    """A callback that keeps a global option in the session, unless it was not given here."""
+    """A callback that keeps a path option in the session, made absolute, if it was given here."""
 
     def keep(context: click.Context, _: click.Parameter, value: Any) -> None:
         session = context.find_object(Session)
         if value is not None and session is not None:
-            setattr(session, field, value)
+            setattr(session, field, Path(os.path.abspath(value)))
 
     return keep
 
@@ -42,7 +47,7 @@ def _quieter(context: click.Context, _: click.Parameter, quiet: bool) -> None:
 
 
 def _global_params(*, hidden: bool) -> list[click.Option]:
-    """Fresh parameters each time: click keeps them per command. Only the group's read the environment."""
+    """Fresh parameters each time: click keeps them per command. The environment is read by the session."""
     path = click.Path(path_type=Path)
     return [
         click.Option(
@@ -51,7 +56,6 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             expose_value=False,
             hidden=hidden,
             metavar="FILE",
-            envvar=None if hidden else "CIUIC_CONFIG",
             callback=_remember("config_option"),
             help="Configuration file (CIUIC_CONFIG).",
         ),
@@ -61,7 +65,6 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             expose_value=False,
             hidden=hidden,
             metavar="DIR",
-            envvar=None if hidden else "CIUIC_REPO",
             callback=_remember("repo_option"),
             help="Repository; needs no configuration file (CIUIC_REPO).",
         ),
@@ -99,7 +102,7 @@ class FrameCommand(click.Command):
         self.params.extend(_global_params(hidden=True))
 
 
-class SnapshotText(click.ParamType):
+class SnapshotText(_ParamType):
     """A snapshot id in any of its forms, as text; the repository resolves it. Completes from the repository."""
 
     name = "ID"
@@ -112,7 +115,7 @@ class SnapshotText(click.ParamType):
         return complete_snapshot(ctx, incomplete)
 
 
-class SnapshotPath(click.ParamType):
+class SnapshotPath(_ParamType):
     """A path as it was at a snapshot: absolute bytes, not looked up here. Completes from the snapshot."""
 
     name = "PATH"
@@ -128,7 +131,7 @@ class SnapshotPath(click.ParamType):
         return complete_snapshot_path(ctx, incomplete)
 
 
-class HostPath(click.ParamType):
+class HostPath(_ParamType):
     """A path on this machine: absolute bytes, not looked up here. The shell completes it."""
 
     name = "PATH"
@@ -145,9 +148,7 @@ class HostPath(click.ParamType):
         return [CompletionItem(incomplete, type=self._kind)]
 
 
-def _as_path(
-    kind: click.ParamType, value: Any, param: click.Parameter | None, ctx: click.Context | None
-) -> bytes:
+def _as_path(kind: _ParamType, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
     path = os.fsencode(value)
     if not path:
         kind.fail("an empty path", param, ctx)

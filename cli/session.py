@@ -48,15 +48,18 @@ class Session:
         if self._config is None:
             from ciuic.config import load_config
 
-            self._config = load_config(self.config_option)
+            self._config = load_config(self.config_option, repository=self.repo_option)
         return self._config
 
     @property
     def repository_dir(self) -> Path:
         """--repo, CIUIC_REPO, or what the configuration says; UsageError where none of them says anything."""
-        if self.repo_option is not None:
-            return self.repo_option
-        return self.config.repository_path
+        given = self.repo_option or environment_path("CIUIC_REPO")
+        if given is not None:
+            return given
+        from ciuic.config import repository_path
+
+        return repository_path(self.config)
 
     @property
     def repository(self) -> Repository:
@@ -73,7 +76,7 @@ class Session:
         if self._control is None:
             from ciuic.control import ControlClient
 
-            self._control = self._closing.enter_context(ControlClient(self.config.control_socket))
+            self._control = self._closing.enter_context(ControlClient(self.config.control.socket))
         return self._control
 
     def close(self) -> None:
@@ -88,6 +91,6 @@ def current() -> Session:
 
 
 def environment_path(name: str) -> Path | None:
-    """The path in an environment variable; unset and empty mean the same."""
+    """The absolute path in an environment variable; unset and empty mean the same."""
     value = os.environ.get(name, "")
-    return Path(value) if value else None
+    return Path(os.path.abspath(value)) if value else None

@@ -173,7 +173,10 @@ def _capture_line(capture: SnapshotState) -> str:
 def _print_alerts(status: StatusDocument) -> None:
     for alert in status.alerts:
         colour = "red" if alert.severity == "problem" else "yellow"
-        out(f"{alert.severity:<10} {shown_text(alert.message)} (since {times.clock_of(alert.since)})", fg=colour)
+        out(
+            f"{alert.severity:<10} {shown_text(alert.message)} (since {times.clock_of(alert.since)})",
+            fg=colour,
+        )
         if alert.hint:
             out(f"           {alert.hint}")
 
@@ -185,7 +188,9 @@ def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
     except (CiuicError, OSError):
         facts = {}
     if as_json:
-        out_json({"error": error.message, "hint": error.hint, "code": error.exit_code, "daemon": None, **facts})
+        out_json(
+            {"error": error.message, "hint": error.hint, "code": error.exit_code, "daemon": None, **facts}
+        )
     elif facts:
         last = facts["last_snapshot"]
         if last is None:

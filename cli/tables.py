@@ -70,5 +70,7 @@ def _draw(columns: Sequence[Column], rows: Sequence[Row]) -> None:
         )
     for row in rows:
         # Text, not str: brackets in a file name are not markup.
-        table.add_row(*(Text(_text(cell), style=cell.style if isinstance(cell, Cell) else "") for cell in row))
+        table.add_row(
+            *(Text(_text(cell), style=cell.style if isinstance(cell, Cell) else "") for cell in row)
+        )
     Console(no_color=bool(os.environ.get("NO_COLOR")), highlight=False).print(table)

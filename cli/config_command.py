@@ -1,0 +1,113 @@
+"""``ciuic config``: what is in force and where each value comes from; whether a file can be meant; the way to TOML."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ciuic.cli.names import shown_text
+from ciuic.cli.options import HOST_PATH, FrameCommand
+from ciuic.cli.output import complain, json_option, note, out, out_json, warn
+from ciuic.cli.session import current
+
+if TYPE_CHECKING:
+    from ciuic.config import Config, Problem
+
+
+@click.group("config")
+def command() -> None:
+    """Show, check or convert the configuration."""
+
+
+@command.command("show", cls=FrameCommand)
+@json_option
+def show(as_json: bool) -> None:
+    """Print what is in force, and where each value comes from."""
+    from ciuic.config import shown
+
+    session = current()
+    rows = list(shown(session.config))
+    file = session.config.file
+    if as_json:
+        values = [
+            {"key": row.key, "value": row.value, "origin": str(row.origin), "origin_kind": row.origin.kind}
+            for row in rows
+        ]
+        out_json({"config": None if file is None else str(file), "values": values})
+        return
+    from ciuic.cli.tables import Column, show_table
+
+    note(f"configuration file: {file if file is not None else 'none'}")
+    show_table(
+        [Column("KEY"), Column("VALUE", shrink=True), Column("ORIGIN", shrink=True)],
+        [(row.key, shown_text(row.value) or "-", shown_text(str(row.origin))) for row in rows],
+    )
+
+
+@command.command("check", cls=FrameCommand)
+@click.argument("file", required=False, type=HOST_PATH)
+@json_option
+def check(file: bytes | None, as_json: bool) -> int:
+    """Say everything that is wrong with the configuration, with line numbers. Exit 2 if anything must be mended."""
+    from ciuic.config import check_places, check_text, find_file, read_text
+
+    session = current()
+    path = Path(os.fsdecode(file)) if file is not None else find_file(session.config_option)
+    problems: list[Problem] = []
+    config: Config | None
+    if path is None:
+        config = session.config
+    else:
+        config, problems = check_text(read_text(path), path)
+    if config is not None:
+        problems = problems + check_places(config)
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if as_json:
+        out_json(
+            {
+                "config": None if path is None else str(path),
+                "valid": not errors,
+                "problems": [_as_document(problem) for problem in problems],
+            }
+        )
+    else:
+        for problem in problems:
+            _say(problem)
+        subject = (
+            "no configuration file: the defaults are in force" if path is None else shown_text(str(path))
+        )
+        if not errors:
+            out(f"{subject}: fine" if not problems else f"{subject}: usable")
+    return errors[0].error.exit_code if errors else 0
+
+
+def _as_document(problem: Problem) -> dict[str, Any]:
+    return {
+        "severity": problem.severity,
+        "message": problem.message,
+        "hint": problem.hint,
+        "file": problem.origin.name if problem.origin.kind == "file" else None,
+        "line": problem.origin.line or None,
+    }
+
+
+def _say(problem: Problem) -> None:
+    if problem.severity == "warning":
+        warn(shown_text(str(problem)), hint=problem.hint)
+        return
+    complain(click.style("error: ", fg="red") + shown_text(str(problem)))
+    if problem.hint:
+        complain(f"  {problem.hint}")
+
+
+@command.command("convert", cls=FrameCommand)
+@click.argument("file", type=HOST_PATH)
+def convert(file: bytes) -> None:
+    """Print a flat `key = value` file as TOML of the same meaning."""
+    from ciuic.config import convert_flat, read_text
+
+    path = Path(os.fsdecode(file))
+    out(convert_flat(read_text(path), path), newline=False)

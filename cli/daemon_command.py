@@ -1,0 +1,21 @@
+"""``ciuic daemon``: the service in the foreground. The only module of the command line that imports ``ciuic.daemon``."""
+
+from __future__ import annotations
+
+import click
+
+from ciuic.cli.options import FrameCommand
+from ciuic.cli.session import current
+
+
+@click.command("daemon", cls=FrameCommand)
+def command() -> int:
+    """Run the service in the foreground, for systemd or a container.
+
+    It mounts the protected roots, takes snapshots on schedule, applies retention and answers on the control socket,
+    until SIGTERM or ^C; then it unmounts and leaves nothing behind.
+    """
+    from ciuic.daemon import run
+
+    session = current()
+    return run(session.config)

@@ -1,0 +1,177 @@
+"""``ciuic protect``: puts directories under protection.
+
+Guarantees: every path is checked before anything is changed; then the repository exists, the roots are in the
+configuration (durably), and a running daemon has mounted them. Run again it changes nothing. Processes that would go
+round the overlay are named: they are the reason why a first snapshot compares the whole tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ciuic.cli.names import shown, shown_text
+from ciuic.cli.options import DIRECTORY, FrameCommand
+from ciuic.cli.output import complain, json_option, note, out, out_json, warn
+from ciuic.cli.session import Session, current
+from ciuic.errors import Unreachable, UsageError
+
+if TYPE_CHECKING:
+    from ciuic.bypass import Bypasser
+    from ciuic.config import Config, RootConfig
+
+_SHOWN_PROCESSES = 10
+
+
+@click.command("protect", cls=FrameCommand)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=DIRECTORY)
+@json_option
+def command(paths: tuple[bytes, ...], as_json: bool) -> None:
+    """Protect directories: from now on they are in every snapshot.
+
+    A running daemon mounts them at once, in place. Nothing is copied or moved.
+    """
+    from ciuic.bypass import find_bypassing
+    from ciuic.config import add_roots, writable_file
+
+    session = current()
+    asked = [_canonical(path) for path in paths]
+    config = session.config
+    new = _new_roots(config, asked)
+    repository = _checked_repository(replace(config, roots=(*config.roots, *new)), new)
+    made = _make_repository(session, repository, config.repository.block_size_bytes)
+    # Before the mount: afterwards the same descriptors lead past the overlay.
+    bypassing = {path: [use for use in find_bypassing(path) if use.writes] for path in asked}
+    file = writable_file(session.config_option)
+    added = [root.path for root in add_roots(file, new, repository_path=repository)]
+    mounted = _tell_daemon(session, file, asked)
+    if as_json:
+        out_json(_document(asked, added, repository, made, file, mounted, bypassing))
+    else:
+        _say(asked, added, repository, made, mounted)
+    for path in asked:
+        _name_processes(path, bypassing[path])
+
+
+def _canonical(path: bytes) -> Path:
+    from ciuic.config import canonical_root
+
+    try:
+        path.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(
+            f"{shown(path)} is not UTF-8, and a configuration file cannot name it",
+            hint="rename the directory, or protect the one above it",
+        ) from None
+    return canonical_root(path.decode())
+
+
+def _new_roots(config: Config, asked: Sequence[Path]) -> list[RootConfig]:
+    from ciuic.config import RootConfig
+
+    present = {root.path for root in config.roots}
+    return [RootConfig(path) for path in dict.fromkeys(asked) if path not in present]
+
+
+def _checked_repository(proposal: Config, new: Sequence[RootConfig]) -> Path:
+    """Where the repository is or will be; raises what is wrong with the new roots, alone and beside the others."""
+    from ciuic import mountinfo
+    from ciuic.config import check_overlaps, check_repository, check_root, raise_for, repository_path
+
+    mounts = mountinfo.read()
+    problems = check_overlaps(proposal.roots)
+    for root in new:
+        problems += check_root(root, mounts)
+    raise_for(problems)
+    problems = check_repository(proposal, mounts)
+    raise_for(problems)
+    for problem in problems:
+        warn(str(problem), hint=problem.hint)
+    return repository_path(proposal, mounts)
+
+
+def _make_repository(session: Session, path: Path, block_size_bytes: int) -> bool:
+    """Makes the repository if there is none, and opens it if there is: a damaged one must not be found out later."""
+    from ciuic.repository import Repository
+
+    if Repository.exists(path):
+        Repository.open(path).close()
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Repository.create(path, block_size=block_size_bytes).close()
+    return True
+
+
+def _tell_daemon(session: Session, file: Path, paths: Sequence[Path]) -> bool:
+    """Whether a daemon runs, and has therefore mounted the roots. A refusal is raised; the configuration stands."""
+    try:
+        status = session.control.status()
+    except Unreachable:
+        return False
+    if status.config_path and Path(status.config_path).resolve() != file.resolve():
+        warn(
+            f"the running daemon reads {shown_text(status.config_path)}, not {file}",
+            hint=f"it will not protect these roots after its next start; name the file with --config {status.config_path}",
+        )
+    for path in paths:
+        session.control.add_root(str(path))
+    return True
+
+
+def _document(
+    asked: Sequence[Path],
+    added: Sequence[Path],
+    repository: Path,
+    made: bool,
+    file: Path,
+    mounted: bool,
+    bypassing: dict[Path, list[Bypasser]],
+) -> dict[str, Any]:
+    return {
+        "repository": str(repository),
+        "repository_created": made,
+        "config": str(file),
+        "daemon": mounted,
+        "roots": [
+            {
+                "path": str(path),
+                "added": path in added,
+                "mounted": mounted,
+                "bypassing": [
+                    {"pid": process.pid, "command": process.command, "uid": process.uid}
+                    for process in bypassing[path]
+                ],
+            }
+            for path in asked
+        ],
+    }
+
+
+def _say(asked: Sequence[Path], added: Sequence[Path], repository: Path, made: bool, mounted: bool) -> None:
+    if made:
+        out(f"repository {shown_text(str(repository))} made")
+    for path in asked:
+        state = "protected" if path in added else "was protected already"
+        out(f"{shown_text(str(path))} {state}{', mounted' if mounted else ''}")
+    if not mounted:
+        note("no daemon is running, so nothing is mounted yet")
+        note("  start it: ciuic service install (systemd), or: ciuic daemon")
+
+
+def _name_processes(path: Path, processes: Sequence[Bypasser]) -> None:
+    if not processes:
+        return
+    warn(
+        f"{len(processes)} running {'process has' if len(processes) == 1 else 'processes have'} files open below "
+        f"{shown_text(str(path))} and {'goes' if len(processes) == 1 else 'go'} round the overlay",
+        hint="their changes are found by comparing the whole tree, until they are restarted:",
+    )
+    for process in processes[:_SHOWN_PROCESSES]:
+        held = ", ".join(shown(use.path) for use in process.uses[:3])
+        complain(f"    {process.pid}  {shown_text(process.command)}  {held}")
+    if len(processes) > _SHOWN_PROCESSES:
+        complain(f"    and {len(processes) - _SHOWN_PROCESSES} more")

@@ -1,0 +1,74 @@
+"""``ciuic service``: the systemd units, installed, removed, looked at.
+
+Guarantees: the unit runs this installation of ciuic and no other; installing twice is installing once; where systemd does
+not run, the command says so and changes nothing.
+"""
+
+from __future__ import annotations
+
+import click
+
+from ciuic.cli.options import FrameCommand
+from ciuic.cli.output import json_option, note, out, out_json
+from ciuic.cli.session import current
+
+
+@click.group("service")
+def command() -> None:
+    """Install, remove or look at the systemd service."""
+
+
+@command.command("install", cls=FrameCommand)
+@click.option("--no-start", is_flag=True, help="Write and enable the units, start nothing.")
+@json_option
+def install(no_start: bool, as_json: bool) -> None:
+    """Install the systemd units, enabled and started."""
+    from ciuic.cli.systemd import Systemd, this_program
+
+    session = current()
+    system = Systemd()
+    system.require()
+    config = session.config.file if session.config_option is not None else None
+    written = system.install(this_program(), config=config, start=not no_start)
+    if as_json:
+        out_json({"units": [str(path) for path in written], "enabled": True, "started": not no_start})
+        return
+    for path in written:
+        note(f"wrote {path}")
+    out("ciuic.service is enabled" + ("" if no_start else " and running"))
+    if not session.config.roots:
+        note("no root is protected yet: ciuic protect PATH")
+
+
+@command.command("uninstall", cls=FrameCommand)
+@json_option
+def uninstall(as_json: bool) -> None:
+    """Stop and remove the systemd units. Configuration, files and snapshots stay."""
+    from ciuic.cli.systemd import Systemd
+
+    system = Systemd()
+    system.require()
+    removed = system.uninstall()
+    if as_json:
+        out_json({"removed": [str(path) for path in removed]})
+    else:
+        out("ciuic.service is removed" if removed else "ciuic.service was not installed")
+
+
+@command.command("status", cls=FrameCommand)
+@json_option
+def status(as_json: bool) -> None:
+    """Say whether the units are installed, enabled and running."""
+    from ciuic.cli.systemd import Systemd
+
+    system = Systemd()
+    system.require()
+    facts = system.facts()
+    if as_json:
+        out_json(facts)
+    elif not facts["installed"]:
+        out("ciuic.service is not installed; ciuic service install")
+    else:
+        out(f"ciuic.service: {facts['active']}, {facts['enabled']}, pid {facts['pid'] or 'none'}")
+        if facts["text"]:
+            out(f"  {facts['text']}")

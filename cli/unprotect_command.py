@@ -1,0 +1,69 @@
+"""``ciuic unprotect``: ends the protection of directories. Files and snapshots stay as they are.
+
+Guarantees: nothing is changed when one of the paths is no root; the configuration is written before the daemon unmounts,
+so that a crash in between does not mount the root again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from ciuic.cli.names import shown_text
+from ciuic.cli.options import DIRECTORY, FrameCommand
+from ciuic.cli.output import json_option, out, out_json
+from ciuic.cli.session import Session, current
+from ciuic.errors import NotFound, Unreachable
+
+
+@click.command("unprotect", cls=FrameCommand)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=DIRECTORY)
+@json_option
+def command(paths: tuple[bytes, ...], as_json: bool) -> None:
+    """Stop protecting directories.
+
+    A running daemon unmounts them at once. The files stay where they are, and so do their snapshots.
+    """
+    from ciuic.config import canonical_root, remove_roots, writable_file
+
+    session = current()
+    asked = list(dict.fromkeys(canonical_root(os.fsdecode(path)) for path in paths))
+    configured = [root.path for root in session.config.roots]
+    for path in asked:
+        if path not in configured:
+            known = ", ".join(map(str, configured)) or "none"
+            raise NotFound(
+                f"{shown_text(str(path))} is not a protected root", hint=f"the roots are: {shown_text(known)}"
+            )
+    remove_roots(writable_file(session.config_option), asked)
+    unmounted = _tell_daemon(session, asked)
+    if as_json:
+        out_json({"roots": [{"path": str(path), "removed": True} for path in asked], "daemon": unmounted})
+    else:
+        for path in asked:
+            out(f"{shown_text(str(path))} is no longer protected{'; unmounted' if unmounted else ''}")
+
+
+def _tell_daemon(session: Session, paths: Sequence[Path]) -> bool:
+    """Whether a daemon runs, and has therefore unmounted the roots."""
+    from ciuic import mountinfo
+    from ciuic.config import is_ciuic_mount
+
+    try:
+        for path in paths:
+            session.control.remove_root(str(path))
+    except Unreachable:
+        mounts = mountinfo.read()
+        left = [str(path) for path in paths if is_ciuic_mount(path, mounts)]
+        if left:
+            # An overlay worker outlives its daemon by design; only a daemon ends it in good order.
+            raise Unreachable(
+                f"taken out of the configuration, but {shown_text(', '.join(left))} "
+                f"{'is' if len(left) == 1 else 'are'} still mounted and no daemon answers that could unmount",
+                hint=f"start the daemon, which lets go of it; or: umount -l {shown_text(' '.join(left))}",
+            ) from None
+        return False
+    return True
