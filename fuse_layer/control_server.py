@@ -1,0 +1,254 @@
+"""The worker's end of the control channel, served by plain threads, never by the thread that serves FUSE.
+
+Guarantees: one request at a time on a connection, several connections at once; a hold belongs to one connection and
+ends with it, so that a daemon that dies cannot stop a job; a request that fails is answered and never ends the worker.
+What a hold, a cut or a commit does is the core's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import structlog
+
+from ciuic.fuse_layer.control_frames import (
+    MAX_REQUEST_BYTES,
+    FrameError,
+    receive_frame,
+    send_frame,
+    socket_address,
+)
+from ciuic.fuse_layer.gate import HoldExpired
+
+log = structlog.get_logger(__name__)
+
+_MAX_CONNECTIONS = 32
+_LONGEST_HOLD_SECONDS = 60.0
+_LAST_ANSWER_SECONDS = 2.0
+
+
+class CutLike(Protocol):
+    """What the core's ``cut`` returns."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def cut_ns(self) -> int: ...
+    @property
+    def hold_us(self) -> int: ...
+
+
+class Controllable(Protocol):
+    """The control half of the overlay core."""
+
+    def status(self) -> Mapping[str, Any]: ...
+    def writers(self) -> list[bytes]: ...
+    def hold(self, timeout_seconds: float) -> int: ...
+    def cut(self) -> CutLike: ...
+    def cut_held(self, token: int) -> CutLike: ...
+    def release_hold(self, token: int) -> None: ...
+    def seal(self, epoch: int) -> None: ...
+    def committed(self, epoch: int) -> None: ...
+    def abort(self, epoch: int) -> None: ...
+
+
+class Refused(Exception):
+    """The request is answered with this text and errno."""
+
+    def __init__(self, text: str, errno_: int) -> None:
+        super().__init__(text)
+        self.errno = errno_
+
+
+class Reply(NamedTuple):
+    """Fields of a reply that says ok, and descriptors to send with it."""
+
+    fields: Mapping[str, Any] = {}
+    fds: tuple[int, ...] = ()
+
+
+class ControlServer:
+    """Listens on ``socket_path`` (0600) from construction on; ``start`` begins to answer.
+
+    ``backing_fd`` is what ``backing_fd`` hands out. ``extra_status`` adds the driver's fields to a status reply.
+    ``on_stop`` is called with the grace in seconds, from a connection's thread, and returns when the mount is detached.
+    """
+
+    def __init__(
+        self,
+        core: Controllable,
+        socket_path: str,
+        *,
+        backing_fd: int,
+        on_stop: Callable[[float], None],
+        extra_status: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        self._core = core
+        self._path = socket_path
+        self._backing_fd = backing_fd
+        self._on_stop = on_stop
+        self._extra_status = extra_status
+        self._connections: set[_Connection] = set()
+        self._closing = False
+        self._listener = _listen(socket_path)
+
+    def start(self) -> None:
+        """Answer from now on."""
+        threading.Thread(target=self._accept, name="control-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening, remove the socket, end every connection once what it asks for now is answered."""
+        self._closing = True
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        # shutdown wakes the accepting thread; close alone would leave it waiting.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in list(self._connections):
+            connection.hang_up()
+            connection.thread.join(_LAST_ANSWER_SECONDS)
+
+    def _accept(self) -> None:
+        while not self._closing:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closing:
+                    log.error("control_accept_failed", error=str(error))
+                return
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                log.warning("control_connection_refused", connections=len(self._connections))
+                sock.close()
+                continue
+            connection = _Connection(self, sock)
+            self._connections.add(connection)
+            connection.thread.start()
+
+    def forget(self, connection: _Connection) -> None:
+        """A connection ended: with it its hold."""
+        self._connections.discard(connection)
+        self._release(connection)
+
+    def answer(self, connection: _Connection, request: Mapping[str, Any]) -> Reply:
+        """Carry out one request. Refused or OSError when it cannot be."""
+        match request.get("do"):
+            case "status":
+                return Reply({**self._core.status(), **self._extra_status()})
+            case "backing_fd":
+                return Reply(fds=(self._backing_fd,))
+            case "writers":
+                return Reply({"paths": self._core.writers()})
+            case "hold":
+                self._hold(connection, _number(request, "timeout_ms") / 1000)
+                return Reply()
+            case "cut":
+                return self._cut(connection)
+            case "release":
+                self._release(connection)
+                return Reply()
+            case "committed":
+                self._core.committed(int(_number(request, "epoch")))
+                return Reply()
+            case "abort":
+                self._core.abort(int(_number(request, "epoch")))
+                return Reply()
+            case "stop":
+                self._on_stop(_number(request, "grace_s"))
+                return Reply()
+            case other:
+                raise Refused(f"unknown request {other!r}", errno.EOPNOTSUPP)
+
+    def _hold(self, connection: _Connection, timeout_seconds: float) -> None:
+        self._release(connection)
+        connection.hold = self._core.hold(min(timeout_seconds, _LONGEST_HOLD_SECONDS))
+
+    def _cut(self, connection: _Connection) -> Reply:
+        if connection.hold is None:
+            cut = self._core.cut()
+        else:
+            cut = self._core.cut_held(connection.hold)
+            connection.unsealed.append(cut.epoch)
+        return Reply({"epoch": cut.epoch, "cut_ns": cut.cut_ns, "hold_us": cut.hold_us})
+
+    def _release(self, connection: _Connection) -> None:
+        if connection.hold is not None:
+            token, connection.hold = connection.hold, None
+            self._core.release_hold(token)
+        # Writing what changed takes as long as much has changed: after the hold, and before the reply that it is over.
+        while connection.unsealed:
+            self._core.seal(connection.unsealed.pop(0))
+
+
+class _Connection:
+    def __init__(self, server: ControlServer, sock: socket.socket) -> None:
+        self._server = server
+        self._sock = sock
+        self.thread = threading.Thread(target=self.serve, name="control", daemon=True)
+        self.hold: int | None = None
+        """Token of the hold that this connection made, None without one."""
+        self.unsealed: list[int] = []
+        """Epochs cut under it whose sealed file is still to be written."""
+
+    def serve(self) -> None:
+        """Answer until the peer goes away."""
+        try:
+            while True:
+                request = receive_frame(self._sock, MAX_REQUEST_BYTES)
+                if request is None:
+                    return
+                self._answer(request)
+        except (OSError, FrameError) as error:
+            # The daemon was killed in the middle of a request, or something else spoke to the socket.
+            log.info("control_connection_lost", error=str(error))
+        finally:
+            self._server.forget(self)
+            self._sock.close()
+
+    def _answer(self, request: Mapping[str, Any]) -> None:
+        try:
+            reply = self._server.answer(self, request)
+        except (HoldExpired, TimeoutError) as error:
+            send_frame(self._sock, {"ok": False, "error": str(error), "errno": errno.ETIMEDOUT})
+        except (Refused, OSError) as error:
+            send_frame(self._sock, {"ok": False, "error": str(error), "errno": error.errno})
+        except Exception as error:
+            log.exception("control_request_failed", do=request.get("do"))
+            send_frame(self._sock, {"ok": False, "error": f"{type(error).__name__}: {error}", "errno": None})
+        else:
+            send_frame(self._sock, {"ok": True, **reply.fields}, reply.fds)
+
+    def hang_up(self) -> None:
+        """No further request: the serving thread ends once it has sent the answer that it may be at."""
+        with contextlib.suppress(OSError):  # the peer may have gone first
+            self._sock.shutdown(socket.SHUT_RD)
+
+
+def _number(request: Mapping[str, Any], field: str) -> float:
+    value = request.get(field)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53:
+        raise Refused(f"{field}: a number is wanted, not {value!r}", errno.EINVAL)
+    return value
+
+
+def _listen(path: str) -> socket.socket:
+    """A listening socket at ``path``, 0600, in place of whatever socket a dead worker left there."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        with socket_address(path) as address:
+            # fchmod before bind sets the mode the name gets: no moment at which others may connect.
+            os.fchmod(listener.fileno(), 0o600)
+            listener.bind(address)
+        listener.listen(_MAX_CONNECTIONS)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,275 @@
+"""The portable driver: FUSE requests from pyfuse3 (libfuse) to the overlay core.
+
+Guarantees: every request is answered, an OSError with its errno and anything unexpected with EIO and a log event; no
+handler ends the server; long work runs in threads (dispatch.py). What an operation does, and every rule of POSIX that
+the kernel leaves to a file system, is the core's business; what libfuse 3.14 cannot carry is in docs/conformance.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import pyfuse3
+import structlog
+import trio
+from pyfuse3 import FileHandleT, FileNameT, FlagT, InodeT, ModeT, XAttrNameT
+
+from ciuic.fuse_layer.caller import Caller
+from ciuic.fuse_layer.core import Attr, OverlayCore, SetAttr
+from ciuic.fuse_layer.dispatch import Dispatch
+from ciuic.fuse_layer.pyfuse3_values import absent_entry, entry_of, statvfs_of
+
+if TYPE_CHECKING:
+    from pyfuse3 import (
+        EntryAttributes,
+        FileInfo,
+        ReaddirToken,
+        RequestContext,
+        SetattrFields,
+        StatvfsData,
+    )
+
+log = structlog.get_logger(__name__)
+
+INLINE_WRITE_BYTES = 128 << 10
+"""A larger write goes to a thread: copying it takes longer than the hop, and other requests need the event loop."""
+LISTING_STEP = 64
+"""Directory entries between two chances for other requests."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Handler = Callable[Concatenate["Pyfuse3Driver", P], Coroutine[Any, Any, T]]
+
+
+def _answered(handler: Handler[P, T]) -> Handler[P, T]:
+    """Turn what a handler raises into an errno: the edge at which errors become the job's."""
+
+    @functools.wraps(handler)
+    async def run(self: Pyfuse3Driver, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self.requests += 1
+        try:
+            return await handler(self, *args, **kwargs)
+        except pyfuse3.FUSEError:
+            raise
+        except OSError as error:
+            raise pyfuse3.FUSEError(error.errno or errno.EIO) from None
+        except Exception:
+            log.exception("request_failed_unexpectedly", operation=handler.__name__)
+            raise pyfuse3.FUSEError(errno.EIO) from None
+
+    return run
+
+
+def _caller(ctx: RequestContext) -> Caller:
+    return Caller(ctx.uid, ctx.gid, ctx.umask)
+
+
+class Pyfuse3Driver(pyfuse3.Operations):
+    """Carries the requests of one mount to ``core``. ``on_ready`` is called once the kernel has begun to ask."""
+
+    supports_dot_lookup = False
+    enable_writeback_cache = True
+    enable_acl = True
+
+    def __init__(self, core: OverlayCore, on_ready: Callable[[], None]) -> None:
+        super().__init__()
+        self.core = core
+        self.requests = 0
+        """Requests taken up so far."""
+        self._dispatch = Dispatch(core)
+        self._on_ready = on_ready
+
+    def init(self) -> None:
+        """The mount is live (FUSE_INIT)."""
+        self.core.inline_thread = threading.get_ident()
+        self._on_ready()
+
+    # -- names and attributes -----------------------------------------------------------------------
+
+    @_answered
+    async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
+        try:
+            return entry_of(await self._dispatch.read(self.core.lookup, parent_inode, name))
+        except FileNotFoundError:
+            return absent_entry()
+
+    async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
+        try:
+            for node, count in inode_list:
+                self.core.forget(node, count)
+        except Exception:
+            log.exception("forget_failed")
+
+    @_answered
+    async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
+        return entry_of(await self._dispatch.read(self.core.getattr, inode))
+
+    @_answered
+    async def setattr(
+        self,
+        inode: InodeT,
+        attr: EntryAttributes,
+        fields: SetattrFields,
+        fh: FileHandleT | None,
+        ctx: RequestContext,
+    ) -> EntryAttributes:
+        change = SetAttr(
+            mode=attr.st_mode & 0o7777 if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            size=attr.st_size if fields.update_size else None,
+            atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+        )
+        # Freeing the blocks of a large file takes seconds on some file systems.
+        run = self._dispatch.long_change if fields.update_size else self._dispatch.change
+        return entry_of(await run(self.core.setattr, inode, change, fh))
+
+    @_answered
+    async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
+        return await self._dispatch.read(self.core.readlink, inode)
+
+    @_answered
+    async def mknod(
+        self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext
+    ) -> EntryAttributes:
+        return entry_of(
+            await self._dispatch.change(self.core.mknod, parent_inode, name, mode, rdev, _caller(ctx))
+        )
+
+    @_answered
+    async def mkdir(
+        self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext
+    ) -> EntryAttributes:
+        return entry_of(await self._dispatch.change(self.core.mkdir, parent_inode, name, mode, _caller(ctx)))
+
+    @_answered
+    async def symlink(
+        self, parent_inode: InodeT, name: FileNameT, target: FileNameT, ctx: RequestContext
+    ) -> EntryAttributes:
+        return entry_of(
+            await self._dispatch.change(self.core.symlink, parent_inode, name, target, _caller(ctx))
+        )
+
+    @_answered
+    async def link(
+        self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
+    ) -> EntryAttributes:
+        return entry_of(await self._dispatch.change(self.core.link, inode, new_parent_inode, new_name))
+
+    @_answered
+    async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
+        await self._dispatch.change(self.core.unlink, parent_inode, name)
+
+    @_answered
+    async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
+        await self._dispatch.change(self.core.rmdir, parent_inode, name)
+
+    @_answered
+    async def rename(
+        self,
+        parent_inode_old: InodeT,
+        name_old: FileNameT,
+        parent_inode_new: InodeT,
+        name_new: FileNameT,
+        flags: FlagT,
+        ctx: RequestContext,
+    ) -> None:
+        await self._dispatch.change(
+            self.core.rename, parent_inode_old, name_old, parent_inode_new, name_new, flags
+        )
+
+    # -- files ----------------------------------------------------------------------------------------
+
+    @_answered
+    async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
+        return pyfuse3.FileInfo(fh=await self._dispatch.change(self.core.open, inode, flags), keep_cache=True)
+
+    @_answered
+    async def create(
+        self, parent_inode: InodeT, name: FileNameT, mode: ModeT, flags: FlagT, ctx: RequestContext
+    ) -> tuple[FileInfo, EntryAttributes]:
+        attr, handle = await self._dispatch.change(
+            self.core.create, parent_inode, name, mode, flags, _caller(ctx)
+        )
+        return pyfuse3.FileInfo(fh=handle, keep_cache=True), entry_of(attr)
+
+    @_answered
+    async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
+        data = self.core.read_nowait(fh, off, size)
+        return await self._dispatch.long_read(self.core.read, fh, off, size) if data is None else data
+
+    @_answered
+    async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
+        run = self._dispatch.long_change if len(buf) > INLINE_WRITE_BYTES else self._dispatch.change
+        return await run(self.core.write, fh, off, buf)
+
+    @_answered
+    async def flush(self, fh: FileHandleT) -> None:
+        await self._dispatch.read(self.core.flush, fh)
+
+    @_answered
+    async def release(self, fh: FileHandleT) -> None:
+        await self._dispatch.change(self.core.release, fh)
+
+    @_answered
+    async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
+        await self._dispatch.sync(self.core.fsync, fh, datasync)
+
+    # -- directories ----------------------------------------------------------------------------------
+
+    @_answered
+    async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
+        return await self._dispatch.read(self.core.opendir, inode)
+
+    @_answered
+    async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
+        entries = await self._dispatch.read(self.core.readdir, fh, start_id)
+        while await self._dispatch.read(self._list_some, entries, token):
+            await trio.lowlevel.checkpoint()
+
+    def _list_some(self, entries: Iterator[tuple[bytes, Attr, int]], token: ReaddirToken) -> bool:
+        """Reply up to LISTING_STEP entries; False when the reply is full or the directory at its end."""
+        replied = 0
+        for name, attr, next_id in itertools.islice(entries, LISTING_STEP):
+            if not pyfuse3.readdir_reply(token, name, entry_of(attr), next_id):
+                return False
+            self.core.remember(attr.node)
+            replied += 1
+        return replied == LISTING_STEP
+
+    @_answered
+    async def releasedir(self, fh: FileHandleT) -> None:
+        self.core.releasedir(fh)
+
+    @_answered
+    async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
+        await self._dispatch.sync(self.core.fsyncdir, fh, datasync)
+
+    # -- the rest -------------------------------------------------------------------------------------
+
+    @_answered
+    async def statfs(self, ctx: RequestContext) -> StatvfsData:
+        return statvfs_of(await self._dispatch.read(self.core.statfs))
+
+    @_answered
+    async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
+        return await self._dispatch.read(self.core.getxattr, inode, name)
+
+    @_answered
+    async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
+        # pyfuse3 has already carried out XATTR_CREATE and XATTR_REPLACE by asking for the attribute first.
+        await self._dispatch.change(self.core.setxattr, inode, name, value, 0)
+
+    @_answered
+    async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
+        return await self._dispatch.read(self.core.listxattr, inode)
+
+    @_answered
+    async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
+        await self._dispatch.change(self.core.removexattr, inode, name)

@@ -1,0 +1,232 @@
+"""The overlay worker: the process that serves one root's overlay, and nothing else.
+
+    python -m ciuic.fuse_layer.worker --root PATH --backing-fd N --control SOCKET [--ready-fd N] ...
+
+Guarantees: ``ready`` is written when the mount answers; SIGTERM, SIGINT, a ``stop`` request and an umount by somebody
+else all end it the same way (detach, serve what is open until it closes or the grace is over, save the tracking, exit
+0); it never opens a path below its own mount, on which it would wait for itself. Killed by SIGKILL it leaves a dead
+mount, which whoever starts the next worker takes off (mounts.py). Exit status 1: it could not start; the log says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import resource
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyfuse3
+import structlog
+import trio
+
+from ciuic.fuse_layer import mounts
+from ciuic.fuse_layer.control_server import ControlServer
+from ciuic.fuse_layer.core import OverlayCore
+from ciuic.fuse_layer.pyfuse3_driver import Pyfuse3Driver
+
+log = structlog.get_logger(__name__)
+
+SIGNAL_GRACE_SECONDS = 20.0
+_COLLECT_SECONDS = 10.0
+_SWITCH_SECONDS = 0.0005
+_OOM_SCORE_ADJ = -800
+_PR_SET_NAME = 15
+
+
+class Worker:
+    """One mount, from start to end. ``run`` blocks until it is over."""
+
+    def __init__(
+        self, core: OverlayCore, root: str, backing_fd: int, control: str, ready_fd: int | None
+    ) -> None:
+        self._core = core
+        self._root = root
+        self._backing_fd = backing_fd
+        self._ready_fd = ready_fd
+        self._mounted_ns = 0
+        self._device = ""
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._stopping = trio.Event()
+        self._stop_lock = threading.Lock()
+        self._grace_seconds = SIGNAL_GRACE_SECONDS
+        self._driver = Pyfuse3Driver(core, self._announce)
+        self._server = ControlServer(
+            core, control, backing_fd=backing_fd, on_stop=self.stop, extra_status=self._driver_status
+        )
+
+    def run(self) -> None:
+        """Mount, serve, and return when the mount is gone and everything that should be saved is."""
+        fuse_fd = mounts.mount_fuse(self._backing_fd)
+        try:
+            entry = mounts.overlay_at(self._root)
+            self._device = entry.device if entry is not None else ""
+            self._mounted_ns = time.time_ns()
+            # libfuse takes a connection that is mounted already under this name (fuse_session_mount).
+            pyfuse3.init(self._driver, f"/dev/fd/{fuse_fd}", set())
+            try:
+                trio.run(self._serve)
+            finally:
+                self._detach()
+                pyfuse3.close(unmount=False)
+        except BaseException:
+            self._detach()
+            raise
+        finally:
+            self._server.close()
+        self._core.save_tracking()
+        self._core.close()
+
+    async def _serve(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_signals)
+            nursery.start_soon(self._end_after_grace)
+            nursery.start_soon(_collect_garbage)
+            # Buffers of a MiB each: a few tasks stay, a burst of long requests gets more.
+            await pyfuse3.main(min_tasks=8, max_tasks=128)
+            nursery.cancel_scope.cancel()
+
+    def _announce(self) -> None:
+        self._server.start()
+        log.info("overlay_mounted", root=self._root, driver="pyfuse3")
+        if self._ready_fd is not None:
+            with contextlib.suppress(BrokenPipeError):  # whoever started us is gone; the job is not
+                os.write(self._ready_fd, b"ready\n")
+            os.close(self._ready_fd)
+
+    def _driver_status(self) -> Mapping[str, Any]:
+        return {"driver": "pyfuse3", "mounted_ns": self._mounted_ns, "requests": self._driver.requests}
+
+    async def _watch_signals(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                log.info("stop_signal", signal=signal.Signals(number).name)
+                await trio.to_thread.run_sync(self.stop, SIGNAL_GRACE_SECONDS)
+
+    def stop(self, grace_seconds: float) -> None:
+        """Detach now, end when the last handle closes or the grace is over. From any thread but the event loop's."""
+        with self._stop_lock:
+            self._grace_seconds = grace_seconds
+            self._detach()
+            if self._token is not None:
+                # With nothing open, taking the mount off has already ended the loop.
+                with contextlib.suppress(trio.RunFinishedError):
+                    trio.from_thread.run_sync(self._stopping.set, trio_token=self._token)
+
+    async def _end_after_grace(self) -> None:
+        await self._stopping.wait()
+        await trio.sleep(self._grace_seconds)
+        log.warning("handles_left_open", open_files=self._core.open_files)
+        pyfuse3.terminate()
+
+    def _detach(self) -> None:
+        """Take our own mount off the root; a mount that is not ours, or gone already, is left alone."""
+        entry = mounts.overlay_at(self._root)
+        if entry is None or entry.device != self._device:
+            return
+        mounts.detach(self._root)
+        log.info("overlay_detached", root=self._root)
+
+
+async def _collect_garbage() -> None:
+    """Collect young garbage only: going through a million nodes would stop the job for as long as that takes."""
+    gc.freeze()
+    gc.disable()
+    while True:
+        await trio.sleep(_COLLECT_SECONDS)
+        gc.collect(1)
+
+
+class _ToStructlog(logging.Handler):
+    """What libraries log goes the way of our own events."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "fuse_reply_" in message and message.endswith(os.strerror(2)):
+            return  # the caller was interrupted and waits for no reply: no error
+        log.log(record.levelno, "library_message", library=record.name, message=message)
+
+
+def _configure_logs() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[_ToStructlog()])
+
+
+def _prepare_process(root: str) -> None:
+    os.chdir("/")
+    os.umask(0)  # what the caller asked for is applied by the core, per request
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # Killed for memory, the worker would take the job's directory with it: better almost anybody else.
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write(str(_OOM_SCORE_ADJ))
+    except PermissionError:
+        log.info("oom_score_not_lowered")
+    name = b"ciuic:" + os.path.basename(os.fsencode(root))[:9]
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
+    # A thread that has copied a megabyte must not keep the event loop waiting for the usual 5 ms.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ciuic.fuse_layer.worker", description=__doc__.partition("\n")[0])
+    parser.add_argument("--root", required=True, help="absolute path of the protected directory")
+    parser.add_argument(
+        "--backing-fd", type=int, help="O_PATH descriptor of it; opened from --root if not given"
+    )
+    parser.add_argument("--control", required=True, help="path of the control socket to listen on")
+    parser.add_argument("--driver", choices=["pyfuse3"], default="pyfuse3")
+    parser.add_argument("--block-size", type=int, default=256 << 10, help="bytes; a power of two")
+    parser.add_argument("--undo-limit", type=int, default=64 << 30, help="bytes of undo log at most")
+    parser.add_argument("--ready-fd", type=int, help="where to write 'ready' once the mount answers")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve one root until stopped; 0 after a clean end, 1 when the overlay could not be brought up."""
+    arguments = _arguments(sys.argv[1:] if argv is None else argv)
+    _configure_logs()
+    _prepare_process(arguments.root)
+    try:
+        backing_fd = arguments.backing_fd
+        if backing_fd is None:
+            backing_fd = mounts.open_backing(arguments.root)
+        os.set_inheritable(backing_fd, False)
+        core = OverlayCore(
+            backing_fd,
+            session=secrets.token_hex(16),
+            block_size=arguments.block_size,
+            undo_limit_bytes=arguments.undo_limit,
+        )
+        worker = Worker(core, arguments.root, backing_fd, arguments.control, arguments.ready_fd)
+        worker.run()
+    except Exception:
+        log.exception("overlay_failed", root=arguments.root)
+        return 1
+    log.info("overlay_stopped", root=arguments.root)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
