@@ -1,0 +1,40 @@
+"""Chunk ids and snapshot ids.
+
+The seed makes ids differ between repositories, so that content cannot be prepared to collide by somebody who
+does not know it. XXH3 is not a cryptographic hash: docs/format.md says what that does and does not protect
+against.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Container
+
+from ciuic.types import SnapshotId
+
+Bytes = bytes | bytearray | memoryview
+
+_ZEROS = bytes(1 << 20)
+
+
+def is_zero(data: Bytes) -> bool:
+    """Whether every byte is zero: such a block is kept as HOLE, not stored. True for empty data."""
+    view = memoryview(data).cast("B")
+    if len(view) and view[0]:
+        return False
+    zeros = memoryview(_ZEROS)
+    step = len(zeros)
+    return all(view[at : at + step] == zeros[: min(step, len(view) - at)] for at in range(0, len(view), step))
+
+
+def new_snapshot_id(
+    taken: Container[str] = (), *, random_hex: Callable[[int], str] = secrets.token_hex
+) -> SnapshotId:
+    """An id that is not in ``taken``: 6 hexadecimal digits, 2 more after every few collisions."""
+    size_bytes = 3
+    while True:
+        for _ in range(4):
+            candidate = f"cs-{random_hex(size_bytes)}"
+            if candidate not in taken:
+                return SnapshotId.parse(candidate)
+        size_bytes = min(size_bytes + 1, 16)
