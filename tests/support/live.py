@@ -19,16 +19,14 @@ _START_SECONDS = 60.0
 _STOP_SECONDS = 60.0
 
 CONFIG = """\
-runtime_dir = "{top}/run"
-
 [repository]
 path = "{repository}"
 
 [schedule]
 interval = "{interval}"
 
-[control]
-socket = "{top}/run/control.sock"
+[daemon]
+runtime_dir = "{top}/run"
 """
 
 
