@@ -1,0 +1,170 @@
+"""Retention: rules only add, the newest and the held stay, calendars are local."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from zoneinfo import ZoneInfo
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ciuic.retention import Plan, RetentionPolicy, plan_retention
+from ciuic.types import Snapshot, SnapshotId
+
+UTC = timezone.utc
+BERLIN = ZoneInfo("Europe/Berlin")
+NOW = datetime(2026, 11, 21, 12, 30, tzinfo=UTC)
+NOW_NS = int(NOW.timestamp()) * 10**9
+NOTHING = RetentionPolicy(keep_within_seconds=0, keep_last=0)
+RULES = ("keep_last", "keep_hourly", "keep_daily", "keep_weekly", "keep_monthly", "keep_yearly")
+
+
+def snapshot(number: int, time_ns: int, *, tags: tuple[str, ...] = (), held: bool = False) -> Snapshot:
+    return Snapshot(
+        id=SnapshotId(f"cs-{number:06x}"), time_ns=time_ns, host="h", roots=(), tags=tags, held=held
+    )
+
+
+def at(*times: datetime) -> list[Snapshot]:
+    return [snapshot(number, int(time.timestamp()) * 10**9) for number, time in enumerate(times)]
+
+
+ages = st.integers(-3 * 86400, 5 * 365 * 86400) | st.integers(0, 3 * 86400)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[Snapshot]:
+    tags = st.sampled_from([(), ("good",), ("other",), ("good", "other")])
+    made = draw(st.lists(st.tuples(ages, tags, st.sampled_from([False] * 5 + [True])), max_size=30))
+    return [snapshot(n, NOW_NS - age * 10**9, tags=t, held=h) for n, (age, t, h) in enumerate(made)]
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> RetentionPolicy:
+    numbers = {rule: draw(st.sampled_from([0, 0, 1, 2, 5, 1000])) for rule in RULES}
+    within = draw(st.sampled_from([0, 3600, 86400, 30 * 86400]))
+    return RetentionPolicy(
+        keep_within_seconds=within,
+        keep_tags=draw(st.sampled_from([(), ("good",), ("good", "other")])),
+        **numbers,
+    )
+
+
+def kept(plan: Plan) -> set[SnapshotId]:
+    return {decision.id for decision in plan.kept}
+
+
+@given(history=histories(), policy=policies())
+def test_newest_and_held_always_stay(history: list[Snapshot], policy: RetentionPolicy) -> None:
+    """Whatever the policy, no plan removes the newest snapshot or a held one, and every snapshot is decided once."""
+    plan = plan_retention(history, policy, now_ns=NOW_NS, tz=UTC)
+    assert sorted(d.id for d in plan.decisions) == sorted(s.id for s in history)
+    assert kept(plan) | set(plan.removed) == {s.id for s in history}
+    assert not kept(plan) & set(plan.removed)
+    assert all(s.id in kept(plan) for s in history if s.held)
+    if history:
+        assert max(history, key=lambda s: (s.time_ns, s.id)).id in kept(plan)
+
+
+@given(history=histories(), policy=policies(), more=policies())
+def test_rules_only_add(history: list[Snapshot], policy: RetentionPolicy, more: RetentionPolicy) -> None:
+    """A policy that is at least as generous in every rule never removes what the other keeps."""
+    generous = RetentionPolicy(
+        keep_within_seconds=max(policy.keep_within_seconds, more.keep_within_seconds),
+        keep_tags=tuple({*policy.keep_tags, *more.keep_tags}),
+        **{rule: max(getattr(policy, rule), getattr(more, rule)) for rule in RULES},
+    )
+    assert kept(plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN)) <= kept(
+        plan_retention(history, generous, now_ns=NOW_NS, tz=BERLIN)
+    )
+
+
+@given(history=histories(), policy=policies())
+def test_a_plan_applied_twice_removes_nothing_more(history: list[Snapshot], policy: RetentionPolicy) -> None:
+    """What a plan leaves, the same plan at the same time leaves again: prune may be interrupted and rerun."""
+    first = plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN)
+    left = [s for s in history if s.id in kept(first)]
+    assert kept(plan_retention(left, policy, now_ns=NOW_NS, tz=BERLIN)) == kept(first)
+
+
+@given(history=histories(), policy=policies(), data=st.data())
+def test_order_of_listing_is_no_matter(
+    history: list[Snapshot], policy: RetentionPolicy, data: st.DataObject
+) -> None:
+    """The plan depends on the snapshots, not on the order in which they are given."""
+    shuffled = data.draw(st.permutations(history))
+    assert plan_retention(shuffled, policy, now_ns=NOW_NS, tz=UTC) == plan_retention(
+        history, policy, now_ns=NOW_NS, tz=UTC
+    )
+
+
+@settings(max_examples=50)
+@given(history=histories(), number=st.integers(1, 6), rule=st.sampled_from(RULES[1:]))
+def test_calendar_rules_keep_at_most_their_number(history: list[Snapshot], number: int, rule: str) -> None:
+    """A calendar rule alone keeps at most its number, each in its own period, the newest of that period."""
+    plan = plan_retention(history, replace(NOTHING, **{rule: number}), now_ns=NOW_NS, tz=UTC)
+    name = rule.removeprefix("keep_")
+    by_rule = [d for d in plan.kept if any(reason.startswith(name) for reason in d.reasons)]
+    form = {
+        "hourly": "%Y-%m-%d %H",
+        "daily": "%Y-%m-%d",
+        "weekly": "%G-%V",
+        "monthly": "%Y-%m",
+        "yearly": "%Y",
+    }[name]
+
+    def period(time_ns: int) -> str:
+        return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime(form)
+
+    periods = [period(d.time_ns) for d in by_rule]
+    assert len(set(periods)) == len(periods)
+    newest = {p: max((s.time_ns, s.id) for s in history if period(s.time_ns) == p)[1] for p in periods}
+    assert [newest[p] for p in periods] == [d.id for d in by_rule]
+    assert len(by_rule) == min(number, len({period(s.time_ns) for s in history}))
+
+
+def test_days_are_local() -> None:
+    """Two moments on either side of local midnight are two days there, and one day in UTC."""
+    history = at(datetime(2026, 6, 1, 21, 30, tzinfo=UTC), datetime(2026, 6, 1, 22, 30, tzinfo=UTC))
+    policy = replace(NOTHING, keep_daily=7)
+    assert len(plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN).kept) == 2
+    assert len(plan_retention(history, policy, now_ns=NOW_NS, tz=UTC).kept) == 1
+
+
+def test_the_hour_that_comes_twice_is_two_hours() -> None:
+    """When clocks go back, 02:30 summer time and 02:30 winter time are kept as two hours."""
+    history = at(datetime(2026, 10, 25, 0, 30, tzinfo=UTC), datetime(2026, 10, 25, 1, 30, tzinfo=UTC))
+    assert len(plan_retention(history, replace(NOTHING, keep_hourly=24), now_ns=NOW_NS, tz=BERLIN).kept) == 2
+
+
+def test_periods_without_a_snapshot_use_up_nothing() -> None:
+    """After a month switched off, the days before it are still there."""
+    history = at(*(NOW - timedelta(days=40 + day) for day in range(5)), NOW)
+    plan = plan_retention(history, replace(NOTHING, keep_daily=4), now_ns=NOW_NS, tz=UTC)
+    assert [d.time_ns for d in plan.kept] == sorted((s.time_ns for s in history), reverse=True)[:4]
+
+
+def test_reasons_are_said() -> None:
+    """Each snapshot kept says every rule that keeps it; the others go oldest first."""
+    history = at(*(NOW - timedelta(hours=hours) for hours in (0, 30, 60, 90)))
+    history[3] = snapshot(3, history[3].time_ns, tags=("good",), held=True)
+    policy = replace(NOTHING, keep_last=1, keep_tags=("good",))
+    plan = plan_retention(history, policy, now_ns=NOW_NS, tz=UTC)
+    assert [d.reasons for d in plan.decisions] == [("newest", "last 1 of 1"), (), (), ("held", "tag good")]
+    assert plan.removed == (SnapshotId("cs-000002"), SnapshotId("cs-000001"))
+
+
+@pytest.mark.parametrize(("age_seconds", "stays"), [(3600, True), (3601, False)])
+def test_the_edge_of_keep_within(age_seconds: int, stays: bool) -> None:
+    """A snapshot exactly as old as keep_within stays, a second more and it goes."""
+    history = at(NOW, NOW - timedelta(seconds=age_seconds))
+    plan = plan_retention(history, replace(NOTHING, keep_within_seconds=3600), now_ns=NOW_NS, tz=UTC)
+    assert (len(plan.kept) == 2) is stays
+
+
+def test_the_machines_own_time_zone() -> None:
+    """Without a zone the process's own is used, and the plan is complete."""
+    history = at(*(NOW - timedelta(hours=hours) for hours in range(5)))
+    assert len(plan_retention(history, replace(NOTHING, keep_hourly=5), now_ns=NOW_NS).kept) == 5
