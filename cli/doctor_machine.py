@@ -1,0 +1,226 @@
+"""Doctor's checks of the machine: kernel, FUSE, driver, I/O schedulers, pressure figures, clock, systemd.
+
+Guarantees: nothing is changed; a file that is not there is a fact and not a failure. Where a check reads /proc, /sys or
+/dev, that directory is an argument.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ciuic.cli.findings import Finding, ok, problem, warning
+from ciuic.mountinfo import Mount
+
+if TYPE_CHECKING:
+    from ciuic.cli.systemd import Systemd
+
+_OLDEST_KERNEL: Final = (5, 4)
+_PASSTHROUGH_KERNEL: Final = (6, 9)
+_CAP_SYS_ADMIN: Final = 21
+_TIME_ERROR: Final = 5
+_TIMEX_BYTES: Final = 512
+"""More than sizeof(struct timex) on every architecture."""
+HONOURS_IDLE: Final = frozenset({"bfq", "cfq", "mq-deadline"})
+
+
+def kernel(release: str) -> Iterator[Finding]:
+    """The kernel's version against what the overlay needs."""
+    version = kernel_version(release)
+    if version < _OLDEST_KERNEL:
+        needed = ".".join(map(str, _OLDEST_KERNEL))
+        yield warning(
+            "kernel", f"Linux {release} is older than what ciuic is tested with", f"{needed} or later"
+        )
+    else:
+        yield ok("kernel", f"Linux {release}")
+
+
+def kernel_version(release: str) -> tuple[int, int]:
+    """(major, minor) of a release such as ``6.8.0-45-generic``; (0, 0) if it has no such form."""
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def fuse(device: Path = Path("/dev/fuse"), proc_self: Path = Path("/proc/self")) -> Iterator[Finding]:
+    """/dev/fuse, and the right to mount."""
+    try:
+        mode = os.stat(device).st_mode
+    except OSError as error:
+        yield problem(
+            "fuse",
+            f"{device}: {error.strerror}",
+            "modprobe fuse; in a container: --device /dev/fuse --cap-add SYS_ADMIN",
+        )
+        return
+    if not stat.S_ISCHR(mode):
+        yield problem("fuse", f"{device} is not a device", "mknod /dev/fuse c 10 229")
+        return
+    try:
+        os.close(os.open(device, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        yield problem("fuse", f"{device} cannot be opened: {error.strerror}", "run it as root")
+        return
+    if not _may_mount(proc_self):
+        yield problem(
+            "fuse",
+            "this process may not mount (no CAP_SYS_ADMIN)",
+            "run it as root; in a container: --cap-add SYS_ADMIN",
+        )
+        return
+    yield ok("fuse", f"{device} can be opened, and this process may mount")
+
+
+def _may_mount(proc_self: Path) -> bool:
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)", (proc_self / "status").read_text(), re.MULTILINE)
+    return bool(match and int(match[1], 16) >> _CAP_SYS_ADMIN & 1)
+
+
+def driver(wanted: Sequence[tuple[str, str]], release: str) -> Iterator[Finding]:
+    """For (root, driver) pairs of the configuration: which driver serves it and why."""
+    if importlib.util.find_spec("pyfuse3") is None:
+        yield problem(
+            "driver",
+            "the pyfuse3 library is not installed",
+            "pip install pyfuse3 (needs libfuse3-dev, pkg-config)",
+        )
+        return
+    has_kernel_driver = importlib.util.find_spec("ciuic.fuse_layer.kernel_driver") is not None
+    for root, name in wanted:
+        if name == "kernel" and not has_kernel_driver:
+            yield problem(
+                "driver", f"{root}: this version has no kernel driver", 'driver = "auto" or "pyfuse3"'
+            )
+    reason = "the only one in this version" if not has_kernel_driver else _why(release)
+    yield ok("driver", f"pyfuse3: {reason}")
+
+
+def _why(release: str) -> str:
+    if kernel_version(release) < _PASSTHROUGH_KERNEL:
+        return f"Linux {release} has no FUSE passthrough (6.9 has)"
+    return "the kernel driver is used where it can be"
+
+
+def schedulers(
+    places: Iterable[Path], mounts: Sequence[Mount], io_priority: str, sys: Path = Path("/sys")
+) -> Iterator[Finding]:
+    """Whether the block devices below these directories heed the idle I/O class."""
+    seen: set[str] = set()
+    for place in places:
+        for device in block_devices(place, mounts, sys):
+            if device.name in seen:
+                continue
+            seen.add(device.name)
+            yield _scheduler_finding(device, io_priority)
+    if not seen:
+        yield ok("io scheduler", "no block device of its own below roots and repository")
+
+
+def _scheduler_finding(device: Path, io_priority: str) -> Finding:
+    text = (device / "queue" / "scheduler").read_text()
+    match = re.search(r"\[([^\]]+)\]", text)
+    chosen = match[1] if match else text.strip()
+    if chosen in HONOURS_IDLE or io_priority == "none":
+        return ok("io scheduler", f"{device.name}: {chosen}")
+    return warning(
+        "io scheduler",
+        f"{device.name}: under {chosen} the I/O class {io_priority} does nothing; capture shares the disk evenly",
+        f"if the job's latency suffers: echo bfq > /sys/block/{device.name}/queue/scheduler, or IOWeight= in ciuic-capture.slice",
+    )
+
+
+def block_devices(place: Path, mounts: Sequence[Mount], sys: Path = Path("/sys")) -> list[Path]:
+    """The directories in /sys of the disks below ``place``: partitions and mapped devices are followed down."""
+    from ciuic.config.places import mount_holding
+
+    mount = mount_holding(place, mounts)
+    if mount is None:
+        return []
+    number = mount.device
+    if number[0] == 0:  # btrfs and others have an anonymous device; its source names a real one
+        try:
+            source = os.stat(mount.source)
+        except OSError:
+            return []
+        if not stat.S_ISBLK(source.st_mode):
+            return []
+        number = (os.major(source.st_rdev), os.minor(source.st_rdev))
+    node = sys / "dev" / "block" / f"{number[0]}:{number[1]}"
+    return _disks(node.resolve()) if node.exists() else []
+
+
+def _disks(node: Path) -> list[Path]:
+    below = sorted((node / "slaves").iterdir()) if (node / "slaves").is_dir() else []
+    if below:
+        return [disk for slave in below for disk in _disks(slave.resolve())]
+    for candidate in (node, node.parent):  # a partition's queue is its disk's
+        if (candidate / "queue" / "scheduler").is_file():
+            return [candidate]
+    return []
+
+
+def pressure(proc: Path = Path("/proc")) -> Iterator[Finding]:
+    """Whether the kernel says how long tasks wait for I/O: the one way to see that capture is in the way."""
+    try:
+        text = (proc / "pressure" / "io").read_text()
+    except OSError:
+        yield warning(
+            "io pressure",
+            "the kernel keeps no pressure figures",
+            "boot with psi=1 to see whether I/O is waited for",
+        )
+        return
+    match = re.search(r"^some avg10=([\d.]+)", text, re.MULTILINE)
+    share = match[1] if match else "?"
+    yield ok("io pressure", f"tasks waited for I/O during {share} % of the last 10 s")
+
+
+def clock() -> Iterator[Finding]:
+    """Whether the clock is kept right: snapshots are chosen by time, retention deletes by time."""
+    timex = ctypes.create_string_buffer(_TIMEX_BYTES)
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(timex)
+    if state == _TIME_ERROR:
+        yield warning(
+            "clock", "the clock is not synchronised", "run chrony, systemd-timesyncd or the host's own means"
+        )
+    elif state < 0:
+        yield warning(
+            "clock",
+            f"the kernel does not say whether the clock is kept: {os.strerror(ctypes.get_errno())}",
+            "none needed",
+        )
+    else:
+        yield ok("clock", "synchronised")
+
+
+def systemd_unit(system: Systemd, *, daemon_answers: bool) -> Iterator[Finding]:
+    """Whether something starts the daemon when the machine starts."""
+    if not system.runs:
+        if daemon_answers:
+            yield ok("service", "systemd does not run this machine; the daemon was started by something else")
+        else:
+            yield warning(
+                "service", "systemd does not run this machine", "have your supervisor run: ciuic daemon"
+            )
+        return
+    facts = system.facts()
+    if not facts["installed"]:
+        yield warning("service", "ciuic.service is not installed", "ciuic service install")
+    elif facts["enabled"] != "enabled":
+        yield warning(
+            "service",
+            f"ciuic.service is {facts['enabled']}: it does not start with the machine",
+            "systemctl enable ciuic",
+        )
+    elif facts["active"] != "active":
+        yield problem(
+            "service", f"ciuic.service is {facts['active']}", "systemctl start ciuic; journalctl -u ciuic"
+        )
+    else:
+        yield ok("service", "ciuic.service is enabled and active")

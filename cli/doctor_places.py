@@ -1,0 +1,259 @@
+"""Doctor's checks of the places: roots, repository, their file systems, free space, and what covers a path.
+
+Guarantees: nothing is left behind (the clone that tries a file system has no name), and no check waits for a mount that
+does not answer.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ciuic.cli.findings import Finding, ok, problem, warning
+from ciuic.cli.names import shown, shown_text
+from ciuic.errors import CiuicError
+from ciuic.mountinfo import Mount
+from ciuic.units import human_duration, human_size
+
+if TYPE_CHECKING:
+    from ciuic.config import Config, RootConfig
+    from ciuic.repository import Repository
+
+_FICLONE: Final = 0x40049409
+_LOW_SHARE: Final = 0.05
+_VERY_LOW_SHARE: Final = 0.01
+_ANSWER_SECONDS: Final = 5.0
+_NS: Final = 1_000_000_000
+
+
+def roots(config: Config, mounts: Sequence[Mount]) -> Iterator[Finding]:
+    """Each root: fit to be protected, mounted, answering, and nobody going round it."""
+    from ciuic.config import check_overlaps, check_root
+
+    if not config.roots:
+        yield warning("roots", "no directory is protected", "ciuic protect PATH")
+    for trouble in check_overlaps(config.roots):
+        yield problem("roots", str(trouble), trouble.hint)
+    for root in config.roots:
+        troubles = check_root(root, mounts)
+        for trouble in troubles:
+            yield problem("roots", str(trouble), trouble.hint)
+        if not troubles:
+            yield from _mounted_root(root, mounts)
+
+
+def _mounted_root(root: RootConfig, mounts: Sequence[Mount]) -> Iterator[Finding]:
+    from ciuic.bypass import find_bypassing
+    from ciuic.config import is_ciuic_mount
+
+    name = shown_text(str(root.path))
+    if not is_ciuic_mount(root.path, mounts):
+        yield problem(
+            "roots", f"{name} is not mounted: changes are not tracked", "start the daemon; see: ciuic status"
+        )
+        return
+    if not answers(root.path):
+        yield problem(
+            "roots",
+            f"{name} is mounted, but does not answer",
+            f"restart the daemon; at worst: umount -l {name}",
+        )
+        return
+    yield ok("roots", f"{name} is mounted and answers")
+    for process in find_bypassing(root.path, ignore_pids={os.getpid()}):
+        # Overlay workers hold the backing directory by design.
+        if process.writes and "ciuic.fuse_layer" not in process.command:
+            yield warning(
+                "roots",
+                f"{name}: process {process.pid} ({shown_text(process.command)}) goes round the overlay",
+                "restart it; until then captures compare the whole tree",
+            )
+
+
+def answers(path: Path, seconds: float = _ANSWER_SECONDS) -> bool:
+    """Whether stat(2) of ``path`` succeeds in time. Asked by a child that can be left behind: the wait cannot be broken."""
+    child = subprocess.Popen(
+        ["stat", "--", str(path)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + seconds
+    while child.poll() is None:
+        if time.monotonic() > deadline:
+            child.kill()
+            return False
+        time.sleep(0.01)
+    return child.returncode == 0
+
+
+def file_systems(config: Config, repository: Path, mounts: Sequence[Mount]) -> Iterator[Finding]:
+    """Kind of file system below roots and repository, reflinks, and whether one disk holds both."""
+    from ciuic.config.places import mount_holding
+
+    home = mount_holding(repository, mounts)
+    if home is not None:
+        yield _reflink_finding(repository, home)
+    for root in config.roots:
+        mount = mount_holding(root.path, mounts)
+        if mount is None:
+            continue
+        kind = os.fsdecode(mount.fs_type)
+        yield ok("file system", f"root {shown_text(str(root.path))} is on {kind}")
+        if home is not None and mount.device == home.device:
+            yield warning(
+                "same disk",
+                f"the repository shares a file system with {shown_text(str(root.path))}: one broken disk takes both",
+                'copy the repository to another machine now and then, or name another disk under [repository] path = "…"',
+            )
+
+
+def _reflink_finding(repository: Path, mount: Mount) -> Finding:
+    kind = os.fsdecode(mount.fs_type)
+    place = shown_text(str(repository))
+    try:
+        possible = can_clone(_existing(repository))
+    except OSError as error:
+        return warning("reflink", f"{place} ({kind}) could not be tried: {error.strerror}", "run it as root")
+    if possible:
+        return ok("reflink", f"{place} is on {kind}, which shares extents between files")
+    return ok("reflink", f"{place} is on {kind}, which cannot share extents: what changed is copied")
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def can_clone(directory: Path) -> bool:
+    """Whether FICLONE works there, tried with two files that have no name. OSError where none can be made."""
+    source = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.write(source, b"ciuic" * 1000)
+        target = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.ioctl(target, _FICLONE, source)
+        except OSError as error:
+            if error.errno in (errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS):
+                return False
+            raise
+        finally:
+            os.close(target)
+    finally:
+        os.close(source)
+    return True
+
+
+def space(config: Config, repository: Path) -> Iterator[Finding]:
+    """Free bytes and inodes, for the store and for the undo logs that lie below each root."""
+    seen: set[int] = set()
+    for place in (_existing(repository), *(root.path for root in config.roots)):
+        try:
+            device = os.stat(place).st_dev
+            facts = os.statvfs(place)
+        except OSError as error:
+            yield problem("free space", f"{shown_text(str(place))}: {error.strerror}", "see the other lines")
+            continue
+        if device in seen:
+            continue
+        seen.add(device)
+        floor = config.min_free.floor_bytes(facts.f_blocks * facts.f_frsize) if config.min_free else 0
+        yield _space_finding(place, facts, floor)
+
+
+def _space_finding(place: Path, facts: os.statvfs_result, floor_bytes: int) -> Finding:
+    name = shown_text(str(place))
+    free, total = facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
+    text = f"{name}: {human_size(free)} of {human_size(total)} free"
+    remedy = "ciuic prune, a shorter [retention], or more disk"
+    if total and free < total * _VERY_LOW_SHARE:
+        return problem("free space", text, remedy)
+    if total and free < max(total * _LOW_SHARE, floor_bytes):
+        return warning("free space", text, remedy)
+    if facts.f_files and facts.f_favail < facts.f_files * _LOW_SHARE:
+        return warning(
+            "free space",
+            f"{name}: only {facts.f_favail} inodes free",
+            "remove small files, or a file system with more inodes",
+        )
+    return ok("free space", text)
+
+
+def repository_state(repository: Repository | CiuicError, config: Config, now_ns: int) -> Iterator[Finding]:
+    """Opened or not, secret or not, readable snapshots, and whether they are taken."""
+    if isinstance(repository, CiuicError):
+        yield problem("repository", repository.message, repository.hint or "ciuic protect PATH makes one")
+        return
+    place = shown_text(str(repository.path))
+    mode = stat.S_IMODE(os.stat(repository.path).st_mode)
+    if mode & 0o077:
+        yield warning(
+            "repository",
+            f"{place} is open to others (mode {mode:04o}): it holds everybody's files",
+            f"chmod 700 {place}",
+        )
+    for bad in repository.snapshots.unreadable():
+        yield problem(
+            "repository", f"snapshot file {shown_text(bad.path)} cannot be read: {bad.reason}", "ciuic check"
+        )
+    newest = repository.snapshots.latest()
+    if newest is None:
+        yield warning("snapshots", "there is no snapshot yet", "ciuic snapshot --wait")
+        return
+    age_seconds = (now_ns - newest.time_ns) / _NS
+    interval = config.schedule.interval_seconds
+    text = f"{newest.id} is the newest, {human_duration(age_seconds)} old"
+    if age_seconds < -5:
+        yield problem(
+            "snapshots", f"{newest.id} was taken in the future: the clock went back", "set the clock"
+        )
+    elif age_seconds > 2 * interval:
+        yield problem(
+            "snapshots", f"{text}, with one due every {human_duration(interval)}", "ciuic status says why"
+        )
+    else:
+        yield ok("snapshots", text)
+
+
+def coverage(paths: Sequence[bytes], config: Config) -> Iterator[Finding]:
+    """For each path asked about: does a root cover it, and is it captured?"""
+    for path in paths:
+        yield _coverage_of(os.path.realpath(path), config)
+
+
+def _coverage_of(path: bytes, config: Config) -> Finding:
+    name = shown(path)
+    for root in config.roots:
+        top = os.fsencode(root.path)
+        if path != top and not path.startswith(top + b"/"):
+            continue
+        relative = os.path.relpath(path, top) if path != top else b""
+        is_dir = os.path.isdir(path)
+        if relative and config.exclude_matcher(root).match(relative, is_dir):
+            return warning(
+                "coverage",
+                f"{name} is excluded from snapshots",
+                "narrow the exclude patterns: ciuic config show",
+            )
+        if not os.path.lexists(path):
+            return warning(
+                "coverage",
+                f"{name} does not exist; it would be covered by {shown(top)}",
+                "check the spelling",
+            )
+        if os.stat(path, follow_symlinks=False).st_dev != os.stat(top).st_dev:
+            return problem(
+                "coverage",
+                f"{name} is on another file system mounted below {shown(top)}, which is not captured",
+                f"ciuic protect {name}",
+            )
+        return ok("coverage", f"{name} is covered by {shown(top)}")
+    return problem("coverage", f"{name} is not below any root", "ciuic protect the directory that holds it")
