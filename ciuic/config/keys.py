@@ -19,7 +19,7 @@ from ciuic.excludes import check_pattern
 from ciuic.units import format_duration, format_size, parse_duration, parse_share, parse_size
 
 MIN_BLOCK_SIZE_BYTES = 4096
-MAX_BLOCK_SIZE_BYTES = 16 << 20
+MAX_BLOCK_SIZE_BYTES = 8 << 20
 _MAX_COUNT = 1_000_000
 _TAG = re.compile(r"[^\s,|]+\Z")
 _GROUP = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?\Z")
@@ -77,7 +77,7 @@ def _undo_limit(value: object) -> int:
 def _block_size(value: object) -> int:
     size_bytes = _size(value)
     if not MIN_BLOCK_SIZE_BYTES <= size_bytes <= MAX_BLOCK_SIZE_BYTES or size_bytes & (size_bytes - 1):
-        raise ValueError(f"must be a power of two from 4KiB to 16MiB, not {format_size(size_bytes)}")
+        raise ValueError(f"must be a power of two from 4KiB to 8MiB, not {format_size(size_bytes)}")
     return size_bytes
 
 

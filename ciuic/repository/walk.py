@@ -5,7 +5,7 @@ verify.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ciuic.types import ChunkId, Entry, Snapshot
 
@@ -29,14 +29,28 @@ class Reached(NamedTuple):
     """Block number of a data chunk, else -1."""
 
 
+class Seen(Protocol):
+    """What the walker asks of a set."""
+
+    def __contains__(self, chunk: object, /) -> bool: ...
+    def add(self, chunk: ChunkId, /) -> None: ...
+
+
 class Walker:
     """Walks snapshots, skipping what is in ``seen`` (shared between snapshots: an unchanged subtree costs one
     lookup).
+
+    ``seen`` holds every kind of chunk unless ``seen_data`` is given, which then holds the data chunks. They are
+    nearly all there are, and collection keeps them in a set that takes less memory and may claim, rightly for its
+    purpose, to have seen one that it has not.
     """
 
-    def __init__(self, repository: Repository, *, seen: set[ChunkId] | None = None) -> None:
+    def __init__(
+        self, repository: Repository, *, seen: Seen | None = None, seen_data: Seen | None = None
+    ) -> None:
         self.repository = repository
-        self.seen: set[ChunkId] = set() if seen is None else seen
+        self.seen: Seen = set() if seen is None else seen
+        self.seen_data: Seen = self.seen if seen_data is None else seen_data
 
     def walk(self, snapshot: Snapshot, *, paths: bool = False) -> Iterator[Reached]:
         """Each chunk not yet seen, parents first. A node that cannot be read raises; the walk cannot go on
