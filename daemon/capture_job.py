@@ -114,7 +114,7 @@ Message = Progress | Done | Failed
 
 _encoder = msgspec.json.Encoder()
 _job_decoder = msgspec.json.Decoder(CaptureJob)
-_message_decoder = msgspec.json.Decoder(Message)
+_message_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 def encode_job(job: CaptureJob) -> bytes:

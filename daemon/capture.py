@@ -1,0 +1,257 @@
+"""The capture process: one job in, one snapshot out. `python -m ciuic.daemon.capture`
+
+Reads a CaptureJob as JSON from standard input (capture_job), or builds one from its options with `--offline`: a snapshot of
+plain directories that no daemon serves, which is not one instant. Writes Progress lines and one Done or Failed to standard
+output, logs to standard error, and exits with 0 exactly when the snapshot is committed.
+
+Guarantees: nothing is committed unless every root was walked to its end; SIGTERM and SIGINT end it cleanly between two
+steps, SIGKILL at any moment leaves the repository as it was before plus garbage. It never changes a backing file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from typing import Final
+
+import msgspec
+import structlog
+
+from ciuic.daemon.capture_job import (
+    EXIT_INTERRUPTED,
+    EXIT_UNDO_LOST,
+    TAG_INCOMPLETE,
+    CaptureJob,
+    Done,
+    Failed,
+    Message,
+    RootJob,
+    decode_job,
+    encode_message,
+)
+from ciuic.daemon.capture_root import Interrupted, Report, capture_root
+from ciuic.errors import Busy, CiuicError, UsageError
+from ciuic.excludes import effective_patterns
+from ciuic.fuse_layer.undo_format import UndoDamaged, UndoLost
+from ciuic.ioprio import IoPriority, set_io_priority
+from ciuic.repository import Repository, Writer
+from ciuic.types import RootRecord, Snapshot, SnapshotDraft, SnapshotId
+
+_log = structlog.get_logger(__name__)
+_NICE: Final = 19
+_LOCK_POLL_SECONDS: Final = 0.5
+_PATHS_IN_MESSAGE: Final = 3
+_OOM_SCORE_ADJ: Final = "500"
+
+
+def run_job(job: CaptureJob, report: Report) -> Done:
+    """Makes the snapshot; durable on return. Raises what capture_root raises, and Busy."""
+    begun = time.monotonic()
+    with Repository.open(job.repository) as repository, _writer(repository, job, report) as writer:
+        report.new_bytes = lambda: writer.new_bytes
+        records: list[RootRecord] = []
+        parent = ""
+        for root in job.roots:
+            record, builds_on = capture_root(root, repository, writer, report)
+            records.append(record)
+            parent = parent or builds_on
+        report.check()
+        snapshot = _commit(job, tuple(records), parent, writer, report)
+    return Done(
+        id=str(snapshot.id),
+        new_bytes=snapshot.new_bytes,
+        size_bytes=snapshot.size_bytes,
+        files=snapshot.files,
+        entries=report.entries,
+        files_read=report.files_read,
+        bytes_read=report.bytes_read,
+        modes={os.fsdecode(record.path): record.mode for record in records},
+        seconds=round(time.monotonic() - begun, 3),
+        errors=tuple(report.errors),
+        errors_total=report.errors_total,
+    )
+
+
+def _writer(repository: Repository, job: CaptureJob, report: Report) -> Writer:
+    """The repository's writer; waits for it in short steps, so that a signal ends the wait."""
+    deadline = time.monotonic() + job.lock_wait_seconds
+    while True:
+        report.check()
+        left = max(0.0, min(_LOCK_POLL_SECONDS, deadline - time.monotonic()))
+        try:
+            return repository.writer(wait_seconds=left, command="capture")
+        except Busy:
+            if time.monotonic() >= deadline:
+                raise
+
+
+def _commit(
+    job: CaptureJob, records: tuple[RootRecord, ...], parent: str, writer: Writer, report: Report
+) -> Snapshot:
+    tags, message = job.tags, job.message
+    if report.errors_total:
+        tags = (*tags, TAG_INCOMPLETE)
+        message = f"{message} {_incomplete(report)}".strip()
+    snapshot = writer.commit(
+        SnapshotDraft(
+            id=SnapshotId.parse(job.id),
+            time_ns=job.time_ns,
+            host=job.host,
+            roots=records,
+            tags=tags,
+            message=message,
+            parent=parent,
+        )
+    )
+    if job.hold:
+        snapshot = writer.set_marks(snapshot.id, hold=True, reason=job.hold_reason)
+    return snapshot
+
+
+def _incomplete(report: Report) -> str:
+    """What a person who looks at the list must know."""
+    named = ", ".join(
+        os.fsencode(os.path.join(os.fsdecode(error.root), os.fsdecode(error.path))).decode(errors="replace")
+        for error in report.errors[:_PATHS_IN_MESSAGE]
+    )
+    more = report.errors_total - min(_PATHS_IN_MESSAGE, len(report.errors))
+    return f"[not readable: {named}{f' and {more} more' if more else ''}]"
+
+
+def failure(error: BaseException, repository: str) -> Failed:
+    """What to tell about an error, and with which exit status."""
+    if isinstance(error, CiuicError):
+        return Failed(error=error.message, hint=error.hint, code=error.exit_code)
+    if isinstance(error, UndoLost | UndoDamaged):
+        return Failed(error=str(error), hint="the next snapshot takes these changes", code=EXIT_UNDO_LOST)
+    if isinstance(error, Interrupted):
+        return Failed(error="interrupted; nothing was committed", code=EXIT_INTERRUPTED)
+    if isinstance(error, OSError):
+        where = f" ({os.fsdecode(error.filename)})" if error.filename is not None else ""
+        return Failed(
+            error=f"capture into {repository} failed: {error.strerror or error}{where}",
+            hint="free space with `ciuic prune`, or look at the disk; the next snapshot takes these changes",
+        )
+    return Failed(
+        error=f"capture failed: {type(error).__name__}: {error}", hint="this is a bug; the log has more"
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The process: exit status."""
+    options = _parser().parse_args(arguments)
+    output = _Output()
+    report = Report(output.tell)
+
+    def stop(_number: int, _frame: object) -> None:
+        report.stop_requested = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    repository = options.repo or ""
+    try:
+        job = _offline_job(options) if options.offline else decode_job(sys.stdin.buffer.read())
+        repository = job.repository
+        _be_humble(job.io_priority)
+        done = run_job(job, report)
+    except msgspec.MsgspecError as error:
+        output.tell(Failed(error=f"no capture job on standard input: {error}", code=UsageError.exit_code))
+        return UsageError.exit_code
+    except Exception as error:
+        failed = failure(error, repository)
+        unexpected = not isinstance(error, CiuicError | UndoLost | UndoDamaged | Interrupted | OSError)
+        _log.error("capture_failed", error=failed.error, code=failed.code, exc_info=unexpected)
+        output.tell(failed)
+        return failed.code
+    output.tell(done)
+    return 0
+
+
+class _Output:
+    """Standard output, which may close while we work: the daemon can go away, the snapshot is made all the same."""
+
+    def __init__(self) -> None:
+        self._open = True
+
+    def tell(self, message: Message) -> None:
+        if self._open:
+            try:
+                sys.stdout.buffer.write(encode_message(message))
+                sys.stdout.buffer.flush()
+            except BrokenPipeError:
+                self._open = False
+                os.dup2(
+                    os.open(os.devnull, os.O_WRONLY), 1
+                )  # so that the flush at exit does not fail as well
+
+
+def _be_humble(io_priority: str) -> None:
+    """Yield to the job in CPU, I/O and memory; have descriptors enough for deep trees."""
+    os.nice(_NICE - os.nice(0))
+    set_io_priority(IoPriority.parse(io_priority))
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(_OOM_SCORE_ADJ)  # where it cannot be written, we are a process like any other
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m ciuic.daemon.capture", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--offline", action="store_true", help="capture plain directories, without daemon or job"
+    )
+    parser.add_argument("--repo", metavar="DIR", help="repository")
+    parser.add_argument(
+        "--root", metavar="DIR", action="append", default=[], help="root, absolute; repeatable"
+    )
+    parser.add_argument(
+        "--exclude", metavar="PATTERN", action="append", default=[], help="as in the configuration"
+    )
+    parser.add_argument("--tag", metavar="TAG", action="append", default=[])
+    parser.add_argument("-m", "--message", metavar="TEXT", default="")
+    parser.add_argument("--hold", action="store_true", help="never prune it")
+    parser.add_argument(
+        "--wait", metavar="SECONDS", type=float, default=0.0, help="for the repository's lock"
+    )
+    parser.add_argument("--io-priority", metavar="CLASS", default="idle")
+    return parser
+
+
+def _offline_job(options: argparse.Namespace) -> CaptureJob:
+    if not options.repo or not options.root:
+        raise UsageError("--offline needs --repo and at least one --root")
+    for root in options.root:
+        if not os.path.isabs(root):
+            raise UsageError(f"{root} is not an absolute path")
+    with Repository.open(options.repo) as repository:
+        new_id = repository.snapshots.new_id()
+    return CaptureJob(
+        repository=options.repo,
+        id=str(new_id),
+        time_ns=time.time_ns(),
+        host=socket.gethostname(),
+        roots=tuple(
+            RootJob(
+                path=os.fsencode(os.path.normpath(root)),
+                excludes=effective_patterns(root, options.exclude, ()),
+            )
+            for root in options.root
+        ),
+        tags=tuple(options.tag),
+        message=options.message,
+        hold=options.hold,
+        lock_wait_seconds=options.wait,
+        io_priority=options.io_priority,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

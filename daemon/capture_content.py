@@ -1,0 +1,183 @@
+"""File content at the cut, into chunks and a block map.
+
+Data is read in runs, the log is polled after each, and blocks that the log has replace what was read. Holes are looked for
+with SEEK_DATA, so a sparse file costs what it holds. Memory is one run and one batch of chunk ids, whatever the file's size.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple
+
+from ciuic.daemon.capture_view import SealedView, Thing, Unreadable
+from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_blocks, blocks_name
+from ciuic.repository.blockmaps import blocks_of
+from ciuic.repository.ids import is_zero
+from ciuic.repository.writer import Writer
+from ciuic.types import HOLE, ChunkId, Entry, MapRef
+
+_RUN_BYTES: Final = 4 << 20
+_BATCH_BLOCKS: Final = 16 << 10
+"""A multiple of the block map's fan-out, so that batches rewrite no leaf."""
+EMPTY_MAP: Final = MapRef(b"", 0)
+
+Tick = Callable[[int], None]
+"""Called with the number of bytes read, after each run; may raise to stop."""
+
+
+class Stored(NamedTuple):
+    """Outcome of reading one file."""
+
+    map: MapRef
+    torn: bool
+    """Somebody changed it meanwhile and no overlay saw it: the content may never have existed as a whole."""
+
+
+class ContentReader:
+    """Reads regular files of one view into one writer."""
+
+    def __init__(self, view: SealedView, writer: Writer, block_size: int, tick: Tick) -> None:
+        self._view = view
+        self._writer = writer
+        self._block_size = block_size
+        self._tick = tick
+        self._run_blocks = max(1, _RUN_BYTES // block_size)
+
+    def whole(self, thing: Thing) -> Stored:
+        """The whole file. Unreadable; OSError from the repository."""
+        return self._store(thing, EMPTY_MAP, [(0, blocks_of(thing.stat.size, self._block_size))])
+
+    def changed(self, thing: Thing, previous: Entry, bitmap: bytes) -> Stored:
+        """The blocks of `bitmap`, over what the previous snapshot has of the file. Unreadable; OSError."""
+        size = thing.stat.size
+        wanted = set(bitmap_blocks(bitmap))
+        if size != previous.size_bytes:  # the last block is as long as the file says
+            wanted.update((previous.size_bytes // self._block_size, size // self._block_size))
+        blocks = blocks_of(size, self._block_size)
+        runs = _runs_of(sorted(block for block in wanted if block < blocks))
+        return self._store(thing, MapRef(previous.content, previous.map_height), runs)
+
+    def _store(self, thing: Thing, base: MapRef, runs: Iterable[tuple[int, int]]) -> Stored:
+        if thing.stat.size == 0:
+            return Stored(EMPTY_MAP, False)
+        blocks = blocks_of(thing.stat.size, self._block_size)
+        over_base = bool(base.content)
+        changes: dict[int, ChunkId] = {}
+        fd = self._view.open_content(thing)
+        try:
+            for first, stop in runs:
+                for piece_first, piece_stop, has_data in self._pieces(fd, first, stop):
+                    if over_base:
+                        changes.update(dict.fromkeys(range(piece_first, piece_stop), HOLE))
+                    self._store_piece(fd, thing, piece_first, piece_stop, has_data, changes)
+                    if len(changes) >= _BATCH_BLOCKS:
+                        base = self._writer.update_block_map(base, blocks, changes)
+                        changes.clear()
+            torn = self._changed_unseen(fd, thing)
+        finally:
+            os.close(fd)
+        return Stored(self._writer.update_block_map(base, blocks, changes), torn)
+
+    def _store_piece(
+        self, fd: int, thing: Thing, first: int, stop: int, has_data: bool, changes: dict[int, ChunkId]
+    ) -> None:
+        """Blocks [first, stop) at the cut that are not all zero, into `changes`."""
+        data = self._pread(fd, thing, first, stop) if has_data else b""
+        self._view.log.poll()
+        patches = self._view.log.blocks(thing.ino, first, stop)
+        if data:
+            patched = {index for run in patches for index in range(run.first, run.stop)}
+            for index in range(first, stop):
+                if index not in patched:
+                    self._put(index, data, (index - first) * self._block_size, changes)
+        self._tick(len(data))
+        for run in patches:
+            self._store_old_blocks(thing, run, changes)
+
+    def _store_old_blocks(self, thing: Thing, run: BlockRun, changes: dict[int, ChunkId]) -> None:
+        """Blocks that the overlay has put aside. What their sparse file lacks was zero."""
+        try:
+            fd = os.open(
+                f"{blocks_name(thing.ino, run.epoch)}",
+                os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW,
+                dir_fd=self._view.undo_fd,
+            )
+        except OSError as error:
+            self._view.log.poll()  # raises when the reason is that the epoch was given up
+            raise UndoLost(f"old blocks of inode {thing.ino} are gone: {error}") from error
+        try:
+            for first, stop, has_data in self._pieces(fd, run.first, run.stop):
+                data = self._pread(fd, thing, first, stop) if has_data else b""
+                for index in range(first, stop) if data else ():
+                    self._put(index, data, (index - first) * self._block_size, changes)
+                self._tick(len(data))
+        finally:
+            os.close(fd)
+
+    def _put(self, index: int, data: bytes, at: int, changes: dict[int, ChunkId]) -> None:
+        block = data[at : at + self._block_size]
+        if not is_zero(block):
+            changes[index] = self._writer.put_chunk(block)
+
+    def _pieces(self, fd: int, first: int, stop: int) -> Iterator[tuple[int, int, bool]]:
+        """[first, stop) in order, in parts that either are read at once (True) or hold no data now (False)."""
+        while first < stop:
+            data_at = min(self._next_data(fd, first), stop)
+            if data_at > first:
+                piece_stop = min(data_at, first + _BATCH_BLOCKS)
+            else:
+                piece_stop = min(stop, first + self._run_blocks)
+            yield first, piece_stop, data_at == first
+            first = piece_stop
+
+    def _next_data(self, fd: int, block: int) -> int:
+        """The first block from `block` on that has data; very large when there is none."""
+        try:
+            return os.lseek(fd, block * self._block_size, os.SEEK_DATA) // self._block_size
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return 1 << 62
+            if error.errno in (errno.EINVAL, errno.ENOTSUP):
+                return block  # a file system that knows no holes: all is data
+            raise Unreadable(error) from error
+
+    def _pread(self, fd: int, thing: Thing, first: int, stop: int) -> bytes:
+        """Bytes of [first, stop), cut off at the size at the cut and filled with zeros to it where the file ends now."""
+        offset = first * self._block_size
+        wanted = min(stop * self._block_size, thing.stat.size) - offset
+        parts = []
+        have = 0
+        try:
+            while have < wanted and (part := os.pread(fd, wanted - have, offset + have)):
+                parts.append(part)
+                have += len(part)
+        except OSError as error:
+            raise Unreadable(error) from error
+        if have < wanted:
+            parts.append(bytes(wanted - have))
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _changed_unseen(self, fd: int, thing: Thing) -> bool:
+        """Whether the file is no longer as it was when its attributes were read, and no record accounts for that."""
+        if self._view.log.inode(thing.ino) is not None:
+            return False
+        now = os.fstat(fd)
+        if (now.st_size, now.st_mtime_ns) != (thing.stat.size, thing.stat.mtime_ns):
+            return True
+        # Under an overlay ctime also moves when a hold link is dropped, which changes no content.
+        return not self._view.exact and now.st_ctime_ns != thing.stat.ctime_ns
+
+
+def _runs_of(blocks: list[int]) -> Iterator[tuple[int, int]]:
+    """Maximal runs (first, stop) of ascending numbers."""
+    start = previous = -2
+    for block in blocks:
+        if block != previous + 1:
+            if start >= 0:
+                yield start, previous + 1
+            start = block
+        previous = block
+    if start >= 0:
+        yield start, previous + 1

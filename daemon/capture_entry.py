@@ -1,0 +1,116 @@
+"""Entries: what the tree says of one thing at the cut, its content taken over from the base or read.
+
+The one place that decides whether content must be read.
+"""
+
+from __future__ import annotations
+
+import stat
+from typing import Final
+
+import msgspec
+
+from ciuic.daemon.capture_base import Base
+from ciuic.daemon.capture_content import EMPTY_MAP, ContentReader, Stored
+from ciuic.daemon.capture_view import Thing
+from ciuic.fuse_layer.undo_format import Change, Sealed
+from ciuic.repository import Writer
+from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, Entry, MapRef, TreeRef
+
+RACY_NS: Final = 1_000_000_000
+"""A ctime this close to the older cut may hide a later change: clocks tick coarsely."""
+
+
+class EntryMaker:
+    """Makes entries for one root."""
+
+    def __init__(
+        self, writer: Writer, content: ContentReader, base: Base | None, sealed: Sealed | None
+    ) -> None:
+        self._writer = writer
+        self._content = content
+        self._trusted = base is not None and base.trusted
+        self._settled_before_ns = base.time_ns - RACY_NS if base is not None else 0
+        self._changes: dict[int, Change] = sealed.changes if sealed is not None else {}
+        self._open_for_write = frozenset(sealed.open_for_write) if sealed is not None else frozenset()
+
+    def leaf(self, name: bytes, thing: Thing, previous: Entry | None) -> Entry:
+        """Anything but a directory. `previous` is the same inode in the base, None if it was not there. Unreadable."""
+        flags = FLAG_OPEN_FOR_WRITING if thing.ino in self._open_for_write else 0
+        stored = Stored(EMPTY_MAP, False)
+        if thing.is_file:
+            stored = self._file_content(thing, previous)
+            flags |= FLAG_OPEN_FOR_WRITING if stored.torn else 0
+        entry = self._attributes(name, thing, flags)
+        return msgspec.structs.replace(
+            entry, content=stored.map.content, map_height=stored.map.map_height, target=thing.target
+        )
+
+    def directory(self, name: bytes, thing: Thing, tree: TreeRef) -> Entry:
+        entry = self._attributes(name, thing, 0)
+        return msgspec.structs.replace(
+            entry, content=tree.id, total_files=tree.total_files, total_bytes=tree.total_bytes
+        )
+
+    def mountpoint(self, name: bytes, thing: Thing) -> Entry:
+        """Where another file system is mounted: an empty directory (or file) with a mark.
+
+        Its inode number belongs to that other file system and could be taken for one of ours: 0 instead.
+        """
+        return msgspec.structs.replace(
+            self._attributes(name, thing, FLAG_MOUNTPOINT), ino=0, size_bytes=0, total_files=0
+        )
+
+    def _attributes(self, name: bytes, thing: Thing, flags: int) -> Entry:
+        st = thing.stat
+        xattrs, xattrs_flag = self._writer.put_xattrs(thing.xattrs.items()) if thing.xattrs else ((), 0)
+        size_bytes = st.size if thing.is_file else len(thing.target)
+        is_device = stat.S_ISCHR(st.mode) or stat.S_ISBLK(st.mode)
+        return Entry(
+            name=name,
+            mode=st.mode,
+            uid=st.uid,
+            gid=st.gid,
+            rdev=st.rdev if is_device else 0,
+            ino=thing.ino,
+            size_bytes=size_bytes,
+            mtime_ns=st.mtime_ns,
+            ctime_ns=st.ctime_ns,
+            atime_ns=st.atime_ns,
+            flags=flags | xattrs_flag,
+            xattrs=xattrs,
+        )
+
+    def _file_content(self, thing: Thing, previous: Entry | None) -> Stored:
+        if thing.stat.size == 0:
+            return Stored(EMPTY_MAP, False)
+        change = self._changes.get(thing.ino)
+        if previous is None:
+            return self._content.whole(thing)
+        taken_over = Stored(MapRef(previous.content, previous.map_height), False)
+        if not self._trusted:
+            if change is None and self._is_same(thing, previous):
+                return taken_over
+            return self._content.whole(thing)
+        data = change.data if change is not None else 0
+        if isinstance(data, bytes):
+            return self._content.changed(thing, previous, data)
+        if data == 0 and thing.stat.size == previous.size_bytes:
+            return taken_over
+        return self._content.whole(thing)
+
+    def _is_same(self, thing: Thing, previous: Entry) -> bool:
+        st = thing.stat
+        return (
+            (st.size, st.mtime_ns, st.ctime_ns, thing.ino)
+            == (previous.size_bytes, previous.mtime_ns, previous.ctime_ns, previous.ino)
+            and st.ctime_ns <= self._settled_before_ns
+            and not previous.flags & FLAG_OPEN_FOR_WRITING
+        )
+
+
+def without_access_time_change(entry: Entry, old: Entry | None) -> Entry:
+    """`old` itself when only the access time differs: reading a file must not make a new tree."""
+    if old is not None and msgspec.structs.replace(entry, atime_ns=old.atime_ns) == old:
+        return old
+    return entry

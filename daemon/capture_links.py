@@ -1,0 +1,75 @@
+"""The link table of a capture: one entry for each inode that has several names, keyed by its number.
+
+A tree entry that refers to the table (`Entry.link`) must find its inode there, so an inode leaves the table only when its last
+reference is gone or has become an ordinary entry.
+"""
+
+from __future__ import annotations
+
+import stat
+from typing import Final
+
+from ciuic.daemon.capture_view import Thing
+from ciuic.repository import Trees, Writer
+from ciuic.types import Entry, TreeRef
+
+_BATCH_ENTRIES: Final = 8192
+
+
+def link_key(ino: int) -> bytes:
+    """The name of an inode's entry in a link table."""
+    return ino.to_bytes(8, "big")
+
+
+def reference(name: bytes, thing: Thing) -> Entry:
+    """The tree entry of one of several names: name, type and number; the rest is in the table."""
+    return Entry(name=name, mode=stat.S_IFMT(thing.stat.mode), ino=thing.ino, link=thing.ino)
+
+
+class LinkTable:
+    """The table being built, over an older one (`start`) or from nothing (b"").
+
+    `older` is where `previous` looks, whether or not the new table starts from it.
+    """
+
+    def __init__(self, trees: Trees, writer: Writer, *, older: bytes, start: bytes) -> None:
+        self._trees = trees
+        self._writer = writer
+        self._older = older
+        self._tree = TreeRef(id=start)  # type: ignore[arg-type]
+        self._pending: dict[bytes, Entry | None] = {}
+        self._settled: set[int] = set()
+
+    def previous(self, ino: int) -> Entry | None:
+        """The inode's entry in the older table."""
+        return self._trees.link(self._older, ino) if self._older else None
+
+    def is_settled(self, ino: int) -> bool:
+        """Whether this capture has already decided what the table says of the inode."""
+        return ino in self._settled
+
+    def keep(self, ino: int) -> None:
+        """The older table's entry stays as it is."""
+        self._settled.add(ino)
+
+    def put(self, entry: Entry) -> None:
+        self._set(entry.ino, entry)
+
+    def drop(self, ino: int) -> None:
+        """Nothing refers to the inode any more."""
+        self._set(ino, None)
+
+    def finish(self) -> TreeRef:
+        """Stores the table; id b"" when there are no hard links."""
+        self._flush()
+        return self._tree
+
+    def _set(self, ino: int, entry: Entry | None) -> None:
+        self._settled.add(ino)
+        self._pending[link_key(ino)] = entry
+        if len(self._pending) >= _BATCH_ENTRIES:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._tree = self._writer.update_tree(self._tree.id, self._pending, links=True)
+        self._pending = {}

@@ -1,0 +1,250 @@
+"""Capture of one root: open what is needed, choose the base, walk, and fall back to comparing where tracking does not hold.
+
+Guarantee: a root record is returned only for a walk that went through to its end. What could not be read is in
+`Report.errors`. Nothing here commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+
+from ciuic import STATE_DIR_NAME
+from ciuic.daemon.capture_base import Base, choose_base, touched_names
+from ciuic.daemon.capture_content import ContentReader
+from ciuic.daemon.capture_entry import EntryMaker
+from ciuic.daemon.capture_job import Progress, ReadError, RootJob
+from ciuic.daemon.capture_view import OfflineLog, SealedView, Unreadable, open_log
+from ciuic.daemon.capture_walk import TrackingBroken, Walked, Walker
+from ciuic.errors import CiuicError, Damaged
+from ciuic.excludes import ExcludeMatcher
+from ciuic.fuse_layer.undo_format import Sealed, UndoLost, read_sealed, sealed_name
+from ciuic.repository import Repository, Writer
+from ciuic.types import RootMode, RootRecord
+
+_log = structlog.get_logger(__name__)
+_PROGRESS_SECONDS: Final = 0.5
+_ERRORS_NAMED: Final = 1000
+
+
+class Interrupted(Exception):
+    """The process was asked to stop."""
+
+
+class Report:
+    """Counts what a capture does, tells about it now and then, and stops it when asked. `tell` hears Progress."""
+
+    def __init__(
+        self, tell: Callable[[Progress], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.entries = 0
+        self.files_read = 0
+        self.bytes_read = 0
+        self.errors: list[ReadError] = []
+        self.errors_total = 0
+        self.stop_requested = False
+        self.root = b""
+        self.entries_expected = 0
+        self.new_bytes: Callable[[], int] = lambda: 0
+        self._tell = tell
+        self._clock = clock
+        self._told_at = clock()
+        self._path = b""
+        self._path_was_read = True
+
+    def begin(self, root: bytes, entries_expected: int) -> None:
+        self.root = root
+        self.entries_expected = self.entries + entries_expected if entries_expected else 0
+        self._emit()
+
+    def visited(self, path: bytes) -> None:
+        self.entries += 1
+        self._path = path
+        self._path_was_read = False
+        self._tick()
+
+    def read(self, size_bytes: int) -> None:
+        if size_bytes:
+            self.bytes_read += size_bytes
+            if not self._path_was_read:
+                self._path_was_read = True
+                self.files_read += 1
+        self._tick()
+
+    def failed(self, path: bytes, error: OSError) -> None:
+        self.errors_total += 1
+        text = error.strerror or str(error)
+        if len(self.errors) < _ERRORS_NAMED:
+            self.errors.append(ReadError(root=self.root, path=path, error=text))
+        _log.warning("entry_not_readable", root=os.fsdecode(self.root), path=os.fsdecode(path), error=text)
+
+    def check(self) -> None:
+        """Raises Interrupted when the process was asked to stop."""
+        if self.stop_requested:
+            raise Interrupted
+
+    def _tick(self) -> None:
+        self.check()
+        if self._clock() - self._told_at >= _PROGRESS_SECONDS:
+            self._emit()
+
+    def _emit(self) -> None:
+        self._told_at = self._clock()
+        self._tell(
+            Progress(
+                root=self.root,
+                entries=self.entries,
+                files_read=self.files_read,
+                bytes_read=self.bytes_read,
+                new_bytes=self.new_bytes(),
+                entries_expected=self.entries_expected,
+                path=self._path,
+            )
+        )
+
+
+class OpenRoot:
+    """Descriptors of one root, and what its sealed epoch says. Context manager."""
+
+    def __init__(self, job: RootJob, block_size: int) -> None:
+        """UndoLost when the sealed epoch is not there (any more); OSError when the root is not."""
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as opening:
+            self.backing_fd = job.backing_fd
+            if self.backing_fd < 0:
+                self.backing_fd = os.open(job.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                opening.callback(os.close, self.backing_fd)
+            self.sealed: Sealed | None = None
+            if job.epoch:
+                self.view = self._open_sealed(job, block_size, opening)
+            else:
+                self.view = SealedView(self.backing_fd, log=OfflineLog())
+            self._stack = opening.pop_all()
+
+    def _open_sealed(self, job: RootJob, block_size: int, opening: contextlib.ExitStack) -> SealedView:
+        undo = os.path.join(os.fsdecode(STATE_DIR_NAME), "undo")
+        try:
+            undo_fd = os.open(undo, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.backing_fd)
+            opening.callback(os.close, undo_fd)
+            self.sealed = read_sealed(f"/proc/self/fd/{undo_fd}/{sealed_name(job.epoch)}")
+        except FileNotFoundError as error:
+            raise UndoLost(f"epoch {job.epoch} is not sealed, or was given up") from error
+        if self.sealed.session != job.session or self.sealed.epoch != job.epoch:
+            raise UndoLost(f"the sealed epoch belongs to another mount ({self.sealed.session})")
+        if self.sealed.block_size != block_size:
+            raise CiuicError(
+                f"the overlay tracks blocks of {self.sealed.block_size} bytes, the repository has {block_size}",
+                hint="restart the service, so that its overlays use the repository's block size",
+            )
+        log = open_log(undo_fd, job.epoch)
+        opening.callback(log.close)
+        return SealedView(self.backing_fd, log=log, undo_fd=undo_fd, worker_pid=job.worker_pid)
+
+    def __enter__(self) -> OpenRoot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def capture_root(
+    job: RootJob, repository: Repository, writer: Writer, report: Report
+) -> tuple[RootRecord, str]:
+    """Reads one root into the repository: its record, and the id of the snapshot it builds on ("" for none).
+
+    UndoLost, UndoDamaged, Interrupted, Damaged, Unreadable (the root itself), OSError (the repository, or no such root).
+    """
+    excludes = ExcludeMatcher(job.path, job.excludes)
+    digest = excludes.digest()
+    with OpenRoot(job, repository.block_size) as opened:
+        base = choose_base(repository, job.path, opened.sealed, digest)
+        if base is not None and not job.trust_tracking:
+            base = base._replace(trusted=False)
+        walked, base = _walk_with_fallback(job, repository, writer, report, opened, base, excludes)
+        opened.view.log.poll()
+    mode: RootMode = "full"
+    if opened.sealed is None:
+        mode = "offline"
+    elif base is not None and base.trusted:
+        mode = "tracked"
+    record = RootRecord(
+        path=job.path,
+        entry=walked.entry,
+        links=walked.links.id,
+        links_files=walked.links.total_files,
+        links_bytes=walked.links.total_bytes,
+        session=job.session if opened.sealed is not None else "",
+        epoch=job.epoch,
+        mode=mode,
+        excludes_digest=digest,
+    )
+    return record, base.snapshot_id if base is not None else ""
+
+
+def _walk_with_fallback(
+    job: RootJob,
+    repository: Repository,
+    writer: Writer,
+    report: Report,
+    opened: OpenRoot,
+    base: Base | None,
+    excludes: ExcludeMatcher,
+) -> tuple[Walked, Base | None]:
+    """Tracked if that holds, else comparing with the base, else (the base being damaged) reading everything."""
+    errors_before = len(report.errors), report.errors_total
+    while True:
+        try:
+            return _walk(job, repository, writer, report, opened, base, excludes), base
+        except TrackingBroken as error:
+            if base is None or not base.trusted:
+                raise
+            _log.warning("tracking_does_not_fit", root=os.fsdecode(job.path), reason=str(error))
+            base = base._replace(trusted=False)
+        except Damaged as error:
+            if base is None:
+                raise
+            _log.error("base_snapshot_damaged", snapshot=base.snapshot_id, reason=str(error))
+            base = None
+        del report.errors[errors_before[0] :]
+        report.errors_total = errors_before[1]
+
+
+def _walk(
+    job: RootJob,
+    repository: Repository,
+    writer: Writer,
+    report: Report,
+    opened: OpenRoot,
+    base: Base | None,
+    excludes: ExcludeMatcher,
+) -> Walked:
+    expected = 0
+    if base is not None and base.trusted:
+        expected = touched_names(opened.sealed)
+    elif base is not None:
+        expected = base.record.entry.total_files + base.record.links_files
+    report.begin(job.path, expected)
+    content = ContentReader(opened.view, writer, repository.block_size, report.read)
+    maker = EntryMaker(writer, content, base, opened.sealed)
+    place = os.stat(repository.path)
+    walker = Walker(
+        opened.view,
+        writer,
+        repository.trees,
+        maker,
+        base=base,
+        sealed=opened.sealed,
+        excludes=excludes,
+        skip=(place.st_dev, place.st_ino),
+        visited=report.visited,
+        failed=report.failed,
+    )
+    try:
+        return walker.run()
+    except Unreadable as error:
+        raise CiuicError(f"{os.fsdecode(job.path)} cannot be read: {error}") from error

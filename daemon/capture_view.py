@@ -1,0 +1,259 @@
+"""The state of a root at the cut, read while the job goes on changing it.
+
+Guarantee: what this module returns is true at the end of the epoch that its log reader was made for. It holds because
+everything is done in one order: read the backing directory, then poll the undo log, then let the log win. The overlay writes
+a record before the change that the record protects against, so whatever was read too late has its record by then.
+Inodes are pinned by O_PATH descriptors before the poll: what a name leads to cannot change between the question and the use.
+
+With `OfflineLog` (no overlay) the same code reads what is there, and exactness ends where somebody writes meanwhile.
+
+Leaves to others: what to visit (capture_walk) and file content (capture_content).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from types import TracebackType
+from typing import Final
+
+from ciuic import STATE_DIR_NAME
+from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, NameRecord, OldStat, UndoLost, hold_name
+
+_PIN: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_GONE: Final = (errno.ENOENT, errno.ENOTDIR)
+_NO_XATTRS: Final = (errno.ENOTSUP, errno.ENODATA, errno.ENOSYS, errno.EPERM, errno.EACCES)
+_STAT_RETRIES: Final = 100
+
+
+class Unreadable(Exception):
+    """The backing file system refused to show something. `error` is why."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror or str(error))
+        self.error = error
+
+
+class OfflineLog(LogReader):
+    """The undo log of a directory that no overlay serves: there is nothing in it."""
+
+    def __init__(self) -> None:
+        super().__init__("", 0)
+
+    def poll(self) -> int:
+        return 0
+
+
+class Thing:
+    """One inode as it was at the cut, pinned. Close it, or use it as a context manager."""
+
+    __slots__ = ("fd", "ino", "mountpoint", "stat", "target", "xattrs")
+
+    def __init__(self, fd: int, ino: int) -> None:
+        self.fd = fd
+        """O_PATH descriptor of the inode."""
+        self.ino = ino
+        self.mountpoint = False
+        """Another file system is mounted here: attributes are those of its root."""
+        self.stat: OldStat
+        self.xattrs: dict[bytes, bytes] = {}
+        self.target = b""
+
+    @property
+    def is_dir(self) -> bool:
+        return stat.S_ISDIR(self.stat.mode)
+
+    @property
+    def is_file(self) -> bool:
+        return stat.S_ISREG(self.stat.mode)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __enter__(self) -> Thing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SealedView:
+    """A root as it was at the cut. Not thread-safe.
+
+    `backing_fd` leads to the backing directory, `undo_fd` to its undo directory (-1 offline), `worker_pid` is the process whose
+    descriptors the log mentions. Descriptors stay the caller's. Every method may raise UndoLost or UndoDamaged.
+    """
+
+    def __init__(self, backing_fd: int, *, log: LogReader, undo_fd: int = -1, worker_pid: int = 0) -> None:
+        self.backing_fd = backing_fd
+        self.log = log
+        self.undo_fd = undo_fd
+        self.worker_pid = worker_pid
+        self.exact = undo_fd >= 0
+        """Whether changes made meanwhile are in the log."""
+        self.device = os.fstat(backing_fd).st_dev
+
+    def root(self) -> Thing:
+        """The root directory itself. Unreadable."""
+        return self._finish(self._pin(b".", self.backing_fd, os.O_DIRECTORY))
+
+    def names(self, directory: Thing, *, is_root: bool = False) -> list[bytes]:
+        """Names that may have been in the directory at the cut, sorted; `child` says which of them were. Unreadable."""
+        try:
+            fd = open_pinned(directory.fd, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                names = {os.fsencode(name) for name in os.listdir(fd)}
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise Unreadable(error) from error
+        self.log.poll()
+        names.update(name for name, record in self.log.names(directory.ino).items() if record.ino)
+        if is_root:
+            names.discard(STATE_DIR_NAME)
+        return sorted(names)
+
+    def child(self, directory: Thing, name: bytes) -> Thing | None:
+        """What the name led to at the cut, with its attributes then; None when it did not exist. Unreadable."""
+        thing: Thing | None = None
+        refused: Unreadable | None = None
+        try:
+            thing = self._pin(name, directory.fd)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            refused = Unreadable(error)
+        self.log.poll()
+        record = self.log.name(directory.ino, name)
+        if record is not None:
+            if thing is not None and thing.ino != record.ino:
+                thing.close()
+                thing = None
+            if record.ino == 0:
+                return None
+            if thing is None:
+                thing = self._held(record)
+        elif thing is not None:
+            thing = self._before_swap(thing)
+        elif refused is not None:
+            raise refused
+        return None if thing is None else self._finish(thing)
+
+    def open_content(self, thing: Thing) -> int:
+        """A descriptor for reading a regular file's data as it is now; the caller corrects it by the log and closes it."""
+        try:
+            return open_pinned(thing.fd, os.O_RDONLY)
+        except OSError as error:
+            raise Unreadable(error) from error
+
+    def _pin(self, name: bytes, dir_fd: int, extra_flags: int = 0) -> Thing:
+        fd = os.open(name, _PIN | extra_flags, dir_fd=dir_fd)
+        return Thing(fd, os.fstat(fd).st_ino)
+
+    def _held(self, record: NameRecord) -> Thing:
+        """The inode that a name record speaks of: by the worker's descriptor, or by its hold link."""
+        if record.fd >= 0:
+            return self._pin_undo(b"/proc/%d/fd/%d" % (self.worker_pid, record.fd), record.ino, follow=True)
+        return self._pin_undo(os.fsencode(hold_name(record.ino)), record.ino)
+
+    def _before_swap(self, thing: Thing) -> Thing:
+        """The inode that stood in this one's place at the cut, when a truncation put a new one there since."""
+        swap = self.log.swapped(thing.ino)
+        if swap is None:
+            return thing
+        thing.close()
+        return self._pin_undo(os.fsencode(hold_name(swap.ino)), swap.ino)
+
+    def _pin_undo(self, path: bytes, ino: int, *, follow: bool = False) -> Thing:
+        try:
+            fd = os.open(
+                path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), dir_fd=self.undo_fd
+            )
+        except OSError as error:
+            self.log.poll()  # raises when the reason is that the epoch was given up
+            raise UndoLost(f"inode {ino} is not where the undo log keeps it: {error}") from error
+        found = os.fstat(fd).st_ino
+        if found != ino:
+            os.close(fd)
+            self.log.poll()
+            raise UndoLost(f"the undo log keeps inode {found} where {ino} should be")
+        return Thing(fd, ino)
+
+    def _finish(self, thing: Thing) -> Thing:
+        """Attributes of a pinned inode at the cut."""
+        try:
+            st, hold_links = self._stat(thing)
+            thing.mountpoint = st.st_dev != self.device
+            xattrs = {} if thing.mountpoint else read_xattrs(thing.fd)
+            if stat.S_ISLNK(st.st_mode):
+                thing.target = os.readlink(b"", dir_fd=thing.fd)
+        except OSError as error:
+            thing.close()
+            raise Unreadable(error) from error
+        except BaseException:
+            thing.close()
+            raise
+        self.log.poll()
+        record = None if thing.mountpoint else self.log.inode(thing.ino)
+        if record is None:
+            thing.stat = OldStat.of(st, hold_links=hold_links)
+            thing.xattrs = xattrs
+        else:
+            thing.stat = record.stat
+            thing.xattrs = record.xattrs
+        return thing
+
+    def _stat(self, thing: Thing) -> tuple[os.stat_result, int]:
+        """Attributes now, and how many of the links are the overlay's own hold link."""
+        for _ in range(_STAT_RETRIES):
+            st = os.fstat(thing.fd)
+            if st.st_nlink < 2 or not self.exact or stat.S_ISDIR(st.st_mode):
+                return st, 0
+            held = self._is_held(thing.ino)
+            if os.fstat(thing.fd).st_nlink == st.st_nlink:
+                return st, int(held)
+        return st, int(held)
+
+    def _is_held(self, ino: int) -> bool:
+        try:
+            return os.stat(hold_name(ino), dir_fd=self.undo_fd, follow_symlinks=False).st_ino == ino
+        except FileNotFoundError:
+            return False
+
+
+def open_log(undo_fd: int, epoch: int) -> LogReader:
+    """The undo log in this directory, for capture of `epoch`."""
+    return LogReader(f"/proc/self/fd/{undo_fd}/{LOG_NAME}", epoch)
+
+
+def open_pinned(fd: int, flags: int) -> int:
+    """Opens what an O_PATH descriptor leads to, without moving its access time where we may."""
+    path = b"/proc/self/fd/%d" % fd
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOATIME)
+    except PermissionError:  # not the owner and not root: only offline, by hand
+        return os.open(path, flags | os.O_CLOEXEC)
+
+
+def read_xattrs(fd: int) -> dict[bytes, bytes]:
+    """All extended attributes of what an O_PATH descriptor leads to (a symlink's own, not its target's)."""
+    path = b"/proc/self/fd/%d" % fd
+    try:
+        names = os.listxattr(path)
+    except OSError as error:
+        if error.errno in _NO_XATTRS:
+            return {}
+        raise
+    found = {}
+    for name in names:
+        try:
+            found[os.fsencode(name)] = os.getxattr(path, name)
+        except OSError as error:
+            if error.errno not in _NO_XATTRS:
+                raise
+    return found
