@@ -70,24 +70,22 @@ def _caller(ctx: RequestContext) -> Caller:
 
 
 class Pyfuse3Driver(pyfuse3.Operations):
-    """Carries the requests of one mount to ``core``. ``on_ready`` is called once the kernel has begun to ask."""
+    """Carries the requests of one mount to ``core``."""
 
     supports_dot_lookup = False
     enable_writeback_cache = True
     enable_acl = True
 
-    def __init__(self, core: OverlayCore, on_ready: Callable[[], None]) -> None:
+    def __init__(self, core: OverlayCore) -> None:
         super().__init__()
         self.core = core
         self.requests = 0
         """Requests taken up so far."""
         self._dispatch = Dispatch(core)
-        self._on_ready = on_ready
 
     def init(self) -> None:
-        """The mount is live (FUSE_INIT)."""
+        """Called on the event loop, before any request."""
         self.core.inline_thread = threading.get_ident()
-        self._on_ready()
 
     # -- names and attributes -----------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from typing import Protocol
 
 import pyfuse3
@@ -31,7 +32,8 @@ def entry_of(attr: AttrLike) -> pyfuse3.EntryAttributes:
     entry.st_ino = attr.node
     entry.generation = attr.generation
     entry.entry_timeout = TIMEOUT_SECONDS
-    entry.attr_timeout = TIMEOUT_SECONDS
+    # A write takes set-id bits away in the core; the kernel, which would run the file with them, is not told.
+    entry.attr_timeout = 0.0 if st.st_mode & 0o6000 and stat.S_ISREG(st.st_mode) else TIMEOUT_SECONDS
     entry.st_mode = st.st_mode
     entry.st_nlink = attr.nlink
     entry.st_uid = st.st_uid

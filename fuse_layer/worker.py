@@ -32,6 +32,7 @@ import trio
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core import OverlayCore
+from ciuic.fuse_layer.init_handshake import Handshake
 from ciuic.fuse_layer.pyfuse3_driver import Pyfuse3Driver
 
 log = structlog.get_logger(__name__)
@@ -59,7 +60,7 @@ class Worker:
         self._stopping = trio.Event()
         self._stop_lock = threading.Lock()
         self._grace_seconds = SIGNAL_GRACE_SECONDS
-        self._driver = Pyfuse3Driver(core, self._announce)
+        self._driver = Pyfuse3Driver(core)
         self._server = ControlServer(
             core, control, backing_fd=backing_fd, on_stop=self.stop, extra_status=self._driver_status
         )
@@ -71,10 +72,11 @@ class Worker:
             entry = mounts.overlay_at(self._root)
             self._device = entry.device if entry is not None else ""
             self._mounted_ns = time.time_ns()
+            handshake = Handshake(fuse_fd)
             # libfuse takes a connection that is mounted already under this name (fuse_session_mount).
-            pyfuse3.init(self._driver, f"/dev/fd/{fuse_fd}", set())
+            pyfuse3.init(self._driver, f"/dev/fd/{handshake.session_fd}", set())
             try:
-                trio.run(self._serve)
+                trio.run(self._serve, handshake)
             finally:
                 self._detach()
                 pyfuse3.close(unmount=False)
@@ -86,8 +88,10 @@ class Worker:
         self._core.save_tracking()
         self._core.close()
 
-    async def _serve(self) -> None:
+    async def _serve(self, handshake: Handshake) -> None:
         self._token = trio.lowlevel.current_trio_token()
+        await handshake.run()
+        self._announce()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
             nursery.start_soon(self._end_after_grace)

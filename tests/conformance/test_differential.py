@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.overlay import Overlay, overlay_over
 
@@ -320,7 +320,6 @@ def sides(run_dir: Path) -> Iterator[tuple[Path, Overlay]]:
 _case = iter(range(1 << 30))
 
 
-@settings(max_examples=60)
 @given(ops=st.lists(OPS, min_size=5, max_size=60))
 def test_the_mount_behaves_as_a_plain_directory(sides: tuple[Path, Overlay], ops: list[Op]) -> None:
     """Every operation has the same result or errno on both sides, and both trees are equal afterwards."""
@@ -351,7 +350,6 @@ def _compare(
     assert _tree(os.fspath(overlay.backing / case)) == after
 
 
-@settings(max_examples=40)
 @given(
     ops=st.lists(OPS, min_size=5, max_size=50),
     cuts=st.lists(st.integers(0, 50), max_size=4),
