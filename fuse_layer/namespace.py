@@ -105,7 +105,8 @@ class Namespace:
         parent = self._nodes.get(parent_id)
         with self._state.gate:
             way = self._new_way(parent, name)
-            self._state.keep_name(parent, way, _lstat_or_none(way))
+            if _lstat_or_none(way) is None:  # otherwise nothing will change: EEXIST
+                self._state.keep_name(parent, way, None)
             masked = self._masked(way, mode, caller)
 
             def change() -> None:
@@ -140,7 +141,8 @@ class Namespace:
         with self._state.gate:
             way = self._new_way(parent, name)
             before = _lstat_or_none(way)
-            self._state.keep_name(parent, way, before)
+            if before is None:
+                self._state.keep_name(parent, way, None)
             masked = self._masked(way, mode, caller)
             want = backing_flags(flags) | os.O_CREAT | (flags & os.O_EXCL)
             # The caller may ask for a file that he may write and its mode forbids to read: this descriptor
@@ -167,7 +169,8 @@ class Namespace:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             old_name = source.name
             state.keep_inode(node)
-            state.keep_name(parent, way, _lstat_or_none(way))
+            if _lstat_or_none(way) is None:
+                state.keep_name(parent, way, None)
             state.with_space(
                 lambda: os.link(
                     old_name, new_name, src_dir_fd=source.dir_fd, dst_dir_fd=way.dir_fd, follow_symlinks=False

@@ -170,8 +170,11 @@ class OverlayState:
             return
         self.undo.keep_inode(st, way.path, follow=False)
         if stat.S_ISDIR(st.st_mode):
-            kept = Descriptor(os.open(name, _KEEP_FLAGS, dir_fd=way.dir_fd)) if moved else None
-            self.undo.keep_directory_name(parent.ino, name, st, kept)
+            kept = Descriptor(os.open(name, _KEEP_FLAGS, dir_fd=way.dir_fd))
+            # An empty one that goes needs no descriptor: a burst of removals must not run into the limit of open files. One
+            # that is not empty stays (ENOTEMPTY) or moves.
+            keep_open = moved or bool(os.listdir(kept.fd))
+            self.undo.keep_directory_name(parent.ino, name, st, kept if keep_open else None)
         else:
             self.undo.keep_file_name(parent.ino, way.dir_fd, name, st)
 
@@ -189,7 +192,7 @@ class OverlayState:
         return change()
 
 
-_KEEP_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
+_KEEP_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def is_reserved(nodes: NodeTable, parent: Node, name: bytes) -> bool:
