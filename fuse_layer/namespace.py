@@ -228,8 +228,14 @@ class Namespace:
         tracker = self._state.tracker
         if gone and tracker.is_fresh(target.st.st_ino):
             tracker.forget_created(target.st.st_ino)
-        else:
-            self._mark_touched(node, target.st)
+            return
+        if node is not None:
+            for (
+                known_parent,
+                known_name,
+            ) in node.names():  # of several names one may remain: its entry changes its form
+                tracker.mark_touched(known_parent, known_name)
+        self._mark_touched(node, target.st)
 
     # -- renaming -----------------------------------------------------------------------------------
 
