@@ -1,0 +1,165 @@
+"""The runtime directory: one daemon at a time, socket names, and what a successor must know of a killed daemon.
+
+Everything here lies on tmpfs and is gone after a reboot, which is right: overlay sessions end with the boot too.
+
+Guarantees: two daemons never share a runtime directory (flock, so a killed daemon leaves no stale lock); the journal of
+pending snapshots is replaced atomically. Leaves to others: what the journal means (coordinator.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from ciuic.errors import Busy, CiuicError, NotPermitted
+
+
+class CutRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One root's part in a snapshot: the epoch that its cut sealed."""
+
+    path: str
+    session: str
+    epoch: int
+
+
+class PendingRecord(msgspec.Struct, kw_only=True):
+    """A snapshot that was cut and whose id was given out, but which is not committed yet."""
+
+    id: str
+    time_ns: int
+    cuts: list[CutRecord]
+    message: str = ""
+    tags: list[str] = []
+    hold: bool = False
+    scheduled: bool = False
+    attempts: int = 0
+    hold_microseconds: int = 0
+    capture_pid: int = 0
+    capture_started_ticks: int = 0
+    """Field 22 of /proc/<pid>/stat: tells the capture from a later process with its number."""
+
+
+class RuntimeDirectory:
+    """``path``, locked. Made if missing (0755: the control socket's group must be able to enter)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd = -1
+
+    def acquire(self) -> None:
+        """Becomes the one daemon here; Busy, naming the other, if there is one."""
+        try:
+            self.path.mkdir(mode=0o755, parents=True, exist_ok=True)
+            fd = os.open(self.path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except PermissionError as error:
+            raise NotPermitted(
+                f"cannot write the runtime directory {self.path}: {error.strerror}", hint="run the daemon as root"
+            ) from error
+        except OSError as error:
+            raise CiuicError(f"cannot use the runtime directory {self.path}: {error.strerror}") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(fd)
+            raise Busy(
+                f"another ciuic daemon is running here (pid {owner}, {self.path})",
+                hint="ask it: ciuic status; stop it: systemctl stop ciuic",
+            ) from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        self._lock_fd = fd
+
+    def release(self) -> None:
+        """Leaves nothing of ours behind; the directory itself goes if it is empty."""
+        if self._lock_fd < 0:
+            return
+        (self.path / "pending.json").unlink(missing_ok=True)
+        (self.path / "daemon.lock").unlink(missing_ok=True)
+        os.close(self._lock_fd)
+        self._lock_fd = -1
+        try:
+            self.path.rmdir()
+        except OSError:
+            pass  # systemd's RuntimeDirectory, or a lingering worker's socket: not ours to remove
+
+    def worker_socket(self, root: str) -> Path:
+        """Where the worker of ``root`` listens (architecture.md, section 3)."""
+        return self.path / f"worker-{root_key(root)}.sock"
+
+    def write_pending(self, records: list[PendingRecord]) -> None:
+        """Replaces the journal. No fsync: it need not survive the kernel, only the daemon."""
+        temporary = self.path / "pending.json.tmp"
+        temporary.write_bytes(msgspec.json.encode(records))
+        temporary.rename(self.path / "pending.json")
+
+    def read_pending(self) -> list[PendingRecord]:
+        """What the predecessor had not finished; empty when there is nothing or it cannot be read."""
+        try:
+            return msgspec.json.decode((self.path / "pending.json").read_bytes(), type=list[PendingRecord])
+        except (FileNotFoundError, msgspec.DecodeError):
+            return []  # an unreadable journal only means that those epochs are given up and captured with the next
+
+
+def root_key(root: str) -> str:
+    """16 hex digits that name a root in file names; not secret, collisions are refused when roots are added."""
+    return xxhash.xxh3_64_hexdigest(os.fsencode(root))
+
+
+def bind_control_socket(path: Path, group_id: int | None) -> socket.socket:
+    """A listening socket at ``path``: 0600, or 0660 and ``group_id``.
+
+    A socket file that nobody answers on is a killed daemon's and is replaced; Busy when somebody answers.
+    The mode is in force before the name exists: bound under a temporary name, then renamed.
+    """
+    if path.exists() and _answers(path):
+        raise Busy(f"another ciuic daemon answers on {path}", hint="ask it: ciuic status")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    umask = os.umask(0o177)
+    try:
+        listener.bind(str(temporary))
+    except OSError as error:
+        listener.close()
+        raise CiuicError(f"cannot make the control socket {path}: {error.strerror or error}") from error
+    finally:
+        os.umask(umask)
+    try:
+        if group_id is not None:
+            os.chown(temporary, -1, group_id)
+            temporary.chmod(0o660)
+        listener.listen(64)
+        temporary.rename(path)
+    except OSError as error:
+        listener.close()
+        temporary.unlink(missing_ok=True)
+        raise CiuicError(f"cannot make the control socket {path}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except TimeoutError:
+            return True  # a full backlog: somebody listens, slowly
+    return True
+
+
+def process_start_ticks(pid: int) -> int:
+    """When the process began (field 22 of proc_pid_stat(5)), 0 if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(text.rpartition(")")[2].split()[19])

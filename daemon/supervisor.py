@@ -1,0 +1,296 @@
+"""Keeping one root served: recover, mount, watch, and mount again at once when its worker dies.
+
+Guarantees: as long as the task runs and the root is wanted, the overlay is over it or an alert says why not; a dead
+mount is detached before a new worker starts; after ``stop`` nothing is mounted there. A worker that still serves open
+handles is left alive: the job that holds them must not be hurt. Belongs to the trio thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Collection
+from typing import Protocol
+
+import structlog
+import trio
+
+from ciuic.bypass import Bypasser, find_bypassing
+from ciuic.control_types import BypassReport, MountState, RootStatus, rfc3339
+from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.events import EventBus
+from ciuic.daemon.recovery import detach_dead, is_mounted, open_root, recover_root
+from ciuic.daemon.settings import RootSettings
+from ciuic.daemon.worker_process import Worker, WorkerOptions, describe_exit, start_worker
+from ciuic.errors import CiuicError, Unreachable
+
+BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+STABLE_SECONDS = 60.0
+STOP_TIMEOUT_SECONDS = 60.0
+STATUS_TIMEOUT_SECONDS = 2.0
+LINGER_NOTICE_SECONDS = 3.0
+"""A worker that has detached and still lives after this long is serving open handles."""
+LINGER_GRACE_SECONDS = 10 * 365 * 86400.0
+"""How long a detached worker serves the handles of a job that goes on: until they close, whatever that takes."""
+log = structlog.get_logger(__name__)
+
+
+class MountHooks(Protocol):
+    """How the supervisor reaches processes and mounts; the real ones are ``RealMounts``."""
+
+    async def establish(self, settings: RootSettings) -> Worker: ...
+    async def detach_dead(self, root: str) -> None: ...
+    async def is_mounted(self, root: str) -> bool: ...
+    async def bypassing(self, root: str, ignore_pids: Collection[int]) -> list[Bypasser]: ...
+
+
+class RealMounts:
+    """Recovery, worker processes and /proc, each in threads where it may block."""
+
+    def __init__(self, options: Callable[[RootSettings], WorkerOptions]) -> None:
+        self._options = options
+
+    async def establish(self, settings: RootSettings) -> Worker:
+        options = self._options(settings)
+        adopted = await trio.to_thread.run_sync(recover_root, settings.path, options.socket)
+        if adopted is not None:
+            return adopted
+        backing_fd = await trio.to_thread.run_sync(open_root, settings.path, abandon_on_cancel=True)
+        return await start_worker(options, backing_fd)
+
+    async def detach_dead(self, root: str) -> None:
+        await trio.to_thread.run_sync(detach_dead, root)
+
+    async def is_mounted(self, root: str) -> bool:
+        return await trio.to_thread.run_sync(is_mounted, root)
+
+    async def bypassing(self, root: str, ignore_pids: Collection[int]) -> list[Bypasser]:
+        return await trio.to_thread.run_sync(lambda: find_bypassing(root, ignore_pids=ignore_pids))
+
+
+class RootSupervisor:
+    """One root. ``run`` is its task; everything else may be asked at any time."""
+
+    def __init__(
+        self,
+        settings: RootSettings,
+        hooks: MountHooks,
+        *,
+        alerts: Alerts,
+        events: EventBus,
+        on_session: Callable[[str, Worker], Awaitable[None]],
+        on_session_lost: Callable[[str, str], None],
+    ) -> None:
+        self.settings = settings
+        self.path = settings.path
+        self.worker: Worker | None = None
+        self.state: MountState = "starting"
+        self.restarts = 0
+        self.error = ""
+        self.bypassing: list[Bypasser] = []
+        self._hooks = hooks
+        self._alerts = alerts
+        self._events = events
+        self._on_session = on_session
+        self._on_session_lost = on_session_lost
+        self._settled = trio.Event()
+        self._stopping = False
+        self._scope = trio.CancelScope()
+        self._finished = trio.Event()
+
+    # -- the task
+
+    async def run(self) -> None:
+        """Serves the root until ``stop``."""
+        failures = 0
+        try:
+            with self._scope:
+                while not self._stopping:
+                    began = trio.current_time()
+                    worker = await self._establish()
+                    if worker is None:
+                        failures += 1
+                    else:
+                        await self._watch(worker)
+                        lived = trio.current_time() - began
+                        failures = 0 if lived >= STABLE_SECONDS else failures
+                        failures += 1
+                    if not self._stopping:
+                        await trio.sleep(BACKOFF_SECONDS[min(failures - 1, len(BACKOFF_SECONDS) - 1)])
+        finally:
+            self._finished.set()
+
+    async def _establish(self) -> Worker | None:
+        """Mounts, or adopts what a predecessor left; None and an alert when that is not possible now."""
+        try:
+            # Before the mount: afterwards the same processes look like ordinary ones.
+            await self._look_for_bypassing()
+            worker = await self._hooks.establish(self.settings)
+        except (CiuicError, OSError) as error:
+            hint = error.hint if isinstance(error, CiuicError) else ""
+            self.error = str(error)
+            self._set("failed")
+            log.error("root_not_mounted", root=self.path, error=self.error)
+            self._alerts.report(
+                f"root:{self.path}",
+                f"{self.path} is not protected: {self.error}",
+                hint=hint or "the daemon keeps trying",
+                root=self.path,
+            )
+            self._settled.set()
+            return None
+        self.worker = worker
+        self.error = ""
+        self._alerts.clear(f"root:{self.path}")
+        self._set("mounted")
+        log.info("root_mounted", root=self.path, pid=worker.pid, session=worker.session, adopted=worker.adopted)
+        await self._on_session(self.path, worker)
+        self._settled.set()
+        return worker
+
+    async def _watch(self, worker: Worker) -> None:
+        """Returns when the worker has ended and its mount is gone."""
+        status = await worker.wait()
+        self.worker = None
+        # First of all: a capture that goes on while the plain directory is open to everybody would not be exact.
+        self._on_session_lost(self.path, worker.session)
+        worker.close()
+        if self._stopping:
+            return
+        self.restarts += 1
+        self.error = f"the overlay worker ended: {describe_exit(status)}"
+        self._set("restarting")
+        log.error("worker_died", root=self.path, pid=worker.pid, status=describe_exit(status))
+        self._alerts.report(
+            f"worker:{self.path}",
+            f"the overlay worker of {self.path} died ({describe_exit(status)}) and was started again",
+            hint="files that were open through it answer ENOTCONN; the log has the worker's last words",
+            root=self.path,
+            severity="warning",
+        )
+        try:
+            await self._hooks.detach_dead(self.path)
+        except (CiuicError, OSError) as error:
+            log.error("dead_mount_not_detached", root=self.path, error=str(error))
+
+    async def _look_for_bypassing(self) -> None:
+        try:
+            ignore = {os.getpid()} | ({self.worker.pid} if self.worker else set())
+            found = await self._hooks.bypassing(self.path, ignore)
+        except (OSError, ValueError) as error:
+            log.warning("bypass_not_looked_for", root=self.path, error=str(error))
+            return
+        self.bypassing = [process for process in found if process.writes]
+        key = f"bypass:{self.path}"
+        if not self.bypassing:
+            self._alerts.clear(key)
+            return
+        names = ", ".join(f"{process.pid} ({process.command[:60]})" for process in self.bypassing[:5])
+        more = f" and {len(self.bypassing) - 5} more" if len(self.bypassing) > 5 else ""
+        self._alerts.report(
+            key,
+            f"processes reach {self.path} without passing the overlay: {names}{more}",
+            hint="restart them; until then captures compare the whole tree and may miss writes made during a capture",
+            root=self.path,
+            severity="warning",
+        )
+
+    async def refresh_bypassing(self) -> None:
+        """Looks whether the processes found before the mount are gone. Finds no new ones: there can be none."""
+        if not self.bypassing:
+            return
+        known = {process.pid for process in self.bypassing}
+        await self._look_for_bypassing()
+        self.bypassing = [process for process in self.bypassing if process.pid in known]
+
+    # -- from outside
+
+    async def settled(self) -> None:
+        """Returns when the first attempt to mount has ended, well or not."""
+        await self._settled.wait()
+
+    async def stop(self) -> None:
+        """Unmounts and ends the task. On return nothing of ours lies over the root, or an alert says why it does."""
+        self._stopping = True
+        self._set("stopping")
+        self._scope.cancel()
+        await self._finished.wait()
+        worker, self.worker = self.worker, None
+        try:
+            if worker is None:
+                await self._hooks.detach_dead(self.path)
+            else:
+                self._on_session_lost(self.path, worker.session)
+                await self._stop_worker(worker)
+        except (CiuicError, OSError, trio.TooSlowError) as error:
+            log.error("root_not_unmounted", root=self.path, error=str(error) or type(error).__name__)
+            self._alerts.report(
+                f"root:{self.path}",
+                f"the overlay of {self.path} could not be taken away: {str(error) or 'its worker does not stop'}",
+                hint=f"look at its log; as a last resort: umount -l {self.path}",
+                root=self.path,
+            )
+            return
+        self._alerts.clear(f"root:{self.path}")
+        self._set("unmounted")
+        log.info("root_unmounted", root=self.path)
+
+    async def _stop_worker(self, worker: Worker) -> None:
+        """Asks it to detach, and sees it end, unless it still serves open handles. TooSlowError if it does not detach."""
+        try:
+            with trio.fail_after(STOP_TIMEOUT_SECONDS):
+                try:
+                    await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
+                except Unreachable:
+                    if not worker.is_alive():
+                        await self._hooks.detach_dead(self.path)
+                        return
+                    worker.terminate()  # SIGTERM asks for the same
+                await self._wait_detached()
+            with trio.move_on_after(LINGER_NOTICE_SECONDS):
+                await worker.wait()
+                return
+            log.info("worker_serves_open_handles", root=self.path, pid=worker.pid)
+        finally:
+            worker.close()
+
+    async def _wait_detached(self) -> None:
+        while await self._hooks.is_mounted(self.path):
+            await trio.sleep(0.02)
+
+    async def status(self) -> RootStatus:
+        """The root now, with what its worker answers within two seconds."""
+        document = RootStatus(
+            path=self.path,
+            driver=self.settings.driver,
+            state=self.state,
+            restarts=self.restarts,
+            error=self.error,
+            bypassing=[_report(process) for process in self.bypassing],
+        )
+        worker = self.worker
+        if worker is None:
+            return document
+        document.worker_pid = worker.pid
+        document.session = worker.session
+        try:
+            with trio.fail_after(STATUS_TIMEOUT_SECONDS):
+                facts = await worker.ask(lambda client: client.status())
+        except (Unreachable, trio.TooSlowError):
+            document.error = "the worker does not answer"
+            return document
+        for name in ("driver", "epoch", "dirty_bytes", "dirty_inodes", "undo_bytes", "open_files", "requests"):
+            setattr(document, name, getattr(facts, name))
+        document.pending = list(facts.pending)
+        document.tracking = facts.since > 0 and not self.bypassing
+        document.mounted_since = rfc3339(facts.mounted_ns) if facts.mounted_ns else ""
+        return document
+
+    def _set(self, state: MountState) -> None:
+        if state != self.state:
+            self.state = state
+            self._events.emit("root_state", root=self.path, detail=state)
+
+
+def _report(process: Bypasser) -> BypassReport:
+    paths = dict.fromkeys(use.path.decode("utf-8", "backslashreplace") for use in process.uses if use.writes)
+    return BypassReport(pid=process.pid, command=process.command, paths=list(paths)[:20])

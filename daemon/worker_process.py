@@ -1,0 +1,242 @@
+"""One overlay worker as a process: started by us, or found alive after a predecessor.
+
+Guarantees: a worker is known by pidfd, so its end is seen whoever started it and its number cannot be mistaken; it runs
+in a session of its own and holds nothing of ours but its backing descriptor, so that neither our terminal, our death nor
+our restart reaches it. Leaves to others: when to start, restart and stop (supervisor.py), what is mounted (recovery.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+import structlog
+import trio
+
+import ciuic
+from ciuic.errors import CiuicError
+from ciuic.fuse_layer.control_client import ControlClient, WorkerUnreachable
+from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, socket_address
+
+READY_TIMEOUT_SECONDS = 30.0
+CONTROL_TIMEOUT_SECONDS = 30.0
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+# Control calls wait in threads of their own: workers that hang must not use up the threads that everything else needs.
+_control_threads = trio.CapacityLimiter(64)
+
+
+class WorkerClient(Protocol):
+    """The calls of the control channel (architecture.md, section 3); ControlClient is one, and so is a test's fake."""
+
+    def status(self) -> WorkerStatus: ...
+    def backing_fd(self) -> int: ...
+    def writers(self) -> list[bytes]: ...
+    def hold(self, timeout_seconds: float) -> None: ...
+    def cut(self) -> CutReply: ...
+    def release(self) -> None: ...
+    def committed(self, epoch: int) -> None: ...
+    def abort(self, epoch: int) -> None: ...
+    def stop(self, grace_seconds: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class WorkerDied(CiuicError):
+    """The worker ended before it was ready."""
+
+
+class WorkerOptions(NamedTuple):
+    """What a worker is told on its command line."""
+
+    root: str
+    socket: Path
+    driver: str
+    block_bytes: int
+    undo_limit_bytes: int
+
+
+class Worker:
+    """A live worker. ``close`` gives up our descriptors; the process is not touched by it."""
+
+    def __init__(
+        self,
+        pid: int,
+        backing_fd: int,
+        session: str,
+        connect: Callable[[], WorkerClient],
+        *,
+        child: subprocess.Popen[bytes] | None = None,
+        adopted: bool = False,
+    ) -> None:
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.backing_fd = backing_fd
+        self.session = session
+        self.adopted = adopted
+        self.connect = connect
+        """A new connection each time: a hold belongs to its connection."""
+        self._child = child
+        self._client = connect()
+        self._closed = False
+
+    async def ask(self, call: Callable[[WorkerClient], T]) -> T:
+        """Makes one call on the standing connection in a thread, abandoned if we are cancelled meanwhile."""
+        return await trio.to_thread.run_sync(call, self._client, abandon_on_cancel=True, limiter=_control_threads)
+
+    async def wait(self) -> int | None:
+        """Returns when the process has ended: its exit status (negative: signal), None for a worker not our child."""
+        await trio.lowlevel.wait_readable(self.pidfd)
+        return self._child.wait() if self._child is not None else None
+
+    def is_alive(self) -> bool:
+        """Whether the process still runs."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, 0)
+        except ProcessLookupError:
+            return False
+        return self._child is None or self._child.poll() is None
+
+    def terminate(self) -> None:
+        """Asks it to stop as its ``stop`` request would (SIGTERM)."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
+        except ProcessLookupError:
+            log.debug("worker_already_gone", pid=self.pid)
+
+    def close(self) -> None:
+        """Closes connection and descriptors; a second time it does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._client.close()
+        for fd in (self.pidfd, self.backing_fd):
+            os.close(fd)
+        if self._child is not None and self._child.poll() is None:
+            # It serves handles that are still open and outlives us by design; Popen must not complain of that.
+            self._child.returncode = 0
+
+
+async def start_worker(options: WorkerOptions, backing_fd: int) -> Worker:
+    """Starts a worker over ``backing_fd`` and waits until it serves. Takes ``backing_fd`` over in every case.
+
+    WorkerDied when it ends first or is not ready in time (it is killed then); its own log says why.
+    """
+    ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
+    try:
+        try:
+            child = subprocess.Popen(
+                _command(options, backing_fd, ready_write),
+                pass_fds=(backing_fd, ready_write),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C in our terminal is not meant for the job's file system
+                cwd=str(options.socket.parent),  # never below a root, which a worker must not touch by name
+                env=child_environment(),
+            )
+        finally:
+            os.close(ready_write)
+        try:
+            await _wait_ready(ready_read, child, options.root)
+            client = ControlClient(options.socket, timeout_seconds=CONTROL_TIMEOUT_SECONDS)
+            status = await trio.to_thread.run_sync(client.status, limiter=_control_threads)
+            client.close()
+        except BaseException:
+            child.kill()
+            child.wait()
+            raise
+    except BaseException:
+        os.close(backing_fd)
+        raise
+    finally:
+        os.close(ready_read)
+    return Worker(child.pid, backing_fd, status.session, _connector(options.socket), child=child)
+
+
+def adopt_worker(socket_path: Path, *, timeout_seconds: float = 5.0) -> Worker | None:
+    """The worker that answers on ``socket_path``, with a descriptor of its backing directory; None if nobody answers."""
+    pid = peer_pid(socket_path)
+    if pid is None:
+        return None
+    client = ControlClient(socket_path, timeout_seconds=timeout_seconds)
+    try:
+        status = client.status()
+        backing_fd = client.backing_fd()
+    except WorkerUnreachable:
+        return None
+    finally:
+        client.close()
+    return Worker(pid, backing_fd, status.session, _connector(socket_path), adopted=True)
+
+
+def peer_pid(socket_path: Path) -> int | None:
+    """Who listens on a unix socket (SO_PEERCRED); None when nobody does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, socket_address(str(socket_path)) as address:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(address)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return None
+        except TimeoutError:
+            return None
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, _, _ = struct.unpack("3i", credentials)
+    return int(pid)
+
+
+def child_environment() -> dict[str, str]:
+    """Our environment, so completed that ``python -m ciuic…`` finds this very package whatever its directory is."""
+    source = str(Path(ciuic.__file__).parent.parent)
+    paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def _connector(socket_path: Path) -> Callable[[], WorkerClient]:
+    return lambda: ControlClient(socket_path, timeout_seconds=CONTROL_TIMEOUT_SECONDS)
+
+
+def _command(options: WorkerOptions, backing_fd: int, ready_fd: int) -> Sequence[str]:
+    return [
+        sys.executable,
+        *("-m", "ciuic.fuse_layer.worker"),
+        *("--root", options.root),
+        *("--backing-fd", str(backing_fd)),
+        *("--control", str(options.socket)),
+        *("--driver", options.driver),
+        *("--block-size", str(options.block_bytes)),
+        *("--undo-limit", str(options.undo_limit_bytes)),
+        *("--ready-fd", str(ready_fd)),
+    ]
+
+
+async def _wait_ready(ready_read: int, child: subprocess.Popen[bytes], root: str) -> None:
+    os.set_blocking(ready_read, False)
+    with trio.move_on_after(READY_TIMEOUT_SECONDS):
+        await trio.lowlevel.wait_readable(ready_read)
+        if os.read(ready_read, 16) == b"ready\n":
+            return
+        status = child.wait()  # the pipe closed: it has ended, or is ending
+        raise WorkerDied(
+            f"the overlay worker of {root} ended before it was ready ({describe_exit(status)})",
+            hint="its own lines in the daemon's log say why",
+        )
+    raise WorkerDied(
+        f"the overlay worker of {root} was not ready within {READY_TIMEOUT_SECONDS:.0f} s",
+        hint="its own lines in the daemon's log say why",
+    )
+
+
+def describe_exit(status: int | None) -> str:
+    """An exit status in words."""
+    if status is None:
+        return "status unknown"
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"
