@@ -48,5 +48,3 @@ class Alerts:
 
     def __contains__(self, key: str) -> bool:
         return key in self._standing
-
-

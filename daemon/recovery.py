@@ -46,7 +46,8 @@ def detach_dead(root: str) -> int:
         liveness = mounts.probe(root, PROBE_TIMEOUT_SECONDS)
         if liveness != "dead":
             raise Busy(
-                f"{root} is served by another ciuic" + (" that does not answer" if liveness == "hung" else ""),
+                f"{root} is served by another ciuic"
+                + (" that does not answer" if liveness == "hung" else ""),
                 hint="stop the daemon that serves it; if there is none: umount -l " + root,
             )
         mounts.detach(root)
@@ -59,9 +60,13 @@ def open_root(root: str) -> int:
     try:
         return mounts.open_backing(root)
     except FileNotFoundError as error:
-        raise NotFound(f"{root} does not exist", hint="make it, or take it out of the configuration") from error
+        raise NotFound(
+            f"{root} does not exist", hint="make it, or take it out of the configuration"
+        ) from error
     except NotADirectoryError as error:
-        raise UsageError(f"{root} is not a directory", hint="protect the directory that contains it") from error
+        raise UsageError(
+            f"{root} is not a directory", hint="protect the directory that contains it"
+        ) from error
     except OSError as error:
         raise CiuicError(f"{root} cannot be opened: {os.strerror(error.errno or 0)}") from error
 

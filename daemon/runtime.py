@@ -55,10 +55,13 @@ class RuntimeDirectory:
         """Becomes the one daemon here; Busy, naming the other, if there is one."""
         try:
             self.path.mkdir(mode=0o755, parents=True, exist_ok=True)
-            fd = os.open(self.path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            fd = os.open(
+                self.path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+            )
         except PermissionError as error:
             raise NotPermitted(
-                f"cannot write the runtime directory {self.path}: {error.strerror}", hint="run the daemon as root"
+                f"cannot write the runtime directory {self.path}: {error.strerror}",
+                hint="run the daemon as root",
             ) from error
         except OSError as error:
             raise CiuicError(f"cannot use the runtime directory {self.path}: {error.strerror}") from error

@@ -7,10 +7,11 @@ parts noticing. Leaves validation to ciuic.config: what arrives here has been ch
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-DEFAULT_BLOCK_BYTES = 256 * 1024
-DEFAULT_UNDO_LIMIT_BYTES = 64 * 1024**3
+from ciuic.config.model import Config, MinFree
+from ciuic.config.places import repository_path
+from ciuic.retention import RetentionPolicy
 
 
 class RootSettings(NamedTuple):
@@ -26,21 +27,40 @@ class Settings(NamedTuple):
     """Everything the daemon acts on."""
 
     socket: Path
-    repository: Path
-    group: str = ""
+    runtime_dir: Path
+    repository: Path | None
+    """None: there is no root yet, and so no file system to put the repository on."""
+    group: str | None = None
     roots: tuple[RootSettings, ...] = ()
     interval_seconds: int = 3600
     io_priority: str = "idle"
-    retention: Any = None
-    """The configuration's retention rules, as ciuic.retention takes them; only passed on."""
-    undo_limit_bytes: int = DEFAULT_UNDO_LIMIT_BYTES
+    retention: RetentionPolicy = RetentionPolicy()
+    min_free: MinFree | None = None
+    block_bytes: int = 256 * 1024
+    undo_limit_bytes: int = 16 << 30
     config_path: str = ""
-
-    @property
-    def runtime_dir(self) -> Path:
-        """Where the sockets, the lock and the journal are: beside the control socket."""
-        return self.socket.parent
 
     def root(self, path: str) -> RootSettings | None:
         """The settings of the root at ``path``."""
         return next((root for root in self.roots if root.path == path), None)
+
+
+def settings_of(config: Config) -> Settings:
+    """The daemon's view of a configuration. Resolves the repository's path."""
+    return Settings(
+        socket=config.control.socket,
+        runtime_dir=config.runtime_dir,
+        repository=repository_path(config) if config.roots or config.repository.path else None,
+        group=config.control.group,
+        roots=tuple(
+            RootSettings(str(root.path), root.driver, tuple(config.excludes_of(root)))
+            for root in config.roots
+        ),
+        interval_seconds=config.schedule.interval_seconds,
+        io_priority=str(config.capture.io_priority),
+        retention=config.retention,
+        min_free=config.min_free,
+        block_bytes=config.repository.block_size_bytes,
+        undo_limit_bytes=config.capture.undo_limit_bytes,
+        config_path=str(config.file or ""),
+    )

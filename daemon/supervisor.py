@@ -142,7 +142,9 @@ class RootSupervisor:
         self.error = ""
         self._alerts.clear(f"root:{self.path}")
         self._set("mounted")
-        log.info("root_mounted", root=self.path, pid=worker.pid, session=worker.session, adopted=worker.adopted)
+        log.info(
+            "root_mounted", root=self.path, pid=worker.pid, session=worker.session, adopted=worker.adopted
+        )
         await self._on_session(self.path, worker)
         self._settled.set()
         return worker
@@ -278,7 +280,15 @@ class RootSupervisor:
         except (Unreachable, trio.TooSlowError):
             document.error = "the worker does not answer"
             return document
-        for name in ("driver", "epoch", "dirty_bytes", "dirty_inodes", "undo_bytes", "open_files", "requests"):
+        for name in (
+            "driver",
+            "epoch",
+            "dirty_bytes",
+            "dirty_inodes",
+            "undo_bytes",
+            "open_files",
+            "requests",
+        ):
             setattr(document, name, getattr(facts, name))
         document.pending = list(facts.pending)
         document.tracking = facts.since > 0 and not self.bypassing

@@ -89,7 +89,9 @@ class Worker:
 
     async def ask(self, call: Callable[[WorkerClient], T]) -> T:
         """Makes one call on the standing connection in a thread, abandoned if we are cancelled meanwhile."""
-        return await trio.to_thread.run_sync(call, self._client, abandon_on_cancel=True, limiter=_control_threads)
+        return await trio.to_thread.run_sync(
+            call, self._client, abandon_on_cancel=True, limiter=_control_threads
+        )
 
     async def wait(self) -> int | None:
         """Returns when the process has ended: its exit status (negative: signal), None for a worker not our child."""
@@ -178,7 +180,10 @@ def adopt_worker(socket_path: Path, *, timeout_seconds: float = 5.0) -> Worker |
 
 def peer_pid(socket_path: Path) -> int | None:
     """Who listens on a unix socket (SO_PEERCRED); None when nobody does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, socket_address(str(socket_path)) as address:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe,
+        socket_address(str(socket_path)) as address,
+    ):
         probe.settimeout(2.0)
         try:
             probe.connect(address)

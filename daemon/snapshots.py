@@ -1,0 +1,490 @@
+"""Taking snapshots: one cut at a time, one capture at a time, in the order of the cuts.
+
+Guarantees: an id is given out only when every root's cut is made and the journal names it; each sealed epoch is in the
+end either committed or given back to its worker; a snapshot whose overlay session ended is never committed. A killed
+daemon's successor goes on with the same ids (``resume``). Leaves to others: what a cut and a capture are (cut.py,
+capture_process.py), when one is due (schedule.py), what stays (upkeep_process.py).
+
+Belongs to the trio thread. Every await below may find the world changed: sessions end, captures are killed; ``lost`` of
+a pending snapshot is looked at after each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NamedTuple
+
+import structlog
+import trio
+
+from ciuic.control_types import SnapshotRequest, SnapshotState, rfc3339
+from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.capture_job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, RootJob
+from ciuic.daemon.capture_process import CaptureProcess, wait_for_stranger
+from ciuic.daemon.cut import RootCut, cut_together, flush
+from ciuic.daemon.events import EventBus
+from ciuic.daemon.pending import PendingSnapshot, retry_after
+from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory, process_start_ticks
+from ciuic.daemon.settings import Settings
+from ciuic.daemon.store import Store
+from ciuic.daemon.supervisor import RootSupervisor
+from ciuic.daemon.worker_process import Worker
+from ciuic.errors import Busy, CiuicError, NotFound
+
+MAX_PENDING = 8
+"""Each pending epoch costs its root a copy of what the job overwrites: more than a few would be felt."""
+REMEMBERED = 64
+MOUNT_PATIENCE_SECONDS = 10.0
+LOCK_WAIT_SECONDS = 30.0
+TAG_UNFLUSHED = "unflushed"
+"""On a snapshot for which the kernel's cached writes could not all be written back in time."""
+log = structlog.get_logger(__name__)
+
+Flush = Callable[[str, Worker], Awaitable[bool]]
+
+
+class Context(NamedTuple):
+    """What taking snapshots works with."""
+
+    settings: Callable[[], Settings]
+    roots: Callable[[], Mapping[str, RootSupervisor]]
+    store: Callable[[], Store]
+    runtime: RuntimeDirectory
+    alerts: Alerts
+    events: EventBus
+    now_ns: Callable[[], int]
+    host: str
+    new_capture: Callable[[], CaptureProcess]
+    flush: Flush = flush
+
+
+class Snapshots:
+    """The queue of pending snapshots and the task that captures them."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._queue: list[PendingSnapshot] = []
+        self._remembered: dict[str, PendingSnapshot] = {}
+        self._wake = trio.Event()
+        self._cut_lock = trio.Lock()
+        self.repository_lock = trio.Lock()
+        """Held while a process of ours writes to the repository: captures and upkeep take turns."""
+        self.on_committed: Callable[[], None] = lambda: None
+        self.last_failure: SnapshotState | None = None
+
+    # -- asking for a snapshot
+
+    async def take(self, request: SnapshotRequest, *, scheduled: bool = False) -> PendingSnapshot:
+        """Cuts now. On return the instant is fixed, the id is final, and the journal names it.
+
+        Busy when too many wait; NotFound for a root that is not protected; CiuicError when no root can be cut.
+        """
+        async with self._cut_lock:  # the queue's order is the order of the epochs
+            if len(self._queue) >= MAX_PENDING:
+                raise Busy(
+                    f"{len(self._queue)} snapshots wait for capture already",
+                    hint="wait for one: ciuic status --watch",
+                )
+            supervisors, missing = await self._targets(request.roots)
+            snapshot_id = await self._new_id()
+            tags = list(dict.fromkeys(request.tags))
+            if not await self._flush_all(supervisors):
+                tags.append(TAG_UNFLUSHED)
+            trusted = {supervisor.path: not supervisor.bypassing for supervisor in supervisors}
+            cuts = await self._cut(supervisors)
+            # No await from here to the end of the block: an epoch that was cut is known to the queue and the journal.
+            record = PendingRecord(
+                id=snapshot_id,
+                time_ns=max(cut.cut_ns for cut in cuts),
+                cuts=[CutRecord(path=cut.path, session=cut.session, epoch=cut.epoch) for cut in cuts],
+                message=request.message,
+                tags=tags,
+                hold=request.hold,
+                scheduled=scheduled,
+                hold_microseconds=max(cut.hold_us for cut in cuts),
+            )
+            pending = PendingSnapshot(
+                record,
+                announce=self._announce,
+                missing=missing,
+                trust_tracking=trusted,
+                cut_at=trio.current_time(),
+            )
+            self._enqueue(pending)
+        log.info("snapshot_cut", id=pending.id, roots=pending.state.roots, hold_us=record.hold_microseconds)
+        for supervisor in supervisors:
+            await supervisor.refresh_bypassing()
+        return pending
+
+    def state(self, snapshot_id: str) -> PendingSnapshot | None:
+        """A snapshot of this daemon's life, or None when it is not (or no longer) remembered."""
+        return self._remembered.get(snapshot_id)
+
+    def unfinished(self) -> list[SnapshotState]:
+        """Oldest first; and the last failure, if nothing was committed since."""
+        failure = [self.last_failure] if self.last_failure else []
+        return [*failure, *(pending.state for pending in self._queue)]
+
+    def scheduled_is_waiting(self) -> bool:
+        """Whether a snapshot that the schedule asked for is still on its way: another would only pile up."""
+        return any(pending.record.scheduled for pending in self._queue)
+
+    async def _targets(self, wanted: list[str]) -> tuple[list[RootSupervisor], list[str]]:
+        """The mounted roots that are asked for, and in words the ones of "all" that cannot be cut."""
+        known = self._context.roots()
+        for path in wanted:
+            if path not in known:
+                raise NotFound(f"{path} is not a protected root", hint="ciuic status names them")
+        chosen = [known[path] for path in (dict.fromkeys(wanted) if wanted else known)]
+        with trio.move_on_after(MOUNT_PATIENCE_SECONDS):
+            while any(supervisor.state in ("starting", "restarting") for supervisor in chosen):
+                await trio.sleep(0.05)
+        mounted = [supervisor for supervisor in chosen if supervisor.worker is not None]
+        absent = [supervisor.path for supervisor in chosen if supervisor.worker is None]
+        if absent and (wanted or not mounted):
+            raise CiuicError(f"not mounted: {', '.join(absent)}", hint="ciuic status says why")
+        if not mounted:
+            raise CiuicError("no root is protected", hint="protect one: ciuic protect PATH")
+        return mounted, [f"{path} is not mounted" for path in absent]
+
+    async def _new_id(self) -> str:
+        store = self._context.store()
+        taken = frozenset(self._remembered)
+
+        def work() -> str:
+            store.ensure()
+            return store.new_id(taken)
+
+        return await trio.to_thread.run_sync(work)
+
+    async def _flush_all(self, supervisors: list[RootSupervisor]) -> bool:
+        results: list[bool] = []
+
+        async def one(supervisor: RootSupervisor, worker: Worker) -> None:
+            try:
+                results.append(await self._context.flush(supervisor.path, worker))
+            except CiuicError as error:
+                log.warning("flush_failed", root=supervisor.path, error=str(error))
+                results.append(False)
+
+        async with trio.open_nursery() as nursery:
+            for supervisor in supervisors:
+                if supervisor.worker is not None:
+                    nursery.start_soon(one, supervisor, supervisor.worker)
+        return len(results) == len(supervisors) and all(results)
+
+    async def _cut(self, supervisors: list[RootSupervisor]) -> list[RootCut]:
+        workers = [(supervisor.path, supervisor.worker) for supervisor in supervisors]
+        if any(worker is None for _, worker in workers):
+            raise CiuicError("an overlay worker ended during the snapshot", hint="try again")
+        sessions = {path: worker.session for path, worker in workers if worker is not None}
+
+        def work() -> list[RootCut]:
+            parts = [(path, worker.connect()) for path, worker in workers if worker is not None]
+            try:
+                return cut_together(parts)
+            finally:
+                for _, client in parts:
+                    client.close()
+
+        # Not abandoned on cancellation: an epoch that is cut must become known.
+        cuts = await trio.to_thread.run_sync(work)
+        return [cut._replace(session=sessions[cut.path]) for cut in cuts]
+
+    def _enqueue(self, pending: PendingSnapshot) -> None:
+        self._queue.append(pending)
+        self._remembered[pending.id] = pending
+        done = [id_ for id_, known in self._remembered.items() if known.finished.is_set()]
+        for id_ in done[: max(0, len(self._remembered) - REMEMBERED)]:
+            del self._remembered[id_]
+        self._write_journal()
+        self._wake.set()
+        self._announce("snapshot_cut", pending.state)
+
+    def _write_journal(self) -> None:
+        try:
+            self._context.runtime.write_pending([pending.record for pending in self._queue])
+        except OSError as error:
+            # Without it a successor gives these epochs up and captures them with the next: no reason to fail this one.
+            log.error("journal_not_written", error=str(error))
+
+    def _announce(self, kind: str, state: SnapshotState) -> None:
+        self._context.events.emit(kind, snapshot=state)
+
+    # -- capturing
+
+    async def run(self) -> None:
+        """Captures what is queued, for ever. Cancelled, it ends the running capture and gives every epoch back."""
+        try:
+            while True:
+                while not self._queue:
+                    self._wake = trio.Event()
+                    await self._wake.wait()
+                pending = self._queue[0]
+                await self._bring_home(pending)
+                self._queue.remove(pending)
+                self._write_journal()
+        finally:
+            with trio.move_on_after(10, shield=True):
+                for pending in self._queue:
+                    await self._give_up(pending, Failed(error="the daemon stopped before it was captured"))
+            self._queue.clear()
+
+    async def _bring_home(self, pending: PendingSnapshot) -> None:
+        """Attempts until the snapshot is committed or given up."""
+        await self._await_predecessor(pending)
+        while True:
+            if pending.lost:
+                await self._give_up(pending, Failed(error=pending.lost))
+                return
+            if await self._committed_already(pending):
+                return
+            pending.capturing()
+            async with self.repository_lock:
+                outcome = await self._attempt(pending)
+            if isinstance(outcome, Done):
+                await self._commit(pending, outcome)
+                return
+            if pending.lost:
+                continue
+            waited = trio.current_time() - pending.cut_at
+            after = retry_after(outcome, pending.record.attempts, waited).after_seconds
+            log.warning(
+                "capture_failed",
+                id=pending.id,
+                error=outcome.error,
+                code=outcome.code,
+                retry_after_seconds=after,
+            )
+            if after is None:
+                await self._give_up(pending, outcome)
+                return
+            pending.waiting(outcome)
+            self._context.alerts.report(
+                "capture",
+                f"snapshot {pending.id} waits: {outcome.error}",
+                hint=outcome.hint,
+                severity="warning",
+            )
+            self.on_committed()  # upkeep may free what a full store lacks
+            with trio.move_on_after(after):
+                await pending.wake.wait()
+
+    async def _attempt(self, pending: PendingSnapshot) -> Done | Failed:
+        try:
+            job, fds = self._job(pending)
+        except CiuicError as error:
+            return Failed(error=str(error), hint=error.hint, code=EXIT_UNDO_LOST)
+        process = self._context.new_capture()
+        pending.process = process
+        try:
+            return await process.run(
+                job,
+                fds,
+                on_start=lambda pid: self._capture_started(pending, pid),
+                on_progress=pending.progressed,
+            )
+        except OSError as error:
+            return Failed(error=f"the capture process cannot be started: {error}")
+        finally:
+            pending.process = None
+            pending.record.capture_pid = 0
+            for fd in fds:
+                os.close(fd)
+
+    def _job(self, pending: PendingSnapshot) -> tuple[CaptureJob, list[int]]:
+        """The job and duplicates of the backing descriptors in it, which the caller closes."""
+        settings, roots = self._context.settings(), self._context.roots()
+        fds: list[int] = []
+        jobs: list[RootJob] = []
+        try:
+            for cut in pending.record.cuts:
+                supervisor = roots.get(cut.path)
+                worker = supervisor.worker if supervisor else None
+                if supervisor is None or worker is None or worker.session != cut.session:
+                    raise CiuicError(f"the overlay session of {cut.path} has ended")
+                fds.append(os.dup(worker.backing_fd))
+                jobs.append(
+                    RootJob(
+                        path=os.fsencode(cut.path),
+                        backing_fd=fds[-1],
+                        session=cut.session,
+                        epoch=cut.epoch,
+                        worker_pid=worker.pid,
+                        excludes=supervisor.settings.excludes,
+                        trust_tracking=pending.trust_tracking.get(cut.path, False),
+                    )
+                )
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        record = pending.record
+        return (
+            CaptureJob(
+                repository=str(settings.repository),
+                id=record.id,
+                time_ns=record.time_ns,
+                host=self._context.host,
+                roots=tuple(jobs),
+                tags=tuple(record.tags),
+                message=record.message,
+                hold=record.hold,
+                hold_reason=record.message if record.hold else "",
+                lock_wait_seconds=LOCK_WAIT_SECONDS,
+                io_priority=settings.io_priority,
+            ),
+            fds,
+        )
+
+    def _capture_started(self, pending: PendingSnapshot, pid: int) -> None:
+        pending.record.capture_pid = pid
+        pending.record.capture_started_ticks = process_start_ticks(pid)
+        self._write_journal()
+
+    async def _commit(self, pending: PendingSnapshot, done: Done) -> None:
+        await self._tell_workers(pending, committed=True)
+        unread = [f"{_text(error.root)}/{_text(error.path)}: {error.error}" for error in done.errors]
+        pending.committed(new_bytes=done.new_bytes, errors=unread)
+        log.info(
+            "snapshot_committed",
+            id=pending.id,
+            new_bytes=done.new_bytes,
+            files_read=done.files_read,
+            bytes_read=done.bytes_read,
+            modes=done.modes,
+            seconds=round(done.seconds, 3),
+            unreadable=done.errors_total,
+        )
+        self._after_commit()
+        if done.errors_total:
+            self._context.alerts.report(
+                "unreadable",
+                f"{done.errors_total} files could not be read into {pending.id}: {'; '.join(unread[:3])}",
+                hint="the snapshot has everything else; look at the disk below the root",
+                severity="warning",
+            )
+        else:
+            self._context.alerts.clear("unreadable")
+
+    def _after_commit(self) -> None:
+        self.last_failure = None
+        self._context.alerts.clear("capture")
+        self.on_committed()
+
+    async def _committed_already(self, pending: PendingSnapshot) -> bool:
+        """Whether an earlier attempt, or a predecessor's capture, got as far as the commit."""
+        if pending.record.attempts == 0:
+            return False
+        cut = pending.record.cuts[0]
+        store = self._context.store()
+        try:
+            found = await trio.to_thread.run_sync(store.snapshot_of_epoch, cut.path, cut.session, cut.epoch)
+        except CiuicError as error:
+            log.warning("repository_not_asked", id=pending.id, error=str(error))
+            return False
+        if found is None:
+            return False
+        await self._tell_workers(pending, committed=True)
+        pending.committed(new_bytes=found.new_bytes)
+        log.info("snapshot_committed", id=pending.id, new_bytes=found.new_bytes, found="after restart")
+        self._after_commit()
+        return True
+
+    async def _give_up(self, pending: PendingSnapshot, failure: Failed) -> None:
+        await self._tell_workers(pending, committed=False)
+        pending.failed(failure)
+        self.last_failure = pending.state
+        log.error("snapshot_failed", id=pending.id, error=failure.error)
+        self._context.alerts.report(
+            "capture",
+            f"snapshot {pending.id} of {rfc3339(pending.record.time_ns)} failed: {failure.error}",
+            hint=failure.hint or "its changes will be in the next snapshot",
+        )
+
+    async def _tell_workers(self, pending: PendingSnapshot, *, committed: bool) -> None:
+        """``committed`` or ``abort`` for each root whose session still lives."""
+        for cut in pending.record.cuts:
+            supervisor = self._context.roots().get(cut.path)
+            worker = supervisor.worker if supervisor else None
+            if worker is None or worker.session != cut.session:
+                continue
+            epoch = cut.epoch
+            try:
+                if committed:
+                    await worker.ask(lambda client, epoch=epoch: client.committed(epoch))  # type: ignore[misc]
+                else:
+                    await worker.ask(lambda client, epoch=epoch: client.abort(epoch))  # type: ignore[misc]
+            except CiuicError as error:
+                # It finds out by itself: reconcile asks the repository about every epoch a worker calls pending.
+                log.warning(
+                    "worker_not_told", root=cut.path, epoch=epoch, committed=committed, error=str(error)
+                )
+
+    # -- sessions that end, daemons that follow one another
+
+    def session_lost(self, path: str, session: str) -> None:
+        """The worker of ``path`` has ended or is being stopped: what it sealed can no longer be captured exactly."""
+        for pending in self._queue:
+            if any(cut.path == path and cut.session == session for cut in pending.record.cuts):
+                pending.lose(f"the overlay session of {path} ended before the capture did")
+
+    def resume(self, records: list[PendingRecord]) -> None:
+        """Takes up what a killed predecessor had promised, as far as the sessions still live."""
+        roots = self._context.roots()
+        for record in records:
+            pending = PendingSnapshot(record, announce=self._announce, cut_at=trio.current_time())
+            self._enqueue(pending)
+            for cut in record.cuts:
+                supervisor = roots.get(cut.path)
+                worker = supervisor.worker if supervisor else None
+                if worker is None or worker.session != cut.session:
+                    pending.lose(f"the overlay session of {cut.path} ended with the daemon before this one")
+            log.info("snapshot_resumed", id=record.id, lost=pending.lost)
+
+    async def reconcile(self, path: str, worker: Worker) -> None:
+        """Settles the epochs that an adopted worker calls pending and that no queued snapshot is about."""
+        try:
+            epochs = (await worker.ask(lambda client: client.status())).pending
+        except CiuicError as error:
+            log.warning("worker_not_asked", root=path, error=str(error))
+            return
+        queued = {
+            (cut.path, cut.session, cut.epoch) for pending in self._queue for cut in pending.record.cuts
+        }
+        store = self._context.store()
+        for epoch in epochs:
+            if (path, worker.session, epoch) in queued:
+                continue
+            try:
+                found = await trio.to_thread.run_sync(store.snapshot_of_epoch, path, worker.session, epoch)
+                if found is not None:
+                    await worker.ask(lambda client, epoch=epoch: client.committed(epoch))  # type: ignore[misc]
+                else:
+                    await worker.ask(lambda client, epoch=epoch: client.abort(epoch))  # type: ignore[misc]
+                log.info("epoch_reconciled", root=path, epoch=epoch, snapshot=found.id if found else "")
+            except CiuicError as error:
+                log.warning("epoch_not_reconciled", root=path, epoch=epoch, error=str(error))
+
+    async def _await_predecessor(self, pending: PendingSnapshot) -> None:
+        """Lets a capture that a killed daemon had started end: it works for the same id."""
+        pid, ticks = pending.record.capture_pid, pending.record.capture_started_ticks
+        if not pid:
+            return
+        log.info("predecessor_capture_awaited", id=pending.id, pid=pid)
+        async with trio.open_nursery() as nursery:
+
+            async def end_with_session() -> None:
+                while not pending.lost:
+                    await pending.wake.wait()
+                await wait_for_stranger(pid, ticks, kill=True)
+
+            nursery.start_soon(end_with_session)
+            await wait_for_stranger(pid, ticks)
+            nursery.cancel_scope.cancel()
+        pending.record.capture_pid = 0
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "backslashreplace")

@@ -1,0 +1,135 @@
+"""What the daemon itself asks of the repository. All of it blocks: call it in threads.
+
+Guarantees: nothing here holds the repository open between calls or takes its lock, except to make one that is missing.
+Captures and upkeep are processes of their own and open it for themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from ciuic.control_types import RepositoryStatus, SnapshotSummary, rfc3339
+from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.repository import Repository
+from ciuic.types import SnapshotId
+
+RECENT_SNAPSHOTS = 32
+"""How many of the newest snapshots are looked at for an epoch: more epochs than that are never pending."""
+
+
+class LastSnapshot(Protocol):
+    """The newest committed snapshot's facts."""
+
+    @property
+    def id(self) -> SnapshotId: ...
+    @property
+    def time_ns(self) -> int: ...
+    @property
+    def new_bytes(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class Store:
+    """The repository at ``path``; None when the configuration does not say where."""
+
+    def __init__(self, path: Path | None, *, block_bytes: int) -> None:
+        self.path = path
+        self._block_bytes = block_bytes
+
+    def ensure(self) -> None:
+        """Makes the repository if there is none."""
+        path = self._known_path()
+        if not Repository.exists(path):
+            Repository.create(path, block_size=self._block_bytes).close()
+
+    def new_id(self, taken: frozenset[str]) -> SnapshotId:
+        """An id that neither a committed snapshot nor one of ``taken`` has."""
+        with self._open() as repository:
+            return repository.snapshots.new_id(taken)
+
+    def latest(self) -> LastSnapshot | None:
+        """The newest committed snapshot; None when there is none, or no repository yet."""
+        try:
+            with self._open() as repository:
+                return repository.snapshots.latest()
+        except NotFound:
+            return None
+
+    def block_bytes(self) -> int:
+        """The block size that trackers must use: the repository's, or what a new one would get."""
+        try:
+            with self._open() as repository:
+                return repository.block_size
+        except CiuicError:
+            return self._block_bytes
+
+    def find(self, snapshot_id: str) -> LastSnapshot | None:
+        """A committed snapshot by its full id."""
+        try:
+            with self._open() as repository:
+                return repository.snapshots.info(SnapshotId.parse(snapshot_id))
+        except (NotFound, ValueError):
+            return None
+
+    def snapshot_of_epoch(self, root: str, session: str, epoch: int) -> LastSnapshot | None:
+        """The committed snapshot that holds this epoch of this session; None when there is none."""
+        wanted = (os.fsencode(root), session, epoch)
+        try:
+            with self._open() as repository:
+                for info in repository.snapshots.list(root=wanted[0], limit=RECENT_SNAPSHOTS):
+                    try:
+                        records = repository.snapshots.load(info.id).roots
+                    except Damaged:
+                        continue
+                    if any((record.path, record.session, record.epoch) == wanted for record in records):
+                        return info
+        except NotFound:
+            return None
+        return None
+
+    def status(self) -> RepositoryStatus:
+        """Size and room. What cannot be found out stays zero: a status must not fail because the store does."""
+        if self.path is None:
+            return RepositoryStatus()
+        document = RepositoryStatus(path=str(self.path))
+        try:
+            with self._open() as repository:
+                document.exists = True
+                document.size_bytes = repository.stored_bytes()
+                document.snapshots = len(repository.snapshots.ids())
+        except CiuicError:
+            document.exists = Repository.exists(self.path)
+        document.free_bytes, document.total_bytes = self._room(self.path)
+        return document
+
+    @staticmethod
+    def _room(path: Path) -> tuple[int, int]:
+        for place in (path, *path.parents):
+            try:
+                facts = os.statvfs(place)
+            except FileNotFoundError:
+                continue  # not made yet: its parent is on the file system it will be on
+            except OSError:
+                break
+            return facts.f_bfree * facts.f_frsize, facts.f_blocks * facts.f_frsize
+        return 0, 0
+
+    def _known_path(self) -> Path:
+        if self.path is None:
+            raise CiuicError(
+                "no repository is configured", hint="protect a directory, or set [repository] path"
+            )
+        return self.path
+
+    def _open(self) -> Repository:
+        return Repository.open(self._known_path())
+
+
+def summary(info: LastSnapshot) -> SnapshotSummary:
+    """The snapshot as a status document shows it."""
+    return SnapshotSummary(
+        id=info.id, time=rfc3339(info.time_ns), new_bytes=info.new_bytes, size_bytes=info.size_bytes
+    )
