@@ -94,12 +94,14 @@ def cut_together(
     failure: CiuicError | None = None
     failed_root = ""
     try:
-        for failed_root, client in parts:
+        for root, client in parts:
+            failed_root = root
             held.append(client)  # also when hold fails half-way: releasing what is not held does nothing
             client.hold(hold_seconds)
-        for failed_root, client in parts:
+        for root, client in parts:
+            failed_root = root
             reply = client.cut()
-            done.append(RootCut(failed_root, "", reply.epoch, reply.cut_ns, reply.hold_us))
+            done.append(RootCut(root, "", reply.epoch, reply.cut_ns, reply.hold_us))
     except CiuicError as error:
         failure = error
     finally:

@@ -130,6 +130,10 @@ class PendingSnapshot:
         self._announce("snapshot_failed", self.state)
         self.finished.set()
 
+    def is_lost(self) -> bool:
+        """Whether the sealed state can no longer be captured; asked anew after every await."""
+        return bool(self.lost)
+
     def lose(self, reason: str) -> None:
         """The sealed state has gone: a capture that runs is ended at once."""
         self.lost = self.lost or reason

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -86,10 +87,9 @@ class RuntimeDirectory:
         (self.path / "daemon.lock").unlink(missing_ok=True)
         os.close(self._lock_fd)
         self._lock_fd = -1
-        try:
+        # Not empty: it holds a lingering worker's socket. Not permitted: it is systemd's RuntimeDirectory.
+        with suppress(OSError):
             self.path.rmdir()
-        except OSError:
-            pass  # systemd's RuntimeDirectory, or a lingering worker's socket: not ours to remove
 
     def worker_socket(self, root: str) -> Path:
         """Where the worker of ``root`` listens (architecture.md, section 3)."""
@@ -114,36 +114,52 @@ def root_key(root: str) -> str:
     return xxhash.xxh3_64_hexdigest(os.fsencode(root))
 
 
-def bind_control_socket(path: Path, group_id: int | None) -> socket.socket:
-    """A listening socket at ``path``: 0600, or 0660 and ``group_id``.
+def bind_control_socket(path: Path, group_id: int | None, stored_fd: int | None = None) -> socket.socket:
+    """A listening socket at ``path``: 0600, or 0660 and ``group_id``. Call with the runtime directory acquired.
 
-    A socket file that nobody answers on is a killed daemon's and is replaced; Busy when somebody answers.
-    The mode is in force before the name exists: bound under a temporary name, then renamed.
+    ``stored_fd``, a listener that systemd kept for us over a restart, is used if it is this path's: whoever connected
+    meanwhile is answered then. A socket file that nobody answers on is a killed daemon's and is replaced; Busy when
+    somebody answers, who must be a daemon with another runtime directory.
     """
-    if path.exists() and _answers(path):
-        raise Busy(f"another ciuic daemon answers on {path}", hint="ask it: ciuic status")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    umask = os.umask(0o177)
+    listener = _stored_listener(path, stored_fd)
+    if listener is None:
+        if path.exists() and _answers(path):
+            raise Busy(f"another ciuic daemon answers on {path}", hint="ask it: ciuic status")
+        listener = _bind(path)
     try:
-        listener.bind(str(temporary))
+        if group_id is not None:
+            os.chown(path, -1, group_id)
+        path.chmod(0o600 if group_id is None else 0o660)
+        listener.listen(64)
+    except OSError as error:
+        listener.close()
+        raise CiuicError(f"cannot make the control socket {path}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _stored_listener(path: Path, fd: int | None) -> socket.socket | None:
+    if fd is None:
+        return None
+    listener = socket.socket(fileno=fd)
+    if listener.family == socket.AF_UNIX and listener.getsockname() == str(path) and path.is_socket():
+        return listener
+    listener.close()
+    return None
+
+
+def _bind(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    umask = os.umask(0o177)  # the mode is in force from the first moment of the name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        listener.bind(str(path))
     except OSError as error:
         listener.close()
         raise CiuicError(f"cannot make the control socket {path}: {error.strerror or error}") from error
     finally:
         os.umask(umask)
-    try:
-        if group_id is not None:
-            os.chown(temporary, -1, group_id)
-            temporary.chmod(0o660)
-        listener.listen(64)
-        temporary.rename(path)
-    except OSError as error:
-        listener.close()
-        temporary.unlink(missing_ok=True)
-        raise CiuicError(f"cannot make the control socket {path}: {error.strerror or error}") from error
-    listener.setblocking(False)
     return listener
 
 

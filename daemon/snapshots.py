@@ -72,6 +72,10 @@ class Snapshots:
         """Held while a process of ours writes to the repository: captures and upkeep take turns."""
         self.on_committed: Callable[[], None] = lambda: None
         self.last_failure: SnapshotState | None = None
+        self.last_cut_ns = 0
+        """Of the newest snapshot committed in this daemon's life."""
+        self._stopped = trio.Event()
+        self._running = False
 
     # -- asking for a snapshot
 
@@ -138,8 +142,8 @@ class Snapshots:
                 raise NotFound(f"{path} is not a protected root", hint="ciuic status names them")
         chosen = [known[path] for path in (dict.fromkeys(wanted) if wanted else known)]
         with trio.move_on_after(MOUNT_PATIENCE_SECONDS):
-            while any(supervisor.state in ("starting", "restarting") for supervisor in chosen):
-                await trio.sleep(0.05)
+            for supervisor in chosen:
+                await supervisor.not_in_transition()
         mounted = [supervisor for supervisor in chosen if supervisor.worker is not None]
         absent = [supervisor.path for supervisor in chosen if supervisor.worker is None]
         if absent and (wanted or not mounted):
@@ -216,6 +220,7 @@ class Snapshots:
 
     async def run(self) -> None:
         """Captures what is queued, for ever. Cancelled, it ends the running capture and gives every epoch back."""
+        self._running = True
         try:
             while True:
                 while not self._queue:
@@ -230,12 +235,18 @@ class Snapshots:
                 for pending in self._queue:
                     await self._give_up(pending, Failed(error="the daemon stopped before it was captured"))
             self._queue.clear()
+            self._stopped.set()
+
+    async def stopped(self) -> None:
+        """``run`` has been cancelled and has given back what it had; at once if it never ran."""
+        if self._running:
+            await self._stopped.wait()
 
     async def _bring_home(self, pending: PendingSnapshot) -> None:
         """Attempts until the snapshot is committed or given up."""
         await self._await_predecessor(pending)
         while True:
-            if pending.lost:
+            if pending.is_lost():
                 await self._give_up(pending, Failed(error=pending.lost))
                 return
             if await self._committed_already(pending):
@@ -246,7 +257,7 @@ class Snapshots:
             if isinstance(outcome, Done):
                 await self._commit(pending, outcome)
                 return
-            if pending.lost:
+            if pending.is_lost():
                 continue
             waited = trio.current_time() - pending.cut_at
             after = retry_after(outcome, pending.record.attempts, waited).after_seconds
@@ -357,7 +368,7 @@ class Snapshots:
             seconds=round(done.seconds, 3),
             unreadable=done.errors_total,
         )
-        self._after_commit()
+        self._after_commit(pending)
         if done.errors_total:
             self._context.alerts.report(
                 "unreadable",
@@ -368,8 +379,9 @@ class Snapshots:
         else:
             self._context.alerts.clear("unreadable")
 
-    def _after_commit(self) -> None:
+    def _after_commit(self, pending: PendingSnapshot) -> None:
         self.last_failure = None
+        self.last_cut_ns = max(self.last_cut_ns, pending.record.time_ns)
         self._context.alerts.clear("capture")
         self.on_committed()
 
@@ -389,7 +401,7 @@ class Snapshots:
         await self._tell_workers(pending, committed=True)
         pending.committed(new_bytes=found.new_bytes)
         log.info("snapshot_committed", id=pending.id, new_bytes=found.new_bytes, found="after restart")
-        self._after_commit()
+        self._after_commit(pending)
         return True
 
     async def _give_up(self, pending: PendingSnapshot, failure: Failed) -> None:
@@ -444,28 +456,29 @@ class Snapshots:
             log.info("snapshot_resumed", id=record.id, lost=pending.lost)
 
     async def reconcile(self, path: str, worker: Worker) -> None:
-        """Settles the epochs that an adopted worker calls pending and that no queued snapshot is about."""
-        try:
-            epochs = (await worker.ask(lambda client: client.status())).pending
-        except CiuicError as error:
-            log.warning("worker_not_asked", root=path, error=str(error))
-            return
-        queued = {
-            (cut.path, cut.session, cut.epoch) for pending in self._queue for cut in pending.record.cuts
-        }
-        store = self._context.store()
-        for epoch in epochs:
-            if (path, worker.session, epoch) in queued:
-                continue
+        """Settles the epochs that an worker calls pending and that no queued snapshot is about."""
+        async with self._cut_lock:  # an epoch just cut is pending before the queue knows of it
             try:
-                found = await trio.to_thread.run_sync(store.snapshot_of_epoch, path, worker.session, epoch)
-                if found is not None:
-                    await worker.ask(lambda client, epoch=epoch: client.committed(epoch))  # type: ignore[misc]
-                else:
-                    await worker.ask(lambda client, epoch=epoch: client.abort(epoch))  # type: ignore[misc]
-                log.info("epoch_reconciled", root=path, epoch=epoch, snapshot=found.id if found else "")
+                epochs = (await worker.ask(lambda client: client.status())).pending
             except CiuicError as error:
-                log.warning("epoch_not_reconciled", root=path, epoch=epoch, error=str(error))
+                log.warning("worker_not_asked", root=path, error=str(error))
+                return
+            queued = {(cut.path, cut.session, cut.epoch) for pending in self._queue for cut in pending.record.cuts}
+            for epoch in epochs:
+                if (path, worker.session, epoch) not in queued:
+                    await self._settle(path, worker, epoch)
+
+    async def _settle(self, path: str, worker: Worker, epoch: int) -> None:
+        store = self._context.store()
+        try:
+            found = await trio.to_thread.run_sync(store.snapshot_of_epoch, path, worker.session, epoch)
+            if found is not None:
+                await worker.ask(lambda client: client.committed(epoch))
+            else:
+                await worker.ask(lambda client: client.abort(epoch))
+            log.info("epoch_reconciled", root=path, epoch=epoch, snapshot=found.id if found else "")
+        except CiuicError as error:
+            log.warning("epoch_not_reconciled", root=path, epoch=epoch, error=str(error))
 
     async def _await_predecessor(self, pending: PendingSnapshot) -> None:
         """Lets a capture that a killed daemon had started end: it works for the same id."""
@@ -476,7 +489,7 @@ class Snapshots:
         async with trio.open_nursery() as nursery:
 
             async def end_with_session() -> None:
-                while not pending.lost:
+                while not pending.is_lost():
                     await pending.wake.wait()
                 await wait_for_stranger(pid, ticks, kill=True)
 

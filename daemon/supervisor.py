@@ -93,6 +93,7 @@ class RootSupervisor:
         self._on_session = on_session
         self._on_session_lost = on_session_lost
         self._settled = trio.Event()
+        self._changed = trio.Event()
         self._stopping = False
         self._scope = trio.CancelScope()
         self._finished = trio.Event()
@@ -206,6 +207,11 @@ class RootSupervisor:
 
     # -- from outside
 
+    async def not_in_transition(self) -> None:
+        """Returns when the root is mounted, failed or stopped: not while a worker is being started."""
+        while self.state in ("starting", "restarting"):
+            await self._changed.wait()
+
     async def settled(self) -> None:
         """Returns when the first attempt to mount has ended, well or not."""
         await self._settled.wait()
@@ -256,7 +262,8 @@ class RootSupervisor:
             worker.close()
 
     async def _wait_detached(self) -> None:
-        while await self._hooks.is_mounted(self.path):
+        # Polled: mountinfo can be waited for, but a wake-up for every mount of the machine costs more than this.
+        while await self._hooks.is_mounted(self.path):  # noqa: ASYNC110
             await trio.sleep(0.02)
 
     async def status(self) -> RootStatus:
@@ -298,6 +305,8 @@ class RootSupervisor:
     def _set(self, state: MountState) -> None:
         if state != self.state:
             self.state = state
+            self._changed.set()
+            self._changed = trio.Event()
             self._events.emit("root_state", root=self.path, detail=state)
 
 

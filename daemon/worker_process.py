@@ -134,7 +134,8 @@ async def start_worker(options: WorkerOptions, backing_fd: int) -> Worker:
     ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
     try:
         try:
-            child = subprocess.Popen(
+            # Blocks for the milliseconds of a vfork; trio's own process type cannot outlive its parent quietly.
+            child = subprocess.Popen(  # noqa: ASYNC220
                 _command(options, backing_fd, ready_write),
                 pass_fds=(backing_fd, ready_write),
                 stdin=subprocess.DEVNULL,

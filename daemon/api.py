@@ -1,0 +1,186 @@
+"""The control API (architecture.md, section 8): HTTP requests become calls, values and errors become JSON.
+
+Guarantees: a body is limited, decoded against its type, and unknown fields in it are refused; every CiuicError becomes
+its document and a fitting status, in one place; nothing else leaks but "internal error" (the log has the rest).
+Leaves the work to ``Operations`` (service.py) and the socket's permissions to runtime.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol, TypeVar
+
+import msgspec
+import structlog
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from ciuic.control_types import (
+    ErrorDocument,
+    PruneReport,
+    PruneRequest,
+    RootRequest,
+    RootStatus,
+    SnapshotRequest,
+    SnapshotState,
+    StatusDocument,
+)
+from ciuic.daemon.events import EventBus
+from ciuic.errors import BY_EXIT_CODE, CiuicError, UsageError
+
+MAX_BODY_BYTES = 64 * 1024
+STATUS_OF_EXIT_CODE = {1: 500, 2: 400, 3: 404, 4: 500, 5: 503, 6: 409, 7: 403, 8: 500, 75: 503}
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+assert set(STATUS_OF_EXIT_CODE) == set(BY_EXIT_CODE)
+
+
+class Operations(Protocol):
+    """What the API can have done. Every method raises CiuicError for what a person should read."""
+
+    events: EventBus
+
+    async def status(self) -> StatusDocument: ...
+    async def take_snapshot(self, request: SnapshotRequest) -> SnapshotState: ...
+    async def snapshot_state(self, snapshot_id: str, *, wait: bool) -> SnapshotState: ...
+    async def add_root(self, path: str) -> RootStatus: ...
+    async def remove_root(self, path: str) -> None: ...
+    async def prune(self, *, dry_run: bool) -> PruneReport: ...
+    async def reload(self) -> None: ...
+    def request_stop(self) -> None: ...
+    async def metrics(self) -> bytes: ...
+
+
+def make_app(operations: Operations) -> Starlette:
+    """The ASGI application."""
+    handlers = _Handlers(operations)
+    return Starlette(
+        routes=[
+            Route("/v1/status", handlers.status, methods=["GET"]),
+            Route("/v1/snapshots", handlers.take_snapshot, methods=["POST"]),
+            Route("/v1/snapshots/{id}", handlers.snapshot_state, methods=["GET"]),
+            Route("/v1/roots", handlers.add_root, methods=["POST"]),
+            Route("/v1/roots", handlers.remove_root, methods=["DELETE"]),
+            Route("/v1/prune", handlers.prune, methods=["POST"]),
+            Route("/v1/reload", handlers.reload, methods=["POST"]),
+            Route("/v1/stop", handlers.stop, methods=["POST"]),
+            Route("/v1/events", handlers.events, methods=["GET"]),
+            Route("/metrics", handlers.metrics, methods=["GET"]),
+        ],
+        exception_handlers={404: _not_found, 405: _not_allowed},
+    )
+
+
+Handler = Callable[["_Handlers", Request], Awaitable[Response]]
+
+
+def _answering(handler: Handler) -> Handler:
+    """The edge: errors become documents here and nowhere else."""
+
+    async def answered(self: _Handlers, request: Request) -> Response:
+        try:
+            return await handler(self, request)
+        except CiuicError as error:
+            return refusal(error)
+        except ClientDisconnect:
+            raise
+        except Exception:
+            log.exception("request_failed", method=request.method, path=request.url.path)
+            return refusal(CiuicError("internal error in the daemon", hint="its log has the details"))
+
+    return answered
+
+
+class _Handlers:
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    @_answering
+    async def status(self, request: Request) -> Response:
+        return document(await self._operations.status())
+
+    @_answering
+    async def take_snapshot(self, request: Request) -> Response:
+        wanted = await _decode(request, SnapshotRequest)
+        state = await self._operations.take_snapshot(wanted)
+        if not wanted.wait:
+            return document(state, 202)
+        return document(await self._operations.snapshot_state(state.id, wait=True))
+
+    @_answering
+    async def snapshot_state(self, request: Request) -> Response:
+        wait = request.query_params.get("wait", "") not in ("", "0")
+        return document(await self._operations.snapshot_state(request.path_params["id"], wait=wait))
+
+    @_answering
+    async def add_root(self, request: Request) -> Response:
+        return document(await self._operations.add_root((await _decode(request, RootRequest)).path))
+
+    @_answering
+    async def remove_root(self, request: Request) -> Response:
+        await self._operations.remove_root((await _decode(request, RootRequest)).path)
+        return document({})
+
+    @_answering
+    async def prune(self, request: Request) -> Response:
+        return document(await self._operations.prune(dry_run=(await _decode(request, PruneRequest)).dry_run))
+
+    @_answering
+    async def reload(self, request: Request) -> Response:
+        await self._operations.reload()
+        return document({})
+
+    @_answering
+    async def stop(self, request: Request) -> Response:
+        self._operations.request_stop()
+        return document({}, 202)
+
+    @_answering
+    async def metrics(self, request: Request) -> Response:
+        return Response(await self._operations.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @_answering
+    async def events(self, request: Request) -> Response:
+        return StreamingResponse(_event_lines(self._operations.events), media_type="text/event-stream")
+
+
+async def _event_lines(bus: EventBus) -> AsyncIterator[bytes]:
+    with bus.subscribe() as subscription:
+        yield b": listening\n\n"  # so that a listener knows from when on nothing is missed
+        async for event in subscription.events():
+            yield b"data:" + msgspec.json.encode(event) + b"\n\n"
+
+
+async def _decode(request: Request, kind: type[T]) -> T:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise UsageError(f"the request is longer than {MAX_BODY_BYTES} bytes")
+    try:
+        return msgspec.json.decode(bytes(body) or b"{}", type=kind)
+    except msgspec.DecodeError as error:
+        raise UsageError(f"the request cannot be read: {error}") from error
+
+
+def document(value: object, status: int = 200) -> Response:
+    """A value as JSON."""
+    return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
+
+
+def refusal(error: CiuicError) -> Response:
+    """An error as its document, with the exit code that a command will have."""
+    body = ErrorDocument(error=error.message, hint=error.hint, code=error.exit_code)
+    return document(body, STATUS_OF_EXIT_CODE.get(error.exit_code, 500))
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    body = ErrorDocument(error=f"no such resource: {request.url.path}", hint="daemon and command differ in version?", code=2)
+    return document(body, 404)
+
+
+async def _not_allowed(request: Request, error: Exception) -> Response:
+    return document(ErrorDocument(error=f"{request.method} is not possible on {request.url.path}", code=2), 405)

@@ -1,0 +1,100 @@
+"""What is looked at every half minute, whether or not anything happened.
+
+Guarantees: an epoch that a worker was not told about is settled; an epoch that a worker gave up, a store short of space
+and processes that go round the overlay are alerts; `systemctl status` shows one true line.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import structlog
+import trio
+
+from ciuic.control_types import rfc3339
+from ciuic.errors import CiuicError
+from ciuic.units import human_duration, human_size
+
+if TYPE_CHECKING:
+    from ciuic.daemon.service import Daemon
+    from ciuic.daemon.worker_process import Worker
+
+PERIOD_SECONDS = 30.0
+LOW_SPACE_BYTES = 1 << 30
+"""Without a configured floor: below this even the smallest checkpoint may not fit."""
+log = structlog.get_logger(__name__)
+
+
+class Housekeeping:
+    """One task of the daemon."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await trio.sleep(PERIOD_SECONDS)
+            await self.once()
+
+    async def once(self) -> None:
+        """One round."""
+        for path, supervisor in list(self._daemon.roots.supervisors.items()):
+            worker = supervisor.worker
+            if worker is not None:
+                await self._look_at_worker(path, worker)
+                await self._daemon.snapshots.reconcile(path, worker)
+        await self._look_at_space()
+        self._daemon.tell_service_manager(self.status_line())
+
+    async def _look_at_worker(self, path: str, worker: Worker) -> None:
+        key = f"abandoned:{path}"
+        try:
+            status = await worker.ask(lambda client: client.status())
+        except CiuicError as error:
+            log.warning("worker_not_asked", root=path, error=str(error))
+            return
+        # One that a later commit has overtaken is history: its changes are in that snapshot.
+        standing = [one for one in status.abandoned if one.epoch > status.since]
+        if not standing:
+            self._daemon.alerts.clear(key)
+            return
+        newest = standing[-1]
+        when = f" at {rfc3339(newest.time_ns)}" if newest.time_ns else ""
+        self._daemon.alerts.report(
+            key,
+            f"{path}: the snapshot of epoch {newest.epoch} was given up{when}: {newest.reason}",
+            hint="its changes will be in the next snapshot; raise [capture] undo_limit if this repeats",
+            root=path,
+            severity="warning",
+        )
+
+    async def _look_at_space(self) -> None:
+        settings, store = self._daemon.settings, self._daemon.store
+        if settings.repository is None:
+            return
+        facts = await trio.to_thread.run_sync(store.status)
+        floor = settings.min_free.floor_bytes(facts.total_bytes) if settings.min_free else LOW_SPACE_BYTES
+        if facts.total_bytes and facts.free_bytes < floor:
+            self._daemon.alerts.report(
+                "space",
+                f"the store's file system has {human_size(facts.free_bytes)} free, less than {human_size(floor)}",
+                hint="shorten [retention], move the repository, or free space: ciuic prune",
+            )
+            self._daemon.upkeep.suggest()
+        else:
+            self._daemon.alerts.clear("space")
+
+    def status_line(self) -> str:
+        """One line for a person."""
+        supervisors = self._daemon.roots.supervisors.values()
+        mounted = sum(supervisor.state == "mounted" for supervisor in supervisors)
+        parts = [f"{mounted} of {len(supervisors)} roots protected"]
+        last = self._daemon.snapshots.last_cut_ns
+        if last:
+            age_seconds = max(0.0, (self._daemon.now_ns() - last) / 1e9)
+            parts.append(f"last snapshot {human_duration(age_seconds)} ago")
+        alerts = len(self._daemon.alerts.standing())
+        if alerts:
+            parts.append(f"{alerts} alerts: ciuic status")
+        return ", ".join(parts)

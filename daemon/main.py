@@ -1,0 +1,53 @@
+"""The process around the service: permission, logs, environment, the event loop, the exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import structlog
+import trio
+
+from ciuic.config import Config, load_config
+from ciuic.daemon import logs
+from ciuic.daemon.notify import Notifier, take_stored_fds
+from ciuic.daemon.service import Daemon
+from ciuic.errors import CiuicError, NotPermitted
+
+log = structlog.get_logger(__name__)
+
+
+def run_daemon(config: Config, *, reload: Callable[[], Config] | None = None) -> int:
+    """See ``ciuic.daemon.run``."""
+    if os.geteuid() != 0:
+        raise NotPermitted("the daemon mounts file systems and must run as root", hint="sudo ciuic daemon")
+    as_json = {"json": True, "text": False}.get(config.log.format)
+    logs.configure(verbose=config.log.level == "debug", as_json=as_json)
+    stored_fds = take_stored_fds(os.environ, os.getpid())
+    notifier = Notifier.from_environment(os.environ, os.getpid())
+    load = reload or (lambda: load_config(config.file))
+    try:
+        daemon = Daemon(config, load=load, notifier=notifier, now_ns=time.time_ns, stored_fds=stored_fds)
+        trio.run(daemon.main, strict_exception_groups=True)
+    except BaseExceptionGroup as group:
+        refused = _only(group)
+        if refused is not None:
+            raise refused from None
+        raise
+    finally:
+        notifier.close()
+    return 0
+
+
+def _only(group: BaseExceptionGroup[BaseException]) -> CiuicError | None:
+    """The one CiuicError that a nursery wrapped, if that is all there is in it."""
+    found: BaseException = group
+    while isinstance(found, BaseExceptionGroup) and len(found.exceptions) == 1:
+        found = found.exceptions[0]
+    return found if isinstance(found, CiuicError) else None
+
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup

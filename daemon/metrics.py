@@ -1,0 +1,69 @@
+"""Prometheus text from a status document and a few counters.
+
+Guarantees: names are stable; every figure has its unit in its name. The registry is this module's own, so that a process
+that embeds the daemon does not have its metrics mixed with ours.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from ciuic.control_types import RootStatus, StatusDocument
+
+_ROOT_GAUGES = (
+    ("dirty_bytes", "ciuic_root_dirty_bytes", "Upper bound of what the next snapshot reads"),
+    ("undo_bytes", "ciuic_root_undo_bytes", "Undo log of epochs that are cut and not yet captured"),
+    ("open_files", "ciuic_root_open_files", "Handles open through the overlay"),
+    ("epoch", "ciuic_root_epoch", "Current epoch"),
+    ("restarts", "ciuic_root_worker_restarts", "Times the overlay worker died under this daemon"),
+    ("requests", "ciuic_root_requests", "FUSE requests served by the current worker"),
+)
+
+
+class Metrics:
+    """Counters that only grow live here; gauges are set from a status document when asked."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.snapshots = Counter("ciuic_snapshots", "Snapshots by how they ended", ["outcome"], registry=self._registry)
+        self.new_bytes = Counter("ciuic_snapshot_new_bytes", "Bytes added to the store", registry=self._registry)
+        self.hold_seconds = Histogram(
+            "ciuic_cut_hold_seconds",
+            "How long changing operations were stopped for a cut",
+            buckets=(0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 1.0),
+            registry=self._registry,
+        )
+        self._mounted = self._gauge("ciuic_root_mounted", "1 if the overlay is over the root", ["root"])
+        self._roots = {field: self._gauge(name, text, ["root"]) for field, name, text in _ROOT_GAUGES}
+        self._pending = self._gauge("ciuic_snapshots_pending", "Snapshots cut and not yet committed")
+        self._last = self._gauge("ciuic_last_snapshot_timestamp_seconds", "Cut of the newest committed snapshot")
+        self._stored = self._gauge("ciuic_store_bytes", "Bytes in the store's packs")
+        self._free = self._gauge("ciuic_store_free_bytes", "Free space of the store's file system")
+        self._count = self._gauge("ciuic_store_snapshots", "Committed snapshots")
+        self._alerts = self._gauge("ciuic_alerts", "Standing alerts", ["severity"])
+
+    def _gauge(self, name: str, text: str, labels: list[str] | None = None) -> Gauge:
+        return Gauge(name, text, labels or [], registry=self._registry)
+
+    def text(self, status: StatusDocument) -> bytes:
+        """Everything, as of ``status``."""
+        for gauge in (self._mounted, *self._roots.values()):
+            gauge.clear()
+        for root in status.roots:
+            self._set_root(root)
+        self._pending.set(sum(state.state in ("pending", "capturing") for state in status.captures))
+        if status.last_snapshot is not None:
+            self._last.set(datetime.fromisoformat(status.last_snapshot.time).timestamp())
+        self._stored.set(status.repository.size_bytes)
+        self._free.set(status.repository.free_bytes)
+        self._count.set(status.repository.snapshots)
+        for severity in ("problem", "warning"):
+            self._alerts.labels(severity).set(sum(alert.severity == severity for alert in status.alerts))
+        return generate_latest(self._registry)
+
+    def _set_root(self, root: RootStatus) -> None:
+        self._mounted.labels(root.path).set(root.state == "mounted")
+        for field, gauge in self._roots.items():
+            gauge.labels(root.path).set(getattr(root, field))

@@ -1,0 +1,384 @@
+"""The daemon as a whole: what is started in which order, what is asked of it, and how it ends.
+
+Order of start: the one-daemon lock, the control socket, orphans of a predecessor, the roots (first attempt of each), the
+snapshots that a predecessor had promised, the schedule; then READY. Order of a clean stop: no new work, the running
+capture is ended and its epochs given back, the roots are unmounted, the socket goes.
+
+Guarantees: a clean stop leaves no mount, socket or process of ours behind, except a worker that still serves handles a
+job has open. A crash leaves the workers serving, and the next daemon adopts them.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import signal
+from collections.abc import Callable
+
+import structlog
+import trio
+
+from ciuic import mountinfo
+from ciuic.config import Config, Problem, check_overlaps, check_repository, raise_for
+from ciuic.control_types import (
+    Event,
+    PruneReport,
+    RootStatus,
+    SnapshotRequest,
+    SnapshotState,
+    StatusDocument,
+    rfc3339,
+)
+from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.api import make_app
+from ciuic.daemon.capture_process import CaptureProcess, wait_for_stranger
+from ciuic.daemon.events import EventBus
+from ciuic.daemon.housekeeping import Housekeeping
+from ciuic.daemon.metrics import Metrics
+from ciuic.daemon.notify import Notifier
+from ciuic.daemon.pending import PendingSnapshot
+from ciuic.daemon.roots import Roots
+from ciuic.daemon.runtime import PendingRecord, RuntimeDirectory, bind_control_socket
+from ciuic.daemon.schedule import Schedule
+from ciuic.daemon.server import serve_api
+from ciuic.daemon.settings import Settings, settings_of
+from ciuic.daemon.snapshots import Context, Snapshots
+from ciuic.daemon.status import status_document
+from ciuic.daemon.store import Store
+from ciuic.daemon.upkeep import Upkeep
+from ciuic.daemon.worker_process import peer_pid
+from ciuic.errors import CiuicError, NotFound, Unreachable
+
+CONTROL_FD_NAME = "control"
+log = structlog.get_logger(__name__)
+
+
+class Daemon:
+    """One daemon. ``main`` is its life; the other public methods are the control API's operations."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        load: Callable[[], Config],
+        notifier: Notifier,
+        now_ns: Callable[[], int],
+        stored_fds: dict[str, int] | None = None,
+    ) -> None:
+        raise_for([*check_overlaps(config.roots), *_check_repository(config)])
+        self._load = load
+        self._notifier = notifier
+        self.now_ns = now_ns
+        self._stored_fds = stored_fds or {}
+        self.settings = settings_of(config)
+        self.started_ns = now_ns()
+        self.events = EventBus(now_ns)
+        self.alerts = Alerts(self.events, now_ns)
+        self.metrics_registry = Metrics()
+        self.runtime = RuntimeDirectory(self.settings.runtime_dir)
+        self.store = Store(self.settings.repository, block_bytes=self.settings.block_bytes)
+        self.schedule = Schedule(self.settings.interval_seconds)
+        self.snapshots = Snapshots(
+            Context(
+                settings=lambda: self.settings,
+                roots=lambda: self.roots.supervisors,
+                store=lambda: self.store,
+                runtime=self.runtime,
+                alerts=self.alerts,
+                events=self.events,
+                now_ns=now_ns,
+                host=os.uname().nodename,
+                new_capture=lambda: CaptureProcess(cwd=self.runtime.path),
+            )
+        )
+        self.roots = Roots(
+            settings=lambda: self.settings,
+            runtime=self.runtime,
+            store=lambda: self.store,
+            alerts=self.alerts,
+            events=self.events,
+            snapshots=self.snapshots,
+        )
+        self.upkeep = Upkeep(
+            lambda: self.settings,
+            lambda: self.store,
+            self.snapshots.repository_lock,
+            self.alerts,
+            cwd=self.settings.runtime_dir,
+        )
+        self.snapshots.on_committed = self.upkeep.suggest
+        self.stopping = False
+        self._stop = trio.Event()
+        self._served = trio.Event()
+
+    # -- life
+
+    async def main(self) -> None:
+        """From start to clean stop. Raises CiuicError when the daemon cannot be what it should be."""
+        self.runtime.acquire()
+        try:
+            listener = bind_control_socket(
+                self.settings.socket, _group_id(self.settings.group), self._stored_fds.pop(CONTROL_FD_NAME, None)
+            )
+        except BaseException:
+            self.runtime.release()
+            raise
+        for fd in self._stored_fds.values():
+            os.close(fd)
+        self._notifier.store(CONTROL_FD_NAME, listener.fileno())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_signals)
+            nursery.start_soon(self._feed_watchdog)
+            nursery.start_soon(self._count)
+            await nursery.start(serve_api, make_app(self), listener, self._served.wait)
+            working = trio.CancelScope()
+            nursery.start_soon(self._work, nursery, working)
+            await self._stop.wait()
+            await self._shut_down(working)
+            nursery.cancel_scope.cancel()
+        self.settings.socket.unlink(missing_ok=True)
+        self._notifier.unstore(CONTROL_FD_NAME)
+        self.runtime.release()
+        log.info("daemon_stopped")
+
+    async def _work(self, nursery: trio.Nursery, working: trio.CancelScope) -> None:
+        """Brings everything up and keeps it going until ``working`` is cancelled."""
+        with working:
+            records = await trio.to_thread.run_sync(self.runtime.read_pending)
+            await end_orphaned_captures(records, self.runtime)
+            await self._prepare_store()
+            for root in self.settings.roots:
+                self.roots.start(root, nursery)
+            self.roots.nursery = nursery
+            await self.roots.settled()
+            self.snapshots.resume(records)
+            for supervisor in self.roots.supervisors.values():
+                if supervisor.worker is not None:
+                    await self.snapshots.reconcile(supervisor.path, supervisor.worker)
+            self.roots.reconcile_new_sessions = True
+            last = await trio.to_thread.run_sync(self._last_cut_ns)
+            self.schedule.start(last)
+            housekeeping = Housekeeping(self)
+            self._notifier.ready(housekeeping.status_line())
+            log.info("daemon_ready", roots=list(self.roots.supervisors), pid=os.getpid())
+            async with trio.open_nursery() as workers:
+                workers.start_soon(self.snapshots.run)
+                workers.start_soon(self.upkeep.run)
+                workers.start_soon(self._follow_schedule)
+                workers.start_soon(housekeeping.run)
+
+    async def _prepare_store(self) -> None:
+        if self.settings.repository is None:
+            return
+        try:
+            await trio.to_thread.run_sync(self.store.ensure)
+        except (CiuicError, OSError) as error:
+            # The roots are served all the same: a store that fails must not keep the job from its files.
+            hint = error.hint if isinstance(error, CiuicError) else ""
+            self.alerts.report("store", f"the repository cannot be used: {error}", hint=hint)
+            log.error("store_unusable", repository=str(self.settings.repository), error=str(error))
+
+    def _last_cut_ns(self) -> int | None:
+        try:
+            latest = self.store.latest()
+        except CiuicError as error:
+            log.error("store_unreadable", error=str(error))
+            return None
+        return latest.time_ns if latest is not None else None
+
+    async def _shut_down(self, working: trio.CancelScope) -> None:
+        self.stopping = True
+        log.info("daemon_stopping")
+        self._notifier.stopping("stopping: giving back what is not captured, unmounting")
+        self.schedule.stop()
+        working.cancel()
+        await self.snapshots.stopped()
+        await self.roots.stop_all()
+        self.events.close()
+        self._served.set()
+
+    async def _watch_signals(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+            async for number in signals:
+                if number == signal.SIGHUP:
+                    await self._reload_quietly()
+                else:
+                    log.info("stop_requested", signal=signal.Signals(number).name)
+                    self.request_stop()
+
+    async def _feed_watchdog(self) -> None:
+        """From the event loop itself: if that hangs, systemd should know."""
+        if self._notifier.watchdog_seconds is None:
+            return
+        while True:
+            self._notifier.watchdog()
+            await trio.sleep(self._notifier.watchdog_seconds / 3)
+
+    async def _follow_schedule(self) -> None:
+        async for _ in self.schedule.ticks:
+            if not self.roots.supervisors:
+                continue
+            if self.snapshots.scheduled_is_waiting():
+                log.warning("scheduled_snapshot_skipped")
+                self.alerts.report(
+                    "behind",
+                    "a scheduled snapshot was left out: the one before it is not captured yet",
+                    hint="choose a longer interval, or look at what slows the store down",
+                    severity="warning",
+                )
+                continue
+            try:
+                await self.snapshots.take(SnapshotRequest(), scheduled=True)
+            except CiuicError as error:
+                log.error("scheduled_snapshot_failed", error=str(error))
+                self.alerts.report("schedule", f"the scheduled snapshot failed: {error}", hint=error.hint)
+            else:
+                self.alerts.clear("schedule")
+                self.alerts.clear("behind")
+
+    async def _count(self) -> None:
+        """Keeps the counters from the daemon's own events."""
+        with self.events.subscribe() as subscription:
+            async for event in subscription.events():
+                self._count_one(event)
+
+    def _count_one(self, event: Event) -> None:
+        if event.snapshot is None:
+            return
+        if event.kind == "snapshot_cut":
+            self.metrics_registry.hold_seconds.observe(event.snapshot.hold_microseconds / 1e6)
+        elif event.kind in ("snapshot_committed", "snapshot_failed"):
+            self.metrics_registry.snapshots.labels(event.kind.removeprefix("snapshot_")).inc()
+            self.metrics_registry.new_bytes.inc(event.snapshot.new_bytes)
+
+    async def _reload_quietly(self) -> None:
+        try:
+            await self.reload()
+        except CiuicError as error:
+            log.error("reload_refused", error=str(error))
+
+    # -- what the control API asks for
+
+    async def status(self) -> StatusDocument:
+        """Everything, as of now."""
+        return await status_document(self)
+
+    async def metrics(self) -> bytes:
+        return self.metrics_registry.text(await self.status())
+
+    async def take_snapshot(self, request: SnapshotRequest) -> SnapshotState:
+        self._refuse_when_stopping()
+        return (await self.snapshots.take(request)).state
+
+    async def snapshot_state(self, snapshot_id: str, *, wait: bool) -> SnapshotState:
+        pending = self.snapshots.state(snapshot_id)
+        if pending is not None:
+            if wait:
+                await _finished(pending)
+            return pending.state
+        found = await trio.to_thread.run_sync(self.store.find, snapshot_id)
+        if found is None:
+            raise NotFound(f"no snapshot {snapshot_id} is known here", hint="ciuic list shows the committed ones")
+        return SnapshotState(
+            id=found.id, state="committed", time=rfc3339(found.time_ns), new_bytes=found.new_bytes
+        )
+
+    async def add_root(self, path: str) -> RootStatus:
+        self._refuse_when_stopping()
+        config = await trio.to_thread.run_sync(self._load)
+        self._take_over(settings_of(config))
+        settings = self.settings.root(path)
+        if settings is None:
+            raise NotFound(
+                f"{path} is not in the configuration {self.settings.config_path}", hint=f"ciuic protect {path}"
+            )
+        await self._prepare_store()
+        return await self.roots.add(settings)
+
+    async def remove_root(self, path: str) -> None:
+        await self.roots.remove(path)
+        self.settings = self.settings._replace(
+            roots=tuple(root for root in self.settings.roots if root.path != path)
+        )
+
+    async def prune(self, *, dry_run: bool) -> PruneReport:
+        self._refuse_when_stopping()
+        return await self.upkeep.prune(dry_run=dry_run)
+
+    async def reload(self) -> None:
+        """Takes a changed configuration up; ConfigError and no change when it cannot be meant."""
+        self._refuse_when_stopping()
+        config = await trio.to_thread.run_sync(self._load)
+        raise_for([*check_overlaps(config.roots), *_check_repository(config)])
+        before = self.settings
+        self._take_over(settings_of(config))
+        for path in [path for path in self.roots.supervisors if self.settings.root(path) is None]:
+            await self.roots.remove(path)
+        await self._prepare_store()
+        for root in self.settings.roots:
+            self.roots.change_or_start(root)
+        if before.interval_seconds != self.settings.interval_seconds:
+            self.schedule.change_interval(self.settings.interval_seconds)
+        log.info("configuration_reloaded", file=self.settings.config_path)
+
+    def request_stop(self) -> None:
+        self._stop.set()
+
+    def tell_service_manager(self, line: str) -> None:
+        """What `systemctl status` shows."""
+        self._notifier.status(line)
+
+    def _take_over(self, settings: Settings) -> None:
+        """New settings, as far as they can change under running workers."""
+        if self.settings.repository is not None and settings.repository != self.settings.repository:
+            raise CiuicError(
+                f"the repository cannot change from {self.settings.repository} to {settings.repository} while running",
+                hint="restart the daemon: systemctl restart ciuic",
+            )
+        if self.store.path != settings.repository:
+            self.store = Store(settings.repository, block_bytes=settings.block_bytes)
+        self.settings = settings._replace(socket=self.settings.socket, runtime_dir=self.settings.runtime_dir)
+
+    def _refuse_when_stopping(self) -> None:
+        if self.stopping:
+            raise Unreachable("the daemon is stopping", hint="try again when it has started")
+
+
+async def end_orphaned_captures(records: list[PendingRecord], runtime: RuntimeDirectory) -> None:
+    """Kills captures of a predecessor that lost an overlay session: what they read from now on would not be exact.
+
+    Called before anything is detached or mounted. A capture whose workers all live is left to finish its snapshot.
+    """
+    for record in records:
+        if not record.capture_pid:
+            continue
+        sockets = [runtime.worker_socket(cut.path) for cut in record.cuts]
+        alive = await trio.to_thread.run_sync(lambda sockets=sockets: all(map(peer_pid, sockets)))  # type: ignore[misc]
+        if not alive:
+            log.warning("orphaned_capture_killed", id=record.id, pid=record.capture_pid)
+            await wait_for_stranger(record.capture_pid, record.capture_started_ticks, kill=True)
+
+
+async def _finished(pending: PendingSnapshot) -> None:
+    """Returns when it is committed; raises its failure."""
+    await pending.finished.wait()
+    if pending.failure is not None:
+        raise pending.failure
+
+
+def _group_id(name: str | None) -> int | None:
+    if not name:
+        return None
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError as error:
+        raise CiuicError(
+            f"there is no group {name}", hint="make it, or change [control] group in the configuration"
+        ) from error
+
+
+def _check_repository(config: Config) -> list[Problem]:
+    if not config.roots and config.repository.path is None:
+        return []
+    return check_repository(config, mountinfo.read())
+

@@ -1,0 +1,60 @@
+"""The status document, put together from everything that knows a part of it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import structlog
+import trio
+
+import ciuic
+from ciuic.control_types import RepositoryStatus, RootStatus, SnapshotSummary, StatusDocument, rfc3339
+from ciuic.daemon.store import Store, summary
+from ciuic.errors import CiuicError
+
+if TYPE_CHECKING:
+    from ciuic.daemon.service import Daemon
+
+log = structlog.get_logger(__name__)
+
+
+async def status_document(daemon: Daemon) -> StatusDocument:
+    """Asks all workers and the store at once. What does not answer is shown so; nothing here fails for it."""
+    roots: dict[str, RootStatus] = {}
+    supervisors = dict(daemon.roots.supervisors)
+
+    async def ask(path: str) -> None:
+        roots[path] = await supervisors[path].status()
+
+    async with trio.open_nursery() as nursery:
+        for path in supervisors:
+            nursery.start_soon(ask, path)
+        repository, last, last_ns = await trio.to_thread.run_sync(_ask_store, daemon.store)
+    now_ns = daemon.now_ns()
+    due = daemon.schedule.next_due()
+    return StatusDocument(
+        version=ciuic.__version__,
+        pid=os.getpid(),
+        since=rfc3339(daemon.started_ns),
+        now=rfc3339(now_ns),
+        roots=[roots[path] for path in supervisors],
+        repository=repository,
+        last_snapshot=last,
+        next_snapshot=due.astimezone().isoformat(timespec="seconds") if due is not None else None,
+        seconds_since_last=max(0.0, (now_ns - last_ns) / 1e9) if last_ns is not None else None,
+        interval_seconds=daemon.settings.interval_seconds,
+        captures=daemon.snapshots.unfinished(),
+        alerts=daemon.alerts.standing(),
+        stopping=daemon.stopping,
+        config_path=daemon.settings.config_path,
+    )
+
+
+def _ask_store(store: Store) -> tuple[RepositoryStatus, SnapshotSummary | None, int | None]:
+    try:
+        latest = store.latest() if store.path is not None else None
+    except CiuicError as error:
+        log.warning("store_unreadable", error=str(error))
+        latest = None
+    return store.status(), summary(latest) if latest else None, latest.time_ns if latest else None

@@ -1,0 +1,124 @@
+"""Applying retention and freeing space: when it is worth it, in a process of its own.
+
+Guarantees: never at the same time as a capture of ours; never more than a twentieth of the time, so that a large
+repository is not walked after every snapshot. Leaves what to remove to ciuic.retention, removing to ciuic.gc.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+import trio
+
+from ciuic.control_types import ErrorDocument, PruneReport
+from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.settings import Settings
+from ciuic.daemon.store import Store
+from ciuic.daemon.upkeep_process import UpkeepJob
+from ciuic.daemon.worker_process import child_environment, describe_exit
+from ciuic.errors import BY_EXIT_CODE, CiuicError
+
+COST_RATIO = 20
+MIN_PAUSE_SECONDS = 60.0
+UPKEEP_COMMAND = (sys.executable, "-m", "ciuic.daemon.upkeep_process")
+log = structlog.get_logger(__name__)
+
+
+class Upkeep:
+    """Belongs to the trio thread. ``run`` is its task; ``suggest`` says that there may be something to do."""
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        store: Callable[[], Store],
+        repository_lock: trio.Lock,
+        alerts: Alerts,
+        *,
+        cwd: Path,
+        command: Sequence[str] = UPKEEP_COMMAND,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._lock = repository_lock
+        self._alerts = alerts
+        self._cwd = cwd
+        self._command = list(command)
+        self._wake = trio.Event()
+
+    def suggest(self) -> None:
+        """A snapshot was committed, or the store is full."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Waits for suggestions and follows them, for ever."""
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            began = trio.current_time()
+            try:
+                if await trio.to_thread.run_sync(self._is_due):
+                    await self.prune(dry_run=False)
+                self._alerts.clear("upkeep")
+            except CiuicError as error:
+                log.error("upkeep_failed", error=str(error))
+                self._alerts.report(
+                    "upkeep", f"old snapshots could not be removed: {error}", hint=error.hint, severity="warning"
+                )
+            await trio.sleep(max(MIN_PAUSE_SECONDS, COST_RATIO * (trio.current_time() - began)))
+
+    async def prune(self, *, dry_run: bool) -> PruneReport:
+        """Decides, removes and frees now, after a capture that runs. Raises what the process says."""
+        settings = self._settings()
+        if settings.repository is None:
+            raise CiuicError("no repository is configured", hint="protect a directory first: ciuic protect PATH")
+        job = UpkeepJob(
+            repository=str(settings.repository),
+            policy=settings.retention,
+            min_free=settings.min_free,
+            dry_run=dry_run,
+            io_priority=settings.io_priority,
+        )
+        async with self._lock:
+            report = await self._run_process(job)
+        log.info("upkeep_done", removed=len(report.removed), freed_bytes=report.freed_bytes, dry_run=dry_run)
+        return report
+
+    def _is_due(self) -> bool:
+        return self._store().wants_upkeep(self._settings().retention, self._settings().min_free)
+
+    async def _run_process(self, job: UpkeepJob) -> PruneReport:
+        process = await trio.lowlevel.open_process(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd=str(self._cwd),
+            env=child_environment(),
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            async with process.stdin:
+                await process.stdin.send_all(msgspec.json.encode(job))
+            answer = b"".join([part async for part in process.stdout])
+            status = await process.wait()
+        except BaseException:
+            process.terminate()  # its writes are crash-safe, and the lock goes with it
+            with trio.move_on_after(10, shield=True):
+                await process.wait()
+            raise
+        finally:
+            with trio.CancelScope(shield=True):
+                await process.stdout.aclose()
+        try:
+            if status == 0:
+                return msgspec.json.decode(answer, type=PruneReport)
+            refusal = msgspec.json.decode(answer, type=ErrorDocument)
+        except msgspec.DecodeError as error:
+            raise CiuicError(f"upkeep ended without a word ({describe_exit(status)})") from error
+        raise BY_EXIT_CODE.get(refusal.code, CiuicError)(refusal.error, hint=refusal.hint)
