@@ -140,7 +140,9 @@ class _Handlers:
 
     @_answering
     async def metrics(self, request: Request) -> Response:
-        return Response(await self._operations.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            await self._operations.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     @_answering
     async def events(self, request: Request) -> Response:
@@ -178,9 +180,13 @@ def refusal(error: CiuicError) -> Response:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    body = ErrorDocument(error=f"no such resource: {request.url.path}", hint="daemon and command differ in version?", code=2)
+    body = ErrorDocument(
+        error=f"no such resource: {request.url.path}", hint="daemon and command differ in version?", code=2
+    )
     return document(body, 404)
 
 
 async def _not_allowed(request: Request, error: Exception) -> Response:
-    return document(ErrorDocument(error=f"{request.method} is not possible on {request.url.path}", code=2), 405)
+    return document(
+        ErrorDocument(error=f"{request.method} is not possible on {request.url.path}", code=2), 405
+    )

@@ -27,8 +27,12 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.snapshots = Counter("ciuic_snapshots", "Snapshots by how they ended", ["outcome"], registry=self._registry)
-        self.new_bytes = Counter("ciuic_snapshot_new_bytes", "Bytes added to the store", registry=self._registry)
+        self.snapshots = Counter(
+            "ciuic_snapshots", "Snapshots by how they ended", ["outcome"], registry=self._registry
+        )
+        self.new_bytes = Counter(
+            "ciuic_snapshot_new_bytes", "Bytes added to the store", registry=self._registry
+        )
         self.hold_seconds = Histogram(
             "ciuic_cut_hold_seconds",
             "How long changing operations were stopped for a cut",
@@ -38,7 +42,9 @@ class Metrics:
         self._mounted = self._gauge("ciuic_root_mounted", "1 if the overlay is over the root", ["root"])
         self._roots = {field: self._gauge(name, text, ["root"]) for field, name, text in _ROOT_GAUGES}
         self._pending = self._gauge("ciuic_snapshots_pending", "Snapshots cut and not yet committed")
-        self._last = self._gauge("ciuic_last_snapshot_timestamp_seconds", "Cut of the newest committed snapshot")
+        self._last = self._gauge(
+            "ciuic_last_snapshot_timestamp_seconds", "Cut of the newest committed snapshot"
+        )
         self._stored = self._gauge("ciuic_store_bytes", "Bytes in the store's packs")
         self._free = self._gauge("ciuic_store_free_bytes", "Free space of the store's file system")
         self._count = self._gauge("ciuic_store_snapshots", "Committed snapshots")

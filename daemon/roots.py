@@ -75,7 +75,9 @@ class Roots:
         await supervisor.settled()
         await supervisor.not_in_transition()
         if supervisor.state != "mounted":
-            raise CiuicError(f"{root.path} is not protected yet: {supervisor.error}", hint="the daemon keeps trying")
+            raise CiuicError(
+                f"{root.path} is not protected yet: {supervisor.error}", hint="the daemon keeps trying"
+            )
         return await supervisor.status()
 
     def change_or_start(self, root: RootSettings) -> RootSupervisor:
@@ -115,7 +117,8 @@ class Roots:
         """What the worker is told. Its block size must be the repository's: dirty blocks are stored as they are tracked."""
         if root.driver == "kernel":
             raise UsageError(
-                f"{root.path}: the kernel driver is not part of this version", hint='set driver = "auto" for this root'
+                f"{root.path}: the kernel driver is not part of this version",
+                hint='set driver = "auto" for this root',
             )
         return WorkerOptions(
             root=root.path,

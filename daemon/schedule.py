@@ -32,7 +32,9 @@ def first_due(now: datetime, last_cut: datetime | None, interval: timedelta) -> 
 class Schedule:
     """Ticks of the interval. ``start`` and ``stop`` in the trio thread."""
 
-    def __init__(self, interval_seconds: int, *, now: Callable[[], datetime] = lambda: datetime.now(timezone.utc)):
+    def __init__(
+        self, interval_seconds: int, *, now: Callable[[], datetime] = lambda: datetime.now(timezone.utc)
+    ):
         self._interval = timedelta(seconds=interval_seconds)
         self._now = now
         self._scheduler = BackgroundScheduler(timezone=timezone.utc, daemon=True)
@@ -54,7 +56,9 @@ class Schedule:
         # misfire_grace_time None: however late, it runs; coalesce: and once, for all that were missed.
         self._scheduler.add_job(
             tick,
-            IntervalTrigger(seconds=int(self._interval.total_seconds()), start_date=due, timezone=timezone.utc),
+            IntervalTrigger(
+                seconds=int(self._interval.total_seconds()), start_date=due, timezone=timezone.utc
+            ),
             id=_JOB,
             coalesce=True,
             misfire_grace_time=None,
@@ -64,7 +68,9 @@ class Schedule:
         if due <= self._now():
             # The trigger's first time may already lie a moment in the past, and then it would wait a whole interval.
             self.post()
-        log.info("schedule_started", interval_seconds=int(self._interval.total_seconds()), first=due.isoformat())
+        log.info(
+            "schedule_started", interval_seconds=int(self._interval.total_seconds()), first=due.isoformat()
+        )
 
     def post(self) -> None:
         """One tick now; dropped if the last one still waits."""

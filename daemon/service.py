@@ -105,6 +105,7 @@ class Daemon:
             self.snapshots.repository_lock,
             self.alerts,
             cwd=self.settings.runtime_dir,
+            now_ns=now_ns,
         )
         self.snapshots.on_committed = self.upkeep.suggest
         self.stopping = False
@@ -118,7 +119,9 @@ class Daemon:
         self.runtime.acquire()
         try:
             listener = bind_control_socket(
-                self.settings.socket, _group_id(self.settings.group), self._stored_fds.pop(CONTROL_FD_NAME, None)
+                self.settings.socket,
+                _group_id(self.settings.group),
+                self._stored_fds.pop(CONTROL_FD_NAME, None),
             )
         except BaseException:
             self.runtime.release()
@@ -278,7 +281,9 @@ class Daemon:
             return pending.state
         found = await trio.to_thread.run_sync(self.store.find, snapshot_id)
         if found is None:
-            raise NotFound(f"no snapshot {snapshot_id} is known here", hint="ciuic list shows the committed ones")
+            raise NotFound(
+                f"no snapshot {snapshot_id} is known here", hint="ciuic list shows the committed ones"
+            )
         return SnapshotState(
             id=found.id, state="committed", time=rfc3339(found.time_ns), new_bytes=found.new_bytes
         )
@@ -290,7 +295,8 @@ class Daemon:
         settings = self.settings.root(path)
         if settings is None:
             raise NotFound(
-                f"{path} is not in the configuration {self.settings.config_path}", hint=f"ciuic protect {path}"
+                f"{path} is not in the configuration {self.settings.config_path}",
+                hint=f"ciuic protect {path}",
             )
         await self._prepare_store()
         return await self.roots.add(settings)
@@ -381,4 +387,3 @@ def _check_repository(config: Config) -> list[Problem]:
     if not config.roots and config.repository.path is None:
         return []
     return check_repository(config, mountinfo.read())
-

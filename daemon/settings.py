@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ciuic.config.model import Config, MinFree
-from ciuic.config.places import repository_path
+from ciuic.config import Config, MinFree, repository_path
 from ciuic.retention import RetentionPolicy
 
 

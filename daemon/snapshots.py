@@ -463,7 +463,9 @@ class Snapshots:
             except CiuicError as error:
                 log.warning("worker_not_asked", root=path, error=str(error))
                 return
-            queued = {(cut.path, cut.session, cut.epoch) for pending in self._queue for cut in pending.record.cuts}
+            queued = {
+                (cut.path, cut.session, cut.epoch) for pending in self._queue for cut in pending.record.cuts
+            }
             for epoch in epochs:
                 if (path, worker.session, epoch) not in queued:
                     await self._settle(path, worker, epoch)

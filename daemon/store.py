@@ -10,9 +10,11 @@ import os
 from pathlib import Path
 from typing import Protocol
 
+from ciuic.config import MinFree
 from ciuic.control_types import RepositoryStatus, SnapshotSummary, rfc3339
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository
+from ciuic.retention import RetentionPolicy, plan_retention
 from ciuic.types import SnapshotId
 
 RECENT_SNAPSHOTS = 32
@@ -89,6 +91,17 @@ class Store:
         except NotFound:
             return None
         return None
+
+    def wants_upkeep(self, policy: RetentionPolicy, min_free: MinFree | None, *, now_ns: int) -> bool:
+        """Whether a snapshot is kept by no rule, or the store's file system is below its floor."""
+        try:
+            with self._open() as repository:
+                if plan_retention(repository.snapshots.list(), policy, now_ns=now_ns).removed:
+                    return True
+        except NotFound:
+            return False
+        free, total = self._room(self._known_path())
+        return min_free is not None and free < min_free.floor_bytes(total)
 
     def status(self) -> RepositoryStatus:
         """Size and room. What cannot be found out stays zero: a status must not fail because the store does."""

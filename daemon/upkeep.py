@@ -40,6 +40,7 @@ class Upkeep:
         alerts: Alerts,
         *,
         cwd: Path,
+        now_ns: Callable[[], int],
         command: Sequence[str] = UPKEEP_COMMAND,
     ) -> None:
         self._settings = settings
@@ -47,6 +48,7 @@ class Upkeep:
         self._lock = repository_lock
         self._alerts = alerts
         self._cwd = cwd
+        self._now_ns = now_ns
         self._command = list(command)
         self._wake = trio.Event()
 
@@ -67,7 +69,10 @@ class Upkeep:
             except CiuicError as error:
                 log.error("upkeep_failed", error=str(error))
                 self._alerts.report(
-                    "upkeep", f"old snapshots could not be removed: {error}", hint=error.hint, severity="warning"
+                    "upkeep",
+                    f"old snapshots could not be removed: {error}",
+                    hint=error.hint,
+                    severity="warning",
                 )
             await trio.sleep(max(MIN_PAUSE_SECONDS, COST_RATIO * (trio.current_time() - began)))
 
@@ -75,7 +80,9 @@ class Upkeep:
         """Decides, removes and frees now, after a capture that runs. Raises what the process says."""
         settings = self._settings()
         if settings.repository is None:
-            raise CiuicError("no repository is configured", hint="protect a directory first: ciuic protect PATH")
+            raise CiuicError(
+                "no repository is configured", hint="protect a directory first: ciuic protect PATH"
+            )
         job = UpkeepJob(
             repository=str(settings.repository),
             policy=settings.retention,
@@ -89,7 +96,8 @@ class Upkeep:
         return report
 
     def _is_due(self) -> bool:
-        return self._store().wants_upkeep(self._settings().retention, self._settings().min_free)
+        settings = self._settings()
+        return self._store().wants_upkeep(settings.retention, settings.min_free, now_ns=self._now_ns())
 
     async def _run_process(self, job: UpkeepJob) -> PruneReport:
         process = await trio.lowlevel.open_process(

@@ -1,0 +1,83 @@
+"""The process that applies retention and frees space: `python -m ciuic.daemon.upkeep_process`.
+
+One `UpkeepJob` as JSON on standard input; on standard output one `PruneReport` (exit 0) or `ErrorDocument` (exit: its code).
+A process of its own, so that I/O class and nice value apply and marking never holds the daemon's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from ciuic.config import MinFree
+from ciuic.control_types import ErrorDocument, PrunedSnapshot, PruneReport, rfc3339
+from ciuic.errors import CiuicError
+from ciuic.retention import RetentionPolicy
+
+LOCK_WAIT_SECONDS = 60.0
+
+
+class UpkeepJob(msgspec.Struct, kw_only=True, frozen=True):
+    """What to do."""
+
+    repository: str
+    policy: RetentionPolicy
+    min_free: MinFree | None = None
+    dry_run: bool = False
+    io_priority: str = "idle"
+
+
+def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) -> PruneReport:
+    """Decides about every snapshot, removes what nothing keeps, frees the space. Durable on return."""
+    from ciuic.gc import PruneOptions, prune
+    from ciuic.repository import Repository
+
+    options = PruneOptions(
+        policy=job.policy, min_free=job.min_free, dry_run=job.dry_run, wait_seconds=LOCK_WAIT_SECONDS
+    )
+    with Repository.open(job.repository) as repository:
+        result = prune(repository, options, should_stop=should_stop)
+    return PruneReport(
+        dry_run=job.dry_run,
+        decisions=[
+            PrunedSnapshot(
+                id=decision.id, time=rfc3339(decision.time_ns), keep=decision.kept, reasons=list(decision.reasons)
+            )
+            for decision in result.plan.decisions
+        ],
+        removed=[str(id_) for id_ in result.removed_snapshots],
+        freed_bytes=result.freed_bytes,
+    )
+
+
+def main() -> int:
+    """The process."""
+    from ciuic.ioprio import IoPriority, set_io_priority
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    try:
+        job = msgspec.json.decode(sys.stdin.buffer.read(), type=UpkeepJob)
+        os.nice(19)
+        if job.io_priority != "none":
+            set_io_priority(IoPriority.parse(job.io_priority))
+        answer: PruneReport | ErrorDocument = run_job(job, should_stop=stop.is_set)
+        code = 0
+    except CiuicError as error:
+        answer, code = (
+            ErrorDocument(error=error.message, hint=error.hint, code=error.exit_code),
+            error.exit_code,
+        )
+    except OSError as error:
+        answer, code = ErrorDocument(error=f"the store failed: {error}"), 1
+    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
