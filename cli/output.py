@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from ciuic.cli.session import Session, current
+from ciuic.errors import CiuicError
 
 
 def out(text: str = "", *, newline: bool = True, **style: Any) -> None:
@@ -26,6 +27,9 @@ def out(text: str = "", *, newline: bool = True, **style: Any) -> None:
         click.echo(click.style(text, **style) if style else text, nl=newline)
     except BrokenPipeError:
         abandon_stdout(session)
+    except OSError as error:
+        abandon_stdout(session)
+        raise CiuicError(f"the output could not be written: {error.strerror}") from error
 
 
 def out_json(document: Mapping[str, Any] | list[Any]) -> None:

@@ -1,0 +1,208 @@
+"""``ciuic show``: one snapshot's facts, or with a path the directory as it was, as in ``ls -l``.
+
+Guarantees: what was open for writing at the cut is marked, because its content may be torn.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ciuic.cli import times
+from ciuic.cli.contents import children_of, entry_at, roots_below
+from ciuic.cli.names import json_name, shown, shown_text
+from ciuic.cli.options import ID, SNAPSHOT_PATH, FrameCommand
+from ciuic.cli.output import json_option, note, out, out_json
+from ciuic.cli.session import Session, current
+from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, Entry, Snapshot
+
+if TYPE_CHECKING:
+    from ciuic.types import RootRecord
+
+_TYPES = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "symlink",
+    stat.S_IFIFO: "fifo",
+    stat.S_IFCHR: "character device",
+    stat.S_IFBLK: "block device",
+    stat.S_IFSOCK: "socket",
+}
+
+
+@click.command("show", cls=FrameCommand)
+@click.argument("snapshot_id", metavar="ID", type=ID)
+@click.argument("path", required=False, type=SNAPSHOT_PATH)
+@json_option
+def command(snapshot_id: str, path: bytes | None, as_json: bool) -> None:
+    """Show one snapshot; with PATH, the directory or file there as it was."""
+    session = current()
+    store = session.repository.snapshots
+    snapshot = store.load(store.resolve(snapshot_id))
+    if path is not None:
+        _show_path(session, snapshot, path, as_json)
+    elif as_json:
+        out_json(_facts(snapshot))
+    else:
+        _print_facts(session, snapshot)
+
+
+def _facts(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "id": str(snapshot.id),
+        "time": times.rfc3339(snapshot.time_ns),
+        "time_ns": snapshot.time_ns,
+        "host": snapshot.host,
+        "size_bytes": snapshot.size_bytes,
+        "new_bytes": snapshot.new_bytes,
+        "files": snapshot.files,
+        "tags": list(snapshot.tags),
+        "message": snapshot.message,
+        "parent": snapshot.parent or None,
+        "held": snapshot.held,
+        "hold_reason": snapshot.hold_reason,
+        "state": "committed",
+        "roots": [_root_facts(root) for root in snapshot.roots],
+    }
+
+
+def _root_facts(root: RootRecord) -> dict[str, Any]:
+    return {
+        **json_name("path", root.path),
+        "files": root.entry.total_files + root.links_files,
+        "size_bytes": root.entry.total_bytes + root.links_bytes,
+        "mode": root.mode,
+        "session": root.session or None,
+        "epoch": root.epoch,
+    }
+
+
+def _print_facts(session: Session, snapshot: Snapshot) -> None:
+    from ciuic.units import human_duration, human_size
+
+    age = human_duration((session.now_ns - snapshot.time_ns) / times.NS)
+    out(f"snapshot {snapshot.id}", bold=True)
+    out(f"time     {times.clock(snapshot.time_ns)} ({age} ago)")
+    out(f"host     {shown_text(snapshot.host)}")
+    out(
+        f"size     {human_size(snapshot.size_bytes)} in {snapshot.files} files, {human_size(snapshot.new_bytes)} new"
+    )
+    if snapshot.parent:
+        out(f"parent   {snapshot.parent}")
+    if snapshot.tags:
+        out(f"tags     {shown_text(', '.join(snapshot.tags))}")
+    if snapshot.message:
+        out(f"message  {shown_text(snapshot.message)}")
+    if snapshot.held:
+        out(f"held     {shown_text(snapshot.hold_reason) or 'yes'}")
+    for root in snapshot.roots:
+        facts = _root_facts(root)
+        how = {
+            "tracked": "",
+            "full": ", whole tree compared",
+            "offline": ", not one instant: taken without an overlay",
+        }
+        out(
+            f"root     {shown(root.path)}  {facts['files']} files, {human_size(facts['size_bytes'])}{how[root.mode]}"
+        )
+
+
+def _show_path(session: Session, snapshot: Snapshot, path: bytes, as_json: bool) -> None:
+    if roots_below(snapshot, path):
+        entry = None
+    else:
+        entry = entry_at(session.repository, snapshot, path)[1]
+    if entry is not None and not entry.is_dir:
+        entries = [entry]
+    else:
+        entries = list(children_of(session.repository, snapshot, path))
+    if as_json:
+        out_json(
+            {
+                "snapshot": str(snapshot.id),
+                **json_name("path", path),
+                "type": "directory" if entry is None else _type_name(entry),
+                "entries": [_entry_facts(child) for child in entries],
+            }
+        )
+        return
+    _print_entries(entries, path if entry is not None and not entry.is_dir else None)
+    torn = sum(1 for child in entries if child.flags & FLAG_OPEN_FOR_WRITING)
+    if torn:
+        note(f"{torn} open for writing at the snapshot: the content may be torn")
+
+
+def _type_name(entry: Entry) -> str:
+    return _TYPES.get(stat.S_IFMT(entry.mode), "unknown")
+
+
+def _entry_facts(entry: Entry) -> dict[str, Any]:
+    facts = {
+        **json_name("name", entry.name),
+        "type": _type_name(entry),
+        "mode": f"{stat.S_IMODE(entry.mode):04o}",
+        "uid": entry.uid,
+        "gid": entry.gid,
+        "size_bytes": entry.total_bytes if entry.is_dir else entry.size_bytes,
+        "mtime": times.rfc3339(entry.mtime_ns),
+        "mtime_ns": entry.mtime_ns,
+        "inode": entry.ino,
+        "open_for_writing": bool(entry.flags & FLAG_OPEN_FOR_WRITING),
+        "mountpoint": bool(entry.flags & FLAG_MOUNTPOINT),
+    }
+    if entry.is_dir:
+        facts["files"] = entry.total_files
+    if entry.is_symlink:
+        facts.update(json_name("target", entry.target))
+    if stat.S_ISCHR(entry.mode) or stat.S_ISBLK(entry.mode):
+        facts["device"] = [os.major(entry.rdev), os.minor(entry.rdev)]
+    return facts
+
+
+def _print_entries(entries: list[Entry], full_path: bytes | None) -> None:
+    """Columns as in ``ls -l``; a directory's size is that of everything below it."""
+    lines = [
+        (
+            stat.filemode(entry.mode),
+            _owner("pwd", entry.uid),
+            _owner("grp", entry.gid),
+            _size(entry),
+            times.clock(entry.mtime_ns),
+            _name(entry, full_path),
+        )
+        for entry in entries
+    ]
+    widths = [max((len(line[column]) for line in lines), default=0) for column in range(5)]
+    for mode, user, group, size, when, name in lines:
+        out(f"{mode} {user:<{widths[1]}} {group:<{widths[2]}} {size:>{widths[3]}} {when} {name}")
+
+
+def _size(entry: Entry) -> str:
+    if stat.S_ISCHR(entry.mode) or stat.S_ISBLK(entry.mode):
+        return f"{os.major(entry.rdev)}, {os.minor(entry.rdev)}"
+    return str(entry.total_bytes if entry.is_dir else entry.size_bytes)
+
+
+def _name(entry: Entry, full_path: bytes | None) -> str:
+    text = shown(full_path if full_path is not None else entry.name)
+    if entry.is_symlink:
+        text += f" -> {shown(entry.target)}"
+    if entry.flags & FLAG_OPEN_FOR_WRITING:
+        text += "  [open for writing]"
+    if entry.flags & FLAG_MOUNTPOINT:
+        text += "  [another file system, not captured]"
+    return text
+
+
+def _owner(database: str, number: int) -> str:
+    """The name that this machine has for a user or group; the number where it has none."""
+    import grp
+    import pwd
+
+    try:
+        return pwd.getpwuid(number).pw_name if database == "pwd" else grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
