@@ -111,10 +111,7 @@ def _print_facts(session: Session, snapshot: Snapshot) -> None:
 
 
 def _show_path(session: Session, snapshot: Snapshot, path: bytes, as_json: bool) -> None:
-    if roots_below(snapshot, path):
-        entry = None
-    else:
-        entry = entry_at(session.repository, snapshot, path)[1]
+    entry = None if roots_below(snapshot, path) else entry_at(session.repository, snapshot, path)[1]
     if entry is not None and not entry.is_dir:
         entries = [entry]
     else:

@@ -1,0 +1,191 @@
+"""The snapshot that a restore over a protected root takes first, so that the restore itself can be undone.
+
+Guarantees: it is committed when ``take`` returns its id; when none can be taken, ``take`` says why and returns None, and
+never stops the restore: whoever restores at three in the morning with a full disk needs the files more.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from ciuic.cli.marks import LOCK_WAIT_SECONDS
+from ciuic.cli.names import shown_text
+from ciuic.cli.output import detail, note, warn
+from ciuic.cli.progress import Reporter, progress
+from ciuic.cli.session import Session
+from ciuic.errors import CiuicError, Unreachable
+
+TAG: Final = "safety"
+_POLL_SECONDS: Final = 0.2
+
+
+def protected_roots(session: Session) -> list[Path]:
+    """Roots of the configuration, and whatever ciuic has mounted; an unreadable configuration leaves the mounts."""
+    from ciuic import mountinfo
+    from ciuic.config.places import CIUIC_FS_TYPE
+
+    mounted = [
+        Path(os.fsdecode(mount.mount_point)) for mount in mountinfo.read() if mount.fs_type == CIUIC_FS_TYPE
+    ]
+    try:
+        configured = [root.path for root in session.config.roots]
+    except CiuicError as error:
+        detail(f"the configuration cannot be read: {error.message}")
+        configured = []
+    return list(dict.fromkeys([*configured, *mounted]))
+
+
+def covering(roots: Iterable[Path], targets: Sequence[bytes]) -> list[Path]:
+    """The roots in which one of the target paths lies, symbolic links on the way resolved."""
+    real = [os.path.realpath(target) for target in targets]
+    found = []
+    for root in roots:
+        top = os.fsencode(root)
+        if any(
+            path == top or path.startswith(top + b"/") or top.startswith(path.rstrip(b"/") + b"/")
+            for path in real
+        ):
+            found.append(root)
+    return found
+
+
+def take(session: Session, roots: Sequence[Path], message: str) -> str | None:
+    """The id of a committed snapshot of these roots; None, said as a warning, when it could not be made."""
+    try:
+        taken = _by_daemon(session, roots, message)
+        if taken is None:
+            taken = _offline(session, roots, message)
+    except CiuicError as error:
+        warn(f"no safety snapshot: {error.message}", hint="the restore goes on, and cannot be undone")
+        return None
+    note(f"safety snapshot {taken}: to undo this restore, restore from it")
+    return taken
+
+
+def _by_daemon(session: Session, roots: Sequence[Path], message: str) -> str | None:
+    """None where no daemon answers, or the one that does serves none of these roots."""
+    try:
+        served = {root.path for root in session.control.status().roots if root.state == "mounted"}
+    except CiuicError as error:
+        # Not permitted, no daemon, a broken configuration: the offline way may still be open.
+        detail(error.message)
+        return None
+    wanted = [str(root) for root in roots if str(root) in served]
+    if len(wanted) < len(roots):
+        return None
+    try:
+        state = session.control.take_snapshot(message=message, tags=[TAG], roots=wanted)
+        with progress("safety snapshot") as reporter:
+            # An attempt that failed is enough to know: the daemon goes on trying, the restore does not wait for that.
+            while state.state != "committed":
+                if state.error:
+                    raise CiuicError(state.error, hint=state.hint)
+                time.sleep(_POLL_SECONDS)
+                state = session.control.snapshot_state(state.id)
+                if state.progress is not None:
+                    reporter.update(
+                        bytes_done=state.progress.bytes_done,
+                        bytes_total=state.progress.bytes_total,
+                        files_done=state.progress.files_done,
+                    )
+    except Unreachable:
+        return None
+    return state.id
+
+
+def _offline(session: Session, roots: Sequence[Path], message: str) -> str:
+    """By the capture process, with no overlay: not one instant, but nobody is changing these files now."""
+    present = [root for root in roots if root.is_dir()]
+    if not present:
+        raise CiuicError("none of the roots is there")
+    job = json.dumps(_offline_job(session, present, message)).encode("ascii")
+    said = os.memfd_create("ciuic-capture-stderr")
+    # Its own session: ^C ends it through us, in order, and not both at once.
+    with (
+        open(said, "r+b") as complaints,
+        subprocess.Popen(
+            [sys.executable, "-m", "ciuic.daemon.capture"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            with progress("safety snapshot") as reporter:
+                last = _follow(process, job, reporter)
+        except BaseException:
+            process.terminate()
+            raise
+        process.wait()
+        complaints.seek(0)
+        complaint = complaints.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+    if process.returncode == 0 and last.get("id"):
+        return str(last["id"])
+    text = last.get("error") or complaint or f"capture ended with status {process.returncode}"
+    raise CiuicError(shown_text(str(text)), hint=shown_text(str(last.get("hint", ""))))
+
+
+def _offline_job(session: Session, roots: Sequence[Path], message: str) -> dict[str, object]:
+    """The job that the capture process reads (daemon/capture_job.py): no overlay, this moment, these roots."""
+    excludes: dict[Path, list[str]] = {}
+    try:
+        config = session.config
+        excludes = {root.path: list(config.excludes_of(root)) for root in config.roots}
+    except CiuicError as error:
+        detail(f"no exclude patterns: {error.message}")
+    return {
+        "repository": str(session.repository_dir),
+        "id": str(session.repository.snapshots.new_id()),
+        "time_ns": time.time_ns(),
+        "host": socket.gethostname(),
+        "roots": [
+            {
+                "path": base64.b64encode(os.fsencode(root)).decode("ascii"),
+                "excludes": excludes.get(root, []),
+            }
+            for root in roots
+        ],
+        "tags": [TAG],
+        "message": message,
+        "lock_wait_seconds": LOCK_WAIT_SECONDS,
+        # Somebody is waiting for this one.
+        "io_priority": "none",
+    }
+
+
+def _follow(process: subprocess.Popen[bytes], job: bytes, reporter: Reporter) -> dict[str, object]:
+    """Hands over the job, shows the progress lines, and returns the last line's document."""
+    last: dict[str, object] = {}
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it ended already, and its last words say why
+        process.stdin.write(job)
+        process.stdin.close()
+    for line in process.stdout or ():
+        try:
+            last = json.loads(line)
+        except ValueError:
+            continue
+        if last.get("event") == "progress":
+            reporter.update(
+                bytes_done=_number(last, "bytes_read"),
+                bytes_total=0,
+                files_done=_number(last, "entries"),
+                files_total=_number(last, "entries_expected"),
+            )
+    return last
+
+
+def _number(document: dict[str, object], key: str) -> int:
+    value = document.get(key, 0)
+    return value if isinstance(value, int) else 0
