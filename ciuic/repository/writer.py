@@ -48,6 +48,14 @@ class Writer:
         """
         raise NotImplementedError
 
+    def chunk_id(self, data: Bytes) -> ChunkId:
+        """The id that `put_chunk` would return; stores nothing."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Makes what was put so far durable without a snapshot: for repair, which puts lost chunks back."""
+        raise NotImplementedError
+
     def put_xattrs(self, pairs: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[tuple[bytes, bytes], ...], int]:
         """(Entry.xattrs, FLAG_XATTRS_CHUNK or 0) for these attributes: sorted, in the entry or in a chunk of
         their own.
