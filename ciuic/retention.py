@@ -48,6 +48,18 @@ class RetentionPolicy:
 
 
 @dataclass(frozen=True)
+class MinFree:
+    """How much of the repository's file system retention keeps free: a size, or a share of the whole."""
+
+    size_bytes: int = 0
+    share: float = 0.0
+
+    def floor_bytes(self, total_bytes: int) -> int:
+        """The same as bytes, on a file system of ``total_bytes``."""
+        return max(self.size_bytes, int(self.share * total_bytes))
+
+
+@dataclass(frozen=True)
 class Decision:
     """What becomes of one snapshot: kept for ``reasons``, or removed when there are none."""
 

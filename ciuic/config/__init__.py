@@ -32,7 +32,6 @@ from ciuic.config.model import (
     Driver,
     IoPriority,
     LogConfig,
-    MinFree,
     Origin,
     Problem,
     RepositoryConfig,
@@ -51,6 +50,7 @@ from ciuic.config.places import (
     repository_path,
 )
 from ciuic.config.show import ShownValue, shown
+from ciuic.retention import MinFree
 
 __all__ = [
     "CONFIG_VARIABLE",

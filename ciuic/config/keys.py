@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ciuic.config.model import DRIVERS, IoPriority, MinFree
+from ciuic.config.model import DRIVERS, IoPriority
 from ciuic.excludes import check_pattern
+from ciuic.retention import MinFree
 from ciuic.units import format_duration, format_size, parse_duration, parse_share, parse_size
 
 MIN_BLOCK_SIZE_BYTES = 4096

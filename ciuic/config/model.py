@@ -9,7 +9,7 @@ from typing import Literal
 
 from ciuic.errors import CiuicError, ConfigError
 from ciuic.excludes import ExcludeMatcher, effective_patterns
-from ciuic.retention import RetentionPolicy
+from ciuic.retention import MinFree, RetentionPolicy
 
 Driver = Literal["auto", "kernel", "pyfuse3"]
 DRIVERS: tuple[Driver, ...] = ("auto", "kernel", "pyfuse3")
@@ -76,18 +76,6 @@ class RepositoryConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     interval_seconds: int = 3600
-
-
-@dataclass(frozen=True)
-class MinFree:
-    """How much of the repository's file system retention keeps free: a size, or a share of the whole."""
-
-    size_bytes: int = 0
-    share: float = 0.0
-
-    def floor_bytes(self, total_bytes: int) -> int:
-        """The same as bytes, on a file system of ``total_bytes``."""
-        return max(self.size_bytes, int(self.share * total_bytes))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,309 @@
+"""Check: does the repository agree with itself? And repair, which adds and rebuilds and never deletes content.
+
+Guarantees: nothing is changed without ``repair``; with it, the index is made anew from packs and snapshot files,
+and a chunk with one damaged and one good copy is read from the good one from then on. A damaged chunk of which no
+copy is good is healed from the live files where they still hold its content. Whatever cannot be mended is named
+with what to do. Unreadable files stay where they are: somebody may yet read them.
+
+Leaves to ciuic.verify: which files of which snapshots damage touches. Reads the structure of every snapshot; with
+``read_data`` also every byte of every pack.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ciuic.chunkset import ChunkSet
+from ciuic.errors import Damaged
+from ciuic.repository import Repository, Walker, Writer
+from ciuic.repository.walk import Reached
+from ciuic.types import ChunkId, Snapshot, SnapshotId
+from ciuic.units import human_size
+
+Kind = Literal[
+    "configuration",
+    "snapshot",
+    "index",
+    "structure",
+    "missing chunk",
+    "pack",
+    "damaged chunk",
+    "orphaned pack",
+]
+Severity = Literal["error", "warning", "info"]
+Progress = Callable[[str, int, int], None]
+
+_VERIFY = "`ciuic verify --all` names the files and snapshots that it touches"
+
+
+@dataclass
+class Finding:
+    """One thing that is not as it should be."""
+
+    severity: Severity
+    kind: Kind
+    message: str
+    hint: str = ""
+    snapshot: str = ""
+    """A snapshot that it concerns; there may be more."""
+    chunk: ChunkId | None = None
+    repaired: bool = False
+
+
+@dataclass
+class CheckReport:
+    """What was found, and how much was looked at."""
+
+    findings: list[Finding] = field(default_factory=list)
+    snapshots: int = 0
+    packs: int = 0
+    stored_bytes: int = 0
+    orphaned_bytes: int = 0
+    """In packs that nothing refers to; `ciuic prune` frees them."""
+
+    @property
+    def damaged(self) -> bool:
+        """Whether an error remains: exit code 4."""
+        return any(finding.severity == "error" and not finding.repaired for finding in self.findings)
+
+
+def check(
+    repository: Repository,
+    *,
+    repair: bool = False,
+    read_data: bool = False,
+    live_files: bool = True,
+    wait_seconds: float = 0,
+    progress: Progress | None = None,
+) -> CheckReport:
+    """Look at everything; with ``repair`` take the lock (Busy) and mend what can be mended, durable on return.
+
+    ``live_files``: a repair may read the protected directories, at the paths in the snapshots, for lost blocks.
+    """
+    run = _Check(repository, read_data, live_files, progress)
+    if not repair:
+        run.look(None)
+    else:
+        with repository.writer(wait_seconds=wait_seconds, command="check --repair") as writer:
+            run.look(writer)
+    return run.report
+
+
+@dataclass
+class _Check:
+    repository: Repository
+    read_data: bool
+    live_files: bool
+    progress: Progress | None
+    report: CheckReport = field(default_factory=CheckReport)
+    lost: dict[ChunkId, Finding] = field(default_factory=dict)
+    """Chunks without a good copy."""
+
+    def look(self, writer: Writer | None) -> None:
+        self.look_at_configuration()
+        self.look_at_snapshot_files()
+        self.look_at_index(writer)  # first: without it chunks that are there seem to be missing
+        reached = self.look_at_structure()
+        self.look_at_packs(reached)
+        if self.read_data:
+            self.read_everything(writer)
+        if writer is not None and self.lost and self.live_files:
+            self.heal_from_live_files(writer)
+
+    def found(
+        self, severity: Severity, kind: Kind, message: str, hint: str = "", snapshot: str = ""
+    ) -> Finding:
+        finding = Finding(severity, kind, message, hint, snapshot)
+        self.report.findings.append(finding)
+        return finding
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(what, done, total)
+
+    def look_at_configuration(self) -> None:
+        for words in self.repository.config_damage():
+            self.found("error", "configuration", words, "copy the other, good copy over it")
+
+    def look_at_snapshot_files(self) -> None:
+        for snapshot in self.repository.snapshots.unreadable():
+            message = f"{snapshot.path} is no readable snapshot: {snapshot.reason}"
+            hint = f"put it back from another copy, or give it up: `ciuic forget {snapshot.id}`"
+            self.found("error", "snapshot", message, hint, snapshot.id)
+
+    # --- index
+
+    def look_at_index(self, writer: Writer | None) -> None:
+        problems = self.repository.check_index()
+        if not problems:
+            return
+        findings = [
+            self.found("warning", "index", words, "`ciuic check --repair` makes it anew")
+            for words in problems
+        ]
+        if writer is None:
+            return
+        writer.rebuild_index(lambda done, total: self.tell("rebuilding the index", done, total))
+        left = self.repository.check_index()
+        for finding in findings:
+            finding.repaired = finding.message not in left
+
+    # --- structure
+
+    def look_at_structure(self) -> Callable[[ChunkId], bool] | None:
+        """Walk every snapshot; whether a chunk was reached, or None when some could not be reached."""
+        nodes: set[ChunkId] = set()
+        data = ChunkSet()
+        complete = not self.repository.snapshots.unreadable()
+        ids = self.repository.snapshots.ids()
+        for done, id_ in enumerate(ids):
+            self.tell("reading snapshots", done, len(ids))
+            complete &= self.look_at_snapshot(id_, Walker(self.repository, seen=nodes, seen_data=data))
+            self.report.snapshots += 1
+        return (lambda chunk: chunk in nodes or chunk in data) if complete else None
+
+    def look_at_snapshot(self, id_: SnapshotId, walker: Walker) -> bool:
+        try:
+            snapshot = self.repository.snapshots.load(id_)
+            for reached in walker.walk(snapshot, paths=True):
+                if reached.kind == "data" and not self.repository.chunks.has(reached.id):
+                    self.missing(id_, reached)
+        except Damaged as error:
+            self.found("error", "structure", f"{id_}: {error.message}", _VERIFY, id_)
+            return False
+        return True
+
+    def missing(self, id_: SnapshotId, reached: Reached) -> None:
+        message = f"{id_}: block {reached.block} of {os.fsdecode(reached.path)} is missing"
+        finding = self.found("error", "missing chunk", message, _VERIFY, id_)
+        finding.chunk = reached.id
+        self.lost.setdefault(reached.id, finding)
+
+    # --- packs
+
+    def look_at_packs(self, reached: Callable[[ChunkId], bool] | None) -> None:
+        packs = self.repository.packs()
+        orphaned = []
+        for done, pack in enumerate(packs):
+            self.tell("reading pack tables", done, len(packs))
+            self.report.packs += 1
+            self.report.stored_bytes += pack.size_bytes
+            try:
+                needed = any(
+                    reached is None or reached(record.id)
+                    for record in self.repository.pack_records(pack.number)
+                )
+            except Damaged as error:
+                self.found("error", "pack", error.message, _VERIFY)
+                continue
+            if not needed and reached is not None:
+                orphaned.append(pack.number)
+                self.report.orphaned_bytes += pack.size_bytes
+        if orphaned:
+            size = human_size(self.report.orphaned_bytes)
+            message = f"{len(orphaned)} packs with {size} that no snapshot needs"
+            self.found("info", "orphaned pack", message, "`ciuic prune` frees them")
+
+    def read_everything(self, writer: Writer | None) -> None:
+        findings: dict[ChunkId, Finding] = {}
+        for damage in self.repository.scrub(lambda done, total: self.tell("reading packs", done, total)):
+            where = f"pack {damage.pack:016x}, offset {damage.offset}: {damage.reason}"
+            if damage.chunk is None:
+                self.found("error", "pack", where, _VERIFY)
+                continue
+            finding = self.found("error", "damaged chunk", f"chunk {damage.chunk.hex()}, {where}", _VERIFY)
+            finding.chunk = damage.chunk
+            findings[damage.chunk] = finding
+        if writer is None or not findings:
+            return
+        without_good_copy = set(writer.mark_damaged(findings))
+        for chunk, finding in findings.items():
+            if chunk in without_good_copy:
+                self.lost.setdefault(chunk, finding)
+            else:
+                finding.repaired = True
+                finding.hint = "another copy is good, and is read from now on"
+
+    # --- healing
+
+    def heal_from_live_files(self, writer: Writer) -> None:
+        """Store lost blocks anew from the files they came from, where those still hold the same bytes.
+
+        A block is only believed when its id, computed by the writer, is the lost one.
+        """
+        for reached in self.places_of_lost():
+            finding = self.lost.get(reached.id)
+            data = _live_block(reached, self.repository.block_size) if finding is not None else None
+            if finding is None or data is None or not _put_back(writer, reached.id, data):
+                continue
+            del self.lost[reached.id]
+            for other in self.report.findings:
+                if other.chunk == reached.id:
+                    other.repaired = True
+                    other.hint = f"healed from the live file {os.fsdecode(reached.path)}"
+        writer.flush()
+
+    def places_of_lost(self) -> Iterator[Reached]:
+        for id_ in self.repository.snapshots.ids():
+            if not self.lost:
+                return
+            try:
+                yield from self.lost_in(self.repository.snapshots.load(id_))
+            except Damaged:
+                continue  # look_at_structure has named it; other snapshots may lead to the blocks as well
+
+    def lost_in(self, snapshot: Snapshot) -> Iterable[Reached]:
+        for reached in Walker(self.repository).walk(snapshot, paths=True):
+            if reached.kind == "data" and reached.id in self.lost:
+                yield reached
+
+
+def _put_back(writer: Writer, chunk: ChunkId, data: bytes) -> bool:
+    """Whether ``data`` is what was lost, and is stored again."""
+    if writer.chunk_id(data) != chunk:
+        return False
+    writer.put_chunk(data)
+    return True
+
+
+def _live_block(reached: Reached, block_size: int) -> bytes | None:
+    """The block as the live file has it now; None where there is no such file or it is too short."""
+    if reached.entry is None or reached.block < 0:
+        return None
+    offset = reached.block * block_size
+    length = min(block_size, reached.entry.size_bytes - offset)
+    try:
+        # O_NONBLOCK: what was a file may be a fifo today, and opening that would wait for a writer.
+        descriptor = os.open(reached.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None  # gone, or not readable: then it cannot help, and nothing is lost by it
+    try:
+        data = os.pread(descriptor, length, offset)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return data if len(data) == length and length > 0 else None
+
+
+def summary(report: CheckReport) -> str:
+    """One sentence."""
+    errors = sum(finding.severity == "error" and not finding.repaired for finding in report.findings)
+    repaired = sum(finding.repaired for finding in report.findings)
+    looked = f"{report.snapshots} snapshots, {report.packs} packs, {human_size(report.stored_bytes)}"
+    if errors:
+        return f"{looked}: {errors} errors" + (f", {repaired} repaired" if repaired else "")
+    return f"{looked}: " + (f"{repaired} repaired" if repaired else "in order")
+
+
+def raise_if_damaged(report: CheckReport) -> None:
+    """Damaged (exit 4) when an error remains."""
+    if report.damaged:
+        raise DamageRemains(summary(report))
+
+
+class DamageRemains(Damaged):
+    """The check found damage that it did not, or could not, repair."""

@@ -1,0 +1,224 @@
+"""The second half of garbage collection: which packs go, which are rewritten, and the doing of it.
+
+Guarantees: a pack goes only when nothing in it is live, and a live chunk is copied and durable before the pack it
+came from goes (Writer.rewrite_pack). What cannot be read is left as it is and named. Dropping comes first and needs
+no free space; rewriting is done only as far as the disk has room. May be stopped between any two packs, or killed
+anywhere: what is left is found again. Leaves to ciuic.gc the question of what is live.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ciuic.errors import Damaged
+from ciuic.repository import PackInfo, Repository, Writer
+from ciuic.types import ChunkId
+
+# What a rewrite may need besides the copies themselves: a pack's own structure, the index's growth.
+_REWRITE_MARGIN_BYTES = 8 << 20
+_SMALL_PACK_BYTES = 16 << 20
+_MANY_SMALL_PACKS = 64
+
+StopCheck = Callable[[], bool]
+Progress = Callable[[str, int, int], None]
+"""(what is being done, how much is done, of how much; 0 where that is not known)"""
+
+
+class Stopped(Exception):
+    """``should_stop`` said so."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """When rewriting a pack is worth copying what lives in it."""
+
+    unused_share: float = 0.05
+    """So much of all stored bytes may be garbage."""
+    pack_dead_share: float = 0.2
+    """A pack with a smaller share of garbage is left alone: copying most of it would free little."""
+
+
+USUAL = Thresholds()
+HURRIED = Thresholds(unused_share=0.0, pack_dead_share=0.02)
+"""When the disk is short of space."""
+
+
+@dataclass(frozen=True)
+class PackUse:
+    """How much of one pack is still needed."""
+
+    number: int
+    kind: str
+    size_bytes: int
+    live_bytes: int
+    live_chunks: int
+
+    @property
+    def dead_bytes(self) -> int:
+        """What dropping it would free at most, its own structure included."""
+        return self.size_bytes - self.live_bytes
+
+    @property
+    def dead_share(self) -> float:
+        return self.dead_bytes / self.size_bytes if self.size_bytes else 1.0
+
+
+@dataclass
+class SweepResult:
+    """What was done to the packs."""
+
+    dropped_packs: int = 0
+    rewritten_packs: int = 0
+    freed_bytes: int = 0
+    garbage_bytes: int = 0
+    """Dead bytes left behind in packs that were not worth rewriting, or could not be."""
+    stopped: bool = False
+    notes: list[str] = field(default_factory=list)
+    """What was not done and why, in sentences."""
+
+
+def survey(
+    repository: Repository,
+    live: Callable[[ChunkId], bool],
+    *,
+    notes: list[str],
+    should_stop: StopCheck | None = None,
+) -> list[PackUse]:
+    """Every sealed pack that can be read, with what is live in it. Raises Stopped."""
+    uses = []
+    for pack in repository.packs():
+        if should_stop is not None and should_stop():
+            raise Stopped
+        if not pack.sealed:
+            continue
+        try:
+            uses.append(_use(repository, pack, live))
+        except Damaged as error:
+            notes.append(f"a pack is left as it is, because it cannot be read: {error}")
+    return uses
+
+
+def _use(repository: Repository, pack: PackInfo, live: Callable[[ChunkId], bool]) -> PackUse:
+    live_bytes = live_chunks = 0
+    for record in repository.pack_records(pack.number):
+        if live(record.id):
+            live_bytes += record.stored_bytes
+            live_chunks += 1
+    return PackUse(pack.number, pack.kind, pack.size_bytes, live_bytes, live_chunks)
+
+
+def worth_rewriting(uses: Sequence[PackUse], thresholds: Thresholds) -> list[PackUse]:
+    """The packs to rewrite, those first that free most for what they copy; wholly dead ones are not among them."""
+    alive = [use for use in uses if use.live_chunks]
+    excess_bytes = sum(use.dead_bytes for use in alive) - thresholds.unused_share * sum(
+        u.size_bytes for u in alive
+    )
+    chosen = []
+    for use in sorted(alive, key=lambda use: (-use.dead_share, use.number)):
+        if excess_bytes <= 0 or use.dead_share < thresholds.pack_dead_share:
+            break
+        chosen.append(use)
+        excess_bytes -= use.dead_bytes
+    return chosen + _small_ones(alive, chosen)
+
+
+def _small_ones(alive: Sequence[PackUse], chosen: Sequence[PackUse]) -> list[PackUse]:
+    """Small packs, once there are so many that opening them costs more than copying them together."""
+    already = {use.number for use in chosen}
+    small: list[PackUse] = []
+    for kind in ("data", "meta"):
+        of_kind = [
+            use
+            for use in alive
+            if use.kind == kind and use.size_bytes < _SMALL_PACK_BYTES and use.number not in already
+        ]
+        if len(of_kind) > _MANY_SMALL_PACKS:
+            small += of_kind
+    return small
+
+
+def sweep(
+    writer: Writer,
+    live: Callable[[ChunkId], bool],
+    thresholds: Thresholds = USUAL,
+    *,
+    progress: Progress | None = None,
+    should_stop: StopCheck | None = None,
+) -> SweepResult:
+    """Drop what is wholly dead, rewrite what is worth it. ``live`` must be complete: it decides alone."""
+    result = SweepResult()
+    try:
+        uses = survey(writer.repository, live, notes=result.notes, should_stop=should_stop)
+    except Stopped:
+        result.stopped = True
+        return result
+    dead = [use for use in uses if not use.live_chunks]
+    chosen = worth_rewriting(uses, thresholds)
+    result.garbage_bytes = sum(use.dead_bytes for use in uses)
+    for done, act in enumerate(_acts(writer, dead, chosen, live, result)):
+        if progress is not None:
+            progress("freeing space", done, len(dead) + len(chosen))
+        if should_stop is not None and should_stop():
+            result.stopped = True
+            break
+        if not act():
+            break
+    return result
+
+
+def _acts(
+    writer: Writer,
+    dead: Sequence[PackUse],
+    chosen: Sequence[PackUse],
+    live: Callable[[ChunkId], bool],
+    result: SweepResult,
+) -> Iterator[Callable[[], bool]]:
+    for use in dead:
+        yield lambda use=use: _drop(writer, use, result)  # type: ignore[misc]
+    for use in chosen:
+        yield lambda use=use: _rewrite(writer, use, live, result)  # type: ignore[misc]
+
+
+def _drop(writer: Writer, use: PackUse, result: SweepResult) -> bool:
+    result.freed_bytes += writer.drop_pack(use.number)
+    result.garbage_bytes -= use.dead_bytes
+    result.dropped_packs += 1
+    return True
+
+
+def _rewrite(writer: Writer, use: PackUse, live: Callable[[ChunkId], bool], result: SweepResult) -> bool:
+    """Whether the next pack may be tried."""
+    if free_bytes(writer.repository.path) < use.live_bytes + _REWRITE_MARGIN_BYTES:
+        result.notes.append(
+            f"pack {use.number:016x} is not rewritten: the disk has no room for what lives in it"
+        )
+        return True
+    try:
+        result.freed_bytes += writer.rewrite_pack(use.number, live)
+    except Damaged as error:
+        result.notes.append(f"pack {use.number:016x} is left as it is: {error}")
+        return True
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # A writer that failed to store can only be closed: what is left is for the next run.
+        result.notes.append(f"stopped at pack {use.number:016x}: {error.strerror}")
+        return False
+    result.garbage_bytes -= use.dead_bytes
+    result.rewritten_packs += 1
+    return True
+
+
+def free_bytes(path: str | os.PathLike[str]) -> int:
+    """What the caller may still write to the file system at ``path``."""
+    status = os.statvfs(path)
+    return (status.f_bfree if os.geteuid() == 0 else status.f_bavail) * status.f_frsize
+
+
+def total_bytes(path: str | os.PathLike[str]) -> int:
+    """Size of the file system at ``path``."""
+    status = os.statvfs(path)
+    return status.f_blocks * status.f_frsize
