@@ -26,6 +26,8 @@ class SetAttr(NamedTuple):
     mtime_ns: int | None = None
     atime_now: bool = False
     mtime_now: bool = False
+    keeps_privileges: bool = False
+    """The caller has CAP_FSETID: a new size does not take set-id bits away."""
 
     @property
     def sets_times(self) -> bool:
@@ -54,7 +56,7 @@ class Attributes:
                 handle = None
             self._state.keep_inode(node)
             if change.size is not None:
-                self._data.truncate(node, change.size, handle)
+                self._data.truncate(node, change.size, handle, keeps_privileges=change.keeps_privileges)
             if self._state.tracked(node):
                 self._state.tracker.mark_attrs(node)
             path, follow, _keep = self._target(node)

@@ -38,8 +38,11 @@ class Data:
 
     # -- handles ------------------------------------------------------------------------------------
 
-    def open(self, node_id: int, flags: int) -> int:
-        """Open a node; O_TRUNC is carried out here, inside the gate. Returns a handle."""
+    def open(self, node_id: int, flags: int, *, keeps_privileges: bool = False) -> int:
+        """Open a node; O_TRUNC is carried out here, inside the gate. Returns a handle.
+
+        ``keeps_privileges``: the caller has CAP_FSETID, O_TRUNC does not take set-id bits away.
+        """
         node = self._nodes.get(node_id)
         truncates = bool(flags & os.O_TRUNC) and writes(flags)
         if not truncates:
@@ -48,7 +51,7 @@ class Data:
             file = self._opened(node, flags)
             handle = self._state.add_file(file)
             try:
-                self._truncate(node, file.fd, 0)
+                self._truncate(node, file.fd, 0, keeps_privileges)
             except BaseException:
                 self.release(handle)
                 raise
@@ -97,19 +100,21 @@ class Data:
     def read(self, handle: int, offset: int, size: int) -> bytes:
         return os.pread(self._state.file(handle).fd, size, offset)
 
-    def read_nowait(self, handle: int, offset: int, size: int) -> bytes | None:
+    def read_nowait(self, handle: int, offset: int, size: int) -> memoryview | None:
         """What ``read`` gives if it is in memory; None when that would wait for a disk, or cannot be
         known."""
         buffer = bytearray(size)
+        fd = self._state.file(handle).fd
         try:
-            count = os.preadv(self._state.file(handle).fd, [buffer], offset, os.RWF_NOWAIT)
+            count = os.preadv(fd, [buffer], offset, os.RWF_NOWAIT)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS):
                 return None
             raise
-        if count == size:
-            return bytes(buffer)
-        return None  # short: the end of the file, or the end of what is in memory; only a real read can tell
+        # A short read is the end of the file, or the end of what is in memory.
+        if count == size or offset + count >= os.fstat(fd).st_size:
+            return memoryview(buffer)[:count]
+        return None
 
     def lseek(self, handle: int, offset: int, whence: int) -> int:
         """SEEK_DATA and SEEK_HOLE."""
@@ -167,19 +172,19 @@ class Data:
 
     # -- changing the size --------------------------------------------------------------------------
 
-    def truncate(self, node: Node, size: int, handle: int | None) -> None:
+    def truncate(self, node: Node, size: int, handle: int | None, *, keeps_privileges: bool) -> None:
         """Set the size. The caller is inside the gate."""
         file = self._state.file(handle) if handle is not None else self._state.any_file(node, writes=True)
         if file is not None and file.writes:
-            self._truncate(node, file.fd, size)
+            self._truncate(node, file.fd, size, keeps_privileges)
             return
         opened = self._nodes.way(node).open(os.O_RDWR)
         try:
-            self._truncate(node, opened, size)
+            self._truncate(node, opened, size, keeps_privileges)
         finally:
             os.close(opened)
 
-    def _truncate(self, node: Node, fd: int, size: int) -> None:
+    def _truncate(self, node: Node, fd: int, size: int, keeps_privileges: bool) -> None:
         state = self._state
         if not state.tracked(node):
             os.ftruncate(fd, size)
@@ -201,7 +206,7 @@ class Data:
             else:
                 state.tracker.mark_attrs(node)
             state.with_space(lambda: os.ftruncate(fd, size))
-            if node.privileged:
+            if node.privileged and not keeps_privileges:
                 self._clear_privileges(node, fd)
 
     def _swap_pays(self, node: Node, size: int, old_size: int) -> bool:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pyfuse3
 import structlog
@@ -123,6 +123,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
             size=attr.st_size if fields.update_size else None,
             atime_ns=attr.st_atime_ns if fields.update_atime else None,
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+            keeps_privileges=ctx.uid == 0,
         )
         # Freeing the blocks of a large file takes seconds on some file systems.
         run = self._dispatch.long_change if fields.update_size else self._dispatch.change
@@ -186,7 +187,9 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
-        return pyfuse3.FileInfo(fh=await self._dispatch.change(self.core.open, inode, flags), keep_cache=True)
+        # O_TRUNC is carried out by the core (libfuse asks for FUSE_ATOMIC_O_TRUNC).
+        operation = functools.partial(self.core.open, inode, flags, keeps_privileges=ctx.uid == 0)
+        return pyfuse3.FileInfo(fh=await self._dispatch.change(operation), keep_cache=True)
 
     @_answered
     async def create(
@@ -200,7 +203,9 @@ class Pyfuse3Driver(pyfuse3.Operations):
     @_answered
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
         data = self.core.read_nowait(fh, off, size)
-        return await self._dispatch.long_read(self.core.read, fh, off, size) if data is None else data
+        if data is None:
+            return await self._dispatch.long_read(self.core.read, fh, off, size)
+        return cast(bytes, data)  # pyfuse3 takes any contiguous buffer, and a copy less
 
     @_answered
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
