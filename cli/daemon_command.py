@@ -15,7 +15,14 @@ def command() -> int:
     It mounts the protected roots, takes snapshots on schedule, applies retention and answers on the control socket,
     until SIGTERM or ^C; then it unmounts and leaves nothing behind.
     """
+    from ciuic.config import Config, load_config
     from ciuic.daemon import run
 
     session = current()
-    return run(session.config)
+    config = session.config
+
+    def reload() -> Config:
+        # The file found at the start, even if another has appeared since; --repo stays in force.
+        return load_config(config.file, repository=session.repo_option)
+
+    return run(config, reload=reload)

@@ -1,7 +1,7 @@
 """``ciuic forget``: deletes snapshots by name. Their space comes back with the next prune.
 
 Guarantees: nothing is deleted before every id is resolved, no held snapshot is among them, and a person (or ``-y``) has
-said yes. Works on a full disk.
+said yes. Works on a full disk, and on a snapshot file that cannot be read, if its full id is given.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ def command(ids: tuple[str, ...], yes: bool, as_json: bool) -> None:
 
     Held snapshots must be released first. The space comes back with `ciuic prune`, or the daemon's next one.
     """
+    from ciuic.gc import forget
+
     session = current()
-    chosen = resolve_all(session, ids)
-    _refuse_held(session, chosen)
+    unreadable = {bad.id for bad in session.repository.snapshots.unreadable()}
+    broken = [SnapshotId.parse(text) for text in ids if text in unreadable]
+    chosen = [*resolve_all(session, [text for text in ids if text not in unreadable]), *broken]
+    _refuse_held(session, [snapshot_id for snapshot_id in chosen if snapshot_id not in broken])
     if not yes:
-        _ask(session, chosen)
-    with session.repository.writer(wait_seconds=LOCK_WAIT_SECONDS, command="ciuic forget") as writer:
-        # Asked again under the lock: a hold set meanwhile counts.
-        _refuse_held(session, chosen)
-        writer.remove_snapshots(chosen)
+        _ask(session, chosen, broken)
+    # Looks for holds once more, under the lock.
+    forget(session.repository, chosen, wait_seconds=LOCK_WAIT_SECONDS)
     if as_json:
         out_json({"removed": [str(snapshot_id) for snapshot_id in chosen]})
     else:
@@ -53,12 +55,15 @@ def _refuse_held(session: Session, ids: Sequence[SnapshotId]) -> None:
         )
 
 
-def _ask(session: Session, ids: Sequence[SnapshotId]) -> None:
+def _ask(session: Session, ids: Sequence[SnapshotId], broken: Sequence[SnapshotId]) -> None:
     if not sys.stdin.isatty():
         raise UsageError(
             "forget asks before it deletes, and there is nobody to ask; nothing was removed", hint="give -y"
         )
     for snapshot_id in ids:
+        if snapshot_id in broken:
+            complain(f"  {snapshot_id}  cannot be read")
+            continue
         info = session.repository.snapshots.info(snapshot_id)
         complain(f"  {snapshot_id}  {times.clock(info.time_ns)}  {', '.join(info.tags)}")
     if not click.confirm(f"Delete {len(ids)} snapshot{'s' * (len(ids) != 1)} for good?", err=True):

@@ -27,7 +27,8 @@ _CLEAR_LINE: Final = "\r\x1b[K"
 class Reporter:
     """Keeps the newest state, and shows it when enough time has passed.
 
-    State: ``bytes_done``, ``bytes_total``, ``files_done``, ``files_total`` (absolute; totals 0 while unknown), ``path``.
+    State: ``bytes_done``, ``bytes_total``, ``files_done``, ``files_total`` (absolute; totals 0 while unknown), ``path``;
+    or ``step``, ``done`` and ``total`` where what is counted changes from step to step.
     """
 
     def __init__(self, task: str, interval_seconds: float) -> None:
@@ -44,6 +45,10 @@ class Reporter:
         if now - self._shown_at >= self._interval_seconds:
             self._shown_at = now
             self.show(now - self.began)
+
+    def step(self, step: str, done: int, total: int) -> None:
+        """``update`` in the form in which check and prune report."""
+        self.update(step=step, done=done, total=total)
 
     def show(self, elapsed_seconds: float) -> None:
         raise NotImplementedError
@@ -94,6 +99,10 @@ class _TerminalLine(Reporter):
         state = self.state
         done, total = state.get("bytes_done", 0), state.get("bytes_total", 0)
         parts = [self.task]
+        if "step" in state:
+            parts.append(state["step"])
+            if state["total"]:
+                parts.append(f"{_bar(state['done'] / state['total'])} {state['done'] / state['total']:4.0%}")
         share = done / total if total else 0.0
         if total:
             parts.append(f"{_bar(share)} {share:4.0%}  {human_size(done)} of {human_size(total)}")
