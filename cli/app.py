@@ -20,7 +20,7 @@ import click
 
 from ciuic import __version__
 from ciuic.cli.options import global_options
-from ciuic.cli.output import abandon_stdout, complain_raw
+from ciuic.cli.output import abandon_stdout, complain_raw, styled
 from ciuic.cli.session import Session
 from ciuic.cli.shells import COMPLETE_VARIABLE
 from ciuic.errors import CiuicError
@@ -144,7 +144,7 @@ def _failed(session: Session, error: Exception) -> int:
         import traceback
 
         complain_raw("".join(traceback.format_exception(error)).rstrip())
-    complain_raw(click.style("error: ", fg="red") + message)
+    complain_raw(styled("error: ", fg="red") + message)
     if hint:
         complain_raw(f"  {hint}")
     _json_failure(session, message, hint, code)

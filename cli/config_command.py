@@ -10,7 +10,7 @@ import click
 
 from ciuic.cli.names import shown_text
 from ciuic.cli.options import HOST_PATH, FrameCommand
-from ciuic.cli.output import complain, json_option, note, out, out_json, warn
+from ciuic.cli.output import complain, json_option, note, out, out_json, styled, warn
 from ciuic.cli.session import current
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _say(problem: Problem) -> None:
     if problem.severity == "warning":
         warn(shown_text(str(problem)), hint=problem.hint)
         return
-    complain(click.style("error: ", fg="red") + shown_text(str(problem)))
+    complain(styled("error: ", fg="red") + shown_text(str(problem)))
     if problem.hint:
         complain(f"  {problem.hint}")
 

@@ -24,12 +24,18 @@ def out(text: str = "", *, newline: bool = True, **style: Any) -> None:
     if session.stdout_gone:
         return
     try:
-        click.echo(click.style(text, **style) if style else text, nl=newline)
+        click.echo(styled(text, **style), nl=newline)
     except BrokenPipeError:
         abandon_stdout(session)
     except OSError as error:
         abandon_stdout(session)
         raise CiuicError(f"the output could not be written: {error.strerror}") from error
+
+
+def styled(text: str, **style: Any) -> str:
+    """The text in colour, where colour is wanted; click takes it off again where stdout is no terminal."""
+    given = {key: value for key, value in style.items() if value}
+    return click.style(text, **given) if given and not os.environ.get("NO_COLOR") else text
 
 
 def out_json(document: Mapping[str, Any] | list[Any]) -> None:
@@ -54,7 +60,7 @@ def detail(text: str) -> None:
 
 def warn(text: str, *, hint: str = "") -> None:
     """Says something that the operator must not miss; -q does not silence it."""
-    complain(click.style("warning: ", fg="yellow") + text)
+    complain(styled("warning: ", fg="yellow") + text)
     if hint:
         complain(f"  {hint}")
 
