@@ -23,6 +23,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from ciuic.daemon import logs
 from ciuic.daemon.capture_job import (
     EXIT_INTERRUPTED,
     EXIT_UNDO_LOST,
@@ -147,6 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The process: exit status."""
     options = _parser().parse_args(arguments)
     output = _Output()
+    logs.configure(as_json=True)  # on standard error: standard output is for messages alone
     report = Report(output.tell)
 
     def stop(_number: int, _frame: object) -> None:

@@ -95,6 +95,7 @@ class CaptureProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         last: Done | Failed | None = None
+        unreadable = 0
         try:
             async with process.stdin:
                 await process.stdin.send_all(job)
@@ -105,9 +106,12 @@ class CaptureProcess:
                 try:
                     message = decode_message(line)
                 except msgspec.DecodeError as error:
-                    log.warning(
-                        "capture_message_unreadable", pid=process.pid, error=str(error), line=line[:200]
-                    )
+                    unreadable += 1
+                    if unreadable == 1:
+                        text = line[:200].decode(errors="replace")
+                        log.warning(
+                            "capture_message_unreadable", pid=process.pid, error=str(error), line=text
+                        )
                     continue
                 if isinstance(message, Progress):
                     on_progress(message)

@@ -20,7 +20,13 @@ from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.recovery import detach_dead, is_mounted, open_root, recover_root
 from ciuic.daemon.settings import RootSettings
-from ciuic.daemon.worker_process import Worker, WorkerOptions, describe_exit, start_worker
+from ciuic.daemon.worker_process import (
+    Worker,
+    WorkerClient,
+    WorkerOptions,
+    describe_exit,
+    start_worker,
+)
 from ciuic.errors import CiuicError, Unreachable
 
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -247,6 +253,8 @@ class RootSupervisor:
         try:
             with trio.fail_after(STOP_TIMEOUT_SECONDS):
                 try:
+                    # Nothing may be pending in a worker that lingers: it shares the undo directory with its successor.
+                    await worker.ask(_abort_pending)
                     await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
                 except Unreachable:
                     if not worker.is_alive():
@@ -308,6 +316,11 @@ class RootSupervisor:
             self._changed.set()
             self._changed = trio.Event()
             self._events.emit("root_state", root=self.path, detail=state)
+
+
+def _abort_pending(client: WorkerClient) -> None:
+    for epoch in client.status().pending:
+        client.abort(epoch)
 
 
 def _report(process: Bypasser) -> BypassReport:

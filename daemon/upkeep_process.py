@@ -34,23 +34,30 @@ class UpkeepJob(msgspec.Struct, kw_only=True, frozen=True):
 
 def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) -> PruneReport:
     """Decides about every snapshot, removes what nothing keeps, frees the space. Durable on return."""
-    from ciuic.gc import PruneOptions, prune
+    from ciuic.gc import prune
     from ciuic.repository import Repository
 
-    options = PruneOptions(
-        policy=job.policy, min_free=job.min_free, dry_run=job.dry_run, wait_seconds=LOCK_WAIT_SECONDS
-    )
     with Repository.open(job.repository) as repository:
-        result = prune(repository, options, should_stop=should_stop)
+        result = prune(
+            repository,
+            job.policy,
+            min_free=job.min_free,
+            dry_run=job.dry_run,
+            wait_seconds=LOCK_WAIT_SECONDS,
+            should_stop=should_stop,
+        )
     return PruneReport(
         dry_run=job.dry_run,
         decisions=[
             PrunedSnapshot(
-                id=decision.id, time=rfc3339(decision.time_ns), keep=decision.kept, reasons=list(decision.reasons)
+                id=decision.id,
+                time=rfc3339(decision.time_ns),
+                keep=decision.kept,
+                reasons=list(decision.reasons),
             )
             for decision in result.plan.decisions
         ],
-        removed=[str(id_) for id_ in result.removed_snapshots],
+        removed=[str(id_) for id_ in result.removed],
         freed_bytes=result.freed_bytes,
     )
 

@@ -97,6 +97,7 @@ class ControlServer:
         self._connections: set[_Connection] = set()
         self._closing = False
         self._listener = _listen(socket_path)
+        self._inode = _inode_of(socket_path)
 
     def start(self) -> None:
         """Answer from now on."""
@@ -105,7 +106,8 @@ class ControlServer:
     def close(self) -> None:
         """Stop listening, remove the socket, end every connection once what it asks for now is answered."""
         self._closing = True
-        with contextlib.suppress(FileNotFoundError):
+        # A worker that ends late, after its last open handle, must not take its successor's socket away.
+        if _inode_of(self._path) == self._inode:
             os.unlink(self._path)
         # shutdown wakes the accepting thread; close alone would leave it waiting.
         with contextlib.suppress(OSError):
@@ -235,6 +237,14 @@ def _number(request: Mapping[str, Any], field: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53:
         raise Refused(f"{field}: a number is wanted, not {value!r}", errno.EINVAL)
     return value
+
+
+def _inode_of(path: str) -> tuple[int, int] | None:
+    try:
+        facts = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return facts.st_dev, facts.st_ino
 
 
 def _listen(path: str) -> socket.socket:
