@@ -1,0 +1,62 @@
+"""Which packs are worth rewriting."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ciuic.sweep import HURRIED, PackUse, Thresholds, worth_rewriting
+
+MIB = 1 << 20
+packs = st.lists(
+    st.tuples(st.sampled_from(["data", "meta"]), st.integers(1, 300), st.floats(0, 1)), max_size=40
+).map(
+    lambda made: [
+        PackUse(number, kind, mib * MIB, int(mib * MIB * share), 0 if share == 0 else 5)
+        for number, (kind, mib, share) in enumerate(made)
+    ]
+)
+
+
+def use(number: int, mib: int, live_share: float, kind: str = "data") -> PackUse:
+    return PackUse(number, kind, mib * MIB, int(mib * MIB * live_share), 1)
+
+
+@given(packs)
+def test_enough_and_not_more(uses: list[PackUse]) -> None:
+    """Afterwards too much garbage is left only in packs that are nearly all alive; no pack is taken for nothing."""
+    thresholds = Thresholds()
+    chosen = worth_rewriting(uses, thresholds)
+    numbers = {use.number for use in chosen}
+    assert len(numbers) == len(chosen)
+    assert all(use.live_chunks for use in chosen)
+    alive = [use for use in uses if use.live_chunks]
+    left = [use for use in alive if use.number not in numbers]
+    garbage_bytes = sum(use.dead_bytes for use in left)
+    allowed_bytes = thresholds.unused_share * sum(use.size_bytes for use in alive)
+    assert garbage_bytes <= allowed_bytes or all(use.dead_share < thresholds.pack_dead_share for use in left)
+
+
+def test_the_deadest_first() -> None:
+    """What frees most for the least copying comes first, and the rest may stay when little garbage is left."""
+    uses = [use(1, 100, 0.99), use(2, 100, 0.1), use(3, 100, 0.6), use(4, 100, 0.97)]
+    assert [u.number for u in worth_rewriting(uses, Thresholds())] == [2, 3]
+    assert [u.number for u in worth_rewriting(uses, Thresholds(unused_share=0.2))] == [2]
+
+
+def test_in_a_hurry_almost_any_garbage_counts() -> None:
+    """Short of space, packs with a few percent of garbage are rewritten as well."""
+    assert [u.number for u in worth_rewriting([use(1, 100, 0.95), use(2, 100, 0.99)], HURRIED)] == [1]
+
+
+def test_a_healthy_repository_is_left_alone() -> None:
+    """Without garbage there is nothing to do."""
+    assert worth_rewriting([use(n, 256, 1.0) for n in range(50)], Thresholds()) == []
+
+
+def test_very_many_small_packs_are_put_together() -> None:
+    """Hundreds of small packs, one a snapshot, are merged; a few are not worth it."""
+    few = [use(n, 1, 1.0, "meta") for n in range(20)]
+    many = [use(n, 1, 1.0, "meta") for n in range(200)]
+    assert worth_rewriting(few, Thresholds()) == []
+    assert len(worth_rewriting(many, Thresholds())) == 200
