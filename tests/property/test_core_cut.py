@@ -7,7 +7,6 @@ what really differs between one cut and the next, block by block and name by nam
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import stat
@@ -216,7 +215,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.core = OverlayCore(self.backing_fd, session="0" * 32, block_size=BLOCK)
         self.root_ino = os.stat(self.top).st_ino
         self.worlds: dict[int, World] = {}
-        self.last: tuple[int, World] | None = None
+        self.history: dict[int, World] = {}
         self.limit, data_module.COPY_LIMIT_BYTES = data_module.COPY_LIMIT_BYTES, 2 * BLOCK
 
     def teardown(self) -> None:
@@ -290,10 +289,8 @@ class CoreMachine(RuleBasedStateMachine):
         size=st.integers(1, 3 * BLOCK),
     )
     def fallocate(self, handle: int, mode: int, offset: int, size: int) -> None:
-        try:
+        with suppress(OSError):
             self.core.fallocate(handle, mode, offset, size)
-        except OSError as error:
-            assert error.errno in (errno.EOPNOTSUPP, errno.EINVAL)
 
     @rule(parent=directories, name=st.sampled_from(NAMES))
     def remove(self, parent: int, name: bytes) -> None:
@@ -342,13 +339,14 @@ class CoreMachine(RuleBasedStateMachine):
             return
         cut = self.core.cut()
         now = observe(self.top)
-        self.worlds[cut.epoch] = now
-        sealed = undo_format.read_sealed(
-            os.fsdecode(self.top) + f"/{UNDO}/{undo_format.sealed_name(cut.epoch)}"
-        )
-        if self.last is not None and sealed.complete and sealed.since == self.last[0]:
-            check_tracking(sealed, self.last[1], now)
-        self.last = (cut.epoch, now)
+        self.worlds[cut.epoch] = self.history[cut.epoch] = now
+        self.check_sealed(cut.epoch)
+
+    def check_sealed(self, epoch: int) -> None:
+        path = os.fsdecode(self.top) + f"/{UNDO}/{undo_format.sealed_name(epoch)}"
+        sealed = undo_format.read_sealed(path)
+        if sealed.complete:
+            check_tracking(sealed, self.history[sealed.since], self.history[epoch])
 
     @rule(commit=st.booleans())
     def end_oldest(self, commit: bool) -> None:
@@ -356,19 +354,9 @@ class CoreMachine(RuleBasedStateMachine):
             return
         epoch = min(self.worlds)
         self.verify(epoch)
-        world = self.worlds.pop(epoch)
-        if commit:
-            self.core.committed(epoch)
-            return
-        self.core.abort(epoch)
-        if self.worlds:  # what the next one changed now reads against what came before the one given up
-            following = min(self.worlds)
-            sealed = undo_format.read_sealed(
-                os.fsdecode(self.top) + f"/{UNDO}/{undo_format.sealed_name(following)}"
-            )
-            assert sealed.since < epoch
-        elif self.last is not None and self.last[1] is world:
-            self.last = None
+        self.check_sealed(epoch)
+        del self.worlds[epoch]
+        (self.core.committed if commit else self.core.abort)(epoch)
 
     def verify(self, epoch: int) -> None:
         path = os.fsdecode(self.top) + f"/{UNDO}/{undo_format.LOG_NAME}"
