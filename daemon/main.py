@@ -14,6 +14,7 @@ from ciuic.config import Config, load_config
 from ciuic.daemon import logs
 from ciuic.daemon.notify import Notifier, take_stored_fds
 from ciuic.daemon.service import Daemon
+from ciuic.daemon.slices import slice_prefix
 from ciuic.errors import CiuicError, NotPermitted
 
 log = structlog.get_logger(__name__)
@@ -29,7 +30,14 @@ def run_daemon(config: Config, *, reload: Callable[[], Config] | None = None) ->
     notifier = Notifier.from_environment(os.environ, os.getpid())
     load = reload or (lambda: load_config(config.file))
     try:
-        daemon = Daemon(config, load=load, notifier=notifier, now_ns=time.time_ns, stored_fds=stored_fds)
+        daemon = Daemon(
+            config,
+            load=load,
+            notifier=notifier,
+            now_ns=time.time_ns,
+            stored_fds=stored_fds,
+            command_prefix=slice_prefix(os.environ),
+        )
         trio.run(daemon.main, strict_exception_groups=True)
     except BaseExceptionGroup as group:
         refused = _only(group)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import grp
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 import trio
@@ -31,7 +31,7 @@ from ciuic.control_types import (
 )
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.api import make_app
-from ciuic.daemon.capture_process import CaptureProcess, wait_for_stranger
+from ciuic.daemon.capture_process import CAPTURE_COMMAND, CaptureProcess, wait_for_stranger
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.housekeeping import Housekeeping
 from ciuic.daemon.metrics import Metrics
@@ -45,7 +45,7 @@ from ciuic.daemon.settings import Settings, settings_of
 from ciuic.daemon.snapshots import Context, Snapshots
 from ciuic.daemon.status import status_document
 from ciuic.daemon.store import Store
-from ciuic.daemon.upkeep import Upkeep
+from ciuic.daemon.upkeep import UPKEEP_COMMAND, Upkeep
 from ciuic.daemon.worker_process import peer_pid
 from ciuic.errors import CiuicError, NotFound, Unreachable
 
@@ -64,6 +64,7 @@ class Daemon:
         notifier: Notifier,
         now_ns: Callable[[], int],
         stored_fds: dict[str, int] | None = None,
+        command_prefix: Sequence[str] = (),
     ) -> None:
         raise_for([*check_overlaps(config.roots), *_check_repository(config)])
         self._load = load
@@ -88,7 +89,9 @@ class Daemon:
                 events=self.events,
                 now_ns=now_ns,
                 host=os.uname().nodename,
-                new_capture=lambda: CaptureProcess(cwd=self.runtime.path),
+                new_capture=lambda: CaptureProcess(
+                    cwd=self.runtime.path, command=[*command_prefix, *CAPTURE_COMMAND]
+                ),
             )
         )
         self.roots = Roots(
@@ -106,6 +109,7 @@ class Daemon:
             self.alerts,
             cwd=self.settings.runtime_dir,
             now_ns=now_ns,
+            command=[*command_prefix, *UPKEEP_COMMAND],
         )
         self.snapshots.on_committed = self.upkeep.suggest
         self.stopping = False

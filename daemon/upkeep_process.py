@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -71,8 +73,9 @@ def main() -> int:
     try:
         job = msgspec.json.decode(sys.stdin.buffer.read(), type=UpkeepJob)
         os.nice(19)
-        if job.io_priority != "none":
-            set_io_priority(IoPriority.parse(job.io_priority))
+        set_io_priority(IoPriority.parse(job.io_priority))
+        with suppress(OSError):  # where it cannot be written, we are a process like any other
+            Path("/proc/self/oom_score_adj").write_text("500")
         answer: PruneReport | ErrorDocument = run_job(job, should_stop=stop.is_set)
         code = 0
     except CiuicError as error:
