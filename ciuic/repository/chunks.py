@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation
 from ciuic.types import ChunkId
 
@@ -25,4 +26,8 @@ class ChunkReader:
 
     def locate(self, chunk: ChunkId) -> ChunkLocation:
         """Where the copy that `get` would read lies; MissingChunk. For sorting reads by place."""
+        raise NotImplementedError
+
+    def id_of(self, data: Bytes) -> ChunkId:
+        """The id that content has in this repository, stored or not: to compare a live file without a writer."""
         raise NotImplementedError
