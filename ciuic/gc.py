@@ -9,7 +9,7 @@ Guarantees, in this order:
   marking is done before the lock is taken, so that captures wait for the sweep and not for the walk.
 * Stopped or killed anywhere, the repository is whole, and the next run frees the rest.
 * The cost follows the distinct trees and block maps, not snapshots times files; memory is about 16 bytes a data chunk
-  and 110 a node of trees and block maps, of which there are few.
+  and 98 a node of trees and block maps, of which there are few.
 * Removing snapshots and dropping dead packs need no free space.
 
 What is kept is ciuic.retention's decision, except that ``min_free`` may go further: see ``_Run.make_room``.

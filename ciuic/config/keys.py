@@ -102,7 +102,8 @@ def _show_min_free(value: MinFree) -> str:
 
 def parse_path(value: object) -> Path:
     """An absolute path, ``.`` and ``..`` taken out by text."""
-    text = _text(value)
+    # Not stripped: a directory's name may end in a blank.
+    text = value if isinstance(value, str) else _text(value)
     if not text.startswith("/"):
         raise ValueError(f"must be an absolute path, not {text!r}")
     if "\0" in text:

@@ -18,7 +18,7 @@ from ciuic.errors import ConfigError
 
 COMMENT = st.sampled_from(["# plain", "# [[root]]", '# path = "/x"', '# "unclosed', "# ''' and \"\"\" "])
 BLANKS = st.sampled_from(["", "\n", "\n\n"])
-NAMES = st.sampled_from(["a", "b", "c d", 'e"f', "g]h", "i#j", "k=l", "\u00e9", "tab\there"])
+NAMES = st.sampled_from(["a", "b", "c d", 'e"f', "g]h", "i#j", "k=l", "\u00e9", "tab\there", "blank "])
 
 
 @st.composite
