@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -253,3 +254,15 @@ def test_every_key_is_documented() -> None:
         assert row is not None, f"{key.name} is not documented"
         assert not key.default or f"`{key.default}`" in row, row
         assert not key.flat_name or f"`{key.flat_name}`" in row, row
+
+
+def test_the_example_is_true() -> None:
+    """The example in etc/ is valid as it stands, and with every comment that is a setting taken at its word."""
+    file = Path(__file__).parents[2] / "etc" / "ciuic.toml"
+    text = file.read_text()
+    assert parse_config(text, file).roots == ()
+    setting = re.compile(r"# (?=(\w+ = |\[\[root\]\]))")
+    config = parse_config("".join(setting.sub("", line) for line in text.splitlines(keepends=True)), file)
+    assert len(config.roots) == 1
+    unset = {"repository.block_size", "daemon.runtime_dir"}
+    assert {key for key in KEYS if config.origin(key).kind == "default"} == unset
