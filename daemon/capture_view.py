@@ -22,7 +22,6 @@ from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, NameRecord, OldStat, UndoLost, hold_name
 
 _PIN: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-_GONE: Final = (errno.ENOENT, errno.ENOTDIR)
 _NO_XATTRS: Final = (errno.ENOTSUP, errno.ENODATA, errno.ENOSYS, errno.EPERM, errno.EACCES)
 _STAT_RETRIES: Final = 100
 
@@ -48,12 +47,15 @@ class OfflineLog(LogReader):
 class Thing:
     """One inode as it was at the cut, pinned. Close it, or use it as a context manager."""
 
-    __slots__ = ("fd", "ino", "mountpoint", "stat", "target", "xattrs")
+    __slots__ = ("fd", "ino", "mountpoint", "removed_epoch", "stat", "target", "xattrs")
 
-    def __init__(self, fd: int, ino: int) -> None:
+    def __init__(self, fd: int, ino: int, removed_epoch: int | None = None) -> None:
         self.fd = fd
-        """O_PATH descriptor of the inode."""
+        """O_PATH descriptor of the inode; -1 for a directory that was removed since, of which only records are left."""
         self.ino = ino
+        self.removed_epoch = removed_epoch
+        """Removed directories: the epoch of the record that says so. Nothing holds the number of a removed directory, and
+        records of a later epoch may speak of another directory that got it."""
         self.mountpoint = False
         """Another file system is mounted here: attributes are those of its root."""
         self.stat: OldStat
@@ -104,16 +106,12 @@ class SealedView:
 
     def names(self, directory: Thing, *, is_root: bool = False) -> list[bytes]:
         """Names that may have been in the directory at the cut, sorted; `child` says which of them were. Unreadable."""
-        try:
-            fd = open_pinned(directory.fd, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                names = {os.fsencode(name) for name in os.listdir(fd)}
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise Unreadable(error) from error
+        names = self._listing(directory) if directory.fd >= 0 else set()
         self.log.poll()
-        names.update(name for name, record in self.log.names(directory.ino).items() if record.ino)
+        for name in self.log.names(directory.ino):
+            record = self._name_record(directory, name)
+            if record is not None and record.ino:
+                names.add(name)
         if is_root:
             names.discard(STATE_DIR_NAME)
         return sorted(names)
@@ -123,15 +121,15 @@ class SealedView:
         thing: Thing | None = None
         refused: Unreadable | None = None
         try:
-            thing = self._pin(name, directory.fd)
+            thing = self._pin(name, directory.fd) if directory.fd >= 0 else None
         except FileNotFoundError:
             pass
         except OSError as error:
             refused = Unreadable(error)
         self.log.poll()
-        record = self.log.name(directory.ino, name)
+        record = self._name_record(directory, name)
         if record is not None:
-            if thing is not None and thing.ino != record.ino:
+            if thing is not None and (thing.ino != record.ino or _is_removed_directory(record)):
                 thing.close()
                 thing = None
             if record.ino == 0:
@@ -151,12 +149,38 @@ class SealedView:
         except OSError as error:
             raise Unreadable(error) from error
 
+    def _name_record(self, directory: Thing, name: bytes) -> NameRecord | None:
+        record = self.log.name(directory.ino, name)
+        if (
+            record is not None
+            and directory.removed_epoch is not None
+            and record.epoch > directory.removed_epoch
+        ):
+            return None
+        return record
+
+    def _listing(self, directory: Thing) -> set[bytes]:
+        try:
+            fd = open_pinned(directory.fd, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                return {os.fsencode(name) for name in os.listdir(fd)}
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise Unreadable(error) from error
+
     def _pin(self, name: bytes, dir_fd: int, extra_flags: int = 0) -> Thing:
         fd = os.open(name, _PIN | extra_flags, dir_fd=dir_fd)
         return Thing(fd, os.fstat(fd).st_ino)
 
     def _held(self, record: NameRecord) -> Thing:
-        """The inode that a name record speaks of: by the worker's descriptor, or by its hold link."""
+        """The inode that a name record speaks of: by the worker's descriptor, by its hold link, or by records alone.
+
+        A removed directory has no descriptor: it was empty when it went, so every name that it had at the cut has a
+        record, and so have its attributes.
+        """
+        if _is_removed_directory(record):
+            return Thing(-1, record.ino, record.epoch)
         if record.fd >= 0:
             return self._pin_undo(b"/proc/%d/fd/%d" % (self.worker_pid, record.fd), record.ino, follow=True)
         return self._pin_undo(os.fsencode(hold_name(record.ino)), record.ino)
@@ -186,6 +210,8 @@ class SealedView:
 
     def _finish(self, thing: Thing) -> Thing:
         """Attributes of a pinned inode at the cut."""
+        if thing.fd < 0:
+            return self._finish_removed(thing)
         try:
             st, hold_links = self._stat(thing)
             thing.mountpoint = st.st_dev != self.device
@@ -208,6 +234,14 @@ class SealedView:
             thing.xattrs = record.xattrs
         return thing
 
+    def _finish_removed(self, thing: Thing) -> Thing:
+        record = self.log.inode(thing.ino)
+        if record is None:
+            raise UndoLost(f"removed directory {thing.ino} has no record of its attributes")
+        thing.stat = record.stat
+        thing.xattrs = record.xattrs
+        return thing
+
     def _stat(self, thing: Thing) -> tuple[os.stat_result, int]:
         """Attributes now, and how many of the links are the overlay's own hold link."""
         for _ in range(_STAT_RETRIES):
@@ -224,6 +258,10 @@ class SealedView:
             return os.stat(hold_name(ino), dir_fd=self.undo_fd, follow_symlinks=False).st_ino == ino
         except FileNotFoundError:
             return False
+
+
+def _is_removed_directory(record: NameRecord) -> bool:
+    return record.fd < 0 and record.file_type << 12 == stat.S_IFDIR
 
 
 def open_log(undo_fd: int, epoch: int) -> LogReader:

@@ -314,21 +314,26 @@ class Walker:
                 self._links.drop(ino)
 
     def _place_of(self, steps: tuple[tuple[int, bytes, int], ...]) -> tuple[bytes, ...] | None:
-        """The names that lead there at the cut; None when one of them was removed or leads elsewhere now."""
-        path: tuple[bytes, ...] = ()
-        for parent, name, ino in steps:
-            change = self._changes.get(parent)
-            place = self._places.get(ino)
-            own = self._changes.get(ino)
+        """The names that lead there at the cut; None when one of them was removed or leads elsewhere now.
+
+        From the deepest directory on the way that was met in this walk, wherever it is now, by names that are untouched.
+        """
+        met = max((i for i, (_, _, ino) in enumerate(steps) if self._place(ino) is not None), default=-1)
+        place = self._place(steps[met][2]) if met >= 0 else None
+        path = tuple(place.split(b"/")) if place is not None else ()
+        for parent, name, ino in steps[met + 1 :]:
+            above, own = self._changes.get(parent), self._changes.get(ino)
+            if above is not None and above.names and name in above.names:
+                return None
             if own is not None and own.fresh:
                 return None  # the number belongs to something new; what the base means is gone
-            if place is not None:
-                path = tuple(place.split(b"/"))
-            elif change is not None and change.names and name in change.names:
-                return None
-            else:
-                path = (*path, name)
+            path = (*path, name)
         return path
+
+    def _place(self, ino: int) -> bytes | None:
+        """Where a directory of the base was met in this walk."""
+        own = self._changes.get(ino)
+        return None if own is not None and own.fresh else self._places.get(ino)
 
     def _settle_by_path(self, root: Thing, path: tuple[bytes, ...], ino: int) -> None:
         at = root

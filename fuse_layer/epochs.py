@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.fuse_layer import undo_format
+from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import OverlayState
 from ciuic.fuse_layer.tracking import Change, ChangeSet
 from ciuic.fuse_layer.undo import Abandoned
@@ -49,7 +50,8 @@ class Epochs:
         self._session = session
         self._control = threading.RLock()
         self._sets: dict[int, SealedSet] = {}
-        self._open_at_last_cut: set[int] = set()
+        self._open_at_last_cut: dict[int, Node] = {}
+        """Node id → node, each remembered once on our account."""
         self._hold_started_ns = 0
         self.since = 0
         """Newest epoch of this session that a snapshot was committed for, 0 for none."""
@@ -85,22 +87,27 @@ class Epochs:
 
     def _mark_open_files(self) -> list[int]:
         """Touch what is open for writing now, and what was at the last cut, so that capture sets and clears
-        the mark."""
-        still: dict[int, None] = {}
-        nodes = {file.node.ino: file.node for file in list(self._state.files.values()) if file.writes}
-        for ino, node in nodes.items():
-            if self._state.tracked(node):
-                still[ino] = None
-                if node.parent is not None:
-                    self._state.tracker.mark_attrs(node)
-        before, self._open_at_last_cut = self._open_at_last_cut, set(still)
-        for ino in before.difference(still):
-            known = self._state.nodes.by_ino(ino)
-            if known is not None and known.parent is not None:
-                self._state.tracker.mark_attrs(known)
+        the mark. Until then the nodes are kept: one that the kernel forgot could not be touched by name any more."""
+        nodes = self._state.nodes
+        open_now = {
+            file.node.id: file.node
+            for file in list(self._state.files.values())
+            if file.writes and self._state.tracked(file.node)
+        }
+        before, self._open_at_last_cut = self._open_at_last_cut, open_now
+        for node in (*open_now.values(), *(node for id_, node in before.items() if id_ not in open_now)):
+            if node.parent is not None:
+                self._state.tracker.mark_attrs(node)
             else:
-                self._state.tracker.mark_ino(ino)
-        return list(still)
+                self._state.tracker.mark_ino(node.ino)
+        for id_ in open_now.keys() - before.keys():
+            try:
+                nodes.remember(id_)
+            except OSError:  # closed and forgotten just now; its mark above is in time
+                del open_now[id_]
+        for id_ in before.keys() - open_now.keys():
+            nodes.forget(id_, 1)
+        return [node.ino for node in open_now.values()]
 
     def seal(self, epoch: int) -> None:
         """Write the sealed file of an epoch that was cut. Abandons what is sealed when that fails."""

@@ -1,0 +1,227 @@
+"""Random operations on an overlay core with no mount: a small universe of paths, so that operations meet each other."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import hypothesis.strategies as st
+
+from ciuic.fuse_layer.core import ROOT_ID, Attr, Caller, OverlayCore, SetAttr
+from ciuic.fuse_layer.syscalls import FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
+
+ROOT = Caller(0, 0)
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
+FOLDERS = (b"", b"", b"d", b"e", b"d/f", b"e/f")
+NAMES = (b"a", b"\xff\n", b"d", b"e", b"f")
+
+Operation = tuple[str, int, int, int]
+"""What to do, two numbers that choose paths, one that chooses how."""
+
+
+def path_of(number: int) -> bytes:
+    folder = FOLDERS[number // len(NAMES) % len(FOLDERS)]
+    name = NAMES[number % len(NAMES)]
+    return folder + b"/" + name if folder else name
+
+
+_PATHS = len(FOLDERS) * len(NAMES)
+
+
+class CoreDriver:
+    """Carries out operations on one core; those that cannot be done (no such name, wrong type) do nothing."""
+
+    def __init__(self, core: OverlayCore, block_size: int) -> None:
+        self.core = core
+        self.block_size = block_size
+        self._handles: list[int] = []
+        self._written = 0
+        self._lookups: dict[int, int] = {}
+        self._kinds: dict[str, Callable[[bytes, bytes, int], None]] = {
+            "write": self._write,
+            "create": self._create,
+            "truncate": self._truncate,
+            "punch": self._punch,
+            "mkdir": self._mkdir,
+            "symlink": self._symlink,
+            "fifo": self._fifo,
+            "link": self._link,
+            "unlink": self._unlink,
+            "rmdir": self._rmdir,
+            "rename": self._rename,
+            "exchange": self._exchange,
+            "chmod": self._chmod,
+            "xattr": self._xattr,
+            "utime": self._utime,
+            "open": self._open,
+            "write_open": self._write_open,
+            "close": self._close,
+            "remove_all": self._remove_all,
+            "forget": self._forget,
+        }
+
+    def do(self, operation: Operation) -> None:
+        kind, one, other, how = operation
+        with suppress(OSError):
+            self._kinds[kind](path_of(one), path_of(other), how)
+
+    def furnish(self) -> None:
+        """Something of everything to begin with, so that operations find what they need."""
+        for path in (b"d", b"e", b"d/f", b"e/f"):
+            self._mkdir(path, b"", 1)
+        for number, path in enumerate(
+            (b"a", b"\xff\n", b"d/a", b"d/f/a", b"d/f/e", b"e/a", b"e/f/a", b"e/d")
+        ):
+            self._create(path, b"", number)
+        self._link(b"a", b"e/e", 0)
+        self._link(b"d/f/a", b"d/e", 0)
+        self._symlink(b"d/d", b"a", 0)
+
+    def close_all(self) -> None:
+        while self._handles:
+            self.core.release(self._handles.pop())
+
+    def open_for_writing(self) -> set[int]:
+        """Inode numbers of what a handle can write to now."""
+        return {os.fstat(self.core._state.file(handle).fd).st_ino for handle in self._handles}
+
+    def node(self, path: bytes) -> int:
+        node = ROOT_ID
+        for name in path.split(b"/") if path else ():
+            node = self._seen(self.core.lookup(node, name))
+        return node
+
+    def _seen(self, attr: Attr) -> int:
+        """The kernel counts what it was told of a node, to forget it all at once some day."""
+        self._lookups[attr.node] = self._lookups.get(attr.node, 0) + 1
+        return attr.node
+
+    def _forget(self, _path: bytes, _other: bytes, _how: int) -> None:
+        """The kernel drops its caches."""
+        lookups, self._lookups = self._lookups, {}
+        for node, count in lookups.items():
+            self.core.forget(node, count)
+
+    def _place(self, path: bytes) -> tuple[int, bytes]:
+        folder, _, name = path.rpartition(b"/")
+        return self.node(folder), name
+
+    def _data(self, how: int) -> bytes:
+        self._written += 1
+        size = (10, self.block_size, self.block_size + 7, 3 * self.block_size)[how % 4]
+        return (b"%d " % self._written) * (size // 3 + 1)
+
+    def _create(self, path: bytes, _other: bytes, how: int) -> None:
+        attr, handle = self.core.create(*self._place(path), 0o644, os.O_RDWR | os.O_EXCL, ROOT)
+        self._seen(attr)
+        self.core.write(handle, (how % 3) * self.block_size, self._data(how))
+        self.core.release(handle)
+
+    def _write(self, path: bytes, _other: bytes, how: int) -> None:
+        node = self.node(path)
+        if not stat.S_ISREG(self.core.getattr(node).st.st_mode):
+            return
+        handle = self.core.open(node, os.O_RDWR)
+        self.core.write(handle, (how * 1000) % (5 * self.block_size), self._data(how))
+        self.core.release(handle)
+
+    def _truncate(self, path: bytes, _other: bytes, how: int) -> None:
+        sizes = (0, 1, self.block_size, 2 * self.block_size + 5, 9 * self.block_size)
+        self.core.setattr(self.node(path), SetAttr(size=sizes[how % len(sizes)]))
+
+    def _punch(self, path: bytes, _other: bytes, how: int) -> None:
+        node = self.node(path)
+        if not stat.S_ISREG(self.core.getattr(node).st.st_mode):
+            return
+        handle = self.core.open(node, os.O_RDWR)
+        try:
+            self.core.fallocate(
+                handle, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, how * 700, 2 * self.block_size
+            )
+        finally:
+            self.core.release(handle)
+
+    def _mkdir(self, path: bytes, _other: bytes, how: int) -> None:
+        self._seen(self.core.mkdir(*self._place(path), 0o755 if how % 2 else 0o700, ROOT))
+
+    def _symlink(self, path: bytes, other: bytes, _how: int) -> None:
+        self._seen(self.core.symlink(*self._place(path), other, ROOT))
+
+    def _fifo(self, path: bytes, _other: bytes, _how: int) -> None:
+        self._seen(self.core.mknod(*self._place(path), 0o010600, 0, ROOT))
+
+    def _link(self, path: bytes, other: bytes, _how: int) -> None:
+        self._seen(self.core.link(self.node(path), *self._place(other)))
+
+    def _unlink(self, path: bytes, _other: bytes, _how: int) -> None:
+        self.core.unlink(*self._place(path))
+
+    def _rmdir(self, path: bytes, _other: bytes, _how: int) -> None:
+        self.core.rmdir(*self._place(path))
+
+    def _rename(self, path: bytes, other: bytes, how: int) -> None:
+        self.core.rename(*self._place(path), *self._place(other), RENAME_NOREPLACE if how == 3 else 0)
+
+    def _exchange(self, path: bytes, other: bytes, _how: int) -> None:
+        self.core.rename(*self._place(path), *self._place(other), RENAME_EXCHANGE)
+
+    def _chmod(self, path: bytes, _other: bytes, how: int) -> None:
+        node = self.node(path)
+        is_symlink = stat.S_ISLNK(self.core.getattr(node).st.st_mode)  # of these the kernel changes no mode
+        self.core.setattr(node, SetAttr(mode=None if is_symlink else 0o600 + how, uid=how))
+
+    def _xattr(self, path: bytes, _other: bytes, how: int) -> None:
+        self.core.setxattr(self.node(path), b"trusted.t%d" % (how % 2), b"v" * how, 0)
+
+    def _utime(self, path: bytes, _other: bytes, how: int) -> None:
+        self.core.setattr(self.node(path), SetAttr(atime_ns=how, mtime_ns=10**18 + how))
+
+    def _open(self, path: bytes, _other: bytes, how: int) -> None:
+        node = self.node(path)
+        if stat.S_ISREG(self.core.getattr(node).st.st_mode):  # nothing else is ever opened through a mount
+            self._handles.append(self.core.open(node, os.O_RDWR | (os.O_TRUNC if how == 5 else 0)))
+
+    def _write_open(self, _path: bytes, _other: bytes, how: int) -> None:
+        if self._handles:
+            self.core.write(self._handles[how % len(self._handles)], how * 999, self._data(how))
+
+    def _close(self, _path: bytes, _other: bytes, how: int) -> None:
+        if self._handles:
+            self.core.release(self._handles.pop(how % len(self._handles)))
+
+    def _remove_all(self, path: bytes, _other: bytes, _how: int) -> None:
+        self._remove_below(self.node(path))
+        self._rmdir(path, b"", 0)
+
+    def _remove_below(self, node: int) -> None:
+        handle = self.core.opendir(node)
+        names = [entry[0] for entry in self.core.readdir(handle, 0)]
+        self.core.releasedir(handle)
+        for name in names:
+            if name in (b".", b".."):
+                continue
+            try:
+                self.core.unlink(node, name)
+            except OSError:  # a directory
+                self._remove_below(self._seen(self.core.lookup(node, name)))
+                self.core.rmdir(node, name)
+
+
+KINDS = (
+    *("create", "create", "create", "write", "write", "write", "truncate", "truncate", "punch"),
+    *("mkdir", "mkdir", "mkdir", "symlink", "fifo", "link", "link", "unlink", "unlink", "rmdir"),
+    *("rename", "rename", "rename", "exchange", "chmod", "xattr", "utime"),
+    *("open", "write_open", "close", "remove_all", "forget"),
+)
+
+
+def operations(max_size: int) -> st.SearchStrategy[list[Operation]]:
+    number = st.integers(0, _PATHS - 1)
+    return st.lists(st.tuples(st.sampled_from(KINDS), number, number, st.integers(0, 7)), max_size=max_size)
+
+
+def open_backing(path: Path) -> int:
+    return os.open(path, os.O_PATH | os.O_DIRECTORY)
