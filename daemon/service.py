@@ -289,7 +289,7 @@ class Daemon:
                 f"no snapshot {snapshot_id} is known here", hint="ciuic list shows the committed ones"
             )
         return SnapshotState(
-            id=found.id, state="committed", time=rfc3339(found.time_ns), new_bytes=found.new_bytes
+            id=str(found.id), state="committed", time=rfc3339(found.time_ns), new_bytes=found.new_bytes
         )
 
     async def add_root(self, path: str) -> RootStatus:

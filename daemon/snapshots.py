@@ -158,7 +158,7 @@ class Snapshots:
 
         def work() -> str:
             store.ensure()
-            return store.new_id(taken)
+            return str(store.new_id(taken))  # a plain str: msgspec writes no subclass of it
 
         return await trio.to_thread.run_sync(work)
 

@@ -144,5 +144,5 @@ class Store:
 def summary(info: LastSnapshot) -> SnapshotSummary:
     """The snapshot as a status document shows it."""
     return SnapshotSummary(
-        id=info.id, time=rfc3339(info.time_ns), new_bytes=info.new_bytes, size_bytes=info.size_bytes
+        id=str(info.id), time=rfc3339(info.time_ns), new_bytes=info.new_bytes, size_bytes=info.size_bytes
     )

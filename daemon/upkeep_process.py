@@ -52,7 +52,7 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
         dry_run=job.dry_run,
         decisions=[
             PrunedSnapshot(
-                id=decision.id,
+                id=str(decision.id),
                 time=rfc3339(decision.time_ns),
                 keep=decision.kept,
                 reasons=list(decision.reasons),

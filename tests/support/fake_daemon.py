@@ -1,0 +1,306 @@
+"""Stand-ins for workers, store and capture, so that the daemon's own decisions can be tested without mounts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import trio
+
+from ciuic.bypass import Bypasser
+from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.capture_job import CaptureJob, Done, Failed, Progress
+from ciuic.daemon.events import EventBus
+from ciuic.daemon.runtime import RuntimeDirectory
+from ciuic.daemon.settings import RootSettings, Settings
+from ciuic.daemon.snapshots import Context, Snapshots
+from ciuic.daemon.supervisor import RootSupervisor
+from ciuic.daemon.worker_process import Worker
+from ciuic.errors import Unreachable
+from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus
+from ciuic.types import SnapshotId
+
+
+class FakeOverlay:
+    """The control half of one worker: epochs, and a record of what was asked, in order."""
+
+    def __init__(
+        self, name: str = "", *, fail_on: Collection[str] = (), log: list[str] | None = None
+    ) -> None:
+        self.name = name
+        self.fail_on = set(fail_on)
+        self.log = log if log is not None else []
+        self.epoch = 1
+        self.pending: list[int] = []
+        self.held = False
+        self.committed: list[int] = []
+        self.aborted: list[int] = []
+
+    def do(self, what: str) -> None:
+        self.log.append(f"{what} {self.name}".strip())
+        if what in self.fail_on:
+            raise Unreachable(f"{self.name} does not answer to {what}")
+
+
+class FakeClient:
+    """One connection to a FakeOverlay."""
+
+    def __init__(self, overlay: FakeOverlay) -> None:
+        self.overlay = overlay
+
+    def status(self) -> WorkerStatus:
+        self.overlay.do("status")
+        return WorkerStatus(session="s", epoch=self.overlay.epoch, pending=tuple(self.overlay.pending))
+
+    def backing_fd(self) -> int:
+        return os.open("/", os.O_PATH)
+
+    def writers(self) -> list[bytes]:
+        return []
+
+    def hold(self, timeout_seconds: float) -> None:
+        self.overlay.do("hold")
+        self.overlay.held = True
+
+    def cut(self) -> CutReply:
+        self.overlay.do("cut")
+        epoch = self.overlay.epoch
+        self.overlay.epoch += 1
+        self.overlay.pending.append(epoch)
+        return CutReply(epoch=epoch, cut_ns=1_000_000_000 * epoch, hold_us=50)
+
+    def release(self) -> None:
+        self.overlay.held = False
+        self.overlay.do("release")
+
+    def committed(self, epoch: int) -> None:
+        self.overlay.do("committed")
+        self.overlay.pending.remove(epoch)
+        self.overlay.committed.append(epoch)
+
+    def abort(self, epoch: int) -> None:
+        self.overlay.do("abort")
+        self.overlay.pending.remove(epoch)
+        self.overlay.aborted.append(epoch)
+
+    def stop(self, grace_seconds: float) -> None:
+        self.overlay.do("stop")
+
+    def close(self) -> None:
+        self.overlay.held = False
+
+
+def sleeping_process() -> subprocess.Popen[bytes]:
+    """A process that does nothing until it is killed."""
+    return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+
+class FakeWorker(Worker):
+    """A real process (so that pidfds work) with a fake control channel."""
+
+    def __init__(self, overlay: FakeOverlay, session: str) -> None:
+        child = sleeping_process()
+        super().__init__(
+            child.pid, os.open("/", os.O_PATH), session, lambda: FakeClient(overlay), child=child
+        )
+        self.overlay = overlay
+        self.child = child
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait()
+
+
+class FakeStore:
+    """Committed epochs in memory."""
+
+    def __init__(self) -> None:
+        self.path = Path("/nowhere")
+        self.epochs: dict[tuple[str, str, int], str] = {}
+        self.count = 0
+
+    def ensure(self) -> None:
+        pass
+
+    def new_id(self, taken: frozenset[str]) -> SnapshotId:
+        self.count += 1
+        return SnapshotId(f"cs-{self.count:06x}")
+
+    def snapshot_of_epoch(self, root: str, session: str, epoch: int) -> Any:
+        found = self.epochs.get((root, session, epoch))
+        return FakeInfo(SnapshotId(found)) if found else None
+
+
+class FakeInfo(NamedTuple):
+    id: SnapshotId
+    time_ns: int = 0
+    new_bytes: int = 7
+    size_bytes: int = 9
+
+
+Outcome = Done | Failed | Exception
+Behaviour = Callable[[CaptureJob], Outcome]
+
+
+def done(job: CaptureJob) -> Done:
+    return Done(
+        id=job.id,
+        new_bytes=5,
+        size_bytes=10,
+        files=1,
+        entries=2,
+        files_read=1,
+        bytes_read=5,
+        modes={},
+        seconds=0.1,
+    )
+
+
+class FakeCapture:
+    """Answers as ``behaviours`` say, one a run, the last one for ever; may be held back at a gate."""
+
+    def __init__(self, store: FakeStore, behaviours: Sequence[Behaviour], jobs: list[CaptureJob]) -> None:
+        self.pid = 0
+        self._store = store
+        self._behaviours = behaviours
+        self._jobs = jobs
+        self.gate: trio.Event | None = None
+        self.killed = ""
+
+    async def run(
+        self,
+        job: CaptureJob,
+        fds: Sequence[int],
+        *,
+        on_start: Callable[[int], None],
+        on_progress: Callable[[Progress], None],
+    ) -> Done | Failed:
+        behaviour = self._behaviours[min(len(self._jobs), len(self._behaviours) - 1)]
+        self._jobs.append(job)
+        on_start(os.getpid())
+        for fd in fds:
+            os.fstat(fd)
+        if self.gate is not None:
+            await self.gate.wait()
+        await trio.lowlevel.checkpoint()
+        if self.killed:
+            return Failed(error=self.killed, code=130)
+        outcome = behaviour(job)
+        if isinstance(outcome, Exception):
+            raise outcome
+        if isinstance(outcome, Done):
+            for root in job.roots:
+                self._store.epochs[(os.fsdecode(root.path), root.session, root.epoch)] = job.id
+        return outcome
+
+    def kill(self, reason: str) -> None:
+        self.killed = reason
+        if self.gate is not None:
+            self.gate.set()
+
+
+class NoMounts:
+    """MountHooks that hand out prepared workers."""
+
+    def __init__(self, workers: Sequence[Worker | Exception]) -> None:
+        self.workers = list(workers)
+        self.detached = 0
+        self.mounted = True
+        self.found: list[Bypasser] = []
+
+    async def establish(self, settings: RootSettings) -> Worker:
+        await trio.lowlevel.checkpoint()
+        if not self.workers:
+            await trio.sleep_forever()
+        worker = self.workers.pop(0)
+        if isinstance(worker, Exception):
+            raise worker
+        self.mounted = True
+        return worker
+
+    async def detach_dead(self, root: str) -> None:
+        await trio.lowlevel.checkpoint()
+        self.detached += 1
+        self.mounted = False
+
+    async def is_mounted(self, root: str) -> bool:
+        await trio.lowlevel.checkpoint()
+        return self.mounted
+
+    async def bypassing(self, root: str, ignore_pids: Collection[int]) -> list[Bypasser]:
+        await trio.lowlevel.checkpoint()
+        return self.found
+
+
+class Bench:
+    """Snapshots over fake roots, with everything that it was told."""
+
+    def __init__(self, runtime: Path, *, behaviours: Sequence[Behaviour] = (done,)) -> None:
+        self.time_ns = 10**18
+        self.events = EventBus(lambda: self.time_ns)
+        self.alerts = Alerts(self.events, lambda: self.time_ns)
+        self.store = FakeStore()
+        self.jobs: list[CaptureJob] = []
+        self.captures: list[FakeCapture] = []
+        self.behaviours = list(behaviours)
+        self.gates: list[trio.Event | None] = []
+        self.roots: dict[str, RootSupervisor] = {}
+        self.runtime = RuntimeDirectory(runtime)
+        self.workers: list[FakeWorker] = []
+        self.flushed: list[str] = []
+        self.snapshots = Snapshots(
+            Context(
+                settings=lambda: Settings(
+                    socket=runtime / "c", runtime_dir=runtime, repository=Path("/nowhere")
+                ),
+                roots=lambda: self.roots,
+                store=lambda: self.store,  # type: ignore[arg-type, return-value]
+                runtime=self.runtime,
+                alerts=self.alerts,
+                events=self.events,
+                now_ns=lambda: self.time_ns,
+                host="host",
+                new_capture=self._new_capture,  # type: ignore[arg-type]
+                flush=self._flush,
+            )
+        )
+
+    def _new_capture(self) -> FakeCapture:
+        capture = FakeCapture(self.store, self.behaviours, self.jobs)
+        capture.gate = self.gates.pop(0) if self.gates else None
+        self.captures.append(capture)
+        return capture
+
+    async def _flush(self, root: str, worker: Worker) -> bool:
+        await trio.lowlevel.checkpoint()
+        self.flushed.append(root)
+        return True
+
+    def add_root(self, path: str, overlay: FakeOverlay, session: str = "s") -> FakeWorker:
+        """A mounted root."""
+
+        async def on_session(path: str, worker: Worker) -> None:
+            await trio.lowlevel.checkpoint()
+
+        worker = FakeWorker(overlay, session)
+        self.workers.append(worker)
+        supervisor = RootSupervisor(
+            RootSettings(path),
+            NoMounts([]),
+            alerts=self.alerts,
+            events=self.events,
+            on_session=on_session,
+            on_session_lost=self.snapshots.session_lost,
+        )
+        supervisor.worker, supervisor.state = worker, "mounted"
+        self.roots[path] = supervisor
+        return worker
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.close()

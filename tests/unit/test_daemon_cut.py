@@ -1,0 +1,45 @@
+"""The cut over several roots: all or none, and nothing stays held."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fake_daemon import FakeClient, FakeOverlay
+
+from ciuic.daemon.cut import CutFailed, cut_together
+
+
+def test_all_are_held_before_any_is_cut_and_cut_before_any_is_released() -> None:
+    """The order that makes one instant of several roots."""
+    log: list[str] = []
+    overlays = [FakeOverlay(name, log=log) for name in "ab"]
+    cuts = cut_together([(overlay.name, FakeClient(overlay)) for overlay in overlays])
+    assert log == ["hold a", "hold b", "cut a", "cut b", "release a", "release b"]
+    assert [(cut.path, cut.epoch) for cut in cuts] == [("a", 1), ("b", 1)]
+
+
+@given(
+    st.lists(st.sets(st.sampled_from(["hold", "cut", "release", "abort"])), min_size=1, max_size=4),
+)
+def test_every_root_is_cut_or_none_counts(failures: list[set[str]]) -> None:
+    """Whatever fails: no root stays held, and a root that was cut for nothing is told so."""
+    overlays = [FakeOverlay(str(number), fail_on=fail) for number, fail in enumerate(failures)]
+    parts = [(overlay.name, FakeClient(overlay)) for overlay in overlays]
+    try:
+        cuts = cut_together(parts)
+    except CutFailed:
+        assert any({"hold", "cut"} & fail for fail in failures)
+        for overlay, fail in zip(overlays, failures, strict=True):
+            assert overlay.pending == [] or "abort" in fail
+    else:
+        assert not any({"hold", "cut"} & fail for fail in failures)
+        assert [cut.path for cut in cuts] == [overlay.name for overlay in overlays]
+    assert not any(overlay.held for overlay in overlays)
+
+
+def test_the_message_names_the_root_that_failed() -> None:
+    """Of several roots the one whose worker did not answer is named."""
+    overlays = [FakeOverlay("/a"), FakeOverlay("/b", fail_on={"cut"})]
+    with pytest.raises(CutFailed, match="/b"):
+        cut_together([(overlay.name, FakeClient(overlay)) for overlay in overlays])

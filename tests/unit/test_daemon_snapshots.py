@@ -1,0 +1,397 @@
+"""Snapshots from the cut to the commit: order, retries, lost sessions, successors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from support.fake_daemon import Bench, FakeOverlay, done, sleeping_process
+
+from ciuic.control_types import SnapshotRequest
+from ciuic.daemon.capture_job import EXIT_UNDO_LOST, Failed
+from ciuic.daemon.runtime import CutRecord, PendingRecord, process_start_ticks
+from ciuic.daemon.snapshots import MAX_PENDING, TAG_UNFLUSHED
+from ciuic.errors import Busy, CiuicError, Damaged, NotFound
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+def run(bench: Bench, script: Callable[[], Awaitable[None]], *, autojump: bool = False) -> None:
+    """Runs ``script`` beside the capture task, and ends that afterwards."""
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bench.snapshots.run)
+            with trio.fail_after(20):
+                await script()
+            nursery.cancel_scope.cancel()
+
+    clock = trio.testing.MockClock(autojump_threshold=0.05) if autojump else None
+    trio.run(main, clock=clock)
+
+
+def test_a_snapshot_is_cut_captured_and_the_worker_told(bench: Bench) -> None:
+    """The job names the sealed epoch, and the epoch counts as committed only when the capture says so."""
+    overlay = FakeOverlay()
+    worker = bench.add_root("/a", overlay)
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest(message="m", tags=["t"], hold=True))
+        assert overlay.committed == []
+        await pending.finished.wait()
+        assert (pending.state.state, pending.state.new_bytes) == ("committed", 5)
+
+    run(bench, script)
+    assert overlay.committed == [1]
+    (job,) = bench.jobs
+    assert (job.message, job.tags, job.hold, job.host) == ("m", ("t",), True, "host")
+    (root,) = job.roots
+    assert (root.path, root.session, root.epoch, root.worker_pid) == (b"/a", "s", 1, worker.pid)
+    assert root.trust_tracking
+    assert bench.flushed == ["/a"]
+    assert bench.runtime.read_pending() == []
+
+
+def test_snapshots_are_captured_one_at_a_time_in_the_order_of_their_cuts(bench: Bench) -> None:
+    """A second cut does not wait for the first capture, its capture does."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    gate = trio.Event()
+    bench.gates = [gate]
+
+    async def script() -> None:
+        first = await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+        second = await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+        assert overlay.pending == [1, 2]
+        assert len(bench.jobs) == 1
+        assert [record.id for record in bench.runtime.read_pending()] == [first.id, second.id]
+        gate.set()
+        await second.finished.wait()
+        assert first.state.state == "committed"
+
+    run(bench, script)
+    assert [job.roots[0].epoch for job in bench.jobs] == [1, 2]
+    assert overlay.committed == [1, 2]
+
+
+def test_a_killed_capture_is_tried_again(bench: Bench) -> None:
+    """A capture that ended without a word is started again with the same epoch and id."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.behaviours = [lambda job: Failed(error="killed", code=-1), done]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await pending.finished.wait()
+        assert pending.state.state == "committed"
+        assert pending.state.attempts == 2
+        assert pending.state.error == ""
+
+    run(bench, script, autojump=True)
+    assert len({job.id for job in bench.jobs}) == 1
+    assert overlay.committed == [1]
+    assert "capture" not in bench.alerts
+
+
+@pytest.mark.parametrize(("code", "kind"), [(4, Damaged), (EXIT_UNDO_LOST, CiuicError), (2, CiuicError)])
+def test_what_cannot_get_better_is_given_up_at_once(bench: Bench, code: int, kind: type[CiuicError]) -> None:
+    """Damage and a lost undo log are not tried again: the epoch goes back to its worker, with an alert."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.behaviours = [lambda job: Failed(error="no", hint="do this", code=code)]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await pending.finished.wait()
+        assert pending.state.state == "failed"
+        assert isinstance(pending.failure, kind)
+
+    run(bench, script)
+    assert len(bench.jobs) == 1
+    assert overlay.aborted == [1]
+    (alert,) = bench.alerts.standing()
+    assert (alert.key, alert.severity, alert.hint) == ("capture", "problem", "do this")
+    assert [state.state for state in bench.snapshots.unfinished()] == ["failed"]
+
+
+def test_a_commit_ends_the_alert_of_an_earlier_failure(bench: Bench) -> None:
+    """The next good snapshot has the changes: nothing is left to worry about."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.behaviours = [lambda job: Failed(error="no", code=4), done]
+
+    async def script() -> None:
+        await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
+        await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
+
+    run(bench, script)
+    assert bench.alerts.standing() == []
+    assert bench.snapshots.unfinished() == []
+    assert (overlay.aborted, overlay.committed) == ([1], [2])
+
+
+def test_a_busy_repository_is_waited_for_but_not_for_ever(bench: Bench) -> None:
+    """Another writer is waited for; after half an hour the epoch is given back, because waiting costs the job."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.behaviours = [lambda job: Failed(error="busy", code=75)]
+
+    async def script() -> None:
+        began = trio.current_time()
+        pending = await bench.snapshots.take(SnapshotRequest())
+        with trio.fail_after(3600):
+            await pending.finished.wait()
+        assert 1700 < trio.current_time() - began < 1900
+        assert isinstance(pending.failure, Busy)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bench.snapshots.run)
+            await script()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.02))
+    assert overlay.aborted == [1]
+
+
+def test_a_lost_session_ends_the_running_capture_and_is_never_committed(bench: Bench) -> None:
+    """When the worker dies, the capture is killed at once; the other root's epoch goes back to its worker."""
+    ours, other = FakeOverlay("a"), FakeOverlay("b")
+    bench.add_root("/a", ours)
+    bench.add_root("/b", other)
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+        bench.roots["/a"].worker = None
+        bench.snapshots.session_lost("/a", "s")
+        assert bench.captures[0].killed
+        await pending.finished.wait()
+        assert pending.state.state == "failed"
+
+    run(bench, script)
+    assert (other.aborted, other.committed) == ([1], [])
+    assert len(bench.jobs) == 1
+
+
+def test_a_session_lost_while_waiting_is_not_captured_at_all(bench: Bench) -> None:
+    """A snapshot still in the queue when its session ends never starts a capture."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    gate = trio.Event()
+    bench.gates = [gate]
+
+    async def script() -> None:
+        await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+        second = await bench.snapshots.take(SnapshotRequest())
+        bench.roots["/a"].worker = None
+        bench.snapshots.session_lost("/a", "s")
+        await second.finished.wait()
+
+    run(bench, script)
+    assert len(bench.jobs) == 1
+
+
+def test_stopping_gives_every_epoch_back(bench: Bench) -> None:
+    """Cancelled in the middle of a capture, with another waiting: both epochs return to the worker."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        await bench.snapshots.take(SnapshotRequest())
+        await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+
+    run(bench, script)
+    assert sorted(overlay.aborted) == [1, 2]
+    assert overlay.pending == []
+
+
+def test_a_root_that_is_not_mounted_is_named(bench: Bench) -> None:
+    """Of "all roots" the mounted ones are taken and the missing one is named; asked for by name it is an error."""
+    bench.add_root("/a", FakeOverlay())
+    bench.add_root("/b", FakeOverlay())
+    worker, bench.roots["/b"].worker, bench.roots["/b"].state = bench.roots["/b"].worker, None, "failed"
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        assert pending.state.roots == ["/a"]
+        assert pending.state.incomplete == ["/b is not mounted"]
+        with pytest.raises(CiuicError, match="/b"):
+            await bench.snapshots.take(SnapshotRequest(roots=["/a", "/b"]))
+        with pytest.raises(NotFound):
+            await bench.snapshots.take(SnapshotRequest(roots=["/c"]))
+
+    run(bench, script)
+    assert worker is not None
+
+
+def test_too_many_waiting_snapshots_are_refused(bench: Bench) -> None:
+    """Each sealed epoch costs the job copies, so there is a limit, and nothing is cut beyond it."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        for _ in range(MAX_PENDING):
+            await bench.snapshots.take(SnapshotRequest())
+        with pytest.raises(Busy):
+            await bench.snapshots.take(SnapshotRequest())
+        assert len(overlay.pending) == MAX_PENDING
+
+    run(bench, script)
+
+
+def test_an_unfinished_flush_is_told_by_a_tag(bench: Bench) -> None:
+    """The snapshot is taken all the same, and says that cached writes may be missing."""
+    bench.add_root("/a", FakeOverlay())
+
+    async def cannot(root: str, worker: object) -> bool:
+        await trio.lowlevel.checkpoint()
+        return False
+
+    bench.snapshots._context = bench.snapshots._context._replace(flush=cannot)
+
+    async def script() -> None:
+        assert (await bench.snapshots.take(SnapshotRequest(tags=["x"]))).state.tags == ["x", TAG_UNFLUSHED]
+
+    run(bench, script)
+
+
+def test_tracking_is_not_trusted_while_somebody_goes_round(bench: Bench) -> None:
+    """With a process that writes unseen the capture compares everything, also for the cut after it has ended."""
+    from ciuic.bypass import Bypasser, Use
+
+    bench.add_root("/a", FakeOverlay())
+    bench.roots["/a"].bypassing = [Bypasser(1, "x", 0, (Use("open", b"/a/f", True),))]
+
+    async def script() -> None:
+        for _ in range(2):  # the process is found gone after the first cut: it may have written before that
+            await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
+
+    run(bench, script)
+    assert [job.roots[0].trust_tracking for job in bench.jobs] == [False, True]
+
+
+def record(**changes: object) -> PendingRecord:
+    cuts = [CutRecord(path="/a", session="s", epoch=1)]
+    return PendingRecord(**{"id": "cs-00abcd", "time_ns": 5, "cuts": cuts, "attempts": 1, **changes})  # type: ignore[arg-type]
+
+
+def test_a_successor_goes_on_with_the_same_id(bench: Bench) -> None:
+    """What a killed daemon had promised is captured under the id that was given out."""
+    overlay = FakeOverlay()
+    overlay.epoch, overlay.pending = 2, [1]
+    bench.add_root("/a", overlay)
+
+    async def script() -> None:
+        bench.snapshots.resume([record()])
+        pending = bench.snapshots.state("cs-00abcd")
+        assert pending is not None
+        await pending.finished.wait()
+        assert pending.state.state == "committed"
+
+    run(bench, script)
+    assert [job.id for job in bench.jobs] == ["cs-00abcd"]
+    assert overlay.committed == [1]
+
+
+def test_a_successor_finds_what_was_committed_already(bench: Bench) -> None:
+    """The predecessor died between the commit and telling the worker: the worker is told, nothing is captured again."""
+    overlay = FakeOverlay()
+    overlay.epoch, overlay.pending = 2, [1]
+    bench.add_root("/a", overlay)
+    bench.store.epochs[("/a", "s", 1)] = "cs-00abcd"
+
+    async def script() -> None:
+        bench.snapshots.resume([record()])
+        pending = bench.snapshots.state("cs-00abcd")
+        assert pending is not None
+        await pending.finished.wait()
+
+    run(bench, script)
+    assert bench.jobs == []
+    assert overlay.committed == [1]
+
+
+def test_a_successor_lets_a_running_capture_finish(bench: Bench) -> None:
+    """A capture that the predecessor started goes on by itself and is waited for, not doubled."""
+    overlay = FakeOverlay()
+    overlay.epoch, overlay.pending = 2, [1]
+    bench.add_root("/a", overlay)
+    process = sleeping_process()
+
+    async def script() -> None:
+        bench.snapshots.resume(
+            [record(capture_pid=process.pid, capture_started_ticks=process_start_ticks(process.pid))]
+        )
+        await trio.testing.wait_all_tasks_blocked()
+        assert bench.jobs == []
+        bench.store.epochs[("/a", "s", 1)] = "cs-00abcd"
+        process.kill()
+        pending = bench.snapshots.state("cs-00abcd")
+        assert pending is not None
+        await pending.finished.wait()
+        assert pending.state.state == "committed"
+
+    run(bench, script)
+    process.wait()
+    assert bench.jobs == []
+
+
+def test_a_successor_does_not_capture_for_an_ended_session(bench: Bench) -> None:
+    """Another session is there now: the promise cannot be kept exactly, and is said to have failed."""
+    bench.add_root("/a", FakeOverlay(), session="new")
+
+    async def script() -> None:
+        bench.snapshots.resume([record()])
+        pending = bench.snapshots.state("cs-00abcd")
+        assert pending is not None
+        await pending.finished.wait()
+        assert pending.state.state == "failed"
+
+    run(bench, script)
+    assert bench.jobs == []
+
+
+def test_reconcile_settles_epochs_that_nobody_asks_about(bench: Bench) -> None:
+    """A pending epoch with a snapshot counts as committed, one without goes back, one in the queue is left alone."""
+    overlay = FakeOverlay()
+    overlay.epoch, overlay.pending = 3, [1, 2]
+    worker = bench.add_root("/a", overlay)
+    bench.store.epochs[("/a", "s", 1)] = "cs-000001"
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        await bench.snapshots.take(SnapshotRequest())  # epoch 3
+        await bench.snapshots.reconcile("/a", worker)
+        assert (overlay.committed, overlay.aborted, overlay.pending) == ([1], [2], [3])
+
+    run(bench, script)
+
+
+def test_descriptors_do_not_leak(bench: Bench) -> None:
+    """Each attempt has duplicates of the backing descriptors and closes them, however it ends."""
+    bench.add_root("/a", FakeOverlay())
+    bench.behaviours = [lambda job: OSError("no such program"), done]
+
+    async def script() -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    run(bench, script, autojump=True)
