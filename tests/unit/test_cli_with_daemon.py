@@ -1,0 +1,277 @@
+"""The commands that talk to the daemon, against the control socket's documents served by a small HTTP server."""
+
+from __future__ import annotations
+
+import json
+import re
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from ciuic.cli.app import cli
+from ciuic.control_types import (
+    Alert,
+    BypassReport,
+    ErrorDocument,
+    Progress,
+    RepositoryStatus,
+    RootStatus,
+    SnapshotState,
+    SnapshotSummary,
+    StatusDocument,
+)
+
+# httpcore drops a unix socket that could not connect without closing it; the collector does.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"
+)
+
+Answer = Callable[[Any], tuple[int, Any]]
+
+
+class FakeDaemon:
+    """Answers on a unix socket what the test put into ``answers``; keeps what it was asked in ``requests``."""
+
+    def __init__(self, socket: Path) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.requests: list[tuple[str, Any]] = []
+        daemon = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do(self) -> None:
+                length = int(self.headers.get("Content-Length", 0))
+                body = json.loads(self.rfile.read(length)) if length else None
+                key = f"{self.command} {self.path}"
+                daemon.requests.append((key, body))
+                code, document = daemon.answers[key](body)
+                payload = msgspec.json.encode(document)
+                self.send_response(code)
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            do_GET = do_POST = do_DELETE = do  # noqa: N815 - the names that http.server looks for
+
+            def address_string(self) -> str:
+                return "unix"
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Tests need no access log."""
+
+        class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+            daemon_threads = True
+
+        self.server = Server(str(socket), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def config(short_tmp: Path) -> Path:
+    """A configuration whose daemon would listen beside it."""
+    root = short_tmp / "root"
+    root.mkdir()
+    file = short_tmp / "c.toml"
+    file.write_text(
+        f'[repository]\npath = "{short_tmp}/repo"\n[control]\nsocket = "{short_tmp}/s"\n[[root]]\npath = "{root}"\n'
+    )
+    return file
+
+
+@pytest.fixture
+def daemon(config: Path) -> Iterator[FakeDaemon]:
+    fake = FakeDaemon(config.with_name("s"))
+    yield fake
+    fake.stop()
+
+
+def ciuic(config: Path, *arguments: str, **kwargs: Any) -> Result:
+    return CliRunner().invoke(cli, ["--config", str(config), *arguments], **kwargs)
+
+
+def status_document(**fields: Any) -> StatusDocument:
+    base: dict[str, Any] = {"version": "9.9", "pid": 77, "since": "2023-06-15T10:00:00+00:00", "now": ""}
+    return StatusDocument(**base | fields)
+
+
+@pytest.mark.parametrize("command", [["status"], ["snapshot"], ["status", "--json"]])
+def test_no_daemon_is_5(config: Path, command: list[str]) -> None:
+    """Without a daemon the exit code is 5, and the message names the socket and how to start one."""
+    result = ciuic(config, *command)
+    assert result.exit_code == 5
+    assert str(config.with_name("s")) in result.stderr
+    assert "ciuic daemon" in result.stderr
+
+
+def test_no_daemon_json_is_one_document(config: Path) -> None:
+    """`status --json` without a daemon is still one document, with the code in it."""
+    document = json.loads(ciuic(config, "status", "--json").stdout)
+    assert document["code"] == 5
+    assert document["daemon"] is None
+
+
+def test_status_says_what_an_operator_asks(config: Path, daemon: FakeDaemon) -> None:
+    """Roots, last and next snapshot, work at risk, space, processes that go round, alerts with their remedy: all there."""
+    document = status_document(
+        roots=[
+            RootStatus(
+                path="/data",
+                driver="pyfuse3",
+                state="mounted",
+                dirty_bytes=3 << 20,
+                bypassing=[BypassReport(pid=99, command="train\x1b[2J", paths=["/data/x"])],
+            )
+        ],
+        repository=RepositoryStatus(
+            path="/store",
+            exists=True,
+            size_bytes=1 << 30,
+            free_bytes=5 << 30,
+            total_bytes=10 << 30,
+            snapshots=4,
+        ),
+        last_snapshot=SnapshotSummary(id="cs-abcdef", time="2023-06-15T10:00:00+00:00", new_bytes=2048),
+        next_snapshot="2023-06-15T11:00:00+00:00",
+        seconds_since_last=37 * 60,
+        captures=[
+            SnapshotState(
+                id="cs-111111", state="capturing", progress=Progress(bytes_done=50, bytes_total=100)
+            )
+        ],
+        alerts=[
+            Alert(
+                key="full",
+                severity="problem",
+                since="2023-06-15T10:00:00+00:00",
+                message="store full",
+                hint="prune",
+            )
+        ],
+    )
+    daemon.answers["GET /v1/status"] = lambda _: (200, document)
+    result = ciuic(config, "status")
+    assert result.exit_code == 0
+    for text in (
+        "/data",
+        "pyfuse3",
+        "mounted",
+        "3.00 MiB",
+        "cs-abcdef",
+        "work at risk: 37m",
+        "5.00 GiB of 10.0 GiB",
+        "process 99",
+        "cs-111111 capturing, 50%",
+        "problem",
+        "store full",
+        "prune",
+    ):
+        assert text in result.stdout, text
+    assert "\x1b" not in result.stdout
+
+
+def test_status_json_is_the_daemons_document(config: Path, daemon: FakeDaemon) -> None:
+    """`status --json` prints exactly what GET /v1/status answers."""
+    document = status_document(seconds_since_last=1.5)
+    daemon.answers["GET /v1/status"] = lambda _: (200, document)
+    assert json.loads(ciuic(config, "status", "--json").stdout) == msgspec.to_builtins(document)
+
+
+def test_snapshot_prints_the_id_alone(config: Path, daemon: FakeDaemon) -> None:
+    """The id is alone on stdout, and message, tags and hold have reached the daemon."""
+    daemon.answers["POST /v1/snapshots"] = lambda _: (202, SnapshotState(id="cs-abc123", state="pending"))
+    result = ciuic(config, "snapshot", "-m", "before lr change", "--tag", "a", "--tag", "b", "--hold")
+    assert (result.exit_code, result.stdout) == (0, "cs-abc123\n")
+    ((_, body),) = daemon.requests
+    assert (body["message"], body["tags"], body["hold"]) == ("before lr change", ["a", "b"], True)
+
+
+def test_snapshot_wait_returns_when_committed(config: Path, daemon: FakeDaemon) -> None:
+    """With --wait the id is printed once the daemon says committed, and not before."""
+    daemon.answers["POST /v1/snapshots"] = lambda _: (202, SnapshotState(id="cs-abc123", state="pending"))
+    states = iter(["capturing", "capturing", "committed"])
+    daemon.answers["GET /v1/snapshots/cs-abc123"] = lambda _: (
+        200,
+        SnapshotState(id="cs-abc123", state=next(states)),  # type: ignore[arg-type]
+    )
+    result = ciuic(config, "snapshot", "--wait")
+    assert (result.exit_code, result.stdout) == (0, "cs-abc123\n")
+    assert next(states, "all asked for") == "all asked for"
+
+
+def test_snapshot_that_fails_has_its_code(config: Path, daemon: FakeDaemon) -> None:
+    """A capture that failed leaves with the failure's own exit code, and prints no id."""
+    daemon.answers["POST /v1/snapshots"] = lambda _: (202, SnapshotState(id="cs-abc123", state="pending"))
+    daemon.answers["GET /v1/snapshots/cs-abc123"] = lambda _: (
+        200,
+        SnapshotState(id="cs-abc123", state="failed", error="store is damaged", hint="ciuic check", code=4),
+    )
+    result = ciuic(config, "snapshot", "--wait")
+    assert (result.exit_code, result.stdout) == (4, "")
+    assert "store is damaged" in result.stderr
+    assert "ciuic check" in result.stderr
+
+
+def test_the_daemons_refusal_keeps_its_code(config: Path, daemon: FakeDaemon) -> None:
+    """An error document of the daemon arrives as message, hint and exit code."""
+    daemon.answers["POST /v1/snapshots"] = lambda _: (
+        404,
+        ErrorDocument(error="no root is protected", hint="ciuic protect PATH", code=3),
+    )
+    result = ciuic(config, "snapshot", "--json")
+    assert result.exit_code == 3
+    assert json.loads(result.stdout) == {
+        "error": "no root is protected",
+        "hint": "ciuic protect PATH",
+        "code": 3,
+    }
+
+
+@pytest.mark.parametrize("tag", ["", "a b", "a,b", "a|b", "a\n"])
+def test_tags_that_lists_could_not_carry(config: Path, tag: str) -> None:
+    """A tag with a blank, comma, bar or control character is wrong usage before anybody is asked."""
+    assert ciuic(config, "snapshot", "--tag", tag).exit_code == 2
+
+
+def test_incomplete_snapshot_is_said(config: Path, daemon: FakeDaemon) -> None:
+    """What could not be read is named, and the snapshot counts all the same."""
+    daemon.answers["POST /v1/snapshots"] = lambda _: (
+        202,
+        SnapshotState(id="cs-abc123", state="committed", incomplete=["/data/bad: Input/output error"]),
+    )
+    result = ciuic(config, "snapshot")
+    assert result.exit_code == 0
+    assert re.search("incomplete.*\n.*Input/output error", result.stderr)
+
+
+def test_unprotect_tells_the_daemon(config: Path, daemon: FakeDaemon) -> None:
+    """unprotect takes the root out of the configuration and has the daemon unmount it."""
+    daemon.answers["DELETE /v1/roots"] = lambda _: (200, {})
+    root = config.with_name("root")
+    result = ciuic(config, "unprotect", str(root))
+    assert result.exit_code == 0, result.stderr
+    assert daemon.requests == [("DELETE /v1/roots", {"path": str(root)})]
+    assert str(root) not in config.read_text()
+    assert root.is_dir()
+
+
+def test_unprotect_of_no_root_changes_nothing(config: Path) -> None:
+    """A path that is no root is 3, and the configuration stays byte for byte."""
+    before = config.read_bytes()
+    result = ciuic(config, "unprotect", str(config.with_name("root")), "/elsewhere")
+    assert result.exit_code == 3
+    assert "/elsewhere" in result.stderr
+    assert config.read_bytes() == before
