@@ -1,0 +1,101 @@
+"""A real repository for the tests of commands, filled through the Writer with trees written down as dictionaries."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Union
+
+import msgspec
+from click.testing import CliRunner, Result
+
+from ciuic.cli.app import cli
+from ciuic.repository import Repository, Writer, is_zero
+from ciuic.types import HOLE, Entry, RootRecord, SnapshotDraft, SnapshotId, TreeRef
+
+Tree = Mapping[bytes, Union[bytes, "Tree", Entry]]
+"""name → content of a file, another directory, or an entry as it is."""
+
+SECOND_NS = 1_000_000_000
+FIRST_NS = 1_686_834_000 * SECOND_NS
+"""2023-06-15 13:00:00 UTC: the cut of the first snapshot; each further one is an hour later."""
+
+
+def store_file(writer: Writer, block_size: int, name: bytes, content: bytes, **fields: Any) -> Entry:
+    """A regular file's entry; zero blocks are holes."""
+    blocks = {}
+    for number, offset in enumerate(range(0, len(content), block_size)):
+        block = content[offset : offset + block_size]
+        blocks[number] = HOLE if is_zero(block) else writer.put_chunk(block)
+    ref = writer.update_block_map((b"", 0), len(blocks), blocks)
+    values: dict[str, Any] = {
+        "mode": stat.S_IFREG | 0o644,
+        "uid": os.geteuid(),
+        "gid": os.getegid(),
+        "mtime_ns": FIRST_NS,
+        "size_bytes": len(content),
+        "content": ref.content,
+        "map_height": ref.map_height,
+    }
+    return Entry(name=name, **values | fields)
+
+
+def store_tree(writer: Writer, block_size: int, tree: Tree) -> TreeRef:
+    """A directory and everything below it."""
+    changes: dict[bytes, Entry | None] = {}
+    for name, what in tree.items():
+        if isinstance(what, Entry):
+            changes[name] = msgspec.structs.replace(what, name=name)
+        elif isinstance(what, bytes):
+            changes[name] = store_file(writer, block_size, name, what)
+        else:
+            below = store_tree(writer, block_size, what)
+            changes[name] = directory(name, below)
+    return writer.update_tree(b"", changes)
+
+
+def directory(name: bytes, below: TreeRef) -> Entry:
+    return Entry(
+        name=name,
+        mode=stat.S_IFDIR | 0o755,
+        uid=os.geteuid(),
+        gid=os.getegid(),
+        mtime_ns=FIRST_NS,
+        content=below.id,
+        total_files=below.total_files,
+        total_bytes=below.total_bytes,
+    )
+
+
+class CliRepository:
+    """A repository, and the program run on it."""
+
+    def __init__(self, path: Path, root: Path) -> None:
+        Repository.create(path).close()
+        self.path = path
+        self.root = root
+        """The one protected directory; it need not exist."""
+        self.count = 0
+
+    def snapshot(self, tree: Tree, *, id_: str = "", time_ns: int = 0, **fields: Any) -> SnapshotId:
+        """Commits a snapshot of ``tree`` as the root."""
+        with Repository.open(self.path) as repository, repository.writer() as writer:
+            below = store_tree(writer, repository.block_size, tree)
+            draft = SnapshotDraft(
+                id=SnapshotId.parse(id_ or f"cs-{self.count + 1:06x}"),
+                time_ns=time_ns or FIRST_NS + self.count * 3600 * SECOND_NS,
+                host="testhost",
+                roots=(RootRecord(path=os.fsencode(self.root), entry=directory(b"", below), mode="offline"),),
+                **fields,
+            )
+            self.count += 1
+            return writer.commit(draft).id
+
+    def run(self, *arguments: str | bytes, **kwargs: Any) -> Result:
+        """``ciuic --repo … arguments``; bytes are arguments as a shell would pass them."""
+        words = [os.fsdecode(argument) for argument in arguments]
+        # /dev/null is an empty configuration: the machine's own has no part in a test.
+        environment = {"CIUIC_CONFIG": "/dev/null", "CIUIC_REPO": str(self.path)} | kwargs.pop("env", {})
+        return CliRunner().invoke(cli, words, env=environment, **kwargs)

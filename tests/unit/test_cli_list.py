@@ -1,0 +1,288 @@
+"""`ciuic list`, `show`, and completion on real repositories."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import stat
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
+
+from ciuic.repository import Repository
+from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry
+
+ODD = b"\xff\n|x"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> CliRepository:
+    return CliRepository(tmp_path / "repo", tmp_path / "root")
+
+
+def test_machine_readable_is_the_contract(repository: CliRepository) -> None:
+    """id|YYYY-MM-DD HH:MM:SS|size_bytes, newest first, local time, and nothing else on stdout."""
+    first = repository.snapshot({b"a": b"x" * 1000})
+    second = repository.snapshot({b"a": b"x" * 1000, b"b": b"y" * 24})
+    result = repository.run("list", "--machine-readable")
+    assert result.exit_code == 0
+    lines = [line.split("|") for line in result.stdout.splitlines()]
+    assert [line[0] for line in lines] == [second, first]
+    assert [int(line[2]) for line in lines] == [1024, 1000]
+    when = datetime.strptime(lines[0][1], "%Y-%m-%d %H:%M:%S").astimezone()
+    assert when.timestamp() == FIRST_NS // SECOND_NS + 3600
+
+
+def test_machine_readable_of_nothing_is_empty(repository: CliRepository) -> None:
+    """With no snapshots there is no output at all, and no failure."""
+    result = repository.run("list", "--machine-readable")
+    assert (result.exit_code, result.stdout) == (0, "")
+
+
+def test_table_has_a_row_for_each_snapshot(repository: CliRepository) -> None:
+    """The table shows id, time, sizes, files, tags and state; a held snapshot says so."""
+    repository.snapshot({b"a": b"x" * 2048}, tags=("nightly", "safety"))
+    repository.run("hold", "latest", "-m", "paper")
+    result = repository.run("list")
+    header, row = result.stdout.splitlines()
+    assert header.split() == ["ID", "TIME", "AGE", "SIZE", "NEW", "FILES", "TAGS", "STATE"]
+    for text in ("cs-000001", "2.00 KiB", "nightly, safety", "held"):
+        assert text in row
+
+
+def test_json_has_exact_values(repository: CliRepository) -> None:
+    """--json: RFC 3339 with offset, integers of bytes, every field that the table has."""
+    repository.snapshot({b"a": b"x" * 2048}, tags=("t",), message="why")
+    document = json.loads(repository.run("list", "--json").stdout)
+    (snapshot,) = document["snapshots"]
+    assert datetime.fromisoformat(snapshot["time"]).timestamp() * SECOND_NS == FIRST_NS
+    assert datetime.fromisoformat(snapshot["time"]).utcoffset() is not None
+    assert (snapshot["size_bytes"], snapshot["files"], snapshot["tags"]) == (2048, 1, ["t"])
+    assert (snapshot["message"], snapshot["held"], snapshot["state"]) == ("why", False, "committed")
+    assert snapshot["roots"] == [{"path": str(repository.root)}]
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ([], ["cs-000003", "cs-000002", "cs-000001"]),
+        (["-n", "1"], ["cs-000003"]),
+        (["-n", "0"], []),
+        (["--tag", "odd"], ["cs-000003", "cs-000001"]),
+        (["--tag", "none"], []),
+        (["--since", "2023-06-15T14:00:00Z"], ["cs-000003", "cs-000002"]),
+        (["--until", "2023-06-15T14:00:00Z"], ["cs-000002", "cs-000001"]),
+        (["--root", "/elsewhere"], []),
+    ],
+)
+def test_filters(repository: CliRepository, filters: list[str], expected: list[str]) -> None:
+    """Each filter leaves exactly the snapshots that it describes."""
+    for number in range(3):
+        repository.snapshot({b"a": b"%d" % number}, tags=("odd",) if number % 2 == 0 else ())
+    result = repository.run("list", "--machine-readable", *filters)
+    assert [line.split("|")[0] for line in result.stdout.splitlines()] == expected
+
+
+def test_root_filter_takes_a_relative_path(
+    repository: CliRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path means the one below the current directory."""
+    repository.snapshot({})
+    monkeypatch.chdir(repository.root.parent)
+    assert "cs-000001" in repository.run("list", "--machine-readable", "--root", "root").stdout
+
+
+def test_unreadable_snapshot_is_not_passed_over(repository: CliRepository) -> None:
+    """A snapshot file that cannot be read is named on stderr; the others are listed all the same."""
+    repository.snapshot({b"a": b"1"})
+    repository.snapshot({b"a": b"2"})
+    victim = repository.path / "snapshots" / "cs-000001"
+    victim.write_bytes(b"garbage")
+    result = repository.run("list", "--machine-readable")
+    assert "cs-000002" in result.stdout
+    assert "cs-000001" not in result.stdout
+    assert "cs-000001" in result.stderr
+
+
+def test_no_repository_is_3(tmp_path: Path, repository: CliRepository) -> None:
+    """Where there is no repository the message says where it was looked for."""
+    result = repository.run("--repo", str(tmp_path / "nowhere"), "list")
+    assert result.exit_code == 3
+    assert str(tmp_path / "nowhere") in result.stderr
+
+
+def test_list_of_a_thousand_needs_no_config(repository: CliRepository) -> None:
+    """The whole program, listing, loads neither configuration nor httpx nor rich."""
+    repository.snapshot({b"a": b"x"})
+    code = (
+        "import sys\nfrom ciuic.cli import app\n"
+        f"sys.argv = ['ciuic', '--repo', {str(repository.path)!r}, 'list', '--machine-readable']\n"
+        "try:\n    app.run()\nfinally:\n"
+        "    print([m for m in ('rich', 'httpx', 'zstandard', 'trio', 'pathspec', 'structlog', 'ciuic.config')"
+        " if m in sys.modules], file=sys.stderr)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("cs-000001|")
+    assert result.stderr == "[]\n"
+
+
+# --- show
+
+
+def test_show_prints_the_facts(repository: CliRepository) -> None:
+    """show ID tells time, host, sizes, tags, message and each root."""
+    repository.snapshot({b"a": b"x" * 2048}, tags=("t",), message="before the change")
+    text = repository.run("show", "latest").stdout
+    for fact in ("cs-000001", "testhost", "2.00 KiB in 1 files", "before the change", str(repository.root)):
+        assert fact in text
+
+
+@pytest.mark.parametrize("name", ["cs-000001", "000001", "cs-0000", "latest~1", "2023-06-15T13:30:00Z"])
+def test_every_form_of_an_id(repository: CliRepository, name: str) -> None:
+    """Full ids, prefixes, latest~N and times all lead to the snapshot."""
+    repository.snapshot({})
+    repository.snapshot({}, id_="cs-abcdef")
+    assert json.loads(repository.run("show", name, "--json").stdout)["id"] == "cs-000001"
+
+
+def test_unknown_and_ambiguous_ids(repository: CliRepository) -> None:
+    """An unknown id is 3, an ambiguous prefix is wrong usage."""
+    repository.snapshot({}, id_="cs-abc111")
+    repository.snapshot({}, id_="cs-abc222")
+    assert repository.run("show", "cs-ffffff").exit_code == 3
+    ambiguous = repository.run("show", "abc")
+    assert ambiguous.exit_code == 2
+    assert "ambiguous" in ambiguous.stderr
+
+
+def test_show_path_lists_like_ls(repository: CliRepository) -> None:
+    """A directory is listed with modes, sizes, link targets, and what was open for writing."""
+    link = Entry(name=b"", mode=stat.S_IFLNK | 0o777, target=b"a", mtime_ns=FIRST_NS)
+    torn = Entry(name=b"", mode=stat.S_IFREG | 0o600, flags=FLAG_OPEN_FOR_WRITING, mtime_ns=FIRST_NS)
+    repository.snapshot({b"d": {b"a": b"x" * 10, b"l": link, b"t": torn, b"sub": {b"deep": b"1234"}}})
+    result = repository.run("show", "latest", str(repository.root / "d"))
+    lines = {line.split("  ")[0].split()[-1]: line for line in result.stdout.splitlines()}
+    assert result.stdout.splitlines()[0].startswith("-rw-r--r--")
+    assert "l -> a" in result.stdout
+    assert "t  [open for writing]" in result.stdout
+    assert " 4 " in lines["sub"]
+    assert "open for writing" in result.stderr
+
+
+def test_show_path_json_keeps_odd_names(repository: CliRepository) -> None:
+    """A name that is not UTF-8 keeps its bytes in JSON, and is one escaped line in text."""
+    repository.snapshot({ODD: b"x"})
+    document = json.loads(repository.run("show", "latest", str(repository.root), "--json").stdout)
+    (entry,) = document["entries"]
+    assert base64.b64decode(entry["name_base64"]) == ODD
+    text = repository.run("show", "latest", str(repository.root)).stdout
+    assert text.endswith("$'\\xff\\n|x'\n")
+
+
+def test_show_one_file_and_above_the_roots(repository: CliRepository) -> None:
+    """A file's path shows that file; a path above the roots shows the way to them."""
+    repository.snapshot({b"a": b"xyz"})
+    one = json.loads(repository.run("show", "latest", str(repository.root / "a"), "--json").stdout)
+    assert (one["type"], one["entries"][0]["size_bytes"]) == ("file", 3)
+    above = json.loads(repository.run("show", "latest", str(repository.root.parent), "--json").stdout)
+    assert [entry["name"] for entry in above["entries"]] == ["root"]
+
+
+def test_show_of_no_path_is_3(repository: CliRepository) -> None:
+    """A path that the snapshot does not have is 3 and says how far it got."""
+    repository.snapshot({b"d": {b"a": b"x"}})
+    result = repository.run("show", "latest", str(repository.root / "d" / "b" / "c"))
+    assert result.exit_code == 3
+    assert "there is no b" in result.stderr
+    assert repository.run("show", "latest", "/elsewhere").exit_code == 3
+
+
+# --- completion
+
+
+def complete(repository: CliRepository, *words: str) -> list[str]:
+    """What bash would be offered for the last of the words."""
+    environment = {
+        **os.environ,
+        "CIUIC_REPO": str(repository.path),
+        "CIUIC_CONFIG": "/dev/null",
+        "_CIUIC_COMPLETE": "bash_complete",
+        "COMP_WORDS": "\n".join(["ciuic", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "ciuic"], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stderr == ""
+    return [line.partition(",")[2] for line in result.stdout.splitlines()]
+
+
+def test_completion_of_ids(repository: CliRepository) -> None:
+    """Ids complete with and without cs-, newest first, and latest is offered."""
+    repository.snapshot({}, id_="cs-abc111")
+    repository.snapshot({}, id_="cs-abd222")
+    assert complete(repository, "show", "") == ["cs-abd222", "cs-abc111", "latest"]
+    assert complete(repository, "verify", "cs-abc") == ["cs-abc111"]
+    assert complete(repository, "hold", "abd") == ["cs-abd222"]
+    assert complete(repository, "restore", "-s", "lat") == ["latest"]
+
+
+def test_completion_of_paths_in_a_snapshot(repository: CliRepository) -> None:
+    """Paths come from the snapshot that the line names; directories end in a slash."""
+    repository.snapshot({b"old": b"x"})
+    repository.snapshot({b"dir": {b"file": b"x"}, b"data": b"x"})
+    root = str(repository.root)
+    assert complete(repository, "show", "latest", "") == [root + "/"]
+    assert complete(repository, "show", "latest", root + "/d") == [root + "/data", root + "/dir/"]
+    assert complete(repository, "restore", "-s", "cs-000001", "-p", root + "/") == [root + "/old"]
+    assert complete(repository, "restore", "-p", root + "/dir/") == [root + "/dir/file"]
+
+
+def test_completion_without_a_repository_is_silent(repository: CliRepository, tmp_path: Path) -> None:
+    """Where there is nothing to complete from there are no candidates, no message and no failure."""
+    repository.path = tmp_path / "nowhere"
+    assert complete(repository, "show", "") == []
+
+
+def test_completion_in_bash(repository: CliRepository, tmp_path: Path) -> None:
+    """The code that `ciuic completion bash` prints works in bash: a name with a blank arrives quoted."""
+    repository.snapshot({b"two words": b"x"})
+    program = tmp_path / "ciuic"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ciuic "$@"\n')
+    program.chmod(0o755)
+    script = (
+        'source <("$1" completion bash); COMP_WORDS=("$1" show latest "$2/tw"); COMP_CWORD=3; '
+        'compopt() { :; }; _ciuic_completion "$1"; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    result = subprocess.run(
+        ["bash", "-c", script, "bash", str(program), str(repository.root)],
+        env={**os.environ, "CIUIC_REPO": str(repository.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout == f"{repository.root}/two\\ words\n"
+
+
+def test_repository_is_not_changed_by_reading(repository: CliRepository) -> None:
+    """Listing and showing leave every file of the repository as it was."""
+    repository.snapshot({b"a": b"x"})
+
+    def state() -> dict[str, tuple[int, int]]:
+        return {
+            str(path): (path.stat().st_size, path.stat().st_mtime_ns)
+            for path in repository.path.rglob("*")
+            if path.is_file() and not path.name.endswith(("-shm", "-wal"))
+        }
+
+    before = state()
+    repository.run("list")
+    repository.run("show", "latest", str(repository.root))
+    assert state() == before
+    with Repository.open(repository.path) as opened:
+        assert len(opened.snapshots.ids()) == 1
