@@ -8,20 +8,21 @@ are named, because they may be torn.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ciuic.cli.names import json_name, shown
+from ciuic.cli.names import json_name, shown, shown_text
 from ciuic.cli.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand
-from ciuic.cli.output import complain, json_option, out, out_json, warn
+from ciuic.cli.output import complain, json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
+from ciuic.errors import CiuicError, DestinationExists, Partial
 
 if TYPE_CHECKING:
-    from ciuic.restore import Plan, Result
+    from ciuic.restore import Item, Plan, Progress, Result
 
-_SHOWN = 50
+_SHOWN_NAMES = 20
 
 
 @click.command("restore", cls=FrameCommand)
@@ -49,7 +50,7 @@ _SHOWN = 50
     is_flag=False,
     flag_value="always",
     default=None,
-    help="What to do with files that exist. Without it they stop the restore (exit 6).",
+    help="What to do with files that exist; alone it means always. Without it they stop the restore (exit 6).",
 )
 @click.option("--delete", is_flag=True, help="Also remove what the snapshot does not have, only below PATH.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done; change nothing.")
@@ -69,4 +70,153 @@ def command(
 
     Directories are merged. Interrupted or killed, it can be run again; no file is ever half there.
     """
-    raise NotImplementedError
+    from ciuic.restore import Overwrite, plan_restore
+
+    session = current()
+    store = session.repository.snapshots
+    plan = plan_restore(
+        session.repository,
+        store.load(store.resolve(snapshot)),
+        list(dict.fromkeys(paths)),
+        dest,
+        overwrite=None if overwrite is None else Overwrite(overwrite),
+        delete=delete,
+        check=not dry_run,
+        keep=_excluded(session) if delete else None,
+    )
+    safety = None if dry_run or no_safety else _safety(session, plan)
+    items: list[Item] = []
+    result = _execute(plan, dry_run, items.append if dry_run or session.verbosity > 0 else None)
+    if as_json:
+        out_json(_document(plan, result, items, safety, dry_run))
+    else:
+        _print(plan, result, items, dry_run)
+    return _exit_code(plan, result)
+
+
+def _excluded(session: Session) -> Callable[[bytes, bool], bool] | None:
+    """What --delete spares: excluded paths are in no snapshot, so their absence there means nothing."""
+    try:
+        config = session.config
+    except CiuicError as error:
+        warn(
+            f"the configuration cannot be read: {error.message}",
+            hint="--delete does not know what is excluded",
+        )
+        return None
+    matchers = [(os.fsencode(root.path), config.exclude_matcher(root)) for root in config.roots]
+
+    def keep(path: bytes, is_dir: bool) -> bool:
+        return any(
+            path.startswith(top + b"/") and matcher.match(path[len(top) + 1 :], is_dir)
+            for top, matcher in matchers
+        )
+
+    return keep
+
+
+def _safety(session: Session, plan: Plan) -> str | None:
+    from ciuic.cli import safety
+
+    roots = safety.covering(safety.protected_roots(session), [target.path for target in plan.targets])
+    if not roots:
+        return None
+    return safety.take(session, roots, f"before the restore from {plan.snapshot.id}")
+
+
+def _execute(plan: Plan, dry_run: bool, on_item: Callable[[Item], None] | None) -> Result:
+    from ciuic.cli.progress import progress
+    from ciuic.restore import execute
+
+    with progress("restore") as reporter:
+
+        def report(state: Progress) -> None:
+            reporter.update(
+                bytes_done=state.bytes_done,
+                bytes_total=state.bytes_total,
+                files_done=state.files_done,
+                files_total=state.files_total,
+                path=state.path,
+            )
+
+        return execute(plan, progress=report, dry_run=dry_run, report=on_item)
+
+
+def _document(
+    plan: Plan, result: Result, items: Sequence[Item], safety: str | None, dry_run: bool
+) -> dict[str, Any]:
+    return {
+        "snapshot": str(plan.snapshot.id),
+        "dry_run": dry_run,
+        "complete": result.complete and not plan.conflicts,
+        "safety_snapshot": safety,
+        "targets": [
+            {**json_name("path", target.source.path), **json_name("destination", target.path)}
+            for target in plan.targets
+        ],
+        "restored": result.restored,
+        "restored_bytes": result.restored_bytes,
+        "skipped": result.skipped,
+        "directories": result.directories,
+        "conflicts": [json_name("path", path) for path in plan.conflicts],
+        "removed": [json_name("path", path) for path in result.removed],
+        "failed": [
+            {
+                **json_name("path", failure.path),
+                "reason": failure.reason,
+                "damaged": failure.damaged,
+                "attribute": failure.attribute,
+            }
+            for failure in result.failed
+        ],
+        "open_for_writing": [json_name("path", path) for path in result.open_for_writing],
+        "owner_failures": result.owner_failures,
+        "stopped": result.stopped or None,
+        "items": [{**json_name("path", item.path), "action": item.action} for item in items],
+        "code": _exit_code(plan, result),
+    }
+
+
+def _exit_code(plan: Plan, result: Result) -> int:
+    if plan.conflicts:  # only a dry run gets this far
+        return DestinationExists.exit_code
+    return 0 if result.complete else Partial.exit_code
+
+
+def _print(plan: Plan, result: Result, items: Sequence[Item], dry_run: bool) -> None:
+    from ciuic.units import human_size
+
+    for item in items:
+        out(f"{item.action:<10} {shown(item.path)}")
+    for target in plan.targets:
+        note(f"{shown(target.source.path)} → {shown(target.path)}")
+    if result.restored_bytes or result.restored or not dry_run:
+        verb = "would be restored" if dry_run else "restored"
+        parts = [
+            f"{result.restored} files, {human_size(result.restored_bytes)} {verb} from {plan.snapshot.id}"
+        ]
+        if result.skipped:
+            parts.append(f"{result.skipped} left as they are")
+        if result.removed:
+            parts.append(f"{len(result.removed)} {'would be removed' if dry_run else 'removed'}")
+        out("; ".join(parts))
+    if plan.conflicts:
+        warn(f"{len(plan.conflicts)} exist and would stop the restore:", hint="give --overwrite")
+        _names(plan.conflicts)
+    if result.open_for_writing:
+        warn(
+            f"{len(result.open_for_writing)} were open for writing at the snapshot and may be torn:",
+            hint="an older snapshot may have the last whole version",
+        )
+        _names(result.open_for_writing)
+    error = result.error()
+    if error is not None:
+        complain("\n".join(map(shown_text, error.message.split("\n"))))
+        complain(f"  {error.hint}")
+
+
+def _names(paths: Sequence[bytes]) -> None:
+    for path in paths[:_SHOWN_NAMES]:
+        complain(f"    {shown(path)}")
+    if len(paths) > _SHOWN_NAMES:
+        complain(f"    and {len(paths) - _SHOWN_NAMES} more; --json lists them all")

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli import times
-from ciuic.cli.contents import children_of, entry_at, roots_below
+from ciuic.cli.contents import children_of, roots_below
 from ciuic.cli.names import json_name, shown, shown_text
 from ciuic.cli.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json
 from ciuic.cli.session import Session, current
+from ciuic.lookup import find
 from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, Entry, Snapshot
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _print_facts(session: Session, snapshot: Snapshot) -> None:
 
 
 def _show_path(session: Session, snapshot: Snapshot, path: bytes, as_json: bool) -> None:
-    entry = None if roots_below(snapshot, path) else entry_at(session.repository, snapshot, path)[1]
+    entry = None if roots_below(snapshot, path) else find(session.repository, snapshot, path).entry
     if entry is not None and not entry.is_dir:
         entries = [entry]
     else:
