@@ -51,7 +51,7 @@ def _section(path: str, command: click.Command) -> str:
     rows = [
         param.get_help_record(context)
         for param in command.get_params(context)
-        if isinstance(param, click.Option) and not param.hidden and param.name != "help"
+        if isinstance(param, click.Option) and not param.hidden and "--help" not in param.opts
     ]
     if any(rows):
         lines += ["", *(f"* `{row[0]}`: {row[1]}" for row in rows if row is not None)]
@@ -76,11 +76,11 @@ def rewritten(page: str) -> str:
     """The page with every generated part as it should be. ValueError when a part's marks are missing."""
     for name, generate in PARTS.items():
         begin, end = f"<!-- generated: {name} -->", "<!-- end -->"
-        pattern = re.compile(f"({re.escape(begin)}\n).*?(\n{re.escape(end)})", re.DOTALL)
+        pattern = re.compile(f"({re.escape(begin)}\n).*?({re.escape(end)})", re.DOTALL)
         if not pattern.search(page):
             raise ValueError(f"the page has no part {begin} … {end}")
         text = generate()
-        page = pattern.sub(lambda match, text=text: match[1] + text + match[2], page)  # type: ignore[misc]
+        page = pattern.sub(lambda match, text=text: match[1] + text + "\n" + match[2], page)  # type: ignore[misc]
     return page
 
 
