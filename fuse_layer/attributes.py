@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.data import Data
-from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.nodes import Descriptor, Node, stale
 from ciuic.fuse_layer.state import Attr, OverlayState
 
 
@@ -59,13 +59,12 @@ class Attributes:
                 self._data.truncate(node, change.size, handle, keeps_privileges=change.keeps_privileges)
             if self._state.tracked(node):
                 self._state.tracker.mark_attrs(node)
-            path, follow, _keep = self._target(node)
+            path, _keep = self._pinned(node)
             if change.uid is not None or change.gid is not None:
                 os.chown(
                     path,
                     -1 if change.uid is None else change.uid,
                     -1 if change.gid is None else change.gid,
-                    follow_symlinks=follow,
                 )
             if change.mode is not None:
                 os.chmod(path, change.mode & 0o7777)
@@ -76,9 +75,23 @@ class Attributes:
                     change.mtime_ns,
                     atime_now=change.atime_now,
                     mtime_now=change.mtime_now,
-                    follow=follow,
+                    follow=True,
                 )
             return self._state.attr(node)
+
+    def _pinned(self, node: Node) -> tuple[bytes, object]:
+        """A path that leads to the node's inode whatever happens to its names, to be followed, and what keeps it valid.
+
+        chmod(2) follows symbolic links. Through a name, a symbolic link put in the file's place at the right moment would make
+        us, who are root, change the mode of what it points to, anywhere on the host.
+        """
+        file = self._state.any_file(node)
+        if file is not None:
+            return b"/proc/self/fd/%d" % file.fd, file
+        pin = Descriptor(self._nodes.way(node).open(os.O_PATH))
+        if os.fstat(pin.fd).st_ino != node.ino:
+            raise stale()
+        return b"/proc/self/fd/%d" % pin.fd, pin
 
     def _target(self, node: Node) -> tuple[bytes, bool, object]:
         """A path for the calls below, whether they must follow it (the magic link of an open descriptor), and
