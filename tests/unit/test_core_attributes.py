@@ -47,6 +47,6 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(core: OverlayCore, tmp_pa
     core.release(handle)
     (tmp_path / "root" / "link").symlink_to(outside)
     (tmp_path / "root" / "link").rename(tmp_path / "root" / "file")
-    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+    with pytest.raises(OSError, match="no longer where it was"):
         core.setattr(attr.node, SetAttr(mode=0o4777))
     assert outside.stat().st_mode & 0o7777 == 0o600
