@@ -38,6 +38,7 @@ from ciuic.fuse_layer.pyfuse3_driver import Pyfuse3Driver
 log = structlog.get_logger(__name__)
 
 SIGNAL_GRACE_SECONDS = 20.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _COLLECT_SECONDS = 10.0
 _SWITCH_SECONDS = 0.0005
 _OOM_SCORE_ADJ = -800
@@ -85,15 +86,17 @@ class Worker:
             raise
         finally:
             self._server.close()
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # the end has begun: a second request must not tear it
         self._core.save_tracking()
         self._core.close()
 
     async def _serve(self, handshake: Handshake) -> None:
         self._token = trio.lowlevel.current_trio_token()
         await handshake.run()
-        self._announce()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch_signals)
+            await nursery.start(self._watch_signals)
+            self._announce()
             nursery.start_soon(self._end_after_grace)
             nursery.start_soon(_collect_garbage)
             # Buffers of a MiB each: a few tasks stay, a burst of long requests gets more.
@@ -111,8 +114,9 @@ class Worker:
     def _driver_status(self) -> Mapping[str, Any]:
         return {"driver": "pyfuse3", "mounted_ns": self._mounted_ns, "requests": self._driver.requests}
 
-    async def _watch_signals(self) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    async def _watch_signals(self, task_status: trio.TaskStatus[None]) -> None:
+        with trio.open_signal_receiver(*_STOP_SIGNALS) as signals:
+            task_status.started()
             async for number in signals:
                 log.info("stop_signal", signal=signal.Signals(number).name)
                 await trio.to_thread.run_sync(self.stop, SIGNAL_GRACE_SECONDS)
@@ -175,7 +179,14 @@ def _configure_logs() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[_ToStructlog()])
 
 
+def _exit_on(number: int, frame: object) -> None:
+    """Until the event loop takes signals: unwind, so that a mount made just now comes off again."""
+    raise SystemExit(128 + number)
+
+
 def _prepare_process(root: str) -> None:
+    for number in _STOP_SIGNALS:
+        signal.signal(number, _exit_on)
     os.chdir("/")
     os.umask(0)  # what the caller asked for is applied by the core, per request
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

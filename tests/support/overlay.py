@@ -76,8 +76,9 @@ class Overlay:
 
     def _let_go(self) -> None:
         self.client.close()
-        with contextlib.suppress(OSError):  # closed before
+        if self.backing_fd >= 0:
             os.close(self.backing_fd)
+            self.backing_fd = -1
 
     def __enter__(self) -> Overlay:
         return self
@@ -91,6 +92,7 @@ class Overlay:
             except BaseException:
                 self.kill()
                 raise
+        self._let_go()
 
 
 @contextlib.contextmanager

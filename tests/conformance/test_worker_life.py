@@ -1,0 +1,216 @@
+"""The worker from start to end: how it comes up, how it stops, and what is left in each case."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.overlay import Overlay
+
+from ciuic.fuse_layer import mounts
+from ciuic.fuse_layer.control_client import WorkerUnreachable
+
+pytestmark = pytest.mark.mount
+
+WAIT_SECONDS = 60
+
+
+@pytest.fixture
+def root(short_tmp: Path) -> Path:
+    path = short_tmp / "root"
+    path.mkdir()
+    (path / "before").write_text("was here before the mount")
+    return path
+
+
+@pytest.fixture
+def overlay(root: Path, short_tmp: Path) -> Iterator[Overlay]:
+    with Overlay(root, short_tmp / "w.sock") as overlay:
+        yield overlay
+
+
+def test_mounting_in_place_shows_what_is_there(overlay: Overlay, root: Path) -> None:
+    """The same path shows the same files through the overlay; the state directory is hidden; status says what serves."""
+    assert mounts.overlay_at(os.fspath(root)) is not None
+    assert os.listdir(root) == ["before"]
+    assert (root / "before").read_text() == "was here before the mount"
+    assert ".ciuic-state" in os.listdir(overlay.backing)
+    status = overlay.client.status()
+    assert (status.driver, status.epoch, len(status.session)) == ("pyfuse3", 1, 32)
+    assert status.mounted_ns > 0
+    assert status.requests > 0
+
+
+def test_the_reserved_name_cannot_be_had(overlay: Overlay, root: Path) -> None:
+    """Looking it up finds nothing, making it is refused, and a refusal does not make it visible."""
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            os.stat(root / ".ciuic-state")
+        with pytest.raises(PermissionError):
+            os.mkdir(root / ".ciuic-state")
+        with pytest.raises(PermissionError):
+            os.rename(root / "before", root / ".ciuic-state")
+
+
+def test_stop_with_nothing_open_ends_at_once(overlay: Overlay, root: Path) -> None:
+    """A stop request detaches, saves the tracking and ends with status 0; the plain files are complete."""
+    (root / "after").write_text("written through the mount")
+    assert overlay.stop() == 0
+    assert mounts.overlay_at(os.fspath(root)) is None
+    assert (root / "after").read_text() == "written through the mount"
+    assert (root / ".ciuic-state" / "tracking").exists()
+    assert not overlay.client.socket_path or not os.path.exists(overlay.client.socket_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_stop_it_cleanly(overlay: Overlay, root: Path, number: signal.Signals) -> None:
+    """SIGTERM and SIGINT are a stop request."""
+    overlay.process.send_signal(number)
+    assert overlay.process.wait(WAIT_SECONDS) == 0
+    assert mounts.overlay_at(os.fspath(root)) is None
+    assert (root / ".ciuic-state" / "tracking").exists()
+
+
+def test_an_open_file_is_served_after_the_stop_until_it_closes(overlay: Overlay, root: Path) -> None:
+    """The job goes on writing to what it has open while new opens reach the plain files; the worker ends with the last close."""
+    with open(root / "log", "wb", buffering=0) as job:
+        job.write(b"one\n")
+        overlay.client.stop(WAIT_SECONDS)
+        assert mounts.overlay_at(os.fspath(root)) is None
+        job.write(b"two\n")
+        os.fsync(job.fileno())
+        assert (root / "log").read_bytes() == b"one\ntwo\n"
+        assert overlay.process.poll() is None
+    assert overlay.process.wait(WAIT_SECONDS) == 0
+    assert (root / "log").read_bytes() == b"one\ntwo\n"
+
+
+def test_the_grace_ends_a_stop_that_nobody_lets_finish(overlay: Overlay, root: Path) -> None:
+    """A handle that stays open does not keep the worker for ever; what was written and synced is there."""
+    fd = os.open(root / "log", os.O_WRONLY | os.O_CREAT)
+    try:
+        os.write(fd, b"kept")
+        os.fsync(fd)
+        assert overlay.stop(grace_seconds=0.2) == 0
+        with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
+            os.fsync(fd)
+    finally:
+        with contextlib.suppress(OSError):  # close flushes, and nobody is there to flush to
+            os.close(fd)
+    assert (root / "log").read_bytes() == b"kept"
+
+
+def test_umount_by_somebody_else_is_a_clean_end(overlay: Overlay, root: Path) -> None:
+    """An operator's umount makes the worker save its tracking and end with status 0."""
+    subprocess.run(["umount", os.fspath(root)], check=True, timeout=WAIT_SECONDS)
+    assert overlay.process.wait(WAIT_SECONDS) == 0
+    assert (root / ".ciuic-state" / "tracking").exists()
+
+
+def test_a_killed_worker_leaves_a_dead_mount_and_complete_files(overlay: Overlay, root: Path) -> None:
+    """After SIGKILL the mount answers ENOTCONN, is found dead, comes off, and the plain files are there."""
+    (root / "synced").write_text("safe")
+    overlay.process.kill()
+    overlay.process.wait(WAIT_SECONDS)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
+        os.listdir(root)
+    assert mounts.overlay_at(os.fspath(root)) is not None
+    assert mounts.probe(os.fspath(root), WAIT_SECONDS) == "dead"
+    with pytest.raises(WorkerUnreachable):
+        overlay.client.status()
+    mounts.detach(os.fspath(root))
+    assert (root / "synced").read_text() == "safe"
+    assert not (root / ".ciuic-state" / "tracking").exists()
+
+
+def test_a_successor_serves_the_same_root(root: Path, short_tmp: Path) -> None:
+    """After a kill and after a clean stop a new worker mounts the same root with a new session."""
+    sessions = set()
+    for end in ("kill", "stop", "stop"):
+        with Overlay(root, short_tmp / "w.sock") as overlay:
+            sessions.add(overlay.client.status().session)
+            (root / end).write_text(end)
+            if end == "kill":
+                overlay.kill()
+    assert len(sessions) == 3
+    assert sorted(name for name in os.listdir(root) if not name.startswith(".")) == ["before", "kill", "stop"]
+
+
+def test_requests_in_flight_when_the_worker_dies_fail_and_do_not_hang(overlay: Overlay, root: Path) -> None:
+    """A job in the middle of work gets an error when the worker is killed, at once, and never waits for ever."""
+    errors: list[int] = []
+    started = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        started.wait()
+        try:
+            while True:
+                (root / f"f{number}").write_bytes(b"x" * 10000)
+        except OSError as error:
+            errors.append(error.errno or 0)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    started.wait()
+    overlay.process.kill()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    overlay.kill()
+    assert len(errors) == 3
+    assert set(errors) <= {errno.ENOTCONN, errno.ECONNABORTED, errno.EIO}
+
+
+def test_a_worker_that_cannot_start_says_why_and_mounts_nothing(short_tmp: Path) -> None:
+    """A root that is no directory, or a control socket in no directory, ends with status 1 and a reason, unmounted."""
+    file = short_tmp / "file"
+    file.write_text("")
+    (short_tmp / "dir").mkdir()
+    for root, control in ((file, short_tmp / "c"), (short_tmp / "dir", short_tmp / "absent" / "c")):
+        done = subprocess.run(
+            [sys.executable, "-m", "ciuic.fuse_layer.worker", "--root", root, "--control", control],
+            capture_output=True,
+            timeout=WAIT_SECONDS,
+        )
+        assert done.returncode == 1
+        assert b"overlay_failed" in done.stderr
+        assert mounts.overlay_at(os.fspath(root)) is None
+
+
+def test_a_hold_stops_changes_and_lets_reads_go_on(overlay: Overlay, root: Path) -> None:
+    """While a hold is in force a create waits and reads elsewhere do not; after the release the create is done."""
+    (root / "sub").mkdir()
+    client = overlay.client
+    client.hold(WAIT_SECONDS)
+    made = threading.Event()
+
+    def create() -> None:
+        (root / "sub" / "new").mkdir()
+        made.set()
+
+    thread = threading.Thread(target=create)
+    thread.start()
+    assert (root / "before").read_text() == "was here before the mount"
+    assert sorted(os.listdir(root)) == ["before", "sub"]
+    assert client.cut().epoch == 1
+    assert not made.is_set()
+    client.release()
+    thread.join(WAIT_SECONDS)
+    assert made.is_set()
+    assert (root / "sub" / "new").is_dir()
+
+
+def test_writers_are_named_while_they_write(overlay: Overlay, root: Path) -> None:
+    """A file open for writing is named by its path relative to the root; one open for reading is not."""
+    (root / "sub").mkdir()
+    with open(root / "sub" / "out", "wb"), open(root / "before", "rb"):
+        assert overlay.client.writers() == [b"sub/out"]
+        assert overlay.client.status().open_files == 2
