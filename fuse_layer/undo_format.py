@@ -20,7 +20,7 @@ Rules that both sides rely on and that the shape of the records does not show:
 from __future__ import annotations
 
 import os
-from bisect import bisect_right, insort
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -353,7 +353,7 @@ class LogReader:
                 names[record.name] = record
         elif isinstance(record, BlocksRecord):
             runs = self._blocks.setdefault(record.ino, {}).setdefault(record.epoch, [])
-            insort(runs, (record.first_block, record.first_block + record.count))
+            _add_run(runs, record.first_block, record.first_block + record.count)
         elif isinstance(record, SwappedRecord):
             known_swap = self._swapped.get(record.new_ino)
             if known_swap is None or record.epoch < known_swap.epoch:
@@ -362,13 +362,23 @@ class LogReader:
             self.abandoned = record
 
 
+def _add_run(runs: list[tuple[int, int]], first: int, stop: int) -> None:
+    """Adds [first, stop) to sorted runs that neither overlap nor touch, and keeps them so."""
+    low = bisect_left(runs, (first, 0))
+    if low and runs[low - 1][1] >= first:
+        low -= 1
+    high = low
+    while high < len(runs) and runs[high][0] <= stop:
+        first, stop = min(first, runs[high][0]), max(stop, runs[high][1])
+        high += 1
+    runs[low:high] = [(first, stop)]
+
+
 def _overlaps(runs: list[tuple[int, int]], low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Parts of the sorted runs that lie in [low, high), ascending; runs that overlap each other count
-    once."""
-    index = max(0, bisect_right(runs, (low, low)) - 1)
+    """Parts of sorted runs that lie in [low, high), ascending."""
+    index = max(0, bisect_left(runs, (low, 0)) - 1)
     while index < len(runs) and runs[index][0] < high:
         first, stop = max(runs[index][0], low), min(runs[index][1], high)
         if first < stop:
             yield first, stop
-            low = stop
         index += 1

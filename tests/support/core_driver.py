@@ -28,7 +28,7 @@ def path_of(number: int) -> bytes:
     return folder + b"/" + name if folder else name
 
 
-_PATHS = len(FOLDERS) * len(NAMES)
+PATHS = len(FOLDERS) * len(NAMES)
 
 
 class CoreDriver:
@@ -218,9 +218,10 @@ KINDS = (
 )
 
 
-def operations(max_size: int) -> st.SearchStrategy[list[Operation]]:
-    number = st.integers(0, _PATHS - 1)
-    return st.lists(st.tuples(st.sampled_from(KINDS), number, number, st.integers(0, 7)), max_size=max_size)
+def operations(min_size: int, max_size: int) -> st.SearchStrategy[list[Operation]]:
+    number = st.integers(0, PATHS - 1)
+    one = st.tuples(st.sampled_from(KINDS), number, number, st.integers(0, 7))
+    return st.lists(one, min_size=min_size, max_size=max_size)
 
 
 def open_backing(path: Path) -> int:

@@ -1,0 +1,183 @@
+"""The undo log as bytes: what is written comes back, whole records only, and each question gets the record that is true for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ciuic.fuse_layer.undo_format import (
+    AbandonedRecord,
+    BlocksRecord,
+    Change,
+    InodeRecord,
+    LogReader,
+    NameRecord,
+    OldStat,
+    Record,
+    Sealed,
+    SwappedRecord,
+    UndoDamaged,
+    UndoLost,
+    bitmap_blocks,
+    encode,
+    read_sealed,
+    sealed_name,
+    write_sealed,
+)
+
+_numbers = st.integers(0, 2**64 - 1)
+_small = st.integers(1, 4)
+_stats = st.builds(OldStat, *([_numbers] * 9))
+_records: st.SearchStrategy[Record] = st.one_of(
+    st.builds(
+        InodeRecord, _small, _small, _stats, st.dictionaries(st.binary(max_size=9), st.binary(max_size=9))
+    ),
+    st.builds(NameRecord, _small, _small, st.binary(min_size=1, max_size=3), _numbers, st.integers(0, 15)),
+    st.builds(BlocksRecord, _small, _small, st.integers(0, 20), st.integers(1, 9)),
+    st.builds(SwappedRecord, _small, _small, _small),
+)
+
+
+@given(st.lists(_records, max_size=20), st.lists(st.integers(1, 60), min_size=1), _small)
+def test_a_log_read_in_any_pieces_says_the_same(
+    tmp_path_factory: pytest.TempPathFactory, records: list[Record], pieces: list[int], epoch: int
+) -> None:
+    """However far the writer has come at each look, nothing is seen twice, half or not at all."""
+    path = tmp_path_factory.mktemp("log") / "log"
+    data = b"".join(encode(record) for record in records)
+    reader = LogReader(os.fspath(path), epoch)
+    seen = reader.poll()
+    with path.open("ab", buffering=0) as log:
+        at = index = 0
+        while at < len(data):
+            piece = data[at : at + pieces[index % len(pieces)]]
+            log.write(piece)
+            at += len(piece)
+            index += 1
+            seen += reader.poll()
+    reader.close()
+    assert seen == len(records)
+    for record in records:
+        if isinstance(record, InodeRecord):
+            true = [
+                r for r in records if isinstance(r, InodeRecord) and r.ino == record.ino and r.epoch >= epoch
+            ]
+            assert reader.inode(record.ino) == min(true, key=lambda r: r.epoch, default=None)
+        elif isinstance(record, NameRecord):
+            key = (record.dir_ino, record.name)
+            names = [r for r in records if isinstance(r, NameRecord) and (r.dir_ino, r.name) == key]
+            true_name = min((r for r in names if r.epoch >= epoch), key=lambda r: r.epoch, default=None)
+            assert reader.name(*key) == true_name
+            assert reader.names(record.dir_ino).get(record.name) == true_name
+
+
+@given(st.lists(st.builds(BlocksRecord, st.just(1), _small, st.integers(0, 20), st.integers(1, 9))), _small)
+def test_each_old_block_comes_from_the_smallest_epoch_that_is_not_older(
+    tmp_path_factory: pytest.TempPathFactory, records: list[BlocksRecord], epoch: int
+) -> None:
+    """Block by block, against a model; the runs are in order and do not overlap."""
+    path = tmp_path_factory.mktemp("log") / "log"
+    path.write_bytes(b"".join(encode(record) for record in records))
+    reader = LogReader(os.fspath(path), epoch)
+    reader.poll()
+    reader.close()
+    expected: dict[int, int] = {}
+    for record in records:
+        if record.epoch >= epoch:
+            for block in range(record.first_block, record.first_block + record.count):
+                expected[block] = min(record.epoch, expected.get(block, record.epoch))
+    for first, stop in ((0, 40), (5, 11), (7, 8)):
+        runs = reader.blocks(1, first, stop)
+        found = [(block, run.epoch) for run in runs for block in range(run.first, run.stop)]
+        assert found == sorted((b, e) for b, e in expected.items() if first <= b < stop)
+
+
+def test_a_log_that_was_given_up_says_so(tmp_path: Path) -> None:
+    """Abandoned, unlinked or cut short: the reader must not go on."""
+    for number, give_up in enumerate((_abandon, os.unlink, lambda path: os.truncate(path, 3))):
+        path = tmp_path / f"log{number}"
+        path.write_bytes(encode(NameRecord(1, 2, b"a", 0)))
+        reader = LogReader(os.fspath(path), 2)
+        assert reader.poll() == 1
+        give_up(path)
+        with pytest.raises(UndoLost):
+            reader.poll()
+        reader.close()
+
+
+def _abandon(path: Path) -> None:
+    with path.open("ab") as log:
+        log.write(encode(AbandonedRecord(2, "no space")))
+
+
+def test_an_abandoned_older_epoch_does_not_concern_a_newer_one(tmp_path: Path) -> None:
+    """What was given up before this epoch was cut has nothing to do with it."""
+    path = tmp_path / "log"
+    path.write_bytes(encode(AbandonedRecord(1, "no space")))
+    reader = LogReader(os.fspath(path), 2)
+    assert reader.poll() == 1
+    reader.close()
+
+
+@pytest.mark.parametrize("damage", [b"\x01\0\0\0\xc1", b"\xff\xff\xff\xff", b"\x03\0\0\0\x92\xa1q"])
+def test_damage_in_the_log_is_named(tmp_path: Path, damage: bytes) -> None:
+    """A complete record that does not decode is an error, never skipped."""
+    path = tmp_path / "log"
+    path.write_bytes(damage)
+    reader = LogReader(os.fspath(path), 1)
+    with pytest.raises(UndoDamaged):
+        reader.poll()
+    reader.close()
+
+
+_changes = st.builds(
+    Change,
+    st.booleans(),
+    st.booleans(),
+    st.one_of(st.integers(0, 1), st.binary(min_size=1)),
+    st.one_of(st.none(), st.dictionaries(st.binary(min_size=1), st.integers(-1, 2**64 - 1))),
+)
+
+
+@given(st.dictionaries(_numbers, _changes), st.lists(_numbers))
+def test_a_sealed_file_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, changes: dict[int, Change], open_for_write: list[int]
+) -> None:
+    """Every inode number, name and bitmap."""
+    sealed = Sealed(
+        session="a" * 32,
+        epoch=3,
+        since=2,
+        cut_ns=1,
+        complete=True,
+        root_ino=2,
+        block_size=4096,
+        open_for_write=open_for_write,
+        changes=changes,
+    )
+    place = tmp_path_factory.mktemp("undo")
+    write_sealed(os.fspath(place), sealed)
+    assert read_sealed(os.fspath(place / sealed_name(3))) == sealed
+    assert os.listdir(place) == [sealed_name(3)]
+
+
+def test_a_sealed_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    """Nothing is guessed about a format from the future, and nothing about garbage."""
+    for content in (b"\x81\xa7version\x02", b"garbage", b""):
+        path = tmp_path / "sealed"
+        path.write_bytes(content)
+        with pytest.raises(UndoDamaged):
+            read_sealed(os.fspath(path))
+
+
+@given(st.sets(st.integers(0, 200)))
+def test_a_bitmap_says_which_blocks(blocks: set[int]) -> None:
+    """Low bit first, as the overlay writes it."""
+    bitmap = bytearray(26)
+    for block in blocks:
+        bitmap[block >> 3] |= 1 << (block & 7)
+    assert list(bitmap_blocks(bytes(bitmap))) == sorted(blocks)

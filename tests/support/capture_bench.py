@@ -1,0 +1,155 @@
+"""A root with an overlay core over it, without a mount, and a repository in memory: capture with everything under control."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+from support.core_driver import CoreDriver, Operation, open_backing
+from support.memory_repository import MemoryRepository
+from support.snapshot_manifest import snapshot_manifest
+from support.trees import Manifest, assert_same, manifest
+
+from ciuic.daemon import capture_root
+from ciuic.daemon.capture_job import RootJob
+from ciuic.daemon.capture_root import Report
+from ciuic.fuse_layer.core import Cut, OverlayCore
+from ciuic.fuse_layer.undo_format import LogReader
+from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, RootRecord, SnapshotDraft, SnapshotId
+
+BLOCK = 4096
+SESSION = "5" * 32
+ROOT_PATH = b"/protected"
+
+
+class Bench:
+    """A root with a core over it and a repository for its snapshots."""
+
+    def __init__(self, top: Path, excludes: tuple[str, ...] = ()) -> None:
+        self.backing = top / "backing"
+        self.backing.mkdir()
+        self.excludes = excludes
+        self.backing_fd = open_backing(self.backing)
+        self.core = OverlayCore(self.backing_fd, session=SESSION, block_size=BLOCK)
+        self.driver = CoreDriver(self.core, BLOCK)
+        self.repository = MemoryRepository(top, BLOCK)
+        self.at_cut: dict[int, tuple[Cut, Manifest, set[int]]] = {}
+
+    def close(self) -> None:
+        self.driver.close_all()
+        self.core.close()
+        os.close(self.backing_fd)
+
+    def run(self, ops: Sequence[Operation]) -> None:
+        for operation in ops:
+            self.driver.do(operation)
+
+    def cut(self) -> int:
+        writers = self.driver.open_for_writing()
+        cut = self.core.cut()
+        self.at_cut[cut.epoch] = (cut, manifest(self.backing), writers)
+        return cut.epoch
+
+    def snapshot(
+        self, meanwhile: Sequence[Operation] = (), *, trust: bool = True
+    ) -> tuple[RootRecord, Report]:
+        """Cut, capture, and compare with what was there at the cut."""
+        record, report = self.capture(self.cut(), meanwhile, trust=trust)
+        self.check(record, report)
+        return record, report
+
+    def capture(
+        self,
+        epoch: int,
+        meanwhile: Sequence[Operation] = (),
+        *,
+        trust: bool = True,
+        interfere: Callable[[], None] = lambda: None,
+        tags: tuple[str, ...] = (),
+    ) -> tuple[RootRecord, Report]:
+        """Captures the epoch while `meanwhile` happens, one operation before each look into the log; commits."""
+        waiting = iter(meanwhile)
+
+        def before_each_poll() -> None:
+            interfere()
+            operation = next(waiting, None)
+            if operation is not None:
+                self.driver.do(operation)
+
+        job = RootJob(
+            path=ROOT_PATH,
+            backing_fd=self.backing_fd,
+            session=SESSION,
+            epoch=epoch,
+            worker_pid=os.getpid(),
+            excludes=self.excludes,
+            trust_tracking=trust,
+        )
+        report = Report(lambda _: None)
+        writer = self.repository.writer()
+        with slow_log(before_each_poll):
+            record, _ = capture_root.capture_root(job, self.repository, writer, report)
+        cut = self.at_cut[epoch][0]
+        writer.commit(
+            SnapshotDraft(
+                id=SnapshotId(f"cs-{epoch:06x}"), time_ns=cut.cut_ns, host="h", roots=(record,), tags=tags
+            )
+        )
+        self.core.committed(epoch)
+        for operation in waiting:
+            self.driver.do(operation)
+        return record, report
+
+    def check(self, record: RootRecord, report: Report) -> None:
+        _, expected, writers = self.at_cut[record.epoch]
+        assert report.errors == []
+        assert_same(expected, snapshot_manifest(self.repository.trees, self.repository.content, record))
+        flagged, open_for_writing = self.flagged(record), writers & self.inodes(record)
+        assert flagged == open_for_writing, f"marked {flagged}, open for writing was {open_for_writing}"
+
+    def inodes(self, record: RootRecord) -> set[int]:
+        return {entry.ino for entry in self._files(record)}
+
+    def flagged(self, record: RootRecord) -> set[int]:
+        return {entry.ino for entry in self._files(record) if entry.flags & FLAG_OPEN_FOR_WRITING}
+
+    def _files(self, record: RootRecord) -> Iterator[Entry]:
+        yield from self.repository.trees.entries(record.links)
+        stack = [record.entry]
+        while stack:
+            for entry in self.repository.trees.entries(stack.pop().content):
+                if entry.is_dir:
+                    stack.append(entry)
+                elif not entry.link:
+                    yield entry
+
+
+@contextmanager
+def slow_log(interfere: Callable[[], None]) -> Iterator[None]:
+    class SlowLog(LogReader):
+        def poll(self) -> int:
+            interfere()
+            return super().poll()
+
+    def open_slow_log(undo_fd: int, epoch: int) -> LogReader:
+        return SlowLog(f"/proc/self/fd/{undo_fd}/log", epoch)
+
+    with mock.patch.object(capture_root, "open_log", open_slow_log):
+        yield
+
+
+@contextmanager
+def bench(excludes: tuple[str, ...] = ()) -> Iterator[Bench]:
+    top = Path(tempfile.mkdtemp(prefix="ciuic-capture-"))
+    made = Bench(top, excludes)
+    try:
+        made.driver.furnish()
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(top)
