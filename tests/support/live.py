@@ -170,7 +170,7 @@ class Live:
         if not self.daemon_log.exists():
             return ""
         text = self.daemon_log.read_text(errors="replace").splitlines()
-        return "\n".join(["--- the daemon's log:", *text[-lines:]])
+        return "\n".join(["--- the daemon's log:", *(line[:400] for line in text[-lines:])])
 
     # -- the end
 
