@@ -1,33 +1,131 @@
-"""Reading chunks: find, read, check. Never returns a byte that does not match the chunk's id."""
+"""Reading chunks: find, read, check. Never returns a byte that does not match the chunk's id.
+
+The index only says where to look. What it names and is not there, or is not right, is looked for again: in
+the pack's own list, in packs that the index does not know, at last in all packs. So a stale, lost or lying
+index costs time, never content.
+"""
 
 from __future__ import annotations
 
+import errno
+from typing import Protocol
+
+import xxhash
+import zstandard
+
+from ciuic.errors import NotFound
+from ciuic.repository.errors import DamagedChunk, MissingChunk
 from ciuic.repository.ids import Bytes
-from ciuic.repository.model import ChunkLocation
+from ciuic.repository.model import ChunkLocation, PackRecord
+from ciuic.repository.packformat import FLAG_ZSTD, MAX_CHUNK_BYTES
+from ciuic.repository.packs import Packs
 from ciuic.types import ChunkId
 
 
+class Finder(Protocol):
+    """Where chunks are."""
+
+    def find(self, chunk: bytes) -> list[ChunkLocation]:
+        """Known copies, the best first."""
+        ...
+
+    def search(self, chunk: bytes, failed: list[ChunkLocation]) -> list[ChunkLocation]:
+        """Looks harder, after `find` gave nothing or nothing good. May return the failed ones again."""
+        ...
+
+
+class BadCopyError(Exception):
+    """One stored copy cannot be used; the text says why."""
+
+
 class ChunkReader:
-    """Chunks by id. Takes no lock; safe beside a writer and beside garbage collection. Not for several
-    threads at once.
+    """Chunks by id. Takes no lock; safe beside a writer and garbage collection. Not for several threads at
+    once.
     """
+
+    def __init__(self, packs: Packs, finder: Finder, seed: int) -> None:
+        self._packs = packs
+        self._finder = finder
+        self._seed = seed
 
     def get(self, chunk: ChunkId) -> bytes:
         """The content, checked against its id. MissingChunk or DamagedChunk when no copy of it is good."""
-        raise NotImplementedError
+        failed: list[ChunkLocation] = []
+        reason = ""
+        for locations in (self._finder.find, lambda id_: self._finder.search(id_, failed)):
+            for location in locations(chunk):
+                if location in failed:
+                    continue
+                try:
+                    return read_copy(self._packs, location, chunk, self._seed)
+                except BadCopyError as error:
+                    failed.append(location)
+                    reason = reason or str(error)
+        if not failed:
+            raise MissingChunk(chunk)
+        raise DamagedChunk(chunk, failed[0].pack, failed[0].offset, reason)
 
     def has(self, chunk: ChunkId) -> bool:
         """Whether some pack claims to hold it (its bytes are not read)."""
-        raise NotImplementedError
+        return bool(self._finder.find(chunk) or self._finder.search(chunk, []))
 
     def size(self, chunk: ChunkId) -> int:
         """Length of the content in bytes, as recorded; MissingChunk."""
-        raise NotImplementedError
+        return self.locate(chunk).raw_bytes
 
     def locate(self, chunk: ChunkId) -> ChunkLocation:
-        """Where the copy that `get` would read lies; MissingChunk. For sorting reads by place."""
-        raise NotImplementedError
+        """Where the copy that `get` would read first lies; MissingChunk. For sorting reads by place."""
+        found = self._finder.find(chunk) or self._finder.search(chunk, [])
+        if not found:
+            raise MissingChunk(chunk)
+        return found[0]
 
     def id_of(self, data: Bytes) -> ChunkId:
         """The id that content has in this repository, stored or not: to compare a live file without a writer."""
-        raise NotImplementedError
+        return chunk_id(data, self._seed)
+
+
+def chunk_id(data: Bytes, seed: int) -> ChunkId:
+    """The id of this content."""
+    return ChunkId(xxhash.xxh3_128_digest(data, seed=seed))
+
+
+def location_of(number: int, record: PackRecord) -> ChunkLocation:
+    return ChunkLocation(number, record.offset, record.stored_bytes, record.raw_bytes, record.flags)
+
+
+def read_stored(packs: Packs, location: ChunkLocation) -> bytes:
+    """The stored bytes of a copy, unchecked. BadCopyError when they cannot be read."""
+    if not 0 <= location.stored_bytes <= MAX_CHUNK_BYTES or location.offset < 0:
+        raise BadCopyError("the index names an impossible place")
+    try:
+        data = packs.read(location.pack, location.offset, location.stored_bytes)
+    except NotFound:
+        raise BadCopyError("its pack is gone") from None
+    except OSError as error:
+        if error.errno not in (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EOVERFLOW, errno.EINVAL):
+            raise
+        raise BadCopyError(f"it cannot be read: {error.strerror}") from None
+    if len(data) != location.stored_bytes:
+        raise BadCopyError("the pack ends before it")
+    return data
+
+
+def unpack(data: bytes, raw_bytes: int, flags: int) -> bytes:
+    """Stored bytes → content; never more than ``raw_bytes``, whatever the frame claims. BadCopyError."""
+    if not flags & FLAG_ZSTD:
+        return data
+    try:
+        if raw_bytes > MAX_CHUNK_BYTES or zstandard.get_frame_parameters(data).content_size != raw_bytes:
+            raise BadCopyError("the compressed frame has another length than its record")
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=raw_bytes)
+    except zstandard.ZstdError as error:
+        raise BadCopyError(f"it cannot be decompressed: {error}") from None
+
+
+def read_copy(packs: Packs, location: ChunkLocation, chunk: bytes, seed: int) -> bytes:
+    """The content of one copy, checked; BadCopyError."""
+    data = unpack(read_stored(packs, location), location.raw_bytes, location.flags)
+    if chunk_id(data, seed) != chunk:
+        raise BadCopyError("its bytes do not match its id")
+    return data

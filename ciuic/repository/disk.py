@@ -1,9 +1,102 @@
-"""The durable operations, all in one object, so that a test can make the nth fail, tear writes, or lose
-unsynced ones.
+"""The durable operations, all in one object: a test can make the nth one fail, tear a write, or lose unsynced
+ones.
+
+Everything that must survive a crash goes through here, and the order that makes a file durable under its name
+is written once (`replace_file`). SQLite is the exception: it can be rebuilt, so nothing durable depends on
+it.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+
+from ciuic.repository.ids import Bytes
+
+_IOVECS = 512  # the kernel takes 1024 at most (UIO_MAXIOV)
+
 
 class Disk:
-    """The real disk."""
+    """The real disk. Descriptors are plain integers; every error comes as the OSError that it is."""
+
+    def make_dir(self, path: str, mode: int = 0o700) -> None:
+        os.mkdir(path, mode)
+
+    def create(self, path: str, mode: int = 0o600) -> int:
+        """A descriptor for reading and writing a file that must not have existed."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+
+    def open_write(self, path: str) -> int:
+        """A descriptor for reading and writing a file that exists."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def write_at(self, fd: int, parts: Iterable[Bytes], offset: int) -> int:
+        """Writes the parts one behind the other from ``offset``, all of them; returns the offset behind the
+        last.
+        """
+        pending = [memoryview(part).cast("B") for part in parts if len(part)]
+        pending.reverse()
+        while pending:
+            batch = pending[: -_IOVECS - 1 : -1]
+            written = os.pwritev(fd, batch, offset)
+            offset += written
+            while written:
+                head = pending.pop()
+                if written < len(head):
+                    pending.append(head[written:])
+                    break
+                written -= len(head)
+        return offset
+
+    def truncate(self, fd: int, size_bytes: int) -> None:
+        os.ftruncate(fd, size_bytes)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def sync_dir(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def replace_file(self, path: str, data: bytes) -> None:
+        """Gives ``path`` this content at once and durably: after a crash there is the old file or the new
+        one, whole.
+
+        The temporary name is the same each time (`<path>.tmp`), so a crash leaves at most one of it behind;
+        the lock makes that safe.
+        """
+        temporary = path + ".tmp"
+        if os.path.lexists(temporary):
+            self.unlink(temporary)
+        fd = self.create(temporary)
+        try:
+            try:
+                self.write_at(fd, [data], 0)
+                self.sync(fd)
+            finally:
+                self.close(fd)
+            self.rename(temporary, path)
+        except OSError:
+            if os.path.lexists(
+                temporary
+            ):  # on a full disk the torn copy is space that the next deletion needs
+                self.unlink(temporary)
+            raise
+        self.sync_dir(os.path.dirname(path))
+
+    def remove_file(self, path: str) -> None:
+        """Removes the name, durably."""
+        self.unlink(path)
+        self.sync_dir(os.path.dirname(path))

@@ -62,7 +62,7 @@ class DamagedPack(Damaged):
         self.reason = reason
 
 
-class UnsupportedFormat(CiuicError):  # noqa: N818 - errors are nouns
+class UnsupportedFormat(CiuicError):
     """Written by a later version of ciuic, or with a hash or compression that this one does not know."""
 
 

@@ -7,33 +7,60 @@ writer.
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ciuic.errors import NotFound, NotPermitted
+from ciuic.repository.config import (
+    CONFIG_NAMES,
+    FORMAT_VERSION,
+    RepositoryConfig,
+    check_block_size,
+    config_problems,
+    encode_config,
+    read_config,
+)
 from ciuic.repository.disk import Disk
+from ciuic.repository.errors import RepositoryExists
+from ciuic.repository.index import INDEX_NAME
+from ciuic.repository.lock import LOCK_NAME, Lock
 from ciuic.repository.model import PackDamage, PackInfo, PackRecord
-from ciuic.repository.snapshots import SnapshotStore
+from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, SnapshotStore
 
 if TYPE_CHECKING:
     from ciuic.repository.blockmaps import BlockMaps
     from ciuic.repository.chunks import ChunkReader
+    from ciuic.repository.finder import ReaderFinder
+    from ciuic.repository.packs import Packs
     from ciuic.repository.trees import Trees
     from ciuic.repository.writer import Writer
 
 DEFAULT_BLOCK_SIZE = 262144
+PACKS_DIR = "packs"
 
 
 class Repository:
-    """One repository, open for reading; context manager."""
+    """One repository, open for reading; context manager. Not for several threads at once: open one in each."""
 
-    path: Path
-    id: str
-    """32 hexadecimal digits, chosen at creation."""
-    block_size: int
-    """Bytes in a block of a file; a power of two from 4 KiB to 8 MiB."""
-    snapshots: SnapshotStore
+    def __init__(self, path: Path, config: RepositoryConfig, disk: Disk) -> None:
+        """For `create` and `open`."""
+        self.path = path
+        self.id = config.id
+        """32 hexadecimal digits, chosen at creation."""
+        self.block_size = config.block_size
+        """Bytes in a block of a file; a power of two from 4 KiB to 8 MiB."""
+        self.config = config
+        self.snapshots = SnapshotStore(str(path), config.id)
+        self._disk = disk
+        self._packs: Packs | None = None
+        self._finder: ReaderFinder | None = None
+        self._chunks: ChunkReader | None = None
+        self._trees: Trees | None = None
+        self._block_maps: BlockMaps | None = None
 
     @classmethod
     def create(
@@ -42,22 +69,44 @@ class Repository:
         """Makes a repository (directory 0700, configuration 0600), durable on return, and opens it.
 
         The directory may exist if it is empty; RepositoryExists otherwise. ValueError for an unfit block
-        size.
+        size. A crash leaves a directory that `create` takes up again.
         """
-        raise NotImplementedError
+        check_block_size(block_size)
+        disk = disk or Disk()
+        where = os.path.abspath(os.fspath(path))
+        _make_directories(disk, where)
+        config = RepositoryConfig(
+            format=FORMAT_VERSION,
+            id=secrets.token_hex(16),
+            hash="xxh3-128",
+            seed=secrets.token_hex(8),
+            block_size=block_size,
+            created_ns=time.time_ns(),
+        )
+        # The configuration last: without it this is no repository, and nothing was put into it.
+        for name in reversed(CONFIG_NAMES):
+            disk.replace_file(f"{where}/{name}", encode_config(config))
+        disk.sync_dir(os.path.dirname(where))
+        return cls(Path(where), config, disk)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, disk: Disk | None = None) -> Repository:
         """Opens for reading. NotFound when there is none; DamagedRepository; UnsupportedFormat; NotPermitted."""
-        raise NotImplementedError
+        where = os.path.abspath(os.fspath(path))
+        return cls(Path(where), read_config(where), disk or Disk())
 
     @staticmethod
     def exists(path: str | os.PathLike[str]) -> bool:
         """Whether there is a repository at this path (it need not be a healthy one)."""
-        raise NotImplementedError
+        return any(os.path.lexists(os.path.join(path, name)) for name in CONFIG_NAMES)
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Closes descriptors; the object can be used again."""
+        if self._finder is not None:
+            self._finder.close()
+        if self._packs is not None:
+            self._packs.close()
+        self._packs = self._finder = self._chunks = self._trees = self._block_maps = None
 
     def __enter__(self) -> Repository:
         return self
@@ -69,44 +118,128 @@ class Repository:
 
     @property
     def chunks(self) -> ChunkReader:
-        raise NotImplementedError
+        """Chunks by id. What a writer has put and not committed may not be visible here."""
+        if self._chunks is None:
+            from ciuic.repository.chunks import ChunkReader
+            from ciuic.repository.finder import ReaderFinder
+
+            packs = self._pack_files()
+            self._finder = ReaderFinder(packs, f"{self.path}/{INDEX_NAME}")
+            self._chunks = ChunkReader(packs, self._finder, self._seed)
+        return self._chunks
 
     @property
     def trees(self) -> Trees:
-        raise NotImplementedError
+        if self._trees is None:
+            from ciuic.repository.trees import Trees
+
+            self._trees = Trees(self.chunks)
+        return self._trees
 
     @property
     def block_maps(self) -> BlockMaps:
-        raise NotImplementedError
+        if self._block_maps is None:
+            from ciuic.repository.blockmaps import BlockMaps
 
-    def writer(self, *, wait_seconds: float = 0, command: str = "") -> Writer:
-        """Takes the lock and puts right what a crash left. Busy names the owner. ``command``: shown to who
-        finds it busy.
+            self._block_maps = BlockMaps(self.chunks)
+        return self._block_maps
+
+    def writer(self, *, wait_seconds: float = 0, command: str = "", pack_bytes: int | None = None) -> Writer:
+        """Takes the lock and puts right what a crash left. Busy names the owner; NotPermitted; OSError.
+
+        ``command``: shown to who finds it busy. ``pack_bytes``: seal packs at this size (default 512 MiB).
         """
-        raise NotImplementedError
+        from ciuic.repository.packs import Packs
+        from ciuic.repository.writer import Writer
+
+        try:
+            lock = Lock.acquire(str(self.path), wait_seconds=wait_seconds, command=command)
+        except PermissionError as error:
+            raise NotPermitted(
+                f"cannot write to {self.path}: {error.strerror}", hint="Run as root."
+            ) from None
+        packs = Packs(f"{self.path}/{PACKS_DIR}", bytes.fromhex(self.id))
+        try:
+            return Writer(self, lock, self._disk, packs, self._seed, pack_bytes=pack_bytes)
+        except BaseException:
+            packs.close()
+            lock.release()
+            raise
 
     def packs(self) -> list[PackInfo]:
         """All packs, by number."""
-        raise NotImplementedError
+        files = self._pack_files()
+        infos = []
+        for number in files.sizes():
+            try:
+                infos.append(files.facts(number))
+            except NotFound:
+                continue  # garbage collection dropped it meanwhile
+        return infos
 
     def pack_records(self, number: int) -> Iterator[PackRecord]:
-        """What the pack holds, from its footer or, where it has none, by scanning it. DamagedPack, NotFound."""
-        raise NotImplementedError
+        """All that the pack holds, from its footer or, where it has none, by scanning it.
+
+        DamagedPack (before the first record) when something may be missing from the list; NotFound.
+        """
+        from ciuic.repository.maintenance import strict_records
+
+        return iter(strict_records(self._pack_files(), number))
 
     def stored_bytes(self) -> int:
         """Size of all packs together."""
-        raise NotImplementedError
+        return sum(self._pack_files().sizes().values())
 
     def scrub(self, progress: Callable[[int, int], None] | None = None) -> Iterator[PackDamage]:
-        """Reads every byte of every pack and checks it against its checksum, referred to or not."""
-        raise NotImplementedError
+        """Reads every byte of every pack and checks it, referred to or not. ``progress(bytes done, bytes in
+        all)``.
+        """
+        from ciuic.repository.scrub import scrub
+
+        return scrub(self._pack_files(), f"{self.path}/{INDEX_NAME}", self._seed, progress)
 
     def check_index(self) -> list[str]:
-        """What the index and catalogue say that packs and snapshot files do not, in words; empty when all
-        agrees.
-        """
-        raise NotImplementedError
+        """What the index says that packs do not, or the other way round, in words; empty when all agrees."""
+        from ciuic.repository.scrub import index_problems
+
+        return index_problems(self._pack_files(), f"{self.path}/{INDEX_NAME}")
 
     def config_damage(self) -> list[str]:
         """What is wrong with either copy of the configuration, in words; empty when both are good."""
-        raise NotImplementedError
+        return config_problems(str(self.path))
+
+    @property
+    def _seed(self) -> int:
+        return int(self.config.seed, 16)
+
+    def _pack_files(self) -> Packs:
+        if self._packs is None:
+            from ciuic.repository.packs import Packs
+
+            self._packs = Packs(f"{self.path}/{PACKS_DIR}", bytes.fromhex(self.id))
+        return self._packs
+
+
+def _make_directories(disk: Disk, where: str) -> None:
+    """The directory with its empty parts. RepositoryExists unless it was missing, empty, or begun by a
+    crashed create.
+    """
+    try:
+        if not os.path.isdir(where):
+            disk.make_dir(where)
+        found = set(os.listdir(where))
+        own = {PACKS_DIR, SNAPSHOTS_DIR, MARKS_DIR, LOCK_NAME, "config.tmp", "config.copy.tmp", "config.copy"}
+        if found - own or any(os.listdir(f"{where}/{PACKS_DIR}") for _ in found & {PACKS_DIR}):
+            what = "is a repository already" if Repository.exists(where) else "is not empty"
+            raise RepositoryExists(f"{where} {what}")
+        os.chmod(where, 0o700)
+        for name in (PACKS_DIR, SNAPSHOTS_DIR, MARKS_DIR):
+            if name not in found:
+                disk.make_dir(f"{where}/{name}")
+        disk.sync_dir(where)
+    except FileNotFoundError:
+        raise NotFound(f"cannot make a repository at {where}: its parent directory is missing") from None
+    except PermissionError as error:
+        raise NotPermitted(
+            f"cannot make a repository at {where}: {error.strerror}", hint="Run as root."
+        ) from None

@@ -7,18 +7,51 @@ media and beside a writer.
 
 from __future__ import annotations
 
+import os
+import re
+import sqlite3
+from collections.abc import Collection, Iterable
+
+from ciuic.errors import CiuicError, NotFound
+from ciuic.repository import log
+from ciuic.repository.catalogue import Catalogue, info_of
+from ciuic.repository.config import read_file
+from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
+from ciuic.repository.ids import new_snapshot_id
+from ciuic.repository.index import INDEX_NAME, Index
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
+from ciuic.repository.resolve import resolve
 from ciuic.types import Snapshot, SnapshotId
 
-_Unreadables = list[UnreadableSnapshot]  # `list` means the method inside the class
+SNAPSHOTS_DIR = "snapshots"
+MARKS_DIR = "marks"
+UNREADABLE_MARKS = "its marks file is damaged, so it counts as held"
+_NAME = re.compile(r"cs-[0-9a-f]{6,32}\Z")
+_Infos = list[SnapshotInfo]  # inside the class `list` is the method
+_Ids = list[SnapshotId]
+_Unreadables = list[UnreadableSnapshot]
 
 
 class SnapshotStore:
     """The committed snapshots of one repository."""
 
-    def ids(self) -> list[SnapshotId]:
+    def __init__(self, directory: str, repository_id: str) -> None:
+        self._directory = directory
+        self._repository_id = repository_id
+
+    def path(self, id_: str) -> str:
+        return f"{self._directory}/{SNAPSHOTS_DIR}/{id_}"
+
+    def marks_path(self, id_: str) -> str:
+        return f"{self._directory}/{MARKS_DIR}/{id_}"
+
+    def names(self) -> set[str]:
+        """Ids of all snapshot files, readable or not."""
+        return set(filter(_NAME.match, os.listdir(f"{self._directory}/{SNAPSHOTS_DIR}")))
+
+    def ids(self) -> _Ids:
         """All, newest first."""
-        raise NotImplementedError
+        return [info.id for info in self.list()]
 
     def list(
         self,
@@ -28,27 +61,56 @@ class SnapshotStore:
         since_ns: int | None = None,
         until_ns: int | None = None,
         limit: int | None = None,
-    ) -> list[SnapshotInfo]:
-        """Newest first; ``since_ns`` and ``until_ns`` inclusive. About a millisecond for 1,000 snapshots.
+    ) -> _Infos:
+        """Newest first; ``since_ns`` and ``until_ns`` inclusive. A few milliseconds for 1,000 snapshots.
 
-        A snapshot file that cannot be read is left out here and named by `unreadable`.
+        A snapshot that the catalogue does not know and whose file cannot be read is left out; `unreadable`
+        names it.
         """
-        raise NotImplementedError
+        infos = self._all()
+        infos.sort(key=lambda info: (-info.time_ns, info.id))
+        chosen = [
+            info
+            for info in infos
+            if (root is None or root in info.roots)
+            and (tag is None or tag in info.tags)
+            and (since_ns is None or info.time_ns >= since_ns)
+            and (until_ns is None or info.time_ns <= until_ns)
+        ]
+        return chosen if limit is None else chosen[: max(0, limit)]
 
     def info(self, id_: SnapshotId) -> SnapshotInfo:
         """One line of `list`. NotFound, DamagedSnapshot."""
-        raise NotImplementedError
+        return info_of(self.load(id_))
 
     def load(self, id_: SnapshotId) -> Snapshot:
         """The snapshot with its marks applied. NotFound; DamagedSnapshot; UnsupportedFormat.
 
         Marks that cannot be read count as held: damage must never lead to deletion.
         """
-        raise NotImplementedError
+        from ciuic.repository import snapformat
+
+        try:
+            data = read_file(self.path(id_))
+        except FileNotFoundError:
+            raise NotFound(f"there is no snapshot {id_}", hint="ciuic list shows those there are.") from None
+        except OSError as error:
+            raise DamagedSnapshot(id_, f"its file cannot be read: {error.strerror}") from None
+        stored = snapformat.decode_snapshot(id_, data, self._repository_id)
+        marks = snapformat.Marks(id=id_)
+        try:
+            marks = snapformat.decode_marks(id_, read_file(self.marks_path(id_)))
+        except FileNotFoundError:
+            pass  # most snapshots were never marked
+        except (DamagedSnapshot, UnsupportedFormat, OSError) as error:
+            log.warning("marks_unreadable", snapshot=id_, error=str(error))
+            marks = snapformat.Marks(id=id_, held=True, hold_reason=UNREADABLE_MARKS)
+        return snapformat.apply_marks(stored, marks)
 
     def latest(self, root: bytes | None = None) -> SnapshotInfo | None:
         """The newest one (that has this root)."""
-        raise NotImplementedError
+        found = self.list(root=root, limit=1)
+        return found[0] if found else None
 
     def resolve(self, text: str) -> SnapshotId:
         """The snapshot meant by an id, an unambiguous prefix (with or without cs-), `latest`, `latest~N` or a
@@ -58,12 +120,76 @@ class SnapshotStore:
         after it, where seconds count whole; a date alone means the end of that day. NotFound; UsageError when
         ambiguous.
         """
-        raise NotImplementedError
+        names = self.names()
+        if text in names:  # also when its file is damaged: who asks for it must be told that
+            return SnapshotId.parse(text)
+        return resolve(text, names, self.list)
 
     def unreadable(self) -> _Unreadables:
-        """Files in snapshots/ that cannot be read, found by reading them all. Never raises for their content."""
-        raise NotImplementedError
+        """Files in snapshots/ that cannot be read, found by reading them all. Never raises for their content.
 
-    def new_id(self, taken: set[str] | frozenset[str] = frozenset()) -> SnapshotId:
+        Names that are no snapshot ids are reported too, temporary files (*.tmp) excepted.
+        """
+        found = []
+        for name in sorted(os.listdir(f"{self._directory}/{SNAPSHOTS_DIR}")):
+            if name.endswith(".tmp"):
+                continue
+            try:
+                self.load(SnapshotId.parse(name))
+            except NotFound:
+                continue  # removed meanwhile
+            except (CiuicError, ValueError) as error:
+                found.append(UnreadableSnapshot(name, self.path(name), str(error)))
+        return found
+
+    def new_id(self, taken: Collection[str] = ()) -> SnapshotId:
         """A fresh id, neither in use nor in ``taken`` (cut but not yet committed)."""
-        raise NotImplementedError
+        return new_snapshot_id(self.names().union(taken))
+
+    def signatures(self) -> dict[str, str]:
+        """What tells each marks file from an earlier one of the same snapshot."""
+        signatures = {}
+        with os.scandir(f"{self._directory}/{MARKS_DIR}") as found:
+            for item in found:
+                if _NAME.match(item.name):
+                    try:
+                        facts = item.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue  # removed meanwhile, with its snapshot
+                    signatures[item.name] = f"{facts.st_ino}-{facts.st_mtime_ns}-{facts.st_size}"
+        return signatures
+
+    def _all(self) -> _Infos:
+        names = self.names()
+        signatures = self.signatures()
+        infos = {
+            info.id: info
+            for info, signature in self._catalogued()
+            if info.id in names and signature == signatures.get(info.id, "")
+        }
+        for info in self.read_infos(names.difference(infos)):
+            infos[info.id] = info
+        return [*infos.values()]
+
+    def read_infos(self, names: Iterable[str]) -> Iterable[SnapshotInfo]:
+        """From the files themselves; unreadable ones are left out."""
+        for name in names:
+            try:
+                yield info_of(self.load(SnapshotId.parse(name)))
+            except NotFound:
+                continue  # removed meanwhile
+            except (DamagedSnapshot, UnsupportedFormat) as error:
+                log.warning("snapshot_unreadable", snapshot=name, error=error.message)
+
+    def _catalogued(self) -> Iterable[tuple[SnapshotInfo, str]]:
+        try:
+            index = Index.open(f"{self._directory}/{INDEX_NAME}", "read")
+        except sqlite3.Error:
+            return ()
+        try:
+            return Catalogue(index).rows()
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            log.warning("catalogue_unreadable", error=str(error))
+            return ()
+        finally:
+            index.close()

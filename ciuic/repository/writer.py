@@ -1,20 +1,52 @@
 """The one writer: chunks, trees and block maps in, a snapshot out; and the removal of what nobody needs.
 
-Nothing is promised durable before `commit` returns. Whatever a crash leaves is found and cut off by the next
-writer.
+Nothing is promised durable before `commit` returns. Whatever a crash leaves is found and put right by the
+next writer.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ciuic.errors import NotFound
+from ciuic.repository import maintenance
+from ciuic.repository.blockmaps import BlockMaps, update_block_map
+from ciuic.repository.catalogue import info_of
+from ciuic.repository.config import read_file, repair_config
+from ciuic.repository.disk import Disk
+from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.ids import Bytes
-from ciuic.types import ChunkId, Entry, MapRef, Snapshot, SnapshotDraft, SnapshotId, TreeRef
+from ciuic.repository.index import INDEX_NAME
+from ciuic.repository.lock import Lock
+from ciuic.repository.packs import Packs
+from ciuic.repository.recovery import reconcile
+from ciuic.repository.snapformat import Marks, decode_marks, encode_marks, encode_snapshot
+from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR
+from ciuic.repository.store import ChunkStore
+from ciuic.repository.treeformat import encode_xattrs
+from ciuic.repository.trees import Trees
+from ciuic.repository.treeupdate import update_tree
+from ciuic.repository.writerindex import WriterIndex
+from ciuic.types import (
+    FLAG_XATTRS_CHUNK,
+    ChunkId,
+    Entry,
+    MapRef,
+    Snapshot,
+    SnapshotDraft,
+    SnapshotId,
+    TreeRef,
+)
 
 if TYPE_CHECKING:
     from ciuic.repository.repository import Repository
+
+XATTRS_INLINE_BYTES = 1024
+"""Longer lists of attributes get a chunk of their own, which equal lists share."""
 
 
 class Writer:
@@ -24,9 +56,32 @@ class Writer:
     useful, and nothing that was committed is lost.
     """
 
-    repository: Repository
-    new_bytes: int
-    """Bytes by which the packs have grown since the writer opened or last committed."""
+    def __init__(
+        self,
+        repository: Repository,
+        lock: Lock,
+        disk: Disk,
+        packs: Packs,
+        seed: int,
+        *,
+        pack_bytes: int | None = None,
+    ) -> None:
+        """For `Repository.writer`, which has taken the lock."""
+        self.repository = repository
+        self._lock = lock
+        self._disk = disk
+        self._path = str(repository.path)
+        self._index = WriterIndex(packs, f"{self._path}/{INDEX_NAME}")
+        tails = reconcile(disk, packs, self._index)
+        self._store = ChunkStore(disk, packs, self._index, seed, tails, pack_bytes=pack_bytes)
+        self._packs = packs
+        self._seed = seed
+        self._pack_bytes = pack_bytes
+        self._trees = Trees(self._store)
+        self._maps = BlockMaps(self._store)
+        self._committed_bytes = 0
+        self._open = True
+        self._refresh_catalogue()
 
     def __enter__(self) -> Writer:
         return self
@@ -37,30 +92,68 @@ class Writer:
         self.close()
 
     def close(self) -> None:
-        """Stores nothing more, releases the lock. Chunks put but not committed stay as garbage or vanish."""
-        raise NotImplementedError
+        """Stores nothing more, releases the lock. Chunks put but not committed stay for the next writer to
+        find, or not.
+        """
+        if not self._open:
+            return
+        self._open = False
+        try:
+            with suppress(OSError):  # nothing of this was promised; an interrupted first capture gains by it
+                self._store.sync()
+            self._store.close()
+            self._index.close()
+            self._packs.close()
+        finally:
+            self._lock.release()
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes by which the packs have grown since the writer opened or last committed (what is buffered not
+        counted).
+        """
+        return self._store.grown_bytes - self._committed_bytes
 
     # -- content
+
+    @property
+    def chunks(self) -> ChunkStore:
+        """Reads what is in the repository and what this writer has put (`get`, `has`)."""
+        return self._store
+
+    @property
+    def trees(self) -> Trees:
+        """Trees, those that this writer has made included."""
+        return self._trees
+
+    @property
+    def block_maps(self) -> BlockMaps:
+        """Block maps, those that this writer has made included."""
+        return self._maps
 
     def put_chunk(self, data: Bytes) -> ChunkId:
         """Stores a block of file content unless it is there already. At most 16 MiB. Zeros are the caller's
         business.
         """
-        raise NotImplementedError
+        return self._store.put(data, "data")
 
     def chunk_id(self, data: Bytes) -> ChunkId:
         """The id that `put_chunk` would return; stores nothing."""
-        raise NotImplementedError
+        return self._store.id_of(data)
 
     def flush(self) -> None:
-        """Makes what was put so far durable without a snapshot: for repair, which puts lost chunks back."""
-        raise NotImplementedError
+        """Makes what was put so far durable without a snapshot: for repair, which puts lost chunks back. OSError."""
+        self._store.sync()
 
     def put_xattrs(self, pairs: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[tuple[bytes, bytes], ...], int]:
-        """(Entry.xattrs, FLAG_XATTRS_CHUNK or 0) for these attributes: sorted, in the entry or in a chunk of
-        their own.
+        """(Entry.xattrs, FLAG_XATTRS_CHUNK or 0): sorted, in the entry or in a chunk of their own.
+
+        ValueError when they are more than 16 MiB together.
         """
-        raise NotImplementedError
+        ordered = tuple(sorted(pairs))
+        if sum(len(key) + len(value) for key, value in ordered) <= XATTRS_INLINE_BYTES:
+            return ordered, 0
+        return ((b"", self._put_meta(encode_xattrs(ordered))),), FLAG_XATTRS_CHUNK
 
     def update_tree(
         self, base: bytes, changes: Mapping[bytes, Entry | None], *, links: bool = False
@@ -71,7 +164,7 @@ class Writer:
         ``links`` the tree is a link table: names are inode numbers, 8 bytes big-endian. ValueError for a name
         no file can have, or an entry over 64 KiB (long xattrs belong into a chunk: `put_xattrs`).
         """
-        raise NotImplementedError
+        return update_tree(self._trees, self._put_meta, self._seed, base, changes, links=links)
 
     def update_block_map(
         self, base: MapRef | tuple[bytes, int], n_blocks: int, changes: Mapping[int, ChunkId]
@@ -81,16 +174,48 @@ class Writer:
         Large files may be given in several calls with ascending batches (multiples of 1024 blocks waste
         nothing).
         """
-        raise NotImplementedError
+        old = base if isinstance(base, MapRef) else MapRef(*base)
+        return update_block_map(self._maps, self._put_meta, old, n_blocks, changes)
+
+    def _put_meta(self, data: bytes) -> ChunkId:
+        return self._store.put(data, "meta")
 
     # -- snapshots
 
     def commit(self, draft: SnapshotDraft) -> Snapshot:
         """Makes the snapshot. On return it is durable with everything in it; before, it does not exist.
 
-        ValueError when a root's tree is not in the repository or the id is taken.
+        ValueError when a root's tree is not in the repository or the id is taken. OSError: it was not made.
         """
-        raise NotImplementedError
+        path = self.repository.snapshots.path(draft.id)
+        if os.path.lexists(path):
+            raise ValueError(f"there is a snapshot {draft.id} already")
+        for root in draft.roots:
+            for tree in (root.entry.content, root.links):
+                if tree and not self._store.has(ChunkId(tree)):
+                    raise ValueError(f"the tree {tree.hex()} of {root.path!r} is not in the repository")
+        self._store.sync()
+        snapshot = self._finished(draft)
+        # A marks file of an earlier snapshot of this id, left by a crash, must not apply to this one.
+        self._remove_quietly(self.repository.snapshots.marks_path(draft.id))
+        self._disk.replace_file(path, encode_snapshot(snapshot, self.repository.id))
+        self._committed_bytes = self._store.grown_bytes
+        self._index.catalogue_put([(info_of(snapshot), "")])
+        return snapshot
+
+    def _finished(self, draft: SnapshotDraft) -> Snapshot:
+        return Snapshot(
+            id=draft.id,
+            time_ns=draft.time_ns,
+            host=draft.host,
+            roots=draft.roots,
+            tags=draft.tags,
+            message=draft.message,
+            parent=draft.parent,
+            size_bytes=sum(root.entry.total_bytes + root.links_bytes for root in draft.roots),
+            new_bytes=self.new_bytes,
+            files=sum(root.entry.total_files + root.links_files for root in draft.roots),
+        )
 
     def set_marks(
         self,
@@ -103,7 +228,27 @@ class Writer:
         """Changes what is given, leaves the rest; durable on return. Releasing a hold clears its reason.
         NotFound.
         """
-        raise NotImplementedError
+        snapshots = self.repository.snapshots
+        if id_ not in snapshots.names():
+            raise NotFound(f"there is no snapshot {id_}", hint="ciuic list shows those there are.")
+        try:
+            old = decode_marks(id_, read_file(snapshots.marks_path(id_)))
+        except FileNotFoundError:
+            old = Marks(id=id_)
+        except (DamagedSnapshot, UnsupportedFormat):
+            old = Marks(id=id_, held=True)  # as `SnapshotStore.load` reads it
+        held = old.held if hold is None else hold
+        kept_reason = old.hold_reason if reason is None else reason
+        marks = Marks(
+            id=id_,
+            held=held,
+            hold_reason=kept_reason if held else "",
+            tags=old.tags if tags is None else tuple(dict.fromkeys(tags)),
+        )
+        self._disk.replace_file(snapshots.marks_path(id_), encode_marks(marks))
+        snapshot = snapshots.load(id_)
+        self._index.catalogue_put([(info_of(snapshot), snapshots.signatures().get(id_, ""))])
+        return snapshot
 
     def remove_snapshots(self, ids: Iterable[SnapshotId]) -> None:
         """Deletes these snapshots; durable on return. Needs no free space. NotFound before anything is
@@ -111,7 +256,22 @@ class Writer:
 
         A held one is removed too: to refuse is the caller's decision.
         """
-        raise NotImplementedError
+        chosen = list(dict.fromkeys(ids))
+        snapshots = self.repository.snapshots
+        missing = [id_ for id_ in chosen if not os.path.lexists(snapshots.path(id_))]
+        if missing:
+            raise NotFound(f"there is no snapshot {', '.join(missing)}")
+        for id_ in chosen:
+            self._disk.unlink(snapshots.path(id_))
+        if chosen:
+            self._disk.sync_dir(f"{self._path}/{SNAPSHOTS_DIR}")
+        for id_ in chosen:
+            self._remove_quietly(snapshots.marks_path(id_))
+        self._index.catalogue_remove(chosen)
+
+    def _remove_quietly(self, path: str) -> None:
+        if os.path.lexists(path):
+            self._disk.remove_file(path)
 
     # -- packs
 
@@ -120,13 +280,13 @@ class Writer:
         bytes freed.
 
         Every copied byte is checked first: when a live chunk has no good copy, DamagedChunk, and the pack
-        stays whole.
+        stays whole. A pack whose structure is damaged stays too (DamagedPack): nobody knows what is in it.
         """
-        raise NotImplementedError
+        return maintenance.rewrite_pack(self._disk, self._store, number, live)
 
     def drop_pack(self, number: int) -> int:
-        """Deletes a pack with all in it; returns its size in bytes. Needs no free space."""
-        raise NotImplementedError
+        """Deletes a pack with all in it; returns its size in bytes. Needs no free space. NotFound."""
+        return maintenance.drop_pack(self._disk, self._store, number)
 
     def mark_damaged(self, chunks: Iterable[ChunkId]) -> list[ChunkId]:
         """Reads every copy of these chunks and marks the bad ones, so that `put_chunk` stores the content
@@ -134,10 +294,44 @@ class Writer:
 
         Returns those of which no good copy is left.
         """
-        raise NotImplementedError
+        return maintenance.mark_damaged(self._store, chunks)
 
-    def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Writes index and catalogue anew from packs and snapshot files. ``progress(bytes done, bytes in
-        all)``.
+    def rebuild_index(self) -> None:
+        """Writes index and catalogue anew from packs and snapshot files. Damage marks are kept where they can
+        be read.
         """
-        raise NotImplementedError
+        self._store.sync()
+        self._store.close()
+        marked = self._index.damaged()
+        self._index.clear()
+        tails = reconcile(self._disk, self._packs, self._index)
+        self._store = ChunkStore(
+            self._disk, self._packs, self._index, self._seed, tails, pack_bytes=self._pack_bytes
+        )
+        self._trees, self._maps = Trees(self._store), BlockMaps(self._store)
+        self._committed_bytes = 0
+        self.mark_damaged({chunk for chunk, _, _ in marked})
+        self._refresh_catalogue()
+
+    def repair_config(self) -> list[str]:
+        """Writes a damaged copy of the configuration anew from the good one; returns the names of files
+        written.
+        """
+        return repair_config(self._disk, self._path)
+
+    def _refresh_catalogue(self) -> None:
+        """Makes the catalogue say what snapshots/ and marks/ hold, and removes what a crash left there."""
+        for directory in (SNAPSHOTS_DIR, MARKS_DIR, "."):
+            for name in os.listdir(f"{self._path}/{directory}"):
+                if name.endswith(".tmp"):
+                    self._disk.unlink(f"{self._path}/{directory}/{name}")
+        snapshots = self.repository.snapshots
+        names, signatures, known = snapshots.names(), snapshots.signatures(), self._index.catalogued()
+        gone = known.keys() - names
+        if gone:
+            self._index.catalogue_remove(gone)
+        stale = {name for name in names if known.get(name) != signatures.get(name, "")}
+        if stale:
+            self._index.catalogue_put(
+                [(info, signatures.get(info.id, "")) for info in snapshots.read_infos(stale)]
+            )

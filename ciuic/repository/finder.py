@@ -1,0 +1,102 @@
+"""Where chunks are, for readers: the index on disk, and what it does not know, scanned into memory when it
+matters.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from ciuic.errors import NotFound
+from ciuic.repository import log
+from ciuic.repository.index import Index
+from ciuic.repository.model import ChunkLocation
+from ciuic.repository.packs import Packs
+
+
+class ReaderFinder:
+    """Needs no index at all: then the first question scans the packs."""
+
+    def __init__(self, packs: Packs, index_path: str) -> None:
+        self._packs = packs
+        self._index_path = index_path
+        self._index: Index | None = None
+        self._extra: Index | None = None
+        self._scanned: dict[int, int] = {}
+        """Size of each pack that was scanned into ``_extra``."""
+        self._opened = False
+
+    def find(self, chunk: bytes) -> list[ChunkLocation]:
+        found = self._in_index(chunk)
+        if self._extra is not None:
+            found += [location for location in self._extra.find(chunk) if location not in found]
+        return found
+
+    def search(self, chunk: bytes, failed: list[ChunkLocation]) -> list[ChunkLocation]:
+        """First what moved meanwhile, then packs the index does not cover, then the failed packs' own lists,
+        then all.
+        """
+        again = self.find(chunk)
+        if any(location not in failed for location in again):
+            return again  # garbage collection moved it between the question and the read
+        self._scan(self._uncovered())
+        found = self.find(chunk)
+        if any(location not in failed for location in found):
+            return found
+        suspects = {location.pack for location in failed}
+        if not failed:
+            suspects = set(self._packs.sizes())
+        self._scan(suspects)
+        return self.find(chunk)
+
+    def close(self) -> None:
+        for index in (self._index, self._extra):
+            if index is not None:
+                index.close()
+        self._index = self._extra = None
+
+    def _in_index(self, chunk: bytes) -> list[ChunkLocation]:
+        index = self._open()
+        if index is None:
+            return []
+        try:
+            return index.find(chunk)
+        except sqlite3.Error as error:
+            log.warning("index_unreadable", error=str(error))
+            index.close()
+            self._index = None
+            return []
+
+    def _open(self) -> Index | None:
+        if not self._opened:
+            self._opened = True
+            try:
+                self._index = Index.open(self._index_path, "read")
+            except sqlite3.Error:
+                self._index = None  # missing or unreadable: the packs themselves will do
+        return self._index
+
+    def _uncovered(self) -> set[int]:
+        """Packs that are not as the index has them."""
+        known: dict[int, tuple[int, bool]] = {}
+        if self._index is not None:
+            try:
+                known = self._index.packs()
+            except sqlite3.Error:
+                self._index = None  # `find` said so already
+        return {
+            number
+            for number, size in self._packs.sizes().items()
+            if known.get(number, (-1, False))[0] != size
+        }
+
+    def _scan(self, numbers: set[int]) -> None:
+        if self._extra is None:
+            self._extra = Index.memory()
+        for number in sorted(numbers):
+            try:
+                size_bytes = self._packs.size(number)
+                if self._scanned.get(number) != size_bytes:
+                    self._extra.add(number, size_bytes, False, self._packs.records(number))
+                    self._scanned[number] = size_bytes
+            except NotFound:
+                continue  # removed meanwhile: what was live in it is elsewhere by now

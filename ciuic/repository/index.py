@@ -1,0 +1,221 @@
+"""The SQLite index: where each chunk lies, which packs that covers, and the catalogue of snapshots.
+
+A cache: everything in it can be had from packs and snapshot files, and nothing in it is believed unseen (a
+chunk's bytes are checked against its id, a snapshot's file must exist). A row is written only when the bytes
+it points to are durable.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Final, Literal
+from urllib.parse import quote
+
+from ciuic.repository.model import ChunkLocation, PackRecord
+from ciuic.types import ChunkId
+
+INDEX_NAME = "index.sqlite"
+DAMAGED: Final = 1 << 31
+"""In the flags of a row: the copy was read and found bad. Not a flag of the pack format."""
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE packs (
+  number  INTEGER PRIMARY KEY,
+  size    INTEGER NOT NULL,   -- the rows below cover the file up to here
+  sealed  INTEGER NOT NULL
+);
+CREATE TABLE chunks (
+  id      BLOB NOT NULL,
+  pack    INTEGER NOT NULL,
+  offset  INTEGER NOT NULL,
+  stored  INTEGER NOT NULL,
+  raw     INTEGER NOT NULL,
+  flags   INTEGER NOT NULL,
+  PRIMARY KEY (id, pack, offset)   -- a chunk may have several copies: the newest good one is read
+) WITHOUT ROWID;
+CREATE TABLE snapshots (
+  id TEXT PRIMARY KEY, time_ns INTEGER NOT NULL, size_bytes INTEGER NOT NULL, new_bytes INTEGER NOT NULL,
+  files INTEGER NOT NULL, tags TEXT NOT NULL, message TEXT NOT NULL, parent TEXT NOT NULL, host TEXT NOT NULL,
+  roots BLOB NOT NULL, held INTEGER NOT NULL, hold_reason TEXT NOT NULL,
+  signature TEXT NOT NULL          -- of the marks file these values were read with
+) WITHOUT ROWID;
+CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+"""
+_TABLES = ("packs", "chunks", "snapshots", "facts")
+
+
+class Index:
+    """One connection. Raises sqlite3.Error; who owns the index decides what that means."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.db = connection
+
+    @classmethod
+    def memory(cls) -> Index:
+        """An empty one that lives in this process only."""
+        index = cls(sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False))
+        index.create()
+        return index
+
+    @classmethod
+    def open(cls, path: str, mode: Literal["read", "write"]) -> Index:
+        """The one on disk, made new by a writer where it is missing, unreadable or of another version."""
+        return cls._open_write(path) if mode == "write" else cls._open_read(path)
+
+    @classmethod
+    def _open_read(cls, path: str) -> Index:
+        if not os.path.exists(path):
+            raise sqlite3.OperationalError("there is no index")
+        error: sqlite3.Error | None = None
+        # On a read-only mount SQLite cannot make the files that share a WAL; nobody writes there, so it need
+        # not.
+        for option in ("mode=ro", "immutable=1"):
+            db = sqlite3.connect(
+                f"file:{quote(path)}?{option}", uri=True, check_same_thread=False, isolation_level=None
+            )
+            try:
+                if db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA_VERSION:
+                    raise sqlite3.DatabaseError("the index has another version")
+                db.execute("SELECT 1 FROM packs LIMIT 1").fetchone()
+                return cls(db)
+            except sqlite3.Error as failure:
+                error = failure
+                db.close()
+        assert error is not None
+        raise error
+
+    @classmethod
+    def _open_write(cls, path: str) -> Index:
+        for attempt in (1, 2):
+            db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
+            try:
+                db.execute("PRAGMA journal_mode=WAL")
+                db.execute("PRAGMA synchronous=NORMAL")
+                version = db.execute("PRAGMA user_version").fetchone()[0]
+                index = cls(db)
+                if version != _SCHEMA_VERSION:
+                    index.clear()
+                os.chmod(path, 0o600)
+                return index
+            except sqlite3.DatabaseError as error:
+                db.close()
+                # Corrupt or no database at all: it is a cache, so it goes. A full disk is another matter (the
+                # caller's).
+                if attempt == 2 or isinstance(error, sqlite3.OperationalError):
+                    raise
+                discard(path)
+        raise AssertionError("unreachable")
+
+    def create(self) -> None:
+        self.db.executescript(f"{_SCHEMA} PRAGMA user_version={_SCHEMA_VERSION};")
+
+    def clear(self) -> None:
+        """Empties it."""
+        with Transaction(self.db):
+            for table in _TABLES:
+                self.db.execute(f"DROP TABLE IF EXISTS {table}")
+            for statement in _SCHEMA.split(";"):
+                if statement.strip():
+                    self.db.execute(statement)
+            self.db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+
+    def find(self, chunk: bytes) -> list[ChunkLocation]:
+        """All copies, the one to read first in front: good before damaged, new before old."""
+        rows = self.db.execute(
+            "SELECT pack, offset, stored, raw, flags FROM chunks WHERE id=?", (chunk,)
+        ).fetchall()
+        if len(rows) > 1:
+            rows.sort(key=lambda row: (bool(row[4] & DAMAGED), -row[0], -row[1]))
+        return [ChunkLocation._make(row) for row in rows]
+
+    def packs(self) -> dict[int, tuple[int, bool]]:
+        """Number → (bytes covered, sealed)."""
+        return {
+            number: (size, bool(sealed)) for number, size, sealed in self.db.execute("SELECT * FROM packs")
+        }
+
+    def add(
+        self,
+        number: int,
+        size_bytes: int,
+        sealed: bool,
+        records: Iterable[PackRecord],
+        damaged: frozenset[int] = frozenset(),
+    ) -> None:
+        """Says that the pack, up to ``size_bytes``, holds these too. ``damaged``: offsets of bad ones."""
+        rows = (
+            (
+                r.id,
+                number,
+                r.offset,
+                r.stored_bytes,
+                r.raw_bytes,
+                r.flags | (DAMAGED if r.offset in damaged else 0),
+            )
+            for r in records
+        )
+        with Transaction(self.db):
+            self.db.executemany("INSERT OR REPLACE INTO chunks VALUES (?,?,?,?,?,?)", rows)
+            self.db.execute("INSERT OR REPLACE INTO packs VALUES (?,?,?)", (number, size_bytes, int(sealed)))
+
+    def drop(self, number: int, records: Sequence[PackRecord] | None) -> None:
+        """Forgets a pack; with its records only those rows are looked up, without them the whole table is
+        read.
+        """
+        with Transaction(self.db):
+            if records is None:
+                self.db.execute("DELETE FROM chunks WHERE pack=?", (number,))
+            else:
+                keys = ((record.id, number, record.offset) for record in records)
+                self.db.executemany("DELETE FROM chunks WHERE id=? AND pack=? AND offset=?", keys)
+            self.db.execute("DELETE FROM packs WHERE number=?", (number,))
+
+    def mark(self, chunk: ChunkId, location: ChunkLocation, damaged: bool) -> None:
+        flags = (location.flags & ~DAMAGED) | (DAMAGED if damaged else 0)
+        key = (flags, chunk, location.pack, location.offset)
+        self.db.execute("UPDATE chunks SET flags=? WHERE id=? AND pack=? AND offset=?", key)
+
+    def fact(self, name: str) -> int:
+        row = self.db.execute("SELECT value FROM facts WHERE name=?", (name,)).fetchone()
+        return int(row[0]) if row else 0
+
+    def set_fact(self, name: str, value: int) -> None:
+        self.db.execute("INSERT OR REPLACE INTO facts VALUES (?,?)", (name, value))
+
+    def close(self) -> None:
+        self.db.close()
+
+
+class Transaction:
+    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK when anything is raised."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if kind is None:
+            try:
+                self._db.execute("COMMIT")
+                return
+            except sqlite3.Error:
+                self._rollback()
+                raise
+        self._rollback()
+
+    def _rollback(self) -> None:
+        with suppress(sqlite3.Error):  # SQLite has rolled back by itself after a full disk or an I/O error
+            self._db.execute("ROLLBACK")
+
+
+def discard(path: str) -> None:
+    """Deletes an index file with what belongs to it. Readers that have it open go on with what they have."""
+    for suffix in ("", "-wal", "-shm", "-journal"):
+        with suppress(FileNotFoundError):
+            os.unlink(path + suffix)

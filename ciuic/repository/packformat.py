@@ -1,0 +1,194 @@
+"""The bytes of a pack: header, segments, footer. Values become bytes here and bytes become values again,
+checked.
+
+A pack is a header block, then segments, then (once sealed) a footer. A segment is a table of records followed
+by their payloads; the table comes first so that a scan can find everything without a footer, and holds
+several records so that its 4 KiB alignment costs little. docs/format.md has the tables.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from ciuic.repository.errors import DamagedPack, UnsupportedFormat
+from ciuic.repository.model import PackKind, PackRecord
+from ciuic.types import CHUNK_ID_BYTES, ChunkId
+
+ALIGN_BYTES = 4096
+ALIGN_PAYLOAD_FROM_BYTES = 65536
+"""Raw payloads of at least this size begin on a 4 KiB boundary, so that extents can be shared with other
+files.
+"""
+MAX_CHUNK_BYTES = 16 << 20
+MAX_RECORDS = 1 << 16
+"""In one segment. Bounds what a crafted table can make a reader allocate."""
+
+FLAG_ZSTD = 1
+KNOWN_FLAGS = FLAG_ZSTD
+KINDS: dict[PackKind, int] = {"data": 1, "meta": 2}
+VERSION = 1
+
+_HEADER = struct.Struct("<8sHBBIQ16s16s")  # magic, version, kind, hash, 0, number, repository id, 0
+_HEADER_MAGIC = b"CIUICPAK"
+_SEGMENT = struct.Struct("<8sIIQQ")  # magic, records, 0, segment offset, payload bytes
+_SEGMENT_MAGIC = b"CIUICSEG"
+_FOOTER_MAGIC = b"CIUICFOO"
+_TRAILER = struct.Struct("<8sIIQQ")  # magic, records, 0, footer offset, checksum of records and trailer
+_RECORD = struct.Struct("<16sQIIIIQ")  # id, offset, stored, raw, flags, 0, checksum of the stored bytes
+_CHECKSUM = struct.Struct("<Q")
+
+HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+SEGMENT_HEAD_BYTES = _SEGMENT.size
+RECORD_BYTES = _RECORD.size
+TRAILER_BYTES = _TRAILER.size
+HASH_XXH3_128 = 1
+
+
+class PackHeader(NamedTuple):
+    number: int
+    kind: PackKind
+    repository_id: bytes
+
+
+class SegmentHead(NamedTuple):
+    records: int
+    payload_bytes: int
+    """From the end of the table to the end of the last payload, padding between payloads included."""
+
+    @property
+    def table_bytes(self) -> int:
+        return SEGMENT_HEAD_BYTES + self.records * RECORD_BYTES + _CHECKSUM.size
+
+
+def align(offset: int) -> int:
+    """The next multiple of 4096."""
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def checksum(data: bytes | bytearray | memoryview) -> int:
+    """XXH3-64 without a seed: guards stored bytes, independently of how chunks are named."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def encode_header(header: PackHeader) -> bytes:
+    """The first 4096 bytes of a pack."""
+    fields = (_HEADER_MAGIC, VERSION, KINDS[header.kind], HASH_XXH3_128, 0, header.number)
+    raw = _HEADER.pack(*fields, header.repository_id, bytes(16))
+    return (raw + _CHECKSUM.pack(checksum(raw))).ljust(ALIGN_BYTES, b"\0")
+
+
+def decode_header(data: bytes, number: int, repository_id: bytes) -> PackHeader:
+    """The header of pack ``number``; DamagedPack unless it is whole and of this repository."""
+    if len(data) < ALIGN_BYTES:
+        raise DamagedPack(number, 0, "the header is cut short")
+    raw, rest = data[: _HEADER.size], data[_HEADER.size : ALIGN_BYTES]
+    magic, version, kind_code, hash_code, _, found, owner, _ = _HEADER.unpack(raw)
+    if (
+        magic != _HEADER_MAGIC
+        or _CHECKSUM.unpack_from(rest)[0] != checksum(raw)
+        or any(rest[_CHECKSUM.size :])
+    ):
+        raise DamagedPack(number, 0, "the header does not match its checksum")
+    if version != VERSION or hash_code != HASH_XXH3_128:
+        raise UnsupportedFormat(
+            f"pack {number:016x} has format {version}, hash {hash_code}: this ciuic reads 1, 1"
+        )
+    kind: PackKind | None = next((k for k, code in KINDS.items() if code == kind_code), None)
+    if kind is None or found != number or owner != repository_id:
+        raise DamagedPack(number, 0, f"the header is that of pack {found:016x} of repository {owner.hex()}")
+    return PackHeader(number, kind, owner)
+
+
+def encode_table(offset: int, records: Sequence[PackRecord], payload_bytes: int) -> bytes:
+    """Head and table of the segment at ``offset``."""
+    head = _SEGMENT.pack(_SEGMENT_MAGIC, len(records), 0, offset, payload_bytes)
+    raw = head + b"".join(map(encode_record, records))
+    return raw + _CHECKSUM.pack(checksum(raw))
+
+
+def encode_record(record: PackRecord) -> bytes:
+    return _RECORD.pack(
+        record.id, record.offset, record.stored_bytes, record.raw_bytes, record.flags, 0, record.checksum
+    )
+
+
+def decode_segment_head(data: bytes, offset: int) -> SegmentHead | None:
+    """None where no segment begins. The table's own checksum is checked by `decode_table`."""
+    if len(data) < SEGMENT_HEAD_BYTES:
+        return None
+    magic, records, zero, own_offset, payload_bytes = _SEGMENT.unpack_from(data)
+    if magic != _SEGMENT_MAGIC or zero or own_offset != offset or not 0 < records <= MAX_RECORDS:
+        return None
+    if payload_bytes > records * (MAX_CHUNK_BYTES + ALIGN_BYTES):
+        return None
+    return SegmentHead(records, payload_bytes)
+
+
+def decode_table(data: bytes, number: int, offset: int, head: SegmentHead) -> list[PackRecord]:
+    """The records of a segment; DamagedPack unless the table is whole and they lie inside the segment, in
+    order.
+    """
+    if len(data) != head.table_bytes:
+        raise DamagedPack(number, offset, "a segment table is cut short")
+    if _CHECKSUM.unpack_from(data, len(data) - _CHECKSUM.size)[0] != checksum(
+        memoryview(data)[: -_CHECKSUM.size]
+    ):
+        raise DamagedPack(number, offset, "a segment table does not match its checksum")
+    records = _decode_records(data[SEGMENT_HEAD_BYTES : -_CHECKSUM.size], number, offset)
+    end = offset + head.table_bytes
+    for record in records:
+        if record.offset < end:
+            raise DamagedPack(number, offset, "the records of a segment overlap")
+        end = record.offset + record.stored_bytes
+    if end != offset + head.table_bytes + head.payload_bytes:
+        raise DamagedPack(number, offset, "the payload of a segment has not the length that is said")
+    return records
+
+
+def _decode_records(data: bytes, number: int, offset: int) -> list[PackRecord]:
+    records = []
+    for id_, at, stored, raw, flags, zero, digest in _RECORD.iter_unpack(data):
+        if flags & ~KNOWN_FLAGS:
+            raise UnsupportedFormat(f"pack {number:016x} holds a chunk with unknown flags {flags:#x}")
+        if zero or stored > MAX_CHUNK_BYTES or raw > MAX_CHUNK_BYTES or (not flags and stored != raw):
+            raise DamagedPack(number, offset, f"impossible lengths for chunk {id_.hex()}")
+        records.append(PackRecord(ChunkId(id_), at, stored, raw, flags, digest))
+    return records
+
+
+def encode_footer(offset: int, records: Sequence[PackRecord]) -> bytes:
+    """All records once more, and the trailer: what ends a sealed pack. ``offset``: where the footer will
+    stand.
+    """
+    body = b"".join(map(encode_record, records))
+    trailer = _TRAILER.pack(_FOOTER_MAGIC, len(records), 0, offset, 0)
+    digest = checksum(body + trailer)
+    return body + _TRAILER.pack(_FOOTER_MAGIC, len(records), 0, offset, digest)
+
+
+def decode_trailer(data: bytes, size_bytes: int) -> tuple[int, int] | None:
+    """(footer offset, number of records) if these last bytes of a pack of that size end a footer, else None."""
+    if len(data) != TRAILER_BYTES:
+        return None
+    magic, records, zero, offset, _ = _TRAILER.unpack(data)
+    if magic != _FOOTER_MAGIC or zero or offset + records * RECORD_BYTES + TRAILER_BYTES != size_bytes:
+        return None
+    return offset, records
+
+
+def decode_footer(data: bytes, number: int, offset: int) -> list[PackRecord]:
+    """All records of a sealed pack from its whole footer (records and trailer); DamagedPack."""
+    body, trailer = data[:-TRAILER_BYTES], data[-TRAILER_BYTES:]
+    magic, count, _, own_offset, digest = _TRAILER.unpack(trailer)
+    plain = _TRAILER.pack(magic, count, 0, own_offset, 0)
+    if count * RECORD_BYTES != len(body) or digest != checksum(body + plain):
+        raise DamagedPack(number, offset, "the footer does not match its checksum")
+    return _decode_records(body, number, offset)
+
+
+assert CHUNK_ID_BYTES == 16
+assert RECORD_BYTES == 48

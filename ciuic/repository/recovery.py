@@ -1,0 +1,106 @@
+"""What a writer does first: find out what the packs hold that the index does not say, and cut off torn tails.
+
+Only bytes are cut off that no index ever vouched for and that make up no segment. Where the index is lost
+nothing is cut at all: such a pack is just not appended to again, because what looks torn could be damage to
+something committed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ciuic.repository import log
+from ciuic.repository import packformat as pf
+from ciuic.repository.chunks import BadCopyError, location_of, read_stored
+from ciuic.repository.disk import Disk
+from ciuic.repository.errors import DamagedPack
+from ciuic.repository.model import PackKind, PackRecord
+from ciuic.repository.packs import Packs, Segment
+from ciuic.repository.writerindex import WriterIndex
+
+
+class Tail(NamedTuple):
+    """An unsealed pack that can be appended to, at ``end``."""
+
+    number: int
+    end: int
+
+
+def reconcile(disk: Disk, packs: Packs, index: WriterIndex) -> dict[PackKind, Tail]:
+    """Makes the index say what the packs hold; returns the pack of each kind to go on with. OSError."""
+    covered = index.covered()
+    sizes = packs.sizes()
+    for number in covered.keys() - sizes.keys():
+        log.warning("pack_missing", pack=f"{number:016x}")
+        index.drop(number, None)
+    tails: dict[PackKind, Tail] = {}
+    for number, size_bytes in sizes.items():
+        known, sealed = covered.get(number, (-1, False))
+        end: int | None = known
+        if known != size_bytes:
+            if known > size_bytes:
+                log.warning("pack_shorter_than_indexed", pack=f"{number:016x}", size_bytes=size_bytes)
+                index.drop_rows(number)
+                known = -1
+            sealed, end = _take_up(disk, packs, index, number, known)
+        if not sealed and end is not None:
+            tails[packs.kind(number)] = Tail(number, end)
+    return tails
+
+
+def _take_up(
+    disk: Disk, packs: Packs, index: WriterIndex, number: int, known: int
+) -> tuple[bool, int | None]:
+    """Indexes what is new in one pack; returns (sealed, where to append or None)."""
+    try:
+        records = packs.footer(number)
+    except DamagedPack as error:
+        log.warning("footer_damaged", error=str(error))
+        records = None
+    if records is not None:  # the footer was written after everything before it was synced
+        index.add(number, packs.size(number), True, records)
+        return True, None
+    segments = list(packs.scan(number, pf.align(max(known, pf.ALIGN_BYTES))))
+    vouched = known > 0
+    if not vouched and not any(segment.records for segment in segments):
+        log.warning("empty_pack_removed", pack=f"{number:016x}")
+        packs.forget(number)
+        disk.remove_file(packs.path(number))
+        return False, None
+    return False, _index_tail(disk, packs, index, number, known, segments)
+
+
+def _index_tail(
+    disk: Disk, packs: Packs, index: WriterIndex, number: int, known: int, segments: list[Segment]
+) -> int | None:
+    kept: list[PackRecord] = []
+    bad: set[int] = set()
+    end = max(known, pf.ALIGN_BYTES)
+    torn = False
+    for segment in segments:
+        wrong = {record.offset for record in segment.records if not _payload_good(packs, number, record)}
+        if segment.damage is not None or len(wrong) == len(segment.records):
+            torn = True
+            continue
+        kept += segment.records
+        bad |= wrong
+        end = segment.end
+    torn = torn or pf.align(end) < packs.size(number)
+    fd = disk.open_write(packs.path(number))
+    try:
+        if torn and known > 0:
+            log.info("torn_tail_cut_off", pack=f"{number:016x}", offset=end)
+            disk.truncate(fd, end)
+            torn = False
+        disk.sync(fd)  # these bytes were never promised by anybody: make them so before the index does
+    finally:
+        disk.close(fd)
+    index.add(number, packs.size(number), False, kept, frozenset(bad))
+    return None if torn else end
+
+
+def _payload_good(packs: Packs, number: int, record: PackRecord) -> bool:
+    try:
+        return pf.checksum(read_stored(packs, location_of(number, record))) == record.checksum
+    except BadCopyError:
+        return False

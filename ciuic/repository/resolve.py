@@ -1,0 +1,68 @@
+"""Which snapshot a person means: an id, a prefix of one, `latest`, `latest~N`, or a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from datetime import datetime, timedelta
+
+from ciuic.errors import NotFound, UsageError
+from ciuic.repository.model import SnapshotInfo
+from ciuic.types import SnapshotId
+
+_LATEST = re.compile(r"latest(?:~(\d{1,9}))?\Z")
+_PREFIX = re.compile(r"(?:cs-)?([0-9a-f]{1,32})\Z")
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}\Z")
+_HINT = "ciuic list shows those there are."
+
+
+def resolve(text: str, names: Collection[str], infos: Callable[[], list[SnapshotInfo]]) -> SnapshotId:
+    """NotFound, UsageError. ``infos()``: newest first."""
+    latest = _LATEST.match(text)
+    if latest:
+        return _nth(infos(), int(latest[1] or 0))
+    prefix = _PREFIX.match(text)
+    if prefix:
+        return _by_prefix(text, f"cs-{prefix[1]}", names)
+    until_ns = parse_time_ns(text)
+    if until_ns is None:
+        raise UsageError(
+            f"{text!r} is not a snapshot id, latest, latest~N or a time",
+            hint="A time is written 2023-06-15 15:00. " + _HINT,
+        )
+    for info in infos():
+        if info.time_ns < until_ns:
+            return info.id
+    raise NotFound(f"there is no snapshot as old as {text}", hint=_HINT)
+
+
+def parse_time_ns(text: str) -> int | None:
+    """The first instant (ns) that is after what ``text`` names: a second, or a day; None if it names no time."""
+    whole = timedelta(days=1) if _DATE.match(text) else timedelta(seconds=1)
+    if "-" not in text[1:]:
+        return None  # a bare number is never a time, whatever a later Python accepts
+    try:
+        moment = datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))
+        moment = moment.replace(microsecond=0) + whole
+        return int(moment.timestamp()) * 10**9  # naive: local time
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _nth(infos: list[SnapshotInfo], back: int) -> SnapshotId:
+    if back >= len(infos):
+        there = f"there are only {len(infos)}" if infos else "there is none yet"
+        raise NotFound(f"there is no snapshot latest~{back}: {there}", hint=_HINT)
+    return infos[back].id
+
+
+def _by_prefix(text: str, prefix: str, names: Collection[str]) -> SnapshotId:
+    if prefix in names:
+        return SnapshotId.parse(prefix)
+    found = sorted(name for name in names if name.startswith(prefix))
+    if not found:
+        raise NotFound(f"there is no snapshot {text}", hint=_HINT)
+    if len(found) > 1:
+        shown = ", ".join(found[:5]) + (", …" if len(found) > 5 else "")
+        raise UsageError(f"{text} could be {shown}", hint="Give more digits.")
+    return SnapshotId.parse(found[0])

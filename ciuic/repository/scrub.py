@@ -1,0 +1,148 @@
+"""Checking every byte of the packs, and the index against them: what verify and check build on."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+from ciuic.errors import NotFound
+from ciuic.repository import packformat as pf
+from ciuic.repository.chunks import BadCopyError, location_of, read_copy, read_stored
+from ciuic.repository.errors import DamagedPack, UnsupportedFormat
+from ciuic.repository.index import DAMAGED, Index
+from ciuic.repository.maintenance import strict_records
+from ciuic.repository.model import PackDamage, PackRecord
+from ciuic.repository.packs import Packs, Segment
+
+Progress = Callable[[int, int], None]
+
+
+def scrub(packs: Packs, index_path: str, seed: int, progress: Progress | None) -> Iterator[PackDamage]:
+    """See Repository.scrub."""
+    sizes = packs.sizes()
+    covered = _covered(index_path)
+    total, done = sum(sizes.values()), 0
+    for number, size_bytes in sizes.items():
+        with suppress(NotFound):  # garbage collection may drop it meanwhile
+            yield from _scrub_pack(packs, number, seed, covered.get(number, (-1, False)))
+        done += size_bytes
+        if progress is not None:
+            progress(done, total)
+
+
+def _covered(index_path: str) -> dict[int, tuple[int, bool]]:
+    try:
+        index = Index.open(index_path, "read")
+    except sqlite3.Error:
+        return {}
+    try:
+        return index.packs()
+    except sqlite3.Error:
+        return {}
+    finally:
+        index.close()
+
+
+def _scrub_pack(packs: Packs, number: int, seed: int, covered: tuple[int, bool]) -> Iterator[PackDamage]:
+    try:
+        packs.header(number)
+    except (DamagedPack, UnsupportedFormat) as error:
+        yield PackDamage(number, 0, None, str(error))
+    listed: list[PackRecord] | None = None
+    try:
+        listed = packs.footer(number)
+    except DamagedPack as error:
+        yield PackDamage(number, error.offset, None, error.reason)
+    else:
+        if listed is None and covered[1]:
+            yield PackDamage(number, packs.size(number), None, "the footer is damaged or missing")
+    found: list[PackRecord] = []
+    for segment in packs.scan(number):
+        # What an unsealed pack has beyond the indexed end is a writer's business: at work now, or dead and
+        # soon redone.
+        if listed is None and 0 < covered[0] <= segment.offset:
+            break
+        if segment.damage is not None:
+            yield PackDamage(number, segment.offset, None, segment.damage.reason)
+        yield from _scrub_segment(packs, number, seed, segment)
+        found += segment.records
+    if listed is not None and listed != found:
+        yield PackDamage(
+            number, packs.footer_offset(number), None, "the footer does not list what the pack holds"
+        )
+        # Records in a segment whose table is damaged are still found through the footer.
+        for record in listed:
+            if record not in found:
+                yield from _scrub_record(packs, number, seed, record)
+
+
+def _scrub_segment(packs: Packs, number: int, seed: int, segment: Segment) -> Iterator[PackDamage]:
+    at = segment.offset + pf.SEGMENT_HEAD_BYTES + len(segment.records) * pf.RECORD_BYTES + 8
+    for record in segment.records:
+        if segment.damage is None:
+            yield from _scrub_padding(packs, number, at, record.offset)
+        yield from _scrub_record(packs, number, seed, record)
+        at = record.offset + record.stored_bytes
+    if segment.damage is None:
+        end = min(pf.align(segment.end), packs.footer_offset(number))
+        yield from _scrub_padding(packs, number, segment.end, end)
+
+
+def _scrub_padding(packs: Packs, number: int, start: int, end: int) -> Iterator[PackDamage]:
+    if end > start and any(packs.read(number, start, end - start)):
+        yield PackDamage(number, start, None, "padding is not zero")
+
+
+def _scrub_record(packs: Packs, number: int, seed: int, record: PackRecord) -> Iterator[PackDamage]:
+    location = location_of(number, record)
+    try:
+        if pf.checksum(read_stored(packs, location)) != record.checksum:
+            raise BadCopyError("its bytes do not match their checksum")
+        read_copy(packs, location, record.id, seed)
+    except BadCopyError as error:
+        yield PackDamage(number, record.offset, record.id, str(error))
+
+
+def index_problems(packs: Packs, index_path: str) -> list[str]:
+    """See Repository.check_index; the packs' part."""
+    try:
+        index = Index.open(index_path, "read")
+    except sqlite3.Error as error:
+        return [f"the index cannot be read: {error}"]
+    try:
+        return _compare(packs, index)
+    except sqlite3.Error as error:
+        return [f"the index cannot be read: {error}"]
+    finally:
+        index.close()
+
+
+def _compare(packs: Packs, index: Index) -> list[str]:
+    problems = []
+    known = index.packs()
+    expected_rows = 0
+    sizes = packs.sizes()
+    problems += [
+        f"the index names pack {number:016x}, which is missing" for number in known.keys() - sizes.keys()
+    ]
+    for number, size_bytes in sizes.items():
+        if known.get(number, (-1, False))[0] != size_bytes:
+            problems.append(f"the index does not cover pack {number:016x}")
+            continue
+        try:
+            records = strict_records(packs, number)
+        except (DamagedPack, NotFound):
+            continue  # a matter of the pack, which scrub reports
+        expected_rows += len(records)
+        wrong = sum(
+            location_of(number, record)
+            not in [found._replace(flags=found.flags & ~DAMAGED) for found in index.find(record.id)]
+            for record in records
+        )
+        if wrong:
+            problems.append(f"the index lacks {wrong} chunks of pack {number:016x}")
+    rows = index.db.execute("SELECT count(*) FROM chunks").fetchone()[0]
+    if not problems and rows != expected_rows:
+        problems.append(f"the index has {rows} rows for {expected_rows} chunks")
+    return problems

@@ -1,0 +1,131 @@
+"""The bytes of a snapshot file and of its marks file: an envelope with length and checksum around a msgpack
+map.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeVar
+
+import msgspec
+import xxhash
+
+from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
+from ciuic.types import RootRecord, Snapshot, SnapshotId
+
+VERSION = 1
+_HEAD = struct.Struct(
+    "<8sIQ16s"
+)  # magic, version, payload bytes, XXH3-128 of the fields before and the payload
+_SNAPSHOT_MAGIC = b"CIUICSNP"
+_MARKS_MAGIC = b"CIUICMRK"
+
+
+class StoredSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What a snapshot file holds. A map with names, so that later versions may add."""
+
+    id: str
+    repository: str
+    time_ns: int
+    host: str
+    roots: tuple[RootRecord, ...]
+    tags: tuple[str, ...]
+    message: str
+    parent: str
+    size_bytes: int
+    new_bytes: int
+    files: int
+
+
+class Marks(msgspec.Struct, frozen=True, kw_only=True):
+    """What may change about a snapshot after it was made."""
+
+    id: str
+    held: bool = False
+    hold_reason: str = ""
+    tags: tuple[str, ...] | None = None
+    """None: as the snapshot file says."""
+
+
+_T = TypeVar("_T", StoredSnapshot, Marks)
+
+
+def encode_snapshot(snapshot: Snapshot, repository_id: str) -> bytes:
+    stored = StoredSnapshot(
+        id=str(snapshot.id),  # msgspec writes plain str only
+        repository=repository_id,
+        time_ns=snapshot.time_ns,
+        host=snapshot.host,
+        roots=snapshot.roots,
+        tags=snapshot.tags,
+        message=snapshot.message,
+        parent=str(snapshot.parent),
+        size_bytes=snapshot.size_bytes,
+        new_bytes=snapshot.new_bytes,
+        files=snapshot.files,
+    )
+    return _wrap(_SNAPSHOT_MAGIC, msgspec.msgpack.encode(stored))
+
+
+def decode_snapshot(id_: str, data: bytes, repository_id: str) -> StoredSnapshot:
+    """DamagedSnapshot, UnsupportedFormat."""
+    stored = _unwrap(id_, _SNAPSHOT_MAGIC, data, StoredSnapshot)
+    if stored.repository != repository_id:
+        raise DamagedSnapshot(id_, f"it belongs to another repository, {stored.repository}")
+    return stored
+
+
+def encode_marks(marks: Marks) -> bytes:
+    return _wrap(_MARKS_MAGIC, msgspec.msgpack.encode(msgspec.structs.replace(marks, id=str(marks.id))))
+
+
+def decode_marks(id_: str, data: bytes) -> Marks:
+    """DamagedSnapshot, UnsupportedFormat."""
+    return _unwrap(id_, _MARKS_MAGIC, data, Marks)
+
+
+def apply_marks(stored: StoredSnapshot, marks: Marks) -> Snapshot:
+    """The snapshot as it is now."""
+    return Snapshot(
+        id=SnapshotId.parse(stored.id),
+        time_ns=stored.time_ns,
+        host=stored.host,
+        roots=stored.roots,
+        tags=stored.tags if marks.tags is None else marks.tags,
+        message=stored.message,
+        parent=stored.parent,
+        size_bytes=stored.size_bytes,
+        new_bytes=stored.new_bytes,
+        files=stored.files,
+        held=marks.held,
+        hold_reason=marks.hold_reason,
+    )
+
+
+def _wrap(magic: bytes, payload: bytes) -> bytes:
+    head = _HEAD.pack(magic, VERSION, len(payload), bytes(16))
+    digest = xxhash.xxh3_128_digest(head + payload)
+    return _HEAD.pack(magic, VERSION, len(payload), digest) + payload
+
+
+def _unwrap(id_: str, magic: bytes, data: bytes, kind: type[_T]) -> _T:
+    if len(data) < _HEAD.size:
+        raise DamagedSnapshot(id_, "the file is cut short")
+    found, version, length, digest = _HEAD.unpack_from(data)
+    payload = data[_HEAD.size :]
+    if found != magic:
+        raise DamagedSnapshot(id_, "the file does not begin as it must")
+    if (
+        len(payload) != length
+        or xxhash.xxh3_128_digest(_HEAD.pack(found, version, length, bytes(16)) + payload) != digest
+    ):
+        raise DamagedSnapshot(id_, "the file does not match its checksum")
+    if version != VERSION:
+        raise UnsupportedFormat(f"snapshot {id_} has format {version}; this ciuic reads format {VERSION}")
+    try:
+        value = msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.DecodeError as error:
+        raise DamagedSnapshot(id_, str(error)) from None
+    if value.id != id_:
+        raise DamagedSnapshot(id_, f"the file is that of {value.id}")
+    return value

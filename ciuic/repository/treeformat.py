@@ -1,0 +1,175 @@
+"""The bytes of a tree node, and the rule that cuts a list of names into nodes.
+
+Both depend on the entries alone. A name ends a node of level n if the n+1 lowest groups of six bits of its
+seeded hash are all zero: one name in 64 on average ends a leaf, one in 64 of these ends a node above, and so
+on. So equal lists make equal trees however they came about, and a change moves the borders next to it only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+import xxhash
+
+from ciuic.repository.errors import DamagedTree
+from ciuic.types import CHUNK_ID_BYTES, ChunkId, Entry
+
+MAX_LEVEL = 9
+MAX_ENTRY_BYTES = 65536
+_BITS = 6
+_MASK = (1 << _BITS) - 1
+_MAGIC = b"CT"
+_DIRECTORY, _LINKS = b"d", b"l"
+_HEAD_BYTES = 4
+LINK_KEY_BYTES = 8
+
+
+class NodeRef(msgspec.Struct, frozen=True, array_like=True):
+    """A child in an inner node: the last name below it, its id, and the totals of what is below."""
+
+    name: bytes
+    id: ChunkId
+    total_files: int
+    total_bytes: int
+
+
+_entries_decoder = msgspec.msgpack.Decoder(list[Entry])
+_refs_decoder = msgspec.msgpack.Decoder(list[NodeRef])
+_pairs_decoder = msgspec.msgpack.Decoder(tuple[tuple[bytes, bytes], ...])
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A decoded node: a leaf (level 0) has entries, the others have refs; never empty, names ascending."""
+
+    level: int
+    entries: list[Entry]
+    refs: list[NodeRef]
+
+    @property
+    def last_name(self) -> bytes:
+        return self.refs[-1].name if self.level else self.entries[-1].name
+
+
+def name_level(name: bytes, seed: int) -> int:
+    """How many levels of nodes this name ends: 0 for 63 names of 64."""
+    bits: int = xxhash.xxh3_64_intdigest(name, seed=seed)
+    level = 0
+    while level < MAX_LEVEL and not bits & _MASK:
+        bits >>= _BITS
+        level += 1
+    return level
+
+
+def name_problem(name: bytes, links: bool) -> str:
+    """Why this cannot be a key of such a tree; empty when it can."""
+    if links:
+        return "" if len(name) == LINK_KEY_BYTES else "a link table key must be 8 bytes"
+    if not name or name in (b".", b"..") or b"/" in name or b"\0" in name:
+        return f"{name!r} cannot be a file name"
+    return "" if len(name) <= 4096 else "a name is too long"
+
+
+def totals_of(entry: Entry) -> tuple[int, int]:
+    """(files, bytes) that this entry adds to its directory, as Entry.total_files and total_bytes define them."""
+    if entry.is_dir:
+        return entry.total_files, entry.total_bytes
+    if entry.link:
+        return 0, 0
+    return 1, entry.size_bytes if entry.is_file else 0
+
+
+def encode_leaf(entries: Sequence[Entry], links: bool) -> bytes:
+    return _MAGIC + (_LINKS if links else _DIRECTORY) + b"\0" + _encoder.encode(entries)
+
+
+def encode_inner(level: int, refs: Sequence[NodeRef], links: bool) -> bytes:
+    return _MAGIC + (_LINKS if links else _DIRECTORY) + bytes([level]) + _encoder.encode(refs)
+
+
+def entry_problem(entry: Entry, links: bool) -> str:
+    """Why this entry cannot stand in a tree; empty when it can."""
+    problem = name_problem(entry.name, links)
+    if problem:
+        return problem
+    if len(entry.content) not in (0, CHUNK_ID_BYTES):
+        return f"the content id of {entry.name!r} has {len(entry.content)} bytes"
+    numbers = (entry.mode, entry.uid, entry.gid, entry.rdev, entry.ino, entry.flags, entry.link)
+    if min(numbers) < 0 or min(entry.size_bytes, entry.map_height, entry.total_files, entry.total_bytes) < 0:
+        return f"{entry.name!r} has a negative number"
+    if entry.map_height > 6 or entry.size_bytes >= 1 << 63:
+        return f"the size of {entry.name!r} is impossible"
+    return ""
+
+
+def decode_node(chunk: ChunkId, data: bytes, *, links: bool) -> Node:
+    """The node that this chunk's content is; DamagedTree unless it is well formed, of that kind, in order."""
+    if data[:2] != _MAGIC or data[2:3] != (_LINKS if links else _DIRECTORY) or len(data) < _HEAD_BYTES:
+        raise DamagedTree(chunk, f"it is not a node of a {'link table' if links else 'directory tree'}")
+    level = data[3]
+    body = memoryview(data)[_HEAD_BYTES:]
+    try:
+        if level == 0:
+            node = Node(0, _entries_decoder.decode(body), [])
+        elif level <= MAX_LEVEL:
+            node = Node(level, [], _refs_decoder.decode(body))
+        else:
+            raise DamagedTree(chunk, f"it has level {level}")
+    except msgspec.DecodeError as error:
+        raise DamagedTree(chunk, str(error)) from None
+    _check(chunk, node, links)
+    return node
+
+
+def _check(chunk: ChunkId, node: Node, links: bool) -> None:
+    if not node.entries and not node.refs:
+        raise DamagedTree(chunk, "it is empty")
+    names = [item.name for item in (node.refs if node.level else node.entries)]
+    if any(first >= second for first, second in pairwise(names)):
+        raise DamagedTree(chunk, "its names are not in order")
+    problems = (entry_problem(entry, links) for entry in node.entries)
+    problem = next(filter(None, problems), "") or next(
+        (
+            f"a child has an impossible reference {ref.id.hex()}"
+            for ref in node.refs
+            if not _ref_ok(ref, links)
+        ),
+        "",
+    )
+    if problem:
+        raise DamagedTree(chunk, problem)
+
+
+def _ref_ok(ref: NodeRef, links: bool) -> bool:
+    return (
+        len(ref.id) == CHUNK_ID_BYTES
+        and ref.total_files >= 0
+        and ref.total_bytes >= 0
+        and not name_problem(ref.name, links)
+    )
+
+
+def node_totals(node: Node) -> tuple[int, int]:
+    """(files, bytes) of everything below a node."""
+    pairs = (
+        [(r.total_files, r.total_bytes) for r in node.refs]
+        if node.level
+        else [totals_of(entry) for entry in node.entries]
+    )
+    return sum(files for files, _ in pairs), sum(size for _, size in pairs)
+
+
+def encode_xattrs(pairs: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Content of a chunk of extended attributes (FLAG_XATTRS_CHUNK)."""
+    return b"CX\0\0" + _encoder.encode(pairs)
+
+
+def decode_xattrs(chunk: ChunkId, data: bytes) -> tuple[tuple[bytes, bytes], ...]:
+    if data[:4] != b"CX\0\0":
+        raise DamagedTree(chunk, "it is not a list of extended attributes")
+    try:
+        return _pairs_decoder.decode(memoryview(data)[4:])
+    except msgspec.DecodeError as error:
+        raise DamagedTree(chunk, str(error)) from None

@@ -1,0 +1,180 @@
+"""The index as a writer keeps it: brought into line with the packs when it opens, and never a reason to fail.
+
+When SQLite cannot write (a full disk), what is new is kept in memory and what is gone is remembered as gone;
+the next writer sees from the sizes of the packs what is missing and adds it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+
+from ciuic.errors import NotFound
+from ciuic.repository import log
+from ciuic.repository.catalogue import Catalogue
+from ciuic.repository.chunks import location_of
+from ciuic.repository.index import DAMAGED, Index, discard
+from ciuic.repository.model import ChunkLocation, PackRecord, SnapshotInfo
+from ciuic.repository.packs import Packs
+from ciuic.types import ChunkId
+
+
+class WriterIndex:
+    """Finder for the writer."""
+
+    def __init__(self, packs: Packs, path: str) -> None:
+        self._packs = packs
+        self._path = path
+        self._dropped: set[int] = set()
+        self._memory: Index | None = None
+        self._disk = self._open()
+
+    def _open(self) -> Index | None:
+        for mode in ("write", "read"):
+            try:
+                return Index.open(self._path, "write" if mode == "write" else "read")
+            except (sqlite3.Error, OSError) as error:
+                log.warning("index_not_opened", mode=mode, error=str(error))
+        return None
+
+    def covered(self) -> dict[int, tuple[int, bool]]:
+        """Number → (bytes covered, sealed), of packs not dropped."""
+        found: dict[int, tuple[int, bool]] = {}
+        for index in (self._disk, self._memory):
+            if index is not None:
+                try:
+                    found.update(index.packs())
+                except sqlite3.Error as error:
+                    log.warning("index_unreadable", error=str(error))
+        return {number: facts for number, facts in found.items() if number not in self._dropped}
+
+    def find(self, chunk: bytes) -> list[ChunkLocation]:
+        found: list[ChunkLocation] = []
+        if self._disk is not None:
+            try:
+                found = self._disk.find(chunk)
+            except sqlite3.Error as error:
+                log.warning("index_unreadable", error=str(error))
+        if self._memory is not None:
+            found = self._memory.find(chunk) + found
+            found.sort(key=lambda location: bool(location.flags & DAMAGED))
+        if self._dropped:
+            found = [location for location in found if location.pack not in self._dropped]
+        return found
+
+    def search(self, chunk: bytes, failed: list[ChunkLocation]) -> list[ChunkLocation]:
+        """The own lists of the packs whose copies failed: the index may lie."""
+        found = self.find(chunk)
+        for number in {location.pack for location in failed}:
+            try:
+                records = self._packs.records(number)
+            except NotFound:
+                continue  # said by the failed copy
+            found += [location_of(number, record) for record in records if record.id == chunk]
+        return found
+
+    def has_good(self, chunk: bytes) -> bool:
+        """Whether some copy is there that was not found damaged."""
+        found = self.find(chunk)
+        return bool(found) and not found[0].flags & DAMAGED
+
+    def add(
+        self,
+        number: int,
+        size_bytes: int,
+        sealed: bool,
+        records: Sequence[PackRecord],
+        damaged: frozenset[int] = frozenset(),
+    ) -> None:
+        """Only for records that are durable."""
+
+        def change(index: Index) -> None:
+            index.add(number, size_bytes, sealed, records, damaged)
+
+        if not self._try("index_not_extended", change):
+            if self._memory is None:
+                self._memory = Index.memory()
+            change(self._memory)
+
+    def drop(self, number: int, records: Sequence[PackRecord] | None) -> None:
+        self._dropped.add(number)
+        self._try("index_not_reduced", lambda index: index.drop(number, records))
+        if self._memory is not None:
+            self._memory.drop(number, None)
+
+    def drop_rows(self, number: int) -> None:
+        """Forgets what is said of a pack that is there but is not what the index says."""
+        self._try("index_not_reduced", lambda index: index.drop(number, None))
+
+    def mark(self, chunk: ChunkId, location: ChunkLocation, damaged: bool) -> None:
+        self._try("damage_not_marked", lambda index: index.mark(chunk, location, damaged))
+        if self._memory is not None:
+            self._memory.mark(chunk, location, damaged)
+
+    def catalogue_put(self, infos: Iterable[tuple[SnapshotInfo, str]]) -> None:
+        rows = list(infos)
+        self._try("catalogue_not_extended", lambda index: Catalogue(index).put(rows))
+
+    def catalogue_remove(self, ids: Iterable[str]) -> None:
+        gone = list(ids)
+        self._try("catalogue_not_reduced", lambda index: Catalogue(index).remove(gone))
+
+    def catalogued(self) -> dict[str, str]:
+        """Id → signature of its marks, as the catalogue has it."""
+        if self._disk is None:
+            return {}
+        try:
+            return dict(self._disk.db.execute("SELECT id, signature FROM snapshots").fetchall())
+        except sqlite3.Error as error:
+            log.warning("catalogue_unreadable", error=str(error))
+            return {}
+
+    def last_pack(self) -> int:
+        """The highest pack number that this index remembers."""
+        if self._disk is None:
+            return 0
+        try:
+            return self._disk.fact("last_pack")
+        except sqlite3.Error as error:
+            log.warning("index_unreadable", error=str(error))
+            return 0
+
+    def set_last_pack(self, number: int) -> None:
+        self._try("index_not_extended", lambda index: index.set_fact("last_pack", number))
+
+    def damaged(self) -> list[tuple[ChunkId, int, int]]:
+        """(chunk, pack, offset) of the copies marked damaged. Reads the whole table."""
+        if self._disk is None:
+            return []
+        try:
+            query = "SELECT id, pack, offset FROM chunks WHERE flags & ?"
+            return self._disk.db.execute(query, (DAMAGED,)).fetchall()
+        except sqlite3.Error as error:
+            log.warning("index_unreadable", error=str(error))
+            return []
+
+    def clear(self) -> None:
+        """Empties the index, making a new file if the old one will not do."""
+        self._dropped.clear()
+        self._memory = None
+        if not self._try("index_not_cleared", lambda index: index.clear()):
+            if self._disk is not None:
+                self._disk.close()
+            discard(self._path)
+            self._disk = self._open()
+
+    def close(self) -> None:
+        for index in (self._disk, self._memory):
+            if index is not None:
+                index.close()
+        self._disk = self._memory = None
+
+    def _try(self, event: str, change: Callable[[Index], object]) -> bool:
+        if self._disk is None:
+            return False
+        try:
+            change(self._disk)
+            return True
+        except sqlite3.Error as error:
+            log.warning(event, error=str(error))
+            return False
