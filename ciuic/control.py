@@ -7,8 +7,7 @@ Left to others: what the documents mean (control_types.py), what the daemon does
 
 from __future__ import annotations
 
-import errno
-import os
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,10 +33,10 @@ T = TypeVar("T")
 
 
 class ControlClient:
-    """One connection pool to the daemon behind ``socket``. A context manager; not shared between threads."""
+    """One connection pool to the daemon behind ``socket_path``. A context manager; not shared between threads."""
 
-    def __init__(self, socket: Path | str = DEFAULT_SOCKET, *, timeout_seconds: float = 30.0) -> None:
-        self.socket = Path(socket)
+    def __init__(self, socket_path: Path | str = DEFAULT_SOCKET, *, timeout_seconds: float = 30.0) -> None:
+        self.socket = Path(socket_path)
         self._timeout_seconds = timeout_seconds
         self._client: httpx.Client | None = None
 
@@ -171,11 +170,29 @@ class ControlClient:
 
     def _http(self) -> httpx.Client:
         if self._client is None:
-            import httpx  # 60 ms: paid only by commands that talk to the daemon
+            self._knock()
+            import httpx  # 60 ms: paid only by commands that talk to the daemon, and only if there is one
 
             transport = httpx.HTTPTransport(uds=str(self.socket))
             self._client = httpx.Client(transport=transport, base_url="http://ciuic", trust_env=False)
         return self._client
+
+    def _knock(self) -> None:
+        """Connects once by hand: httpx says neither which errno it met nor closes the socket it met it with."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knocking:
+            knocking.settimeout(self._timeout_seconds)
+            try:
+                knocking.connect(str(self.socket))
+            except PermissionError as error:
+                raise NotPermitted(
+                    f"not permitted to open the daemon's control socket {self.socket}",
+                    hint="run as root, or let the daemon's [control] group include you",
+                ) from error
+            except OSError as error:
+                raise Unreachable(
+                    f"no daemon answers on {self.socket}",
+                    hint="start it: systemctl start ciuic, or run: ciuic daemon",
+                ) from error
 
     def _timeout(self, answer_seconds: float | None) -> httpx.Timeout:
         import httpx
@@ -191,22 +208,11 @@ class ControlClient:
 
         return (httpx.TransportError,)
 
-    def _unreachable(self, error: Exception) -> CiuicError:
-        """Tells a missing daemon from a forbidden socket and from a daemon that went away in the middle of an answer."""
-        number = _errno_of(error)
-        if number in (errno.EACCES, errno.EPERM) or not _reachable_by_permission(self.socket):
-            return NotPermitted(
-                f"not permitted to open the daemon's control socket {self.socket}",
-                hint="run as root, or let the daemon's [control] group include you",
-            )
-        if number is None and self.socket.exists():
-            return Unreachable(
-                f"the daemon behind {self.socket} did not answer: {str(error) or type(error).__name__}",
-                hint="see its log: journalctl -u ciuic",
-            )
+    def _unreachable(self, error: Exception) -> Unreachable:
+        """The daemon was there, and went away or fell silent."""
         return Unreachable(
-            f"no daemon answers on {self.socket}",
-            hint="start it: systemctl start ciuic, or run: ciuic daemon",
+            f"the daemon behind {self.socket} did not answer: {str(error) or type(error).__name__}",
+            hint="see its log: journalctl -u ciuic",
         )
 
 
@@ -217,23 +223,3 @@ def _refusal(response: httpx.Response) -> CiuicError:
     except msgspec.DecodeError:
         return CiuicError(f"the daemon answered {response.status_code} {response.reason_phrase}")
     return BY_EXIT_CODE.get(document.code, CiuicError)(document.error, hint=document.hint)
-
-
-def _errno_of(error: BaseException | None) -> int | None:
-    """The errno at the bottom of httpx's chain of wrapped exceptions."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno is not None:
-            return error.errno
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def _reachable_by_permission(socket: Path) -> bool:
-    """False when a directory on the way, or the socket itself, shuts this user out."""
-    try:
-        os.stat(socket)
-    except PermissionError:
-        return False
-    except OSError:
-        return True
-    return os.access(socket, os.R_OK | os.W_OK)

@@ -8,6 +8,7 @@ Leaves the work to ``Operations`` (service.py) and the socket's permissions to r
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -158,10 +159,11 @@ async def _event_lines(bus: EventBus) -> AsyncIterator[bytes]:
 
 async def _decode(request: Request, kind: type[T]) -> T:
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise UsageError(f"the request is longer than {MAX_BODY_BYTES} bytes")
+    async with aclosing(request.stream()) as parts:
+        async for part in parts:
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise UsageError(f"the request is longer than {MAX_BODY_BYTES} bytes")
     try:
         return msgspec.json.decode(bytes(body) or b"{}", type=kind)
     except msgspec.DecodeError as error:

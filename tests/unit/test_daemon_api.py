@@ -1,0 +1,265 @@
+"""The control API over a real socket: every call, every refusal, as the client sees it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trio
+
+from ciuic.control import ControlClient
+from ciuic.control_types import (
+    PruneReport,
+    RootStatus,
+    SnapshotRequest,
+    SnapshotState,
+    StatusDocument,
+)
+from ciuic.daemon.api import MAX_BODY_BYTES, make_app
+from ciuic.daemon.events import EventBus
+from ciuic.daemon.runtime import bind_control_socket
+from ciuic.daemon.server import serve_api
+from ciuic.errors import BY_EXIT_CODE, CiuicError, Damaged, NotFound, NotPermitted, Unreachable, UsageError
+
+
+class FakeOperations:
+    """Answers what it is told to, or raises ``failure``."""
+
+    def __init__(self) -> None:
+        self.events = EventBus(lambda: 0)
+        self.failure: Exception | None = None
+        self.calls: list[tuple[Any, ...]] = []
+        self.committed = trio.Event()
+        self.stop_requested = threading.Event()
+
+    async def _called(self, *call: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        self.calls.append(call)
+        if self.failure is not None:
+            raise self.failure
+
+    async def status(self) -> StatusDocument:
+        await self._called("status")
+        return StatusDocument(version="1", pid=2, since="s", now="n", roots=[RootStatus(path="/ä b")])
+
+    async def take_snapshot(self, request: SnapshotRequest) -> SnapshotState:
+        await self._called("take_snapshot", request)
+        return SnapshotState(id="cs-123456", state="pending")
+
+    async def snapshot_state(self, snapshot_id: str, *, wait: bool) -> SnapshotState:
+        await self._called("snapshot_state", snapshot_id, wait)
+        return SnapshotState(id=snapshot_id, state="committed")
+
+    async def add_root(self, path: str) -> RootStatus:
+        await self._called("add_root", path)
+        return RootStatus(path=path, state="mounted")
+
+    async def remove_root(self, path: str) -> None:
+        await self._called("remove_root", path)
+
+    async def prune(self, *, dry_run: bool) -> PruneReport:
+        await self._called("prune", dry_run)
+        return PruneReport(dry_run=dry_run, removed=["cs-000001"], freed_bytes=3)
+
+    async def reload(self) -> None:
+        await self._called("reload")
+
+    def request_stop(self) -> None:
+        self.calls.append(("stop",))
+
+    async def metrics(self) -> bytes:
+        await self._called("metrics")
+        return b"ciuic_up 1\n"
+
+
+@contextmanager
+def served(path: Path, operations: FakeOperations) -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Serves ``operations`` in a thread; gives a function that runs something in its trio loop."""
+    ready, tokens = threading.Event(), []
+    stopped = trio.Event()
+
+    async def main() -> None:
+        tokens.append(trio.lowlevel.current_trio_token())
+        async with trio.open_nursery() as nursery:
+            await nursery.start(
+                serve_api, make_app(operations), bind_control_socket(path, None), stopped.wait
+            )
+            ready.set()
+
+    thread = threading.Thread(target=trio.run, args=(main,))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield tokens[0].run_sync_soon
+    finally:
+        tokens[0].run_sync_soon(stopped.set)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def operations() -> FakeOperations:
+    return FakeOperations()
+
+
+@pytest.fixture
+def client(short_tmp: Path, operations: FakeOperations) -> Iterator[ControlClient]:
+    with served(short_tmp / "c.sock", operations), ControlClient(short_tmp / "c.sock") as made:
+        yield made
+
+
+def test_every_call_arrives_and_is_answered(client: ControlClient, operations: FakeOperations) -> None:
+    """Each method of the client reaches its operation with its arguments and returns its document."""
+    assert client.status().roots[0].path == "/ä b"
+    assert client.take_snapshot(message="m", tags=["a"], hold=True, roots=["/r"]).state == "pending"
+    assert client.take_snapshot(wait=True).state == "committed"
+    assert client.snapshot_state("cs-1").state == "committed"
+    assert client.wait_snapshot("cs-2").id == "cs-2"
+    assert client.add_root("/r").state == "mounted"
+    client.remove_root("/r")
+    assert client.prune(dry_run=True).removed == ["cs-000001"]
+    client.reload()
+    client.stop()
+    assert client.metrics() == "ciuic_up 1\n"
+    assert operations.calls == [
+        ("status",),
+        ("take_snapshot", SnapshotRequest(message="m", tags=["a"], hold=True, roots=["/r"])),
+        ("take_snapshot", SnapshotRequest(wait=True)),
+        ("snapshot_state", "cs-123456", True),
+        ("snapshot_state", "cs-1", False),
+        ("snapshot_state", "cs-2", True),
+        ("add_root", "/r"),
+        ("remove_root", "/r"),
+        ("prune", True),
+        ("reload",),
+        ("stop",),
+        ("metrics",),
+    ]
+
+
+@pytest.mark.parametrize("code", sorted(BY_EXIT_CODE))
+def test_every_error_arrives_as_itself(client: ControlClient, operations: FakeOperations, code: int) -> None:
+    """Class, exit code, message and hint of an error survive the way through HTTP."""
+    operations.failure = BY_EXIT_CODE[code]("what: ünd", hint="do")
+    with pytest.raises(CiuicError) as caught:
+        client.status()
+    assert (type(caught.value), caught.value.message, caught.value.hint) == (
+        BY_EXIT_CODE[code],
+        "what: ünd",
+        "do",
+    )
+
+
+def test_a_bug_in_the_daemon_is_not_told_in_detail(client: ControlClient, operations: FakeOperations) -> None:
+    """An unexpected exception is answered with "internal error", not with its text."""
+    operations.failure = ZeroDivisionError("secret")
+    with pytest.raises(CiuicError, match="internal error") as caught:
+        client.status()
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"[]", b'{"path": 3}', b'{"pth": "/a"}', b"{}", b'{"path": "/' + b"a" * MAX_BODY_BYTES + b'"}'],
+)
+def test_requests_that_cannot_be_meant_are_refused(
+    client: ControlClient, operations: FakeOperations, body: bytes
+) -> None:
+    """Malformed, mistyped, unknown, missing and oversized bodies are wrong usage, and nothing is done."""
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(client.socket)), base_url="http://x") as raw:
+        answer = raw.post("/v1/roots", content=body)
+    assert answer.status_code == 400
+    assert answer.json()["code"] == UsageError.exit_code
+    assert operations.calls == []
+
+
+def test_unknown_resources_and_methods_are_answered_as_documents(client: ControlClient) -> None:
+    """A command of another version gets an answer that it can show."""
+    with pytest.raises(UsageError, match="/v1/nothing"):
+        client._request("GET", "/v1/nothing")
+    with pytest.raises(UsageError, match="DELETE"):
+        client._request("DELETE", "/v1/status")
+
+
+def test_events_arrive_until_the_bus_closes(short_tmp: Path, operations: FakeOperations) -> None:
+    """A listener gets what happens after it began to listen, in order, and its stream ends with the daemon."""
+    with served(short_tmp / "c.sock", operations) as in_loop, ControlClient(short_tmp / "c.sock") as client:
+        def emit_when_listening() -> None:
+            if not operations.events._subscriptions:
+                trio.lowlevel.current_trio_token().run_sync_soon(emit_when_listening)
+                return
+            for number in range(3):
+                operations.events.emit("root_state", root="/a", detail=str(number))
+            operations.events.close()
+
+        in_loop(emit_when_listening)
+        kinds = [(event.kind, event.root, event.detail) for event in client.events()]
+    assert kinds == [("root_state", "/a", "0"), ("root_state", "/a", "1"), ("root_state", "/a", "2")]
+
+
+def test_nobody_there_is_unreachable(short_tmp: Path) -> None:
+    """A missing socket and one that nobody listens on are exit code 5, with what to do."""
+    with ControlClient(short_tmp / "none") as client, pytest.raises(Unreachable) as caught:
+        client.status()
+    assert "systemctl start ciuic" in caught.value.hint
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(short_tmp / "dead"))
+    with ControlClient(short_tmp / "dead") as client:
+        assert not client.is_running()
+
+
+def test_a_daemon_that_goes_away_in_the_middle_is_unreachable(short_tmp: Path) -> None:
+    """A connection that ends without an answer is no success."""
+    path = short_tmp / "c.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def hang_up() -> None:
+            for _ in range(2):  # the client knocks before it asks
+                connection, _ = listener.accept()
+                connection.recv(10)
+                connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with ControlClient(path) as client, pytest.raises(Unreachable, match="did not answer"):
+            client.status()
+        thread.join()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+def test_a_socket_that_may_not_be_opened_is_not_permitted(
+    short_tmp: Path, operations: FakeOperations
+) -> None:
+    """Another user gets exit code 7 and is told of the group, not that no daemon runs."""
+    path = short_tmp / "c.sock"
+    os.chmod(short_tmp, 0o755)
+    os.chmod(short_tmp.parent, 0o755)
+    with served(path, operations):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        pid = os.fork()
+        if pid == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+            try:
+                ControlClient(path).status()
+            except NotPermitted as error:
+                os._exit(7 if "group" in error.hint else 1)
+            except BaseException:
+                os._exit(2)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_damage_is_an_exit_code_of_its_own() -> None:
+    """Guards the table: codes are never renumbered."""
+    assert (Damaged.exit_code, NotFound.exit_code, Unreachable.exit_code) == (4, 3, 5)

@@ -1,0 +1,175 @@
+"""A capture process from its job to its last word, whatever it says and however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+
+from ciuic.daemon.capture_job import EXIT_INTERRUPTED, CaptureJob, Done, Failed, Progress
+from ciuic.daemon.capture_process import CODE_KILLED, CaptureProcess, wait_for_stranger
+from ciuic.daemon.runtime import process_start_ticks
+
+JOB = CaptureJob(repository="/r", id="cs-123456", time_ns=1, host="h", roots=())
+HEAD = """
+import os, sys, json, time, signal
+job = json.loads(sys.stdin.buffer.read())
+def say(**message): print(json.dumps(message), flush=True)
+def done(): say(event="done", id=job["id"], new_bytes=1, size_bytes=2, files=3, entries=4, files_read=5, bytes_read=6,
+                modes={}, seconds=0.5)
+def progress(n): say(event="progress", root="", entries=n, files_read=0, bytes_read=0, new_bytes=0)
+"""
+
+
+class Run:
+    """What a script of a capture led to."""
+
+    def __init__(self, script: str, tmp_path: Path, fds: tuple[int, ...] = ()) -> None:
+        self.progress: list[int] = []
+        self.first_progress = trio.Event()
+        self.pids: list[int] = []
+        self.fds = fds
+        self.process = CaptureProcess(cwd=tmp_path, command=[sys.executable, "-c", HEAD + script])
+
+    async def go(self) -> Done | Failed:
+        with trio.fail_after(20):
+            return await self.process.run(
+                JOB, self.fds, on_start=self.pids.append, on_progress=lambda message: self._note(message)
+            )
+
+    def _note(self, message: Progress) -> None:
+        self.progress.append(message.entries)
+        self.first_progress.set()
+
+
+def test_progress_is_passed_on_and_the_last_word_returned(tmp_path: Path) -> None:
+    """Progress comes in order; Done with exit status 0 is the result."""
+    run = Run("progress(1); progress(2); done()", tmp_path)
+    outcome = trio.run(run.go)
+    assert isinstance(outcome, Done)
+    assert (outcome.id, run.progress) == ("cs-123456", [1, 2])
+
+
+def test_a_refusal_is_returned(tmp_path: Path) -> None:
+    """Failed carries message, hint and code."""
+    run = Run("say(event='failed', error='no', hint='do', code=75); sys.exit(75)", tmp_path)
+    assert trio.run(run.go) == Failed(error="no", hint="do", code=75)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("os.kill(os.getpid(), 9)", "SIGKILL"),
+        ("sys.exit(3)", "exit status 3"),
+        ("progress(1)", "exit status 0"),
+        ("done(); os.kill(os.getpid(), 9)", "SIGKILL"),
+    ],
+)
+def test_an_end_without_a_word_is_no_success(tmp_path: Path, script: str, words: str) -> None:
+    """Killed, silent, or dead after its last word: only Done together with exit status 0 counts."""
+    outcome = trio.run(Run(script, tmp_path).go)
+    assert isinstance(outcome, Failed)
+    assert outcome.code == CODE_KILLED
+    assert words in outcome.error
+
+
+def test_noise_between_messages_does_no_harm(tmp_path: Path) -> None:
+    """What is not a message is passed over."""
+    run = Run("print('hello'); print('{'); progress(1); print(); done()", tmp_path)
+    assert isinstance(trio.run(run.go), Done)
+    assert run.progress == [1]
+
+
+def test_a_capture_that_does_not_read_its_job_is_no_deadlock(tmp_path: Path) -> None:
+    """A process that dies at once is reported, although its job could not be delivered."""
+    run = Run("", tmp_path)
+    run.process = CaptureProcess(cwd=tmp_path, command=["/bin/false"])
+    outcome = trio.run(run.go)
+    assert isinstance(outcome, Failed)
+    assert "exit status 1" in outcome.error
+
+
+def test_descriptors_arrive_under_their_numbers(tmp_path: Path) -> None:
+    """The process sees the descriptors that it is given, and no others beside the standard ones."""
+    fd, other = os.open(tmp_path, os.O_PATH), os.open("/", os.O_PATH)
+    script = (
+        f"same = os.path.samestat(os.stat({str(tmp_path)!r}), os.fstat({fd}))\n"
+        "extra = set(map(int, os.listdir('/proc/self/fd'))) - {0, 1, 2, " + str(fd) + "}\n"
+        "extra = {n for n in extra if os.path.exists(f'/proc/self/fd/{n}')}\n"
+        "done() if same and not extra else sys.exit(9)"
+    )
+    try:
+        assert isinstance(trio.run(Run(script, tmp_path, fds=(fd,)).go), Done)
+    finally:
+        os.close(fd)
+        os.close(other)
+
+
+def test_it_is_no_member_of_our_session(tmp_path: Path) -> None:
+    """A Ctrl-C in the daemon's terminal does not reach the capture."""
+    assert isinstance(
+        trio.run(Run("done() if os.getsid(0) == os.getpid() else sys.exit(9)", tmp_path).go), Done
+    )
+
+
+def test_cancelling_asks_first(tmp_path: Path) -> None:
+    """A cancelled capture gets SIGTERM, may tidy up, and is gone when the cancellation is over."""
+    script = (
+        "def stop(*_):\n    open('tidied', 'w').close()\n    sys.exit(130)\n"
+        "signal.signal(signal.SIGTERM, stop); progress(1); signal.pause()"
+    )
+    run = Run(script, tmp_path)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run.go)
+            await run.first_progress.wait()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    assert (tmp_path / "tidied").exists()
+    assert not Path(f"/proc/{run.pids[0]}").exists()
+
+
+def test_killing_gives_the_reason(tmp_path: Path) -> None:
+    """A capture whose session ended is killed at once, also one that does not listen; the reason is its failure."""
+    run = Run("signal.signal(signal.SIGTERM, signal.SIG_IGN); progress(1); signal.pause()", tmp_path)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+
+            async def check() -> None:
+                assert await run.go() == Failed(error="gone", code=EXIT_INTERRUPTED)
+
+            nursery.start_soon(check)
+            await run.first_progress.wait()
+            run.process.kill("gone")
+
+    trio.run(main)
+
+
+def test_killed_before_it_started_is_killed(tmp_path: Path) -> None:
+    """A session that ends between decision and start leaves no capture running."""
+    run = Run("time.sleep(30); done()", tmp_path)
+    run.process.kill("gone")
+    assert trio.run(run.go) == Failed(error="gone", code=EXIT_INTERRUPTED)
+
+
+def test_strangers_are_waited_for_by_identity(tmp_path: Path) -> None:
+    """A process is waited for, or killed, only if it began when the journal says; another with its number is left alone."""
+    pid = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", "import signal; signal.pause()"])
+    ticks = process_start_ticks(pid)
+
+    async def main() -> None:
+        with trio.fail_after(10):
+            await wait_for_stranger(pid, ticks + 1, kill=True)
+            assert process_start_ticks(pid) == ticks
+            await wait_for_stranger(pid, ticks, kill=True)
+
+    trio.run(main)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    trio.run(wait_for_stranger, pid, ticks)
