@@ -7,6 +7,7 @@ something committed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ciuic.repository import log
@@ -26,7 +27,9 @@ class Tail(NamedTuple):
     end: int
 
 
-def reconcile(disk: Disk, packs: Packs, index: WriterIndex) -> dict[PackKind, Tail]:
+def reconcile(
+    disk: Disk, packs: Packs, index: WriterIndex, progress: Callable[[int, int], None] | None = None
+) -> dict[PackKind, Tail]:
     """Makes the index say what the packs hold; returns the pack of each kind to go on with. OSError."""
     covered = index.covered()
     sizes = packs.sizes()
@@ -34,6 +37,7 @@ def reconcile(disk: Disk, packs: Packs, index: WriterIndex) -> dict[PackKind, Ta
         log.warning("pack_missing", pack=f"{number:016x}")
         index.drop(number, None)
     tails: dict[PackKind, Tail] = {}
+    done = 0
     for number, size_bytes in sizes.items():
         known, sealed = covered.get(number, (-1, False))
         end: int | None = known
@@ -45,6 +49,9 @@ def reconcile(disk: Disk, packs: Packs, index: WriterIndex) -> dict[PackKind, Ta
             sealed, end = _take_up(disk, packs, index, number, known)
         if not sealed and end is not None:
             tails[packs.kind(number)] = Tail(number, end)
+        done += size_bytes
+        if progress is not None:
+            progress(done, sum(sizes.values()))
     return tails
 
 

@@ -296,15 +296,16 @@ class Writer:
         """
         return maintenance.mark_damaged(self._store, chunks)
 
-    def rebuild_index(self) -> None:
-        """Writes index and catalogue anew from packs and snapshot files. Damage marks are kept where they can
-        be read.
+    def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Writes index and catalogue anew from packs and snapshot files; ``progress(bytes done, bytes in all)``.
+
+        Damage marks are kept where they can be read.
         """
         self._store.sync()
         self._store.close()
         marked = self._index.damaged()
         self._index.clear()
-        tails = reconcile(self._disk, self._packs, self._index)
+        tails = reconcile(self._disk, self._packs, self._index, progress)
         self._store = ChunkStore(
             self._disk, self._packs, self._index, self._seed, tails, pack_bytes=self._pack_bytes
         )
