@@ -51,6 +51,8 @@ class DestinationExists(CiuicError):
     """A restore would replace something and was not told to."""
 
     exit_code = 6
+    conflicts: tuple[bytes, ...] = ()
+    """All paths that are in the way, where there are several; the message names the first ones."""
 
 
 class NotPermitted(CiuicError):

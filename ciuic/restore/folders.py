@@ -1,0 +1,96 @@
+"""Directories of the destination while something below them is in work.
+
+Guarantees: a directory gets its attributes, and its times, when everything below it is done, and is synced after that,
+so that what was renamed into it is durable; its descriptor lives exactly as long. A new one is closed to everybody else
+until then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from ciuic.lookup import join
+from ciuic.restore import attributes
+from ciuic.restore.attributes import Xattrs
+from ciuic.restore.destination import open_directory
+from ciuic.types import Entry
+
+NOT_THERE = -1
+"""The descriptor of a directory that a dry run would make."""
+
+WhenDone = Callable[["Folder", list[str]], None]
+
+
+class Folder:
+    """A directory in work. Counting is guarded by one lock for all (Pool.changed)."""
+
+    def __init__(
+        self,
+        fd: int,
+        path: bytes,
+        source_path: bytes,
+        *,
+        parent: Folder | None = None,
+        fresh: bool = False,
+    ) -> None:
+        self.fd = fd
+        self.path = path
+        self.source_path = source_path
+        """Its path as it was at the snapshot."""
+        self.parent = parent
+        self.fresh = fresh
+        """Made by this run: nothing can be in the way in it."""
+        self.entry: Entry | None = None
+        """What it becomes when it is done; None leaves it as it is."""
+        self.xattrs: Xattrs = ()
+        self._pending = 1
+        if parent is not None:
+            parent.hold()
+
+    @classmethod
+    def make(cls, parent: Folder, name: bytes, source_path: bytes, *, dry_run: bool) -> Folder:
+        """A new directory, 0700 until it is done. OSError."""
+        path = join(parent.path, name)
+        if dry_run:
+            return cls(NOT_THERE, path, source_path, parent=parent, fresh=True)
+        os.mkdir(name, 0o700, dir_fd=parent.fd)
+        return cls(open_directory(parent.fd, name), path, source_path, parent=parent, fresh=True)
+
+    @classmethod
+    def enter(cls, parent: Folder, name: bytes, source_path: bytes) -> Folder:
+        """One that is there. NotADirectoryError for anything else, a symbolic link included."""
+        return cls(open_directory(parent.fd, name), join(parent.path, name), source_path, parent=parent)
+
+    def hold(self) -> None:
+        """Something below begins."""
+        self._pending += 1
+
+    def release(self, lock: AbstractContextManager[object], finished: WhenDone) -> None:
+        """Something below is done, or the walk through it; after the last, ``finished`` gets what went wrong.
+
+        Takes the lock, and does not hold it while the directory is synced.
+        """
+        with lock:
+            self._pending -= 1
+            if self._pending:
+                return
+        problems: list[str] = []
+        try:
+            if self.fd != NOT_THERE:
+                self._settle(problems)
+        except OSError as error:
+            problems.append(error.strerror or str(error))
+        finally:
+            if self.fd != NOT_THERE:
+                os.close(self.fd)
+        with lock:
+            finished(self, problems)
+        if self.parent is not None:
+            self.parent.release(lock, finished)
+
+    def _settle(self, problems: list[str]) -> None:
+        if self.entry is not None:
+            problems += attributes.apply(self.fd, os.fstat(self.fd), self.entry, self.xattrs)
+        os.fsync(self.fd)

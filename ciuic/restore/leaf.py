@@ -1,0 +1,267 @@
+"""One thing that is not a directory: made under a temporary name, whole and synced, then given its own.
+
+Guarantees: under the final name there is at every moment either what was there or what the snapshot has; the temporary
+file is gone when an attempt ends, however it ends. Several threads may write one large file; the last one to finish
+gives it its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ciuic.errors import Damaged
+from ciuic.restore import attributes
+from ciuic.restore.attributes import Xattrs
+from ciuic.restore.content import Batch, Worker
+from ciuic.restore.destination import (
+    Remover,
+    new_temporary_name,
+    proc_path,
+    rename_new,
+    unlink_if_there,
+)
+from ciuic.restore.pool import Stopped
+from ciuic.types import Entry
+
+if TYPE_CHECKING:
+    from ciuic.restore.folders import Folder
+    from ciuic.restore.links import LinkGroup
+    from ciuic.restore.model import Action
+
+READ_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_INODE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Leaf:
+    """A name to be restored. ``end(leaf, action, problems, error)`` is called exactly once, from any thread."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        entry: Entry,
+        path: bytes,
+        existing: os.stat_result | None,
+        end: Callable[[Leaf, Action, list[str], BaseException | None], None],
+        *,
+        xattrs: Xattrs = (),
+        run: str,
+        make_remover: Callable[[], Remover],
+        dry_run: bool = False,
+    ) -> None:
+        self.folder = folder
+        self.entry = entry
+        self.path = path
+        self.existing = existing
+        self.end = end
+        self.xattrs = xattrs
+        self.run = run
+        self.make_remover = make_remover
+        self.dry_run = dry_run
+        self.group: LinkGroup | None = None
+        self.inode: tuple[int, int] | None = None
+        """(device, inode) under the final name, when it is there."""
+        self.counted_bytes = 0
+        """Of its size, already in the progress."""
+        self._temporary = b""
+        self._fd = -1
+
+    # -- what is there already
+
+    def keep(self, *, content_equal: Callable[[int], bool] | None) -> bool:
+        """Whether what is there is right; its attributes are put right where only they differ, and `end` is called.
+
+        ``content_equal(fd)`` decides about a regular file's content; None believes it.
+        """
+        assert self.existing is not None
+        if stat.S_IFMT(self.existing.st_mode) != stat.S_IFMT(self.entry.mode):
+            return False
+        fd = os.open(
+            self.entry.name,
+            READ_FILE if self.entry.is_file and content_equal else _INODE,
+            dir_fd=self.folder.fd,
+        )
+        try:
+            now = os.fstat(fd)
+            at: int | bytes = proc_path(fd)
+            if not self._same_kind(now) or not self._same_target(fd, now):
+                return False
+            differs = attributes.differ(at, now, self.entry, self.xattrs)
+            # Another name may show this inode: it is not ours to change (and here it must not have another name).
+            if now.st_nlink > 1 and (differs or not self.entry.link):
+                return False
+            if content_equal is not None and self.entry.is_file and not content_equal(fd):
+                return False
+            self.inode = (now.st_dev, now.st_ino)
+            problems: list[str] = []
+            if differs and not self.dry_run:
+                problems = attributes.apply(at, now, self.entry, self.xattrs)
+                if self.entry.is_file:
+                    self._sync_name(self.entry.name)
+        finally:
+            os.close(fd)
+        self.end(self, "attributes" if differs else "skipped", problems, None)
+        return True
+
+    def _same_kind(self, now: os.stat_result) -> bool:
+        mode = self.entry.mode
+        if stat.S_IFMT(now.st_mode) != stat.S_IFMT(mode):
+            return False
+        if stat.S_ISREG(mode):
+            return now.st_size == self.entry.size_bytes
+        return now.st_rdev == self.entry.rdev or not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode))
+
+    def _same_target(self, fd: int, now: os.stat_result) -> bool:
+        return not stat.S_ISLNK(now.st_mode) or os.readlink(b"", dir_fd=fd) == self.entry.target
+
+    def _sync_name(self, name: bytes) -> None:
+        try:
+            fd = os.open(name, READ_FILE, dir_fd=self.folder.fd)
+        except PermissionError:  # a mode that shuts us out too: the directory's sync has to do
+            return
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    # -- making it
+
+    def begin(self) -> int:
+        """A new, empty file under a temporary name, for content; its descriptor. OSError."""
+        self._temporary = new_temporary_name(self.run)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(self._temporary, flags, 0o600, dir_fd=self.folder.fd)
+        return self._fd
+
+    def write_whole(self, worker: Worker, batches: list[Batch]) -> None:
+        """A small file, or anything without content, from beginning to end in one thread."""
+        if self.dry_run:
+            self.end(self, "restored", [], None)
+            return
+        try:
+            if self.entry.is_file:
+                fd = self.begin()
+                for batch in batches:
+                    worker.write(fd, self.entry, batch)
+            else:
+                self._make_special()
+            problems = self._complete()
+        except BaseException as error:
+            self.fail(error)
+            return
+        self.end(self, "restored", problems, None)
+
+    def finish(self) -> None:
+        """All content is written."""
+        try:
+            problems = self._complete()
+        except BaseException as error:
+            self.fail(error)
+            return
+        self.end(self, "restored", problems, None)
+
+    def fail(self, error: BaseException) -> None:
+        """Cleans up and reports; what is neither the disk's nor the repository's fault goes on up."""
+        self._discard()
+        self.end(self, "failed", [], error)
+        if not isinstance(error, OSError | Damaged | Stopped):
+            raise error
+
+    def _make_special(self) -> None:
+        """A symbolic link, fifo, socket or device under a temporary name."""
+        name = new_temporary_name(self.run)
+        if self.entry.is_symlink:
+            os.symlink(self.entry.target, name, dir_fd=self.folder.fd)
+        else:
+            os.mknod(name, stat.S_IFMT(self.entry.mode) | 0o600, self.entry.rdev, dir_fd=self.folder.fd)
+        self._temporary = name
+        self._fd = os.open(name, _INODE, dir_fd=self.folder.fd)
+
+    def _complete(self) -> list[str]:
+        """Size, attributes, sync, name: in this order, so that the name never shows anything less."""
+        fd = self._fd
+        at: int | bytes = fd
+        if self.entry.is_file:
+            os.ftruncate(fd, self.entry.size_bytes)
+        else:
+            at = proc_path(fd)
+        problems = attributes.apply(at, os.fstat(fd), self.entry, self.xattrs)
+        if self.entry.is_file:
+            os.fsync(fd)
+        st = os.fstat(fd)
+        self.inode = (st.st_dev, st.st_ino)
+        self.place(self._temporary)
+        self._fd, self._temporary = -1, b""
+        os.close(fd)
+        return problems
+
+    def place(self, temporary: bytes) -> None:
+        """Gives what has the temporary name its own, in one step where nothing or no directory is in the way."""
+        folder, name = self.folder.fd, self.entry.name
+        if self.existing is None:
+            rename_new(folder, temporary, name)
+        elif not stat.S_ISDIR(self.existing.st_mode):
+            os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        else:
+            self._replace_directory(temporary)
+
+    def _replace_directory(self, temporary: bytes) -> None:
+        folder, name = self.folder.fd, self.entry.name
+        rehearsal = self.make_remover()
+        rehearsal.dry_run = True
+        if not rehearsal.remove(folder, name, self.path, self.path):
+            reason = rehearsal.failures[0][1] if rehearsal.failures else "it holds something that must stay"
+            raise OSError(errno.ENOTEMPTY, f"a directory is in the way that cannot be removed: {reason}")
+        aside = new_temporary_name(self.run)
+        os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
+        try:
+            rename_new(folder, temporary, name)
+        except OSError:
+            rename_new(folder, aside, name)
+            raise
+        remover = self.make_remover()
+        if not remover.remove(folder, aside, self.path, self.path):
+            text = f"restored, but the directory that was there could not be removed: it is {os.fsdecode(aside)} now"
+            raise OSError(errno.ENOTEMPTY, text)
+
+    def _discard(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        if self._temporary:
+            unlink_if_there(self.folder.fd, self._temporary)
+            self._temporary = b""
+
+
+class LargeFile:
+    """A file that several threads compare or write, batch by batch. `outstanding` is guarded by Pool.changed."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
+        self.outstanding = 1
+        self.different = False
+        self.error: BaseException | None = None
+        self.fd = -1
+
+    @property
+    def abandoned(self) -> bool:
+        return self.different or self.error is not None
+
+    def compare(self, worker: Worker, batch: Batch) -> None:
+        try:
+            if not self.abandoned and not worker.equal(self.fd, self.leaf.entry, batch):
+                self.different = True
+        except (OSError, Damaged):
+            self.different = True  # then it is to be written anew, which tells what is wrong
+        except BaseException as error:
+            self.error = self.error or error
+
+    def write(self, worker: Worker, batch: Batch) -> None:
+        try:
+            if self.error is None:
+                worker.write(self.fd, self.leaf.entry, batch)
+        except BaseException as error:
+            self.error = self.error or error

@@ -1,0 +1,532 @@
+"""The walk of a restore: snapshot and destination side by side, deciding for each name what is to be done.
+
+Guarantees: the walk is in one thread and decides alone; threads carry out (pool, leaf). A directory whose entries cannot
+all be read loses nothing to --delete.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from ciuic import STATE_DIR_NAME
+from ciuic.errors import Damaged
+from ciuic.lookup import join, resolve
+from ciuic.restore import journal as journals
+from ciuic.restore.content import BATCH_BLOCKS, Batch, Worker, batches
+from ciuic.restore.destination import (
+    Remover,
+    is_temporary,
+    new_temporary_name,
+    rename_new,
+    stat_at,
+    unlink_if_there,
+)
+from ciuic.restore.folders import NOT_THERE, Folder
+from ciuic.restore.leaf import READ_FILE, LargeFile, Leaf
+from ciuic.restore.links import NOT_LINKABLE, LinkGroup
+from ciuic.restore.model import Action, Item, Overwrite, Plan, Progress, Result, Target
+from ciuic.restore.pool import Pool, Stopped
+from ciuic.restore.tally import Tally
+from ciuic.restore.targets import open_parent
+from ciuic.types import FLAG_MOUNTPOINT, Entry
+
+
+@dataclass
+class _Frame:
+    """A directory whose entries are being walked through."""
+
+    folder: Folder
+    entries: Iterator[Entry]
+    extra: set[bytes] = field(default_factory=set)
+    """Names in the destination that the snapshot has not shown yet."""
+    whole: bool = True
+
+
+class Run:
+    """One execution of a plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        progress: Callable[[Progress], None] | None,
+        report: Callable[[Item], None] | None,
+        dry_run: bool,
+    ) -> None:
+        self.plan = plan
+        self.dry_run = dry_run
+        self.pool = Pool(plan.repository.path)
+        self.tally = Tally(plan, dry_run, progress, report)
+        self._groups: dict[tuple[bytes, int], LinkGroup] = {}
+        self._again: list[Leaf] = []
+        """Large files that turned out to be different: to be written. Guarded by Pool.changed."""
+        self._target = plan.targets[0]
+        self._base = NOT_THERE
+        self._bases: list[int] = []
+        self._run = journals.new_run()
+        self._resumed = False
+        self._stack: list[_Frame] = []
+
+    def execute(self) -> Result:
+        try:
+            for target in self.plan.targets:
+                if not self.pool.stopping:
+                    self._restore(target)
+        except BaseException:
+            self.pool.stop()
+            raise
+        finally:
+            self.pool.close()
+            for base in self._bases:
+                os.close(base)
+        return self.tally.finish()
+
+    # -- one target
+
+    def _restore(self, target: Target) -> None:
+        self._target = target
+        try:
+            parent, chain = open_parent(
+                self.plan.repository, self.plan.snapshot, target, dry_run=self.dry_run
+            )
+        except OSError as error:
+            self._failed(target.path, error)
+            return
+        self._base = os.dup(parent.fd) if parent.fd != NOT_THERE else NOT_THERE
+        if self._base != NOT_THERE:
+            self._bases.append(self._base)
+        entry = _named(target.source.entry, posixpath.basename(target.path))
+        journal, held = None, None
+        try:
+            if entry.is_dir:
+                held = self._directory(parent, entry, target.source.path)
+                if held is not None:
+                    held.hold()
+                    journal = self._begin_journal(held)
+                    self._walk_into(held, entry)
+            else:
+                self._run, self._resumed = journals.new_run(), False
+                self._leaf(parent, entry)
+            self._finish_work()
+        finally:
+            if journal is not None:
+                self._end_journal(journal)
+            if held is not None:
+                held.release(self.pool.changed, self._folder_done)
+            for folder in reversed(chain):
+                folder.release(self.pool.changed, self._folder_done)
+
+    def _begin_journal(self, folder: Folder) -> journals.Journal | None:
+        self._run, self._resumed = journals.new_run(), False
+        source, snapshot = self._target.source.path, str(self.plan.snapshot.id)
+        if self.dry_run:
+            mark = None if folder.fd == NOT_THERE else journals.read_mark(folder.fd)
+            self._resumed = mark is not None and (mark.snapshot, mark.source) == (snapshot, source)
+            return None
+        journal = journals.Journal.begin(folder.fd, folder.path, snapshot, source)
+        if journal is not None:
+            self._run, self._resumed = journal.mark.run, journal.resumed
+        return journal
+
+    def _end_journal(self, journal: journals.Journal) -> None:
+        if self.pool.stopping or any(not failure.attribute for failure in self.tally.result.failed):
+            journal.close()
+        else:
+            journal.finish()
+
+    def _finish_work(self) -> None:
+        while True:
+            self.pool.wait(lambda: bool(self._again) or self.pool.idle())
+            if not self._write_different():
+                return
+
+    def _write_different(self) -> bool:
+        with self.pool.changed:
+            again, self._again = self._again, []
+        for leaf in again:
+            self._write_large(leaf)
+        return bool(again)
+
+    # -- directories
+
+    def _walk_into(self, top: Folder, entry: Entry) -> None:
+        self._push(top, entry)
+        while self._stack:
+            frame = self._stack[-1]
+            if self._again:
+                self._write_different()
+            entry_or_none = None if self.pool.stopping else self._next(frame)
+            if entry_or_none is not None:
+                self._visit(frame, entry_or_none)
+                continue
+            self._stack.pop()
+            if self.plan.delete and frame.whole and not self.pool.stopping:
+                self._delete_extra(frame)
+            frame.folder.release(self.pool.changed, self._folder_done)
+
+    def _next(self, frame: _Frame) -> Entry | None:
+        """The directory's next entry, with its attributes; what cannot be read is noted and passed over."""
+        while True:
+            try:
+                entry = next(frame.entries, None)
+            except Damaged as error:
+                frame.whole = False
+                self._failed(frame.folder.path, error)
+                return None
+            if entry is None:
+                return None
+            frame.extra.discard(entry.name)
+            try:
+                return resolve(self.plan.repository, self._target.source.root, entry)
+            except Damaged as error:
+                self._failed(join(frame.folder.path, entry.name), error)
+
+    def _visit(self, frame: _Frame, entry: Entry) -> None:
+        if entry.name == journals.JOURNAL_NAME and len(self._stack) == 1:
+            return  # of a restore that was running at the snapshot: it says nothing now
+        if not entry.is_dir:
+            self._leaf(frame.folder, entry)
+            return
+        folder = self._directory(frame.folder, entry, join(frame.folder.source_path, entry.name))
+        if folder is None:
+            return
+        if entry.flags & FLAG_MOUNTPOINT:  # its content was never part of the snapshot
+            folder.release(self.pool.changed, self._folder_done)
+        else:
+            self._push(folder, entry)
+
+    def _push(self, folder: Folder, entry: Entry) -> None:
+        frame = _Frame(folder, self.plan.repository.trees.entries(entry.content))
+        if not folder.fresh:
+            frame.extra = self._names_in(folder)
+        self._stack.append(frame)
+
+    def _names_in(self, folder: Folder) -> set[bytes]:
+        """What is in the destination, after the temporary files of the run that was cut short are gone."""
+        names = set()
+        for name in map(os.fsencode, os.listdir(folder.fd)):
+            if is_temporary(name, self._run):
+                if not self.dry_run:
+                    Remover().remove(folder.fd, name, join(folder.path, name), b"")
+            elif name != STATE_DIR_NAME and (self._stack or name != journals.JOURNAL_NAME):
+                names.add(name)
+        return names
+
+    def _directory(self, parent: Folder, entry: Entry, source_path: bytes) -> Folder | None:
+        """The directory in the destination, made if it must be; None if it is left out, which has been told."""
+        path = join(parent.path, entry.name)
+        try:
+            st = None if parent.fresh else _stat(parent, entry.name)
+            with self.pool.changed:
+                if st is not None and stat.S_ISDIR(st.st_mode):
+                    folder = Folder.enter(parent, entry.name, source_path)
+                elif st is None:
+                    folder = Folder.make(parent, entry.name, source_path, dry_run=self.dry_run)
+                elif not self._may_replace(entry, st):
+                    self._left_or_failed(path, entry)
+                    return None
+                else:
+                    folder = self._replace_by_directory(parent, entry, source_path)
+            xattrs = self.plan.repository.trees.xattrs(entry)
+        except (OSError, Damaged) as error:
+            self._failed(path, error)
+            return None
+        if self._sets_attributes(folder, entry, st) and not self.dry_run:
+            folder.entry, folder.xattrs = entry, xattrs
+        return folder
+
+    def _replace_by_directory(self, parent: Folder, entry: Entry, source_path: bytes) -> Folder:
+        """A directory instead of a file. The file is put back if the directory cannot be made."""
+        if self.dry_run:
+            return Folder.make(parent, entry.name, source_path, dry_run=True)
+        aside = new_temporary_name(self._run)
+        os.rename(entry.name, aside, src_dir_fd=parent.fd, dst_dir_fd=parent.fd)
+        try:
+            folder = Folder.make(parent, entry.name, source_path, dry_run=False)
+        except OSError:
+            rename_new(parent.fd, aside, entry.name)
+            raise
+        unlink_if_there(parent.fd, aside)
+        return folder
+
+    def _sets_attributes(self, folder: Folder, entry: Entry, st: os.stat_result | None) -> bool:
+        if folder.fresh or st is None:
+            return True
+        if entry.flags & FLAG_MOUNTPOINT and folder.parent and st.st_dev != os.fstat(folder.parent.fd).st_dev:
+            return False  # another file system is mounted there again: this is its directory
+        if self.plan.overwrite is Overwrite.NEVER:
+            return False
+        return self.plan.overwrite is not Overwrite.IF_NEWER or entry.mtime_ns > st.st_mtime_ns
+
+    def _delete_extra(self, frame: _Frame) -> None:
+        remover = self._remover()
+        remover.dry_run = self.dry_run
+        folder = frame.folder
+        for name in sorted(frame.extra):
+            path = join(folder.path, name)
+            gone = remover.remove(folder.fd, name, path, join(folder.source_path, name))
+            with self.pool.changed:
+                if gone:
+                    self.tally.removed(path)
+        for path, reason in remover.failures:
+            self._failed(path, reason)
+
+    def _remover(self) -> Remover:
+        return Remover(self.plan.kept.inodes, self.plan.kept.rule)
+
+    def _folder_done(self, folder: Folder, problems: list[str]) -> None:
+        if folder.entry is not None or (self.dry_run and folder.fresh):
+            self.tally.directory(folder.path, problems)
+        else:
+            self.tally.problems(folder.path, problems)
+
+    # -- everything else
+
+    def _may_replace(self, entry: Entry, st: os.stat_result) -> bool:
+        mode = self.plan.overwrite
+        if mode is Overwrite.IF_NEWER:
+            return entry.mtime_ns > st.st_mtime_ns
+        return mode in (Overwrite.ALWAYS, Overwrite.IF_CHANGED)
+
+    def _left_or_failed(self, path: bytes, entry: Entry) -> None:
+        if self.plan.overwrite is None:
+            self._failed(path, "something appeared there meanwhile")
+        else:
+            with self.pool.changed:
+                self.tally.left(path, entry)
+
+    def _leaf(self, folder: Folder, entry: Entry) -> None:
+        path = join(folder.path, entry.name)
+        try:
+            st = None if folder.fresh else _stat(folder, entry.name)
+            xattrs = self.plan.repository.trees.xattrs(entry)
+        except (OSError, Damaged) as error:
+            self._failed(path, error)
+            return
+        if st is not None and (entry.flags & FLAG_MOUNTPOINT or not self._concerns(entry, st)):
+            self._left_or_failed(path, entry)
+            return
+        leaf = Leaf(
+            folder,
+            entry,
+            path,
+            st,
+            self._leaf_done,
+            xattrs=xattrs,
+            run=self._run,
+            make_remover=self._remover,
+            dry_run=self.dry_run,
+        )
+        with self.pool.changed:
+            folder.hold()
+        if not entry.link or not self._link(leaf):
+            self._do(leaf)
+
+    def _concerns(self, entry: Entry, st: os.stat_result) -> bool:
+        """Whether what exists there may be touched."""
+        if self._may_replace(entry, st):
+            return True
+        return self.plan.overwrite is None and self._resumed and believed_equal(entry, st)
+
+    def _do(self, leaf: Leaf) -> None:
+        entry, st = leaf.entry, leaf.existing
+        if not entry.is_file or entry.size_bytes <= BATCH_BLOCKS * self.plan.repository.block_size:
+            self.pool.submit(partial(self._small, leaf))
+        elif st is None or not stat.S_ISREG(st.st_mode) or st.st_size != entry.size_bytes:
+            self._write_large(leaf)
+        elif self._believes and believed_equal(entry, st):
+            self.pool.submit(partial(self._small, leaf))
+        else:
+            self._compare_large(leaf)
+
+    def _small(self, leaf: Leaf, worker: Worker) -> None:
+        if self.pool.stopping:
+            leaf.fail(Stopped())
+            return
+        pieces: list[Batch] = []
+        try:
+            if leaf.entry.is_file:
+                pieces = list(batches(worker.repository, leaf.entry))
+            if leaf.existing is not None and self._kept(leaf, worker, pieces):
+                return
+        except (OSError, Damaged, Stopped) as error:
+            leaf.fail(error)
+            return
+        leaf.write_whole(worker, pieces)
+
+    def _kept(self, leaf: Leaf, worker: Worker, pieces: list[Batch]) -> bool:
+        assert leaf.existing is not None
+
+        def equal(fd: int) -> bool:
+            return all(worker.equal(fd, leaf.entry, piece) for piece in pieces)
+
+        believe = self._believes and believed_equal(leaf.entry, leaf.existing)
+        try:
+            return leaf.keep(content_equal=None if believe else equal)
+        except OSError:
+            return False  # what cannot be read is replaced, which tells what is wrong if it cannot be done
+
+    @property
+    def _believes(self) -> bool:
+        return self.plan.overwrite is Overwrite.IF_CHANGED or self._resumed
+
+    # -- large files: fed to the threads batch by batch
+
+    def _compare_large(self, leaf: Leaf) -> None:
+        large = LargeFile(leaf)
+        try:
+            large.fd = os.open(leaf.entry.name, READ_FILE, dir_fd=leaf.folder.fd)
+        except OSError:  # what cannot be read is replaced, which tells what is wrong if it cannot be done
+            self._write_large(leaf)
+            return
+        self._feed(large, large.compare, self._compared)
+
+    def _compared(self, large: LargeFile) -> None:
+        os.close(large.fd)
+        if large.error is None and not large.different and not self.pool.stopping:
+            try:
+                if large.leaf.keep(content_equal=None):
+                    return
+            except OSError:
+                large.different = True
+        if large.error is not None or self.pool.stopping:
+            large.leaf.fail(large.error or Stopped())
+            return
+        with self.pool.changed:  # feeding waits for free threads, so it is not for a thread to do
+            self._again.append(large.leaf)
+            self.pool.changed.notify_all()
+
+    def _write_large(self, leaf: Leaf) -> None:
+        if self.dry_run:
+            leaf.end(leaf, "restored", [], None)
+            return
+        large = LargeFile(leaf)
+        try:
+            large.fd = leaf.begin()
+        except OSError as error:
+            leaf.fail(error)
+            return
+        self._feed(large, large.write, self._written)
+
+    def _written(self, large: LargeFile) -> None:
+        if large.error is not None or self.pool.stopping:
+            large.leaf.fail(large.error or Stopped())
+        else:
+            large.leaf.finish()
+
+    def _feed(
+        self, large: LargeFile, work: Callable[[Worker, Batch], None], then: Callable[[LargeFile], None]
+    ) -> None:
+        try:
+            for batch in batches(self.plan.repository, large.leaf.entry):
+                if large.abandoned or self.pool.stopping:
+                    break
+                with self.pool.changed:
+                    large.outstanding += 1
+                self.pool.submit(partial(self._batch, large, work, then, batch))
+        except Damaged as error:
+            large.error = large.error or error
+        self._batch_done(large, then)
+
+    def _batch(
+        self,
+        large: LargeFile,
+        work: Callable[[Worker, Batch], None],
+        then: Callable[[LargeFile], None],
+        batch: Batch,
+        worker: Worker,
+    ) -> None:
+        work(worker, batch)
+        if work == large.write and large.error is None:
+            with self.pool.changed:
+                large.leaf.counted_bytes += batch.end - batch.start
+                self.tally.part(large.leaf.path, batch.end - batch.start)
+        self._batch_done(large, then)
+
+    def _batch_done(self, large: LargeFile, then: Callable[[LargeFile], None]) -> None:
+        with self.pool.changed:
+            large.outstanding -= 1
+            if large.outstanding:
+                return
+        then(large)
+
+    # -- hard links
+
+    def _link(self, leaf: Leaf) -> bool:
+        """Whether the leaf is dealt with: as another name of what was restored already, or failed."""
+        key = (self._target.source.root.path, leaf.entry.link)
+        group = self._groups.get(key)
+        if group is not None and self._is_there(group):
+            return self._link_to(group, leaf)
+        prefix = len(posixpath.dirname(self._target.path).rstrip(b"/")) + 1
+        self._groups[key] = leaf.group = LinkGroup(self._base, leaf.path[prefix:].split(b"/"))
+        return False
+
+    def _is_there(self, group: LinkGroup) -> bool:
+        while group.state == "working":
+            self.pool.wait(lambda: group.state != "working" or bool(self._again))
+            self._write_different()
+        return group.state == "there"
+
+    def _link_to(self, group: LinkGroup, leaf: Leaf) -> bool:
+        st = leaf.existing
+        if st is not None and (st.st_dev, st.st_ino) == group.inode:
+            leaf.end(leaf, "skipped", [], None)
+            return True
+        try:
+            if not self.dry_run:
+                group.link(leaf)
+        except OSError as error:
+            if error.errno not in NOT_LINKABLE:
+                leaf.fail(error)
+                return True
+            with self.pool.changed:
+                problem = f"a file of its own: it could not be linked to the others ({error.strerror})"
+                self.tally.problems(leaf.path, [problem])
+            return False
+        leaf.end(leaf, "linked", [], None)
+        return True
+
+    # -- what became of it
+
+    def _leaf_done(
+        self, leaf: Leaf, action: Action, problems: list[str], error: BaseException | None
+    ) -> None:
+        with self.pool.changed:
+            if error is None:
+                self.tally.done(leaf.path, leaf.entry, action, problems, leaf.counted_bytes)
+            elif not isinstance(error, Stopped) and self.tally.failed(leaf.path, error):
+                self.pool.stop()
+            if leaf.group is not None:
+                leaf.group.state = "there" if error is None else "failed"
+                leaf.group.inode = leaf.inode or (0, 0)
+            self.pool.changed.notify_all()
+        leaf.folder.release(self.pool.changed, self._folder_done)
+
+    def _failed(self, path: bytes, error: BaseException | str) -> None:
+        with self.pool.changed:
+            if self.tally.failed(path, error):
+                self.pool.stop()
+
+
+def believed_equal(entry: Entry, st: os.stat_result) -> bool:
+    """Same type, size and modification time: to the nanosecond, as a restore sets it."""
+    return (
+        stat.S_IFMT(entry.mode) == stat.S_IFMT(st.st_mode)
+        and entry.mtime_ns == st.st_mtime_ns
+        and (not entry.is_file or entry.size_bytes == st.st_size)
+    )
+
+
+def _named(entry: Entry, name: bytes) -> Entry:
+    return msgspec.structs.replace(entry, name=name)
+
+
+def _stat(folder: Folder, name: bytes) -> os.stat_result | None:
+    return None if folder.fd == NOT_THERE else stat_at(folder.fd, name)
