@@ -128,7 +128,7 @@ class ContentReader:
             if data_at > first:
                 piece_stop = min(data_at, first + _BATCH_BLOCKS)
             else:
-                piece_stop = min(stop, first + self._run_blocks)
+                piece_stop = min(stop, first + self._run_blocks, self._next_hole(fd, first))
             yield first, piece_stop, data_at == first
             first = piece_stop
 
@@ -142,6 +142,16 @@ class ContentReader:
             if error.errno in (errno.EINVAL, errno.ENOTSUP):
                 return block  # a file system that knows no holes: all is data
             raise Unreadable(error) from error
+
+    def _next_hole(self, fd: int, block: int) -> int:
+        """The end of the data that `block` has some of, in blocks, rounded up."""
+        try:
+            end = os.lseek(fd, block * self._block_size, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOTSUP, errno.ENXIO):  # ENXIO: it ends before this by now
+                return 1 << 62
+            raise Unreadable(error) from error
+        return max(block + 1, blocks_of(end, self._block_size))
 
     def _pread(self, fd: int, thing: Thing, first: int, stop: int) -> bytes:
         """Bytes of [first, stop), cut off at the size at the cut and filled with zeros to it where the file ends now."""

@@ -145,6 +145,18 @@ class OpenRoot:
         opening.callback(log.close)
         return SealedView(self.backing_fd, log=log, undo_fd=undo_fd, worker_pid=job.worker_pid)
 
+    def check_still_sealed(self) -> None:
+        """UndoLost when the epoch was given up since: what was read after that may not be what was there at the cut.
+
+        A log that was never seen says nothing of that; the sealed file is gone then.
+        """
+        self.view.log.poll()
+        if self.sealed is not None:
+            try:
+                os.stat(sealed_name(self.sealed.epoch), dir_fd=self.view.undo_fd)
+            except FileNotFoundError as error:
+                raise UndoLost(f"epoch {self.sealed.epoch} was given up while it was captured") from error
+
     def __enter__(self) -> OpenRoot:
         return self
 
@@ -166,7 +178,7 @@ def capture_root(
         if base is not None and not job.trust_tracking:
             base = base._replace(trusted=False)
         walked, base = _walk_with_fallback(job, repository, writer, report, opened, base, excludes)
-        opened.view.log.poll()
+        opened.check_still_sealed()
     mode: RootMode = "full"
     if opened.sealed is None:
         mode = "offline"

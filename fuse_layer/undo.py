@@ -115,11 +115,12 @@ class UndoLog:
         with self._io:
             if not self._pending:
                 return
-            epochs, self._pending = self._pending, []
-            try:
+            epochs = self.pending
+            try:  # before anybody stops saving: a reader must not see an unsaved change and no note
                 self._append(AbandonedRecord(epoch=epochs[-1], reason=reason))
             except OSError:
                 reason = f"{reason} (and the log could not take a note of it)"  # its removal below tells the reader
+            self._pending = []
         self._on_abandon(epochs, reason)
         for epoch in epochs:
             self._unlink_quietly(undo_format.sealed_name(epoch).encode())
