@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ciuic.chunkset import ChunkSet
-from ciuic.errors import Damaged
+from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository.walk import Reached
 from ciuic.types import ChunkId, Snapshot, SnapshotId
@@ -63,6 +63,8 @@ class CheckReport:
     stored_bytes: int = 0
     orphaned_bytes: int = 0
     """In packs that nothing refers to; `ciuic prune` frees them."""
+    garbage_bytes: int = 0
+    """Stored chunks that nothing refers to, in whatever pack."""
 
     @property
     def damaged(self) -> bool:
@@ -101,9 +103,11 @@ class _Check:
     report: CheckReport = field(default_factory=CheckReport)
     lost: dict[ChunkId, Finding] = field(default_factory=dict)
     """Chunks without a good copy."""
+    pack_numbers: frozenset[int] = frozenset()
 
     def look(self, writer: Writer | None) -> None:
-        self.look_at_configuration()
+        self.pack_numbers = frozenset(pack.number for pack in self.repository.packs())
+        self.look_at_configuration(writer)
         self.look_at_snapshot_files()
         self.look_at_index(writer)  # first: without it chunks that are there seem to be missing
         reached = self.look_at_structure()
@@ -124,9 +128,16 @@ class _Check:
         if self.progress is not None:
             self.progress(what, done, total)
 
-    def look_at_configuration(self) -> None:
-        for words in self.repository.config_damage():
-            self.found("error", "configuration", words, "copy the other, good copy over it")
+    def look_at_configuration(self, writer: Writer | None) -> None:
+        findings = [
+            self.found("error", "configuration", words, "`ciuic check --repair` writes it from the good copy")
+            for words in self.repository.config_damage()
+        ]
+        if findings and writer is not None:
+            writer.repair_config()
+            left = self.repository.config_damage()
+            for finding in findings:
+                finding.repaired = finding.message not in left
 
     def look_at_snapshot_files(self) -> None:
         for snapshot in self.repository.snapshots.unreadable():
@@ -138,15 +149,15 @@ class _Check:
 
     def look_at_index(self, writer: Writer | None) -> None:
         problems = self.repository.check_index()
-        if not problems:
-            return
+        if not problems or not self.pack_numbers:
+            return  # a new repository has no index yet
         findings = [
             self.found("warning", "index", words, "`ciuic check --repair` makes it anew")
             for words in problems
         ]
         if writer is None:
             return
-        writer.rebuild_index(lambda done, total: self.tell("rebuilding the index", done, total))
+        writer.rebuild_index()
         left = self.repository.check_index()
         for finding in findings:
             finding.repaired = finding.message not in left
@@ -169,10 +180,19 @@ class _Check:
         try:
             snapshot = self.repository.snapshots.load(id_)
             for reached in walker.walk(snapshot, paths=True):
-                if reached.kind == "data" and not self.repository.chunks.has(reached.id):
+                if reached.kind == "data" and not self.present(reached.id):
                     self.missing(id_, reached)
         except Damaged as error:
             self.found("error", "structure", f"{id_}: {error.message}", _VERIFY, id_)
+            return False
+        return True
+
+    def present(self, chunk: ChunkId) -> bool:
+        """Whether a pack that is there holds it. The index is asked first, and may not know that a pack is gone."""
+        try:
+            if self.repository.chunks.locate(chunk).pack not in self.pack_numbers:
+                self.repository.chunks.get(chunk)
+        except Damaged:
             return False
         return True
 
@@ -186,25 +206,27 @@ class _Check:
 
     def look_at_packs(self, reached: Callable[[ChunkId], bool] | None) -> None:
         packs = self.repository.packs()
-        orphaned = []
+        orphans = 0
         for done, pack in enumerate(packs):
             self.tell("reading pack tables", done, len(packs))
             self.report.packs += 1
             self.report.stored_bytes += pack.size_bytes
             try:
-                needed = any(
-                    reached is None or reached(record.id)
-                    for record in self.repository.pack_records(pack.number)
-                )
+                records = list(self.repository.pack_records(pack.number))
+            except NotFound:
+                continue  # without the lock, somebody may collect meanwhile
             except Damaged as error:
                 self.found("error", "pack", error.message, _VERIFY)
                 continue
-            if not needed and reached is not None:
-                orphaned.append(pack.number)
+            if reached is None:
+                continue  # what the unreadable part needs is not known
+            unneeded = [record for record in records if not reached(record.id)]
+            self.report.garbage_bytes += sum(record.stored_bytes for record in unneeded)
+            if records and len(unneeded) == len(records):
+                orphans += 1
                 self.report.orphaned_bytes += pack.size_bytes
-        if orphaned:
-            size = human_size(self.report.orphaned_bytes)
-            message = f"{len(orphaned)} packs with {size} that no snapshot needs"
+        if orphans:
+            message = f"{orphans} packs with {human_size(self.report.orphaned_bytes)} that no snapshot needs"
             self.found("info", "orphaned pack", message, "`ciuic prune` frees them")
 
     def read_everything(self, writer: Writer | None) -> None:

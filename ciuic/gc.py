@@ -224,12 +224,12 @@ class _Run:
     def estimate(self, report: PruneReport) -> None:
         """The figures of a dry run."""
         uses = survey(self.repository, self.marks.live, notes=report.notes, should_stop=self.should_stop)
-        dead = [use for use in uses if not use.live_chunks]
+        dead = [use for use in uses if use.dead]
         chosen = worth_rewriting(uses, self.options.thresholds)
         report.removed = list(report.plan.removed)
         report.dropped_packs, report.rewritten_packs = len(dead), len(chosen)
-        report.freed_bytes = _dead_bytes(dead) + _dead_bytes(chosen)
-        report.garbage_bytes = _dead_bytes(uses) - report.freed_bytes
+        report.freed_bytes = sum(use.size_bytes for use in dead) + _dead_bytes(chosen)
+        report.garbage_bytes = _dead_bytes(uses) - _dead_bytes(dead) - _dead_bytes(chosen)
         missing_bytes = self.missing_bytes() - report.freed_bytes
         if missing_bytes > 0:
             for id_ in self.sacrifices(report.plan, missing_bytes)[0]:

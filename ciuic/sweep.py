@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ciuic.errors import Damaged
+from ciuic.errors import Damaged, NotFound
 from ciuic.repository import PackInfo, Repository, Writer
 from ciuic.types import ChunkId
 
@@ -48,22 +48,25 @@ HURRIED = Thresholds(unused_share=0.0, pack_dead_share=0.02)
 
 @dataclass(frozen=True)
 class PackUse:
-    """How much of one pack is still needed."""
+    """How much of one pack is still needed, in stored bytes; its own structure counts as neither live nor dead."""
 
     number: int
     kind: str
     size_bytes: int
     live_bytes: int
     live_chunks: int
+    dead_bytes: int = 0
+    sealed: bool = True
 
     @property
-    def dead_bytes(self) -> int:
-        """What dropping it would free at most, its own structure included."""
-        return self.size_bytes - self.live_bytes
+    def dead(self) -> bool:
+        """Whether nothing is lost with it. The pack that is being filled is not dead because it is still empty."""
+        return not self.live_chunks and (self.sealed or self.dead_bytes > 0)
 
     @property
     def dead_share(self) -> float:
-        return self.dead_bytes / self.size_bytes if self.size_bytes else 1.0
+        stored_bytes = self.live_bytes + self.dead_bytes
+        return self.dead_bytes / stored_bytes if stored_bytes else 0.0
 
 
 @dataclass
@@ -87,27 +90,32 @@ def survey(
     notes: list[str],
     should_stop: StopCheck | None = None,
 ) -> list[PackUse]:
-    """Every sealed pack that can be read, with what is live in it. Raises Stopped."""
+    """Every pack that can be listed as a whole, with what is live in it. Raises Stopped.
+
+    A pack of whose list anything may be missing is left out, and so stays: Repository.pack_records says so.
+    """
     uses = []
     for pack in repository.packs():
         if should_stop is not None and should_stop():
             raise Stopped
-        if not pack.sealed:
-            continue
         try:
             uses.append(_use(repository, pack, live))
+        except NotFound:
+            continue  # without the lock (a dry run), somebody else may collect meanwhile
         except Damaged as error:
             notes.append(f"a pack is left as it is, because it cannot be read: {error}")
     return uses
 
 
 def _use(repository: Repository, pack: PackInfo, live: Callable[[ChunkId], bool]) -> PackUse:
-    live_bytes = live_chunks = 0
+    live_bytes = live_chunks = dead_bytes = 0
     for record in repository.pack_records(pack.number):
         if live(record.id):
             live_bytes += record.stored_bytes
             live_chunks += 1
-    return PackUse(pack.number, pack.kind, pack.size_bytes, live_bytes, live_chunks)
+        else:
+            dead_bytes += record.stored_bytes
+    return PackUse(pack.number, pack.kind, pack.size_bytes, live_bytes, live_chunks, dead_bytes, pack.sealed)
 
 
 def worth_rewriting(uses: Sequence[PackUse], thresholds: Thresholds) -> list[PackUse]:
@@ -122,7 +130,8 @@ def worth_rewriting(uses: Sequence[PackUse], thresholds: Thresholds) -> list[Pac
             break
         chosen.append(use)
         excess_bytes -= use.dead_bytes
-    return chosen + _small_ones(alive, chosen)
+    # A pack that is being filled comes first, or what is copied from the others would be copied again with it.
+    return sorted(chosen + _small_ones(alive, chosen), key=lambda use: use.sealed)
 
 
 def _small_ones(alive: Sequence[PackUse], chosen: Sequence[PackUse]) -> list[PackUse]:
@@ -155,7 +164,7 @@ def sweep(
     except Stopped:
         result.stopped = True
         return result
-    dead = [use for use in uses if not use.live_chunks]
+    dead = [use for use in uses if use.dead]
     chosen = worth_rewriting(uses, thresholds)
     result.garbage_bytes = sum(use.dead_bytes for use in uses)
     for done, act in enumerate(_acts(writer, dead, chosen, live, result)):

@@ -12,14 +12,22 @@ packs = st.lists(
     st.tuples(st.sampled_from(["data", "meta"]), st.integers(1, 300), st.floats(0, 1)), max_size=40
 ).map(
     lambda made: [
-        PackUse(number, kind, mib * MIB, int(mib * MIB * share), 0 if share == 0 else 5)
+        PackUse(
+            number,
+            kind,
+            mib * MIB,
+            int(mib * MIB * share),
+            0 if share == 0 else 5,
+            int(mib * MIB * (1 - share)),
+        )
         for number, (kind, mib, share) in enumerate(made)
     ]
 )
 
 
 def use(number: int, mib: int, live_share: float, kind: str = "data") -> PackUse:
-    return PackUse(number, kind, mib * MIB, int(mib * MIB * live_share), 1)
+    size = mib * MIB
+    return PackUse(number, kind, size, int(size * live_share), 1, size - int(size * live_share))
 
 
 @given(packs)
@@ -33,7 +41,7 @@ def test_enough_and_not_more(uses: list[PackUse]) -> None:
     alive = [use for use in uses if use.live_chunks]
     left = [use for use in alive if use.number not in numbers]
     garbage_bytes = sum(use.dead_bytes for use in left)
-    allowed_bytes = thresholds.unused_share * sum(use.size_bytes for use in alive)
+    allowed_bytes = thresholds.unused_share * sum(use.live_bytes + use.dead_bytes for use in alive)
     assert garbage_bytes <= allowed_bytes or all(use.dead_share < thresholds.pack_dead_share for use in left)
 
 
@@ -60,3 +68,16 @@ def test_very_many_small_packs_are_put_together() -> None:
     many = [use(n, 1, 1.0, "meta") for n in range(200)]
     assert worth_rewriting(few, Thresholds()) == []
     assert len(worth_rewriting(many, Thresholds())) == 200
+
+
+def test_the_pack_being_filled_comes_first() -> None:
+    """Or what is copied into it from the others would be copied a second time."""
+    filling = PackUse(9, "data", 100 * MIB, 50 * MIB, 1, 50 * MIB, sealed=False)
+    assert [u.number for u in worth_rewriting([use(1, 100, 0.1), filling], Thresholds())] == [9, 1]
+
+
+def test_an_empty_pack_that_is_being_filled_is_not_dead() -> None:
+    """Only what holds something, or is sealed, is dropped."""
+    assert not PackUse(1, "data", 4096, 0, 0, 0, sealed=False).dead
+    assert PackUse(1, "data", 4096, 0, 0, 0, sealed=True).dead
+    assert PackUse(1, "data", 9000, 0, 0, 10, sealed=False).dead

@@ -1,0 +1,335 @@
+"""Collection frees what nobody needs, nothing else, and stops where it cannot be sure."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.stored import Tree, read_back, store
+
+from ciuic import gc
+from ciuic.errors import Busy, CiuicError, NotFound
+from ciuic.gc import CollectionRefused, forget, prune
+from ciuic.repository import Repository
+from ciuic.retention import MinFree, RetentionPolicy
+from ciuic.sweep import HURRIED, Thresholds
+from ciuic.types import SnapshotId
+
+BLOCK = 4096
+EAGER = Thresholds(unused_share=0.0, pack_dead_share=0.0)
+LAST = RetentionPolicy(keep_within_seconds=0, keep_last=1)
+NONE_BY_TIME = RetentionPolicy(keep_within_seconds=0, keep_last=0)
+PACK = 32 * BLOCK
+"""Small packs, so that there are many."""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[Repository]:
+    """An empty one."""
+    with Repository.create(tmp_path / "repo", block_size=BLOCK) as made:
+        yield made
+
+
+def noise(seed: int, size: int) -> bytes:
+    """Bytes that neither compress nor repeat."""
+    return random.Random(seed).randbytes(size)
+
+
+def commit(repository: Repository, *trees: Tree) -> list[SnapshotId]:
+    """A snapshot of each, each with a writer of its own, as captures are."""
+    ids = []
+    for number, tree in enumerate(trees, start=len(repository.snapshots.ids())):
+        with repository.writer(pack_bytes=PACK) as writer:
+            ids.append(store(writer, tree, number=number).id)
+    return ids
+
+
+def policy(keep: int) -> RetentionPolicy:
+    return RetentionPolicy(keep_within_seconds=0, keep_last=keep)
+
+
+contents = st.builds(noise, st.integers(0, 12), st.sampled_from([0, 1, 100, BLOCK, BLOCK + 1, 5 * BLOCK]))
+names = st.sampled_from([b"a", b"b", b"c", b"d", b"\xff"])
+trees = st.recursive(
+    st.dictionaries(names, contents, max_size=4),
+    lambda t: st.dictionaries(names, contents | t, max_size=4),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=40)
+@given(history=st.lists(trees, min_size=1, max_size=6), keep=st.integers(1, 4), data=st.data())
+def test_what_stays_reads_back_exactly(
+    tmp_path_factory: pytest.TempPathFactory, history: list[dict[bytes, Any]], keep: int, data: st.DataObject
+) -> None:
+    """For any history, policy and set of held snapshots, after prune each kept one reads back as it was stored,
+    the others are gone, and a second prune finds nothing to do."""
+    path = tmp_path_factory.mktemp("gc") / "repo"
+    with Repository.create(path, block_size=BLOCK) as repository:
+        ids = commit(repository, *history)
+        held = data.draw(st.sets(st.sampled_from(ids)))
+        with repository.writer() as writer:
+            for id_ in held:
+                writer.set_marks(id_, hold=True)
+        expected = {id_ for id_ in ids if id_ in held} | set(ids[-keep:])
+
+        foreseen = prune(repository, policy(keep), thresholds=EAGER, dry_run=True)
+        assert set(repository.snapshots.ids()) == set(ids)
+        report = prune(repository, policy(keep), thresholds=EAGER)
+
+        assert set(report.removed) == set(foreseen.removed) == set(ids) - expected
+        assert set(repository.snapshots.ids()) == expected
+        by_id = dict(zip(ids, history, strict=True))
+        for id_ in expected:
+            assert read_back(repository, id_) == by_id[id_]
+        again = prune(repository, policy(keep))
+        assert (again.removed, again.dropped_packs) == ([], 0)
+    with Repository.open(path) as reopened:
+        assert all(read_back(reopened, id_) == by_id[id_] for id_ in expected)
+        assert reopened.check_index() == []
+
+
+def test_the_space_comes_back(repository: Repository) -> None:
+    """What only removed snapshots needed is freed; what they shared with others stays and is stored once."""
+    shared, own = noise(1, 200 * BLOCK), noise(2, 400 * BLOCK)
+    ids = commit(repository, {b"shared": shared, b"own": own}, {b"shared": shared})
+    before = repository.stored_bytes()
+    report = prune(repository, LAST)
+    after = repository.stored_bytes()
+    assert report.removed == ids[:1]
+    assert before - after == report.freed_bytes
+    assert after < len(shared) * 1.2
+    assert read_back(repository, ids[1]) == {b"shared": shared}
+
+
+def test_nothing_to_do_is_nothing_done(repository: Repository) -> None:
+    """Without garbage no pack is touched."""
+    commit(repository, {b"a": noise(1, 50 * BLOCK)}, {b"a": noise(1, 50 * BLOCK), b"b": noise(2, 50 * BLOCK)})
+    packs = repository.packs()
+    report = prune(repository, policy(5))
+    assert (report.removed, report.dropped_packs, report.rewritten_packs, report.freed_bytes) == ([], 0, 0, 0)
+    assert repository.packs() == packs
+
+
+def test_without_a_policy_no_snapshot_goes(repository: Repository) -> None:
+    """Freeing space alone removes no snapshot, and frees what forget left."""
+    ids = commit(repository, {b"a": noise(1, 300 * BLOCK)}, {b"b": noise(2, 10 * BLOCK)})
+    forget(repository, ids[:1])
+    report = prune(repository)
+    assert report.removed == []
+    assert report.freed_bytes > 250 * BLOCK
+    assert repository.snapshots.ids() == ids[1:]
+
+
+def test_an_unreadable_snapshot_stops_everything(repository: Repository) -> None:
+    """One damaged snapshot file: nothing is deleted, the message names it, and forgetting it is the way out."""
+    ids = commit(repository, *({b"a": noise(n, 40 * BLOCK)} for n in range(4)))
+    (path,) = [
+        p for p in Path(repository.path).rglob(f"*{ids[1]}*") if p.is_file() and "snapshots" in p.parts
+    ]
+    path.write_bytes(path.read_bytes()[:-7] + b"garbage")
+    packs = repository.packs()
+    with pytest.raises(CollectionRefused, match=str(ids[1])) as caught:
+        prune(repository, LAST)
+    assert ids[1] in caught.value.hint
+    assert caught.value.exit_code == 4
+    assert repository.packs() == packs
+    assert {ids[0], ids[2], ids[3]} <= set(repository.snapshots.ids())
+
+    forget(repository, [ids[1]])
+    prune(repository, LAST)
+    assert repository.snapshots.ids() == [ids[3]]
+    assert read_back(repository, ids[3]) == {b"a": noise(3, 40 * BLOCK)}
+
+
+def test_an_unreadable_tree_stops_everything(repository: Repository) -> None:
+    """A kept snapshot whose tree cannot be read might need anything: nothing is deleted, not even snapshots."""
+    ids = commit(repository, *({b"d": {b"x": noise(n, 40 * BLOCK)}} for n in range(3)))
+    tree = repository.snapshots.load(ids[2]).roots[0].entry.content
+    where = repository.chunks.locate(tree)
+    path = next(p for p in Path(repository.path).rglob(f"{where.pack:016x}*"))
+    content = bytearray(path.read_bytes())
+    content[where.offset + where.stored_bytes // 2] ^= 0x20
+    path.write_bytes(content)
+    with Repository.open(repository.path) as fresh:
+        sizes = {pack.number: pack.size_bytes for pack in fresh.packs()}
+        with pytest.raises(CollectionRefused, match=str(ids[2])):
+            prune(fresh, LAST)
+        assert set(fresh.snapshots.ids()) == set(ids)
+        assert sizes == {pack.number: pack.size_bytes for pack in fresh.packs()}
+        assert read_back(fresh, ids[0]) == {b"d": {b"x": noise(0, 40 * BLOCK)}}
+
+
+def test_packs_without_any_snapshot_are_left_alone(repository: Repository) -> None:
+    """A repository that has lost its snapshots directory keeps its packs."""
+    (id_,) = commit(repository, {b"a": noise(1, 40 * BLOCK)})
+    for path in Path(repository.path).rglob(f"*{id_}*"):
+        path.unlink()
+    with Repository.open(repository.path) as fresh:
+        with pytest.raises(CollectionRefused, match="not one snapshot"):
+            prune(fresh, LAST)
+        assert fresh.stored_bytes() > 40 * BLOCK
+
+
+def test_an_empty_repository(repository: Repository) -> None:
+    """Prune before the first snapshot does nothing and says nothing."""
+    report = prune(repository, LAST)
+    assert (report.removed, report.freed_bytes, report.notes) == ([], 0, [])
+
+
+def test_a_snapshot_committed_while_marking_stays(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture that commits between the unlocked marking and the lock, reusing chunks about to be collected,
+    loses nothing."""
+    old = {b"a": noise(1, 60 * BLOCK)}
+    ids = commit(repository, old, {b"b": noise(2, 3 * BLOCK)})
+    mark_ahead = gc._Run.mark_ahead
+
+    def mark_then_commit(run: gc._Run, wanted: list[SnapshotId]) -> None:
+        mark_ahead(run, wanted)
+        with Repository.open(repository.path) as other, other.writer() as writer:
+            store(writer, {b"again": noise(1, 60 * BLOCK)}, number=77)
+
+    monkeypatch.setattr(gc._Run, "mark_ahead", mark_then_commit)
+    prune(repository, LAST, thresholds=EAGER)
+    new = SnapshotId("cs-00004d")
+    assert new in repository.snapshots.ids()
+    assert read_back(repository, new) == {b"again": noise(1, 60 * BLOCK)}
+    assert ids[0] not in repository.snapshots.ids()
+
+
+def test_a_failed_early_marking_is_thrown_away(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks of a walk that did not end would hide what lies below: they are not used."""
+    tree = {b"d": {b"e": {b"x": noise(1, 60 * BLOCK), b"y": noise(2, 60 * BLOCK)}}}
+    ids = commit(repository, {b"old": noise(3, 60 * BLOCK)}, tree)
+    mark = gc.Marks.mark
+    failures = iter([True])
+
+    def fail_half_way(marks: gc.Marks, id_: SnapshotId, *rest: Any, **named: Any) -> int:
+        if next(failures, False):
+            marks._nodes.add(repository.snapshots.load(id_).roots[0].entry.content)  # type: ignore[arg-type]
+            raise NotFound("gone meanwhile")
+        return mark(marks, id_, *rest, **named)
+
+    monkeypatch.setattr(gc.Marks, "mark", fail_half_way)
+    prune(repository, LAST, thresholds=EAGER)
+    assert read_back(repository, ids[1]) == tree
+
+
+@pytest.mark.parametrize("asked_before", [0, 1, 2, 3, 4, 6, 9, 14])
+def test_stopped_at_any_time(repository: Repository, asked_before: int) -> None:
+    """Asked to stop after any number of steps, the kept snapshots are whole, and the next run does the rest."""
+    ids = commit(repository, *({b"a": noise(n, 60 * BLOCK), b"b": noise(99, 30 * BLOCK)} for n in range(5)))
+    counter = itertools.count()
+    report = prune(repository, LAST, thresholds=EAGER, should_stop=lambda: next(counter) >= asked_before)
+    assert report.stopped == (next(counter) > asked_before)
+    last = {b"a": noise(4, 60 * BLOCK), b"b": noise(99, 30 * BLOCK)}
+    assert read_back(repository, ids[4]) == last
+    for id_ in repository.snapshots.ids():
+        number = ids.index(id_)
+        assert read_back(repository, id_) == {b"a": noise(number, 60 * BLOCK), b"b": noise(99, 30 * BLOCK)}
+    prune(repository, LAST, thresholds=EAGER)
+    assert repository.snapshots.ids() == [ids[4]]
+    assert repository.stored_bytes() < 110 * BLOCK
+    assert read_back(repository, ids[4]) == last
+
+
+def test_busy(repository: Repository) -> None:
+    """While somebody writes, prune says who, and a dry run works all the same."""
+    commit(repository, {b"a": noise(1, 10 * BLOCK)})
+    with Repository.open(repository.path) as other, other.writer():
+        with pytest.raises(Busy):
+            prune(repository, LAST)
+        assert prune(repository, LAST, dry_run=True).plan.kept
+
+
+def test_forget_refuses_the_held(repository: Repository) -> None:
+    """A held snapshot is not forgotten, nor is anything else in the same request."""
+    ids = commit(repository, {b"a": b"1"}, {b"a": b"2"})
+    with repository.writer() as writer:
+        writer.set_marks(ids[0], hold=True)
+    with pytest.raises(CiuicError, match="held"):
+        forget(repository, [ids[1], ids[0]])
+    with pytest.raises(NotFound):
+        forget(repository, [ids[1], SnapshotId("cs-ffffff")])
+    assert set(repository.snapshots.ids()) == set(ids)
+
+
+def test_the_floor_takes_the_oldest(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below min_free the oldest snapshots go, as many as needed, and never the newest, held or tagged."""
+    ids = []
+    for number in range(6):
+        with repository.writer(pack_bytes=PACK) as writer:
+            tags = ("good",) if number == 1 else ()
+            tree = {b"own": noise(number, 100 * BLOCK), b"shared": noise(50, 20 * BLOCK)}
+            ids.append(store(writer, tree, number=number, tags=tags).id)
+    with repository.writer() as writer:
+        writer.set_marks(ids[0], hold=True)
+    capacity = repository.stored_bytes() + 10 * BLOCK
+    monkeypatch.setattr(gc, "free_bytes", lambda path: capacity - repository.stored_bytes())
+    rules = RetentionPolicy(keep_within_seconds=0, keep_last=100, keep_tags=("good",))
+
+    report = prune(repository, rules, min_free=MinFree(size_bytes=150 * BLOCK))
+    assert report.removed == report.removed_for_space == ids[2:4]
+    assert capacity - repository.stored_bytes() >= 150 * BLOCK
+    assert report.notes == []
+
+    report = prune(repository, rules, min_free=MinFree(size_bytes=10_000 * BLOCK))
+    assert report.removed == ids[4:5]
+    assert "min_free" in report.notes[0]
+    for number in (0, 1, 5):
+        expected = {b"own": noise(number, 100 * BLOCK), b"shared": noise(50, 20 * BLOCK)}
+        assert read_back(repository, ids[number]) == expected
+
+
+def test_a_full_disk_drops_and_does_not_copy(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without room for copies, snapshots and dead packs go all the same, and what was not done is said."""
+    from ciuic import sweep
+
+    mixed = {b"keep": noise(1, 50 * BLOCK), b"lose": noise(2, 200 * BLOCK)}
+    ids = commit(repository, mixed, {b"keep": noise(1, 50 * BLOCK), b"dead": noise(3, 300 * BLOCK)})
+    ids += commit(repository, {b"keep": noise(1, 50 * BLOCK)})
+    monkeypatch.setattr(sweep, "free_bytes", lambda path: 0)
+    report = prune(repository, LAST)
+    assert report.removed == ids[:2]
+    assert report.rewritten_packs == 0
+    assert report.freed_bytes > 250 * BLOCK
+    assert any("no room" in note for note in report.notes)
+    assert read_back(repository, ids[2]) == {b"keep": noise(1, 50 * BLOCK)}
+
+
+def test_the_defaults_are_milder_than_a_hurry() -> None:
+    """In a hurry at least as many packs are rewritten."""
+    assert HURRIED.unused_share <= Thresholds().unused_share
+    assert HURRIED.pack_dead_share <= Thresholds().pack_dead_share
+
+
+def test_dry_run_changes_no_byte(repository: Repository) -> None:
+    """A dry run leaves every file of the repository as it was, and foretells what prune then does."""
+    commit(repository, *({b"a": noise(n, 100 * BLOCK)} for n in range(4)))
+
+    def files() -> dict[str, bytes]:
+        found = {}
+        for directory, _, names_ in os.walk(repository.path):
+            for name in names_:
+                if not name.startswith("index.sqlite"):
+                    path = os.path.join(directory, name)
+                    found[path] = Path(path).read_bytes()
+        return found
+
+    before = files()
+    foreseen = prune(repository, LAST, dry_run=True)
+    assert files() == before
+    done = prune(repository, LAST)
+    assert (foreseen.removed, foreseen.dropped_packs) == (done.removed, done.dropped_packs)
+    assert foreseen.freed_bytes == pytest.approx(done.freed_bytes, rel=0.1)

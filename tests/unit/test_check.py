@@ -1,0 +1,261 @@
+"""Check names what is wrong with a repository; repair mends what can be mended and deletes nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.stored import read_back, store
+
+from ciuic.check import CheckReport, check, raise_if_damaged, summary
+from ciuic.errors import Busy, Damaged
+from ciuic.repository import Repository
+from ciuic.types import ChunkId, Snapshot
+
+BLOCK = 4096
+
+
+def noise(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+CONTENT = noise(1, 40 * BLOCK + 17)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[Repository]:
+    with Repository.create(tmp_path / "repo", block_size=BLOCK) as made:
+        yield made
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Path:
+    """A protected directory with the file that the snapshot holds."""
+    directory = tmp_path / "live"
+    directory.mkdir()
+    (directory / "model.bin").write_bytes(CONTENT)
+    return directory
+
+
+@pytest.fixture
+def snapshot(repository: Repository, live: Path) -> Snapshot:
+    with repository.writer() as writer:
+        return store(
+            writer, {b"model.bin": CONTENT, b"d": {b"x": b"small"}}, number=1, root=os.fsencode(live)
+        )
+
+
+def pack_path(repository: Repository, number: int) -> Path:
+    return next(Path(repository.path).rglob(f"{number:016x}*"))
+
+
+def damage(repository: Repository, chunk: ChunkId) -> None:
+    """Flip a byte in the stored copy of a chunk."""
+    where = repository.chunks.locate(chunk)
+    with pack_path(repository, where.pack).open("r+b") as stream:
+        stream.seek(where.offset + where.stored_bytes // 2)
+        byte = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 1]))
+
+
+def block_of(repository: Repository, snapshot: Snapshot, name: bytes, number: int) -> ChunkId:
+    entry = repository.trees.entry(snapshot.roots[0].entry.content, name)
+    assert entry is not None
+    blocks = -(-entry.size_bytes // BLOCK)
+    return repository.block_maps.get(entry.content, entry.map_height, blocks, number)
+
+
+def kinds(report: CheckReport) -> list[tuple[str, str, bool]]:
+    return sorted({(f.severity, f.kind, f.repaired) for f in report.findings})
+
+
+def looked(repository: Repository, *, repair: bool = False, read_data: bool = False) -> CheckReport:
+    """Check through a repository opened anew, as the command does."""
+    with Repository.open(repository.path) as fresh:
+        return check(fresh, repair=repair, read_data=read_data)
+
+
+def test_a_sound_repository(repository: Repository, snapshot: Snapshot) -> None:
+    """Nothing is found, and the figures say what was looked at."""
+    for read_data in (False, True):
+        report = looked(repository, read_data=read_data)
+        assert report.findings == []
+        assert report.snapshots == 1
+        assert report.packs == len(repository.packs())
+        assert report.stored_bytes > len(CONTENT)
+        assert summary(report).endswith("in order")
+        raise_if_damaged(report)
+
+
+def test_an_empty_repository(repository: Repository) -> None:
+    """A repository without snapshots is in order."""
+    assert looked(repository, read_data=True).findings == []
+
+
+def test_a_lost_index_is_made_anew(repository: Repository, snapshot: Snapshot) -> None:
+    """Without its index the repository is no less sound, and repair writes a new one."""
+    for path in Path(repository.path).glob("index.sqlite*"):
+        path.unlink()
+    report = looked(repository)
+    assert kinds(report) == [("warning", "index", False)]
+    assert not report.damaged
+    report = looked(repository, repair=True)
+    assert not report.damaged
+    assert looked(repository).findings == []
+    assert read_back(repository, snapshot.id)[b"model.bin"] == CONTENT
+
+
+def test_an_index_of_rubbish(repository: Repository, snapshot: Snapshot) -> None:
+    """An index that is no database is a warning, and repair replaces it."""
+    repository.close()
+    for path in Path(repository.path).glob("index.sqlite*"):
+        path.write_bytes(b"rubbish" * 1000)
+    report = looked(repository)
+    assert kinds(report) == [("warning", "index", False)]
+    looked(repository, repair=True)
+    assert looked(repository).findings == []
+
+
+def test_an_unreadable_snapshot_is_named_and_stays(repository: Repository, snapshot: Snapshot) -> None:
+    """It is an error, repair does not delete it, and the other snapshots are looked at."""
+    with repository.writer() as writer:
+        store(writer, {b"other": noise(2, BLOCK)}, number=2)
+    (path,) = [p for p in (Path(repository.path) / "snapshots").iterdir() if p.name.startswith(snapshot.id)]
+    path.write_bytes(path.read_bytes()[:-1])
+    for repair in (False, True):
+        report = looked(repository, repair=repair)
+        assert ("error", "snapshot", False) in kinds(report)
+        assert any(snapshot.id in finding.message for finding in report.findings)
+        assert report.damaged
+        assert report.orphaned_bytes == 0  # what an unreadable snapshot needs is not known
+        assert path.exists()
+    with pytest.raises(Damaged):
+        raise_if_damaged(report)
+
+
+def test_a_missing_pack(repository: Repository, snapshot: Snapshot) -> None:
+    """When a pack of data is gone, the missing blocks are named with path and snapshot."""
+    where = repository.chunks.locate(block_of(repository, snapshot, b"model.bin", 0))
+    pack_path(repository, where.pack).unlink()
+    report = looked(repository)
+    assert report.damaged
+    missing = [finding for finding in report.findings if finding.kind == "missing chunk"]
+    assert "model.bin" in missing[0].message
+    assert missing[0].snapshot == snapshot.id
+
+
+def test_a_damaged_tree(repository: Repository, snapshot: Snapshot) -> None:
+    """A tree that cannot be read is named with its snapshot, and is not taken for a reason to collect."""
+    damage(repository, ChunkId(snapshot.roots[0].entry.content))
+    report = looked(repository)
+    assert ("error", "structure", False) in kinds(report)
+    assert report.orphaned_bytes == 0
+
+
+def test_a_damaged_block_without_the_live_file(
+    repository: Repository, snapshot: Snapshot, live: Path
+) -> None:
+    """Reading everything finds it; when no copy is left anywhere it stays an error, and stays in place."""
+    damage(repository, block_of(repository, snapshot, b"model.bin", 7))
+    (live / "model.bin").unlink()
+    assert looked(repository).findings == []  # its bytes were not read
+    assert kinds(looked(repository, read_data=True)) == [("error", "damaged chunk", False)]
+    report = looked(repository, read_data=True, repair=True)
+    assert report.damaged
+    assert kinds(report) == [("error", "damaged chunk", False)]
+
+
+def test_a_damaged_block_is_healed_from_the_live_file(
+    repository: Repository, snapshot: Snapshot, live: Path
+) -> None:
+    """Where the live file still holds the block, repair puts it back, and the snapshot reads as it was stored."""
+    damage(repository, block_of(repository, snapshot, b"model.bin", 7))
+    damage(repository, block_of(repository, snapshot, b"model.bin", 40))
+    report = looked(repository, read_data=True, repair=True)
+    assert not report.damaged
+    assert ("error", "damaged chunk", True) in kinds(report)
+    with Repository.open(repository.path) as fresh:
+        assert read_back(fresh, snapshot.id)[b"model.bin"] == CONTENT
+    # The bad copy is still in its pack, and is known to have a good one.
+    assert not looked(repository, read_data=True, repair=True).damaged
+
+
+def test_a_missing_block_is_healed_from_the_live_file(
+    repository: Repository, snapshot: Snapshot, live: Path
+) -> None:
+    """A whole pack of data lost is put back as far as the live files hold it."""
+    where = repository.chunks.locate(block_of(repository, snapshot, b"model.bin", 0))
+    pack_path(repository, where.pack).unlink()
+    report = looked(repository, repair=True)
+    with Repository.open(repository.path) as fresh:
+        content = read_back(fresh, snapshot.id) if not report.damaged else None
+    assert content is None or content[b"model.bin"] == CONTENT
+    lost = {
+        finding.chunk
+        for finding in report.findings
+        if not finding.repaired and finding.kind == "missing chunk"
+    }
+    assert len(lost) <= 1  # the small file's block, which has no live file
+
+
+def test_a_live_file_that_changed_heals_nothing(
+    repository: Repository, snapshot: Snapshot, live: Path
+) -> None:
+    """Other bytes are never taken for the lost ones."""
+    damage(repository, block_of(repository, snapshot, b"model.bin", 7))
+    changed = bytearray(CONTENT)
+    changed[7 * BLOCK + 5] ^= 1
+    (live / "model.bin").write_bytes(changed)
+    assert looked(repository, read_data=True, repair=True).damaged
+
+
+def test_a_live_path_that_is_something_else_now(
+    repository: Repository, snapshot: Snapshot, live: Path
+) -> None:
+    """A fifo or a link at the path of a lost file neither blocks nor misleads the repair."""
+    damage(repository, block_of(repository, snapshot, b"model.bin", 7))
+    (live / "model.bin").unlink()
+    os.mkfifo(live / "model.bin")
+    assert looked(repository, read_data=True, repair=True).damaged
+    (live / "model.bin").unlink()
+    (live / "elsewhere").write_bytes(CONTENT)
+    (live / "model.bin").symlink_to("elsewhere")
+    assert looked(repository, read_data=True, repair=True).damaged
+
+
+def test_orphaned_packs_are_said(repository: Repository, snapshot: Snapshot) -> None:
+    """What no snapshot needs is reported with its size, is no error, and repair leaves it."""
+    with repository.writer(pack_bytes=1) as writer:  # fills up the packs there are
+        store(writer, {b"filler": noise(4, BLOCK)}, number=2)
+    with repository.writer() as writer:
+        other = store(writer, {b"other": noise(3, 100 * BLOCK)}, number=3)
+    with repository.writer() as writer:
+        writer.remove_snapshots([other.id])
+    stored = repository.stored_bytes()
+    report = looked(repository, repair=True)
+    assert ("info", "orphaned pack", False) in kinds(report)
+    assert report.orphaned_bytes > 80 * BLOCK
+    assert report.garbage_bytes >= 100 * BLOCK
+    assert not report.damaged
+    assert repository.stored_bytes() == stored
+
+
+def test_repair_needs_the_lock(repository: Repository, snapshot: Snapshot) -> None:
+    """While somebody writes, a check without repair works and one with repair is busy."""
+    with repository.writer():
+        assert looked(repository).findings == []
+        with pytest.raises(Busy):
+            looked(repository, repair=True)
+
+
+def test_a_damaged_copy_of_the_configuration(repository: Repository, snapshot: Snapshot) -> None:
+    """One of the two copies damaged is an error, and repair writes it from the other."""
+    path = Path(repository.path) / "config"
+    path.write_bytes(path.read_bytes()[:-3] + b"xyz")
+    assert kinds(looked(repository)) == [("error", "configuration", False)]
+    assert kinds(looked(repository, repair=True)) == [("error", "configuration", True)]
+    assert looked(repository).findings == []
