@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.cli_repository import FIRST_NS, CliRepository
 
+from ciuic.cli import safety
 from ciuic.repository import Repository
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry
 
@@ -172,15 +173,18 @@ def test_safety_snapshot_makes_a_restore_undoable(repository: CliRepository, tmp
     result = repository.run(*options, "-s", "cs-000001", "--json")
     assert result.exit_code == 0, result.stderr
     assert (repository.root / "log").read_bytes() == b"line\n"
-    safety = json.loads(result.stdout)["safety_snapshot"]
+    taken = json.loads(result.stdout)["safety_snapshot"]
     listed = json.loads(repository.run("list", "--tag", "safety", "--json").stdout)["snapshots"]
-    assert [snapshot["id"] for snapshot in listed] == [safety]
-    assert repository.run(*options, "-s", safety, "--no-safety").exit_code == 0
+    assert [snapshot["id"] for snapshot in listed] == [taken]
+    assert repository.run(*options, "-s", taken, "--no-safety").exit_code == 0
     assert (repository.root / "log").read_bytes() == b"newest work"
 
 
-def test_restore_goes_on_without_a_safety_snapshot(repository: CliRepository, tmp_path: Path) -> None:
+def test_restore_goes_on_without_a_safety_snapshot(
+    repository: CliRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When no safety snapshot can be taken, restore says so and brings the files back all the same."""
+    monkeypatch.setattr(safety, "LOCK_WAIT_SECONDS", 0.0)
     config = tmp_path / "c.toml"
     protect(repository, config)
     with Repository.open(repository.path) as opened, opened.writer(command="another capture"):
