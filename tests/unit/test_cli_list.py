@@ -202,6 +202,16 @@ def test_show_of_no_path_is_3(repository: CliRepository) -> None:
     assert repository.run("show", "latest", "/elsewhere").exit_code == 3
 
 
+def test_path_through_a_symbolic_link(repository: CliRepository, tmp_path: Path) -> None:
+    """Who calls a root by a symbolic link finds it: roots are recorded with links resolved."""
+    repository.root.mkdir()
+    repository.snapshot({b"d": {b"a": b"x"}})
+    (tmp_path / "link").symlink_to(repository.root)
+    result = repository.run("show", "latest", str(tmp_path / "link" / "d"))
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.rstrip().endswith(" a")
+
+
 # --- completion
 
 
