@@ -229,7 +229,7 @@ def complete(repository: CliRepository, *words: str) -> list[str]:
         [sys.executable, "-m", "ciuic"], env=environment, capture_output=True, text=True, check=True
     )
     assert result.stderr == ""
-    return [line.partition(",")[2] for line in result.stdout.splitlines()]
+    return [line.partition(",")[2] for line in result.stdout.splitlines() if line]
 
 
 def test_completion_of_ids(repository: CliRepository) -> None:
