@@ -136,7 +136,7 @@ def state_cell(info: SnapshotInfo) -> Any:
 def _warn_of_unreadable(session: Session) -> None:
     """Names the files that no listing shows. They are read only when the count says that there are some: it takes a while."""
     store = session.repository.snapshots
-    if len(store.list()) == len(store.ids()):
+    if len(store.list()) == len(store.names()):
         return
     for bad in store.unreadable():
         warn(
