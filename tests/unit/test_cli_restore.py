@@ -1,4 +1,4 @@
-"""`ciuic restore`, `verify` and `diff` on real repositories and real directories."""
+"""`ciuic restore` on real repositories and real directories."""
 
 from __future__ import annotations
 
@@ -236,81 +236,3 @@ def test_interrupted_restore_can_be_run_again(repository: CliRepository, tmp_pat
     assert b"Traceback" not in said
     subprocess.run([*command, "--overwrite"], env=environment, check=True, capture_output=True)
     assert {path.name.encode(): path.read_bytes() for path in (dest / "many").iterdir()} == files
-
-
-# --- verify
-
-
-def test_verify_of_a_whole_snapshot(repository: CliRepository) -> None:
-    """An undamaged snapshot is 0, in both depths."""
-    assert repository.run("verify", "latest").exit_code == 0
-    result = repository.run("verify", "latest", "--checksum")
-    assert result.exit_code == 0, result.stdout
-    assert "every byte is right" in result.stdout
-    assert repository.run("verify", "--all", "--checksum").exit_code == 0
-
-
-def flip(path: Path, needle: bytes) -> None:
-    content = bytearray(path.read_bytes())
-    content[content.index(needle) + 5] ^= 0x40
-    path.chmod(0o600)
-    path.write_bytes(content)
-
-
-def test_verify_names_path_and_snapshots(repository: CliRepository) -> None:
-    """A flipped byte is 4, with the path and every snapshot that shares it; other files stay out of it."""
-    second = repository.snapshot({b"ckpt": {b"a": NOISE}})
-    pack = next(path for path in repository.path.rglob("*.pack") if NOISE[:1000] in path.read_bytes())
-    flip(pack, NOISE[:1000])
-    result = repository.run("verify", "cs-000001", "--checksum", "--json")
-    assert result.exit_code == 4
-    damages = [damage for damage in json.loads(result.stdout)["damages"] if damage["path"]]
-    assert {damage["path"] for damage in damages} == {str(repository.root / "ckpt" / "a")}
-    assert set(damages[0]["snapshots"]) == {second, "cs-000001"}
-    assert (damages[0]["block"], damages[0]["offset"]) == (0, 0)
-    text = repository.run("verify", "cs-000001", "--checksum")
-    assert str(repository.root / "ckpt" / "a") in text.stdout
-    assert second in text.stdout
-    restored = repository.run("restore", "-s", "cs-000001", "-p", str(repository.root))
-    assert restored.exit_code == 8
-    assert "ckpt/a" in restored.stderr
-    assert (repository.root / "ckpt" / "b").read_bytes() == b"bbb"
-    assert not (repository.root / "ckpt" / "a").exists()
-
-
-def test_verify_wants_ids_or_all(repository: CliRepository) -> None:
-    """Neither ids nor --all, or both, is wrong usage."""
-    assert repository.run("verify").exit_code == 2
-    assert repository.run("verify", "latest", "--all").exit_code == 2
-
-
-# --- diff
-
-
-def test_diff_of_two_snapshots(repository: CliRepository) -> None:
-    """Added, removed, changed and retyped paths, each with its sign; equal files are not mentioned."""
-    link = Entry(name=b"", mode=stat.S_IFLNK | 0o777, target=b"x", mtime_ns=FIRST_NS)
-    repository.snapshot({b"ckpt": {b"a": NOISE[::-1], b"b": b"bbb", b"c": b"new"}, b"log": link})
-    root = repository.root
-    result = repository.run("diff", "latest~1", "latest")
-    signs = {line.split("  ")[0][2:]: line[0] for line in result.stdout.splitlines()}
-    assert signs[str(root / "ckpt" / "a")] == "M"
-    assert signs[str(root / "ckpt" / "c")] == "+"
-    assert signs[str(root / "log")] == "T"
-    assert str(root / "ckpt" / "b") not in signs
-    back = repository.run("diff", "latest", "latest~1", "-p", str(root / "ckpt" / "c"), "--json")
-    (change,) = json.loads(back.stdout)["changes"]
-    assert (change["kind"], change["path"]) == ("removed", str(root / "ckpt" / "c"))
-    assert change["old"]["size_bytes"] == 3
-
-
-def test_diff_with_now(repository: CliRepository) -> None:
-    """With one id the live files are the other side."""
-    repository.run("restore", "-s", "latest", "-p", str(repository.root))
-    (repository.root / "ckpt" / "b").write_bytes(b"BBB")
-    (repository.root / "stray").write_bytes(b"")
-    changes = json.loads(repository.run("diff", "latest", "--json").stdout)["changes"]
-    kinds = {change["path"]: change["kind"] for change in changes}
-    assert kinds[str(repository.root / "ckpt" / "b")] == "changed"
-    assert kinds[str(repository.root / "stray")] == "added"
-    assert str(repository.root / "ckpt" / "a") not in kinds
