@@ -12,7 +12,6 @@ Leaves to others: what to do about them. Needs root to see other users' processe
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -157,37 +156,22 @@ def _uses(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
 def _directories(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
     names: tuple[tuple[str, UseKind], ...] = (("cwd", "working directory"), ("root", "root directory"))
     for name, kind in names:
-        text = _link_or_none(process / name)
-        if text is None:
-            yield Use(kind, b"(a path longer than can be shown)", writes=True)
-        elif prefixes.covers(text) and prefixes.covers_through(_mount_id_of_link(process / name), text):
+        text = os.readlink(os.fsencode(process / name))
+        if prefixes.covers(text) and prefixes.covers_through(_mount_id_of_link(process / name), text):
             yield Use(kind, text, writes=True)
 
 
 def _open_files(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
     for number in os.listdir(process / "fd"):
         try:
-            text = _link_or_none(process / "fd" / number)
-            if text is not None and not prefixes.covers(text):
+            text = os.readlink(os.fsencode(process / "fd" / number))
+            if not prefixes.covers(text):
                 continue
             facts = _fdinfo(process / "fdinfo" / number)
         except FileNotFoundError:
             continue  # closed meanwhile
-        if text is None:
-            # Its name exceeds PATH_MAX, so the kernel will not say it: on a mount that shows the location it may lie there.
-            if int(facts["mnt_id"]) in prefixes.by_mount and _can_write(int(facts["flags"], 8)):
-                yield Use("open", b"(a path longer than can be shown)", writes=True)
-        elif prefixes.covers_through(int(facts["mnt_id"]), text):
+        if prefixes.covers_through(int(facts["mnt_id"]), text):
             yield Use("open", text, writes=_can_write(int(facts["flags"], 8)))
-
-
-def _link_or_none(link: Path) -> bytes | None:
-    try:
-        return os.readlink(os.fsencode(link))
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
-        return None
 
 
 def _can_write(flags: int) -> bool:

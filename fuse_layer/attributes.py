@@ -13,6 +13,7 @@ from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.data import Data
 from ciuic.fuse_layer.nodes import Descriptor, Node, stale
 from ciuic.fuse_layer.state import Attr, OverlayState
+from ciuic.fuse_layer.times import KernelTimes
 
 
 class SetAttr(NamedTuple):
@@ -37,10 +38,11 @@ class SetAttr(NamedTuple):
 class Attributes:
     """The operation group; one for each core."""
 
-    def __init__(self, state: OverlayState, data: Data) -> None:
+    def __init__(self, state: OverlayState, data: Data, times: KernelTimes) -> None:
         self._state = state
         self._nodes = state.nodes
         self._data = data
+        self._times = times
 
     def getattr(self, node_id: int, handle: int | None = None) -> Attr:
         node = self._nodes.get(node_id)
@@ -77,6 +79,8 @@ class Attributes:
                     mtime_now=change.mtime_now,
                     follow=True,
                 )
+                if change.mtime_ns is not None or change.mtime_now:
+                    self._times.told(node)
             return self._state.attr(node)
 
     def _pinned(self, node: Node) -> tuple[bytes, object]:

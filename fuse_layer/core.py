@@ -33,6 +33,7 @@ from ciuic.fuse_layer.gate import GateHeld, HoldExpired
 from ciuic.fuse_layer.namespace import Namespace
 from ciuic.fuse_layer.nodes import ROOT_ID, NodeTable
 from ciuic.fuse_layer.state import Attr, OverlayState
+from ciuic.fuse_layer.times import KernelTimes
 from ciuic.fuse_layer.tracking import Tracker
 from ciuic.fuse_layer.undo import UNDO_DIR, UndoLog
 
@@ -46,6 +47,8 @@ class OverlayCore:
     """One root. ``backing_fd`` (O_PATH suffices) was opened before anything was mounted over it, and stays
     the caller's.
 
+    ``kernel_keeps_times``: the driver lets the kernel cache writes (times.py).
+
     Opening empties the undo directory, and takes up tracking that a clean stop saved. OSError when the state
     directory cannot be made (read-only or full file system)."""
 
@@ -56,6 +59,7 @@ class OverlayCore:
         session: str,
         block_size: int = 262144,
         undo_limit_bytes: int = DEFAULT_UNDO_LIMIT_BYTES,
+        kernel_keeps_times: bool = False,
     ) -> None:
         self._state_fd = _state_directory(backing_fd)
         nodes = NodeTable(backing_fd)
@@ -64,6 +68,7 @@ class OverlayCore:
         )
         self._state = OverlayState(nodes, Tracker(block_size), undo)
         self._epochs = Epochs(self._state, session=session)
+        self._kernel_keeps_times = kernel_keeps_times
         self.session = session
         self.block_size = block_size
         saved = read_saved(self._state_fd, _TRACKING_NAME)
@@ -73,8 +78,9 @@ class OverlayCore:
 
     def _bind(self) -> None:
         """The operations, each documented in its module."""
-        names, data = Namespace(self._state), Data(self._state)
-        attributes, directories = Attributes(self._state, data), Directories(self._state)
+        times = KernelTimes(self._state, active=self._kernel_keeps_times)
+        names, data = Namespace(self._state), Data(self._state, times)
+        attributes, directories = Attributes(self._state, data, times), Directories(self._state)
         self.lookup, self.forget, self.readlink = names.lookup, names.forget, names.readlink
         self.mkdir, self.mknod, self.symlink = names.mkdir, names.mknod, names.symlink
         self.create, self.link, self.rename = names.create, names.link, names.rename

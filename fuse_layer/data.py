@@ -16,6 +16,7 @@ from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.namespace import backing_flags, writes
 from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import OpenFile, OverlayState
+from ciuic.fuse_layer.times import KernelTimes
 from ciuic.fuse_layer.undo import read_xattrs
 
 COPY_LIMIT_BYTES: Final = 8 << 20
@@ -30,9 +31,10 @@ _SHIFTS_BLOCKS: Final = syscalls.FALLOC_FL_COLLAPSE_RANGE | syscalls.FALLOC_FL_I
 class Data:
     """The operation group; one for each core."""
 
-    def __init__(self, state: OverlayState) -> None:
+    def __init__(self, state: OverlayState, times: KernelTimes) -> None:
         self._state = state
         self._nodes = state.nodes
+        self._times = times
         self._swapped: set[int] = set()
         """Nodes whose new inode's name is not known to be on disk yet."""
 
@@ -70,19 +72,24 @@ class Data:
 
     def release(self, handle: int) -> None:
         """Close a handle; unknown handles are ignored (the kernel sends no second release)."""
-        file = self._state.files.pop(handle, None)
+        file = self._state.files.get(handle)
         if file is not None:
+            if file.writes:
+                self._times.settle(file.node, file.fd)
+            self._state.files.pop(handle, None)
             self._nodes.close_handle(file.node, handle, writes=file.writes)
 
     def flush(self, handle: int) -> None:
         """close(2) of one descriptor: report errors that only show up now (quota, network file systems)."""
         file = self._state.file(handle)
+        self._times.settle(file.node, file.fd)
         if file.writes:
             os.close(os.dup(file.fd))
 
     def fsync(self, handle: int, datasync: bool) -> None:
         """Durable on return: the file's content and, without ``datasync``, its attributes."""
         file = self._state.file(handle)
+        self._times.settle(file.node, file.fd)
         (os.fdatasync if datasync else os.fsync)(file.fd)
         if file.node.id in self._swapped:
             self._swapped.discard(file.node.id)
@@ -128,6 +135,7 @@ class Data:
         file = self._state.file(handle)
         state = self._state
         with state.gate:
+            self._times.before_write(file.node, file.fd)
             if not state.tracked(file.node):
                 return os.pwrite(file.fd, data, offset)
             if state.must_keep(file.node.ino):
@@ -186,6 +194,7 @@ class Data:
 
     def _truncate(self, node: Node, fd: int, size: int, keeps_privileges: bool) -> None:
         state = self._state
+        self._times.before_write(node, fd)
         if not state.tracked(node):
             os.ftruncate(fd, size)
             return
@@ -267,6 +276,7 @@ class Data:
         file = self._state.file(handle)
         node, state = file.node, self._state
         with state.gate:
+            self._times.before_write(node, file.fd)
             if not state.tracked(node):
                 syscalls.fallocate(file.fd, mode, offset, length)
                 return

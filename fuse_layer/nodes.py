@@ -48,7 +48,7 @@ class Node:
     """One backing inode. Fields change under the table's lock."""
 
     __slots__ = (
-        "aliases", "below", "dev", "handles", "id", "ino", "kind", "lookups", "name", "parent", "privileged", "removed", "writers",
+        "aliases", "below", "dev", "handles", "id", "ino", "kept_mtime_ns", "kind", "lookups", "name", "parent", "privileged", "removed", "writers",
     )  # fmt: skip
 
     def __init__(self, node_id: int, st: os.stat_result, parent: Node | None, name: bytes) -> None:
@@ -68,6 +68,8 @@ class Node:
         self.writers = 0
         self.privileged = False
         """Had a set-user-id or set-group-id bit when its attributes were last read."""
+        self.kept_mtime_ns: int | None = None
+        """Modification time that the kernel believes in while our writes move the backing file's (see times.py)."""
         self.removed: Descriptor | None = None
         """Still reachable by this alone: its last name is gone."""
 

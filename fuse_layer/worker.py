@@ -233,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             session=secrets.token_hex(16),
             block_size=arguments.block_size,
             undo_limit_bytes=arguments.undo_limit,
+            kernel_keeps_times=Pyfuse3Driver.enable_writeback_cache,
         )
         worker = Worker(core, arguments.root, backing_fd, arguments.control, arguments.ready_fd)
         worker.run()

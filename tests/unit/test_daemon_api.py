@@ -192,6 +192,7 @@ def test_unknown_resources_and_methods_are_answered_as_documents(client: Control
 def test_events_arrive_until_the_bus_closes(short_tmp: Path, operations: FakeOperations) -> None:
     """A listener gets what happens after it began to listen, in order, and its stream ends with the daemon."""
     with served(short_tmp / "c.sock", operations) as in_loop, ControlClient(short_tmp / "c.sock") as client:
+
         def emit_when_listening() -> None:
             if not operations.events._subscriptions:
                 trio.lowlevel.current_trio_token().run_sync_soon(emit_when_listening)

@@ -1,0 +1,123 @@
+"""Through a real mount: a snapshot is what programs saw at the cut, whatever they do while it is captured.
+
+The kernel's write cache, mappings, a worker process and its undo log are all in play; capture runs here, and between any two of
+its looks into the log another operation goes through the mount.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.core_driver import Operation
+from support.memory_repository import MemoryRepository
+from support.mount_driver import MountDriver, mount_operations
+from support.overlay import Overlay, overlay_over
+from support.snapshot_manifest import snapshot_manifest
+from support.trees import Manifest, assert_same, manifest
+
+from ciuic.daemon import capture_content, capture_root, cut
+from ciuic.daemon.capture_job import RootJob
+from ciuic.daemon.capture_root import Report
+from ciuic.fuse_layer.undo_format import LogReader
+from ciuic.types import RootRecord, SnapshotDraft, SnapshotId
+
+pytestmark = pytest.mark.mount
+BLOCK = 4096
+
+
+class Bench:
+    """One mounted root and a repository."""
+
+    def __init__(self, overlay: Overlay, top: Path) -> None:
+        self.overlay = overlay
+        self.driver = MountDriver(overlay.root, BLOCK)
+        self.repository = MemoryRepository(top, BLOCK)
+
+    def begin(self) -> None:
+        self.driver.clear()
+        self.driver.furnish()
+
+    def run(self, operations: list[Operation]) -> None:
+        for operation in operations:
+            self.driver.do(operation)
+
+    def cut(self) -> tuple[int, int, Manifest]:
+        """What the daemon does, and what programs see at that moment."""
+        names = self.overlay.client.writers()
+        assert trio.run(cut._run_helper, str(self.overlay.root), names) in (0, 3)
+        made = self.overlay.client.cut()
+        return made.epoch, made.cut_ns, manifest(self.overlay.root)
+
+    def capture(self, epoch: int, cut_ns: int, meanwhile: list[Operation]) -> tuple[RootRecord, Report]:
+        waiting = iter(meanwhile)
+
+        def interfere() -> None:
+            operation = next(waiting, None)
+            if operation is not None:
+                self.driver.do(operation)
+
+        job = RootJob(
+            path=b"/protected",
+            backing_fd=self.overlay.backing_fd,
+            session=self.overlay.client.status().session,
+            epoch=epoch,
+            worker_pid=self.overlay.process.pid,
+        )
+        report, writer = Report(lambda _: None), self.repository.writer()
+        with slow_log(interfere):
+            record, _ = capture_root.capture_root(job, self.repository, writer, report)
+        writer.commit(
+            SnapshotDraft(id=SnapshotId(f"cs-{epoch:06x}"), time_ns=cut_ns, host="h", roots=(record,))
+        )
+        self.overlay.client.committed(epoch)
+        return record, report
+
+
+@contextmanager
+def slow_log(interfere: Callable[[], None]) -> Iterator[None]:
+    class SlowLog(LogReader):
+        def poll(self) -> int:
+            interfere()
+            return super().poll()
+
+    def open_slow_log(undo_fd: int, epoch: int) -> LogReader:
+        return SlowLog(f"/proc/self/fd/{undo_fd}/log", epoch)
+
+    with mock.patch.object(capture_root, "open_log", open_slow_log):
+        yield
+
+
+@pytest.fixture
+def bench(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(capture_content, "_RUN_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(capture_content, "_BATCH_BLOCKS", 2)
+    root = short_tmp / "root"
+    root.mkdir()
+    with overlay_over(root, short_tmp / "worker.sock", block_size=BLOCK) as overlay:
+        made = Bench(overlay, short_tmp)
+        yield made
+        made.driver.close_all()
+
+
+@given(
+    rounds=st.lists(st.tuples(mount_operations(12), mount_operations(20)), min_size=1, max_size=3),
+)
+@settings(deadline=None)
+def test_every_snapshot_is_what_programs_saw_at_the_cut(
+    bench: Bench, rounds: list[tuple[list[Operation], list[Operation]]]
+) -> None:
+    """Contents, names, modes, owners, times, links and extended attributes, through the kernel's caches."""
+    bench.begin()
+    for before, meanwhile in rounds:
+        bench.run(before)
+        epoch, cut_ns, expected = bench.cut()
+        record, report = bench.capture(epoch, cut_ns, meanwhile)
+        assert report.errors == []
+        assert_same(expected, snapshot_manifest(bench.repository.trees, bench.repository.content, record))
