@@ -120,7 +120,7 @@ class Bench:
         return {entry.ino for entry in self._files(record) if entry.flags & FLAG_OPEN_FOR_WRITING}
 
     def _files(self, record: RootRecord) -> Iterator[Entry]:
-        yield from self.repository.trees.entries(record.links)
+        yield from self.repository.trees.links(record.links)
         stack = [record.entry]
         while stack:
             for entry in self.repository.trees.entries(stack.pop().content):

@@ -44,6 +44,9 @@ class _Trees:
     def entries(self, tree: bytes) -> Iterator[Entry]:
         return iter([entry for _, entry in sorted(self._stored[tree].items())] if tree else [])
 
+    def links(self, links: bytes) -> Iterator[Entry]:
+        return self.entries(links)
+
     def link(self, links: bytes, ino: int) -> Entry | None:
         return self.entry(links, ino.to_bytes(8, "big"))
 

@@ -50,6 +50,6 @@ def snapshot_manifest(trees: Any, content: Callable[[Entry], bytes], root: RootR
 
     add(b".", root.entry)
     walk(b"", root.entry)
-    in_table = {entry.ino for entry in trees.entries(root.links)}
+    in_table = {entry.ino for entry in trees.links(root.links)}
     assert in_table == used_links, f"link table has {in_table}, the tree refers to {used_links}"
     return found
