@@ -12,7 +12,10 @@ Leaves to others: what to do about them. Needs root to see other users' processe
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -156,22 +159,49 @@ def _uses(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
 def _directories(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
     names: tuple[tuple[str, UseKind], ...] = (("cwd", "working directory"), ("root", "root directory"))
     for name, kind in names:
-        text = os.readlink(os.fsencode(process / name))
-        if prefixes.covers(text) and prefixes.covers_through(_mount_id_of_link(process / name), text):
+        text = _link_or_none(process / name)
+        if text is None:
+            yield Use(kind, b"(a path longer than can be shown)", writes=True)
+        elif prefixes.covers(text) and prefixes.covers_through(_mount_id_of_link(process / name), text):
             yield Use(kind, text, writes=True)
 
 
 def _open_files(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
     for number in os.listdir(process / "fd"):
         try:
-            text = os.readlink(os.fsencode(process / "fd" / number))
-            if not prefixes.covers(text):
+            text = _link_or_none(process / "fd" / number)
+            if text is not None and not prefixes.covers(text):
                 continue
             facts = _fdinfo(process / "fdinfo" / number)
         except FileNotFoundError:
             continue  # closed meanwhile
-        if prefixes.covers_through(int(facts["mnt_id"]), text):
+        if text is None:
+            # Neither its name nor its folder can be known: on a mount that shows the location it may lie there.
+            if int(facts["mnt_id"]) in prefixes.by_mount and _can_write(int(facts["flags"], 8)):
+                yield Use("open", b"(a path longer than can be shown)", writes=True)
+        elif prefixes.covers_through(int(facts["mnt_id"]), text):
             yield Use("open", text, writes=_can_write(int(facts["flags"], 8)))
+
+
+def _link_or_none(link: Path) -> bytes | None:
+    """What the link of /proc names. Where that exceeds PATH_MAX, which the kernel will not say: the nearest folder
+    above it whose name can be said, or None for what is not a directory."""
+    try:
+        return os.readlink(os.fsencode(link))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+    here = os.open(link, os.O_PATH | os.O_CLOEXEC)
+    try:
+        while stat.S_ISDIR(os.fstat(here).st_mode):
+            above = os.open("..", os.O_PATH | os.O_CLOEXEC, dir_fd=here)
+            os.close(here)
+            here = above
+            with contextlib.suppress(OSError):  # still too long
+                return os.readlink(b"/proc/self/fd/%d" % here)
+    finally:
+        os.close(here)
+    return None
 
 
 def _can_write(flags: int) -> bool:
