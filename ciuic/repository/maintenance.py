@@ -31,11 +31,16 @@ def strict_records(packs: Packs, number: int) -> list[PackRecord]:
 
 
 def rewrite_pack(
-    disk: Disk, store: ChunkStore, number: int, live: Container[ChunkId] | Callable[[ChunkId], bool]
+    disk: Disk,
+    store: ChunkStore,
+    number: int,
+    live: Container[ChunkId] | Callable[[ChunkId], bool],
+    *,
+    salvage: bool,
 ) -> int:
     """See Writer.rewrite_pack."""
     is_live = live if callable(live) else live.__contains__
-    records = strict_records(store.packs, number)
+    records = store.packs.records(number) if salvage else strict_records(store.packs, number)
     kind = store.packs.kind(number)
     release_pack(store, number)
     size_before = store.grown_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -72,7 +72,11 @@ class Writer:
         self._disk = disk
         self._path = str(repository.path)
         self._index = WriterIndex(packs, f"{self._path}/{INDEX_NAME}")
-        tails = reconcile(disk, packs, self._index)
+        try:
+            tails = reconcile(disk, packs, self._index)
+        except BaseException:
+            self._index.close()
+            raise
         self._store = ChunkStore(disk, packs, self._index, seed, tails, pack_bytes=pack_bytes)
         self._packs = packs
         self._seed = seed
@@ -98,14 +102,13 @@ class Writer:
         if not self._open:
             return
         self._open = False
-        try:
+        with ExitStack() as last:
+            last.callback(self._lock.release)
+            last.callback(self._packs.close)
+            last.callback(self._index.close)
+            last.callback(self._store.close)
             with suppress(OSError):  # nothing of this was promised; an interrupted first capture gains by it
                 self._store.sync()
-            self._store.close()
-            self._index.close()
-            self._packs.close()
-        finally:
-            self._lock.release()
 
     @property
     def new_bytes(self) -> int:
@@ -275,14 +278,17 @@ class Writer:
 
     # -- packs
 
-    def rewrite_pack(self, number: int, live: Container[ChunkId] | Callable[[ChunkId], bool]) -> int:
+    def rewrite_pack(
+        self, number: int, live: Container[ChunkId] | Callable[[ChunkId], bool], *, salvage: bool = False
+    ) -> int:
         """Copies the live chunks of this pack elsewhere, makes them durable, drops the pack; returns the
         bytes freed.
 
-        Every copied byte is checked first: when a live chunk has no good copy, DamagedChunk, and the pack
-        stays whole. A pack whose structure is damaged stays too (DamagedPack): nobody knows what is in it.
+        Every copied byte is checked first: when a live chunk has no good copy, DamagedChunk, and the pack stays
+        whole. A pack whose structure is damaged stays too (DamagedPack): nobody knows what is in it. With ``salvage``
+        it is rewritten all the same: for a caller who has read every live chunk, and knows that none is hidden there.
         """
-        return maintenance.rewrite_pack(self._disk, self._store, number, live)
+        return maintenance.rewrite_pack(self._disk, self._store, number, live, salvage=salvage)
 
     def drop_pack(self, number: int) -> int:
         """Deletes a pack with all in it; returns its size in bytes. Needs no free space. NotFound."""
