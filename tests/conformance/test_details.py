@@ -1,0 +1,281 @@
+"""What goes wrong in other FUSE file systems, one by one, on a real mount."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.overlay import Overlay, overlay_over
+
+pytestmark = pytest.mark.mount
+
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module")
+def overlay(run_dir: Path) -> Iterator[Overlay]:
+    run_dir.chmod(0o711)
+    root = run_dir / "details"
+    root.mkdir()
+    with overlay_over(root, run_dir / "details.sock") as overlay:
+        yield overlay
+
+
+@pytest.fixture
+def place(overlay: Overlay, request: pytest.FixtureRequest) -> Path:
+    """An empty directory on the mount, open to everybody."""
+    path = overlay.root / request.node.name
+    path.mkdir()
+    path.chmod(0o777)
+    return path
+
+
+@contextlib.contextmanager
+def as_nobody(umask: int = 0o022) -> Iterator[None]:
+    """File system operations as an ordinary user."""
+    before = os.umask(umask)
+    os.setegid(NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.umask(before)
+
+
+def test_what_a_user_creates_belongs_to_him(place: Path) -> None:
+    """Files, directories, links, fifos and devices alike, with the user's umask, and also on the backing file system."""
+    with as_nobody(umask=0o027):
+        (place / "file").write_text("x")
+        (place / "dir").mkdir()
+        (place / "link").symlink_to("file")
+        os.mkfifo(place / "fifo")
+    for name, mode in (("file", 0o640), ("dir", 0o750), ("link", 0o777), ("fifo", 0o640)):
+        found = (place / name).lstat()
+        assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (NOBODY, NOBODY, mode), name
+
+
+def test_a_setgid_directory_gives_its_group(place: Path) -> None:
+    """What is created in a set-group-id directory gets its group, and directories the bit."""
+    os.chown(place, 0, 12345)
+    place.chmod(0o2777)
+    with as_nobody():
+        (place / "file").write_text("x")
+        (place / "dir").mkdir()
+    assert (place / "file").stat().st_gid == 12345
+    assert (place / "dir").stat().st_gid == 12345
+    assert (place / "dir").stat().st_mode & stat.S_ISGID
+
+
+@pytest.mark.skipif(shutil.which("setfacl") is None, reason="setfacl is not installed")
+def test_a_default_acl_overrides_the_umask(place: Path, tmp_path: Path) -> None:
+    """As on the backing file system: with a default ACL the umask does not count, and children inherit."""
+    shown = []
+    for directory in (place, tmp_path / "plain"):
+        directory.mkdir(exist_ok=True)
+        subprocess.run(["setfacl", "-d", "-m", "u:1234:rwx,g::rx,o::-", directory], check=True)
+        before = os.umask(0o077)
+        try:
+            (directory / "file").write_text("x")
+            (directory / "dir").mkdir()
+        finally:
+            os.umask(before)
+        shown.append(
+            [
+                subprocess.run(["getfacl", "-cp", directory / name], check=True, capture_output=True).stdout
+                for name in ("file", "dir")
+            ]
+        )
+    assert b"user:1234:rwx" in shown[1][0]
+    assert shown[0] == shown[1]
+
+
+def test_writing_takes_set_id_bits_away_at_once(place: Path) -> None:
+    """A set-user-id file that its owner, not root, writes to is none any more, for the kernel as well."""
+    path = place / "program"
+    path.write_text("old")
+    os.chown(path, NOBODY, NOBODY)
+    path.chmod(0o6755)
+    assert path.stat().st_mode & 0o7777 == 0o6755
+    with as_nobody(), open(path, "r+b", buffering=0) as file:
+        file.write(b"new")
+    assert path.stat().st_mode & 0o7777 == 0o755
+
+
+def test_listings_have_both_dots_and_every_name_once(place: Path) -> None:
+    """A large directory lists . and .. and each name once, while others come and go."""
+    names = {f"file-{i:05}" for i in range(3000)}
+    for name in names:
+        (place / name).touch()
+    listing = subprocess.Popen(["ls", "-aU", place], stdout=subprocess.PIPE, text=True)
+    for i in range(500):
+        (place / f"extra-{i}").touch()
+        (place / f"extra-{i}").unlink()
+    out = [line for line in (listing.communicate()[0]).splitlines() if not line.startswith("extra")]
+    assert sorted(out) == sorted(names | {".", ".."})
+
+
+def test_a_listing_goes_on_where_it_was_while_its_files_are_removed(place: Path) -> None:
+    """rm -r style: removing what was listed skips nothing."""
+    for i in range(2500):
+        (place / f"{i}").touch()
+    seen = 0
+    with os.scandir(place) as entries:
+        for entry in entries:
+            os.unlink(entry.path)
+            seen += 1
+    assert seen == 2500
+    assert os.listdir(place) == []
+
+
+def test_appends_through_the_write_cache_stay_whole(place: Path, overlay: Overlay) -> None:
+    """Appended records through two handles and dropped page caches: nothing is lost, doubled or moved."""
+    path = place / "log"
+    expected = b""
+    with open(path, "ab", buffering=0) as one, open(path, "ab", buffering=0) as two:
+        for i in range(300):
+            record = b"%05d %s\n" % (i, b"x" * (i % 97))
+            (one if i % 3 else two).write(record)
+            expected += record
+            if i % 50 == 0:
+                os.fsync(one.fileno())
+                os.posix_fadvise(one.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert path.read_bytes() == expected
+    assert (overlay.backing / place.name / "log").read_bytes() == expected
+
+
+def test_many_files_may_be_known_and_few_descriptors_open(place: Path, overlay: Overlay) -> None:
+    """Knowing thousands of files costs the worker no descriptor each."""
+    for i in range(2000):
+        (place / f"{i}").write_bytes(b"")
+    assert len(os.listdir(f"/proc/{overlay.process.pid}/fd")) < 1500
+    for i in range(2000):
+        os.stat(place / f"{i}")
+
+
+def test_a_removed_file_lives_on_through_its_handle(place: Path) -> None:
+    """Read, write, stat, truncate, map and mode of an open file after its last name is gone."""
+    path = place / "gone"
+    with open(path, "w+b", buffering=0) as file:
+        file.write(b"a" * 10000)
+        path.unlink()
+        assert os.fstat(file.fileno()).st_nlink == 0
+        os.fchmod(file.fileno(), 0o600)
+        os.ftruncate(file.fileno(), 5000)
+        with mmap.mmap(file.fileno(), 0) as mapping:
+            mapping[:3] = b"bbb"
+        assert os.pread(file.fileno(), 6000, 0) == b"bbb" + b"a" * 4997
+        assert not path.exists()
+        path.write_text("another")
+        assert os.fstat(file.fileno()).st_size == 5000
+
+
+def test_directories_are_followed_when_they_move(place: Path) -> None:
+    """Handles, working directories and children of a renamed directory are found at once in their new place."""
+    (place / "a" / "b" / "c").mkdir(parents=True)
+    (place / "a" / "b" / "c" / "file").write_text("1")
+    inside = os.open(place / "a" / "b", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        (place / "a").rename(place / "z")
+        assert (place / "z" / "b" / "c" / "file").read_text() == "1"
+        with open(os.open("c/file", os.O_WRONLY | os.O_APPEND, dir_fd=inside), "w") as file:
+            file.write("2")
+        assert (place / "z" / "b" / "c" / "file").read_text() == "12"
+        assert os.stat("..", dir_fd=inside).st_ino == (place / "z").stat().st_ino
+    finally:
+        os.close(inside)
+
+
+def test_paths_longer_than_path_max(place: Path) -> None:
+    """A tree deeper than 4,096 bytes of path is made, written, listed and removed."""
+    fds = [os.open(place, os.O_RDONLY | os.O_DIRECTORY)]
+    name = "d" * 200
+    for _ in range(40):
+        os.mkdir(name, dir_fd=fds[-1])
+        fds.append(os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=fds[-1]))
+    with open(os.open("deep", os.O_WRONLY | os.O_CREAT, dir_fd=fds[-1]), "w") as file:
+        file.write("found")
+    assert os.listdir(fds[-1]) == ["deep"]
+    os.unlink("deep", dir_fd=fds[-1])
+    while len(fds) > 1:
+        os.close(fds.pop())
+        os.rmdir(name, dir_fd=fds[-1])
+    os.close(fds.pop())
+
+
+def test_special_files_work(place: Path) -> None:
+    """A fifo carries data, a socket connections, a device node reaches its driver."""
+    os.mkfifo(place / "fifo")
+    writer = threading.Thread(target=lambda: (place / "fifo").write_text("through"))
+    writer.start()
+    assert (place / "fifo").read_text() == "through"
+    writer.join()
+    os.mknod(place / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    with open(place / "null", "wb", buffering=0) as null:
+        assert null.write(b"swallowed") == 9
+    with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
+        fd = os.open(place, os.O_PATH)  # unix socket paths end at 107 bytes
+        server.bind(f"/proc/self/fd/{fd}/sock")
+        server.listen()
+        client.connect(f"/proc/self/fd/{fd}/sock")
+        os.close(fd)
+
+
+def test_direct_io(place: Path) -> None:
+    """O_DIRECT writes and reads of a whole page, mixed with cached ones, agree."""
+    path = place / "direct"
+    buffer = mmap.mmap(-1, 8192)
+    buffer.write(b"d" * 8192)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    try:
+        assert os.write(fd, buffer) == 8192
+        with open(path, "r+b", buffering=0) as cached:
+            cached.seek(4096)
+            cached.write(b"c" * 100)
+        assert os.preadv(fd, [buffer], 0) == 8192
+        assert buffer[4090:4200] == b"d" * 6 + b"c" * 100 + b"d" * 4
+    finally:
+        os.close(fd)
+
+
+def test_a_file_that_is_written_has_blocks(place: Path) -> None:
+    """Archivers take a file without blocks for a hole: while it is written it has some, and afterwards its own."""
+    path = place / "growing"
+    with open(path, "wb", buffering=0) as file:
+        file.write(b"x" * 1_000_000)
+        assert path.stat().st_blocks > 0
+    assert path.stat().st_blocks * 512 >= 1_000_000
+
+
+def test_link_counts_are_the_jobs_own(place: Path, overlay: Overlay) -> None:
+    """Links that keep removed files for a pending epoch are not shown to the job, nor is the state directory counted."""
+    (place / "file").write_text("1")
+    os.link(place / "file", place / "second")
+    overlay.client.cut()
+    (place / "file").unlink()
+    assert (place / "second").stat().st_nlink == 1
+    assert overlay.root.stat().st_nlink == 2 + sum(entry.is_dir() for entry in os.scandir(overlay.root))
+    for epoch in overlay.client.status().pending:
+        overlay.client.committed(epoch)
+    assert (place / "second").stat().st_nlink == 1
+
+
+def test_everything_that_a_returned_write_wrote_is_in_the_cut(place: Path, overlay: Overlay) -> None:
+    """After open and close through the mount of what ``writers`` names, a cut finds written bytes on the backing side."""
+    with open(place / "open", "wb", buffering=0) as file:
+        file.write(b"w" * 300_000)
+        for name in overlay.client.writers():
+            os.close(os.open(os.fsencode(overlay.root) + b"/" + name, os.O_RDONLY))
+        cut = overlay.client.cut()
+        assert (overlay.backing / place.name / "open").read_bytes() == b"w" * 300_000
+        overlay.client.committed(cut.epoch)
