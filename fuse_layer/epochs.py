@@ -62,6 +62,8 @@ class Epochs:
     def hold(self, timeout_seconds: float) -> int:
         """Stop changing operations; none is in flight on return. Ends by ``release`` or after the timeout.
         TimeoutError when they do not finish in time."""
+        with self._control:
+            pass  # what a commit is freeing takes its time: before the gate is closed, not while it is
         started = time.monotonic_ns()
         token = self._state.gate.hold(timeout_seconds)
         self._hold_started_ns = started
