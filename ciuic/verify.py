@@ -6,12 +6,33 @@ read once, however many snapshots have it. Leaves to `ciuic.check` whether the r
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple, get_args
 
-from ciuic.repository import Repository
-from ciuic.types import ChunkId, SnapshotId
+from ciuic.blame import Blame, Place
+from ciuic.chunkset import ChunkSet
+from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.lookup import resolve
+from ciuic.repository import Repository, Walker
+from ciuic.repository.blockmaps import blocks_of
+from ciuic.repository.errors import DamagedTree
+from ciuic.repository.lock import LOCK_NAME
+from ciuic.repository.snapshots import UNREADABLE_MARKS
+from ciuic.repository.walk import Reached
+from ciuic.restore.content import Worker
+from ciuic.restore.pool import Pool
+from ciuic.types import ChunkId, RootRecord, Snapshot, SnapshotId
+
+_ALL_BELOW_BYTES = 1 << 30
+"""A repository up to this size is read whole whatever was asked: it takes seconds, and finds what nobody refers to."""
+_BATCH_CHUNKS = 256
+_NOT_COVERED = "the index does not cover"
+"""How the repository says that the index is behind: after a crash, or beside a writer. Readers find those chunks anyway."""
 
 DamageKind = Literal["snapshot", "tree", "links", "map", "xattrs", "data", "pack", "index", "config"]
 
@@ -68,8 +89,307 @@ def verify_snapshots(
     checksum: bool = False,
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> VerifyResult:
-    """Verifies these snapshots, or with None all and every byte of the repository's own files.
+    """Verifies these snapshots, or with None all of them.
 
-    NotFound for an id that is not there. Damage never raises.
+    With ``checksum`` every byte that they need is read, and with None (or where the repository is small) every byte of
+    the packs, needed or not. NotFound for an id that is not there. Damage never raises.
     """
-    raise NotImplementedError
+    return _Verification(repository, checksum, progress).run(ids)
+
+
+class _Verification:
+    """One verification. First find bad chunks, then name whose they are."""
+
+    def __init__(
+        self, repository: Repository, checksum: bool, progress: Callable[[VerifyProgress], None] | None
+    ) -> None:
+        self.repository = repository
+        self.result = VerifyResult(checksum=checksum)
+        self._progress = progress
+        self._bad: dict[ChunkId, str] = {}
+        """Chunks of which no good copy was found, and why."""
+        self._bytes_total = 0
+        self._batch: list[tuple[ChunkId, int]] = []
+        self._pack_bytes: dict[int, int] = {}
+
+    def run(self, ids: Sequence[SnapshotId] | None) -> VerifyResult:
+        snapshots = self._load(self.repository.snapshots.ids() if ids is None else ids)
+        if self.result.checksum or ids is None:
+            self._look_at_own_files()
+        scrubbed = self.result.checksum and (
+            ids is None or self.repository.stored_bytes() <= _ALL_BELOW_BYTES
+        )
+        if scrubbed:
+            self._scrub()
+        self._look_at(snapshots, read=self.result.checksum and not scrubbed)
+        self._name_the_damaged()
+        self._tell(b"")
+        return self.result
+
+    def _load(self, ids: Sequence[SnapshotId]) -> list[Snapshot]:
+        loaded = []
+        for id_ in dict.fromkeys(ids):
+            self.result.snapshots.append(id_)
+            try:
+                loaded.append(self.repository.snapshots.load(id_))
+            except NotFound:
+                raise
+            except CiuicError as error:
+                self._unreadable(str(id_), error.message)
+        return loaded
+
+    def _unreadable(self, name: str, reason: str) -> None:
+        file = self.repository.snapshots.path(name)
+        damage = Damage("snapshot", reason, snapshots=(SnapshotId(name),), file=file)
+        if all(known.file != file for known in self.result.damages):
+            self.result.damages.append(damage)
+
+    # -- the repository's own files
+
+    def _look_at_own_files(self) -> None:
+        for words in self.repository.config_damage():
+            self.result.damages.append(Damage("config", words, file=str(self.repository.path)))
+        for unreadable in self.repository.snapshots.unreadable():
+            self._unreadable(unreadable.id, unreadable.reason)
+        for id_ in self.repository.snapshots.ids():
+            try:
+                snapshot = self.repository.snapshots.load(id_)
+            except CiuicError:
+                continue  # named above, or removed meanwhile
+            if snapshot.hold_reason == UNREADABLE_MARKS:
+                file = self.repository.snapshots.marks_path(id_)
+                self.result.damages.append(Damage("snapshot", UNREADABLE_MARKS, snapshots=(id_,), file=file))
+        if self.result.checksum and not self._writer_at_work():
+            for words in self.repository.check_index():
+                if not words.startswith(_NOT_COVERED):
+                    file = str(self.repository.path / "index.sqlite")
+                    self.result.damages.append(Damage("index", words, file=file))
+
+    def _writer_at_work(self) -> bool:
+        """Whether the index may be changing right now."""
+        try:
+            fd = os.open(self.repository.path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # no lock file, or not ours to open: then nobody can be told apart from a writer
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # no locks on this file system
+            return False
+        finally:
+            os.close(fd)
+        return False
+
+    def _scrub(self) -> None:
+        """Every byte of every pack; what is bad and has a good copy elsewhere is damage of the pack alone."""
+
+        def progress(done: int, total: int) -> None:
+            self.result.bytes_read, self._bytes_total = done, total
+            self._tell(b"")
+
+        for found in self.repository.scrub(progress):
+            where = f"at offset {found.offset}: {found.reason}"
+            file = str(self.repository.path / "packs" / f"{found.pack:016x}.pack")
+            if found.chunk is None:
+                self.result.damages.append(Damage("pack", where, file=file))
+                continue
+            try:
+                self.repository.chunks.get(found.chunk)
+            except Damaged as error:
+                self._bad.setdefault(found.chunk, error.message)
+            else:
+                reason = f"{where}; another copy of this chunk is good"
+                self.result.damages.append(Damage("pack", reason, chunk=found.chunk, file=file))
+
+    # -- what snapshots need
+
+    def _look_at(self, snapshots: list[Snapshot], *, read: bool) -> None:
+        walker = Walker(self.repository, seen_data=ChunkSet())
+        self._pack_bytes = _pack_sizes(self.repository)
+        if read:
+            self._bytes_total = sum(snapshot.size_bytes for snapshot in snapshots)
+        with closing(Pool(self.repository.path)) as pool:
+            try:
+                for snapshot in snapshots:
+                    for reached in walker.walk(snapshot, on_damage=self._node_damaged):
+                        self._look_at_chunk(snapshot, reached, pool if read else None)
+                self._read_batch(pool)
+                pool.wait(pool.idle)
+            except BaseException:
+                pool.stop()
+                raise
+
+    def _node_damaged(self, reached: Reached, error: Damaged) -> None:
+        self._bad.setdefault(reached.id, error.message)
+
+    def _look_at_chunk(self, snapshot: Snapshot, reached: Reached, pool: Pool | None) -> None:
+        self.result.chunks += 1
+        try:
+            if reached.kind in ("tree", "links"):
+                self._look_at_node(snapshot, reached)
+            elif reached.kind == "xattrs" and reached.entry is not None:
+                self.repository.trees.xattrs(reached.entry)
+            elif reached.kind == "data" and reached.entry is not None:
+                self._look_at_data(reached.id, self._length(reached), pool)
+        except Damaged as error:
+            self._bad.setdefault(getattr(error, "chunk", reached.id), error.message)
+
+    def _look_at_node(self, snapshot: Snapshot, reached: Reached) -> None:
+        trees, links = self.repository.trees, reached.kind == "links"
+        try:
+            node = trees.node(reached.id, links=links)
+        except Damaged:
+            return  # the walk is about to say so itself
+        for ref in node.refs:
+            trees.child(node, ref, links=links)
+        for entry in node.entries:
+            if not entry.is_dir and not links:
+                self.result.files += 1
+            if entry.link and not links:
+                self._look_at_link(snapshot, reached, entry.name, entry.link)
+        self._tell(b"")
+
+    def _look_at_link(self, snapshot: Snapshot, reached: Reached, name: bytes, link: int) -> None:
+        """That the inode is in a link table: of one of the roots, for the walk does not say in which it is."""
+        problems = []
+        for root in snapshot.roots:
+            problem = self._link_problem(root, reached, name)
+            if not problem:
+                return
+            problems.append(problem)
+        self._bad.setdefault(reached.id, f"inode {link}: {problems[-1]}")
+
+    def _link_problem(self, root: RootRecord, reached: Reached, name: bytes) -> str:
+        entry = next(entry for entry in self.repository.trees.node(reached.id).entries if entry.name == name)
+        try:
+            resolve(self.repository, root, entry)
+        except Damaged as error:
+            # A damaged node of the table is damage of its own; this only wants to know of missing inodes.
+            return "" if hasattr(error, "chunk") else error.message
+        return ""
+
+    def _length(self, reached: Reached) -> int:
+        assert reached.entry is not None
+        block_size = self.repository.block_size
+        if not 0 <= reached.block < blocks_of(reached.entry.size_bytes, block_size):
+            raise DamagedTree(reached.id, f"block {reached.block} lies behind the end of the file")
+        return min(block_size, reached.entry.size_bytes - reached.block * block_size)
+
+    def _look_at_data(self, chunk: ChunkId, length: int, pool: Pool | None) -> None:
+        if pool is None:
+            location = self.repository.chunks.locate(chunk)
+            raw_bytes = location.raw_bytes
+            if location.offset + location.stored_bytes > self._pack_bytes.get(location.pack, 0):
+                # The index names a place that is not there: only a search knows whether there is another.
+                raw_bytes = len(self.repository.chunks.get(chunk))
+            if raw_bytes != length:
+                raise DamagedTree(chunk, f"a block of {length} bytes has {raw_bytes}")
+            return
+        self._batch.append((chunk, length))
+        if len(self._batch) == _BATCH_CHUNKS:
+            self._read_batch(pool)
+
+    def _read_batch(self, pool: Pool) -> None:
+        batch, self._batch = self._batch, []
+        if batch:
+            pool.submit(partial(self._read, pool, batch))
+
+    def _read(self, pool: Pool, batch: list[tuple[ChunkId, int]], worker: Worker) -> None:
+        for chunk, length in batch:
+            worker.check()
+            problem = ""
+            try:
+                data = worker.repository.chunks.get(chunk)
+                if len(data) != length:
+                    problem = f"a block of {length} bytes has {len(data)}"
+            except Damaged as error:
+                problem = error.message
+            with pool.changed:
+                self.result.bytes_read += length
+                if problem:
+                    self._bad.setdefault(chunk, problem)
+        with pool.changed:
+            self._tell(b"")
+
+    # -- names
+
+    def _name_the_damaged(self) -> None:
+        """Turns bad chunks into damage: each place once, with all snapshots of the repository that have it."""
+        if not self._bad:
+            return
+        blame = Blame(self.repository, self._bad)
+        sharing: dict[Place, list[SnapshotId]] = {}
+        for id_ in self.repository.snapshots.ids():
+            try:
+                snapshot = self.repository.snapshots.load(id_)
+            except CiuicError:
+                continue  # damage of its own, named already, or removed meanwhile
+            for place in self._places(blame, snapshot):
+                sharing.setdefault(place, []).append(id_)
+        needed = set()
+        for (kind, root, path, block, chunk), ids in sharing.items():
+            needed.add(chunk)
+            offset = block * self.repository.block_size if block >= 0 else -1
+            self.result.damages.append(
+                Damage(
+                    _kind(kind),
+                    self._bad[chunk],
+                    path,
+                    root,
+                    block,
+                    offset,
+                    chunk,
+                    tuple(ids),
+                    self._file(chunk),
+                )
+            )
+        for chunk, reason in self._bad.items():
+            if chunk not in needed:
+                reason = f"{reason}; no snapshot needs it"
+                self.result.damages.append(Damage("pack", reason, chunk=chunk, file=self._file(chunk)))
+
+    def _places(self, blame: Blame, snapshot: Snapshot) -> list[Place]:
+        """The places in a snapshot. One that is not verified may have damage of its own: it joins the search."""
+        while True:
+            try:
+                return list(dict.fromkeys(blame.places(snapshot)))
+            except Damaged as error:
+                chunk = getattr(error, "chunk", None)
+                if chunk is None or chunk in self._bad:
+                    return []
+                self._bad[chunk] = error.message
+                blame.forget()
+
+    def _file(self, chunk: ChunkId) -> str:
+        """The pack that should have it."""
+        try:
+            pack = self.repository.chunks.locate(chunk).pack
+        except CiuicError:
+            return ""
+        return str(self.repository.path / "packs" / f"{pack:016x}.pack")
+
+    def _tell(self, path: bytes) -> None:
+        if self._progress is not None:
+            result = self.result
+            total = max(self._bytes_total, result.bytes_read)
+            self._progress(VerifyProgress(result.bytes_read, total, result.files, path))
+
+
+def _pack_sizes(repository: Repository) -> dict[int, int]:
+    """Number → bytes, of every pack file that is there, damaged or not."""
+    sizes = {}
+    with os.scandir(repository.path / "packs") as found:
+        for item in found:
+            number, dot, suffix = item.name.partition(".")
+            if (dot, suffix) == (".", "pack"):
+                try:
+                    sizes[int(number, 16)] = item.stat(follow_symlinks=False).st_size
+                except (ValueError, FileNotFoundError):
+                    continue  # not a pack's name, or dropped meanwhile
+    return sizes
+
+
+def _kind(kind: str) -> DamageKind:
+    known: tuple[DamageKind, ...] = get_args(DamageKind)
+    return next(name for name in known if name == kind)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ciuic.repository import Repository
-from ciuic.restore import Overwrite, execute, plan_restore
 from support import trees
-from support.restoring import take, write
+from support.restoring import take
+
+from ciuic.repository import Repository
+from ciuic.restore import execute, plan_restore
 
 
 @pytest.fixture

@@ -1,0 +1,192 @@
+"""Which files of which snapshots need these chunks: the names behind damage.
+
+Guarantees: every place in a snapshot that needs one of the chunks is named, with the block; subtrees that need none of
+them are looked at once, however many snapshots share them. What lies below a damaged node cannot be named and is the
+node's own place: the directory, or the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from ciuic.lookup import join
+from ciuic.repository import Repository
+from ciuic.repository.blockmaps import FANOUT, blocks_of
+from ciuic.repository.treeformat import Node
+from ciuic.types import FLAG_XATTRS_CHUNK, HOLE, ChunkId, Entry, RootRecord, Snapshot
+
+
+class Place(NamedTuple):
+    """Something in a snapshot that needs one of the chunks."""
+
+    kind: str
+    """tree, links, map, xattrs or data."""
+    root: bytes
+    path: bytes
+    """Absolute; `<root>#<inode>` for an inode of the link table that no readable directory names."""
+    block: int
+    """Of data, its block; of a map, the first block it is for; else -1."""
+    chunk: ChunkId
+
+
+class _Frame:
+    """A tree node on the way down."""
+
+    def __init__(self, id_: ChunkId, children: Iterator[ChunkId], tainted: bool) -> None:
+        self.id = id_
+        self.children = children
+        self.tainted = tainted
+
+
+class Blame:
+    """Finds the places of ``bad`` chunks. Nodes that cannot be read must be among them."""
+
+    def __init__(self, repository: Repository, bad: Collection[ChunkId]) -> None:
+        self._trees = repository.trees
+        self._maps = repository.block_maps
+        self._block_size = repository.block_size
+        self._bad = bad
+        self._tainted: dict[ChunkId, bool] = {}
+        self._tainted_maps: dict[bytes, bool] = {}
+
+    def forget(self) -> None:
+        """To be called when ``bad`` has grown: what was found clean may not be."""
+        self._tainted.clear()
+        self._tainted_maps.clear()
+
+    def places(self, snapshot: Snapshot) -> Iterator[Place]:
+        """Every place in the snapshot; a directory's own before what is below it."""
+        for root in snapshot.roots:
+            yield from self._entry(root, root.entry, root.path)
+            yield from self._links(root)
+            if root.entry.content:
+                yield from self._tree(root, ChunkId(root.entry.content), root.path)
+
+    def _tree(self, root: RootRecord, top: ChunkId, path: bytes) -> Iterator[Place]:
+        stack = [(top, path)]
+        while stack:
+            id_, path = stack.pop()
+            if id_ in self._bad:
+                yield Place("tree", root.path, path, -1, id_)
+            if id_ in self._bad or not self._is_tainted(id_, links=False):
+                continue
+            node = self._trees.node(id_)
+            stack.extend((ref.id, path) for ref in reversed(node.refs))
+            for entry in node.entries:
+                here = join(path, entry.name)
+                yield from self._entry(root, entry, here)
+                if entry.is_dir and entry.content:
+                    stack.append((ChunkId(entry.content), here))
+
+    def _links(self, root: RootRecord) -> Iterator[Place]:
+        """Places in the link table, under each of the inode's names."""
+        if not root.links or not self._is_tainted(ChunkId(root.links), links=True):
+            return
+        found: dict[int, list[Place]] = {}
+        stack = [ChunkId(root.links)]
+        while stack:
+            id_ = stack.pop()
+            if id_ in self._bad:
+                yield Place("links", root.path, root.path, -1, id_)
+            if id_ in self._bad or not self._is_tainted(id_, links=True):
+                continue
+            node = self._trees.node(id_, links=True)
+            stack.extend(ref.id for ref in reversed(node.refs))
+            for entry in node.entries:
+                ino = int.from_bytes(entry.name, "big")
+                places = list(self._entry(root, entry, b"%s#%d" % (root.path, ino)))
+                if places:
+                    found[ino] = places
+        yield from self._under_their_names(root, found)
+
+    def _under_their_names(self, root: RootRecord, found: dict[int, list[Place]]) -> Iterator[Place]:
+        nameless = set(found)
+        stack = [(ChunkId(root.entry.content), root.path)] if found and root.entry.content else []
+        while stack:
+            id_, path = stack.pop()
+            if id_ in self._bad:
+                continue
+            node = self._trees.node(id_)
+            stack.extend((ref.id, path) for ref in reversed(node.refs))
+            for entry in node.entries:
+                if entry.is_dir and entry.content:
+                    stack.append((ChunkId(entry.content), join(path, entry.name)))
+                for place in found.get(entry.link, ()) if entry.link else ():
+                    nameless.discard(entry.link)
+                    yield place._replace(path=join(path, entry.name))
+        for ino in sorted(nameless):
+            yield from found[ino]
+
+    def _entry(self, root: RootRecord, entry: Entry, path: bytes) -> Iterator[Place]:
+        """Places of its attributes and content."""
+        if entry.flags & FLAG_XATTRS_CHUNK and entry.xattrs and entry.xattrs[0][1] in self._bad:
+            yield Place("xattrs", root.path, path, -1, ChunkId(entry.xattrs[0][1]))
+        if not entry.is_file or not entry.content:
+            return
+        if entry.map_height == 0:
+            if entry.content in self._bad:
+                yield Place("data", root.path, path, 0, ChunkId(entry.content))
+        elif self._is_tainted_map(entry):
+            for kind, block, chunk in self._in_map(entry):
+                yield Place(kind, root.path, path, block, chunk)
+
+    def _is_tainted_map(self, entry: Entry) -> bool:
+        known = self._tainted_maps.get(entry.content)
+        if known is None:
+            known = next(self._in_map(entry), None) is not None
+            self._tainted_maps[entry.content] = known
+        return known
+
+    def _in_map(self, entry: Entry) -> Iterator[tuple[str, int, ChunkId]]:
+        end = blocks_of(entry.size_bytes, self._block_size)
+        stack = [(ChunkId(entry.content), entry.map_height, 0)]
+        while stack:
+            id_, height, first = stack.pop()
+            if id_ in self._bad:
+                yield ("map" if height else "data"), first, id_
+                continue
+            if not height:
+                continue
+            span = FANOUT ** (height - 1)
+            below = []
+            for at, child in enumerate(self._maps.node(id_, height)):
+                # Data chunks are nearly all there are: only bad ones are worth a place on the stack.
+                if child != HOLE and first + at * span < end and (height > 1 or child in self._bad):
+                    below.append((child, height - 1, first + at * span))
+            stack.extend(reversed(below))
+
+    def _is_tainted(self, top: ChunkId, *, links: bool) -> bool:
+        """Whether this node, or anything below it, needs a bad chunk."""
+        if top in self._tainted:
+            return self._tainted[top]
+        stack = [self._open(top, links)]
+        while stack:
+            frame = stack[-1]
+            child = next(frame.children, None)
+            if child is None:
+                self._tainted[frame.id] = frame.tainted
+                stack.pop()
+                if stack:
+                    stack[-1].tainted |= frame.tainted
+            elif child in self._tainted:
+                frame.tainted |= self._tainted[child]
+            else:
+                stack.append(self._open(child, links))
+        return self._tainted[top]
+
+    def _open(self, id_: ChunkId, links: bool) -> _Frame:
+        if id_ in self._bad:
+            return _Frame(id_, iter(()), True)
+        node: Node = self._trees.node(id_, links=links)
+        tainted = any(self._is_tainted_entry(entry) for entry in node.entries)
+        below = [ref.id for ref in node.refs]
+        below += [ChunkId(entry.content) for entry in node.entries if entry.is_dir and entry.content]
+        return _Frame(id_, iter(below), tainted)
+
+    def _is_tainted_entry(self, entry: Entry) -> bool:
+        if entry.flags & FLAG_XATTRS_CHUNK and entry.xattrs and entry.xattrs[0][1] in self._bad:
+            return True
+        if not entry.is_file or not entry.content:
+            return False
+        return entry.content in self._bad if entry.map_height == 0 else self._is_tainted_map(entry)

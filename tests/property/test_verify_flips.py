@@ -1,0 +1,187 @@
+"""One byte of a repository is changed, anywhere: verify must see it, and say whose it is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.restoring import take, write
+
+from ciuic.errors import CiuicError, Damaged
+from ciuic.lookup import children
+from ciuic.repository import Repository
+from ciuic.types import Snapshot, SnapshotId
+from ciuic.verify import VerifyResult, verify_snapshots
+
+
+class Made(NamedTuple):
+    """A repository with two snapshots that share most of what they have."""
+
+    path: Path
+    root: Path
+    first: Snapshot
+    second: Snapshot
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    base = tmp_path_factory.mktemp("verify")
+    root = base / "root"
+    write(root / "shared.bin", bytes(range(256)) * 100)
+    write(root / "random.bin", os.urandom(50_000))
+    write(root / "deep" / "er" / "file", b"small")
+    write(root / "changes", b"first content")
+    write(root / "two names", os.urandom(9000))
+    os.link(root / "two names", root / "deep" / "other name")
+    with Repository.create(base / "repository", block_size=4096) as repository:
+        first = take(repository, root)
+        write(root / "changes", b"second content")
+        second = take(repository, root)
+        with repository.writer() as writer:
+            writer.set_marks(first.id, hold=True, reason="marks have bytes too")
+    with Repository.open(base / "repository") as repository:
+        yield Made(repository.path, root, first, second)
+
+
+def verify(path: Path, *, checksum: bool = True, ids: list[SnapshotId] | None = None) -> VerifyResult:
+    with Repository.open(path) as repository:
+        return verify_snapshots(repository, ids, checksum=checksum)
+
+
+def test_a_sound_repository_has_no_damage(made: Made) -> None:
+    """Neither structure nor bytes raise an alarm where nothing is wrong, and every name was looked at."""
+    for checksum in (False, True):
+        result = verify(made.path, checksum=checksum)
+        assert result.damages == []
+        assert result.snapshots == [made.second.id, made.first.id]
+        assert result.files >= 6
+
+
+def flip(path: Path, offset: int, mask: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_every_flipped_byte_is_found(
+    made: Made, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """In packs, snapshot files, marks and configuration, whatever byte is flipped, verify --checksum reports damage."""
+    copy = tmp_path_factory.mktemp("flip") / "repository"
+    shutil.copytree(made.path, copy)
+    files = sorted(
+        file
+        for file in copy.rglob("*")
+        if file.is_file() and not file.name.startswith(("index", "lock")) and file.stat().st_size
+    )
+    file = data.draw(st.sampled_from(files))
+    offset = data.draw(st.integers(0, file.stat().st_size - 1))
+    flip(file, offset, data.draw(st.integers(1, 255)))
+    try:
+        result = verify(copy)
+    except Damaged:
+        assert file.name.startswith(
+            "config"
+        )  # both copies of the configuration are needed to notice, one to open
+    else:
+        assert result.damaged, f"{file.name} at {offset}"
+    finally:
+        shutil.rmtree(copy.parent)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_damaged_index_never_hides_or_breaks_anything(
+    made: Made, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """A flipped byte in the index costs time: no traceback, no false damage of a file."""
+    copy = tmp_path_factory.mktemp("index") / "repository"
+    shutil.copytree(made.path, copy)
+    file = copy / "index.sqlite"
+    flip(file, data.draw(st.integers(0, file.stat().st_size - 1)), data.draw(st.integers(1, 255)))
+    try:
+        result = verify(copy)
+        assert all(damage.kind == "index" for damage in result.damages), result.damages
+    finally:
+        shutil.rmtree(copy.parent)
+
+
+def locate(path: Path, snapshot: Snapshot, name: bytes, block: int = 0) -> tuple[Path, int]:
+    """Pack and offset of the stored bytes of one block of a file at the top of the root."""
+    with Repository.open(path) as repository:
+        root = snapshot.roots[0]
+        entry = next(entry for entry in children(repository, root, root.entry) if entry.name == name)
+        ids = dict(repository.block_maps.ids(entry.content, entry.map_height, block + 1))
+        place = repository.chunks.locate(ids[block])
+        return path / "packs" / f"{place.pack:016x}.pack", place.offset
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_damage_names_path_block_and_all_snapshots(made: Made, tmp_path: Path, everything: bool) -> None:
+    """A bad block of a shared file is named with its path, block number, and both snapshots, newest first."""
+    copy = tmp_path / "repository"
+    shutil.copytree(made.path, copy)
+    flip(*locate(copy, made.first, b"random.bin", 3), 0x40)
+    result = verify(copy, ids=None if everything else [made.first.id])
+    (damage,) = [damage for damage in result.damages if damage.path]
+    assert damage.path == os.fsencode(made.root / "random.bin")
+    assert (damage.kind, damage.block, damage.offset) == ("data", 3, 3 * 4096)
+    assert damage.snapshots == (made.second.id, made.first.id)
+    assert damage.root == os.fsencode(made.root)
+
+
+def test_damage_in_a_file_with_two_names_names_both(made: Made, tmp_path: Path) -> None:
+    """Content that several names share is damage of each of them."""
+    copy = tmp_path / "repository"
+    shutil.copytree(made.path, copy)
+    flip(*locate(copy, made.first, b"two names", 1), 1)
+    paths = {damage.path for damage in verify(copy).damages if damage.path}
+    assert paths == {os.fsencode(made.root / "two names"), os.fsencode(made.root / "deep" / "other name")}
+
+
+def test_only_one_snapshot_is_blamed_for_what_only_it_has(made: Made, tmp_path: Path) -> None:
+    """Damage in content that one snapshot alone needs does not name the other."""
+    copy = tmp_path / "repository"
+    shutil.copytree(made.path, copy)
+    flip(*locate(copy, made.first, b"changes"), 1)
+    (damage,) = [damage for damage in verify(copy).damages if damage.path]
+    assert damage.snapshots == (made.first.id,)
+
+
+def test_a_missing_pack_is_missing_chunks_without_reading_a_byte(made: Made, tmp_path: Path) -> None:
+    """Structure alone finds that data is gone, and names the files."""
+    copy = tmp_path / "repository"
+    shutil.copytree(made.path, copy)
+    locate(copy, made.first, b"random.bin")[0].unlink()
+    result = verify(copy, checksum=False)
+    assert os.fsencode(made.root / "random.bin") in {damage.path for damage in result.damages}
+    assert result.bytes_read == 0
+
+
+def test_a_damaged_snapshot_file_is_named(made: Made, tmp_path: Path) -> None:
+    """A snapshot that cannot be read is damage with its id and file, asked for by name or not."""
+    copy = tmp_path / "repository"
+    shutil.copytree(made.path, copy)
+    file = next(file for file in copy.rglob(str(made.first.id)) if "snapshots" in str(file.parent))
+    flip(file, file.stat().st_size // 2, 0xFF)
+    for ids in (None, [made.first.id]):
+        (damage,) = verify(copy, ids=ids).damages
+        assert damage.kind == "snapshot"
+        assert damage.snapshots == (made.first.id,)
+        assert Path(damage.file) == file
+
+
+def test_an_unknown_snapshot_is_an_error(made: Made) -> None:
+    """Asking for a snapshot that is not there is not damage."""
+    with pytest.raises(CiuicError, match="cs-ffffffff"):
+        verify(made.path, ids=[SnapshotId("cs-ffffffff")])
