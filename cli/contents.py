@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ciuic.lookup import children, find, is_within, join
+from ciuic.lookup import children, find, is_within, join, root_of
 from ciuic.types import Entry, Snapshot
 
 if TYPE_CHECKING:
@@ -35,3 +36,15 @@ def roots_below(snapshot: Snapshot, path: bytes) -> list[Entry]:
             entry = Entry(name=name, mode=stat.S_IFDIR | 0o755) if slash else root.entry
             steps[name] = msgspec.structs.replace(entry, name=name)
     return [steps[name] for name in sorted(steps)]
+
+
+def as_recorded(snapshot: Snapshot, path: bytes) -> bytes:
+    """The path under which the snapshot knows what a person calls ``path``.
+
+    Roots are recorded with symbolic links resolved; who reaches them through a link names them by the link.
+    """
+    if root_of(snapshot, path) is None and not roots_below(snapshot, path):
+        real = os.path.realpath(path)
+        if root_of(snapshot, real) is not None:
+            return real
+    return path

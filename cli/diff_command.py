@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli import times
+from ciuic.cli.contents import as_recorded
 from ciuic.cli.names import json_name, shown
 from ciuic.cli.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json
@@ -53,6 +54,7 @@ def _changes(session: Session, snapshot_id: str, other: str | None, path: bytes 
 
     store = session.repository.snapshots
     old = store.load(store.resolve(snapshot_id))
+    path = path if path is None else as_recorded(old, path)
     if other is None:
         return diff_live(session.repository, old, path)
     return diff_snapshots(session.repository, old, store.load(store.resolve(other)), path)

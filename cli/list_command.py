@@ -134,9 +134,12 @@ def state_cell(info: SnapshotInfo) -> Any:
 
 
 def _warn_of_unreadable(session: Session) -> None:
+    """Names the files that no listing shows. They are read only when the count says that there are some: it takes a while."""
     store = session.repository.snapshots
+    if len(store.list()) == len(store.names()):
+        return
     for bad in store.unreadable():
         warn(
-            f"snapshot file {shown_text(bad.path)} cannot be read: {bad.reason}",
+            f"snapshot file {shown_text(bad.path)} cannot be read: {shown_text(bad.reason)}",
             hint="it is not listed, and nothing is pruned while it is there; see: ciuic check",
         )

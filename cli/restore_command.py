@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ciuic.cli.contents import as_recorded
 from ciuic.cli.names import json_name, shown, shown_text
 from ciuic.cli.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.output import complain, json_option, note, out, out_json, warn
@@ -74,10 +75,11 @@ def command(
 
     session = current()
     store = session.repository.snapshots
+    source = store.load(store.resolve(snapshot))
     plan = plan_restore(
         session.repository,
-        store.load(store.resolve(snapshot)),
-        list(dict.fromkeys(paths)),
+        source,
+        list(dict.fromkeys(as_recorded(source, path) for path in paths)),
         dest,
         overwrite=None if overwrite is None else Overwrite(overwrite),
         delete=delete,

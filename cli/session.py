@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,8 +66,10 @@ class Session:
     def repository(self) -> Repository:
         """The repository, open for reading (no lock) until the run ends."""
         if self._repository is None:
-            from ciuic.repository import Repository
+            from ciuic.repository import Repository, log
 
+            log.sink = self._library_event
+            self._closing.callback(setattr, log, "sink", None)
             self._repository = self._closing.enter_context(Repository.open(self.repository_dir))
         return self._repository
 
@@ -78,6 +81,14 @@ class Session:
 
             self._control = self._closing.enter_context(ControlClient(self.config.control.socket))
         return self._control
+
+    def _library_event(self, event: str, fields: Mapping[str, object]) -> None:
+        """What the library would log: for -v only, on stderr, because stdout is for results."""
+        if self.verbosity > 0:
+            from ciuic.cli.names import shown_text
+
+            words = " ".join(f"{key}={value}" for key, value in fields.items())
+            click.echo(shown_text(f"{event} {words}"), err=True)
 
     def close(self) -> None:
         """Closes what was opened. May be called twice."""

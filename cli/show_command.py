@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli import times
-from ciuic.cli.contents import children_of, roots_below
+from ciuic.cli.contents import as_recorded, children_of, roots_below
 from ciuic.cli.names import json_name, shown, shown_text
 from ciuic.cli.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json
@@ -44,7 +44,7 @@ def command(snapshot_id: str, path: bytes | None, as_json: bool) -> None:
     store = session.repository.snapshots
     snapshot = store.load(store.resolve(snapshot_id))
     if path is not None:
-        _show_path(session, snapshot, path, as_json)
+        _show_path(session, snapshot, as_recorded(snapshot, path), as_json)
     elif as_json:
         out_json(_facts(snapshot))
     else:

@@ -7,9 +7,11 @@ the kernel leaves to a file system, is the core's business; what libfuse 3.14 ca
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
@@ -38,6 +40,7 @@ log = structlog.get_logger(__name__)
 
 INLINE_WRITE_BYTES = 128 << 10
 """A larger write goes to a thread: copying it takes longer than the hop, and other requests need the event loop."""
+_DOTS = (b".", b"..")
 LISTING_STEP = 64
 """Directory entries between two chances for other requests."""
 
@@ -82,6 +85,8 @@ class Pyfuse3Driver(pyfuse3.Operations):
         self.requests = 0
         """Requests taken up so far."""
         self._dispatch = Dispatch(core)
+        self._directories: dict[int, int] = {}
+        """Open directory handle → node."""
 
     def init(self) -> None:
         """Called on the event loop, before any request."""
@@ -189,7 +194,12 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         # O_TRUNC is carried out by the core (libfuse asks for FUSE_ATOMIC_O_TRUNC).
         operation = functools.partial(self.core.open, inode, flags, keeps_privileges=ctx.uid == 0)
-        return pyfuse3.FileInfo(fh=await self._dispatch.change(operation), keep_cache=True)
+        handle = await self._dispatch.change(operation)
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            with contextlib.suppress(FileNotFoundError):  # the kernel has dropped the inode meanwhile
+                # What it caches has a long life; from now on it is asked for again (pyfuse3_values.py).
+                pyfuse3.invalidate_inode(inode, attr_only=True)
+        return pyfuse3.FileInfo(fh=handle, keep_cache=True)
 
     @_answered
     async def create(
@@ -198,7 +208,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         attr, handle = await self._dispatch.change(
             self.core.create, parent_inode, name, mode, flags, _caller(ctx)
         )
-        return pyfuse3.FileInfo(fh=handle, keep_cache=True), entry_of(attr)
+        return pyfuse3.FileInfo(fh=handle, keep_cache=True), entry_of(attr, written=True)
 
     @_answered
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
@@ -228,13 +238,26 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
-        return await self._dispatch.read(self.core.opendir, inode)
+        handle = await self._dispatch.read(self.core.opendir, inode)
+        self._directories[handle] = inode
+        return handle
 
     @_answered
     async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
-        entries = await self._dispatch.read(self.core.readdir, fh, start_id)
+        entries = await self._dispatch.read(self._entries, fh, start_id)
         while await self._dispatch.read(self._list_some, entries, token):
             await trio.lowlevel.checkpoint()
+
+    def _entries(self, handle: int, start_id: int) -> Iterator[tuple[bytes, Attr, int]]:
+        """The core's entries behind "." and "..", which it leaves out; offsets are its own plus two."""
+        node = self._directories[handle]
+        for name in _DOTS[start_id:]:
+            attr = self.core.lookup(node, name)
+            self.core.forget(attr.node, 1)  # the kernel counts neither
+            start_id += 1
+            yield name, attr, start_id
+        for name, attr, next_id in self.core.readdir(handle, start_id - len(_DOTS)):
+            yield name, attr, next_id + len(_DOTS)
 
     def _list_some(self, entries: Iterator[tuple[bytes, Attr, int]], token: ReaddirToken) -> bool:
         """Reply up to LISTING_STEP entries; False when the reply is full or the directory at its end."""
@@ -242,12 +265,14 @@ class Pyfuse3Driver(pyfuse3.Operations):
         for name, attr, next_id in itertools.islice(entries, LISTING_STEP):
             if not pyfuse3.readdir_reply(token, name, entry_of(attr), next_id):
                 return False
-            self.core.remember(attr.node)
+            if name not in _DOTS:
+                self.core.remember(attr.node)
             replied += 1
         return replied == LISTING_STEP
 
     @_answered
     async def releasedir(self, fh: FileHandleT) -> None:
+        self._directories.pop(fh, None)
         self.core.releasedir(fh)
 
     @_answered

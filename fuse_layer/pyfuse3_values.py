@@ -11,6 +11,10 @@ import pyfuse3
 TIMEOUT_SECONDS = 86_400.0
 """Every change passes through us, so what the kernel caches stays true until the kernel itself changes it."""
 
+WRITTEN_TIMEOUT_SECONDS = 0.1
+"""For files open for writing; a getattr ten times a second costs nothing."""
+_LEAST_BLOCKS = 8
+
 
 class AttrLike(Protocol):
     """What the core says of a node."""
@@ -23,17 +27,18 @@ class AttrLike(Protocol):
     def st(self) -> os.stat_result: ...
     @property
     def nlink(self) -> int: ...
+    @property
+    def written(self) -> bool: ...
 
 
-def entry_of(attr: AttrLike) -> pyfuse3.EntryAttributes:
-    """Attributes for the kernel; a node id is its inode number."""
+def entry_of(attr: AttrLike, *, written: bool = False) -> pyfuse3.EntryAttributes:
+    """Attributes for the kernel; a node id is its inode number. ``written``: it is being opened for writing just now."""
     st = attr.st
     entry = pyfuse3.EntryAttributes()
     entry.st_ino = attr.node
     entry.generation = attr.generation
     entry.entry_timeout = TIMEOUT_SECONDS
-    # A write takes set-id bits away in the core; the kernel, which would run the file with them, is not told.
-    entry.attr_timeout = 0.0 if st.st_mode & 0o6000 and stat.S_ISREG(st.st_mode) else TIMEOUT_SECONDS
+    entry.attr_timeout = TIMEOUT_SECONDS
     entry.st_mode = st.st_mode
     entry.st_nlink = attr.nlink
     entry.st_uid = st.st_uid
@@ -45,7 +50,23 @@ def entry_of(attr: AttrLike) -> pyfuse3.EntryAttributes:
     entry.st_atime_ns = st.st_atime_ns
     entry.st_mtime_ns = st.st_mtime_ns
     entry.st_ctime_ns = st.st_ctime_ns
+    if stat.S_ISREG(st.st_mode):
+        if attr.written or written:
+            _being_written(entry)
+        if st.st_mode & (stat.S_ISUID | stat.S_ISGID):
+            # A write takes these away in the core; the kernel, which would run the file with them, is not told.
+            entry.attr_timeout = 0.0
     return entry
+
+
+def _being_written(entry: pyfuse3.EntryAttributes) -> None:
+    """Size and times of a file in its write cache are the kernel's own, the blocks are ours and grow unasked (du).
+
+    Never none: archivers take a file without blocks for a single hole and do not read it, while its data may only
+    not have been written back yet (GNU tar --sparse).
+    """
+    entry.attr_timeout = WRITTEN_TIMEOUT_SECONDS
+    entry.st_blocks = max(entry.st_blocks, _LEAST_BLOCKS)
 
 
 def absent_entry() -> pyfuse3.EntryAttributes:

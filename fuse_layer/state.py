@@ -37,6 +37,8 @@ class Attr(NamedTuple):
     st: os.stat_result
     nlink: int
     """Link count without links of ours; use it in place of ``st.st_nlink``."""
+    written: bool = False
+    """A handle that can write is open: what ``st`` says of blocks will change without a further request."""
 
 
 class OpenFile:
@@ -114,7 +116,7 @@ class OverlayState:
         if st.st_ino != node.ino:
             raise stale()
         node.privileged = bool(st.st_mode & (stat.S_ISUID | stat.S_ISGID))
-        return Attr(node.id, 0, st, self._visible_links(node, nlink))
+        return Attr(node.id, 0, st, self._visible_links(node, nlink), node.writers > 0)
 
     def _visible_links(self, node: Node, nlink: int) -> int:
         """The state directory is hidden, so the root's link count must not count it (btrfs directories always
@@ -126,7 +128,7 @@ class OverlayState:
         free."""
         st, nlink = self.undo.links(way.stat)
         node = self.nodes.adopt(parent, name, st, count=count)
-        return node, Attr(node.id, 0, st, nlink)
+        return node, Attr(node.id, 0, st, nlink, node.writers > 0)
 
     # -- saving and marking -------------------------------------------------------------------------
 

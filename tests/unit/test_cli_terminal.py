@@ -1,0 +1,99 @@
+"""What a terminal gets and what it does not: tables, colour, progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cli_repository import CliRepository
+
+from ciuic.cli.progress import _TerminalLine
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> CliRepository:
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    made.snapshot({b"[red]a": os.urandom(5000)}, tags=("[bold]nightly",))
+    return made
+
+
+def on_terminal(repository: CliRepository, *arguments: str, **environment: str) -> bytes:
+    """What the program writes to a terminal of 100 columns that is its stdout and stderr."""
+    ours, theirs = pty.openpty()
+    variables = {
+        **os.environ,
+        "CIUIC_CONFIG": "/dev/null",
+        "TERM": "xterm-256color",
+        "COLUMNS": "100",
+        **environment,
+    }
+    if "NO_COLOR" not in environment:
+        variables.pop("NO_COLOR", None)
+    with subprocess.Popen(
+        [sys.executable, "-m", "ciuic", "--repo", str(repository.path), *arguments],
+        stdout=theirs,
+        stderr=theirs,
+        env=variables,
+    ) as process:
+        os.close(theirs)
+        said = b""
+        while True:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:  # EIO: the program has ended
+                break
+            if not piece:
+                break
+            said += piece
+    os.close(ours)
+    assert process.returncode == 0, said
+    return said
+
+
+def test_table_on_a_terminal_is_drawn_in_colour(repository: CliRepository) -> None:
+    """On a terminal the list is a coloured table; what looks like markup in names is text."""
+    said = on_terminal(repository, "list")
+    assert b"\x1b[" in said
+    assert b"[bold]nightly" in said
+    assert b"cs-000001" in said
+
+
+def test_no_color_is_respected(repository: CliRepository) -> None:
+    """With NO_COLOR nothing is coloured, on a terminal either."""
+    for arguments in (["list"], ["show", "latest"], ["verify", "latest"], ["diff", "latest", "latest"]):
+        assert b"\x1b[3" not in on_terminal(repository, *arguments, NO_COLOR="1"), arguments
+
+
+def test_progress_as_json_lines(repository: CliRepository) -> None:
+    """With CIUIC_PROGRESS=json stderr is JSON lines, the last one says finished, and stdout stays the result."""
+    result = repository.run("verify", "latest", "--checksum", "--json", env={"CIUIC_PROGRESS": "json"})
+    lines = [json.loads(line) for line in result.stderr.splitlines()]
+    assert lines[-1]["task"] == "verify"
+    assert lines[-1]["state"] == "finished"
+    assert json.loads(result.stdout)["damaged"] is False
+
+
+def test_no_progress_where_nobody_looks(repository: CliRepository) -> None:
+    """Into a pipe no progress is written."""
+    assert repository.run("verify", "latest", "--checksum").stderr == ""
+
+
+def test_progress_line_says_how_far_and_how_long() -> None:
+    """The line has share, sizes, speed and time left, and the name is on one line whatever it contains."""
+    reporter = _TerminalLine("restore", 0.1)
+    reporter.state = {
+        "bytes_done": 512 << 20,
+        "bytes_total": 1 << 30,
+        "files_done": 3,
+        "files_total": 9,
+        "path": b"a\nb",
+    }
+    line = reporter.line(elapsed_seconds=4.0)
+    for text in ("restore", "50%", "512 MiB of 1.00 GiB", "3/9 files", "128 MiB/s", "4s left", "$'a\\nb'"):
+        assert text in line
+    assert line.isprintable()
