@@ -19,6 +19,7 @@ from typing import Any, Final
 import click
 
 from ciuic import __version__
+from ciuic.cli.names import shown_text
 from ciuic.cli.options import global_options
 from ciuic.cli.output import abandon_stdout, complain_raw, styled
 from ciuic.cli.session import Session
@@ -144,9 +145,10 @@ def _failed(session: Session, error: Exception) -> int:
         import traceback
 
         complain_raw("".join(traceback.format_exception(error)).rstrip())
-    complain_raw(styled("error: ", fg="red") + message)
+    # Libraries make their messages printable; what slips through must still not reach a terminal raw.
+    complain_raw(styled("error: ", fg="red") + "\n".join(map(shown_text, message.split("\n"))))
     if hint:
-        complain_raw(f"  {hint}")
+        complain_raw("  " + "\n  ".join(map(shown_text, hint.split("\n"))))
     _json_failure(session, message, hint, code)
     return code
 

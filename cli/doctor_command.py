@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ciuic.cli.findings import Finding, ok, problem, warning
-from ciuic.cli.names import shown_text
+from ciuic.cli.names import plural, shown_text
 from ciuic.cli.options import HOST_PATH, FrameCommand
 from ciuic.cli.output import json_option, out, out_json
 from ciuic.cli.session import Session, current
@@ -43,7 +43,7 @@ def command(paths: tuple[bytes, ...], as_json: bool) -> int:
     if as_json:
         out_json({"problems": problems, "warnings": warnings, "findings": [f._asdict() for f in findings]})
     else:
-        out(f"{problems} problems, {warnings} warnings")
+        out(f"{plural(problems, 'problem')}, {plural(warnings, 'warning')}")
     return 1 if problems else 0
 
 
@@ -79,18 +79,18 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
     status, findings = _daemon(session)
     yield from findings
     yield from _safely("service", lambda: machine.systemd_unit(_systemd(), daemon_answers=status is not None))
-    yield from _places(session, config, paths, mountinfo.read())
+    yield from _places(session, config, paths, mountinfo.read(), daemon_answers=status is not None)
     yield from _safely("io pressure", machine.pressure)
     yield from _safely("clock", machine.clock)
 
 
 def _places(
-    session: Session, config: Config, paths: tuple[bytes, ...], mounts: list[Mount]
+    session: Session, config: Config, paths: tuple[bytes, ...], mounts: list[Mount], *, daemon_answers: bool
 ) -> Iterator[Finding]:
     from ciuic.cli import doctor_machine as machine
     from ciuic.cli import doctor_places as places
 
-    yield from _safely("roots", lambda: places.roots(config, mounts))
+    yield from _safely("roots", lambda: places.roots(config, mounts, look_for_bypass=not daemon_answers))
     try:
         repository = session.repository_dir
     except CiuicError as error:
@@ -98,7 +98,7 @@ def _places(
     else:
         yield from _safely("repository", lambda: _repository(session, config))
         yield from _safely("file system", lambda: places.file_systems(config, repository, mounts))
-        yield from _safely("free space", lambda: places.space(config, repository))
+        yield from _safely("free space", lambda: places.space(config, repository, mounts))
         disks = [repository, *(root.path for root in config.roots)]
         priority = str(config.capture.io_priority)
         yield from _safely("io scheduler", lambda: machine.schedulers(disks, mounts, priority))

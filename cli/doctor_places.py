@@ -33,8 +33,8 @@ _ANSWER_SECONDS: Final = 5.0
 _NS: Final = 1_000_000_000
 
 
-def roots(config: Config, mounts: Sequence[Mount]) -> Iterator[Finding]:
-    """Each root: fit to be protected, mounted, answering, and nobody going round it."""
+def roots(config: Config, mounts: Sequence[Mount], *, look_for_bypass: bool) -> Iterator[Finding]:
+    """Each root: fit to be protected, mounted, answering, and (unless the daemon has said so) nobody going round it."""
     from ciuic.config import check_overlaps, check_root
 
     if not config.roots:
@@ -47,10 +47,11 @@ def roots(config: Config, mounts: Sequence[Mount]) -> Iterator[Finding]:
             yield problem("roots", str(trouble), trouble.hint)
         if not troubles:
             yield from _mounted_root(root, mounts)
+            if look_for_bypass:
+                yield from _bypassing(root)
 
 
 def _mounted_root(root: RootConfig, mounts: Sequence[Mount]) -> Iterator[Finding]:
-    from ciuic.bypass import find_bypassing
     from ciuic.config import is_ciuic_mount
 
     name = shown_text(str(root.path))
@@ -67,8 +68,14 @@ def _mounted_root(root: RootConfig, mounts: Sequence[Mount]) -> Iterator[Finding
         )
         return
     yield ok("roots", f"{name} is mounted and answers")
+
+
+def _bypassing(root: RootConfig) -> Iterator[Finding]:
+    from ciuic.bypass import find_bypassing
+
+    name = shown_text(str(root.path))
     for process in find_bypassing(root.path, ignore_pids={os.getpid()}):
-        # Overlay workers hold the backing directory by design.
+        # Overlay workers hold the backing directory by design, and outlive their daemon.
         if process.writes and "ciuic.fuse_layer" not in process.command:
             yield warning(
                 "roots",
@@ -152,19 +159,21 @@ def can_clone(directory: Path) -> bool:
     return True
 
 
-def space(config: Config, repository: Path) -> Iterator[Finding]:
-    """Free bytes and inodes, for the store and for the undo logs that lie below each root."""
-    seen: set[int] = set()
+def space(config: Config, repository: Path, mounts: Sequence[Mount]) -> Iterator[Finding]:
+    """Free bytes and inodes, for the store and for the undo logs that lie below each root; each file system once."""
+    from ciuic.config.places import mount_holding
+
+    seen: set[tuple[int, int]] = set()
     for place in (_existing(repository), *(root.path for root in config.roots)):
         try:
-            device = os.stat(place).st_dev
             facts = os.statvfs(place)
         except OSError as error:
             yield problem("free space", f"{shown_text(str(place))}: {error.strerror}", "see the other lines")
             continue
-        if device in seen:
+        mount = mount_holding(place, mounts)
+        if mount is not None and mount.device in seen:
             continue
-        seen.add(device)
+        seen |= {mount.device} if mount is not None else set()
         floor = config.min_free.floor_bytes(facts.f_blocks * facts.f_frsize) if config.min_free else 0
         yield _space_finding(place, facts, floor)
 

@@ -54,3 +54,8 @@ def absolute(path: str | bytes) -> bytes:
     A path inside a snapshot need not exist now, so nothing is looked up.
     """
     return os.path.abspath(os.fsencode(path))
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

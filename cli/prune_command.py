@@ -14,6 +14,7 @@ import click
 
 from ciuic.cli import times
 from ciuic.cli.marks import LOCK_WAIT_SECONDS
+from ciuic.cli.names import plural
 from ciuic.cli.options import FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json
 from ciuic.cli.session import Session, current
@@ -110,6 +111,6 @@ def _print(report: PruneReport) -> None:
         show_table([Column("ID"), Column("TIME"), Column("FATE"), Column("WHY", shrink=True)], rows)
     freed = human_size(report.freed_bytes)
     verb = "would be freed" if report.dry_run else "freed"
-    out(f"{len(report.removed)} snapshots {gone}, {freed} {verb}")
+    out(f"{plural(len(report.removed), 'snapshot')} {gone}, {freed} {verb}")
     for line in report.notes:
         note(line)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli.contents import as_recorded
-from ciuic.cli.names import json_name, shown, shown_text
+from ciuic.cli.names import json_name, plural, shown, shown_text
 from ciuic.cli.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.output import complain, json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
@@ -191,11 +191,12 @@ def _print(plan: Plan, result: Result, items: Sequence[Item], dry_run: bool) -> 
     for item in items:
         out(f"{item.action:<10} {shown(item.path)}")
     for target in plan.targets:
-        note(f"{shown(target.source.path)} → {shown(target.path)}")
+        if target.path != target.source.path:
+            note(f"{shown(target.source.path)} → {shown(target.path)}")
     if result.restored_bytes or result.restored or not dry_run:
         verb = "would be restored" if dry_run else "restored"
         parts = [
-            f"{result.restored} files, {human_size(result.restored_bytes)} {verb} from {plan.snapshot.id}"
+            f"{plural(result.restored, 'file')}, {human_size(result.restored_bytes)} {verb} from {plan.snapshot.id}"
         ]
         if result.skipped:
             parts.append(f"{result.skipped} left as they are")

@@ -13,7 +13,7 @@ import click
 
 from ciuic.cli import times
 from ciuic.cli.contents import as_recorded, children_of, roots_below
-from ciuic.cli.names import json_name, shown, shown_text
+from ciuic.cli.names import json_name, plural, shown, shown_text
 from ciuic.cli.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json
 from ciuic.cli.session import Session, current
@@ -89,7 +89,7 @@ def _print_facts(session: Session, snapshot: Snapshot) -> None:
     out(f"time     {times.clock(snapshot.time_ns)} ({age} ago)")
     out(f"host     {shown_text(snapshot.host)}")
     out(
-        f"size     {human_size(snapshot.size_bytes)} in {snapshot.files} files, {human_size(snapshot.new_bytes)} new"
+        f"size     {human_size(snapshot.size_bytes)} in {plural(snapshot.files, 'file')}, {human_size(snapshot.new_bytes)} new"
     )
     if snapshot.parent:
         out(f"parent   {snapshot.parent}")
@@ -107,7 +107,7 @@ def _print_facts(session: Session, snapshot: Snapshot) -> None:
             "offline": ", not one instant: taken without an overlay",
         }
         out(
-            f"root     {shown(root.path)}  {facts['files']} files, {human_size(facts['size_bytes'])}{how[root.mode]}"
+            f"root     {shown(root.path)}  {plural(facts['files'], 'file')}, {human_size(facts['size_bytes'])}{how[root.mode]}"
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ciuic.cli import times
-from ciuic.cli.names import shown_text
+from ciuic.cli.names import plural, shown_text
 from ciuic.cli.options import FrameCommand
 from ciuic.cli.output import json_option, out, out_json
 from ciuic.cli.session import Session, current
@@ -22,7 +22,7 @@ from ciuic.errors import CiuicError, NotPermitted, Unreachable
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
-    from ciuic.control_types import RootStatus, SnapshotState, StatusDocument
+    from ciuic.control_types import SnapshotState, StatusDocument
 
 _WATCH_SECONDS: Final = 1.0
 
@@ -93,14 +93,14 @@ def _print(status: StatusDocument) -> None:
     store = status.repository
     if store.exists:
         out(
-            f"store      {shown_text(store.path)}: {human_size(store.size_bytes)} in {store.snapshots} snapshots, "
+            f"store      {shown_text(store.path)}: {human_size(store.size_bytes)} in {plural(store.snapshots, 'snapshot')}, "
             f"{human_size(store.free_bytes)} of {human_size(store.total_bytes)} free"
         )
     else:
         out(f"store      {shown_text(store.path) or 'none'}: not made yet")
     if status.roots:
         out()
-        _print_roots(status.roots)
+        _print_roots(status)
     else:
         out("roots      none; protect a directory with: ciuic protect PATH")
     for capture in status.captures:
@@ -122,7 +122,7 @@ def _print_snapshots(status: StatusDocument) -> None:
         out(f"           next at {times.clock_of(status.next_snapshot)}")
 
 
-def _print_roots(roots: list[RootStatus]) -> None:
+def _print_roots(status: StatusDocument) -> None:
     from ciuic.cli.tables import Cell, Column, show_table
 
     columns = [
@@ -146,13 +146,14 @@ def _print_roots(roots: list[RootStatus]) -> None:
             str(len(root.pending)),
             "yes" if root.tracking else "no: next capture compares the whole tree",
         )
-        for root in roots
+        for root in status.roots
     ]
     show_table(columns, rows)
-    for root in roots:
+    alerted = {alert.root for alert in status.alerts if alert.key.startswith("bypass")}
+    for root in status.roots:
         if root.error:
             out(f"{shown_text(root.path)}: {shown_text(root.error)}", fg="red")
-        for process in root.bypassing:
+        for process in root.bypassing if root.path not in alerted else ():
             out(
                 f"{shown_text(root.path)}: process {process.pid} ({shown_text(process.command)}) goes round the "
                 f"overlay with {len(process.paths)} open; restart it to have its changes tracked",

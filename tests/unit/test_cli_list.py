@@ -136,7 +136,7 @@ def test_show_prints_the_facts(repository: CliRepository) -> None:
     """show ID tells time, host, sizes, tags, message and each root."""
     repository.snapshot({b"a": b"x" * 2048}, tags=("t",), message="before the change")
     text = repository.run("show", "latest").stdout
-    for fact in ("cs-000001", "testhost", "2.00 KiB in 1 files", "before the change", str(repository.root)):
+    for fact in ("cs-000001", "testhost", "2.00 KiB in 1 file,", "before the change", str(repository.root)):
         assert fact in text
 
 
