@@ -161,7 +161,8 @@ def _directories(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
     for name, kind in names:
         text = _link_or_none(process / name)
         if text is None:
-            yield Use(kind, b"(a path longer than can be shown)", writes=True)
+            if _mount_id_of_link(process / name) in prefixes.by_mount:
+                yield Use(kind, b"(a path longer than can be shown)", writes=True)
         elif prefixes.covers(text) and prefixes.covers_through(_mount_id_of_link(process / name), text):
             yield Use(kind, text, writes=True)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,14 +18,19 @@ import structlog
 import trio
 
 from ciuic.daemon.flush_helper import VANISHED
+from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.daemon.worker_process import Worker, WorkerClient
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, NotFound
 
 HOLD_TIMEOUT_SECONDS = 5.0
 FLUSH_TIMEOUT_SECONDS = 60.0
 FLUSH_ROUNDS = 5
+MOUNT_PATIENCE_SECONDS = 10.0
 _HELPER = Path(__file__).with_name("flush_helper.py")
 log = structlog.get_logger(__name__)
+
+
+Flush = Callable[[str, Worker], Awaitable[bool]]
 
 
 class RootCut(NamedTuple):
@@ -80,6 +85,67 @@ async def _run_helper(root: str, names: Sequence[bytes]) -> int:
     except trio.Cancelled:
         process.kill()
         raise
+
+
+async def mounted_roots(
+    known: Mapping[str, RootSupervisor], wanted: Sequence[str]
+) -> tuple[list[RootSupervisor], list[str]]:
+    """The mounted roots that are asked for (none named: all), and in words the ones of "all" that cannot be cut.
+
+    NotFound for a root that is not known; CiuicError for one that is asked for by name and not mounted.
+    """
+    for path in wanted:
+        if path not in known:
+            raise NotFound(f"{path} is not a protected root", hint="ciuic status names them")
+    chosen = [known[path] for path in (dict.fromkeys(wanted) if wanted else known)]
+    with trio.move_on_after(MOUNT_PATIENCE_SECONDS):
+        for supervisor in chosen:
+            await supervisor.not_in_transition()
+    mounted = [supervisor for supervisor in chosen if supervisor.worker is not None]
+    absent = [supervisor.path for supervisor in chosen if supervisor.worker is None]
+    if absent and (wanted or not mounted):
+        raise CiuicError(f"not mounted: {', '.join(absent)}", hint="ciuic status says why")
+    if not mounted:
+        raise CiuicError("no root is protected", hint="protect one: ciuic protect PATH")
+    return mounted, [f"{path} is not mounted" for path in absent]
+
+
+async def flush_all(supervisors: Sequence[RootSupervisor], flush_one: Flush) -> bool:
+    """Flushes all roots at once; True when every one was finished."""
+    results: list[bool] = []
+
+    async def one(supervisor: RootSupervisor, worker: Worker) -> None:
+        try:
+            results.append(await flush_one(supervisor.path, worker))
+        except CiuicError as error:
+            log.warning("flush_failed", root=supervisor.path, error=str(error))
+            results.append(False)
+
+    async with trio.open_nursery() as nursery:
+        for supervisor in supervisors:
+            if supervisor.worker is not None:
+                nursery.start_soon(one, supervisor, supervisor.worker)
+    return len(results) == len(supervisors) and all(results)
+
+
+async def cut_all(supervisors: Sequence[RootSupervisor]) -> list[RootCut]:
+    """Cuts all roots at one instant, on connections of their own. CutFailed, CiuicError when that is not possible."""
+    workers = [(supervisor.path, supervisor.worker) for supervisor in supervisors]
+    if any(worker is None for _, worker in workers):
+        raise CiuicError("an overlay worker ended during the snapshot", hint="try again")
+    sessions = {path: worker.session for path, worker in workers if worker is not None}
+
+    def work() -> list[RootCut]:
+        parts = [(path, worker.connect()) for path, worker in workers if worker is not None]
+        try:
+            return cut_together(parts)
+        finally:
+            for _, client in parts:
+                client.close()
+
+    # Not abandoned on cancellation: an epoch that is cut must become known.
+    cuts = await trio.to_thread.run_sync(work)
+    return [cut._replace(session=sessions[cut.path]) for cut in cuts]
 
 
 def cut_together(

@@ -12,7 +12,7 @@ a pending snapshot is looked at after each.
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import structlog
@@ -20,28 +20,25 @@ import trio
 
 from ciuic.control_types import SnapshotRequest, SnapshotState, rfc3339
 from ciuic.daemon.alerts import Alerts
-from ciuic.daemon.capture_job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, RootJob
+from ciuic.daemon.capture_job import EXIT_UNDO_LOST, Done, Failed
 from ciuic.daemon.capture_process import CaptureProcess, wait_for_stranger
-from ciuic.daemon.cut import RootCut, cut_together, flush
+from ciuic.daemon.cut import Flush, cut_all, flush, flush_all, mounted_roots
 from ciuic.daemon.events import EventBus
+from ciuic.daemon.job import make_job
 from ciuic.daemon.pending import PendingSnapshot, retry_after
 from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory, process_start_ticks
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.daemon.worker_process import Worker
-from ciuic.errors import Busy, CiuicError, NotFound
+from ciuic.errors import Busy, CiuicError
 
 MAX_PENDING = 8
 """Each pending epoch costs its root a copy of what the job overwrites: more than a few would be felt."""
 REMEMBERED = 64
-MOUNT_PATIENCE_SECONDS = 10.0
-LOCK_WAIT_SECONDS = 30.0
 TAG_UNFLUSHED = "unflushed"
 """On a snapshot for which the kernel's cached writes could not all be written back in time."""
 log = structlog.get_logger(__name__)
-
-Flush = Callable[[str, Worker], Awaitable[bool]]
 
 
 class Context(NamedTuple):
@@ -90,13 +87,13 @@ class Snapshots:
                     f"{len(self._queue)} snapshots wait for capture already",
                     hint="wait for one: ciuic status --watch",
                 )
-            supervisors, missing = await self._targets(request.roots)
+            supervisors, missing = await mounted_roots(self._context.roots(), request.roots)
             snapshot_id = await self._new_id()
             tags = list(dict.fromkeys(request.tags))
-            if not await self._flush_all(supervisors):
+            if not await flush_all(supervisors, self._context.flush):
                 tags.append(TAG_UNFLUSHED)
             trusted = {supervisor.path: not supervisor.bypassing for supervisor in supervisors}
-            cuts = await self._cut(supervisors)
+            cuts = await cut_all(supervisors)
             # No await from here to the end of the block: an epoch that was cut is known to the queue and the journal.
             record = PendingRecord(
                 id=snapshot_id,
@@ -134,24 +131,6 @@ class Snapshots:
         """Whether a snapshot that the schedule asked for is still on its way: another would only pile up."""
         return any(pending.record.scheduled for pending in self._queue)
 
-    async def _targets(self, wanted: list[str]) -> tuple[list[RootSupervisor], list[str]]:
-        """The mounted roots that are asked for, and in words the ones of "all" that cannot be cut."""
-        known = self._context.roots()
-        for path in wanted:
-            if path not in known:
-                raise NotFound(f"{path} is not a protected root", hint="ciuic status names them")
-        chosen = [known[path] for path in (dict.fromkeys(wanted) if wanted else known)]
-        with trio.move_on_after(MOUNT_PATIENCE_SECONDS):
-            for supervisor in chosen:
-                await supervisor.not_in_transition()
-        mounted = [supervisor for supervisor in chosen if supervisor.worker is not None]
-        absent = [supervisor.path for supervisor in chosen if supervisor.worker is None]
-        if absent and (wanted or not mounted):
-            raise CiuicError(f"not mounted: {', '.join(absent)}", hint="ciuic status says why")
-        if not mounted:
-            raise CiuicError("no root is protected", hint="protect one: ciuic protect PATH")
-        return mounted, [f"{path} is not mounted" for path in absent]
-
     async def _new_id(self) -> str:
         store = self._context.store()
         taken = frozenset(self._remembered)
@@ -161,40 +140,6 @@ class Snapshots:
             return str(store.new_id(taken))  # a plain str: msgspec writes no subclass of it
 
         return await trio.to_thread.run_sync(work)
-
-    async def _flush_all(self, supervisors: list[RootSupervisor]) -> bool:
-        results: list[bool] = []
-
-        async def one(supervisor: RootSupervisor, worker: Worker) -> None:
-            try:
-                results.append(await self._context.flush(supervisor.path, worker))
-            except CiuicError as error:
-                log.warning("flush_failed", root=supervisor.path, error=str(error))
-                results.append(False)
-
-        async with trio.open_nursery() as nursery:
-            for supervisor in supervisors:
-                if supervisor.worker is not None:
-                    nursery.start_soon(one, supervisor, supervisor.worker)
-        return len(results) == len(supervisors) and all(results)
-
-    async def _cut(self, supervisors: list[RootSupervisor]) -> list[RootCut]:
-        workers = [(supervisor.path, supervisor.worker) for supervisor in supervisors]
-        if any(worker is None for _, worker in workers):
-            raise CiuicError("an overlay worker ended during the snapshot", hint="try again")
-        sessions = {path: worker.session for path, worker in workers if worker is not None}
-
-        def work() -> list[RootCut]:
-            parts = [(path, worker.connect()) for path, worker in workers if worker is not None]
-            try:
-                return cut_together(parts)
-            finally:
-                for _, client in parts:
-                    client.close()
-
-        # Not abandoned on cancellation: an epoch that is cut must become known.
-        cuts = await trio.to_thread.run_sync(work)
-        return [cut._replace(session=sessions[cut.path]) for cut in cuts]
 
     def _enqueue(self, pending: PendingSnapshot) -> None:
         self._queue.append(pending)
@@ -284,7 +229,7 @@ class Snapshots:
 
     async def _attempt(self, pending: PendingSnapshot) -> Done | Failed:
         try:
-            job, fds = self._job(pending)
+            job, fds = make_job(pending, self._context.settings(), self._context.roots(), self._context.host)
         except CiuicError as error:
             return Failed(error=str(error), hint=error.hint, code=EXIT_UNDO_LOST)
         process = self._context.new_capture()
@@ -303,51 +248,6 @@ class Snapshots:
             pending.record.capture_pid = 0
             for fd in fds:
                 os.close(fd)
-
-    def _job(self, pending: PendingSnapshot) -> tuple[CaptureJob, list[int]]:
-        """The job and duplicates of the backing descriptors in it, which the caller closes."""
-        settings, roots = self._context.settings(), self._context.roots()
-        fds: list[int] = []
-        jobs: list[RootJob] = []
-        try:
-            for cut in pending.record.cuts:
-                supervisor = roots.get(cut.path)
-                worker = supervisor.worker if supervisor else None
-                if supervisor is None or worker is None or worker.session != cut.session:
-                    raise CiuicError(f"the overlay session of {cut.path} has ended")
-                fds.append(os.dup(worker.backing_fd))
-                jobs.append(
-                    RootJob(
-                        path=os.fsencode(cut.path),
-                        backing_fd=fds[-1],
-                        session=cut.session,
-                        epoch=cut.epoch,
-                        worker_pid=worker.pid,
-                        excludes=supervisor.settings.excludes,
-                        trust_tracking=pending.trust_tracking.get(cut.path, False),
-                    )
-                )
-        except BaseException:
-            for fd in fds:
-                os.close(fd)
-            raise
-        record = pending.record
-        return (
-            CaptureJob(
-                repository=str(settings.repository),
-                id=record.id,
-                time_ns=record.time_ns,
-                host=self._context.host,
-                roots=tuple(jobs),
-                tags=tuple(record.tags),
-                message=record.message,
-                hold=record.hold,
-                hold_reason=record.message if record.hold else "",
-                lock_wait_seconds=LOCK_WAIT_SECONDS,
-                io_priority=settings.io_priority,
-            ),
-            fds,
-        )
 
     def _capture_started(self, pending: PendingSnapshot, pid: int) -> None:
         pending.record.capture_pid = pid

@@ -94,6 +94,17 @@ def test_a_neighbour_with_a_longer_name_is_not_below(tmp_path: Path) -> None:
         assert uses_of(find_bypassing(tmp_path / "data"), pid) == ()
 
 
+def test_a_name_longer_than_a_page_stops_nothing(tmp_path: Path) -> None:
+    """A process with a file open whose path the kernel cannot print does not hide the others, or its own others."""
+    code = (
+        "import os, sys\nos.chdir(sys.argv[1])\nkeep = open('f', 'w')\n"
+        "for _ in range(20):\n    os.mkdir('d' * 250)\n    os.chdir('d' * 250)\n"
+        "deep = open('g', 'w')\nos.chdir('/')\n"
+    )
+    with process(code, str(tmp_path)) as pid:
+        assert Use("open", os.fsencode(tmp_path / "f"), writes=True) in uses_of(find_bypassing(tmp_path), pid)
+
+
 def test_ignored_pids_are_left_out(tmp_path: Path) -> None:
     """The caller's own workers are not accused."""
     with process("", cwd=tmp_path) as pid:

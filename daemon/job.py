@@ -1,0 +1,67 @@
+"""From a pending snapshot to the job of its capture process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ciuic.daemon.capture_job import CaptureJob, RootJob
+from ciuic.daemon.pending import PendingSnapshot
+from ciuic.daemon.runtime import CutRecord
+from ciuic.daemon.settings import Settings
+from ciuic.daemon.supervisor import RootSupervisor
+from ciuic.errors import CiuicError
+
+LOCK_WAIT_SECONDS = 30.0
+
+
+def make_job(
+    pending: PendingSnapshot, settings: Settings, roots: Mapping[str, RootSupervisor], host: str
+) -> tuple[CaptureJob, list[int]]:
+    """The job, and the duplicates of backing descriptors that it names: the caller passes them on and closes them.
+
+    CiuicError when the overlay session of a root has ended.
+    """
+    record = pending.record
+    fds: list[int] = []
+    try:
+        jobs = tuple(
+            _root_job(cut, roots, fds, pending.trust_tracking.get(cut.path, False)) for cut in record.cuts
+        )
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    job = CaptureJob(
+        repository=str(settings.repository),
+        id=record.id,
+        time_ns=record.time_ns,
+        host=host,
+        roots=jobs,
+        tags=tuple(record.tags),
+        message=record.message,
+        hold=record.hold,
+        hold_reason=record.message if record.hold else "",
+        lock_wait_seconds=LOCK_WAIT_SECONDS,
+        io_priority=settings.io_priority,
+    )
+    return job, fds
+
+
+def _root_job(
+    cut: CutRecord, roots: Mapping[str, RootSupervisor], fds: list[int], trust_tracking: bool
+) -> RootJob:
+    supervisor = roots.get(cut.path)
+    worker = supervisor.worker if supervisor else None
+    if supervisor is None or worker is None or worker.session != cut.session:
+        raise CiuicError(f"the overlay session of {cut.path} has ended")
+    fds.append(os.dup(worker.backing_fd))
+    return RootJob(
+        path=os.fsencode(cut.path),
+        backing_fd=fds[-1],
+        session=cut.session,
+        epoch=cut.epoch,
+        worker_pid=worker.pid,
+        excludes=supervisor.settings.excludes,
+        trust_tracking=trust_tracking,
+    )

@@ -1,0 +1,100 @@
+"""When a snapshot is due, and that being late costs one snapshot, not many."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ciuic.daemon.schedule import Schedule, first_due
+
+NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
+HOUR = timedelta(hours=1)
+
+
+@pytest.mark.parametrize(
+    ("last", "due"),
+    [
+        (None, NOW),
+        (NOW - 5 * HOUR, NOW),
+        (NOW - HOUR, NOW),
+        (NOW - HOUR / 2, NOW + HOUR / 2),
+        (NOW, NOW + HOUR),
+        (NOW + 9 * HOUR, NOW),
+    ],
+)
+def test_the_first_snapshot(last: datetime | None, due: datetime) -> None:
+    """One interval after the last, at once if that has passed, and a clock that was put back is not waited for."""
+    assert first_due(NOW, last, HOUR) == due
+
+
+@given(st.integers(-(10**6), 10**6))
+def test_never_later_than_an_interval_from_now(seconds: int) -> None:
+    """Whatever the last cut's time says, the next one comes within an interval and not in the past."""
+    assert NOW <= first_due(NOW, NOW + timedelta(seconds=seconds), HOUR) <= NOW + HOUR
+
+
+def test_a_late_daemon_ticks_once_at_once() -> None:
+    """After downtime of many intervals one tick is made up for, not one for each."""
+
+    async def main() -> None:
+        schedule = Schedule(3600)
+        schedule.start(1)
+        with trio.fail_after(10):
+            await schedule.ticks.receive()
+        due = schedule.next_due()
+        assert due is not None
+        assert 3500 < (due - datetime.now(timezone.utc)).total_seconds() <= 3600
+        with pytest.raises(trio.WouldBlock):
+            schedule.ticks.receive_nowait()
+        schedule.stop()
+        assert schedule.next_due() is None
+
+    trio.run(main)
+
+
+def test_ticks_come_by_themselves_and_end_with_the_schedule() -> None:
+    """The scheduler's thread reaches the event loop; after stop the iteration ends."""
+
+    async def main() -> None:
+        schedule = Schedule(1)
+        schedule.start(None)
+        with trio.fail_after(20):
+            for _ in range(2):
+                await schedule.ticks.receive()
+            schedule.stop()
+            assert [tick async for tick in schedule.ticks] in ([], [None])
+
+    trio.run(main)
+
+
+def test_unanswered_ticks_do_not_pile_up() -> None:
+    """A service that is busy finds one tick waiting, however many were due."""
+
+    async def main() -> None:
+        schedule = Schedule(3600)
+        for _ in range(5):
+            schedule.post()
+        schedule.ticks.receive_nowait()
+        with pytest.raises(trio.WouldBlock):
+            schedule.ticks.receive_nowait()
+
+    trio.run(main)
+
+
+def test_a_changed_interval_is_in_force_at_once() -> None:
+    """The next snapshot is one new interval away."""
+
+    async def main() -> None:
+        schedule = Schedule(3600)
+        schedule.start(None)
+        schedule.change_interval(60)
+        due = schedule.next_due()
+        assert due is not None
+        assert 50 < (due - datetime.now(timezone.utc)).total_seconds() <= 60
+        schedule.stop()
+
+    trio.run(main)

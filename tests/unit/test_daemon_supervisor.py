@@ -1,0 +1,194 @@
+"""One root kept served: mounted, mounted again, given up loudly, taken away cleanly."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+import trio
+import trio.testing
+from support.fake_daemon import FakeOverlay, FakeWorker, NoMounts
+
+from ciuic.bypass import Bypasser, Use
+from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.events import EventBus
+from ciuic.daemon.settings import RootSettings
+from ciuic.daemon.supervisor import RootSupervisor
+from ciuic.daemon.worker_process import Worker
+from ciuic.errors import NotFound
+
+
+class Stage:
+    """A supervisor over prepared workers, and what it reported."""
+
+    def __init__(self) -> None:
+        self.events = EventBus(lambda: 0)
+        self.alerts = Alerts(self.events, lambda: 0)
+        self.sessions: list[str] = []
+        self.order: list[str] = []
+        self.made: list[FakeWorker] = []
+
+    def worker(self, session: str) -> FakeWorker:
+        made = FakeWorker(FakeOverlay("/a"), session)
+        self.made.append(made)
+        return made
+
+    def supervisor(self, *workers: Worker | Exception) -> RootSupervisor:
+        self.mounts = NoMounts(workers)
+        original = self.mounts.detach_dead
+
+        async def detach(root: str) -> None:
+            self.order.append("detached")
+            await original(root)
+
+        self.mounts.detach_dead = detach  # type: ignore[method-assign]
+
+        async def started(path: str, worker: Worker) -> None:
+            await trio.lowlevel.checkpoint()
+            self.sessions.append(worker.session)
+
+        return RootSupervisor(
+            RootSettings("/a"),
+            self.mounts,
+            alerts=self.alerts,
+            events=self.events,
+            on_session=started,
+            on_session_lost=lambda path, session: self.order.append(f"lost {session}"),
+        )
+
+    def run(
+        self, supervisor: RootSupervisor, script: Callable[[], Awaitable[None]], *, autojump: bool = False
+    ) -> None:
+        async def main() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(supervisor.run)
+                await supervisor.settled()
+                await script()
+                nursery.cancel_scope.cancel()
+
+        clock = trio.testing.MockClock(autojump_threshold=0.05) if autojump else None
+        trio.run(main, clock=clock)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    for worker in made.made:
+        worker.kill()
+        worker.close()
+
+
+def test_a_dead_worker_is_replaced(stage: Stage) -> None:
+    """The captures of its session end first, then the dead mount goes, then a new worker comes."""
+    first, second = stage.worker("one"), stage.worker("two")
+    supervisor = stage.supervisor(first, second)
+
+    async def script() -> None:
+        first.kill()
+        while stage.sessions != ["one", "two"]:
+            await trio.sleep(0.01)
+        assert (supervisor.state, supervisor.restarts, supervisor.worker) == ("mounted", 1, second)
+
+    stage.run(supervisor, script)
+    assert stage.order == ["lost one", "detached"]
+    (alert,) = stage.alerts.standing()
+    assert (alert.key, alert.severity) == ("worker:/a", "warning")
+    assert "SIGKILL" in alert.message
+
+
+def test_a_root_that_cannot_be_mounted_is_tried_again(stage: Stage) -> None:
+    """An alert says why and what to do; it goes when the root comes."""
+    supervisor = stage.supervisor(NotFound("/a does not exist", hint="make it"), stage.worker("one"))
+    seen = []
+
+    async def script() -> None:
+        seen.extend(stage.alerts.standing())
+        assert supervisor.state == "failed"
+        while supervisor.state != "mounted":
+            await trio.sleep(0.01)
+
+    stage.run(supervisor, script, autojump=True)
+    assert [(alert.key, alert.hint) for alert in seen] == [("root:/a", "make it")]
+    assert stage.alerts.standing() == []
+
+
+def test_attempts_become_rarer(stage: Stage) -> None:
+    """A root that stays away is not hammered: within an hour fewer than two hundred attempts."""
+    failures = [NotFound("gone") for _ in range(1000)]
+    supervisor = stage.supervisor(*failures)
+
+    async def script() -> None:
+        await trio.sleep(3600)
+
+    stage.run(supervisor, script, autojump=True)
+    assert 100 < 1000 - len(stage.mounts.workers) < 200
+
+
+def test_stopping_detaches_and_waits_for_the_worker(stage: Stage) -> None:
+    """Pending epochs are given back before the worker is told to stop; afterwards nothing is mounted."""
+    worker = stage.worker("one")
+    worker.overlay.pending = [4]
+    supervisor = stage.supervisor(worker)
+
+    async def script() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(supervisor.stop)
+            while "stop /a" not in worker.overlay.log:
+                await trio.sleep(0.01)
+            assert worker.overlay.aborted == [4]
+            stage.mounts.mounted = False
+            worker.kill()
+        assert supervisor.state == "unmounted"
+
+    stage.run(supervisor, script)
+    assert stage.order == ["lost one"]
+
+
+def test_a_worker_with_open_handles_is_left_alive(stage: Stage) -> None:
+    """A job that holds files open keeps its worker: the root counts as unmounted, the process lives on."""
+    worker = stage.worker("one")
+    supervisor = stage.supervisor(worker)
+
+    async def script() -> None:
+        stage.mounts.mounted = False
+        await supervisor.stop()
+        assert supervisor.state == "unmounted"
+        assert worker.child.poll() is None or worker.child.returncode == 0
+
+    stage.run(supervisor, script, autojump=True)
+    assert stage.alerts.standing() == []
+
+
+def test_a_worker_that_does_not_stop_is_an_alert(stage: Stage) -> None:
+    """When the mount stays, the operator is told how to get rid of it."""
+    supervisor = stage.supervisor(stage.worker("one"))
+
+    async def script() -> None:
+        await supervisor.stop()
+        assert supervisor.state != "unmounted"
+
+    stage.run(supervisor, script, autojump=True)
+    (alert,) = stage.alerts.standing()
+    assert "umount -l /a" in alert.hint
+
+
+def test_writers_that_go_round_are_named_until_they_end(stage: Stage) -> None:
+    """Only those that can write count; when they end, so does the alert."""
+    reader = Bypasser(1, "reader", 0, (Use("open", b"/a/f", False),))
+    writer = Bypasser(2, "python train.py", 0, (Use("open", b"/a/log", True),))
+    supervisor = stage.supervisor(stage.worker("one"))
+    stage.mounts.found = [reader, writer]
+
+    async def script() -> None:
+        assert [process.pid for process in supervisor.bypassing] == [2]
+        (alert,) = stage.alerts.standing()
+        assert "2 (python train.py)" in alert.message
+        status = await supervisor.status()
+        assert [(report.pid, report.paths) for report in status.bypassing] == [(2, ["/a/log"])]
+        stage.mounts.found = [reader]
+        await supervisor.refresh_bypassing()
+        assert supervisor.bypassing == []
+
+    stage.run(supervisor, script)
+    assert stage.alerts.standing() == []
