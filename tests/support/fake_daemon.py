@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -109,10 +110,19 @@ class FakeWorker(Worker):
         )
         self.overlay = overlay
         self.child = child
+        self._ended = False
 
     def kill(self) -> None:
-        self.child.kill()
-        self.child.wait()
+        if self._ended:
+            return
+        self._ended = True
+        os.kill(
+            self.pid, signal.SIGKILL
+        )  # not through Popen, which no longer knows a process that was let go
+        if self.child.returncode is None:
+            self.child.wait()
+        else:
+            os.waitpid(self.pid, 0)
 
 
 class FakeStore:
