@@ -77,20 +77,23 @@ class Worker:
             self.check()
             write_sparse(fd, self.block(entry, block, chunk), block * self.repository.block_size)
 
-    def equal(self, fd: int, entry: Entry, batch: Batch) -> bool:
-        """Whether the file has this content there. False also where finding out costs more than writing anew."""
+    def equal(self, fd: int, entry: Entry, batch: Batch, *, patient: bool = False) -> bool:
+        """Whether the file has this content there. Unless ``patient``, False also where much data would have to be read
+        through for zeros, which costs more than writing anew.
+        """
         block_size, at = self.repository.block_size, batch.start
+        limit = batch.end if patient else _ZEROS_WORTH_READING_BYTES
         for block, chunk in batch.blocks:
             self.check()
             start = block * block_size
             length = min(block_size, entry.size_bytes - start)
-            if not zeros(fd, at, start):
+            if not zeros(fd, at, start, limit):
                 return False
             data = os.pread(fd, length, start)
             if len(data) != length or self.repository.chunks.id_of(data) != chunk:
                 return False
             at = start + length
-        return zeros(fd, at, batch.end)
+        return zeros(fd, at, batch.end, limit)
 
 
 def write_sparse(fd: int, data: bytes, offset: int) -> None:
@@ -108,8 +111,8 @@ def write_sparse(fd: int, data: bytes, offset: int) -> None:
     _write_all(fd, view[start:], offset + start)
 
 
-def zeros(fd: int, start: int, end: int) -> bool:
-    """Whether the file reads as zeros there: holes are passed over, and much data is not read through."""
+def zeros(fd: int, start: int, end: int, limit_bytes: int) -> bool:
+    """Whether the file reads as zeros there: holes are passed over, and only so much data is read through."""
     read_bytes = 0
     while start < end:
         try:
@@ -123,7 +126,7 @@ def zeros(fd: int, start: int, end: int) -> bool:
             return True
         data = os.pread(fd, min(_READ_BYTES, end - start), start)
         read_bytes += len(data)
-        if not data or not is_zero(data) or read_bytes > _ZEROS_WORTH_READING_BYTES:
+        if not data or not is_zero(data) or read_bytes > limit_bytes:
             return False
         start += len(data)
     return True

@@ -1,0 +1,150 @@
+"""Diffs of random changes, against what two manifests of the directories say."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import trees
+from support.restoring import take, write
+
+from ciuic.diff import Change, diff_live, diff_snapshots
+from ciuic.errors import NotFound
+from ciuic.repository import Repository
+
+NAMES = ("a", "b", "c/d", "c/e/f", "g/h", "c", "g", "i")
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.sampled_from(NAMES), st.binary(max_size=12_000)),
+        st.tuples(st.just("overwrite"), st.sampled_from(NAMES), st.integers(0, 9000)),
+        st.tuples(st.just("remove"), st.sampled_from(NAMES), st.none()),
+        st.tuples(st.just("mkdir"), st.sampled_from(NAMES), st.none()),
+        st.tuples(st.just("symlink"), st.sampled_from(NAMES), st.sampled_from(("x", "y"))),
+        st.tuples(st.just("link"), st.sampled_from(NAMES), st.sampled_from(NAMES)),
+        st.tuples(st.just("chmod"), st.sampled_from(NAMES), st.sampled_from((0o600, 0o755))),
+        st.tuples(st.just("xattr"), st.sampled_from(NAMES), st.sampled_from((b"1", b"2"))),
+        st.tuples(st.just("utime"), st.sampled_from(NAMES), st.integers(1, 10**18)),
+    ),
+    max_size=12,
+)
+
+
+def play(root: Path, steps: list[tuple[str, str, object]]) -> None:
+    """Carries out what is possible of the steps."""
+    for what, name, argument in steps:
+        path = root / name
+        try:
+            if what == "write":
+                write(path, argument)  # type: ignore[arg-type]
+            elif what == "overwrite":
+                with open(path, "r+b") as file:
+                    file.seek(argument)  # type: ignore[arg-type]
+                    file.write(b"over")
+            elif what == "remove":
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+            elif what == "mkdir":
+                path.mkdir(parents=True)
+            elif what == "symlink":
+                path.symlink_to(str(argument))
+            elif what == "link":
+                os.link(root / str(argument), path, follow_symlinks=False)
+            elif what == "chmod":
+                os.chmod(path, argument)  # type: ignore[arg-type]
+            elif what == "xattr":
+                os.setxattr(path, "user.x", argument)  # type: ignore[arg-type]
+            else:
+                os.utime(path, ns=(1, argument))  # type: ignore[arg-type]
+        except OSError:
+            continue  # the step does not fit what is there: chosen at random
+
+
+def expected(root: Path, old: trees.Manifest, new: trees.Manifest) -> set[tuple[str, bytes]]:
+    """What a diff must say, from two manifests. Links are compared by what they show, directories without times."""
+    found = set()
+    for path in old.keys() | new.keys():
+        absolute = os.path.normpath(os.path.join(os.fsencode(root), path))
+        before, after = old.get(path), new.get(path)
+        if before is None or after is None:
+            found.add(("added" if before is None else "removed", absolute))
+        elif before.kind != after.kind:
+            found.add(("retyped", absolute))
+        elif shown(before) != shown(after):
+            found.add(("changed", absolute))
+    return found
+
+
+def shown(facts: trees.Facts) -> trees.Facts:
+    facts = facts._replace(same_inode_as=b"")
+    return facts._replace(mtime_ns=0) if facts.kind == stat.S_IFDIR else facts
+
+
+def said(changes: list[Change]) -> set[tuple[str, bytes]]:
+    return {(change.kind, change.path) for change in changes}
+
+
+@settings(max_examples=40)
+@given(before=STEPS, after=STEPS)
+def test_diffs_say_what_changed(tmp_path_factory: pytest.TempPathFactory, before: list, after: list) -> None:
+    """Between two snapshots, backwards, and against the live files, a diff is the difference of the manifests."""
+    base = tmp_path_factory.mktemp("diff")
+    root = base / "root"
+    root.mkdir()
+    play(root, before)
+    with Repository.create(base / "repository", block_size=4096) as repository:
+        old_facts, old = trees.manifest(root), take(repository, root)
+        play(root, after)
+        new_facts = trees.manifest(root)
+        wanted = expected(root, old_facts, new_facts)
+        live = list(diff_live(repository, old))
+        new = take(repository, root)
+    with Repository.open(base / "repository") as repository:
+        forward = list(diff_snapshots(repository, old, new))
+        backward = list(diff_snapshots(repository, new, old))
+    assert said(forward) == wanted
+    assert said(live) == wanted
+    opposite = {"added": "removed", "removed": "added"}
+    assert {(opposite.get(kind, kind), path) for kind, path in said(backward)} == wanted
+    for changes in (forward, live):
+        paths = [change.path for change in changes]
+        assert len(paths) == len(set(paths))
+        for position, path in enumerate(paths):
+            assert os.path.dirname(path) not in paths[position:], "a parent after what is below it"
+    shutil.rmtree(base)
+
+
+def test_details_say_what_differs(tmp_path: Path) -> None:
+    """Each kind of change is named: content of equal size too, and only what changed."""
+    root = tmp_path / "root"
+    for name in ("content", "mode", "size"):
+        write(root / name, b"12345")
+        os.utime(root / name, ns=(5, 5))
+    with Repository.create(tmp_path / "repository") as repository:
+        old = take(repository, root)
+        write(root / "content", b"54321")
+        os.utime(root / "content", ns=(5, 5))
+        os.chmod(root / "mode", 0o600)
+        write(root / "size", b"1")
+        os.utime(root / "size", ns=(5, 6))
+        changes = {
+            os.path.basename(change.path): set(change.details) for change in diff_live(repository, old)
+        }
+        assert changes == {b"content": {"content"}, b"mode": {"mode"}, b"size": {"content", "size", "mtime"}}
+        one = list(diff_live(repository, old, os.fsencode(root / "mode")))
+        assert [change.details for change in one] == [("mode",)]
+
+
+def test_a_path_that_neither_side_has_is_an_error(tmp_path: Path) -> None:
+    """NotFound, not an empty diff: a typing error must not look like "nothing changed"."""
+    root = tmp_path / "root"
+    write(root / "file", b"")
+    with Repository.create(tmp_path / "repository") as repository:
+        old = take(repository, root)
+        with pytest.raises(NotFound):
+            list(diff_live(repository, old, os.fsencode(root / "nothing")))
+        with pytest.raises(NotFound):
+            list(diff_snapshots(repository, old, old, os.fsencode(root / "nothing")))
