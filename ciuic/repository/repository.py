@@ -6,6 +6,7 @@ writer.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import time
@@ -83,6 +84,8 @@ class Repository:
             block_size=block_size,
             created_ns=time.time_ns(),
         )
+        # Made here, so that later a full disk cannot stop the first writer from freeing space.
+        Lock.acquire(where, command="ciuic: making the repository").release()
         # The configuration last: without it this is no repository, and nothing was put into it.
         for name in reversed(CONFIG_NAMES):
             disk.replace_file(f"{where}/{name}", encode_config(config))
@@ -185,6 +188,11 @@ class Repository:
         from ciuic.repository.maintenance import strict_records
 
         return iter(strict_records(self._pack_files(), number))
+
+    def forget_pack(self, number: int) -> None:
+        """Closes a pack that was deleted: its space is free only when nobody has it open."""
+        if self._packs is not None:
+            self._packs.forget(number)
 
     def stored_bytes(self) -> int:
         """Size of all packs together."""

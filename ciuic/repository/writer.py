@@ -288,11 +288,15 @@ class Writer:
         whole. A pack whose structure is damaged stays too (DamagedPack): nobody knows what is in it. With ``salvage``
         it is rewritten all the same: for a caller who has read every live chunk, and knows that none is hidden there.
         """
-        return maintenance.rewrite_pack(self._disk, self._store, number, live, salvage=salvage)
+        freed = maintenance.rewrite_pack(self._disk, self._store, number, live, salvage=salvage)
+        self.repository.forget_pack(number)
+        return freed
 
     def drop_pack(self, number: int) -> int:
         """Deletes a pack with all in it; returns its size in bytes. Needs no free space. NotFound."""
-        return maintenance.drop_pack(self._disk, self._store, number)
+        size_bytes = maintenance.drop_pack(self._disk, self._store, number)
+        self.repository.forget_pack(number)
+        return size_bytes
 
     def mark_damaged(self, chunks: Iterable[ChunkId]) -> list[ChunkId]:
         """Reads every copy of these chunks and marks the bad ones, so that `put_chunk` stores the content

@@ -1,0 +1,33 @@
+"""Makes the golden repository of a new format version: run once, commit the result, never run again for that
+version.
+
+python tests/format/make_golden.py tests/format/golden-<version>
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import golden_recipe as recipe
+
+from ciuic.repository import Repository
+from ciuic.repository.index import INDEX_NAME, discard
+from ciuic.types import SnapshotId
+
+
+def main(target: str) -> None:
+    with Repository.create(target, block_size=recipe.BLOCK) as repository:
+        with repository.writer(pack_bytes=100_000) as writer:
+            writer.commit(recipe.first_draft(writer))
+        with repository.writer() as writer:
+            writer.commit(recipe.second_draft(writer))
+            writer.set_marks(SnapshotId("cs-000002"), hold=True, reason="kept", tags=["marked"])
+    discard(f"{target}/{INDEX_NAME}")
+    Path(target, "lock").unlink()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
