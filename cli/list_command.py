@@ -60,8 +60,8 @@ def command(
         limit=limit,
     )
     if machine_readable:
-        for info in infos:
-            out(f"{info.id}|{times.clock(info.time_ns)}|{info.size_bytes}")
+        lines = [f"{info.id}|{times.clock(info.time_ns)}|{info.size_bytes}\n" for info in infos]
+        out("".join(lines), newline=False)  # at once: each echo is a write(2)
     elif as_json:
         out_json(
             {"repository": str(session.repository_dir), "snapshots": [as_document(info) for info in infos]}

@@ -46,12 +46,14 @@ def _text(cell: str | Cell) -> str:
 def _align(columns: Sequence[Column], rows: Sequence[Row]) -> None:
     lines = [[column.header for column in columns], *([_text(cell) for cell in row] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    aligned = []
     for line in lines:
         cells = [
             text.rjust(width) if column.right else text.ljust(width)
             for text, width, column in zip(line, widths, columns, strict=True)
         ]
-        out("  ".join(cells).rstrip())
+        aligned.append("  ".join(cells).rstrip())
+    out("\n".join(aligned))
 
 
 def _draw(columns: Sequence[Column], rows: Sequence[Row]) -> None:

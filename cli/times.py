@@ -6,6 +6,7 @@ Guarantees: ``rfc3339`` carries an offset; ``clock`` is the format of ``list --m
 from __future__ import annotations
 
 import re
+import time
 from datetime import datetime, timedelta, timezone
 from typing import Final
 
@@ -30,7 +31,7 @@ def rfc3339(time_ns: int) -> str:
 
 def clock(time_ns: int) -> str:
     """``2023-06-15 15:00:00``, local time."""
-    return local(time_ns).strftime("%Y-%m-%d %H:%M:%S")
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_ns // NS))
 
 
 def clock_of(text: str) -> str:
