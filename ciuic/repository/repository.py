@@ -161,6 +161,10 @@ class Repository:
             raise NotPermitted(
                 f"cannot write to {self.path}: {error.strerror}", hint="Run as root."
             ) from None
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            raise NotPermitted(f"cannot write to {self.path}: {error.strerror}") from None
         packs = Packs(f"{self.path}/{PACKS_DIR}", bytes.fromhex(self.id))
         try:
             return Writer(self, lock, self._disk, packs, self._seed, pack_bytes=pack_bytes)
