@@ -65,7 +65,7 @@ def test_table_on_a_terminal_is_drawn_in_colour(repository: CliRepository) -> No
 
 def test_no_color_is_respected(repository: CliRepository) -> None:
     """With NO_COLOR nothing is coloured, on a terminal either."""
-    for arguments in (["list"], ["show", "latest"], ["verify", "latest"]):
+    for arguments in (["list"], ["show", "latest"], ["verify", "latest"], ["diff", "latest", "latest"]):
         assert b"\x1b[3" not in on_terminal(repository, *arguments, NO_COLOR="1"), arguments
 
 
