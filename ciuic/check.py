@@ -20,6 +20,7 @@ from ciuic.chunkset import ChunkSet
 from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository.walk import Reached
+from ciuic.sweep import all_listed
 from ciuic.types import ChunkId, Snapshot, SnapshotId
 from ciuic.units import human_size
 
@@ -94,6 +95,20 @@ def check(
     return run.report
 
 
+class _Reached:
+    """Whether a chunk was reached, and how many were."""
+
+    def __init__(self, nodes: set[ChunkId], data: ChunkSet) -> None:
+        self._nodes = nodes
+        self._data = data
+
+    def __call__(self, chunk: ChunkId) -> bool:
+        return chunk in self._nodes or chunk in self._data
+
+    def __len__(self) -> int:
+        return len(self._nodes) + len(self._data)
+
+
 @dataclass
 class _Check:
     repository: Repository
@@ -104,6 +119,8 @@ class _Check:
     lost: dict[ChunkId, Finding] = field(default_factory=dict)
     """Chunks without a good copy."""
     pack_numbers: frozenset[int] = frozenset()
+    harmless: set[int] = field(default_factory=set)
+    """Packs that cannot be listed as a whole, and in which nothing can hide that is needed."""
 
     def look(self, writer: Writer | None) -> None:
         self.pack_numbers = frozenset(pack.number for pack in self.repository.packs())
@@ -164,8 +181,8 @@ class _Check:
 
     # --- structure
 
-    def look_at_structure(self) -> Callable[[ChunkId], bool] | None:
-        """Walk every snapshot; whether a chunk was reached, or None when some could not be reached."""
+    def look_at_structure(self) -> _Reached | None:
+        """Walk every snapshot; what was reached, or None when some could not be."""
         nodes: set[ChunkId] = set()
         data = ChunkSet()
         complete = not self.repository.snapshots.unreadable()
@@ -174,7 +191,7 @@ class _Check:
             self.tell("reading snapshots", done, len(ids))
             complete &= self.look_at_snapshot(id_, Walker(self.repository, seen=nodes, seen_data=data))
             self.report.snapshots += 1
-        return (lambda chunk: chunk in nodes or chunk in data) if complete else None
+        return _Reached(nodes, data) if complete else None
 
     def look_at_snapshot(self, id_: SnapshotId, walker: Walker) -> bool:
         try:
@@ -204,9 +221,10 @@ class _Check:
 
     # --- packs
 
-    def look_at_packs(self, reached: Callable[[ChunkId], bool] | None) -> None:
+    def look_at_packs(self, reached: _Reached | None) -> None:
         packs = self.repository.packs()
         orphans = 0
+        damaged: dict[int, Damaged] = {}
         for done, pack in enumerate(packs):
             self.tell("reading pack tables", done, len(packs))
             self.report.packs += 1
@@ -216,7 +234,7 @@ class _Check:
             except NotFound:
                 continue  # without the lock, somebody may collect meanwhile
             except Damaged as error:
-                self.found("error", "pack", error.message, _VERIFY)
+                damaged[pack.number] = error
                 continue
             if reached is None:
                 continue  # what the unreadable part needs is not known
@@ -225,14 +243,30 @@ class _Check:
             if records and len(unneeded) == len(records):
                 orphans += 1
                 self.report.orphaned_bytes += pack.size_bytes
+        self.look_at_damaged_packs(damaged, reached)
         if orphans:
             message = f"{orphans} packs with {human_size(self.report.orphaned_bytes)} that no snapshot needs"
             self.found("info", "orphaned pack", message, "`ciuic prune` frees them")
+
+    def look_at_damaged_packs(self, damaged: dict[int, Damaged], reached: _Reached | None) -> None:
+        """An interrupted write leaves a torn pack: no damage, if all that is needed is listed elsewhere."""
+        if damaged and reached is not None and all_listed(self.repository, reached, len(reached)):
+            self.harmless.update(damaged)
+        for number, error in damaged.items():
+            if number in self.harmless:
+                message = f"{error.message}; nothing that a snapshot needs is in the unreadable part"
+                self.found(
+                    "warning", "pack", message, "an interrupted write leaves such; `ciuic prune` removes it"
+                )
+            else:
+                self.found("error", "pack", error.message, _VERIFY)
 
     def read_everything(self, writer: Writer | None) -> None:
         findings: dict[ChunkId, Finding] = {}
         for damage in self.repository.scrub(lambda done, total: self.tell("reading packs", done, total)):
             where = f"pack {damage.pack:016x}, offset {damage.offset}: {damage.reason}"
+            if damage.chunk is None and damage.pack in self.harmless:
+                continue
             if damage.chunk is None:
                 self.found("error", "pack", where, _VERIFY)
                 continue

@@ -155,6 +155,10 @@ class Marks:
         """Whether a marked snapshot refers to ``chunk``."""
         return chunk in self._nodes or chunk in self._data
 
+    def __len__(self) -> int:
+        """How many distinct chunks are live."""
+        return len(self._nodes) + len(self._data)
+
     def mark(self, id_: SnapshotId, should_stop: StopCheck | None = None, *, measure: bool = False) -> int:
         """Walk one snapshot; with ``measure`` the stored bytes of what it refers to and none before it did."""
         walker = Walker(self._repository, seen=self._nodes, seen_data=self._data)
@@ -223,7 +227,9 @@ class _Run:
 
     def estimate(self, report: PruneReport) -> None:
         """The figures of a dry run."""
-        uses = survey(self.repository, self.marks.live, notes=report.notes, should_stop=self.should_stop)
+        found = survey(self.repository, self.marks.live, self.should_stop)
+        uses = found.uses
+        report.notes += [f"a pack cannot be listed as a whole: {error}" for error in found.damaged.values()]
         dead = [use for use in uses if use.dead]
         chosen = worth_rewriting(uses, self.options.thresholds)
         report.removed = list(report.plan.removed)
@@ -254,7 +260,12 @@ class _Run:
 
     def sweep(self, writer: Writer, thresholds: Thresholds) -> SweepResult:
         return sweep(
-            writer, self.marks.live, thresholds, progress=self.progress, should_stop=self.should_stop
+            writer,
+            self.marks.live,
+            thresholds,
+            live_chunks=len(self.marks),
+            progress=self.progress,
+            should_stop=self.should_stop,
         )
 
     # --- min_free

@@ -1,8 +1,9 @@
 """The second half of garbage collection: which packs go, which are rewritten, and the doing of it.
 
 Guarantees: a pack goes only when nothing in it is live, and a live chunk is copied and durable before the pack it
-came from goes (Writer.rewrite_pack). What cannot be read is left as it is and named. Dropping comes first and needs
-no free space; rewriting is done only as far as the disk has room. May be stopped between any two packs, or killed
+came from goes (Writer.rewrite_pack). A pack of whose list something may be missing (an interrupted write leaves such)
+goes only when every single live chunk is listed elsewhere or in what can still be read of it. Dropping comes first and
+needs no free space; rewriting is done only as far as the disk has room. May be stopped between any two packs, or killed
 anywhere: what is left is found again. Leaves to ciuic.gc the question of what is live.
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from ciuic.chunkset import ChunkSet
 from ciuic.errors import Damaged, NotFound
-from ciuic.repository import PackInfo, Repository, Writer
+from ciuic.repository import PackInfo, PackRecord, Repository, Writer
 from ciuic.types import ChunkId
 
 # What a rewrite may need besides the copies themselves: a pack's own structure, the index's growth.
@@ -83,33 +86,48 @@ class SweepResult:
     """What was not done and why, in sentences."""
 
 
-def survey(
-    repository: Repository,
-    live: Callable[[ChunkId], bool],
-    *,
-    notes: list[str],
-    should_stop: StopCheck | None = None,
-) -> list[PackUse]:
-    """Every pack that can be listed as a whole, with what is live in it. Raises Stopped.
+@dataclass
+class Survey:
+    """What is live in which pack."""
 
-    A pack of whose list anything may be missing is left out, and so stays: Repository.pack_records says so.
-    """
-    uses = []
+    uses: list[PackUse] = field(default_factory=list)
+    damaged: dict[int, Damaged] = field(default_factory=dict)
+    """Packs of whose list something may be missing."""
+
+
+def survey(
+    repository: Repository, live: Callable[[ChunkId], bool], should_stop: StopCheck | None = None
+) -> Survey:
+    """Look at every pack. Raises Stopped."""
+    found = Survey()
     for pack in repository.packs():
         if should_stop is not None and should_stop():
             raise Stopped
         try:
-            uses.append(_use(repository, pack, live))
+            found.uses.append(_use(pack, repository.pack_records(pack.number), live))
         except NotFound:
             continue  # without the lock (a dry run), somebody else may collect meanwhile
         except Damaged as error:
-            notes.append(f"a pack is left as it is, because it cannot be read: {error}")
-    return uses
+            found.damaged[pack.number] = error
+    return found
 
 
-def _use(repository: Repository, pack: PackInfo, live: Callable[[ChunkId], bool]) -> PackUse:
+def all_listed(repository: Repository, live: Callable[[ChunkId], bool], live_chunks: int) -> bool:
+    """Whether each of the ``live_chunks`` chunks stands in what can be read of some pack's list.
+
+    If so, nothing that is needed hides in the unreadable part of a damaged pack.
+    """
+    listed = ChunkSet()
+    for pack in repository.packs():
+        for record in repository.pack_records(pack.number, salvage=True):
+            if live(record.id):
+                listed.add(record.id)
+    return len(listed) == live_chunks
+
+
+def _use(pack: PackInfo, records: Iterable[PackRecord], live: Callable[[ChunkId], bool]) -> PackUse:
     live_bytes = live_chunks = dead_bytes = 0
-    for record in repository.pack_records(pack.number):
+    for record in records:
         if live(record.id):
             live_bytes += record.stored_bytes
             live_chunks += 1
@@ -154,22 +172,30 @@ def sweep(
     live: Callable[[ChunkId], bool],
     thresholds: Thresholds = USUAL,
     *,
+    live_chunks: int | None = None,
     progress: Progress | None = None,
     should_stop: StopCheck | None = None,
 ) -> SweepResult:
-    """Drop what is wholly dead, rewrite what is worth it. ``live`` must be complete: it decides alone."""
+    """Drop what is wholly dead, rewrite what is worth it. ``live`` must be complete: it decides alone.
+
+    ``live_chunks``: how many distinct chunks are live. Without it damaged packs stay.
+    """
     result = SweepResult()
     try:
-        uses = survey(writer.repository, live, notes=result.notes, should_stop=should_stop)
+        found = survey(writer.repository, live, should_stop)
     except Stopped:
         result.stopped = True
         return result
-    dead = [use for use in uses if use.dead]
-    chosen = worth_rewriting(uses, thresholds)
-    result.garbage_bytes = sum(use.dead_bytes for use in uses)
-    for done, act in enumerate(_acts(writer, dead, chosen, live, result)):
+    salvaged = _salvageable(writer.repository, found, live, live_chunks, result)
+    # Descriptors that the survey has left open would keep the space of deleted packs.
+    writer.repository.close()
+    acts: list[Callable[[], bool]] = [partial(_drop, writer, use, result) for use in found.uses if use.dead]
+    acts += [partial(_rewrite, writer, use, live, result, salvage=True) for use in salvaged]
+    acts += [partial(_rewrite, writer, use, live, result) for use in worth_rewriting(found.uses, thresholds)]
+    result.garbage_bytes = sum(use.dead_bytes for use in (*found.uses, *salvaged))
+    for done, act in enumerate(acts):
         if progress is not None:
-            progress("freeing space", done, len(dead) + len(chosen))
+            progress("freeing space", done, len(acts))
         if should_stop is not None and should_stop():
             result.stopped = True
             break
@@ -178,17 +204,23 @@ def sweep(
     return result
 
 
-def _acts(
-    writer: Writer,
-    dead: Sequence[PackUse],
-    chosen: Sequence[PackUse],
+def _salvageable(
+    repository: Repository,
+    found: Survey,
     live: Callable[[ChunkId], bool],
+    live_chunks: int | None,
     result: SweepResult,
-) -> Iterator[Callable[[], bool]]:
-    for use in dead:
-        yield lambda use=use: _drop(writer, use, result)  # type: ignore[misc]
-    for use in chosen:
-        yield lambda use=use: _rewrite(writer, use, live, result)  # type: ignore[misc]
+) -> list[PackUse]:
+    if not found.damaged:
+        return []
+    if live_chunks is None or not all_listed(repository, live, live_chunks):
+        result.notes += [f"a pack is left as it is: {error}" for error in found.damaged.values()]
+        return []
+    return [
+        _use(pack, repository.pack_records(pack.number, salvage=True), live)
+        for pack in repository.packs()
+        if pack.number in found.damaged
+    ]
 
 
 def _drop(writer: Writer, use: PackUse, result: SweepResult) -> bool:
@@ -198,7 +230,14 @@ def _drop(writer: Writer, use: PackUse, result: SweepResult) -> bool:
     return True
 
 
-def _rewrite(writer: Writer, use: PackUse, live: Callable[[ChunkId], bool], result: SweepResult) -> bool:
+def _rewrite(
+    writer: Writer,
+    use: PackUse,
+    live: Callable[[ChunkId], bool],
+    result: SweepResult,
+    *,
+    salvage: bool = False,
+) -> bool:
     """Whether the next pack may be tried."""
     if free_bytes(writer.repository.path) < use.live_bytes + _REWRITE_MARGIN_BYTES:
         result.notes.append(
@@ -206,7 +245,7 @@ def _rewrite(writer: Writer, use: PackUse, live: Callable[[ChunkId], bool], resu
         )
         return True
     try:
-        result.freed_bytes += writer.rewrite_pack(use.number, live)
+        result.freed_bytes += writer.rewrite_pack(use.number, live, salvage=salvage)
     except Damaged as error:
         result.notes.append(f"pack {use.number:016x} is left as it is: {error}")
         return True

@@ -184,13 +184,16 @@ class Repository:
                 continue  # garbage collection dropped it meanwhile
         return infos
 
-    def pack_records(self, number: int) -> Iterator[PackRecord]:
+    def pack_records(self, number: int, *, salvage: bool = False) -> Iterator[PackRecord]:
         """All that the pack holds, from its footer or, where it has none, by scanning it.
 
-        DamagedPack (before the first record) when something may be missing from the list; NotFound.
+        DamagedPack (before the first record) when something may be missing from the list; NotFound. With
+        ``salvage`` whatever can still be listed.
         """
         from ciuic.repository.maintenance import strict_records
 
+        if salvage:
+            return iter(self._pack_files().records(number))
         return iter(strict_records(self._pack_files(), number))
 
     def forget_pack(self, number: int) -> None:

@@ -12,6 +12,7 @@ from support.stored import read_back, store
 
 from ciuic.check import CheckReport, check, raise_if_damaged, summary
 from ciuic.errors import Busy, Damaged
+from ciuic.gc import prune
 from ciuic.repository import Repository
 from ciuic.types import ChunkId, Snapshot
 
@@ -259,3 +260,28 @@ def test_a_damaged_copy_of_the_configuration(repository: Repository, snapshot: S
     assert kinds(looked(repository)) == [("error", "configuration", False)]
     assert kinds(looked(repository, repair=True)) == [("error", "configuration", True)]
     assert looked(repository).findings == []
+
+
+def test_what_an_interrupted_write_leaves_is_no_damage(repository: Repository, snapshot: Snapshot) -> None:
+    """A torn pack that nothing needs is a warning, and prune removes it; the same tear in a needed one is damage."""
+    with repository.writer(pack_bytes=1) as writer:
+        store(writer, {b"filler": noise(4, BLOCK)}, number=2)
+    with repository.writer() as writer:
+        torn = store(writer, {b"torn": noise(5, 30 * BLOCK)}, number=3)
+    where = repository.chunks.locate(block_of(repository, torn, b"torn", 0))
+    path = pack_path(repository, where.pack)
+    os.truncate(path, path.stat().st_size - 10 * BLOCK)
+    for index in Path(repository.path).glob("index.sqlite*"):
+        index.unlink()
+    assert looked(repository, read_data=True).damaged
+
+    with repository.writer() as writer:
+        writer.remove_snapshots([torn.id])
+    report = looked(repository, read_data=True)
+    assert not report.damaged
+    assert ("warning", "pack", False) in kinds(report)
+
+    with Repository.open(repository.path) as fresh:
+        prune(fresh)
+    assert not path.exists()
+    assert looked(repository, read_data=True).findings == []

@@ -1,0 +1,251 @@
+"""Prune killed, or failed by the disk, at every single operation: what is listed still reads back exactly."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.stored import read_back, store
+
+from ciuic.check import check
+from ciuic.errors import Damaged
+from ciuic.gc import CollectionRefused, forget, prune
+from ciuic.repository import Disk, Repository
+from ciuic.repository.ids import Bytes
+from ciuic.retention import RetentionPolicy
+from ciuic.sweep import Thresholds
+from ciuic.types import SnapshotId
+
+BLOCK = 4096
+EAGER = Thresholds(unused_share=0.0, pack_dead_share=0.0)
+LAST_TWO = RetentionPolicy(keep_within_seconds=0, keep_last=2)
+
+
+class Killed(BaseException):
+    """The process is gone: nothing after this runs, in so far as Python lets it."""
+
+
+class FailingDisk(Disk):
+    """Counts the operations that change something; from the nth on each fails, the nth after half its work."""
+
+    def __init__(self, fail_at: int, failure: BaseException) -> None:
+        self.operations = 0
+        self.fail_at = fail_at
+        self.failure = failure
+
+    def _step(self) -> bool:
+        """Whether this operation is the first to fail; raises for the later ones."""
+        self.operations += 1
+        if self.operations > self.fail_at:
+            raise self.failure
+        return self.operations == self.fail_at
+
+    def create(self, path: str, mode: int = 0o600) -> int:
+        if self._step():
+            raise self.failure
+        return super().create(path, mode)
+
+    def write_at(self, fd: int, parts: Any, offset: int) -> int:
+        pieces: list[Bytes] = list(parts)
+        if self._step():
+            data = b"".join(bytes(piece) for piece in pieces)
+            super().write_at(fd, [data[: len(data) // 2]], offset)
+            raise self.failure
+        return super().write_at(fd, pieces, offset)
+
+    def truncate(self, fd: int, size_bytes: int) -> None:
+        if self._step():
+            raise self.failure
+        super().truncate(fd, size_bytes)
+
+    def sync(self, fd: int) -> None:
+        if self._step():
+            raise self.failure
+        super().sync(fd)
+
+    def rename(self, source: str, target: str) -> None:
+        if self._step():
+            raise self.failure
+        super().rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        if self._step():
+            raise self.failure
+        super().unlink(path)
+
+    def sync_dir(self, path: str) -> None:
+        if self._step():
+            raise self.failure
+        super().sync_dir(path)
+
+
+def noise(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def tree(number: int) -> dict[bytes, Any]:
+    return {
+        b"own": noise(number, 40 * BLOCK),
+        b"shared": noise(90, 20 * BLOCK),
+        b"d": {b"pair": noise(100 + number // 2, 10 * BLOCK)},
+    }
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[SnapshotId]]:
+    """Six snapshots in many packs, sealed and not, with garbage in all of them once the older ones go."""
+    path = tmp_path_factory.mktemp("gc-crash") / "repo"
+    with Repository.create(path, block_size=BLOCK) as repository:
+        ids = []
+        for number in range(6):
+            with repository.writer(pack_bytes=30 * BLOCK) as writer:
+                ids.append(store(writer, tree(number), number=number).id)
+    return path, ids
+
+
+def whole(path: Path, ids: list[SnapshotId], expected: set[SnapshotId]) -> None:
+    """At least the expected are listed, and all that are listed read back as they were stored."""
+    with Repository.open(path) as repository:
+        listed = repository.snapshots.ids()
+        assert expected <= set(listed)
+        assert repository.snapshots.unreadable() == []
+        for id_ in listed:
+            assert read_back(repository, id_) == tree(ids.index(id_))
+
+
+@pytest.mark.parametrize(
+    "failure", [Killed(), OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "I/O")]
+)
+def test_at_every_operation(
+    tmp_path: Path, original: tuple[Path, list[SnapshotId]], failure: BaseException
+) -> None:
+    """For every n: prune with the nth operation torn and all later ones failing; then everything listed is whole,
+    check finds no damage, and a prune that is left alone does the rest."""
+    source, ids = original
+    expected = set(ids[-2:])
+    operation, finished = 0, False
+    while not finished:
+        operation += 1
+        path = tmp_path / f"repo-{operation}"
+        shutil.copytree(source, path)
+        disk = FailingDisk(operation, failure)
+        with Repository.open(path, disk=disk) as repository:
+            try:
+                prune(repository, LAST_TWO, thresholds=EAGER)
+            except (Killed, OSError) as error:
+                assert error is failure
+        finished = disk.operations < operation
+        whole(path, ids, expected)
+        with Repository.open(path) as repository:
+            prune(repository, LAST_TWO, thresholds=EAGER)
+            assert set(repository.snapshots.ids()) == expected
+            assert not check(repository, read_data=True).damaged
+        whole(path, ids, expected)
+        shutil.rmtree(path)
+    assert operation > 20  # else the loop has not seen a prune at work
+
+
+def pack_files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.pack"))
+
+
+def test_a_pack_with_a_damaged_table_is_never_dropped(
+    tmp_path: Path, original: tuple[Path, list[SnapshotId]]
+) -> None:
+    """Whatever 4 KiB of any pack are overwritten, prune either refuses or leaves all that was readable readable."""
+    source, ids = original
+    for pack in range(len(pack_files(source))):
+        size = pack_files(source)[pack].stat().st_size
+        for offset in {0, 4096, size // 2 // 4096 * 4096, max(0, size - 4096)}:
+            path = tmp_path / "repo"
+            shutil.copytree(source, path)
+            with pack_files(path)[pack].open("r+b") as stream:
+                stream.seek(offset)
+                stream.write(b"\xee" * min(4096, size - offset))
+            before = readable(path, ids[-2:])
+            with Repository.open(path) as repository:
+                try:
+                    prune(repository, LAST_TWO, thresholds=EAGER)
+                except CollectionRefused:
+                    assert set(repository.snapshots.ids()) == set(ids)
+            assert readable(path, ids[-2:]) >= before
+            shutil.rmtree(path)
+
+
+def readable(path: Path, ids: list[SnapshotId]) -> set[tuple[SnapshotId, bytes]]:
+    """Which files of these snapshots read back as they were stored, looked at one by one."""
+    found = set()
+    with Repository.open(path) as repository:
+        for id_ in ids:
+            number = int(id_[3:], 16)
+            for name, content in tree(number).items():
+                if not isinstance(content, bytes):
+                    continue
+                try:
+                    entry = repository.trees.entry(
+                        repository.snapshots.load(id_).roots[0].entry.content, name
+                    )
+                    assert entry is not None
+                    for block, chunk in repository.block_maps.ids(entry.content, entry.map_height, 40):
+                        assert repository.chunks.get(chunk) == content[block * BLOCK : (block + 1) * BLOCK]
+                        found.add((id_, name + b":%d" % block))
+                except Damaged:
+                    continue
+    return found
+
+
+@pytest.fixture
+def small_disk(short_tmp: Path) -> Iterator[Path]:
+    """A file system of 24 MiB. The shared fixture unmounts whatever is left below it."""
+    point = short_tmp / "disk"
+    point.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", os.fsencode(point), b"tmpfs", 0, b"size=24m"):
+        raise OSError(ctypes.get_errno(), "mount tmpfs")
+    yield point
+    libc.umount2(os.fsencode(point), 2)
+
+
+@pytest.mark.mount
+def test_on_a_full_disk(small_disk: Path) -> None:
+    """With not one byte free, forget and prune work and give the space back, and what stays is whole."""
+    path = small_disk / "repo"
+    ids = []
+    with Repository.create(path, block_size=BLOCK) as repository:
+        for number in range(5):
+            with repository.writer(pack_bytes=1 << 20) as writer:
+                content = {b"own": noise(number, 3 << 20), b"shared": noise(50, 1 << 20)}
+                ids.append(store(writer, content, number=number).id)
+        fill(small_disk / "filler")
+        assert os.statvfs(small_disk).f_bfree == 0
+
+        forget(repository, ids[:1])
+        assert ids[0] not in repository.snapshots.ids()
+        fill(small_disk / "filler-2")
+        report = prune(repository, RetentionPolicy(keep_within_seconds=0, keep_last=1))
+        assert set(report.removed) == set(ids[1:4])
+        assert report.freed_bytes > 8 << 20
+        assert os.statvfs(small_disk).f_bfree * 4096 > 8 << 20
+        assert read_back(repository, ids[4]) == {b"own": noise(4, 3 << 20), b"shared": noise(50, 1 << 20)}
+    with Repository.open(path) as reopened, reopened.writer() as writer:
+        store(writer, {b"new": noise(60, 2 << 20)}, number=9)
+        assert not check(reopened).damaged
+
+
+def fill(path: Path) -> None:
+    """Take every free byte."""
+    with path.open("wb", buffering=0) as stream:
+        size = 1 << 20
+        while size:
+            try:
+                if stream.write(b"x" * size) < size:
+                    size //= 2
+            except OSError:
+                size //= 2
