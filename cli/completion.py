@@ -7,30 +7,21 @@ are none. Candidates for ids carry time and size as their description.
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 from click.shell_completion import CompletionItem
 
 from ciuic.cli import times
-from ciuic.cli.session import Session, environment_path
+from ciuic.cli.session import Session
 from ciuic.errors import CiuicError
 
 _MAX_CANDIDATES: Final = 500
 
 
 def _session(ctx: click.Context) -> Session:
-    """A session from the words typed so far: completion runs no callbacks."""
-    session = Session()
-    params: dict[str, Any] = {}
-    where: click.Context | None = ctx
-    while where is not None:
-        params = {**where.params, **params}
-        where = where.parent
-    session.config_option = params.get("config") or environment_path("CIUIC_CONFIG")
-    session.repo_option = params.get("repo") or environment_path("CIUIC_REPO")
-    return session
+    """The session with the global options of the words typed so far: their callbacks run while completing, too."""
+    return ctx.find_object(Session) or Session()
 
 
 def complete_snapshot(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -94,8 +85,3 @@ def _paths_in(session: Session, snapshot: str, incomplete: bytes) -> list[Comple
             if len(found) >= _MAX_CANDIDATES:
                 break
     return [CompletionItem(os.fsdecode(path)) for path in found]
-
-
-def program_path(path: Any) -> Path | None:
-    """An option's value as a path; None when it was not given."""
-    return Path(path) if path else None

@@ -7,6 +7,7 @@ round the overlay are named: they are the reason why a first snapshot compares t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from ciuic.cli.names import shown, shown_text
 from ciuic.cli.options import DIRECTORY, FrameCommand
 from ciuic.cli.output import complain, json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
-from ciuic.errors import Unreachable, UsageError
+from ciuic.errors import NotPermitted, Unreachable, UsageError
 
 if TYPE_CHECKING:
     from ciuic.bypass import Bypasser
@@ -43,10 +44,11 @@ def command(paths: tuple[bytes, ...], as_json: bool) -> None:
     config = session.config
     new = _new_roots(config, asked)
     repository = _checked_repository(replace(config, roots=(*config.roots, *new)), new)
+    file = writable_file(session.config_option)
+    _require_writable(file)
     made = _make_repository(session, repository, config.repository.block_size_bytes)
     # Before the mount: afterwards the same descriptors lead past the overlay.
     bypassing = {path: [use for use in find_bypassing(path) if use.writes] for path in asked}
-    file = writable_file(session.config_option)
     added = [root.path for root in add_roots(file, new, repository_path=repository)]
     mounted = _tell_daemon(session, file, asked)
     if as_json:
@@ -92,6 +94,17 @@ def _checked_repository(proposal: Config, new: Sequence[RootConfig]) -> Path:
     for problem in problems:
         warn(str(problem), hint=problem.hint)
     return repository_path(proposal, mounts)
+
+
+def _require_writable(file: Path) -> None:
+    """NotPermitted before anything is made, rather than after the repository is."""
+    there = file
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not os.access(there, os.W_OK):
+        raise NotPermitted(
+            f"{file} may not be written", hint="run it as root, or name another file with --config"
+        )
 
 
 def _make_repository(session: Session, path: Path, block_size_bytes: int) -> bool:

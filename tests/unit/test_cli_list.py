@@ -241,6 +241,15 @@ def test_completion_of_ids(repository: CliRepository) -> None:
     assert complete(repository, "restore", "-s", "lat") == ["latest"]
 
 
+def test_completion_heeds_the_global_options(repository: CliRepository, tmp_path: Path) -> None:
+    """--repo on the line that is being typed is where ids come from, before the command and after it."""
+    repository.snapshot({}, id_="cs-abc111")
+    there = str(repository.path)
+    repository.path = tmp_path / "nowhere"
+    assert complete(repository, "--repo", there, "show", "cs-") == ["cs-abc111"]
+    assert complete(repository, "show", "--repo", there, "cs-") == ["cs-abc111"]
+
+
 def test_completion_of_paths_in_a_snapshot(repository: CliRepository) -> None:
     """Paths come from the snapshot that the line names; directories end in a slash."""
     repository.snapshot({b"old": b"x"})

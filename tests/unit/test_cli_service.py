@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.cli.systemd import UNITS, Systemd, for_program
+from ciuic.cli.systemd import UNITS, Systemd, for_program, unit_text
 from ciuic.errors import CiuicError
 
 PROGRAM = Path("/opt/venv one/bin/ciuic")
@@ -106,3 +106,11 @@ def test_only_our_own_program_is_replaced() -> None:
     """Other programs that a unit runs stay as they are."""
     text = "ExecStartPre=/bin/mkdir /x\nExecStart=/usr/bin/ciuic daemon\nExecReload=/bin/kill -HUP $MAINPID\n"
     assert for_program(text, Path("/v/bin/ciuic")) == text.replace("/usr/bin/ciuic", "/v/bin/ciuic")
+
+
+def test_the_shipped_units_run_this_program() -> None:
+    """The unit that is shipped names its program in a form that install recognises and replaces."""
+    text = for_program(unit_text("ciuic.service"), Path("/v/bin/ciuic"))
+    assert "\nExecStart=/v/bin/ciuic daemon\n" in text
+    assert "/usr/bin/ciuic" not in text
+    assert "[Slice]" in unit_text("ciuic-capture.slice")
