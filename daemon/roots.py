@@ -13,12 +13,13 @@ import trio
 from ciuic.control_types import RootStatus
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.events import EventBus
+from ciuic.daemon.recovery import is_mounted
 from ciuic.daemon.runtime import RuntimeDirectory
 from ciuic.daemon.settings import RootSettings, Settings
 from ciuic.daemon.snapshots import Snapshots
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import MountHooks, RealMounts, RootSupervisor
-from ciuic.daemon.worker_process import Worker, WorkerOptions
+from ciuic.daemon.worker_process import Worker, WorkerOptions, peer_pid
 from ciuic.errors import CiuicError, UsageError
 
 log = structlog.get_logger(__name__)
@@ -48,7 +49,7 @@ class Roots:
         self._alerts = alerts
         self._events = events
         self._snapshots = snapshots
-        self._hooks = hooks or RealMounts(self._options)
+        self._hooks = hooks or RealMounts(self._options, self._own_pids)
 
     def start(self, root: RootSettings, nursery: trio.Nursery) -> RootSupervisor:
         """Begins to serve ``root``; ``settled`` says when the first attempt is over."""
@@ -112,6 +113,16 @@ class Roots:
     async def _session_started(self, path: str, worker: Worker) -> None:
         if self.reconcile_new_sessions:
             await self._snapshots.reconcile(path, worker)
+
+    def _own_pids(self, root: str) -> set[int]:
+        """Processes of ours that hold the backing directory by design: a worker to adopt, captures of a predecessor.
+
+        A worker whose mount is gone is not among them: it writes for a job that has files open, and goes round us.
+        """
+        pids = {record.capture_pid for record in self._runtime.read_pending()}
+        if is_mounted(root):
+            pids.add(peer_pid(self._runtime.worker_socket(root)) or 0)
+        return pids
 
     def _options(self, root: RootSettings) -> WorkerOptions:
         """What the worker is told. Its block size must be the repository's: dirty blocks are stored as they are tracked."""

@@ -112,6 +112,7 @@ class Daemon:
             command=[*command_prefix, *UPKEEP_COMMAND],
         )
         self.snapshots.on_committed = self.upkeep.suggest
+        self.snapshots.on_scheduled_lost = self.schedule.post
         self.stopping = False
         self._stop = trio.Event()
         self._served = trio.Event()

@@ -68,6 +68,8 @@ class Snapshots:
         self.repository_lock = trio.Lock()
         """Held while a process of ours writes to the repository: captures and upkeep take turns."""
         self.on_committed: Callable[[], None] = lambda: None
+        self.on_scheduled_lost: Callable[[], None] = lambda: None
+        """A scheduled snapshot's session ended before its capture did: another is due now."""
         self.last_failure: SnapshotState | None = None
         self.last_cut_ns = 0
         """Of the newest snapshot committed in this daemon's life."""
@@ -307,6 +309,8 @@ class Snapshots:
     async def _give_up(self, pending: PendingSnapshot, failure: Failed) -> None:
         await self._tell_workers(pending, committed=False)
         pending.failed(failure)
+        if pending.record.scheduled and pending.is_lost():
+            self.on_scheduled_lost()
         self.last_failure = pending.state
         log.error("snapshot_failed", id=pending.id, error=failure.error)
         self._context.alerts.report(

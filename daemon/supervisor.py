@@ -52,8 +52,13 @@ class MountHooks(Protocol):
 class RealMounts:
     """Recovery, worker processes and /proc, each in threads where it may block."""
 
-    def __init__(self, options: Callable[[RootSettings], WorkerOptions]) -> None:
+    def __init__(
+        self,
+        options: Callable[[RootSettings], WorkerOptions],
+        own_pids: Callable[[str], Collection[int]],
+    ) -> None:
         self._options = options
+        self._own_pids = own_pids
 
     async def establish(self, settings: RootSettings) -> Worker:
         options = self._options(settings)
@@ -70,7 +75,10 @@ class RealMounts:
         return await trio.to_thread.run_sync(is_mounted, root)
 
     async def bypassing(self, root: str, ignore_pids: Collection[int]) -> list[Bypasser]:
-        return await trio.to_thread.run_sync(lambda: find_bypassing(root, ignore_pids=ignore_pids))
+        def work() -> list[Bypasser]:
+            return find_bypassing(root, ignore_pids={*ignore_pids, *self._own_pids(root)})
+
+        return await trio.to_thread.run_sync(work)
 
 
 class RootSupervisor:

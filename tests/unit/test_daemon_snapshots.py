@@ -209,6 +209,25 @@ def test_a_session_lost_while_waiting_is_not_captured_at_all(bench: Bench) -> No
     assert len(bench.jobs) == 1
 
 
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_a_scheduled_snapshot_that_was_lost_is_taken_again(bench: Bench, scheduled: bool) -> None:
+    """The clock's snapshot is not skipped for an hour because a worker died; one asked for by hand has been answered."""
+    bench.add_root("/a", FakeOverlay())
+    bench.gates = [trio.Event()]
+    asked: list[str] = []
+    bench.snapshots.on_scheduled_lost = lambda: asked.append("again")
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest(), scheduled=scheduled)
+        await trio.testing.wait_all_tasks_blocked()
+        bench.roots["/a"].worker = None
+        bench.snapshots.session_lost("/a", "s")
+        await pending.finished.wait()
+
+    run(bench, script)
+    assert asked == (["again"] if scheduled else [])
+
+
 def test_stopping_gives_every_epoch_back(bench: Bench) -> None:
     """Cancelled in the middle of a capture, with another waiting: both epochs return to the worker."""
     overlay = FakeOverlay()

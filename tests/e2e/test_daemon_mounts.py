@@ -1,0 +1,371 @@
+"""The real daemon over real mounts: what its processes do to one another, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ciuic import mountinfo
+from ciuic.control import ControlClient
+from ciuic.control_types import RootStatus
+from ciuic.errors import Busy, CiuicError, NotFound
+from ciuic.repository import Repository
+
+pytestmark = pytest.mark.mount
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def until(what: str, condition: Callable[[], bool]) -> None:
+    """Polls: processes and mounts offer no event to a stranger."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.02)
+
+
+def ended(pid: int) -> bool:
+    """Whether the process has ended; a zombie, which only waits for its parent, has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+class Site:
+    """One directory with roots, repository, configuration and, perhaps, a daemon."""
+
+    def __init__(self, top: Path) -> None:
+        self.top = top
+        self.config = top / "ciuic.toml"
+        self.socket = top / "run/control.sock"
+        self.roots: list[Path] = []
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = top / "log"
+
+    def root(self, name: str) -> Path:
+        path = self.top / name
+        path.mkdir(exist_ok=True)
+        self.roots.append(path)
+        return path
+
+    def write_config(self) -> None:
+        tables = "".join(f'[[root]]\npath = "{path}"\n' for path in self.roots)
+        self.config.write_text(
+            f'[repository]\npath = "{self.top}/repository"\n[daemon]\nruntime_dir = "{self.top}/run"\n{tables}'
+        )
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        self.write_config()
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "ciuic", "--config", str(self.config), "daemon"],
+                env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+                cwd=self.top,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def start(self) -> None:
+        """Returns when every root is mounted."""
+        self.process = self.launch()
+        until("the mount of every root", self._all_mounted)
+
+    def _all_mounted(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log.read_text()[-3000:]
+        try:
+            with self.client() as client:
+                return {root.path for root in client.status().roots if root.state == "mounted"} == set(
+                    map(str, self.roots)
+                )
+        except CiuicError:
+            return False
+
+    @contextmanager
+    def client(self) -> Iterator[ControlClient]:
+        with ControlClient(self.socket) as client:
+            yield client
+
+    def snapshot(self) -> str:
+        with self.client() as client:
+            state = client.take_snapshot(wait=True)
+        assert state.state == "committed"
+        return state.id
+
+    def root_status(self, path: Path) -> RootStatus:
+        with self.client() as client:
+            return next(root for root in client.status().roots if root.path == str(path))
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        status = self.process.wait(60)
+        self.process = None
+        return status
+
+    def stop(self) -> None:
+        assert self.kill(signal.SIGTERM) == 0, self.log.read_text()[-3000:]
+
+    def overlays(self, path: Path) -> int:
+        return sum(
+            mount.fs_type == b"fuse.ciuic"
+            for mount in mountinfo.mounts_at(os.fsencode(path), mountinfo.read())
+        )
+
+    def content(self, snapshot: str, root: Path, name: bytes) -> bytes:
+        """The bytes of a small file of one block, in a snapshot."""
+        with Repository.open(self.top / "repository") as repository:
+            loaded = repository.snapshots.load(repository.snapshots.resolve(snapshot))
+            record = next(record for record in loaded.roots if record.path == os.fsencode(root))
+            entry = repository.trees.entry(record.entry.content, name)
+            assert entry is not None
+            return repository.chunks.get(entry.content)[: entry.size_bytes] if entry.content else b""
+
+
+@pytest.fixture
+def site(short_tmp: Path) -> Iterator[Site]:
+    made = Site(short_tmp)
+    yield made
+    if made.process is not None:
+        made.process.send_signal(signal.SIGTERM)
+        try:
+            made.process.wait(60)
+        except subprocess.TimeoutExpired:
+            made.process.kill()
+            made.process.wait()
+
+
+def test_a_stopped_daemon_leaves_nothing_behind(site: Site) -> None:
+    """After SIGTERM no mount, no socket and no process is left, and the files are simply there."""
+    root = site.root("a")
+    site.start()
+    (root / "f").write_text("kept")
+    worker = site.root_status(root).worker_pid
+    site.stop()
+    assert site.overlays(root) == 0
+    assert not (site.top / "run").exists()
+    assert ended(worker)
+    assert (root / "f").read_text() == "kept"
+
+
+def test_what_was_written_before_the_request_is_in_the_snapshot(site: Site) -> None:
+    """Writes that the kernel still holds back, in a file that stays open, are flushed before the cut."""
+    root = site.root("a")
+    site.start()
+    with open(root / "log", "wb", buffering=0) as log:
+        for number in range(50):
+            log.write(b"%d\n" % number)
+        snapshot = site.snapshot()
+    site.stop()
+    assert site.content(snapshot, root, b"log") == b"".join(b"%d\n" % number for number in range(50))
+
+
+def test_two_roots_are_cut_at_one_instant(site: Site) -> None:
+    """A writer that writes b only after a: no snapshot shows more in b than in a."""
+    first, second = site.root("a"), site.root("b")
+    site.start()
+    ending = threading.Event()
+
+    def write() -> None:
+        with open(first / "f", "wb", buffering=0) as one, open(second / "f", "wb", buffering=0) as two:
+            while not ending.is_set():
+                for file in (one, two):
+                    file.write(b"x")
+                    os.fsync(file.fileno())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        snapshots = [site.snapshot() for _ in range(5)]
+    finally:
+        ending.set()
+        writer.join()
+    site.stop()
+    lengths = [
+        (len(site.content(id_, first, b"f")), len(site.content(id_, second, b"f"))) for id_ in snapshots
+    ]
+    assert all(0 <= one - two <= 1 for one, two in lengths), lengths
+
+
+def test_a_killed_worker_is_replaced_at_once(site: Site) -> None:
+    """The root is served again, nothing written before is lost, and an alert tells of it."""
+    root = site.root("a")
+    site.start()
+    (root / "f").write_text("before")
+    site.snapshot()  # also waits for the one that every first start takes
+    before = site.root_status(root)
+    os.kill(before.worker_pid, signal.SIGKILL)
+    until("a new worker", lambda: site.root_status(root).worker_pid not in (0, before.worker_pid))
+    after = site.root_status(root)
+    assert (after.state, after.restarts) == ("mounted", 1)
+    assert after.session != before.session
+    assert (root / "f").read_text() == "before"
+    with site.client() as client:
+        assert [alert.key for alert in client.status().alerts] == [f"worker:{root}"]
+    snapshot = site.snapshot()
+    site.stop()
+    assert site.content(snapshot, root, b"f") == b"before"
+
+
+def test_a_killed_daemon_is_followed_without_the_job_noticing(site: Site) -> None:
+    """The worker serves on, open files stay open, the next daemon adopts it with its tracking."""
+    root = site.root("a")
+    site.start()
+    with open(root / "f", "wb", buffering=0) as file:
+        file.write(b"one ")
+        site.snapshot()
+        before = site.root_status(root)
+        site.kill()
+        file.write(b"two ")
+        site.start()
+        file.write(b"three")
+        after = site.root_status(root)
+        assert (after.worker_pid, after.session) == (before.worker_pid, before.session)
+        snapshot = site.snapshot()
+    assert site.overlays(root) == 1
+    with Repository.open(site.top / "repository") as repository:
+        loaded = repository.snapshots.load(repository.snapshots.resolve(snapshot))
+        assert loaded.roots[0].mode == "tracked"
+    assert site.content(snapshot, root, b"f") == b"one two three"
+    site.stop()
+
+
+def test_dead_mounts_of_a_killed_predecessor_are_taken_away(site: Site) -> None:
+    """Daemon and worker killed together leave a dead mount; the next daemon starts over it."""
+    root = site.root("a")
+    site.start()
+    (root / "f").write_text("x")
+    os.sync()
+    worker = site.root_status(root).worker_pid
+    site.kill()
+    os.kill(worker, signal.SIGKILL)
+    until("the end of the worker", lambda: ended(worker))
+    assert site.overlays(root) == 1
+    site.start()
+    assert site.overlays(root) == 1
+    assert (root / "f").read_text() == "x"
+    site.stop()
+    assert site.overlays(root) == 0
+
+
+def test_a_promised_snapshot_survives_the_daemon(site: Site) -> None:
+    """The id was given out, the daemon was killed before the commit: the next one brings it home."""
+    root = site.root("a")
+    site.start()
+    site.snapshot()
+    (root / "f").write_bytes(os.urandom(64 << 20))
+    with site.client() as client:
+        promised = client.take_snapshot().id
+    site.kill()
+    (root / "f").write_bytes(b"changed since")
+    site.start()
+    with site.client() as client:
+        assert client.wait_snapshot(promised).state == "committed"
+    site.stop()
+    with Repository.open(site.top / "repository") as repository:
+        loaded = repository.snapshots.load(repository.snapshots.resolve(promised))
+        entry = repository.trees.entry(loaded.roots[0].entry.content, b"f")
+    assert entry is not None
+    assert entry.size_bytes == 64 << 20
+
+
+def test_a_second_daemon_is_refused_and_harms_nothing(site: Site) -> None:
+    """It says who runs already, with the exit code of "busy", and the first serves on."""
+    root = site.root("a")
+    site.start()
+    assert site.launch().wait(60) == Busy.exit_code
+    assert b"another ciuic daemon" in site.log.read_bytes()
+    assert site.root_status(root).state == "mounted"
+    site.stop()
+
+
+def test_a_job_with_an_open_file_is_not_hurt_by_a_stop(site: Site) -> None:
+    """The mount goes, the open file goes on working, its worker ends with it, and a restart starts clean."""
+    root = site.root("a")
+    site.start()
+    worker = site.root_status(root).worker_pid
+    with open(root / "f", "wb", buffering=0) as file:
+        file.write(b"before ")
+        site.stop()
+        assert site.overlays(root) == 0
+        file.write(b"after")
+        os.fsync(file.fileno())
+        assert (root / "f").read_bytes() == b"before after"
+        site.start()
+        status = site.root_status(root)
+        assert status.worker_pid != worker
+        assert worker in [process.pid for process in status.bypassing]
+    until("the end of the old worker", lambda: ended(worker))
+    assert site.root_status(root).worker_pid == status.worker_pid
+    snapshot = site.snapshot()
+    assert site.content(snapshot, root, b"f") == b"before after"
+    site.stop()
+
+
+def test_roots_come_and_go_while_the_daemon_runs(site: Site) -> None:
+    """A root added to the configuration is mounted when asked for, and taken away again; both twice without harm."""
+    first = site.root("a")
+    site.start()
+    second = site.root("b")
+    with site.client() as client:
+        with pytest.raises(NotFound):
+            client.add_root(str(second))
+        site.write_config()
+        for _ in range(2):
+            assert client.add_root(str(second)).state == "mounted"
+        assert site.overlays(second) == 1
+        for _ in range(2):
+            client.remove_root(str(second))
+        assert site.overlays(second) == 0
+        assert [root.path for root in client.status().roots] == [str(first)]
+    site.stop()
+
+
+def test_a_root_that_is_missing_does_not_stop_the_others(site: Site) -> None:
+    """The daemon serves what it can, says what it cannot, and takes the root up when it appears."""
+    first, second = site.root("a"), site.root("b")
+    second.rmdir()
+    site.process = site.launch()
+    until("the first mount", lambda: site.socket.exists() and site.overlays(first) == 1)
+    until("the alert", lambda: any(alert.root == str(second) for alert in alerts(site)))
+    second.mkdir()
+    until("the second mount", lambda: site.overlays(second) == 1)
+    until("the end of the alert", lambda: not alerts(site))
+    site.stop()
+
+
+def alerts(site: Site) -> list[object]:
+    with site.client() as client:
+        return list(client.status().alerts)
+
+
+def test_the_first_start_takes_a_snapshot_and_a_restart_does_not(site: Site) -> None:
+    """Downtime longer than the interval is made up for at once; a short one is not."""
+    site.root("a")
+    site.start()
+
+    def committed() -> int:
+        with site.client() as client:
+            return client.status().repository.snapshots
+
+    until("the first snapshot", lambda: committed() == 1)
+    site.stop()
+    site.start()
+    with site.client() as client:
+        status = client.status()
+    assert status.next_snapshot is not None
+    assert status.captures == []
+    assert status.repository.snapshots == 1
+    site.stop()
