@@ -36,7 +36,6 @@ def command(paths: tuple[bytes, ...], as_json: bool) -> None:
 
     A running daemon mounts them at once, in place. Nothing is copied or moved.
     """
-    from ciuic.bypass import find_bypassing
     from ciuic.config import add_roots, writable_file
 
     session = current()
@@ -47,8 +46,7 @@ def command(paths: tuple[bytes, ...], as_json: bool) -> None:
     file = writable_file(session.config_option)
     _require_writable(file)
     made = _make_repository(session, repository, config.repository.block_size_bytes)
-    # Before the mount: afterwards the same descriptors lead past the overlay.
-    bypassing = {path: [use for use in find_bypassing(path) if use.writes] for path in asked}
+    bypassing = {path: _going_round(path) for path in asked}
     added = [root.path for root in add_roots(file, new, repository_path=repository)]
     mounted = _tell_daemon(session, file, asked)
     if as_json:
@@ -117,6 +115,17 @@ def _make_repository(session: Session, path: Path, block_size_bytes: int) -> boo
     path.parent.mkdir(parents=True, exist_ok=True)
     Repository.create(path, block_size=block_size_bytes).close()
     return True
+
+
+def _going_round(path: Path) -> list[Bypasser]:
+    """Who has files open below a directory that is about to be covered. Of one that is, `ciuic status` tells."""
+    from ciuic import mountinfo
+    from ciuic.bypass import find_bypassing
+    from ciuic.config import is_ciuic_mount
+
+    if is_ciuic_mount(path, mountinfo.read()):
+        return []
+    return [process for process in find_bypassing(path, ignore_pids={os.getpid()}) if process.writes]
 
 
 def _tell_daemon(session: Session, file: Path, paths: Sequence[Path]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -208,10 +210,12 @@ def test_unfit_paths_change_nothing(host: Path, path: str, code: int, word: str)
 
 def test_processes_that_go_round_are_named(host: Path) -> None:
     """A process that has a file open below the new root is named, with its pid and the file."""
-    with open(host / "a" / "open.log", "w"):
-        result = protect(host, host / "a")
-    assert str(os.getpid()) in result.stderr
-    assert "open.log" in result.stderr
+    with open(host / "a" / "open.log", "w") as log, subprocess.Popen(["sleep", "100"], stdout=log) as job:
+        try:
+            result = protect(host, host / "a")
+        finally:
+            job.kill()
+    assert re.search(rf"{job.pid} +sleep 100 +.*open\.log", result.stderr)
 
 
 def test_unprotect_leaves_files_and_snapshots(host: Path) -> None:
