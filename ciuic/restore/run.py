@@ -18,6 +18,7 @@ import msgspec
 from ciuic import STATE_DIR_NAME
 from ciuic.errors import Damaged
 from ciuic.lookup import join, resolve
+from ciuic.restore import attributes
 from ciuic.restore import journal as journals
 from ciuic.restore.content import BATCH_BLOCKS, Batch, Worker, batches
 from ciuic.restore.destination import (
@@ -115,9 +116,9 @@ class Run:
                 self._leaf(parent, entry)
             self._finish_work()
         finally:
-            if journal is not None:
-                self._end_journal(journal)
             if held is not None:
+                if journal is not None:
+                    self._end_journal(journal, held)
                 held.release(self.pool.changed, self._folder_done)
             for folder in reversed(chain):
                 folder.release(self.pool.changed, self._folder_done)
@@ -134,10 +135,13 @@ class Run:
             self._run, self._resumed = journal.mark.run, journal.resumed
         return journal
 
-    def _end_journal(self, journal: journals.Journal) -> None:
+    def _end_journal(self, journal: journals.Journal, folder: Folder) -> None:
         if self.pool.stopping or any(not failure.attribute for failure in self.tally.result.failed):
             journal.close()
         else:
+            # Everything else comes first: killed right here, only the directory's mtime is missing.
+            if folder.entry is not None:
+                attributes.apply(folder.fd, os.fstat(folder.fd), folder.entry, folder.xattrs)
             journal.finish()
 
     def _finish_work(self) -> None:

@@ -1,0 +1,152 @@
+"""A restore that is killed between any two of its operations, and run again."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import trees
+from support.restoring import take, write
+
+from ciuic.repository import Repository
+from ciuic.restore import Overwrite, execute, plan_restore
+from ciuic.types import Snapshot
+
+CALLS = (
+    "open",
+    "pwrite",
+    "ftruncate",
+    "mkdir",
+    "symlink",
+    "link",
+    "rename",
+    "unlink",
+    "chmod",
+    "utime",
+    "fsync",
+)
+KILLED = 99
+
+
+def make_root(root: Path) -> None:
+    for number in range(4):
+        write(root / "dir" / f"file {number}", os.urandom(6000))
+    write(root / "large", os.urandom(2_000_000))
+    os.link(root / "large", root / "dir" / "large too")
+    (root / "link").symlink_to("nowhere")
+    os.chmod(root / "dir", 0o750)
+    os.utime(root / "dir", ns=(10, 20))
+    os.utime(root, ns=(30, 40))
+
+
+def die_at(number: int) -> None:
+    """From now on the process is gone at that operation, as with SIGKILL: nothing is cleaned up."""
+    count = iter(range(number))
+    lock = threading.Lock()
+
+    def counted(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            with lock:
+                if next(count, None) is None:
+                    os._exit(KILLED)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def restore(repository: Path, snapshot: Snapshot, root: Path, overwrite: Overwrite | None) -> None:
+    with Repository.open(repository) as opened:
+        result = execute(
+            plan_restore(opened, snapshot, [os.fsencode(root)], overwrite=overwrite, delete=True)
+        )
+        assert result.complete, result.error()
+
+
+def killed_restore(
+    repository: Path, snapshot: Snapshot, root: Path, overwrite: Overwrite | None, number: int
+) -> bool:
+    """Whether a child that dies at operation ``number`` got that far."""
+    child = os.fork()
+    if child == 0:
+        try:
+            die_at(number)
+            restore(repository, snapshot, root, overwrite)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, KILLED)
+    return status == KILLED
+
+
+def temporaries(root: Path) -> list[Path]:
+    return [path for path in root.rglob(".ciuic-restore*") if path.exists()]
+
+
+@pytest.mark.parametrize("overwrite", [None, Overwrite.ALWAYS, Overwrite.IF_CHANGED])
+def test_killed_anywhere_and_run_again(tmp_path: Path, overwrite: Overwrite | None) -> None:
+    """At every moment each name shows the old thing or the restored one, whole; a second run completes the first."""
+    root = tmp_path / "root"
+    make_root(root)
+    wanted = trees.manifest(root)
+    with Repository.create(tmp_path / "repository", block_size=4096) as repository:
+        snapshot = take(repository, root)
+    shutil.rmtree(root)
+    old: trees.Manifest = {}
+    if overwrite is not None:
+        write(root / "dir" / "file 1", b"other content")
+        write(root / "dir" / "file 2" / "a directory now", b"x")
+        write(root / "large", os.urandom(2_000_000))
+        write(root / "link", b"a file now")
+        os.utime(root / "large", ns=(1, 1))
+        old = trees.manifest(root)
+    shutil.copytree(root, tmp_path / "old", symlinks=True) if old else (tmp_path / "old").mkdir()
+    rng, number, deaths = random.Random(7), 0, 0
+    while True:
+        shutil.rmtree(root, ignore_errors=True)
+        if old:
+            shutil.copytree(tmp_path / "old", root, symlinks=True)
+        if not killed_restore(repository.path, snapshot, root, overwrite, number):
+            break
+        deaths += 1
+        check_nothing_is_half(root, wanted, old)
+        again = overwrite
+        if overwrite is None and is_complete_but_for_its_time(root, wanted):
+            again = Overwrite.IF_CHANGED  # the mark of an unfinished restore is gone: these files are conflicts now
+        restore(repository.path, snapshot, root, again)
+        trees.assert_same(wanted, trees.manifest(root))
+        assert not temporaries(root)
+        number += rng.randrange(3, 20)
+    assert deaths > 10
+
+
+def is_complete_but_for_its_time(root: Path, wanted: trees.Manifest) -> bool:
+    """Killed between the two last operations."""
+    if not root.exists() or temporaries(root):
+        return False
+    found = trees.manifest(root)
+    found[b"."] = found[b"."]._replace(mtime_ns=wanted[b"."].mtime_ns)
+    return found == wanted
+
+
+def check_nothing_is_half(root: Path, wanted: trees.Manifest, old: trees.Manifest) -> None:
+    if not root.exists():
+        return
+    for path, facts in trees.manifest(root).items():
+        if b".ciuic-restore" in path or path == b".":
+            continue
+        assert path in wanted or path in old, path
+        shown = {
+            (known[path].kind, known[path].size_bytes, known[path].digest)
+            for known in (wanted, old)
+            if path in known
+        }
+        assert (facts.kind, facts.size_bytes, facts.digest) in shown, path

@@ -1,0 +1,73 @@
+"""Restores over directories that have changed at random."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import trees
+from support.random_trees import STEPS, play
+from support.restoring import take
+
+from ciuic.repository import Repository
+from ciuic.restore import Overwrite, execute, plan_restore
+
+
+@settings(max_examples=30)
+@given(before=STEPS, after=STEPS, mode=st.sampled_from((Overwrite.ALWAYS, Overwrite.IF_CHANGED)))
+def test_in_place_with_delete_is_exactly_the_snapshot(
+    tmp_path_factory: pytest.TempPathFactory, before: list, after: list, mode: Overwrite
+) -> None:
+    """Whatever happened since, overwrite and delete bring back what was there, hard links included, and nothing else.
+
+    (The changes here never keep size and mtime of changed content, which is what IF_CHANGED looks at.)
+    """
+    base = tmp_path_factory.mktemp("restore")
+    root = base / "root"
+    root.mkdir()
+    play(root, before)
+    wanted = trees.manifest(root)
+    with Repository.create(base / "repository", block_size=4096) as repository:
+        snapshot = take(repository, root)
+        play(root, [step for step in after if step[0] != "utime"])
+        plan = plan_restore(repository, snapshot, [os.fsencode(root)], overwrite=mode, delete=True)
+        preview = execute(plan, dry_run=True)
+        result = execute(plan)
+    assert result.complete, result.error()
+    trees.assert_same(wanted, trees.manifest(root))
+    assert (preview.restored, preview.skipped, preview.removed) == (
+        result.restored,
+        result.skipped,
+        result.removed,
+    )
+    shutil.rmtree(base)
+
+
+@settings(max_examples=15)
+@given(before=STEPS, after=STEPS)
+def test_without_delete_nothing_else_is_touched(
+    tmp_path_factory: pytest.TempPathFactory, before: list, after: list
+) -> None:
+    """What the snapshot has is as it was, and what it has not is as it is."""
+    base = tmp_path_factory.mktemp("merge")
+    root = base / "root"
+    root.mkdir()
+    play(root, before)
+    wanted = trees.manifest(root)
+    with Repository.create(base / "repository", block_size=4096) as repository:
+        snapshot = take(repository, root)
+        play(root, after)
+        changed = trees.manifest(root)
+        result = execute(plan_restore(repository, snapshot, [os.fsencode(root)], overwrite=Overwrite.ALWAYS))
+    assert result.complete, result.error()
+    found = trees.manifest(root)
+    for path, facts in wanted.items():
+        assert found[path]._replace(same_inode_as=b"") == facts._replace(same_inode_as=b""), path
+    gone = {path for path, facts in changed.items() if path in wanted and facts.kind != wanted[path].kind}
+    for path in changed.keys() - wanted.keys():
+        if not any(path.startswith(top + b"/") for top in gone):
+            assert found[path]._replace(same_inode_as=b"") == changed[path]._replace(same_inode_as=b""), path
+    shutil.rmtree(base)
