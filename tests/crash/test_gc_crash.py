@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.power_disk import PowerCut, PowerDisk
 from support.stored import read_back, store
 
 from ciuic.check import check
@@ -20,6 +21,7 @@ from ciuic.errors import Damaged
 from ciuic.gc import CollectionRefused, forget, prune
 from ciuic.repository import Disk, Repository
 from ciuic.repository.ids import Bytes
+from ciuic.repository.index import INDEX_NAME, discard
 from ciuic.retention import RetentionPolicy
 from ciuic.sweep import Thresholds
 from ciuic.types import SnapshotId
@@ -247,3 +249,37 @@ def fill(path: Path) -> None:
                     size //= 2
             except OSError:
                 size //= 2
+
+
+@pytest.mark.parametrize("index", ["kept", "lost"])
+def test_power_cut_at_every_operation(
+    short_tmp: Path, original: tuple[Path, list[SnapshotId]], index: str
+) -> None:
+    """For every n: the power fails at the nth operation of prune, and unsynced writes are lost, torn or there. What
+    is listed afterwards is whole, and a prune that is left alone ends in a repository without damage."""
+    source, ids = original
+    expected = set(ids[-2:])
+    operation, finished = 0, False
+    while not finished:
+        operation += 1
+        running, after = short_tmp / "running", short_tmp / "after"
+        shutil.copytree(source, running)
+        disk = PowerDisk(running, stop_at=operation)
+        with Repository.open(running, disk=disk) as repository, contextlib.suppress(PowerCut):
+            prune(repository, LAST_TWO, thresholds=EAGER)
+        finished = disk.calls < operation
+        disk.after_power_cut(after, random.Random(operation) if operation % 3 else None)
+        discard(str(after / INDEX_NAME))
+        if index == "kept":
+            for file in running.glob(INDEX_NAME + "*"):
+                shutil.copy(file, after)
+        whole(after, ids, expected)
+        with Repository.open(after) as repository:
+            prune(repository, LAST_TWO, thresholds=EAGER)
+            assert set(repository.snapshots.ids()) == expected
+            assert not check(repository, read_data=True).damaged
+        whole(after, ids, expected)
+        shutil.rmtree(after)
+        disk.dispose()
+        shutil.rmtree(running)
+    assert operation > 20
