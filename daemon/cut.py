@@ -22,7 +22,9 @@ from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.daemon.worker_process import Worker, WorkerClient
 from ciuic.errors import CiuicError, NotFound
 
-HOLD_TIMEOUT_SECONDS = 5.0
+HOLD_TIMEOUT_SECONDS = 1.0
+"""Longer would be felt by a job on one root while another root's slow disk is waited for: better to let go and try again."""
+CUT_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
 FLUSH_TIMEOUT_SECONDS = 60.0
 FLUSH_ROUNDS = 5
 MOUNT_PATIENCE_SECONDS = 10.0
@@ -143,9 +145,18 @@ async def cut_all(supervisors: Sequence[RootSupervisor]) -> list[RootCut]:
             for _, client in parts:
                 client.close()
 
-    # Not abandoned on cancellation: an epoch that is cut must become known.
-    cuts = await trio.to_thread.run_sync(work)
-    return [cut._replace(session=sessions[cut.path]) for cut in cuts]
+    for pause_seconds in (*CUT_PAUSES_SECONDS, None):
+        try:
+            # Not abandoned on cancellation: an epoch that is cut must become known.
+            cuts = await trio.to_thread.run_sync(work)
+        except CutFailed as error:
+            if pause_seconds is None:
+                raise
+            log.warning("cut_tried_again", error=str(error))
+            await trio.sleep(pause_seconds)
+        else:
+            return [cut._replace(session=sessions[cut.path]) for cut in cuts]
+    raise AssertionError("the last round returns or raises")
 
 
 def cut_together(

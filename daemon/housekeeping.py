@@ -35,7 +35,10 @@ class Housekeeping:
         """For ever."""
         while True:
             await trio.sleep(PERIOD_SECONDS)
-            await self.once()
+            try:
+                await self.once()
+            except Exception:
+                log.exception("housekeeping_failed")  # the next round may do better; the service goes on
 
     async def once(self) -> None:
         """One round."""
@@ -44,6 +47,11 @@ class Housekeeping:
             if worker is not None:
                 await self._look_at_worker(path, worker)
                 await self._daemon.snapshots.reconcile(path, worker)
+                await supervisor.refresh_bypassing()
+        self._daemon.snapshots.note_untrusted()
+        if self._daemon.retry_schedule:
+            self._daemon.retry_schedule = False
+            self._daemon.schedule.post()
         await self._look_at_space()
         self._daemon.tell_service_manager(self.status_line())
 

@@ -51,11 +51,14 @@ class PendingSnapshot:
         announce: Callable[[str, SnapshotState], None],
         missing: list[str] | None = None,
         trust_tracking: dict[str, bool] | None = None,
+        settles: set[str] | None = None,
         cut_at: float = 0.0,
     ) -> None:
         self.record = record
         self.trust_tracking = trust_tracking or {}
         """By root; a root that is not in it is not trusted."""
+        self.settles = settles or set()
+        """Roots that nobody bypassed at the cut: once committed, tracking that had a gap counts again there."""
         self.cut_at = cut_at
         """On trio's clock."""
         self.lost = ""

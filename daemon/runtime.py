@@ -84,6 +84,7 @@ class RuntimeDirectory:
         if self._lock_fd < 0:
             return
         (self.path / "pending.json").unlink(missing_ok=True)
+        (self.path / "untrusted.json").unlink(missing_ok=True)
         (self.path / "daemon.lock").unlink(missing_ok=True)
         os.close(self._lock_fd)
         self._lock_fd = -1
@@ -97,9 +98,27 @@ class RuntimeDirectory:
 
     def write_pending(self, records: list[PendingRecord]) -> None:
         """Replaces the journal. No fsync: it need not survive the kernel, only the daemon."""
-        temporary = self.path / "pending.json.tmp"
-        temporary.write_bytes(msgspec.json.encode(records))
-        temporary.rename(self.path / "pending.json")
+        self._replace("pending.json", msgspec.json.encode(records))
+
+    def write_untrusted(self, roots: set[str]) -> None:
+        """Replaces the list of roots whose tracking may have a gap until the next committed snapshot."""
+        self._replace("untrusted.json", msgspec.json.encode(sorted(roots)))
+
+    def read_untrusted(self) -> set[str]:
+        """What the predecessor had not settled."""
+        try:
+            return msgspec.json.decode((self.path / "untrusted.json").read_bytes(), type=set[str])
+        except (FileNotFoundError, msgspec.DecodeError):
+            return set()
+
+    def _replace(self, name: str, content: bytes) -> None:
+        temporary = self.path / f"{name}.tmp"
+        temporary.unlink(missing_ok=True)
+        with open(
+            temporary, "xb", opener=lambda path, flags: os.open(path, flags | os.O_CLOEXEC, 0o600)
+        ) as file:
+            file.write(content)
+        temporary.rename(self.path / name)
 
     def read_pending(self) -> list[PendingRecord]:
         """What the predecessor had not finished; empty when there is nothing or it cannot be read."""

@@ -114,6 +114,8 @@ class Daemon:
         self.snapshots.on_committed = self.upkeep.suggest
         self.snapshots.on_scheduled_lost = self.schedule.post
         self.stopping = False
+        self.retry_schedule = False
+        """The scheduled snapshot failed: housekeeping asks for another one soon."""
         self._stop = trio.Event()
         self._served = trio.Event()
 
@@ -159,6 +161,10 @@ class Daemon:
                 self.roots.start(root, nursery)
             self.roots.nursery = nursery
             await self.roots.settled()
+            for path in await trio.to_thread.run_sync(self.runtime.read_untrusted):
+                if path in self.roots.supervisors:
+                    self.roots.supervisors[path].untrusted = True
+            self.snapshots.note_untrusted()
             self.snapshots.resume(records)
             for supervisor in self.roots.supervisors.values():
                 if supervisor.worker is not None:
@@ -240,6 +246,11 @@ class Daemon:
             except CiuicError as error:
                 log.error("scheduled_snapshot_failed", error=str(error))
                 self.alerts.report("schedule", f"the scheduled snapshot failed: {error}", hint=error.hint)
+                self.retry_schedule = True
+            except Exception as error:
+                # A defect in one snapshot must not end the service that takes the next one.
+                log.exception("scheduled_snapshot_failed")
+                self.alerts.report("schedule", f"the scheduled snapshot failed by a defect: {error!r}")
             else:
                 self.alerts.clear("schedule")
                 self.alerts.clear("behind")
@@ -295,8 +306,7 @@ class Daemon:
 
     async def add_root(self, path: str) -> RootStatus:
         self._refuse_when_stopping()
-        config = await trio.to_thread.run_sync(self._load)
-        self._take_over(settings_of(config))
+        self._take_over(await trio.to_thread.run_sync(self._read_settings))
         settings = self.settings.root(path)
         if settings is None:
             raise NotFound(
@@ -319,10 +329,8 @@ class Daemon:
     async def reload(self) -> None:
         """Takes a changed configuration up; ConfigError and no change when it cannot be meant."""
         self._refuse_when_stopping()
-        config = await trio.to_thread.run_sync(self._load)
-        raise_for([*check_overlaps(config.roots), *_check_repository(config)])
         before = self.settings
-        self._take_over(settings_of(config))
+        self._take_over(await trio.to_thread.run_sync(self._read_settings))
         for path in [path for path in self.roots.supervisors if self.settings.root(path) is None]:
             await self.roots.remove(path)
         await self._prepare_store()
@@ -338,6 +346,12 @@ class Daemon:
     def tell_service_manager(self, line: str) -> None:
         """What `systemctl status` shows."""
         self._notifier.status(line)
+
+    def _read_settings(self) -> Settings:
+        """The configuration as it is now; ConfigError and its like when it cannot be meant. Blocks."""
+        config = self._load()
+        raise_for([*check_overlaps(config.roots), *_check_repository(config)])
+        return settings_of(config)
 
     def _take_over(self, settings: Settings) -> None:
         """New settings, as far as they can change under running workers."""

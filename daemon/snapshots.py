@@ -75,6 +75,7 @@ class Snapshots:
         """Of the newest snapshot committed in this daemon's life."""
         self._stopped = trio.Event()
         self._running = False
+        self._noted_untrusted: set[str] | None = None
 
     # -- asking for a snapshot
 
@@ -94,7 +95,11 @@ class Snapshots:
             tags = list(dict.fromkeys(request.tags))
             if not await flush_all(supervisors, self._context.flush):
                 tags.append(TAG_UNFLUSHED)
-            trusted = {supervisor.path: not supervisor.bypassing for supervisor in supervisors}
+            for supervisor in supervisors:
+                await supervisor.refresh_bypassing()
+            trusted = {supervisor.path: not supervisor.untrusted for supervisor in supervisors}
+            # Whoever went round is gone before this cut: a capture that compares everything has all they wrote.
+            settles = {supervisor.path for supervisor in supervisors if not supervisor.bypassing}
             cuts = await cut_all(supervisors)
             # No await from here to the end of the block: an epoch that was cut is known to the queue and the journal.
             record = PendingRecord(
@@ -112,12 +117,11 @@ class Snapshots:
                 announce=self._announce,
                 missing=missing,
                 trust_tracking=trusted,
+                settles=settles,
                 cut_at=trio.current_time(),
             )
             self._enqueue(pending)
         log.info("snapshot_cut", id=pending.id, roots=pending.state.roots, hold_us=record.hold_microseconds)
-        for supervisor in supervisors:
-            await supervisor.refresh_bypassing()
         return pending
 
     def state(self, snapshot_id: str) -> PendingSnapshot | None:
@@ -174,7 +178,12 @@ class Snapshots:
                     self._wake = trio.Event()
                     await self._wake.wait()
                 pending = self._queue[0]
-                await self._bring_home(pending)
+                try:
+                    await self._bring_home(pending)
+                except Exception as error:
+                    # A defect costs this snapshot, not the service: its changes go into the next one.
+                    log.exception("capture_defect", id=pending.id)
+                    await self._give_up(pending, Failed(error=f"a defect in ciuic: {error!r}"))
                 self._queue.remove(pending)
                 self._write_journal()
         finally:
@@ -258,6 +267,7 @@ class Snapshots:
 
     async def _commit(self, pending: PendingSnapshot, done: Done) -> None:
         await self._tell_workers(pending, committed=True)
+        self._settle_trust(pending)
         unread = [f"{_text(error.root)}/{_text(error.path)}: {error.error}" for error in done.errors]
         pending.committed(new_bytes=done.new_bytes, errors=unread)
         log.info(
@@ -280,6 +290,25 @@ class Snapshots:
             )
         else:
             self._context.alerts.clear("unreadable")
+
+    def _settle_trust(self, pending: PendingSnapshot) -> None:
+        """Tracking counts again where a committed snapshot compared everything after the last bypass had ended."""
+        roots = self._context.roots()
+        for path in pending.settles - {path for path, trusted in pending.trust_tracking.items() if trusted}:
+            if path in roots and not roots[path].bypassing:
+                roots[path].untrusted = False
+        self.note_untrusted()
+
+    def note_untrusted(self) -> None:
+        """Lets a successor know which roots' tracking has a gap."""
+        untrusted = {path for path, supervisor in self._context.roots().items() if supervisor.untrusted}
+        if untrusted == self._noted_untrusted:
+            return
+        try:
+            self._context.runtime.write_untrusted(untrusted)
+            self._noted_untrusted = untrusted
+        except OSError as error:
+            log.error("journal_not_written", error=str(error))
 
     def _after_commit(self, pending: PendingSnapshot) -> None:
         self.last_failure = None

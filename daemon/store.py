@@ -7,6 +7,9 @@ Captures and upkeep are processes of their own and open it for themselves.
 from __future__ import annotations
 
 import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +19,23 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.retention import RetentionPolicy, plan_retention
 from ciuic.types import SnapshotId
+
+
+@contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    """What the disk or the index refuses, as an error that a person can read."""
+    try:
+        yield
+    except OSError as error:
+        raise CiuicError(
+            f"the repository {path} cannot be used: {error.strerror or error}",
+            hint="ciuic doctor looks at its disk",
+        ) from error
+    except sqlite3.Error as error:
+        raise CiuicError(
+            f"the index of the repository {path} cannot be read: {error}", hint="ciuic check --repair"
+        ) from error
+
 
 RECENT_SNAPSHOTS = 32
 """How many of the newest snapshots are looked at for an epoch: more epochs than that are never pending."""
@@ -44,8 +64,9 @@ class Store:
     def ensure(self) -> None:
         """Makes the repository if there is none."""
         path = self._known_path()
-        if not Repository.exists(path):
-            Repository.create(path, block_size=self._block_bytes).close()
+        with _in_words(path):
+            if not Repository.exists(path):
+                Repository.create(path, block_size=self._block_bytes).close()
 
     def new_id(self, taken: frozenset[str]) -> SnapshotId:
         """An id that neither a committed snapshot nor one of ``taken`` has."""
@@ -137,8 +158,11 @@ class Store:
             )
         return self.path
 
-    def _open(self) -> Repository:
-        return Repository.open(self._known_path())
+    @contextmanager
+    def _open(self) -> Iterator[Repository]:
+        path = self._known_path()
+        with _in_words(path), Repository.open(path) as repository:
+            yield repository
 
 
 def summary(info: LastSnapshot) -> SnapshotSummary:

@@ -101,6 +101,8 @@ class RootSupervisor:
         self.restarts = 0
         self.error = ""
         self.bypassing: list[Bypasser] = []
+        self.untrusted = False
+        """Somebody went round the overlay since the last snapshot that compared everything: tracking has a gap."""
         self._hooks = hooks
         self._alerts = alerts
         self._events = events
@@ -197,6 +199,7 @@ class RootSupervisor:
             log.warning("bypass_not_looked_for", root=self.path, error=str(error))
             return
         self.bypassing = [process for process in found if process.writes]
+        self.untrusted |= bool(self.bypassing)
         key = f"bypass:{self.path}"
         if not self.bypassing:
             self._alerts.clear(key)
@@ -314,7 +317,7 @@ class RootSupervisor:
         ):
             setattr(document, name, getattr(facts, name))
         document.pending = list(facts.pending)
-        document.tracking = facts.since > 0 and not self.bypassing
+        document.tracking = facts.since > 0 and not self.untrusted
         document.mounted_since = rfc3339(facts.mounted_ns) if facts.mounted_ns else ""
         return document
 

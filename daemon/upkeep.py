@@ -74,6 +74,8 @@ class Upkeep:
                     hint=error.hint,
                     severity="warning",
                 )
+            except Exception:
+                log.exception("upkeep_failed")  # a defect there must not end the service
             await trio.sleep(max(MIN_PAUSE_SECONDS, COST_RATIO * (trio.current_time() - began)))
 
     async def prune(self, *, dry_run: bool) -> PruneReport:

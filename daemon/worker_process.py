@@ -153,7 +153,7 @@ async def start_worker(options: WorkerOptions, backing_fd: int) -> Worker:
             client.close()
         except BaseException:
             child.kill()
-            child.wait()
+            await _reap(child)
             raise
     except BaseException:
         os.close(backing_fd)
@@ -228,7 +228,7 @@ async def _wait_ready(ready_read: int, child: subprocess.Popen[bytes], root: str
         await trio.lowlevel.wait_readable(ready_read)
         if os.read(ready_read, 16) == b"ready\n":
             return
-        status = child.wait()  # the pipe closed: it has ended, or is ending
+        status = await _reap(child)  # the pipe closed: it has ended, or is ending
         raise WorkerDied(
             f"the overlay worker of {root} ended before it was ready ({describe_exit(status)})",
             hint="its own lines in the daemon's log say why",
@@ -237,6 +237,13 @@ async def _wait_ready(ready_read: int, child: subprocess.Popen[bytes], root: str
         f"the overlay worker of {root} was not ready within {READY_TIMEOUT_SECONDS:.0f} s",
         hint="its own lines in the daemon's log say why",
     )
+
+
+async def _reap(child: subprocess.Popen[bytes]) -> int | None:
+    """The exit status of a process that is ending; None if it takes its time (uninterruptible I/O). Not cancelled."""
+    with trio.move_on_after(5, shield=True):
+        return await trio.to_thread.run_sync(child.wait, abandon_on_cancel=True)
+    return None
 
 
 def describe_exit(status: int | None) -> str:

@@ -261,6 +261,7 @@ class Bench:
         self.roots: dict[str, RootSupervisor] = {}
         self.runtime = RuntimeDirectory(runtime)
         self.workers: list[FakeWorker] = []
+        self.mounts: dict[str, NoMounts] = {}
         self.flushed: list[str] = []
         self.snapshots = Snapshots(
             Context(
@@ -298,9 +299,10 @@ class Bench:
 
         worker = FakeWorker(overlay, session)
         self.workers.append(worker)
+        self.mounts[path] = NoMounts([])
         supervisor = RootSupervisor(
             RootSettings(path),
-            NoMounts([]),
+            self.mounts[path],
             alerts=self.alerts,
             events=self.events,
             on_session=on_session,

@@ -295,19 +295,30 @@ def test_an_unfinished_flush_is_told_by_a_tag(bench: Bench) -> None:
     run(bench, script)
 
 
-def test_tracking_is_not_trusted_while_somebody_goes_round(bench: Bench) -> None:
-    """With a process that writes unseen the capture compares everything, also for the cut after it has ended."""
+def test_tracking_counts_again_only_after_a_full_comparison_was_committed(bench: Bench) -> None:
+    """A bypass that has ended leaves a gap: it stays one until a snapshot cut afterwards compared everything."""
     from ciuic.bypass import Bypasser, Use
 
     bench.add_root("/a", FakeOverlay())
-    bench.roots["/a"].bypassing = [Bypasser(1, "x", 0, (Use("open", b"/a/f", True),))]
+    supervisor, mounts = bench.roots["/a"], bench.mounts["/a"]
+    somebody = Bypasser(1, "x", 0, (Use("open", b"/a/f", True),))
+    supervisor.bypassing, supervisor.untrusted, mounts.found = [somebody], True, [somebody]
+    bench.behaviours = [done, lambda job: Failed(error="no", code=4), done, done]
+
+    async def take() -> None:
+        await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
 
     async def script() -> None:
-        for _ in range(2):  # the process is found gone after the first cut: it may have written before that
-            await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
+        await take()  # somebody is still there
+        assert bench.runtime.read_untrusted() == {"/a"}
+        mounts.found = []
+        await take()  # gone, but this one fails
+        await take()  # this one compares everything
+        assert bench.runtime.read_untrusted() == set()
+        await take()
 
     run(bench, script)
-    assert [job.roots[0].trust_tracking for job in bench.jobs] == [False, True]
+    assert [job.roots[0].trust_tracking for job in bench.jobs] == [False, False, False, True]
 
 
 def record(**changes: object) -> PendingRecord:
