@@ -81,6 +81,10 @@ class Attributes:
                 )
                 if change.mtime_ns is not None or change.mtime_now:
                     self._times.told(node)
+            if change.size is not None and node.kept_mtime_ns is not None:
+                self._times.put_back(
+                    node, path
+                )  # a kernel that moves the time beside the size says so in the same request
             return self._state.attr(node)
 
     def _pinned(self, node: Node) -> tuple[bytes, object]:

@@ -196,7 +196,7 @@ class Data:
         state = self._state
         self._times.before_write(node, fd)
         if not state.tracked(node):
-            os.ftruncate(fd, size)
+            _set_size(fd, size)
             return
         with state.undo.lock(node.ino):
             old_size = os.fstat(fd).st_size
@@ -214,7 +214,7 @@ class Data:
                 state.tracker.mark_blocks(node, low - 1 if low else 0, high - low + 1)
             else:
                 state.tracker.mark_attrs(node)
-            state.with_space(lambda: os.ftruncate(fd, size))
+            state.with_space(lambda: _set_size(fd, size))
             if node.privileged and not keeps_privileges:
                 self._clear_privileges(node, fd)
 
@@ -294,6 +294,11 @@ class Data:
                 state.with_space(lambda: syscalls.fallocate(file.fd, mode, offset, length))
                 if node.privileged:
                     self._clear_privileges(node, file.fd)
+
+
+def _set_size(fd: int, size: int) -> None:
+    """Set the size as truncate(2) does, which leaves it to the file system whether the size that is there moves a time."""
+    os.truncate(b"/proc/self/fd/%d" % fd, size)
 
 
 def _copy_identity(fd: int, st: os.stat_result, new_fd: int, size: int) -> None:

@@ -37,12 +37,15 @@ class KernelTimes:
 
     def settle(self, node: Node, fd: int) -> None:
         """The file is being flushed: everything that the kernel had to say has arrived."""
-        if node.kept_mtime_ns is None:
-            return
-        with self._state.gate:
-            kept, node.kept_mtime_ns = node.kept_mtime_ns, None
-            if kept is not None and os.fstat(fd).st_mtime_ns != kept:
-                self._state.keep_inode(node)
-                syscalls.utimensat(b"/proc/self/fd/%d" % fd, None, kept, follow=True)
-                if self._state.tracked(node):
-                    self._state.tracker.mark_attrs(node)
+        if node.kept_mtime_ns is not None:
+            with self._state.gate:
+                self.put_back(node, b"/proc/self/fd/%d" % fd)
+
+    def put_back(self, node: Node, path: bytes) -> None:
+        """As ``settle``, for a caller inside the gate; ``path`` is to be followed."""
+        kept, node.kept_mtime_ns = node.kept_mtime_ns, None
+        if kept is not None and os.stat(path).st_mtime_ns != kept:
+            self._state.keep_inode(node)
+            syscalls.utimensat(path, None, kept, follow=True)
+            if self._state.tracked(node):
+                self._state.tracker.mark_attrs(node)
