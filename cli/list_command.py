@@ -70,7 +70,8 @@ def command(
         _table(session, infos)
     else:
         note("no snapshots" + (" match" if any((root, tag, since, until)) else " yet"))
-    _warn_of_unreadable(session)
+    filtered = any(choice is not None for choice in (root, tag, since, until, limit))
+    _warn_of_unreadable(session, len(store.list() if filtered else infos))
 
 
 def as_document(info: SnapshotInfo) -> dict[str, Any]:
@@ -133,10 +134,10 @@ def state_cell(info: SnapshotInfo) -> Any:
     return Cell("held", "cyan") if info.held else Cell("committed", "green")
 
 
-def _warn_of_unreadable(session: Session) -> None:
+def _warn_of_unreadable(session: Session, listed: int) -> None:
     """Names the files that no listing shows. They are read only when the count says that there are some: it takes a while."""
     store = session.repository.snapshots
-    if len(store.list()) == len(store.names()):
+    if listed == len(store.names()):
         return
     for bad in store.unreadable():
         warn(

@@ -7,7 +7,7 @@ against.
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Callable, Container
 
 from ciuic.types import SnapshotId
@@ -28,7 +28,7 @@ def is_zero(data: Bytes) -> bool:
 
 
 def new_snapshot_id(
-    taken: Container[str] = (), *, random_hex: Callable[[int], str] = secrets.token_hex
+    taken: Container[str] = (), *, random_hex: Callable[[int], str] = lambda size: os.urandom(size).hex()
 ) -> SnapshotId:
     """An id that is not in ``taken``: 6 hexadecimal digits, 2 more after every few collisions."""
     size_bytes = 3

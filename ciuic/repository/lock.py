@@ -7,7 +7,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -81,7 +80,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def _write_owner(fd: int, command: str, clock: Clock) -> None:
-    owner = Owner(os.getpid(), socket.gethostname(), command, clock.time_ns())
+    owner = Owner(os.getpid(), os.uname().nodename, command, clock.time_ns())
     # On a full disk the name of the owner is not worth failing for: forget and prune must work there.
     with suppress(OSError):
         os.ftruncate(fd, 0)

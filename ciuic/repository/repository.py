@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,9 +77,9 @@ class Repository:
         _make_directories(disk, where)
         config = RepositoryConfig(
             format=FORMAT_VERSION,
-            id=secrets.token_hex(16),
+            id=os.urandom(16).hex(),
             hash="xxh3-128",
-            seed=secrets.token_hex(8),
+            seed=os.urandom(8).hex(),
             block_size=block_size,
             created_ns=time.time_ns(),
         )
