@@ -36,6 +36,7 @@ class Folder:
         fresh: bool = False,
     ) -> None:
         self.fd = fd
+        """NOT_THERE in a dry run, and when it is done."""
         self.path = path
         self.source_path = source_path
         """Its path as it was at the snapshot."""
@@ -72,23 +73,39 @@ class Folder:
 
         Takes the lock, and does not hold it while the directory is synced.
         """
+        folder: Folder | None = self
+        while folder is not None and folder._is_last(lock):
+            problems = folder._close()
+            with lock:
+                finished(folder, problems)
+            folder = folder.parent  # a loop, because directories may be thousands deep
+
+    def drop(self) -> None:
+        """Closes it and leaves it as it is."""
+        fd, self.fd = self.fd, NOT_THERE
+        if fd != NOT_THERE:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.drop()  # a run that was cut short
+
+    def _is_last(self, lock: AbstractContextManager[object]) -> bool:
         with lock:
             self._pending -= 1
-            if self._pending:
-                return
+            return not self._pending
+
+    def _close(self) -> list[str]:
+        """Settles it; returns what went wrong."""
         problems: list[str] = []
+        if self.fd == NOT_THERE:
+            return problems
         try:
-            if self.fd != NOT_THERE:
-                self._settle(problems)
+            self._settle(problems)
         except OSError as error:
             problems.append(error.strerror or str(error))
         finally:
-            if self.fd != NOT_THERE:
-                os.close(self.fd)
-        with lock:
-            finished(self, problems)
-        if self.parent is not None:
-            self.parent.release(lock, finished)
+            self.drop()
+        return problems
 
     def _settle(self, problems: list[str]) -> None:
         if self.entry is not None:

@@ -234,34 +234,3 @@ class Leaf:
         if self._temporary:
             unlink_if_there(self.folder.fd, self._temporary)
             self._temporary = b""
-
-
-class LargeFile:
-    """A file that several threads compare or write, batch by batch. `outstanding` is guarded by Pool.changed."""
-
-    def __init__(self, leaf: Leaf) -> None:
-        self.leaf = leaf
-        self.outstanding = 1
-        self.different = False
-        self.error: BaseException | None = None
-        self.fd = -1
-
-    @property
-    def abandoned(self) -> bool:
-        return self.different or self.error is not None
-
-    def compare(self, worker: Worker, batch: Batch) -> None:
-        try:
-            if not self.abandoned and not worker.equal(self.fd, self.leaf.entry, batch):
-                self.different = True
-        except (OSError, Damaged):
-            self.different = True  # then it is to be written anew, which tells what is wrong
-        except BaseException as error:
-            self.error = self.error or error
-
-    def write(self, worker: Worker, batch: Batch) -> None:
-        try:
-            if self.error is None:
-                worker.write(self.fd, self.leaf.entry, batch)
-        except BaseException as error:
-            self.error = self.error or error

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ciuic.restore.destination import new_temporary_name, open_below, unlink_if_there
+from ciuic.restore.large import Feeder
 from ciuic.restore.leaf import Leaf
+from ciuic.restore.pool import Pool
+from ciuic.restore.tally import Tally
 
 NOT_LINKABLE = (errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS)
 """The file system refuses this link: the name becomes a file of its own, which is said."""
@@ -47,3 +50,51 @@ class LinkGroup:
             unlink_if_there(leaf.folder.fd, temporary)
             raise
         leaf.inode = self.inode
+
+
+class Linker:
+    """All groups of a run; for the walk's thread."""
+
+    def __init__(self, pool: Pool, feeder: Feeder, tally: Tally, *, dry_run: bool) -> None:
+        self._pool = pool
+        self._feeder = feeder
+        self._tally = tally
+        self._dry_run = dry_run
+        self._groups: dict[tuple[bytes, int], LinkGroup] = {}
+
+    def link(self, leaf: Leaf, root: bytes, base: int, names: Sequence[bytes]) -> bool:
+        """Whether the leaf is dealt with: as another name of what was restored already, or failed.
+
+        If not, it is the first of its names and is to be restored. ``names`` lead to it from the descriptor ``base``.
+        """
+        key = (root, leaf.entry.link)
+        group = self._groups.get(key)
+        if group is not None and self._is_there(group):
+            return self._link_to(group, leaf)
+        self._groups[key] = leaf.group = LinkGroup(base, names)
+        return False
+
+    def _is_there(self, group: LinkGroup) -> bool:
+        while group.state == "working":
+            self._pool.wait(lambda: group.state != "working" or bool(self._feeder.again))
+            self._feeder.write_again()
+        return group.state == "there"
+
+    def _link_to(self, group: LinkGroup, leaf: Leaf) -> bool:
+        st = leaf.existing
+        if st is not None and (st.st_dev, st.st_ino) == group.inode:
+            leaf.end(leaf, "skipped", [], None)
+            return True
+        try:
+            if not self._dry_run:
+                group.link(leaf)
+        except OSError as error:
+            if error.errno not in NOT_LINKABLE:
+                leaf.fail(error)
+                return True
+            with self._pool.changed:
+                problem = f"a file of its own: it could not be linked to the others ({error.strerror})"
+                self._tally.problems(leaf.path, [problem])
+            return False
+        leaf.end(leaf, "linked", [], None)
+        return True

@@ -102,8 +102,7 @@ def _conflicts(repository: Repository, snapshot: Snapshot, target: Target) -> It
         yield from _in_the_way(repository, target, parent.fd, entry, resumed)
     finally:
         for folder in chain:
-            if folder.fd != NOT_THERE:
-                os.close(folder.fd)
+            folder.drop()
 
 
 def _is_resumed(parent: int, name: bytes, snapshot: str, source: bytes) -> bool:

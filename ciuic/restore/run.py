@@ -30,8 +30,9 @@ from ciuic.restore.destination import (
     unlink_if_there,
 )
 from ciuic.restore.folders import NOT_THERE, Folder
-from ciuic.restore.leaf import READ_FILE, LargeFile, Leaf
-from ciuic.restore.links import NOT_LINKABLE, LinkGroup
+from ciuic.restore.large import Feeder
+from ciuic.restore.leaf import Leaf
+from ciuic.restore.links import Linker
 from ciuic.restore.model import Action, Item, Overwrite, Plan, Progress, Result, Target
 from ciuic.restore.pool import Pool, Stopped
 from ciuic.restore.tally import Tally
@@ -64,9 +65,8 @@ class Run:
         self.dry_run = dry_run
         self.pool = Pool(plan.repository.path)
         self.tally = Tally(plan, dry_run, progress, report)
-        self._groups: dict[tuple[bytes, int], LinkGroup] = {}
-        self._again: list[Leaf] = []
-        """Large files that turned out to be different: to be written. Guarded by Pool.changed."""
+        self.feeder = Feeder(plan.repository, self.pool, self.tally, dry_run=dry_run)
+        self.linker = Linker(self.pool, self.feeder, self.tally, dry_run=dry_run)
         self._target = plan.targets[0]
         self._base = NOT_THERE
         self._bases: list[int] = []
@@ -146,16 +146,9 @@ class Run:
 
     def _finish_work(self) -> None:
         while True:
-            self.pool.wait(lambda: bool(self._again) or self.pool.idle())
-            if not self._write_different():
+            self.pool.wait(lambda: bool(self.feeder.again) or self.pool.idle())
+            if not self.feeder.write_again():
                 return
-
-    def _write_different(self) -> bool:
-        with self.pool.changed:
-            again, self._again = self._again, []
-        for leaf in again:
-            self._write_large(leaf)
-        return bool(again)
 
     # -- directories
 
@@ -163,8 +156,8 @@ class Run:
         self._push(top, entry)
         while self._stack:
             frame = self._stack[-1]
-            if self._again:
-                self._write_different()
+            if self.feeder.again:
+                self.feeder.write_again()
             entry_or_none = None if self.pool.stopping else self._next(frame)
             if entry_or_none is not None:
                 self._visit(frame, entry_or_none)
@@ -329,8 +322,13 @@ class Run:
         )
         with self.pool.changed:
             folder.hold()
-        if not entry.link or not self._link(leaf):
+        if not entry.link or not self._linked(leaf):
             self._do(leaf)
+
+    def _linked(self, leaf: Leaf) -> bool:
+        parent = posixpath.dirname(self._target.path).rstrip(b"/") + b"/"
+        names = leaf.path[len(parent) :].split(b"/")
+        return self.linker.link(leaf, self._target.source.root.path, self._base, names)
 
     def _concerns(self, entry: Entry, st: os.stat_result) -> bool:
         """Whether what exists there may be touched."""
@@ -343,11 +341,11 @@ class Run:
         if not entry.is_file or entry.size_bytes <= BATCH_BLOCKS * self.plan.repository.block_size:
             self.pool.submit(partial(self._small, leaf))
         elif st is None or not stat.S_ISREG(st.st_mode) or st.st_size != entry.size_bytes:
-            self._write_large(leaf)
+            self.feeder.write(leaf)
         elif self._believes and believed_equal(entry, st):
             self.pool.submit(partial(self._small, leaf))
         else:
-            self._compare_large(leaf)
+            self.feeder.compare(leaf)
 
     def _small(self, leaf: Leaf, worker: Worker) -> None:
         if self.pool.stopping:
@@ -379,123 +377,6 @@ class Run:
     @property
     def _believes(self) -> bool:
         return self.plan.overwrite is Overwrite.IF_CHANGED or self._resumed
-
-    # -- large files: fed to the threads batch by batch
-
-    def _compare_large(self, leaf: Leaf) -> None:
-        large = LargeFile(leaf)
-        try:
-            large.fd = os.open(leaf.entry.name, READ_FILE, dir_fd=leaf.folder.fd)
-        except OSError:  # what cannot be read is replaced, which tells what is wrong if it cannot be done
-            self._write_large(leaf)
-            return
-        self._feed(large, large.compare, self._compared)
-
-    def _compared(self, large: LargeFile) -> None:
-        os.close(large.fd)
-        if large.error is None and not large.different and not self.pool.stopping:
-            try:
-                if large.leaf.keep(content_equal=None):
-                    return
-            except OSError:
-                large.different = True
-        if large.error is not None or self.pool.stopping:
-            large.leaf.fail(large.error or Stopped())
-            return
-        with self.pool.changed:  # feeding waits for free threads, so it is not for a thread to do
-            self._again.append(large.leaf)
-            self.pool.changed.notify_all()
-
-    def _write_large(self, leaf: Leaf) -> None:
-        if self.dry_run:
-            leaf.end(leaf, "restored", [], None)
-            return
-        large = LargeFile(leaf)
-        try:
-            large.fd = leaf.begin()
-        except OSError as error:
-            leaf.fail(error)
-            return
-        self._feed(large, large.write, self._written)
-
-    def _written(self, large: LargeFile) -> None:
-        if large.error is not None or self.pool.stopping:
-            large.leaf.fail(large.error or Stopped())
-        else:
-            large.leaf.finish()
-
-    def _feed(
-        self, large: LargeFile, work: Callable[[Worker, Batch], None], then: Callable[[LargeFile], None]
-    ) -> None:
-        try:
-            for batch in batches(self.plan.repository, large.leaf.entry):
-                if large.abandoned or self.pool.stopping:
-                    break
-                with self.pool.changed:
-                    large.outstanding += 1
-                self.pool.submit(partial(self._batch, large, work, then, batch))
-        except Damaged as error:
-            large.error = large.error or error
-        self._batch_done(large, then)
-
-    def _batch(
-        self,
-        large: LargeFile,
-        work: Callable[[Worker, Batch], None],
-        then: Callable[[LargeFile], None],
-        batch: Batch,
-        worker: Worker,
-    ) -> None:
-        work(worker, batch)
-        if work == large.write and large.error is None:
-            with self.pool.changed:
-                large.leaf.counted_bytes += batch.end - batch.start
-                self.tally.part(large.leaf.path, batch.end - batch.start)
-        self._batch_done(large, then)
-
-    def _batch_done(self, large: LargeFile, then: Callable[[LargeFile], None]) -> None:
-        with self.pool.changed:
-            large.outstanding -= 1
-            if large.outstanding:
-                return
-        then(large)
-
-    # -- hard links
-
-    def _link(self, leaf: Leaf) -> bool:
-        """Whether the leaf is dealt with: as another name of what was restored already, or failed."""
-        key = (self._target.source.root.path, leaf.entry.link)
-        group = self._groups.get(key)
-        if group is not None and self._is_there(group):
-            return self._link_to(group, leaf)
-        prefix = len(posixpath.dirname(self._target.path).rstrip(b"/")) + 1
-        self._groups[key] = leaf.group = LinkGroup(self._base, leaf.path[prefix:].split(b"/"))
-        return False
-
-    def _is_there(self, group: LinkGroup) -> bool:
-        while group.state == "working":
-            self.pool.wait(lambda: group.state != "working" or bool(self._again))
-            self._write_different()
-        return group.state == "there"
-
-    def _link_to(self, group: LinkGroup, leaf: Leaf) -> bool:
-        st = leaf.existing
-        if st is not None and (st.st_dev, st.st_ino) == group.inode:
-            leaf.end(leaf, "skipped", [], None)
-            return True
-        try:
-            if not self.dry_run:
-                group.link(leaf)
-        except OSError as error:
-            if error.errno not in NOT_LINKABLE:
-                leaf.fail(error)
-                return True
-            with self.pool.changed:
-                problem = f"a file of its own: it could not be linked to the others ({error.strerror})"
-                self.tally.problems(leaf.path, [problem])
-            return False
-        leaf.end(leaf, "linked", [], None)
-        return True
 
     # -- what became of it
 
