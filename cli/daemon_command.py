@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
 from ciuic.cli.options import FrameCommand
@@ -25,4 +27,6 @@ def command() -> int:
         # The file found at the start, even if another has appeared since; --repo stays in force.
         return load_config(config.file, repository=session.repo_option)
 
+    if session.verbosity > 0:
+        config = replace(config, log=replace(config.log, level="debug"))
     return run(config, reload=reload)

@@ -6,11 +6,15 @@ rich is imported only where it draws: it doubles the time that ``ciuic list`` ta
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ciuic.cli.output import out
+
+
+_LEAST_WIDTH: Final = 8
 
 
 class Column(NamedTuple):
@@ -33,10 +37,21 @@ Row = Sequence["str | Cell"]
 
 def show_table(columns: Sequence[Column], rows: Sequence[Row]) -> None:
     """Prints the table; cells are one line of printable characters (see names.py)."""
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and _fits(columns, rows, shutil.get_terminal_size().columns):
         _draw(columns, rows)
     else:
         _align(columns, rows)
+
+
+def _fits(columns: Sequence[Column], rows: Sequence[Row], width: int) -> bool:
+    """Whether everything but the columns that may shrink can be shown whole: half an id is of no use to anybody."""
+    needed = sum(
+        _LEAST_WIDTH
+        if column.shrink
+        else max(len(column.header), *(len(_text(row[index])) for row in rows), 0)
+        for index, column in enumerate(columns)
+    )
+    return needed + 2 * (len(columns) - 1) <= width
 
 
 def _text(cell: str | Cell) -> str:

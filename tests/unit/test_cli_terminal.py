@@ -63,6 +63,14 @@ def test_table_on_a_terminal_is_drawn_in_colour(repository: CliRepository) -> No
     assert b"cs-000001" in said
 
 
+def test_a_narrow_terminal_cuts_nothing(repository: CliRepository) -> None:
+    """On a terminal too narrow for the table, ids and times are whole all the same."""
+    said = on_terminal(repository, "list", COLUMNS="50")
+    assert b"cs-000001" in said
+    assert b"committed" in said
+    assert "…".encode() not in said
+
+
 def test_no_color_is_respected(repository: CliRepository) -> None:
     """With NO_COLOR nothing is coloured, on a terminal either."""
     for arguments in (["list"], ["show", "latest"], ["verify", "latest"], ["diff", "latest", "latest"]):
