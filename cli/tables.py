@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 from ciuic.cli.output import out
 
-
 _LEAST_WIDTH: Final = 8
 
 
