@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ class Site:
         self.roots: list[Path] = []
         self.process: subprocess.Popen[bytes] | None = None
         self.log = top / "log"
+        self.environment: dict[str, str] = {}
 
     def root(self, name: str) -> Path:
         path = self.top / name
@@ -70,7 +72,7 @@ class Site:
         with open(self.log, "ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "ciuic", "--config", str(self.config), "daemon"],
-                env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+                env={**os.environ, **self.environment, "PYTHONPATH": str(CHECKOUT)},
                 cwd=self.top,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -158,6 +160,32 @@ def test_a_stopped_daemon_leaves_nothing_behind(site: Site) -> None:
     assert not (site.top / "run").exists()
     assert ended(worker)
     assert (root / "f").read_text() == "kept"
+
+
+def test_systemd_is_told_when_the_roots_are_mounted_and_when_it_ends(site: Site) -> None:
+    """READY comes when the overlay is there, the watchdog is fed meanwhile, STOPPING comes before it is taken away."""
+    root = site.root("a")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(site.top / "notify"))
+        manager.settimeout(30)
+        site.environment = {"NOTIFY_SOCKET": str(site.top / "notify"), "WATCHDOG_USEC": "600000"}
+        site.process = site.launch()
+        said = []
+        while not said or not said[-1].startswith(b"READY=1"):
+            said.append(manager.recv(4096))
+        assert site.overlays(root) == 1
+        assert b"STATUS=1 of 1 roots protected" in said[-1]
+        assert any(line.startswith(b"FDSTORE=1\nFDNAME=control") for line in said)
+        while manager.recv(4096) != b"WATCHDOG=1":
+            pass
+        site.stop()
+        manager.setblocking(False)
+        rest = []
+        with suppress(BlockingIOError):
+            while True:
+                rest.append(manager.recv(4096))
+        assert any(line.startswith(b"STOPPING=1") for line in rest)
+        assert rest[-1].startswith(b"FDSTOREREMOVE=1")
 
 
 def test_what_was_written_before_the_request_is_in_the_snapshot(site: Site) -> None:
