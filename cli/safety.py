@@ -20,7 +20,7 @@ from typing import Final
 
 from ciuic.cli.marks import LOCK_WAIT_SECONDS
 from ciuic.cli.names import shown_text
-from ciuic.cli.output import detail, note, warn
+from ciuic.cli.output import complain, detail, note, warn
 from ciuic.cli.progress import Reporter, progress
 from ciuic.cli.session import Session
 from ciuic.errors import CiuicError, Unreachable
@@ -65,9 +65,13 @@ def take(session: Session, roots: Sequence[Path], message: str) -> str | None:
         taken = _by_daemon(session, roots, message)
         if taken is None:
             taken = _offline(session, roots, message)
-    except CiuicError as error:
-        warn(f"no safety snapshot: {error.message}", hint="the restore goes on, and cannot be undone")
+    except (CiuicError, OSError) as error:
+        reason = error.message if isinstance(error, CiuicError) else str(error)
+        warn(f"no safety snapshot: {shown_text(reason)}", hint="the restore goes on, and cannot be undone")
         return None
+    except KeyboardInterrupt:
+        complain("interrupted during the safety snapshot; nothing was restored (--no-safety leaves it out)")
+        raise
     note(f"safety snapshot {taken}: to undo this restore, restore from it")
     return taken
 
