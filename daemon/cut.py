@@ -22,9 +22,11 @@ from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.daemon.worker_process import Worker, WorkerClient
 from ciuic.errors import CiuicError, NotFound
 
-HOLD_TIMEOUT_SECONDS = 1.0
-"""Longer would be felt by a job on one root while another root's slow disk is waited for: better to let go and try again."""
-CUT_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
+HOLDS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0)
+"""For how long a hold waits for the operations in flight, try by try. While it waits, every other change of the job waits too, so
+one slow operation (an unlink that frees gigabytes) must not stop the rest: let go soon, and try again later."""
+CUT_PAUSES_SECONDS = (0.1, 0.5, 1.0, 2.0)
+"""Between the tries."""
 FLUSH_TIMEOUT_SECONDS = 60.0
 FLUSH_ROUNDS = 5
 MOUNT_PATIENCE_SECONDS = 10.0
@@ -137,18 +139,18 @@ async def cut_all(supervisors: Sequence[RootSupervisor]) -> list[RootCut]:
         raise CiuicError("an overlay worker ended during the snapshot", hint="try again")
     sessions = {path: worker.session for path, worker in workers if worker is not None}
 
-    def work() -> list[RootCut]:
+    def work(hold_seconds: float) -> list[RootCut]:
         parts = [(path, worker.connect()) for path, worker in workers if worker is not None]
         try:
-            return cut_together(parts)
+            return cut_together(parts, hold_seconds=hold_seconds)
         finally:
             for _, client in parts:
                 client.close()
 
-    for pause_seconds in (*CUT_PAUSES_SECONDS, None):
+    for hold_seconds, pause_seconds in zip(HOLDS_SECONDS, (*CUT_PAUSES_SECONDS, None), strict=True):
         try:
             # Not abandoned on cancellation: an epoch that is cut must become known.
-            cuts = await trio.to_thread.run_sync(work)
+            cuts = await trio.to_thread.run_sync(work, hold_seconds)
         except CutFailed as error:
             if pause_seconds is None:
                 raise
@@ -160,7 +162,7 @@ async def cut_all(supervisors: Sequence[RootSupervisor]) -> list[RootCut]:
 
 
 def cut_together(
-    parts: Sequence[tuple[str, WorkerClient]], *, hold_seconds: float = HOLD_TIMEOUT_SECONDS
+    parts: Sequence[tuple[str, WorkerClient]], *, hold_seconds: float = HOLDS_SECONDS[-1]
 ) -> list[RootCut]:
     """Holds all, cuts all, releases all; one connection of its own for each root. Blocks: run in a thread.
 
