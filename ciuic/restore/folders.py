@@ -1,13 +1,13 @@
 """Directories of the destination while something below them is in work.
 
 Guarantees: a directory gets its attributes, and its times, when everything below it is done, and is synced after that,
-so that what was renamed into it is durable; its descriptor lives exactly as long. A new one is closed to everybody else
-until then.
+so that what was renamed into it is durable. A new one is closed to everybody else until then.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -17,6 +17,7 @@ from ciuic.restore.attributes import Xattrs
 from ciuic.restore.destination import open_directory
 from ciuic.types import Entry
 
+_SYNCED_AT_ONCE = 128
 NOT_THERE = -1
 """The descriptor of a directory that a dry run would make."""
 
@@ -68,14 +69,14 @@ class Folder:
         """Something below begins."""
         self._pending += 1
 
-    def release(self, lock: AbstractContextManager[object], finished: WhenDone) -> None:
+    def release(self, lock: AbstractContextManager[object], syncer: Syncer, finished: WhenDone) -> None:
         """Something below is done, or the walk through it; after the last, ``finished`` gets what went wrong.
 
         Takes the lock, and does not hold it while the directory is synced.
         """
         folder: Folder | None = self
         while folder is not None and folder._is_last(lock):
-            problems = folder._close()
+            problems = folder._settle(syncer)
             with lock:
                 finished(folder, problems)
             folder = folder.parent  # a loop, because directories may be thousands deep
@@ -94,20 +95,47 @@ class Folder:
             self._pending -= 1
             return not self._pending
 
-    def _close(self) -> list[str]:
-        """Settles it; returns what went wrong."""
+    def _settle(self, syncer: Syncer) -> list[str]:
+        """Gives it its attributes and hands it over to be synced; returns what went wrong."""
         problems: list[str] = []
         if self.fd == NOT_THERE:
             return problems
         try:
-            self._settle(problems)
+            if self.entry is not None:
+                problems += attributes.apply(self.fd, os.fstat(self.fd), self.entry, self.xattrs)
         except OSError as error:
             problems.append(error.strerror or str(error))
-        finally:
-            self.drop()
+        fd, self.fd = self.fd, NOT_THERE
+        syncer.add(fd, self.path)
         return problems
 
-    def _settle(self, problems: list[str]) -> None:
-        if self.entry is not None:
-            problems += attributes.apply(self.fd, os.fstat(self.fd), self.entry, self.xattrs)
-        os.fsync(self.fd)
+
+class Syncer:
+    """Syncs directories, many at once: the first of them writes the file system's journal, and the others find it written
+    (two thousand directories took 22 seconds one by one, as each waited for a write of its own).
+    """
+
+    def __init__(self, failed: Callable[[bytes, OSError], None]) -> None:
+        self._failed = failed
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[int, bytes]] = []
+
+    def add(self, fd: int, path: bytes) -> None:
+        """Takes over the descriptor."""
+        with self._lock:
+            self._waiting.append((fd, path))
+            full = len(self._waiting) >= _SYNCED_AT_ONCE
+        if full:
+            self.flush()
+
+    def flush(self) -> None:
+        """On return all that were added before are durable, or were told to have failed."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for fd, path in waiting:
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                self._failed(path, error)
+            finally:
+                os.close(fd)

@@ -29,7 +29,7 @@ from ciuic.restore.destination import (
     stat_at,
     unlink_if_there,
 )
-from ciuic.restore.folders import NOT_THERE, Folder
+from ciuic.restore.folders import NOT_THERE, Folder, Syncer
 from ciuic.restore.large import Feeder
 from ciuic.restore.leaf import Leaf
 from ciuic.restore.links import Linker
@@ -70,6 +70,7 @@ class Run:
         self._target = plan.targets[0]
         self._base = NOT_THERE
         self._bases: list[int] = []
+        self.syncer = Syncer(self._failed)
         self._run = journals.new_run()
         self._resumed = False
         self._stack: list[_Frame] = []
@@ -84,6 +85,7 @@ class Run:
             raise
         finally:
             self.pool.close()
+            self.syncer.flush()
             for base in self._bases:
                 os.close(base)
         return self.tally.finish()
@@ -119,9 +121,9 @@ class Run:
             if held is not None:
                 if journal is not None:
                     self._end_journal(journal, held)
-                held.release(self.pool.changed, self._folder_done)
+                held.release(self.pool.changed, self.syncer, self._folder_done)
             for folder in reversed(chain):
-                folder.release(self.pool.changed, self._folder_done)
+                folder.release(self.pool.changed, self.syncer, self._folder_done)
 
     def _begin_journal(self, folder: Folder) -> journals.Journal | None:
         self._run, self._resumed = journals.new_run(), False
@@ -165,7 +167,7 @@ class Run:
             self._stack.pop()
             if self.plan.delete and frame.whole and not self.pool.stopping:
                 self._delete_extra(frame)
-            frame.folder.release(self.pool.changed, self._folder_done)
+            frame.folder.release(self.pool.changed, self.syncer, self._folder_done)
 
     def _next(self, frame: _Frame) -> Entry | None:
         """The directory's next entry, with its attributes; what cannot be read is noted and passed over."""
@@ -194,7 +196,7 @@ class Run:
         if folder is None:
             return
         if entry.flags & FLAG_MOUNTPOINT:  # its content was never part of the snapshot
-            folder.release(self.pool.changed, self._folder_done)
+            folder.release(self.pool.changed, self.syncer, self._folder_done)
         else:
             self._push(folder, entry)
 
@@ -392,7 +394,7 @@ class Run:
                 leaf.group.state = "there" if error is None else "failed"
                 leaf.group.inode = leaf.inode or (0, 0)
             self.pool.changed.notify_all()
-        leaf.folder.release(self.pool.changed, self._folder_done)
+        leaf.folder.release(self.pool.changed, self.syncer, self._folder_done)
 
     def _failed(self, path: bytes, error: BaseException | str) -> None:
         with self.pool.changed:
