@@ -80,19 +80,24 @@ def _take_up(
 def _index_tail(
     disk: Disk, packs: Packs, index: WriterIndex, number: int, known: int, segments: list[Segment]
 ) -> int | None:
-    kept: list[PackRecord] = []
-    bad: set[int] = set()
-    end = max(known, pf.ALIGN_BYTES)
-    torn = False
-    for segment in segments:
-        wrong = {record.offset for record in segment.records if not _payload_good(packs, number, record)}
-        if segment.damage is not None or len(wrong) == len(segment.records):
-            torn = True
-            continue
-        kept += segment.records
-        bad |= wrong
-        end = segment.end
-    torn = torn or pf.align(end) < packs.size(number)
+    bad = {
+        record.offset
+        for segment in segments
+        for record in segment.records
+        if not _payload_good(packs, number, record)
+    }
+    # A whole table whose payloads are all wrong, at the end, is what a crash leaves; elsewhere it is damage to name.
+    sound = [
+        at
+        for at, segment in enumerate(segments)
+        if segment.damage is None and any(record.offset not in bad for record in segment.records)
+    ]
+    keep = sound[-1] + 1 if sound else 0
+    end = segments[keep - 1].end if keep else max(known, pf.ALIGN_BYTES)
+    torn = keep < len(segments) or packs.size(number) > end
+    if known <= 0:
+        keep = len(segments)
+    kept = [record for segment in segments[:keep] for record in segment.records]
     fd = disk.open_write(packs.path(number))
     try:
         if torn and known > 0:
