@@ -1,0 +1,194 @@
+"""Programs that people run over their training data work in a protected root, also while snapshots are taken."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from support.live import Live
+from support.trees import assert_same, make_everything, manifest
+
+pytestmark = pytest.mark.mount
+
+
+def _run(*command: str | Path, cwd: Path) -> str:
+    env = {**os.environ, "HOME": str(cwd), "GIT_CONFIG_NOSYSTEM": "1", "GIT_TERMINAL_PROMPT": "0"}
+    done = subprocess.run(command, cwd=cwd, env=env, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@contextmanager
+def _snapshots_meanwhile(live: Live) -> Iterator[list[str]]:
+    """Takes one snapshot after another while the block runs; the ids of those committed, at least one."""
+    over = threading.Event()
+    taken: list[str] = []
+
+    def keep_taking() -> None:
+        while True:
+            taken.append(live.snapshot())
+            if over.is_set():
+                return
+
+    thread = threading.Thread(target=keep_taking)
+    thread.start()
+    try:
+        yield taken
+    finally:
+        over.set()
+        thread.join()
+    assert taken
+
+
+def _restored(live: Live, snapshot: str, path: Path, into: Path) -> Path:
+    live.run("restore", "-s", snapshot, "-p", str(path), "-d", str(into / snapshot))
+    return into / snapshot / path.name
+
+
+def test_sqlite_in_wal_mode(protected: Live, root: Path, short_tmp: Path) -> None:
+    """Transactions go on during snapshots, and every snapshot holds a database that opens whole at a past commit."""
+    (root / "db").mkdir()
+    with closing(sqlite3.connect(root / "db/runs.sqlite")) as db:
+        assert db.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
+        db.execute("CREATE TABLE step (number INTEGER PRIMARY KEY, loss REAL, blob BLOB)")
+        with _snapshots_meanwhile(protected) as taken:
+            for number in range(300):
+                with db:
+                    db.execute(
+                        "INSERT INTO step VALUES (?, ?, ?)", (number, 1 / (number + 1), os.urandom(3000))
+                    )
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    for snapshot in taken:
+        copy = _restored(protected, snapshot, root / "db", short_tmp)
+        if (copy / "runs.sqlite").stat().st_size == 0:
+            continue  # before the first commit
+        with closing(sqlite3.connect(copy / "runs.sqlite")) as db:
+            assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+            count, last = db.execute("SELECT count(*), max(number) FROM step").fetchone()
+            assert count == (0 if last is None else last + 1)
+
+
+def test_git(protected: Live, root: Path, short_tmp: Path) -> None:
+    """A repository is made, committed to, repacked and cloned in the root; its restored copy passes fsck."""
+    work = root / "work"
+    work.mkdir()
+    git = ("git", "-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
+    _run("git", "init", "-q", cwd=work)
+    with _snapshots_meanwhile(protected):
+        for number in range(8):
+            for file in range(10):
+                (work / f"file{file}").write_text(f"{number} {file}\n" * 200)
+            _run("git", "add", "-A", cwd=work)
+            _run(*git, "commit", "-q", "-m", f"commit {number}", cwd=work)
+        _run("git", "gc", "-q", "--prune=now", cwd=work)
+        _run("git", "clone", "-q", "--no-hardlinks", work, root / "clone", cwd=root)
+    _run("git", "fsck", "--strict", cwd=work)
+    snapshot = protected.snapshot()
+    copy = _restored(protected, snapshot, work, short_tmp)
+    _run("git", "fsck", "--strict", cwd=copy)
+    assert _run("git", "status", "--porcelain", cwd=copy) == ""
+    assert _run("git", "log", "--format=%H", cwd=copy) == _run(
+        "git", "log", "--format=%H", cwd=root / "clone"
+    )
+
+
+def test_rsync_with_everything(protected: Live, root: Path, short_tmp: Path) -> None:
+    """rsync -aHAX into the root loses nothing, a second run finds nothing to do, and back out is the same again."""
+    source = short_tmp / "source"
+    source.mkdir()
+    make_everything(source)
+    _run("rsync", "-aHAX", f"{source}/", f"{root}/in/", cwd=short_tmp)
+    assert_same(manifest(source), manifest(root / "in"))
+    assert _run("rsync", "-aHAXi", "--delete", f"{source}/", f"{root}/in/", cwd=short_tmp) == ""
+    _run("rsync", "-aHAX", f"{root}/in/", f"{short_tmp}/out/", cwd=short_tmp)
+    assert_same(manifest(source), manifest(short_tmp / "out"))
+
+
+def test_tar_with_everything(protected: Live, root: Path, short_tmp: Path) -> None:
+    """An archive made of the root and one unpacked into it hold the same tree."""
+    source = short_tmp / "source"
+    source.mkdir()
+    make_everything(source)
+    (source / "socket").unlink()  # tar leaves sockets out
+    flags = ("--xattrs", "--xattrs-include=*", "--acls", "--sparse", "--numeric-owner")
+    # --format=posix keeps nanoseconds.
+    _run("tar", *flags, "--format=posix", "-cf", short_tmp / "one.tar", "-C", source, ".", cwd=short_tmp)
+    (root / "in").mkdir()
+    _run("tar", *flags, "-xpf", short_tmp / "one.tar", "-C", root / "in", cwd=short_tmp)
+    assert_same(manifest(source), manifest(root / "in"))
+    _run("tar", *flags, "--format=posix", "-cf", short_tmp / "two.tar", "-C", root / "in", ".", cwd=short_tmp)
+    (short_tmp / "out").mkdir()
+    _run("tar", *flags, "-xpf", short_tmp / "two.tar", "-C", short_tmp / "out", cwd=short_tmp)
+    assert_same(manifest(source), manifest(short_tmp / "out"))
+
+
+def test_safetensors(protected: Live, root: Path, short_tmp: Path) -> None:
+    """Tensors saved in the root are read back, mapped, from the root and from a restored copy."""
+    numpy = pytest.importorskip("numpy")
+    safetensors = pytest.importorskip("safetensors.numpy")
+    tensors = {
+        f"layer{n}": numpy.random.default_rng(n).standard_normal((512, 1024), dtype="f4") for n in range(4)
+    }
+    path = root / "model.safetensors"
+    safetensors.save_file(tensors, path)
+    snapshot = protected.snapshot()
+    safetensors.save_file({name: tensor + 1 for name, tensor in tensors.items()}, path)
+    for copy, offset in ((path, 1), (_restored(protected, snapshot, path, short_tmp), 0)):
+        loaded = safetensors.load_file(copy)
+        assert all(numpy.array_equal(loaded[name], tensor + offset) for name, tensor in tensors.items())
+
+
+def test_hdf5(protected: Live, root: Path, short_tmp: Path) -> None:
+    """A file that grows in place across snapshots (chunked, resized, flushed) is right in each of them."""
+    numpy = pytest.importorskip("numpy")
+    h5py = pytest.importorskip("h5py")
+    path = root / "metrics.h5"
+    taken = {}
+    with h5py.File(path, "w") as file:
+        data = file.create_dataset("loss", (0, 256), maxshape=(None, 256), chunks=(64, 256), dtype="f4")
+        for part in range(4):
+            data.resize((part + 1) * 200, axis=0)
+            data[part * 200 :] = part
+            file.flush()
+            taken[part] = protected.snapshot()
+    for part, snapshot in taken.items():
+        copy = _restored(protected, snapshot, path, short_tmp)
+        # It was open for writing at the cut, and says so to HDF5 too: the consistency flag is the writer's.
+        with h5py.File(copy, "r", locking=False) as file:
+            expected = numpy.repeat(numpy.arange(part + 1), 200)[:, None] * numpy.ones((1, 256))
+            assert numpy.array_equal(file["loss"], expected)
+
+
+def test_torch(protected: Live, root: Path, short_tmp: Path) -> None:
+    """torch.save in the root, overwritten by the next save, comes back from the snapshot; mmap loading works."""
+    pytest.importorskip("torch")
+    program = """if True:
+        import sys, torch
+        path, mode, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+        adam = torch.optim.AdamW(model.parameters())
+        model(torch.randn(8, 256)).sum().backward()
+        adam.step()
+        state = {"model": model.state_dict(), "adam": adam.state_dict()}
+        if mode == "save":
+            torch.save(state, path)
+        else:
+            for mmap in (False, True):
+                loaded = torch.load(path, mmap=mmap)
+                assert all(torch.equal(a, b) for a, b in zip(loaded["model"].values(), state["model"].values()))
+    """
+    path = root / "checkpoint.pt"
+    run = (sys.executable, "-c", program)
+    _run(*run, path, "save", "1", cwd=short_tmp)
+    snapshot = protected.snapshot()
+    _run(*run, path, "save", "2", cwd=short_tmp)
+    _run(*run, path, "load", "2", cwd=short_tmp)
+    _run(*run, _restored(protected, snapshot, path, short_tmp), "load", "1", cwd=short_tmp)

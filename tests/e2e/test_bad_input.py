@@ -1,0 +1,280 @@
+"""Bad input and bad days: each gets a message that says what, the right exit code, and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.live import Live, installed
+from support.trees import assert_same, manifest
+
+pytestmark = pytest.mark.mount
+
+FAILED, USAGE, NOT_FOUND, EXISTS, NOT_PERMITTED, PARTIAL, BUSY = 1, 2, 3, 6, 7, 8, 75
+
+
+def _refused(live: Live, code: int | set[int], *arguments: str | bytes, says: str = "") -> str:
+    """Runs a command that must fail with ``code``, say why on stderr without a traceback, and print no result."""
+    done = live.run(*arguments, expect=None)
+    message = done.stderr.decode()
+    codes = {code} if isinstance(code, int) else code
+    assert done.returncode in codes, f"{arguments}: {done.returncode}\n{done.stdout.decode()}{message}"
+    assert message.strip(), f"{arguments} said nothing"
+    assert "Traceback" not in message
+    assert says.lower() in message.lower(), message
+    return message
+
+
+def _roots(live: Live) -> list[str]:
+    return [root["path"] for root in (live.status() or {"roots": []})["roots"]]
+
+
+def test_roots_that_cannot_be_protected(protected: Live, root: Path, short_tmp: Path) -> None:
+    """A root inside or around another, a file, a missing path, or one that contains the repository is refused."""
+    (root / "inner").mkdir()
+    file = short_tmp / "file"
+    file.write_text("x")
+    _refused(protected, USAGE, "protect", str(root / "inner"), says=str(root))
+    _refused(protected, USAGE, "protect", str(short_tmp), says=str(short_tmp))
+    _refused(protected, {USAGE, NOT_FOUND}, "protect", str(short_tmp / "missing"), says="missing")
+    _refused(protected, USAGE, "protect", str(file), says="file")
+    _refused(protected, USAGE, "protect", str(protected.repository), says="repository")
+    assert _roots(protected) == [str(root)]
+
+
+def test_protecting_twice_is_no_error(protected: Live, root: Path) -> None:
+    """protect is idempotent: the second time it changes nothing and ends well."""
+    config = protected.config.read_bytes()
+    protected.run("protect", str(root))
+    assert protected.config.read_bytes() == config
+    assert _roots(protected) == [str(root)]
+
+
+def test_a_repository_inside_a_root_must_be_excluded(short_tmp: Path) -> None:
+    """A repository below a root is refused, because each snapshot would contain the ones before it."""
+    root = short_tmp / "root"
+    root.mkdir()
+    top = short_tmp / "c"
+    top.mkdir()
+    with Live(top, repository=root / "repository") as live:
+        _refused(live, USAGE, "protect", str(root), says="repository")
+
+
+def test_unknown_and_ambiguous_snapshots(protected: Live, root: Path) -> None:
+    """An id that is not there is exit 3, and a prefix of several is refused and names them."""
+    _refused(protected, NOT_FOUND, "verify", "cs-000000000000")
+    snapshots = []
+    for number in range(18):  # more than sixteen: two begin with the same digit
+        (root / "n").write_text(str(number))
+        snapshots.append(protected.snapshot())
+    digits = [snapshot[3] for snapshot in snapshots]
+    common = next(digit for digit in digits if digits.count(digit) > 1)
+    message = _refused(protected, {USAGE, NOT_FOUND}, "show", f"cs-{common}")
+    assert sum(snapshot in message for snapshot in snapshots) >= 2, message
+    assert snapshots[-1][:9] in protected.run("show", "latest").stdout.decode()
+
+
+def test_latest_where_there_is_no_snapshot(live: Live, root: Path) -> None:
+    """A repository without snapshots lists nothing, well, and has no latest, which is exit 3."""
+    live.run("protect", str(root))
+    assert live.run("list", "--machine-readable").stdout == b""
+    _refused(live, NOT_FOUND, "show", "latest")
+    _refused(live, NOT_FOUND, "restore", "-s", "latest~2", "-p", str(root))
+
+
+def test_a_path_that_is_not_in_the_snapshot(protected: Live, root: Path, short_tmp: Path) -> None:
+    """Exit 3 for a path the snapshot lacks, and for one outside every root; nothing is written."""
+    (root / "there").write_text("x")
+    snapshot = protected.snapshot()
+    out = short_tmp / "out"
+    _refused(
+        protected, NOT_FOUND, "restore", "-s", snapshot, "-p", str(root / "not"), "-d", str(out), says="not"
+    )
+    _refused(
+        protected,
+        NOT_FOUND,
+        "restore",
+        "-s",
+        snapshot,
+        "-p",
+        "/etc/hostname",
+        "-d",
+        str(out),
+        says="/etc/hostname",
+    )
+    _refused(protected, NOT_FOUND, "show", snapshot, str(root / "not"))
+    assert not out.exists() or not any(out.iterdir())
+
+
+def test_a_destination_that_exists_stops_a_restore_before_it_changes_anything(
+    protected: Live, root: Path
+) -> None:
+    """Without --overwrite, exit 6 lists every conflict and not one file is touched, absent ones included."""
+    for name in ("a", "b", "c"):
+        (root / name).write_text("old")
+    snapshot = protected.snapshot()
+    (root / "a").write_text("new")
+    (root / "b").write_text("new")
+    (root / "c").unlink()
+    before = manifest(root)
+    message = _refused(protected, EXISTS, "restore", "-s", snapshot, "-p", str(root))
+    assert str(root / "a") in message
+    assert str(root / "b") in message
+    assert_same(before, manifest(root))
+
+
+@contextmanager
+def _small_disk(place: Path, size: str, *options: str) -> Iterator[Path]:
+    """A file system of its own of a given size."""
+    place.mkdir()
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", ",".join((f"size={size}", *options)), "small", place], check=True
+    )
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_destination_leaves_no_half_file(protected: Live, root: Path, short_tmp: Path) -> None:
+    """A restore that runs out of space says so; what is there under a final name is whole, and no temporary stays."""
+    contents = {f"file{number}": os.urandom(1 << 20) for number in range(8)}
+    for name, data in contents.items():
+        (root / name).write_bytes(data)
+    snapshot = protected.snapshot()
+    with _small_disk(short_tmp / "small", "3m") as small:
+        _refused(
+            protected,
+            {FAILED, PARTIAL},
+            "restore",
+            "-s",
+            snapshot,
+            "-p",
+            str(root),
+            "-d",
+            str(small),
+            says="space",
+        )
+        # What marks an unfinished restore stays, so that the next run can go on from there.
+        found = {
+            path.name: path.read_bytes()
+            for path in (small / root.name).iterdir()
+            if not path.name.startswith(".ciuic-restore")
+        }
+        assert found.items() <= contents.items()
+
+
+def test_a_read_only_destination(protected: Live, root: Path, short_tmp: Path) -> None:
+    """A restore to a read-only file system fails with its name and its reason."""
+    (root / "file").write_text("x")
+    snapshot = protected.snapshot()
+    with _small_disk(short_tmp / "small", "3m", "ro") as small:
+        _refused(protected, {FAILED, NOT_PERMITTED, PARTIAL}, "restore", "-s", snapshot, "-p", str(root), "-d", str(small),
+                 says="read-only")  # fmt: skip
+
+
+def test_a_full_store_never_reaches_the_job(short_tmp: Path) -> None:
+    """With the repository's disk full, the snapshot fails and says so; writes in the root succeed all the while, and
+    once there is space again the next snapshot holds everything."""
+    top, root = short_tmp / "c", short_tmp / "root"
+    top.mkdir()
+    root.mkdir()
+    with _small_disk(short_tmp / "small", "24m") as small, Live(top, repository=small / "repository") as live:
+        live.run("protect", str(root))
+        live.start(root)
+        (root / "first").write_bytes(os.urandom(2 << 20))
+        first = live.snapshot()
+        (root / "big").write_bytes(os.urandom(40 << 20))
+        done = live.run("snapshot", "--wait", expect=None)
+        assert done.returncode not in (0, 2)
+        assert "Traceback" not in done.stderr.decode()
+        (root / "after").write_bytes(os.urandom(1 << 20))
+        assert live.list()[0].id == first
+        live.run("verify", first, "--checksum")
+        subprocess.run(["mount", "-o", "remount,size=200m", small], check=True)
+        second = live.snapshot()
+        live.run("restore", "-s", second, "-p", str(root), "-d", str(short_tmp / "out"))
+        assert_same(manifest(root), manifest(short_tmp / "out/root"))
+        live.stop()
+
+
+def test_two_daemons(protected: Live, root: Path) -> None:
+    """A second daemon refuses to start and says why; the first goes on."""
+    _refused(protected, {FAILED, BUSY}, "daemon", says="daemon")
+    (root / "file").write_text("still served")
+    protected.snapshot()
+
+
+def test_a_configuration_with_a_typo(live: Live, root: Path) -> None:
+    """An unknown key is refused with file, line and the nearest known key; so is a value that cannot be meant."""
+    good = live.config.read_text()
+    live.config.write_text(good.replace("interval =", "intervall ="))
+    line = next(n for n, text in enumerate(live.config.read_text().splitlines(), 1) if "intervall" in text)
+    for command in (("config", "check"), ("protect", str(root)), ("daemon",)):
+        message = _refused(live, USAGE, *command, says="interval")
+        assert f"{live.config}:{line}" in message or f"line {line}" in message, message
+    live.config.write_text(good.replace('"1h"', '"1 fortnight"'))
+    _refused(live, USAGE, "config", "check", says="fortnight")
+
+
+def test_commands_that_need_the_daemon_say_so(live: Live) -> None:
+    """With no daemon, status and snapshot end with 5 and name the socket."""
+    for command in ("status", "snapshot"):
+        _refused(live, 5, command, says="control.sock")
+
+
+def test_wrong_usage(live: Live) -> None:
+    """Unknown commands, options and missing arguments are exit 2."""
+    for arguments in (("no-such-command",), ("list", "--no-such-option"), ("restore",), ("verify",)):
+        _refused(live, USAGE, *arguments)
+
+
+def test_an_ordinary_user_is_refused_not_confused(protected: Live, root: Path) -> None:
+    """Without permission to open the repository or the socket, commands end with 7 and say what may not be opened."""
+    (root / "file").write_text("x")
+    protected.snapshot()
+    others = (protected.repository, protected.top / "run/control.sock")
+    for path in others:
+        os.chown(path, 65534, 65534)
+    # Root without the capability to override permissions: another user might not be able to run this interpreter at all.
+    plain = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+    for command, path in zip(("list", "status"), others, strict=True):
+        done = subprocess.run(
+            [*plain, installed(), command],
+            env=protected.env,
+            cwd="/",
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == NOT_PERMITTED, done.stderr
+        assert str(path) in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_busy_repository(protected: Live, root: Path) -> None:
+    """While another process holds the repository's write lock, a command that writes ends with 75 and names it."""
+    (root / "file").write_text("x")
+    snapshot = protected.snapshot()
+    program = (
+        "import sys; from pathlib import Path; from ciuic.repository import Repository;"
+        "r = Repository.open(Path(sys.argv[1])); w = r.writer().__enter__(); print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [str(installed("python")), "-c", program, str(protected.repository)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        _refused(protected, BUSY, "hold", snapshot, says=str(holder.pid))
+        protected.run("verify", snapshot, "--checksum")  # readers need no lock
+    finally:
+        holder.communicate(timeout=30)
+    protected.run("hold", snapshot)

@@ -1,0 +1,239 @@
+"""SIGKILL, SIGTERM and SIGINT of any part, at any time: the job goes on, nothing listed is lost, the next snapshot works."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.leftovers import mounts_below
+from support.live import Live, installed, wait_for
+from support.trees import assert_same, manifest
+
+pytestmark = pytest.mark.mount
+
+
+class Writer(threading.Thread):
+    """Keeps changing files in the root as a job does; collects the errors that it got."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.root, self.over, self.errors, self.rounds = root, threading.Event(), [], 0
+
+    def run(self) -> None:
+        rng = random.Random(3)
+        while not self.over.is_set():
+            try:
+                self._round(rng)
+                self.rounds += 1
+            except OSError as exc:
+                self.errors.append(exc)
+                time.sleep(0.02)
+
+    def _round(self, rng: random.Random) -> None:
+        name = f"file{rng.randrange(20)}"
+        temporary = self.root / f".{name}.tmp"
+        with open(temporary, "wb") as file:
+            file.write(rng.randbytes(rng.randrange(1, 400_000)))
+        os.replace(temporary, self.root / name)
+        with open(self.root / "log", "a") as log:
+            log.write(f"{self.rounds}\n")
+
+
+@contextmanager
+def _writing(root: Path) -> Iterator[Writer]:
+    writer = Writer(root)
+    writer.start()
+    try:
+        yield writer
+    finally:
+        writer.over.set()
+        writer.join()
+
+
+def _worker_pid(live: Live) -> int:
+    status = live.status()
+    assert status is not None
+    return int(status["roots"][0]["worker_pid"])
+
+
+def _captures(live: Live) -> list[int]:
+    return [pid for pid, command in live.processes().items() if "ciuic.daemon.capture" in command]
+
+
+def _works_again(live: Live, root: Path, into: Path) -> None:
+    """A snapshot can be taken, everything listed verifies, and the newest is the root as it is."""
+    snapshot = wait_for("a snapshot", lambda: _try_snapshot(live), 60)
+    live.run("verify", "--all", "--checksum")
+    live.run("restore", "-s", snapshot, "-p", str(root), "-d", str(into))
+    assert_same(manifest(root), manifest(into / root.name))
+
+
+def _try_snapshot(live: Live) -> str | None:
+    done = live.run("snapshot", "--wait", expect=None)
+    return done.stdout.decode().strip() if done.returncode == 0 else None
+
+
+def test_the_daemon_killed_and_started_again(protected: Live, root: Path, short_tmp: Path) -> None:
+    """The job sees no error while the daemon is dead; a new one takes over the mount and the tracking."""
+    protected.snapshot()
+    assert protected.daemon is not None
+    with _writing(root) as writer:
+        wait_for("a first round", lambda: writer.rounds > 3, 30)
+        protected.daemon.kill()
+        protected.daemon.wait()
+        rounds = writer.rounds
+        wait_for("rounds without a daemon", lambda: writer.rounds > rounds + 5, 30)
+        protected.start(root)
+        rounds = writer.rounds
+        wait_for("rounds with the new daemon", lambda: writer.rounds > rounds + 5, 30)
+    assert writer.errors == []
+    _works_again(protected, root, short_tmp / "out")
+
+
+def test_the_worker_killed(protected: Live, root: Path, short_tmp: Path) -> None:
+    """The daemon mounts again at once; no data is lost, and the next snapshot compares instead of trusting."""
+    (root / "file").write_text("before")
+    protected.snapshot()
+    with open(root / "kept", "w") as file:
+        file.write("synced")
+        file.flush()
+        os.fsync(file.fileno())
+    pid = _worker_pid(protected)
+    os.kill(pid, signal.SIGKILL)
+    wait_for("a new worker", lambda: _worker_pid(protected) not in (0, pid), 60)
+    protected.wait_mounted(root)
+    assert (root / "kept").read_text() == "synced"
+    (root / "after").write_text("after")
+    _works_again(protected, root, short_tmp / "out")
+
+
+def test_captures_killed_at_random_times(protected: Live, root: Path, short_tmp: Path) -> None:
+    """A killed capture leaves no snapshot, or a whole one; the job sees nothing; the next capture takes its changes."""
+    rng = random.Random(11)
+    with _writing(root) as writer:
+        for _ in range(6):
+            (root / f"bulk{rng.randrange(4)}").write_bytes(rng.randbytes(3_000_000))
+            taker = subprocess.Popen(
+                [str(installed()), "snapshot", "--wait"],
+                env=protected.env,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            try:
+                wait_for(
+                    "a capture", lambda taker=taker: _captures(protected) or taker.poll() is not None, 30
+                )
+                time.sleep(rng.random() * 0.3)
+                for pid in _captures(protected):
+                    os.kill(pid, signal.SIGKILL)
+            finally:
+                taker.wait(120)
+            protected.run("verify", "--all", "--checksum")
+    assert writer.errors == []
+    _works_again(protected, root, short_tmp / "out")
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_restore_ended_at_random_times_can_be_run_again(
+    protected: Live, root: Path, short_tmp: Path, sig: signal.Signals
+) -> None:
+    """Every file under a final name is whole after each interruption, and a last run completes the tree."""
+    rng = random.Random(int(sig))
+    for number in range(60):
+        (root / f"file{number}").write_bytes(rng.randbytes(400_000))
+    snapshot = protected.snapshot()
+    whole = {path.name: path.read_bytes() for path in root.iterdir()}
+    out = short_tmp / "out"
+    command = [str(installed()), "restore", "-s", snapshot, "-p", str(root), "-d", str(out), "--overwrite"]
+    for delay in (0.15, 0.25, 0.3, 0.35, 0.45):
+        process = subprocess.Popen(command, env=protected.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        time.sleep(delay)
+        process.send_signal(sig)
+        _, stderr = process.communicate(timeout=60)
+        assert b"Traceback" not in stderr
+        for path in (out / root.name).glob("file*") if out.exists() else ():
+            assert path.read_bytes() == whole[path.name], f"{path} is not whole"
+    protected.run(*command[1:])
+    assert_same(manifest(root), manifest(out / root.name))
+
+
+def _interrupt(live: Live) -> None:
+    live.stop(signal.SIGINT)
+
+
+def _terminate(live: Live) -> None:
+    live.stop(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("end", [_terminate, _interrupt])
+def test_a_clean_stop_leaves_nothing_and_keeps_the_tracking(
+    protected: Live, root: Path, short_tmp: Path, end: Callable[[Live], None]
+) -> None:
+    """After SIGTERM or SIGINT no mount, process or socket stays; the plain files are there; the next start goes on."""
+    (root / "file").write_text("before")
+    protected.snapshot()
+    (root / "more").write_text("not yet captured")
+    end(protected)
+    assert mounts_below((short_tmp,)) == {}
+    assert protected.processes() == {}
+    assert not (protected.top / "run/control.sock").exists()
+    assert (root / "more").read_text() == "not yet captured"
+    protected.start(root)
+    _works_again(protected, root, short_tmp / "out")
+
+
+def test_stopping_under_a_running_job_does_not_hurt_it(protected: Live, root: Path) -> None:
+    """A job with an open file goes on writing through the stop, and what it wrote is in the plain file."""
+    with open(root / "log", "w") as log:
+        log.write("before\n")
+        log.flush()
+        protected.stop()
+        log.write("after\n")
+        log.flush()
+        os.fsync(log.fileno())
+    wait_for("the last worker's end", lambda: protected.processes() == {}, 60)
+    assert (root / "log").read_text() == "before\nafter\n"
+
+
+def test_everything_killed_at_once(protected: Live, root: Path, short_tmp: Path) -> None:
+    """Daemon, worker and capture die together, as in a power cut without the power: a new start recovers the mount,
+    lists what was listed before, and takes a right snapshot."""
+    (root / "file").write_bytes(os.urandom(2_000_000))
+    before = protected.snapshot()
+    (root / "file2").write_bytes(os.urandom(2_000_000))
+    taker = subprocess.Popen([str(installed()), "snapshot"], env=protected.env, stdout=subprocess.DEVNULL)
+    taker.wait(60)
+    assert protected.daemon is not None
+    protected.daemon.kill()
+    for pid in protected.processes():
+        os.kill(pid, signal.SIGKILL)
+    protected.daemon.wait()
+    protected.start(root)
+    assert before in [row.id for row in protected.list()]
+    _works_again(protected, root, short_tmp / "out")
+
+
+def test_interval_snapshots_happen_by_themselves_and_catch_up(short_tmp: Path, root: Path) -> None:
+    """With a short interval snapshots appear unasked, go on, and after a downtime one is taken at the start."""
+    top = short_tmp / "c"
+    top.mkdir()
+    with Live(top, interval="1s") as live:
+        live.run("protect", str(root))
+        live.start(root)
+        for count in (1, 2):
+            (root / "file").write_text(str(count))
+            wait_for(f"{count + 1} snapshots", lambda count=count: len(live.list()) > count, 60)
+        live.stop()
+        newest = live.list()[0].id
+        time.sleep(1.2)  # longer than the interval: the next start is late
+        live.start(root)
+        wait_for("the snapshot that was missed", lambda: live.list()[0].id != newest, 60)
+        live.stop()

@@ -1,0 +1,45 @@
+"""A snapshot costs what changed, not what there is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.live import Live
+
+pytestmark = [pytest.mark.mount, pytest.mark.slow]
+
+FILES = 100_000
+
+
+def test_the_second_snapshot_of_100_000_files_reads_the_ten_that_changed(
+    live: Live, root: Path, short_tmp: Path
+) -> None:
+    """Of 100,000 files in one directory, the second snapshot opens the ten changed ones and no other."""
+    many = root / "many"
+    many.mkdir()
+    for number in range(FILES):
+        with open(many / f"{number:06d}", "w") as file:
+            file.write(str(number))
+    live.run("protect", str(root))
+    live.start(root)
+    first = live.snapshot()
+    changed = [many / f"{number:06d}" for number in range(5, FILES, FILES // 10)]
+    for path in changed:
+        path.write_text("changed")
+    # relatime: a read moves the access time of a file whose mtime is newer, so reads leave a trace on the rest.
+    second = live.snapshot()
+    facts = live.json("diff", first, second)
+    text = str(facts)
+    assert all(os.fspath(path) in text or path.name in text for path in changed)
+    rows = {row.id: row for row in live.list()}
+    assert rows[second].size_bytes - rows[first].size_bytes == sum(
+        7 - len(str(int(path.name))) for path in changed
+    )
+    new = {snapshot["id"]: snapshot["new_bytes"] for snapshot in live.json("list")["snapshots"]}
+    assert new[second] < new[first] / 50
+    live.run("restore", "-s", second, "-p", str(many), "-d", str(short_tmp / "out"), timeout_seconds=300)
+    assert len(os.listdir(short_tmp / "out/many")) == FILES
+    assert (short_tmp / "out/many" / changed[3].name).read_text() == "changed"
+    assert (short_tmp / "out/many/000004").read_text() == "4"
