@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -113,8 +114,9 @@ class Upkeep:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            async with process.stdin:
-                await process.stdin.send_all(msgspec.json.encode(job))
+            with suppress(trio.BrokenResourceError):  # it ended early; its exit status says how
+                async with process.stdin:
+                    await process.stdin.send_all(msgspec.json.encode(job))
             answer = b"".join([part async for part in process.stdout])
             status = await process.wait()
         except BaseException:
