@@ -186,8 +186,8 @@ class NameRecord(msgspec.Struct, array_like=True, frozen=True, tag="n"):
     file_type: int = 0
     """File type, st_mode >> 12; 0 when absent."""
     fd: int = -1
-    """Directories: an O_PATH descriptor of the worker that still leads there. Everything else has a hold
-    link."""
+    """Directories: a descriptor of the worker that still leads there, -1 for one that was empty and is removed.
+    Everything else has a hold link."""
 
 
 class BlocksRecord(msgspec.Struct, array_like=True, frozen=True, tag="b"):
