@@ -1,0 +1,45 @@
+"""Restores through a live overlay, over the files that it serves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from support import trees
+from support.overlay import overlay_over
+from support.restoring import take, write
+
+from ciuic.repository import Repository
+from ciuic.restore import Overwrite, execute, plan_restore
+
+
+@pytest.mark.mount
+def test_a_live_root_is_put_back_exactly(short_tmp: Path) -> None:
+    """Over a mount, everything comes back as it was, seen through the mount and in the backing directory."""
+    root = short_tmp / "root"
+    root.mkdir()
+    trees.make_everything(root)
+    wanted = trees.manifest(root)
+    with Repository.create(short_tmp / "repository") as repository:
+        snapshot = take(repository, root)
+        with overlay_over(root, short_tmp / "control.sock") as overlay:
+            write(root / "block", b"overwritten")
+            write(root / "extra" / "file", b"x")
+            (root / "first name").unlink()
+            shutil.rmtree(root / "folder")
+            os.chmod(root / "modes", 0o600)
+            (root / "empty").unlink()
+            (root / "empty").mkdir()
+            os.truncate(root / "odd size", 5)
+            plan = plan_restore(
+                repository, snapshot, [os.fsencode(root)], overwrite=Overwrite.ALWAYS, delete=True
+            )
+            result = execute(plan)
+            assert result.complete, result.error()
+            trees.assert_same(wanted, trees.manifest(root))
+            again = execute(plan)
+            assert (again.restored, again.removed) == (0, [])
+            trees.assert_same(wanted, trees.manifest(root))
+            trees.assert_same(wanted, trees.manifest(overlay.backing))
