@@ -1,0 +1,171 @@
+"""The commands that need a daemon, with the real one and a real mount: protect, status, snapshot, restore, unprotect, doctor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.mount
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+class Host:
+    """A configuration, two directories and a daemon of their own."""
+
+    def __init__(self, top: Path) -> None:
+        self.top = top
+        self.root = top / "root"
+        self.other = top / "other"
+        for directory in (self.root, self.other, top / "run"):
+            directory.mkdir()
+        self.config = top / "c.toml"
+        self.config.write_text(
+            f'[repository]\npath = "{top}/repo"\n[daemon]\nruntime_dir = "{top}/run"\n[schedule]\ninterval = "1h"\n'
+        )
+        self.environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("CIUIC")},
+            "CIUIC_CONFIG": str(self.config),
+            "PYTHONPATH": str(CHECKOUT),
+        }
+        self.daemon: subprocess.Popen[bytes] | None = None
+
+    def run(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "ciuic", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        assert done.returncode == code, (arguments, done.stdout, done.stderr, self.log())
+        assert "Traceback" not in done.stderr
+        return done
+
+    def json(self, *arguments: str, code: int = 0) -> Any:
+        return json.loads(self.run(*arguments, "--json", code=code).stdout)
+
+    def start(self) -> None:
+        with open(self.top / "log", "ab") as log:
+            self.daemon = subprocess.Popen(
+                [sys.executable, "-m", "ciuic", "daemon"],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + 60
+        # The daemon says READY to systemd only; a stranger asks until it answers.
+        while self._status() != 0:
+            assert self.daemon.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.05)
+
+    def _status(self) -> int:
+        command = [sys.executable, "-m", "ciuic", "status"]
+        return subprocess.run(command, env=self.environment, capture_output=True, check=False).returncode
+
+    def stop(self) -> None:
+        if self.daemon is not None:
+            self.daemon.send_signal(signal.SIGTERM)
+            assert self.daemon.wait(60) == 0, self.log()
+            self.daemon = None
+
+    def log(self) -> str:
+        path = self.top / "log"
+        return path.read_text(errors="replace")[-4000:] if path.exists() else ""
+
+
+@pytest.fixture
+def host(short_tmp: Path) -> Iterator[Host]:
+    made = Host(short_tmp)
+    yield made
+    made.stop()
+
+
+def mounted(path: Path) -> bool:
+    return f" {path} fuse.ciuic ".encode() in Path("/proc/self/mounts").read_bytes()
+
+
+def test_story_of_one_restore(host: Host) -> None:
+    """Protected, snapshotted, spoilt, restored in place, and the restore undone, all through the mount."""
+    (host.root / "ckpt").mkdir()
+    (host.root / "ckpt" / "model").write_bytes(b"good" * 100_000)
+    host.run("protect", str(host.root))
+    host.start()
+    assert mounted(host.root)
+    snapshot = host.run("snapshot", "--wait", "-m", "good").stdout.strip()
+    (host.root / "ckpt" / "model").write_bytes(b"spoilt")
+    host.run("restore", "-s", snapshot, "-p", str(host.root / "ckpt"), code=6)
+    assert (host.root / "ckpt" / "model").read_bytes() == b"spoilt"
+    done = host.json(
+        "restore", "-s", snapshot, "-p", str(host.root / "ckpt"), "-d", str(host.root), "--overwrite"
+    )
+    assert (host.root / "ckpt" / "model").read_bytes() == b"good" * 100_000
+    safety = host.json("show", done["safety_snapshot"])
+    assert (safety["tags"], safety["roots"][0]["mode"]) == (["safety"], "tracked")
+    host.run("restore", "-s", safety["id"], "-p", str(host.root / "ckpt" / "model"), "--overwrite")
+    assert (host.root / "ckpt" / "model").read_bytes() == b"spoilt"
+    host.run("verify", "--all", "--checksum")
+
+
+def test_protect_and_unprotect_under_a_running_daemon(host: Host) -> None:
+    """A running daemon mounts what is protected and unmounts what is not, and status shows it."""
+    host.run("protect", str(host.root))
+    host.start()
+    document = host.json("protect", str(host.other))
+    assert document["daemon"] is True
+    assert mounted(host.other)
+    roots = {root["path"]: root["state"] for root in host.json("status")["roots"]}
+    assert roots == {str(host.root): "mounted", str(host.other): "mounted"}
+    host.run("unprotect", str(host.other))
+    assert not mounted(host.other)
+    assert [root["path"] for root in host.json("status")["roots"]] == [str(host.root)]
+    # Protected again, with the mount still there: nothing to do.
+    assert "already" in host.run("protect", str(host.root)).stdout
+
+
+def test_doctor_on_a_running_host(host: Host) -> None:
+    """With daemon and mount in order, doctor finds no problem with either, and says what is covered."""
+    host.run("protect", str(host.root))
+    host.start()
+    host.run("snapshot", "--wait")
+    findings = host.json("doctor", str(host.root))["findings"]
+    levels = {(finding["check"], finding["level"]) for finding in findings}
+    assert ("daemon", "ok") in levels
+    assert ("coverage", "ok") in levels
+    assert ("snapshots", "ok") in levels
+    assert not [finding for finding in findings if finding["level"] == "problem"]
+
+
+def test_without_the_daemon_reading_goes_on(host: Host) -> None:
+    """After the daemon has stopped, list, show, verify, diff, check and restore work; status and snapshot are 5."""
+    (host.root / "log").write_text("line\n")
+    host.run("protect", str(host.root))
+    host.start()
+    host.run("snapshot", "--wait")
+    host.stop()
+    assert not mounted(host.root)
+    (host.root / "log").unlink()
+    for arguments in (["list"], ["show", "latest"], ["verify", "latest"], ["check"]):
+        host.run(*arguments)
+    assert [
+        change["kind"] for change in host.json("diff", "latest", "-p", str(host.root / "log"))["changes"]
+    ] == ["removed"]
+    done = host.json("restore", "-s", "latest", "-p", str(host.root / "log"))
+    assert (host.root / "log").read_text() == "line\n"
+    assert host.json("show", done["safety_snapshot"])["roots"][0]["mode"] == "offline"
+    host.run("status", code=5)
+    host.run("snapshot", code=5)
