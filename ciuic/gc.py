@@ -193,7 +193,9 @@ class _Run:
         if unreadable:
             what = "; ".join(f"{snapshot.path}: {snapshot.reason}" for snapshot in unreadable)
             raise _refused(f"a snapshot cannot be read ({what})", unreadable[0].id)
-        snapshots = self.repository.snapshots.list()
+        # From the files themselves, which carry checksums: a bit that flipped in the catalogue's copy of a time or
+        # a hold must not decide what is deleted.
+        snapshots = [self.repository.snapshots.load(id_) for id_ in self.repository.snapshots.ids()]
         if not snapshots and self.repository.packs():
             raise CollectionRefused(
                 "the repository has packs and not one snapshot: nothing was deleted",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -333,3 +335,14 @@ def test_dry_run_changes_no_byte(repository: Repository) -> None:
     done = prune(repository, LAST)
     assert (foreseen.removed, foreseen.dropped_packs) == (done.removed, done.dropped_packs)
     assert foreseen.freed_bytes == pytest.approx(done.freed_bytes, rel=0.1)
+
+
+def test_a_catalogue_that_lies_deletes_nothing(repository: Repository) -> None:
+    """What goes is decided by the snapshot files: a catalogue in which times and holds are wrong changes nothing."""
+    ids = commit(repository, *({b"a": noise(n, 9 * BLOCK)} for n in range(4)))
+    with repository.writer() as writer:
+        writer.set_marks(ids[0], hold=True)
+    with contextlib.closing(sqlite3.connect(Path(repository.path) / "index.sqlite")) as index, index:
+        index.execute("UPDATE snapshots SET time_ns = 10000000000 - time_ns, held = 0")
+    assert prune(repository, LAST).removed == [ids[1], ids[2]]
+    assert set(repository.snapshots.ids()) == {ids[0], ids[3]}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -285,3 +287,14 @@ def test_what_an_interrupted_write_leaves_is_no_damage(repository: Repository, s
         prune(fresh)
     assert not path.exists()
     assert looked(repository, read_data=True).findings == []
+
+
+def test_a_catalogue_that_lies(repository: Repository, snapshot: Snapshot) -> None:
+    """A catalogue that says something else than a snapshot's file is found, and made anew by repair."""
+    with contextlib.closing(sqlite3.connect(Path(repository.path) / "index.sqlite")) as index, index:
+        index.execute("UPDATE snapshots SET time_ns = time_ns + 1")
+    report = looked(repository)
+    assert kinds(report) == [("warning", "index", False)]
+    assert snapshot.id in report.findings[0].message
+    assert kinds(looked(repository, repair=True)) == [("warning", "index", True)]
+    assert looked(repository).findings == []
