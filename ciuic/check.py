@@ -165,7 +165,7 @@ class _Check:
     # --- index
 
     def look_at_index(self, writer: Writer | None) -> None:
-        problems = self.index_problems()
+        problems = self.repository.check_index()
         if not problems or not self.pack_numbers:
             return  # a new repository has no index yet
         findings = [
@@ -175,20 +175,9 @@ class _Check:
         if writer is None:
             return
         writer.rebuild_index()
-        left = self.index_problems()
+        left = self.repository.check_index()
         for finding in findings:
             finding.repaired = finding.message not in left
-
-    def index_problems(self) -> list[str]:
-        """Where the index differs from the packs, or the catalogue from the snapshot files."""
-        problems = self.repository.check_index()
-        for listed in self.repository.snapshots.list():
-            try:
-                if listed != self.repository.snapshots.info(listed.id):
-                    problems.append(f"the catalogue does not say of {listed.id} what its file says")
-            except (Damaged, NotFound):
-                continue  # an unreadable file has been named; one that is gone was removed meanwhile
-        return problems
 
     # --- structure
 

@@ -213,10 +213,15 @@ class Repository:
         return scrub(self._pack_files(), f"{self.path}/{INDEX_NAME}", self._seed, progress)
 
     def check_index(self) -> list[str]:
-        """What the index says that packs do not, or the other way round, in words; empty when all agrees."""
+        """What the index says that packs do not, or the other way round, and where the catalogue differs from the
+        snapshot files, in words; empty when all agrees.
+        """
         from ciuic.repository.scrub import index_problems
 
-        return index_problems(self._pack_files(), f"{self.path}/{INDEX_NAME}")
+        return (
+            index_problems(self._pack_files(), f"{self.path}/{INDEX_NAME}")
+            + self.snapshots.catalogue_problems()
+        )
 
     def config_damage(self) -> list[str]:
         """What is wrong with either copy of the configuration, in words; empty when both are good."""

@@ -29,6 +29,7 @@ UNREADABLE_MARKS = "its marks file is damaged, so it counts as held"
 _NAME = re.compile(r"cs-[0-9a-f]{6,32}\Z")
 _Infos = list[SnapshotInfo]  # inside the class `list` is the method
 _Ids = list[SnapshotId]
+_Texts = list[str]
 _Unreadables = list[UnreadableSnapshot]
 
 
@@ -180,6 +181,17 @@ class SnapshotStore:
                 continue  # removed meanwhile
             except (DamagedSnapshot, UnsupportedFormat) as error:
                 log.warning("snapshot_unreadable", snapshot=name, error=error.message)
+
+    def catalogue_problems(self) -> _Texts:
+        """Where the catalogue does not say what the snapshot files do, in words. Reads all of them."""
+        problems = []
+        for listed in self._all():
+            try:
+                if listed != self.info(listed.id):
+                    problems.append(f"the catalogue does not say of {listed.id} what its file says")
+            except (DamagedSnapshot, UnsupportedFormat, NotFound):
+                continue  # an unreadable file is `unreadable`'s to name; one that is gone was removed meanwhile
+        return problems
 
     def _catalogued(self) -> Iterable[tuple[SnapshotInfo, str]]:
         try:
