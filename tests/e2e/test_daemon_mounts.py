@@ -18,7 +18,7 @@ import pytest
 from ciuic import mountinfo
 from ciuic.control import ControlClient
 from ciuic.control_types import RootStatus
-from ciuic.errors import Busy, CiuicError, NotFound
+from ciuic.errors import Busy, CiuicError, NotFound, UsageError
 from ciuic.repository import Repository
 
 pytestmark = pytest.mark.mount
@@ -358,6 +358,31 @@ def test_roots_come_and_go_while_the_daemon_runs(site: Site) -> None:
             client.remove_root(str(second))
         assert site.overlays(second) == 0
         assert [root.path for root in client.status().roots] == [str(first)]
+    site.stop()
+
+
+def test_a_changed_configuration_is_taken_up(site: Site) -> None:
+    """SIGHUP and reload mount what was added and unmount what was taken out; what cannot be meant changes nothing."""
+    first = site.root("a")
+    site.start()
+    second = site.root("b")
+    site.write_config()
+    assert site.process is not None
+    site.process.send_signal(signal.SIGHUP)
+    until("the second mount", lambda: site.overlays(second) == 1)
+    text = site.config.read_text()
+    with site.client() as client:
+        site.config.write_text(text.replace("[[root]]", "[[rot]]"))
+        with pytest.raises(UsageError, match="rot"):
+            client.reload()
+        site.config.write_text(text.replace(f'path = "{second}"', f'path = "{first}/inside"'))
+        with pytest.raises(UsageError):
+            client.reload()
+        assert (site.overlays(first), site.overlays(second)) == (1, 1)
+        site.roots.remove(second)
+        site.write_config()
+        client.reload()
+    assert (site.overlays(first), site.overlays(second)) == (1, 0)
     site.stop()
 
 

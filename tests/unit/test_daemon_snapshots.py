@@ -26,18 +26,20 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.close()
 
 
-def run(bench: Bench, script: Callable[[], Awaitable[None]], *, autojump: bool = False) -> None:
-    """Runs ``script`` beside the capture task, and ends that afterwards."""
+def run(bench: Bench, script: Callable[[], Awaitable[None]], *, speed: float = 1) -> None:
+    """Runs ``script`` beside the capture task, and ends that afterwards; ``speed`` times as fast as the clock.
+
+    A clock that jumps when all tasks wait would jump over the threads in which workers are asked.
+    """
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(bench.snapshots.run)
-            with trio.fail_after(20):
+            with trio.fail_after(20 * speed):
                 await script()
             nursery.cancel_scope.cancel()
 
-    clock = trio.testing.MockClock(autojump_threshold=0.05) if autojump else None
-    trio.run(main, clock=clock)
+    trio.run(main, clock=trio.testing.MockClock(rate=speed) if speed != 1 else None)
 
 
 def test_a_snapshot_is_cut_captured_and_the_worker_told(bench: Bench) -> None:
@@ -99,7 +101,7 @@ def test_a_killed_capture_is_tried_again(bench: Bench) -> None:
         assert pending.state.attempts == 2
         assert pending.state.error == ""
 
-    run(bench, script, autojump=True)
+    run(bench, script, speed=100)
     assert len({job.id for job in bench.jobs}) == 1
     assert overlay.committed == [1]
     assert "capture" not in bench.alerts
@@ -154,19 +156,13 @@ def test_a_busy_repository_is_waited_for_but_not_for_ever(
     async def script() -> None:
         began = trio.current_time()
         pending = await bench.snapshots.take(SnapshotRequest())
-        with trio.fail_after(3600):
-            await pending.finished.wait()
-        assert 55 < trio.current_time() - began < 75
+        await pending.finished.wait()
+        assert trio.current_time() - began >= 60
         assert isinstance(pending.failure, Busy)
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(bench.snapshots.run)
-            await script()
-            nursery.cancel_scope.cancel()
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0.02))
+    run(bench, script, speed=200)
     assert overlay.aborted == [1]
+    assert len(bench.jobs) > 2
 
 
 def test_a_lost_session_ends_the_running_capture_and_is_never_committed(bench: Bench) -> None:
@@ -428,4 +424,4 @@ def test_descriptors_do_not_leak(bench: Bench) -> None:
         await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
         assert len(os.listdir("/proc/self/fd")) == before
 
-    run(bench, script, autojump=True)
+    run(bench, script, speed=100)
