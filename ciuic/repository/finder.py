@@ -82,6 +82,7 @@ class ReaderFinder:
             try:
                 known = self._index.packs()
             except sqlite3.Error:
+                self._index.close()
                 self._index = None  # `find` said so already
         return {
             number

@@ -27,6 +27,7 @@ class WriterIndex:
         self._path = path
         self._dropped: set[int] = set()
         self._memory: Index | None = None
+        self._corrupt = False
         self._disk = self._open()
 
     def _open(self) -> Index | None:
@@ -38,14 +39,17 @@ class WriterIndex:
         return None
 
     def covered(self) -> dict[int, tuple[int, bool]]:
-        """Number → (bytes covered, sealed), of packs not dropped."""
+        """Number → (bytes covered, sealed), of packs not dropped. An index found corrupt is emptied."""
         found: dict[int, tuple[int, bool]] = {}
         for index in (self._disk, self._memory):
             if index is not None:
                 try:
                     found.update(index.packs())
                 except sqlite3.Error as error:
-                    log.warning("index_unreadable", error=str(error))
+                    self._failed("index_unreadable", error)
+        if self._corrupt:
+            self.clear()
+            found.clear()
         return {number: facts for number, facts in found.items() if number not in self._dropped}
 
     def find(self, chunk: bytes) -> list[ChunkLocation]:
@@ -54,7 +58,7 @@ class WriterIndex:
             try:
                 found = self._disk.find(chunk)
             except sqlite3.Error as error:
-                log.warning("index_unreadable", error=str(error))
+                self._failed("index_unreadable", error)
         if self._memory is not None:
             found = self._memory.find(chunk) + found
             found.sort(key=lambda location: bool(location.flags & DAMAGED))
@@ -126,7 +130,7 @@ class WriterIndex:
         try:
             return dict(self._disk.db.execute("SELECT id, signature FROM snapshots").fetchall())
         except sqlite3.Error as error:
-            log.warning("catalogue_unreadable", error=str(error))
+            self._failed("catalogue_unreadable", error)
             return {}
 
     def last_pack(self) -> int:
@@ -136,7 +140,7 @@ class WriterIndex:
         try:
             return self._disk.fact("last_pack")
         except sqlite3.Error as error:
-            log.warning("index_unreadable", error=str(error))
+            self._failed("index_unreadable", error)
             return 0
 
     def set_last_pack(self, number: int) -> None:
@@ -150,24 +154,27 @@ class WriterIndex:
             query = "SELECT id, pack, offset FROM chunks WHERE flags & ?"
             return self._disk.db.execute(query, (DAMAGED,)).fetchall()
         except sqlite3.Error as error:
-            log.warning("index_unreadable", error=str(error))
+            self._failed("index_unreadable", error)
             return []
 
     def clear(self) -> None:
         """Empties the index, making a new file if the old one will not do."""
         self._dropped.clear()
         self._memory = None
-        if not self._try("index_not_cleared", lambda index: index.clear()):
+        if self._corrupt or not self._try("index_not_cleared", lambda index: index.clear()):
             if self._disk is not None:
                 self._disk.close()
             discard(self._path)
             self._disk = self._open()
+            self._corrupt = False
 
     def close(self) -> None:
         for index in (self._disk, self._memory):
             if index is not None:
                 index.close()
         self._disk = self._memory = None
+        if self._corrupt:  # the next writer makes it anew, and readers do without meanwhile
+            discard(self._path)
 
     def _try(self, event: str, change: Callable[[Index], object]) -> bool:
         if self._disk is None:
@@ -176,5 +183,11 @@ class WriterIndex:
             change(self._disk)
             return True
         except sqlite3.Error as error:
-            log.warning(event, error=str(error))
+            self._failed(event, error)
             return False
+
+    def _failed(self, event: str, error: sqlite3.Error) -> None:
+        log.warning(event, error=str(error))
+        # A full disk or a locked file pass; a malformed image does not.
+        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+            self._corrupt = True

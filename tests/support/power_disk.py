@@ -111,7 +111,7 @@ class PowerDisk(Disk):
             there.mkdir(parents=True, exist_ok=True)
             durable = self.names[os.path.normpath(directory)]
             now = {name: os.stat(f"{directory}/{name}").st_ino for name in files}
-            for name in durable.keys() | now.keys():
+            for name in sorted(durable.keys() | now.keys()):
                 inode = durable.get(name)
                 if choice is not None and choice.random() < 0.5:
                     inode = now.get(name)  # the directory block happened to be written
