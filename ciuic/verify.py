@@ -111,6 +111,7 @@ class _Verification:
         self._bytes_total = 0
         self._batch: list[tuple[ChunkId, int]] = []
         self._pack_bytes: dict[int, int] = {}
+        self._index_covers_all = False
 
     def run(self, ids: Sequence[SnapshotId] | None) -> VerifyResult:
         snapshots = self._load(self.repository.snapshots.ids() if ids is None else ids)
@@ -121,7 +122,8 @@ class _Verification:
         )
         if scrubbed:
             self._scrub()
-        self._look_at(snapshots, read=self.result.checksum and not scrubbed)
+        # The scrub reads what the index covers; where that is not everything, what snapshots need is read for itself.
+        self._look_at(snapshots, read=self.result.checksum and not (scrubbed and self._index_covers_all))
         self._name_the_damaged()
         self._tell(b"")
         return self.result
@@ -160,7 +162,9 @@ class _Verification:
                 file = self.repository.snapshots.marks_path(id_)
                 self.result.damages.append(Damage("snapshot", UNREADABLE_MARKS, snapshots=(id_,), file=file))
         if self.result.checksum and not self._writer_at_work():
-            for words in self.repository.check_index():
+            problems = self.repository.check_index()
+            self._index_covers_all = not problems
+            for words in problems:
                 if not words.startswith(_NOT_COVERED):
                     file = str(self.repository.path / "index.sqlite")
                     self.result.damages.append(Damage("index", words, file=file))
