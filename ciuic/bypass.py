@@ -64,11 +64,15 @@ def find_bypassing(
     """The processes that hold something at or below ``root``'s backing directory, in the order of their pids.
 
     ``root`` is absolute; it may be covered by our overlay or not. ``ignore_pids`` are the caller's own (an overlay worker
-    holds the backing directory by design). ValueError if no mount contains the path, which /proc/self/mountinfo excludes.
+    holds the backing directory by design). Below a chroot, where /proc/self/mountinfo does not show the file system that
+    the root lies on, nothing can be told of others, and nobody is found.
     """
     path = os.fsencode(root)
     path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
-    location = locate(path, mountinfo.read(proc / "self"))
+    try:
+        location = locate(path, mountinfo.read(proc / "self"))
+    except ValueError:
+        return []
     prefixes = _Prefixes(location)
     processes = sorted(int(name) for name in os.listdir(proc) if name.isdigit())
     for pid in processes:

@@ -120,7 +120,9 @@ def test_killed_anywhere_and_run_again(tmp_path: Path, overwrite: Overwrite | No
         check_nothing_is_half(root, wanted, old)
         again = overwrite
         if overwrite is None and is_complete_but_for_its_time(root, wanted):
-            again = Overwrite.IF_CHANGED  # the mark of an unfinished restore is gone: these files are conflicts now
+            again = (
+                Overwrite.IF_CHANGED
+            )  # the mark of an unfinished restore is gone: these files are conflicts now
         restore(repository.path, snapshot, root, again)
         trees.assert_same(wanted, trees.manifest(root))
         assert not temporaries(root)

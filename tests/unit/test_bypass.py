@@ -145,3 +145,17 @@ def test_mountinfo_undoes_escapes() -> None:
     assert parsed == Mount(
         36, 35, (98, 0), b"/a b", b"/mnt\nx", b"rw,noatime", b"fuse.ciuic", b"/opt/a\\b", b"rw,user_id=0"
     )
+
+
+def test_where_the_mount_is_not_shown_nobody_is_found(tmp_path: Path) -> None:
+    """Below a chroot the file system that holds the directory is in no mount table: that is no error."""
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/mountinfo").write_text("30 1 0:5 / /proc rw - proc proc rw\n")
+    assert find_bypassing("/srv/root", proc=tmp_path) == []
+
+
+def test_a_folder_deeper_than_path_max_is_found(tmp_path: Path) -> None:
+    """The kernel says no name longer than PATH_MAX; such a working directory is found all the same."""
+    code = "import os\nfor _ in range(20):\n    os.mkdir('x' * 250)\n    os.chdir('x' * 250)\n"
+    with process(code, cwd=tmp_path) as pid:
+        assert "working directory" in {use.kind for use in uses_of(find_bypassing(tmp_path), pid)}
