@@ -35,6 +35,7 @@ from ciuic.daemon.capture_job import (
     RootJob,
     decode_job,
     encode_message,
+    printable,
 )
 from ciuic.daemon.capture_root import Interrupted, Report, capture_root
 from ciuic.errors import Busy, CiuicError, UsageError
@@ -72,7 +73,7 @@ def run_job(job: CaptureJob, report: Report) -> Done:
         entries=report.entries,
         files_read=report.files_read,
         bytes_read=report.bytes_read,
-        modes={os.fsdecode(record.path): record.mode for record in records},
+        modes={printable(record.path): record.mode for record in records},
         seconds=round(time.monotonic() - begun, 3),
         errors=tuple(report.errors),
         errors_total=report.errors_total,
@@ -118,8 +119,7 @@ def _commit(
 def _incomplete(report: Report) -> str:
     """What a person who looks at the list must know."""
     named = ", ".join(
-        os.fsencode(os.path.join(os.fsdecode(error.root), os.fsdecode(error.path))).decode(errors="replace")
-        for error in report.errors[:_PATHS_IN_MESSAGE]
+        printable(os.path.join(error.root, error.path)) for error in report.errors[:_PATHS_IN_MESSAGE]
     )
     more = report.errors_total - min(_PATHS_IN_MESSAGE, len(report.errors))
     return f"[not readable: {named}{f' and {more} more' if more else ''}]"
@@ -128,19 +128,22 @@ def _incomplete(report: Report) -> str:
 def failure(error: BaseException, repository: str) -> Failed:
     """What to tell about an error, and with which exit status."""
     if isinstance(error, CiuicError):
-        return Failed(error=error.message, hint=error.hint, code=error.exit_code)
+        return Failed(error=printable(error.message), hint=printable(error.hint), code=error.exit_code)
     if isinstance(error, UndoLost | UndoDamaged):
-        return Failed(error=str(error), hint="the next snapshot takes these changes", code=EXIT_UNDO_LOST)
+        return Failed(
+            error=printable(str(error)), hint="the next snapshot takes these changes", code=EXIT_UNDO_LOST
+        )
     if isinstance(error, Interrupted):
         return Failed(error="interrupted; nothing was committed", code=EXIT_INTERRUPTED)
     if isinstance(error, OSError):
-        where = f" ({os.fsdecode(error.filename)})" if error.filename is not None else ""
+        where = f" ({printable(error.filename)})" if isinstance(error.filename, str | bytes) else ""
         return Failed(
-            error=f"capture into {repository} failed: {error.strerror or error}{where}",
+            error=f"capture into {printable(repository)} failed: {error.strerror or error}{where}",
             hint="free space with `ciuic prune`, or look at the disk; the next snapshot takes these changes",
         )
     return Failed(
-        error=f"capture failed: {type(error).__name__}: {error}", hint="this is a bug; the log has more"
+        error=printable(f"capture failed: {type(error).__name__}: {error}"),
+        hint="this is a bug; the log has more",
     )
 
 

@@ -107,3 +107,14 @@ def touched_names(sealed: Sealed | None) -> int:
     """How many names a tracked capture will look at."""
     changes: dict[int, Change] = sealed.changes if sealed is not None else {}
     return sum(len(change.names) for change in changes.values() if change.names)
+
+
+def changed_bytes(sealed: Sealed | None) -> int:
+    """How many bytes a tracked capture will read at most; 0 when whole files changed, whose sizes are not known here."""
+    blocks = 0
+    for change in sealed.changes.values() if sealed is not None else ():
+        if isinstance(change.data, bytes):
+            blocks += int.from_bytes(change.data, "little").bit_count()
+        elif change.data and not change.names:
+            return 0
+    return blocks * (sealed.block_size if sealed is not None else 0)

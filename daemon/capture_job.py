@@ -9,6 +9,8 @@ The exit status is 0 exactly when the snapshot is committed and `Done` was writt
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 
 EXIT_UNDO_LOST = 20
@@ -68,6 +70,7 @@ class Progress(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag
     entries_expected: int = 0
     """0 where nobody knows: a first capture."""
     bytes_expected: int = 0
+    """0 where nobody knows: everything but changes in parts of files."""
     path: bytes = b""
     """Relative to the root: the last directory or large file that was begun."""
 
@@ -94,7 +97,7 @@ class Done(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="do
     """Files of which at least one block was read."""
     bytes_read: int
     modes: dict[str, str]
-    """Root (surrogates escaped) → tracked, full or offline."""
+    """Root (`printable`) → tracked, full or offline."""
     seconds: float
     errors: tuple[ReadError, ...] = ()
     errors_total: int = 0
@@ -115,6 +118,11 @@ Message = Progress | Done | Failed
 _encoder = msgspec.json.Encoder()
 _job_decoder = msgspec.json.Decoder(CaptureJob)
 _message_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+
+
+def printable(path: str | bytes) -> str:
+    """A path as text that JSON can carry: bytes that are no UTF-8 as \\xNN. For people, not for opening files."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def encode_job(job: CaptureJob) -> bytes:

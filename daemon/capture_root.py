@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from ciuic import STATE_DIR_NAME
-from ciuic.daemon.capture_base import Base, choose_base, touched_names
+from ciuic.daemon.capture_base import Base, changed_bytes, choose_base, touched_names
 from ciuic.daemon.capture_content import ContentReader
 from ciuic.daemon.capture_entry import EntryMaker
 from ciuic.daemon.capture_job import Progress, ReadError, RootJob
@@ -50,6 +50,7 @@ class Report:
         self.stop_requested = False
         self.root = b""
         self.entries_expected = 0
+        self.bytes_expected = 0
         self.new_bytes: Callable[[], int] = lambda: 0
         self._tell = tell
         self._clock = clock
@@ -57,9 +58,11 @@ class Report:
         self._path = b""
         self._path_was_read = True
 
-    def begin(self, root: bytes, entries_expected: int) -> None:
+    def begin(self, root: bytes, entries_expected: int, bytes_expected: int) -> None:
+        """A root is next; what it is expected to take comes on top of what is done, 0 for unknown."""
         self.root = root
         self.entries_expected = self.entries + entries_expected if entries_expected else 0
+        self.bytes_expected = self.bytes_read + bytes_expected if bytes_expected else 0
         self._emit()
 
     def visited(self, path: bytes) -> None:
@@ -103,6 +106,7 @@ class Report:
                 bytes_read=self.bytes_read,
                 new_bytes=self.new_bytes(),
                 entries_expected=self.entries_expected,
+                bytes_expected=self.bytes_expected,
                 path=self._path,
             )
         )
@@ -235,12 +239,12 @@ def _walk(
     base: Base | None,
     excludes: ExcludeMatcher,
 ) -> Walked:
-    expected = 0
+    expected = expected_bytes = 0
     if base is not None and base.trusted:
-        expected = touched_names(opened.sealed)
+        expected, expected_bytes = touched_names(opened.sealed), changed_bytes(opened.sealed)
     elif base is not None:
         expected = base.record.entry.total_files + base.record.links_files
-    report.begin(job.path, expected)
+    report.begin(job.path, expected, expected_bytes)
     content = ContentReader(opened.view, writer, repository.block_size, report.read)
     maker = EntryMaker(writer, content, base, opened.sealed)
     place = os.stat(repository.path)

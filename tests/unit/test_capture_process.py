@@ -169,6 +169,19 @@ def test_several_roots_are_one_snapshot(stage: Stage, tmp_path: Path) -> None:
     assert done.modes == {os.fspath(stage.root): "full", os.fspath(other): "offline"}
 
 
+def test_a_root_whose_path_is_no_text_is_captured_too(stage: Stage, tmp_path: Path) -> None:
+    """Messages are JSON, paths are bytes: neither the snapshot nor an error may fail on that."""
+    odd = os.fsencode(tmp_path) + b"/odd \xff"
+    missing = failed(stage.run(stage.job(roots=(RootJob(path=odd),))))
+    assert "odd \\xff" in missing.error
+    os.mkdir(odd)
+    status, messages = stage.run(stage.job(roots=(RootJob(path=odd),)))
+    assert status == 0
+    done = messages[-1]
+    assert isinstance(done, Done)
+    assert list(done.modes) == [f"{tmp_path}/odd \\xff"]
+
+
 def failed(result: tuple[int, list[Message]]) -> Failed:
     status, messages = result
     last = messages[-1]
@@ -304,7 +317,7 @@ def test_an_incomplete_snapshot_says_so_where_people_look(stage: Stage) -> None:
     with Repository.open(stage.repository) as repository:
         snapshot = repository.snapshots.load(SnapshotId(done.id))
     assert snapshot.tags == ("auto", TAG_INCOMPLETE)
-    assert snapshot.message == "hourly [not readable: /data/one, /data/two\ufffd, /data/three and 2 more]"
+    assert snapshot.message == "hourly [not readable: /data/one, /data/two\\xff, /data/three and 2 more]"
 
 
 def test_a_full_repository_fails_with_a_hint(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

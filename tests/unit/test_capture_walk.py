@@ -11,14 +11,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support.capture_bench import BLOCK, ROOT_PATH, Bench, bench
+from support.capture_bench import BLOCK, ROOT_PATH, SESSION, Bench, bench
 from support.core_driver import PATHS, path_of
 from support.memory_repository import MemoryRepository
 from support.snapshot_manifest import snapshot_manifest
 from support.trees import assert_same, make_everything, manifest
 
 from ciuic.daemon import capture_content, capture_root, capture_view
-from ciuic.daemon.capture_job import TAG_INCOMPLETE, RootJob
+from ciuic.daemon.capture_job import TAG_INCOMPLETE, Progress, RootJob
 from ciuic.daemon.capture_root import Interrupted, Report
 from ciuic.errors import CiuicError, Damaged
 from ciuic.fuse_layer.core import ROOT_ID, Caller, SetAttr
@@ -147,6 +147,22 @@ def test_tracking_is_not_trusted_when_told_so(here: Bench) -> None:
     record, report = here.snapshot(trust=False)
     assert record.mode == "full"
     assert report.files_read >= 1
+
+
+def test_progress_says_how_much_is_expected_where_it_is_known(here: Bench) -> None:
+    """Entries always after the first snapshot; bytes when only parts of files changed. Counted over all roots."""
+    here.snapshot()
+    write(here, b"d/a", 0, b"x")
+    write(here, b"d/f/e", 0, b"x")
+    told: list[Progress] = []
+    report = Report(told.append, clock=iter(range(10**6)).__next__)
+    job = RootJob(path=ROOT_PATH, backing_fd=here.backing_fd, session=SESSION, epoch=here.cut())
+    capture_root.capture_root(job, here.repository, here.repository.writer(), report)
+    assert {message.entries_expected for message in told} == {4}, "d, d/a, d/f, d/f/e"
+    assert {message.bytes_expected for message in told} == {2 * BLOCK}
+    assert told[-1].entries == 4
+    assert 0 < told[-1].bytes_read <= 2 * BLOCK
+    assert told[-1].root == ROOT_PATH
 
 
 # -- comparing
@@ -324,7 +340,7 @@ def test_a_request_to_stop_is_heard_between_two_steps(here: Bench) -> None:
     epoch = here.cut()
     report = Report(lambda _: None)
     report.stop_requested = True
-    job = RootJob(path=ROOT_PATH, backing_fd=here.backing_fd, session="5" * 32, epoch=epoch)
+    job = RootJob(path=ROOT_PATH, backing_fd=here.backing_fd, session=SESSION, epoch=epoch)
     with pytest.raises(Interrupted):
         capture_root.capture_root(job, here.repository, here.repository.writer(), report)
     here.check(*here.capture(epoch))
