@@ -110,6 +110,10 @@ class Packs:
         length = count * pf.RECORD_BYTES + pf.TRAILER_BYTES
         return pf.decode_footer(self.read(number, offset, length), number, offset)
 
+    def unfinished(self, number: int) -> bool:
+        """Whether it has no footer, not even a damaged one."""
+        return self._trailer(number, self.size(number)) is None
+
     def footer_offset(self, number: int) -> int:
         """Where the segments of the pack end: at its footer, or at its end."""
         size_bytes = self.size(number)

@@ -2,7 +2,8 @@
 
 Only bytes are cut off that no index ever vouched for and that make up no segment. Where the index is lost
 nothing is cut at all: such a pack is just not appended to again, because what looks torn could be damage to
-something committed.
+something committed. A pack that is newer than all those an intact index knows was begun by a writer that died: what is
+torn there was never committed, for a commit syncs whole segments first.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def reconcile(
     for number in covered.keys() - sizes.keys():
         log.warning("pack_missing", pack=f"{number:016x}")
         index.drop(number, None)
+    # Without the fact the index has just been made, and says nothing about which packs are new.
+    newest = max(covered, default=0) if index.last_pack() else None
     tails: dict[PackKind, Tail] = {}
     done = 0
     for number, size_bytes in sizes.items():
@@ -46,7 +49,8 @@ def reconcile(
                 log.warning("pack_shorter_than_indexed", pack=f"{number:016x}", size_bytes=size_bytes)
                 index.drop_rows(number)
                 known = -1
-            sealed, end = _take_up(disk, packs, index, number, known)
+            fresh = newest is not None and number > newest
+            sealed, end = _take_up(disk, packs, index, number, known, fresh)
         if not sealed and end is not None:
             tails[packs.kind(number)] = Tail(number, end)
         done += size_bytes
@@ -56,7 +60,7 @@ def reconcile(
 
 
 def _take_up(
-    disk: Disk, packs: Packs, index: WriterIndex, number: int, known: int
+    disk: Disk, packs: Packs, index: WriterIndex, number: int, known: int, fresh: bool
 ) -> tuple[bool, int | None]:
     """Indexes what is new in one pack; returns (sealed, where to append or None)."""
     try:
@@ -74,11 +78,18 @@ def _take_up(
         packs.forget(number)
         disk.remove_file(packs.path(number))
         return False, None
-    return False, _index_tail(disk, packs, index, number, known, segments)
+    return False, _index_tail(disk, packs, index, number, known, segments, may_cut=known > 0 or fresh)
 
 
 def _index_tail(
-    disk: Disk, packs: Packs, index: WriterIndex, number: int, known: int, segments: list[Segment]
+    disk: Disk,
+    packs: Packs,
+    index: WriterIndex,
+    number: int,
+    known: int,
+    segments: list[Segment],
+    *,
+    may_cut: bool,
 ) -> int | None:
     bad = {
         record.offset
@@ -95,12 +106,12 @@ def _index_tail(
     keep = sound[-1] + 1 if sound else 0
     end = segments[keep - 1].end if keep else max(known, pf.ALIGN_BYTES)
     torn = keep < len(segments) or packs.size(number) > end
-    if known <= 0:
+    if not may_cut:
         keep = len(segments)
     kept = [record for segment in segments[:keep] for record in segment.records]
     fd = disk.open_write(packs.path(number))
     try:
-        if torn and known > 0:
+        if torn and may_cut:
             log.info("torn_tail_cut_off", pack=f"{number:016x}", offset=end)
             disk.truncate(fd, end)
             torn = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,34 +22,44 @@ Progress = Callable[[int, int], None]
 def scrub(packs: Packs, index_path: str, seed: int, progress: Progress | None) -> Iterator[PackDamage]:
     """See Repository.scrub."""
     sizes = packs.sizes()
-    covered = _covered(index_path)
+    covered, newest = _covered(index_path)
     total, done = sum(sizes.values()), 0
     for number, size_bytes in sizes.items():
         with suppress(NotFound):  # garbage collection may drop it meanwhile
-            yield from _scrub_pack(packs, number, seed, covered.get(number, (-1, False)))
+            yield from _scrub_pack(
+                packs, number, seed, covered.get(number, (-1, False)), fresh=number > newest
+            )
         done += size_bytes
         if progress is not None:
             progress(done, total)
 
 
-def _covered(index_path: str) -> dict[int, tuple[int, bool]]:
+def _covered(index_path: str) -> tuple[dict[int, tuple[int, bool]], float]:
+    """What the index covers, and the number of the newest pack in it: none is newer where the index is no guide."""
+    nothing: tuple[dict[int, tuple[int, bool]], float] = ({}, math.inf)
     try:
         index = Index.open(index_path, "read")
     except sqlite3.Error:
-        return {}
+        return nothing
     try:
-        return index.packs()
+        covered = index.packs()
+        return covered, max(covered, default=0) if index.fact("last_pack") else math.inf
     except sqlite3.Error:
-        return {}
+        return nothing
     finally:
         index.close()
 
 
-def _scrub_pack(packs: Packs, number: int, seed: int, covered: tuple[int, bool]) -> Iterator[PackDamage]:
+def _scrub_pack(
+    packs: Packs, number: int, seed: int, covered: tuple[int, bool], *, fresh: bool
+) -> Iterator[PackDamage]:
+    """``fresh``: newer than all that the index knows, so a writer is at it, or died at it before a commit."""
+    fresh = fresh and packs.unfinished(number)
     try:
         packs.header(number)
     except (DamagedPack, UnsupportedFormat) as error:
-        yield PackDamage(number, 0, None, str(error))
+        if not fresh:
+            yield PackDamage(number, 0, None, str(error))
     listed: list[PackRecord] | None = None
     try:
         listed = packs.footer(number)
@@ -63,7 +74,7 @@ def _scrub_pack(packs: Packs, number: int, seed: int, covered: tuple[int, bool])
         # soon redone.
         if listed is None and 0 < covered[0] <= segment.offset:
             break
-        if segment.damage is not None:
+        if segment.damage is not None and not fresh:
             yield PackDamage(number, segment.offset, None, segment.damage.reason)
         yield from _scrub_segment(packs, number, seed, segment)
         found += segment.records

@@ -25,6 +25,7 @@ from ciuic.repository.index import INDEX_NAME, discard
 from ciuic.retention import RetentionPolicy
 from ciuic.sweep import Thresholds
 from ciuic.types import SnapshotId
+from ciuic.verify import verify_snapshots
 
 BLOCK = 4096
 EAGER = Thresholds(unused_share=0.0, pack_dead_share=0.0)
@@ -283,3 +284,38 @@ def test_power_cut_at_every_operation(
         disk.dispose()
         shutil.rmtree(running)
     assert operation > 20
+
+
+def test_a_writer_killed_at_any_operation_is_no_damage(tmp_path: Path) -> None:
+    """What a capture leaves that was killed at any operation is nothing that verify calls damage: neither at once, nor
+    after the next writer, nor after prune."""
+
+    def damages() -> list[str]:
+        with Repository.open(path) as repository:
+            return [str(damage) for damage in verify_snapshots(repository, checksum=True).damages]
+
+    source = tmp_path / "source"
+    with Repository.create(source, block_size=BLOCK) as repository, repository.writer(pack_bytes=1) as writer:
+        id_ = store(writer, tree(0), number=0).id  # fills its packs, so that the next capture begins new ones
+    operation, finished = 0, False
+    while not finished:
+        operation += 1
+        path = tmp_path / f"repo-{operation}"
+        shutil.copytree(source, path)
+        disk = FailingDisk(operation, Killed())
+        with (
+            Repository.open(path, disk=disk) as repository,
+            contextlib.suppress(Killed),
+            repository.writer() as writer,
+        ):
+            store(writer, tree(1), number=1)
+        finished = disk.operations < operation
+        assert damages() == []
+        with Repository.open(path) as repository, repository.writer():
+            pass
+        assert damages() == []
+        with Repository.open(path) as repository:
+            prune(repository, thresholds=EAGER)
+            assert read_back(repository, id_) == tree(0)
+        assert damages() == []
+    assert operation > 8
