@@ -37,11 +37,6 @@ class Alerts:
         if alert is not None:
             self._events.emit("alert_cleared", root=alert.root, alert=alert)
 
-    def clear_prefix(self, prefix: str) -> None:
-        """Clears every alert whose key begins so."""
-        for key in [key for key in self._standing if key.startswith(prefix)]:
-            self.clear(key)
-
     def standing(self) -> list[Alert]:
         """Problems first, then by beginning."""
         return sorted(self._standing.values(), key=lambda alert: (alert.severity != "problem", alert.since))

@@ -61,7 +61,14 @@ class Housekeeping:
             status = await worker.ask(lambda client: client.status())
         except CiuicError as error:
             log.warning("worker_not_asked", root=path, error=str(error))
+            self._daemon.alerts.report(
+                f"silent:{path}",
+                f"the overlay worker of {path} (pid {worker.pid}) does not answer",
+                hint="a disk below the root may hang; nothing is killed, because the job would get ENOTCONN",
+                root=path,
+            )
             return
+        self._daemon.alerts.clear(f"silent:{path}")
         # One that a later commit has overtaken is history: its changes are in that snapshot.
         standing = [one for one in status.abandoned if one.epoch > status.since]
         if not standing:

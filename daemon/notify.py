@@ -56,10 +56,6 @@ class Notifier:
     def stopping(self, text: str) -> None:
         self._send(f"STOPPING=1\nSTATUS={_line(text)}")
 
-    def extend_timeout(self, seconds: float) -> None:
-        """Asks for so much more time to start or stop, from now."""
-        self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
-
     def store(self, name: str, fd: int) -> None:
         """Gives systemd a duplicate of ``fd`` to keep while the service restarts, under a name without colons."""
         self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", [fd])

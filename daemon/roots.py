@@ -100,9 +100,8 @@ class Roots:
         if supervisor.state != "unmounted":
             raise CiuicError(f"{path} could not be unmounted", hint="ciuic status says why")
         self.supervisors.pop(path, None)
-        self._alerts.clear(f"root:{path}")
-        self._alerts.clear(f"worker:{path}")
-        self._alerts.clear(f"bypass:{path}")
+        for kind in ("root", "worker", "bypass", "abandoned", "silent"):
+            self._alerts.clear(f"{kind}:{path}")
 
     async def stop_all(self) -> None:
         """Unmounts every root, all at once."""

@@ -55,7 +55,11 @@ class RuntimeDirectory:
     def acquire(self) -> None:
         """Becomes the one daemon here; Busy, naming the other, if there is one."""
         try:
-            self.path.mkdir(mode=0o755, parents=True, exist_ok=True)
+            if not self.path.exists():
+                self.path.mkdir(parents=True)
+                self.path.chmod(
+                    0o755
+                )  # whatever our umask: the group of the control socket must be able to enter
             fd = os.open(
                 self.path / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
             )

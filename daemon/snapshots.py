@@ -314,6 +314,10 @@ class Snapshots:
         self.last_failure = None
         self.last_cut_ns = max(self.last_cut_ns, pending.record.time_ns)
         self._context.alerts.clear("capture")
+        for cut in pending.record.cuts:
+            self._context.alerts.clear(
+                f"worker:{cut.path}"
+            )  # what its death may have hidden is in this snapshot
         self.on_committed()
 
     async def _committed_already(self, pending: PendingSnapshot) -> bool:

@@ -173,6 +173,7 @@ class RootSupervisor:
         # First of all: a capture that goes on while the plain directory is open to everybody would not be exact.
         self._on_session_lost(self.path, worker.session)
         worker.close()
+        self._alerts.clear(f"silent:{self.path}")
         if self._stopping:
             return
         self.restarts += 1

@@ -243,6 +243,7 @@ def test_a_killed_worker_is_replaced_at_once(site: Site) -> None:
     with site.client() as client:
         assert [alert.key for alert in client.status().alerts] == [f"worker:{root}"]
     snapshot = site.snapshot()
+    assert alerts(site) == []  # what was changed meanwhile is in the snapshot
     site.stop()
     assert site.content(snapshot, root, b"f") == b"before"
 
