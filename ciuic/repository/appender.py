@@ -154,6 +154,8 @@ class Appender:
         except OSError as error:
             self._fail(error, self._synced_end)
             raise
+        if self._kind == "data":
+            self._disk.uncache(self._fd, self._synced_end, self._end - self._synced_end)
         self._synced_end = self._end
 
     def _seal(self) -> None:

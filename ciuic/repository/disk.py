@@ -54,6 +54,10 @@ class Disk:
     def sync(self, fd: int) -> None:
         os.fsync(fd)
 
+    def uncache(self, fd: int, offset: int, length: int) -> None:
+        """Lets the page cache drop what was synced: it belongs to the job, and packs are hardly read again soon."""
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
     def close(self, fd: int) -> None:
         os.close(fd)
 
