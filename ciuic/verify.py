@@ -31,6 +31,7 @@ from ciuic.types import ChunkId, RootRecord, Snapshot, SnapshotId
 _ALL_BELOW_BYTES = 1 << 30
 """A repository up to this size is read whole whatever was asked: it takes seconds, and finds what nobody refers to."""
 _BATCH_CHUNKS = 256
+_INDEX_ATTEMPTS = 5
 _NOT_COVERED = "the index does not cover"
 """How the repository says that the index is behind: after a crash, or beside a writer. Readers find those chunks anyway."""
 
@@ -161,13 +162,25 @@ class _Verification:
             if snapshot.hold_reason == UNREADABLE_MARKS:
                 file = self.repository.snapshots.marks_path(id_)
                 self.result.damages.append(Damage("snapshot", UNREADABLE_MARKS, snapshots=(id_,), file=file))
-        if self.result.checksum and not self._writer_at_work():
-            problems = self.repository.check_index()
-            self._index_covers_all = not problems
-            for words in problems:
+        if self.result.checksum:
+            problems = self._index_problems()
+            self._index_covers_all = problems == []
+            for words in problems or []:
                 if not words.startswith(_NOT_COVERED):
                     file = str(self.repository.path / "index.sqlite")
                     self.result.damages.append(Damage("index", words, file=file))
+
+    def _index_problems(self) -> list[str] | None:
+        """Where index and packs differ; None when a writer is changing them. A commit that begins after the question
+        whether there is one must not be taken for damage, so what was compared must be the same afterwards."""
+        for _ in range(_INDEX_ATTEMPTS):
+            if self._writer_at_work():
+                return None
+            before = _pack_sizes(self.repository)
+            problems = self.repository.check_index()
+            if not problems or (not self._writer_at_work() and _pack_sizes(self.repository) == before):
+                return problems
+        return None
 
     def _writer_at_work(self) -> bool:
         """Whether the index may be changing right now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,23 @@ def test_no_flipped_byte_anywhere_is_missed(protected: Live, root: Path) -> None
             if done.returncode != 0:
                 _flip(path, offset)
     protected.run("verify", "--all", "--checksum")
+
+
+def test_a_repository_that_is_being_written_is_not_taken_for_damaged(protected: Live, root: Path) -> None:
+    """verify --checksum while one snapshot after another is committed finds nothing wrong."""
+    over = threading.Event()
+
+    def keep_writing() -> None:
+        while not over.is_set():
+            (root / "file").write_bytes(os.urandom(3_000_000))
+            (root / "small").write_bytes(os.urandom(100))
+            protected.snapshot()
+
+    writing = threading.Thread(target=keep_writing)
+    writing.start()
+    try:
+        for _ in range(12):
+            protected.run("verify", "--all", "--checksum")
+    finally:
+        over.set()
+        writing.join()
