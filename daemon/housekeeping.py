@@ -48,7 +48,7 @@ class Housekeeping:
                 await self._look_at_worker(path, worker)
                 await self._daemon.snapshots.reconcile(path, worker)
                 await supervisor.refresh_bypassing()
-        self._daemon.snapshots.note_untrusted()
+        self._daemon.snapshots.trust.note()
         if self._daemon.retry_schedule:
             self._daemon.retry_schedule = False
             self._daemon.schedule.post()

@@ -161,10 +161,7 @@ class Daemon:
                 self.roots.start(root, nursery)
             self.roots.nursery = nursery
             await self.roots.settled()
-            for path in await trio.to_thread.run_sync(self.runtime.read_untrusted):
-                if path in self.roots.supervisors:
-                    self.roots.supervisors[path].untrusted = True
-            self.snapshots.note_untrusted()
+            self.snapshots.trust.take_over(await trio.to_thread.run_sync(self.runtime.read_untrusted))
             self.snapshots.resume(records)
             for supervisor in self.roots.supervisors.values():
                 if supervisor.worker is not None:

@@ -30,6 +30,7 @@ from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory, pro
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import RootSupervisor
+from ciuic.daemon.trust import Trust
 from ciuic.daemon.worker_process import Worker
 from ciuic.errors import Busy, CiuicError
 
@@ -75,7 +76,7 @@ class Snapshots:
         """Of the newest snapshot committed in this daemon's life."""
         self._stopped = trio.Event()
         self._running = False
-        self._noted_untrusted: set[str] | None = None
+        self.trust = Trust(context.roots, context.runtime)
 
     # -- asking for a snapshot
 
@@ -267,7 +268,7 @@ class Snapshots:
 
     async def _commit(self, pending: PendingSnapshot, done: Done) -> None:
         await self._tell_workers(pending, committed=True)
-        self._settle_trust(pending)
+        self.trust.settle(pending)
         unread = [f"{_text(error.root)}/{_text(error.path)}: {error.error}" for error in done.errors]
         pending.committed(new_bytes=done.new_bytes, errors=unread)
         log.info(
@@ -290,25 +291,6 @@ class Snapshots:
             )
         else:
             self._context.alerts.clear("unreadable")
-
-    def _settle_trust(self, pending: PendingSnapshot) -> None:
-        """Tracking counts again where a committed snapshot compared everything after the last bypass had ended."""
-        roots = self._context.roots()
-        for path in pending.settles - {path for path, trusted in pending.trust_tracking.items() if trusted}:
-            if path in roots and not roots[path].bypassing:
-                roots[path].untrusted = False
-        self.note_untrusted()
-
-    def note_untrusted(self) -> None:
-        """Lets a successor know which roots' tracking has a gap."""
-        untrusted = {path for path, supervisor in self._context.roots().items() if supervisor.untrusted}
-        if untrusted == self._noted_untrusted:
-            return
-        try:
-            self._context.runtime.write_untrusted(untrusted)
-            self._noted_untrusted = untrusted
-        except OSError as error:
-            log.error("journal_not_written", error=str(error))
 
     def _after_commit(self, pending: PendingSnapshot) -> None:
         self.last_failure = None
