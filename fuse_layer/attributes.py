@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.data import Data
-from ciuic.fuse_layer.nodes import Descriptor, Node, stale
+from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import Attr, OverlayState
 from ciuic.fuse_layer.times import KernelTimes
 
@@ -96,9 +96,7 @@ class Attributes:
         file = self._state.any_file(node)
         if file is not None:
             return b"/proc/self/fd/%d" % file.fd, file
-        pin = Descriptor(self._nodes.way(node).open(os.O_PATH))
-        if os.fstat(pin.fd).st_ino != node.ino:
-            raise stale()
+        pin = self._nodes.pin(node)
         return b"/proc/self/fd/%d" % pin.fd, pin
 
     def _target(self, node: Node) -> tuple[bytes, bool, object]:

@@ -371,6 +371,18 @@ class NodeTable:
             return Way(removed, None)
         raise stale()
 
+    def pin(self, node: Node) -> Descriptor:
+        """An O_PATH descriptor of the node's inode, and of no other whatever happens to its names meanwhile. ESTALE when
+        nothing leads there any more."""
+        for _ in range(_RENAME_RETRIES):
+            try:
+                pinned = Descriptor(self.way(node).open(os.O_PATH))
+            except FileNotFoundError:
+                continue  # this name went away while we looked: another may lead there
+            if os.fstat(pinned.fd).st_ino == node.ino:
+                return pinned
+        raise stale()
+
     def path_below_root(self, node: Node) -> bytes | None:
         """The node's path relative to the root, as its names say; None when it has none."""
         parts: list[bytes] = []

@@ -144,12 +144,15 @@ class OverlayState:
         """Save the inode's attributes if a sealed epoch needs them."""
         if not self.must_keep(node.ino) or not self.tracked(node):
             return
-        file = self.any_file(node)
-        if file is not None:
-            self.undo.keep_inode(os.fstat(file.fd), file.fd)
-        else:
-            way = self.nodes.way(node)
-            self.undo.keep_inode(way.stat(), way.path, follow=way.follow)
+        if self.undo.size_at_cut(node.ino) is not None:
+            return  # saved already
+        with self.undo.saving():
+            file = self.any_file(node)
+            if file is not None:
+                self.undo.keep_inode(os.fstat(file.fd), file.fd)
+            else:
+                pinned = self.nodes.pin(node)
+                self.undo.keep_inode(os.fstat(pinned.fd), b"/proc/self/fd/%d" % pinned.fd)
 
     def keep_name(self, parent: Node, way: Way, st: os.stat_result | None, *, moved: bool = False) -> None:
         """Save what the name is bound to (``st``, None: nothing), and the directory's attributes, before the
@@ -171,14 +174,15 @@ class OverlayState:
                 )  # taken in this epoch: it has a record, or the name was free
             return
         self.undo.keep_inode(st, way.path, follow=False)
-        if stat.S_ISDIR(st.st_mode):
+        if not stat.S_ISDIR(st.st_mode):
+            self.undo.keep_file_name(parent.ino, way.dir_fd, name, st)
+            return
+        with self.undo.saving():
             kept = Descriptor(os.open(name, _KEEP_FLAGS, dir_fd=way.dir_fd))
             # An empty one that goes needs no descriptor: a burst of removals must not run into the limit of open files. One
             # that is not empty stays (ENOTEMPTY) or moves.
             keep_open = moved or bool(os.listdir(kept.fd))
             self.undo.keep_directory_name(parent.ino, name, st, kept if keep_open else None)
-        else:
-            self.undo.keep_file_name(parent.ino, way.dir_fd, name, st)
 
     def with_space(self, change: Callable[[], _T]) -> _T:
         """Run a change; when the file system is full, give up the undo log's space and run it again.

@@ -157,7 +157,8 @@ class UndoLog:
     # -- saving -------------------------------------------------------------------------------------
 
     @contextmanager
-    def _saving(self) -> Iterator[None]:
+    def saving(self) -> Iterator[None]:
+        """Whatever fails inside abandons the sealed epochs and is no error of the job's."""
         try:
             yield
         except OSError as error:
@@ -174,7 +175,7 @@ class UndoLog:
         with self.lock(st.st_ino):
             if st.st_ino in self._inodes or not self._pending:
                 return
-            with self._saving():
+            with self.saving():
                 old = OldStat.of(st, hold_links=int(st.st_ino in self._held))
                 self._append(
                     InodeRecord(st.st_ino, self._true_epoch, old, read_xattrs(target, follow=follow))
@@ -190,7 +191,7 @@ class UndoLog:
         link."""
         if (dir_ino, name) in self._names or not self._pending:
             return
-        with self._saving():
+        with self.saving():
             self._hold_inode(dir_fd, name, st)
             self._keep_name(NameRecord(dir_ino, self._true_epoch, name, st.st_ino, st.st_mode >> 12))
 
@@ -212,7 +213,7 @@ class UndoLog:
         with self.lock(record.dir_ino):
             if key in self._names or not self._pending:
                 return
-            with self._saving():
+            with self.saving():
                 self._append(record)
                 self._names.add(key)
 
@@ -237,7 +238,7 @@ class UndoLog:
         runs = self.unsaved_blocks(ino, offset, length)
         if not runs:
             return
-        with self._saving():
+        with self.saving():
             for first, count in runs:
                 self._copy_blocks(fd, ino, first, count)
                 self._append(BlocksRecord(ino, self._true_epoch, first, count))
