@@ -21,6 +21,7 @@ from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import MountHooks, RealMounts, RootSupervisor
 from ciuic.daemon.worker_process import Worker, WorkerOptions, peer_pid
 from ciuic.errors import CiuicError, UsageError
+from ciuic.fuse_layer.mounts import remove_state
 
 log = structlog.get_logger(__name__)
 
@@ -92,7 +93,7 @@ class Roots:
         return self.start(root, self.nursery)
 
     async def remove(self, path: str) -> None:
-        """Unmounts ``path``; nothing happens if it is no root."""
+        """Unmounts ``path``, and leaves nothing of ours in it; nothing happens if it is no root."""
         supervisor = self.supervisors.get(path)
         if supervisor is None:
             return
@@ -100,6 +101,8 @@ class Roots:
         if supervisor.state != "unmounted":
             raise CiuicError(f"{path} could not be unmounted", hint="ciuic status says why")
         self.supervisors.pop(path, None)
+        if not supervisor.lingers:
+            await trio.to_thread.run_sync(remove_state, path)
         for kind in ("root", "worker", "bypass", "abandoned", "silent"):
             self._alerts.clear(f"{kind}:{path}")
 

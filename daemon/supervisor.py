@@ -96,6 +96,8 @@ class RootSupervisor:
     ) -> None:
         self.settings = settings
         self.path = settings.path
+        self.lingers = False
+        """After ``stop``: the worker lives on for a job that has files open, and still needs its state directory."""
         self.worker: Worker | None = None
         self.state: MountState = "starting"
         self.restarts = 0
@@ -277,6 +279,7 @@ class RootSupervisor:
             with trio.move_on_after(LINGER_NOTICE_SECONDS):
                 await worker.wait()
                 return
+            self.lingers = True
             log.info("worker_serves_open_handles", root=self.path, pid=worker.pid)
         finally:
             worker.close()

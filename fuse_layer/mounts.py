@@ -11,9 +11,11 @@ import ctypes
 import errno
 import os
 import re
+import shutil
 import threading
 from typing import Literal, NamedTuple
 
+from ciuic import STATE_DIR_NAME
 from ciuic.errors import CiuicError
 
 FS_TYPE = "fuse.ciuic"
@@ -181,6 +183,13 @@ def detach(path: str | bytes) -> None:
     target = os.fsencode(path)
     if _libc.umount2(target, _MNT_DETACH | _UMOUNT_NOFOLLOW) != 0:
         _raise_errno(target)
+
+
+def remove_state(path: str | bytes) -> None:
+    """Take the state directory out of a directory that is no longer protected. Nothing happens under a mount of ours, or when
+    it cannot be removed: it is hidden again by the next mount."""
+    if overlay_at(path) is None:
+        shutil.rmtree(os.path.join(os.fsencode(path), STATE_DIR_NAME), ignore_errors=True)
 
 
 def abort_connection(entry: MountEntry) -> bool:

@@ -130,8 +130,10 @@ def test_protect_and_unprotect_under_a_running_daemon(host: Host) -> None:
     assert mounted(host.other)
     roots = {root["path"]: root["state"] for root in host.json("status")["roots"]}
     assert roots == {str(host.root): "mounted", str(host.other): "mounted"}
+    files = sorted(os.listdir(host.other))
     host.run("unprotect", str(host.other))
     assert not mounted(host.other)
+    assert sorted(os.listdir(host.other)) == files, "nothing of ours stays behind in a plain directory"
     assert [root["path"] for root in host.json("status")["roots"]] == [str(host.root)]
     # Protected again, with the mount still there: nothing to do.
     assert "already" in host.run("protect", str(host.root)).stdout
