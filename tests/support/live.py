@@ -165,6 +165,13 @@ class Live:
         self.daemon = None
         return code
 
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """What the daemon has logged under this event, oldest first."""
+        lines = (
+            json.loads(line) for line in self.daemon_log.read_text().splitlines() if line.startswith("{")
+        )
+        return [line for line in lines if line.get("event") == name]
+
     def log_tail(self, lines: int = 40) -> str:
         """The end of the daemon's log, for a message."""
         if not self.daemon_log.exists():
