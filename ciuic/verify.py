@@ -226,10 +226,12 @@ class _Verification:
         self._pack_bytes = _pack_sizes(self.repository)
         if read:
             self._bytes_total = sum(snapshot.size_bytes for snapshot in snapshots)
-        with closing(Pool(self.repository.path)) as pool:
+        pool = Pool(self.repository.path)
+        with pool.deferring_interrupts(), closing(pool):
             try:
                 for snapshot in snapshots:
                     for reached in walker.walk(snapshot, on_damage=self._node_damaged):
+                        pool.check()
                         self._look_at_chunk(snapshot, reached, pool if read else None)
                 self._read_batch(pool)
                 pool.wait(pool.idle)

@@ -8,17 +8,20 @@ writing and syncing all release the interpreter lock.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 from ciuic.repository import Repository
 from ciuic.restore.content import Worker
 
 Task = Callable[[Worker], None]
 _WAITING_TASKS = 32
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(Exception):
@@ -67,6 +70,35 @@ class Pool:
     def check(self) -> None:
         if self.stopping:
             raise Stopped
+
+    @contextmanager
+    def deferring_interrupts(self) -> Iterator[None]:
+        """In the block a signal that would raise KeyboardInterrupt stops the run instead, and raises at the block's end.
+
+        Raised where it arrives, it may leave a lock taken (between the taking and the body of the `with`), on which the
+        threads wait for ever, and `close` for the threads. Nothing to do outside the main thread, where none arrives.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in _INTERRUPTS}
+        interrupted = []
+
+        def note(number: int, frame: FrameType | None) -> None:
+            interrupted.append(number)
+            self.stop()
+
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, note)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                if callable(handler):
+                    signal.signal(number, handler)
+            if interrupted:
+                raise KeyboardInterrupt
 
     def stop(self) -> None:
         """Tasks that have not ended are to give up; they are still run, so that each can say so."""

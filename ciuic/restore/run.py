@@ -76,6 +76,10 @@ class Run:
         self._stack: list[_Frame] = []
 
     def execute(self) -> Result:
+        with self.pool.deferring_interrupts():
+            return self._execute()
+
+    def _execute(self) -> Result:
         try:
             for target in self.plan.targets:
                 if not self.pool.stopping:
