@@ -67,15 +67,18 @@ class Host:
                 start_new_session=True,
             )
         deadline = time.monotonic() + 60
-        # The daemon says READY to systemd only; a stranger asks until it answers.
-        while self._status() != 0:
+        # The daemon says READY to systemd only; a stranger asks until it answers, and has mounted what it should.
+        while not self._ready():
             assert self.daemon.poll() is None, self.log()
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.05)
 
-    def _status(self) -> int:
-        command = [sys.executable, "-m", "ciuic", "status"]
-        return subprocess.run(command, env=self.environment, capture_output=True, check=False).returncode
+    def _ready(self) -> bool:
+        command = [sys.executable, "-m", "ciuic", "status", "--json"]
+        done = subprocess.run(command, env=self.environment, capture_output=True, check=False)
+        return done.returncode == 0 and all(
+            root["state"] == "mounted" for root in json.loads(done.stdout)["roots"]
+        )
 
     def stop(self) -> None:
         if self.daemon is not None:
