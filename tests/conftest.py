@@ -27,7 +27,11 @@ hypothesis.settings.register_profile(
     "ci", max_examples=50, deadline=None, suppress_health_check=_QUIET, print_blob=True
 )
 hypothesis.settings.register_profile(
-    "torture", max_examples=3000, deadline=None, suppress_health_check=_QUIET, print_blob=True
+    "torture",
+    max_examples=int(os.environ.get("TORTURE_EXAMPLES", "3000")),
+    deadline=None,
+    suppress_health_check=_QUIET,
+    print_blob=True,
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if IN_CI else "dev"))
 

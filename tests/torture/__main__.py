@@ -1,0 +1,148 @@
+"""Runs the tortures one after the other, prints one table of figures, and ends with 1 if any promise was broken.
+
+    make torture SECONDS=600 SEED=7            (or: PYTHONPATH=tests .venv/bin/python -m torture --seconds 600 --seed 7)
+    make torture SECONDS=600 ARGS="cut faults" only these
+
+A torture is a module of this folder with ``run(seconds: float, seed: int) -> list[Figure]``, and a line in TORTURES.
+What ``run`` may rely on:
+
+* it has a process of its own; the current directory is the checkout, TMPDIR a short-named directory of its own that
+  is unmounted and removed afterwards (unix socket paths end at 107 bytes);
+* ``seconds`` is when to begin nothing new, not a limit: checking what was done may take longer (several times that,
+  plus minutes, until the runner ends it);
+* every choice comes from ``random.Random(seed)``, so that a run can be repeated as far as timing allows;
+* raising is a failure with the traceback as its text; so is leaving a process, a mount or a loop device behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from support import leftovers
+from torture.figure import Figure
+
+CHECKOUT = Path(__file__).parents[2]
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Torture(NamedTuple):
+    """A module of this folder, and its share of the seconds relative to the others."""
+
+    module: str
+    share: float
+
+
+TORTURES = [
+    Torture("properties", 3),
+]
+
+
+def main() -> int:
+    """Parses the command line; the hidden form with --into is one torture in its own process."""
+    parser = argparse.ArgumentParser(prog="torture", description="Tries to break what ciuic promises.")
+    parser.add_argument("only", nargs="*", help="names of tortures; all when none is given")
+    parser.add_argument("--seconds", type=float, default=600, help="for all of them together (600)")
+    parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
+    parser.add_argument("--into", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.into:
+        return _run_here(arguments.only[0], arguments.seconds, arguments.seed, Path(arguments.into))
+    known = {torture.module for torture in TORTURES}
+    if unknown := set(arguments.only) - known:
+        parser.error(f"no torture named {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    chosen = [torture for torture in TORTURES if not arguments.only or torture.module in arguments.only]
+    seed = random.SystemRandom().randrange(1 << 31) if arguments.seed is None else arguments.seed
+    return _run_all(chosen, arguments.seconds, seed)
+
+
+def _run_here(module: str, seconds: float, seed: int, into: Path) -> int:
+    figures: list[Figure] = importlib.import_module(f"torture.{module}").run(seconds, seed)
+    into.write_bytes(msgspec.json.encode(figures))
+    return 0
+
+
+def _run_all(chosen: list[Torture], seconds: float, seed: int) -> int:
+    # Orphans become children of this process, so that what a torture leaves behind is seen.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    shares = sum(torture.share for torture in chosen)
+    rows = []
+    for torture in chosen:
+        part = seconds * torture.share / shares
+        print(f"--- {torture.module}: {part:.0f} s, seed {seed}", flush=True)
+        started = time.monotonic()
+        rows += [(torture.module, figure) for figure in _run_apart(torture.module, part, seed)]
+        print(f"--- {torture.module}: over after {time.monotonic() - started:.0f} s", flush=True)
+    return _print_table(rows, seed)
+
+
+def _run_apart(module: str, seconds: float, seed: int) -> list[Figure]:
+    """One torture in a process and a directory of its own, and a look at what it left behind."""
+    place = Path(tempfile.mkdtemp(prefix="ciuic-x-", dir="/tmp"))
+    before = leftovers.take_stock((place,))
+    into = place / "figures.json"
+    command = [sys.executable, "-m", "torture", module, "--seconds", str(seconds), "--seed", str(seed)]
+    process = subprocess.Popen(
+        [*command, "--into", str(into)],
+        cwd=CHECKOUT,
+        env={**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(CHECKOUT / "tests")},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        return _outcome(process, into, 4 * seconds + 600) + _left(before, place)
+    finally:
+        leftovers.unmount_below(place)
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _outcome(process: subprocess.Popen[bytes], into: Path, limit_seconds: float) -> list[Figure]:
+    try:
+        _, stderr = process.communicate(timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # a session of its own: nobody else is in the group
+        process.communicate()
+        return [Figure("ended in time", 0, (f"it was still running after {limit_seconds:.0f} s",))]
+    text = stderr.decode("utf-8", "replace")
+    sys.stderr.write(text)
+    if process.returncode != 0 or not into.exists():
+        return [Figure("ended properly", 0, (f"exit status {process.returncode}\n{text[-4000:]}",))]
+    return msgspec.json.decode(into.read_bytes(), type=list[Figure])
+
+
+def _left(before: leftovers.Stock, place: Path) -> list[Figure]:
+    left = leftovers.remove_new(before, (place,))
+    return [Figure("left nothing behind", 0, tuple(left))] if left else []
+
+
+def _print_table(rows: list[tuple[str, Figure]], seed: int) -> int:
+    failures = [
+        f"{module}, {figure.name}: {text}"
+        for module, figure in rows
+        for text in dict.fromkeys(figure.failures)
+    ]
+    for text in failures:
+        print(f"\nFAILED {text}")
+    width = max((len(figure.name) for _, figure in rows), default=0)
+    print(f"\n{'torture':12}  {'figure':{width}}  {'count':>10}  failures")
+    for module, figure in rows:
+        print(f"{module:12}  {figure.name:{width}}  {figure.count:>10,}  {len(figure.failures):>8,}")
+    print(f"\nseed {seed}: {'a promise was broken' if failures else 'every promise was kept'}", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
