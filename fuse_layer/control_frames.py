@@ -103,7 +103,11 @@ def receive_frame(
 def _decode(body: bytes) -> dict[str, Any]:
     try:
         return msgspec.msgpack.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (
+        msgspec.MsgspecError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:  # the last two come through it unchanged
         raise FrameError(f"not a msgpack map: {error}") from error
 
 

@@ -12,6 +12,7 @@ import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +32,7 @@ log = structlog.get_logger(__name__)
 _MAX_CONNECTIONS = 32
 _LONGEST_HOLD_SECONDS = 60.0
 _LAST_ANSWER_SECONDS = 2.0
+_ACCEPT_PAUSE_SECONDS = 0.1
 
 
 class CutLike(Protocol):
@@ -118,20 +120,30 @@ class ControlServer:
             connection.thread.join(_LAST_ANSWER_SECONDS)
 
     def _accept(self) -> None:
-        while not self._closing:
+        while True:
             try:
                 sock, _ = self._listener.accept()
             except OSError as error:
-                if not self._closing:
-                    log.error("control_accept_failed", error=str(error))
-                return
+                if self._closing:
+                    return
+                # Out of descriptors or memory: that passes, and a worker that went deaf for good could never be cut again.
+                log.error("control_accept_failed", error=str(error))
+                time.sleep(_ACCEPT_PAUSE_SECONDS)
+                continue
             if len(self._connections) >= _MAX_CONNECTIONS:
                 log.warning("control_connection_refused", connections=len(self._connections))
                 sock.close()
                 continue
             connection = _Connection(self, sock)
             self._connections.add(connection)
-            connection.thread.start()
+            try:
+                connection.thread.start()
+            except (
+                RuntimeError
+            ) as error:  # the limit of threads: this caller is turned away, the next may be served
+                log.error("control_connection_refused", error=str(error))
+                self._connections.discard(connection)
+                sock.close()
 
     def forget(self, connection: _Connection) -> None:
         """A connection ended: with it its hold."""

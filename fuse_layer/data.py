@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from typing import Final
 
 from ciuic.fuse_layer import syscalls
@@ -237,12 +238,16 @@ class Data:
         self._state.keep_name(parent, way, st)
         if not self._state.undo.active:
             return False
-        new_fd, temporary = self._state.undo.create_replacement(node.ino)
+        try:
+            new_fd, temporary = self._state.undo.create_replacement(node.ino)
+        except OSError:  # no inode left, no descriptor: no reason for the job's truncation to fail
+            return False
         try:
             _copy_identity(fd, st, new_fd, size)
             os.rename(temporary, name, src_dir_fd=self._state.undo.directory_fd, dst_dir_fd=way.dir_fd)
         except OSError:
-            os.unlink(temporary, dir_fd=self._state.undo.directory_fd)
+            with suppress(OSError):  # a failing disk; emptied when the epochs end
+                os.unlink(temporary, dir_fd=self._state.undo.directory_fd)
             os.close(new_fd)
             return False
         try:
@@ -265,7 +270,13 @@ class Data:
         if file is None:
             return
         flags = os.O_RDWR if file.writes else os.O_RDONLY
-        reopened = os.open(b"/proc/self/fd/%d" % new_fd, flags | os.O_CLOEXEC)
+        try:
+            reopened = os.open(b"/proc/self/fd/%d" % new_fd, flags | os.O_CLOEXEC)
+        except OSError:
+            # Out of descriptors, and there is no way back. dup2 needs no further one; that a reader's descriptor can now
+            # write does no harm: ``file.writes`` decides.
+            os.dup2(new_fd, file.fd, inheritable=False)
+            return
         try:
             os.dup2(reopened, file.fd, inheritable=False)
         finally:

@@ -160,9 +160,12 @@ class Epochs:
         """The undo log gave up these pending epochs (called by it, possibly from within an operation)."""
         with self._control:
             now = time.time_ns()
-            for epoch in epochs:
+            # The newest first: each then goes into the current set. Folding into one that is given up too would write
+            # its sealed file, for nobody, on what may be a full disk, and from within an operation of the job's.
+            for epoch in reversed(epochs):
                 if epoch in self._sets:
                     self._fold(epoch)
+            for epoch in epochs:
                 self.abandoned.append(Abandoned(epoch, reason, now))
             del self.abandoned[:-_ABANDONED_REMEMBERED]
 
@@ -172,7 +175,7 @@ class Epochs:
         if later:
             following = self._sets[min(later)]
             following.changes.fold_older(older.changes)
-            self._write_sealed(min(later), following)
+            self.seal(min(later))  # if that cannot be written, the later ones are given up too
         else:
             self._state.tracker.fold_into_current(older.changes)
 

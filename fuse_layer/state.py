@@ -188,13 +188,16 @@ class OverlayState:
         """Run a change; when the file system is full, give up the undo log's space and run it again.
 
         Without ciuic, files that the job removed would not take space any more: what the undo log keeps alive
-        must never be the reason for an ENOSPC."""
+        must never be the reason for an ENOSPC. Looked at before the change: another thread that met the same
+        may have given the log up meanwhile, and be about to free it."""
+        took_space = self.undo.takes_space
         try:
             return change()
         except OSError as error:
-            if error.errno not in _NO_SPACE or not self.undo.active:
+            if error.errno not in _NO_SPACE or not (took_space or self.undo.takes_space):
                 raise
         self.undo.abandon("the file system is full, and the job needs the space")
+        self.undo.tidy()
         return change()
 
 

@@ -66,6 +66,9 @@ class UndoLog:
         self._held: set[int] = set()
         self._held_lock = threading.Lock()
         self._held_version = 0
+        self._clearing = threading.Lock()
+        self._unclean = False
+        """Something that nobody needs any more is not removed yet."""
         self._forget_saved()
         self._directory = _fresh_directory(state_fd, UNDO_DIR)
         self._hold = _fresh_directory(self._directory.fd, undo_format.HOLD_DIR.encode())
@@ -88,6 +91,11 @@ class UndoLog:
         """Whether any sealed epoch still needs what is changed now."""
         return bool(self._pending)
 
+    @property
+    def takes_space(self) -> bool:
+        """Whether ``abandon`` and ``tidy`` may free space on the backing file system."""
+        return bool(self._pending) or self._unclean
+
     def lock(self, ino: int) -> threading.RLock:
         """Serialises saving and changing of one inode's content."""
         return self._locks[ino % _LOCK_STRIPES]
@@ -105,6 +113,7 @@ class UndoLog:
         with self._io:
             if epoch in self._pending:
                 self._pending.remove(epoch)
+            self._unclean = True
             self._unlink_quietly(undo_format.sealed_name(epoch).encode())
             if self._pending:
                 return
@@ -120,6 +129,7 @@ class UndoLog:
                 self._append(AbandonedRecord(epoch=epochs[-1], reason=reason))
             except OSError:
                 reason = f"{reason} (and the log could not take a note of it)"  # its removal below tells the reader
+            self._unclean = True
             self._pending = []
         self._on_abandon(epochs, reason)
         for epoch in epochs:
@@ -133,6 +143,16 @@ class UndoLog:
         self._blocks: dict[int, BlockSet] = {}
 
     def _clear(self) -> None:
+        """Free all space. Never raises: what cannot be removed now is left for the next time (``_unclean``)."""
+        try:
+            with self._clearing:
+                self._clear_all()
+        except (
+            OSError
+        ):  # out of descriptors, or the file system has failed or turned read-only: no matter of the job's
+            return
+
+    def _clear_all(self) -> None:
         with self._io:
             if self._pending:
                 return
@@ -140,19 +160,25 @@ class UndoLog:
             self._kept_directories = {}
             self._forget_saved()
             self.bytes_kept = 0
-            for name in os.listdir(self._directory.fd):
-                if name.startswith((undo_format.LOG_NAME, "blocks-", "new-")):
-                    self._unlink_quietly(os.fsencode(name))
+            names = os.listdir(self._directory.fd)
+            ours = (undo_format.LOG_NAME, "blocks-", "new-")
+            gone = [self._unlink_quietly(os.fsencode(name)) for name in names if name.startswith(ours)]
         for name in os.listdir(self._hold.fd):
             self._let_go(int(name))
+        self._unclean = not all(gone)
 
-    def _unlink_quietly(self, name: bytes) -> None:
+    def tidy(self) -> None:
+        """Removes what could not be removed when nothing needed it any more. Never raises."""
+        if self._unclean:
+            self._clear()
+
+    def _unlink_quietly(self, name: bytes) -> bool:
+        """Whether the name is free now. If not: garbage at worst, removed by ``tidy`` or at the next start."""
         try:
             os.unlink(name, dir_fd=self._directory.fd)
-        except FileNotFoundError:
-            return
-        except OSError:
-            return  # garbage at worst: the directory is emptied at the next start
+        except OSError as error:
+            return error.errno == errno.ENOENT
+        return True
 
     # -- saving -------------------------------------------------------------------------------------
 
@@ -278,7 +304,8 @@ class UndoLog:
         """One write of a whole record; visible to the reader on return."""
         log = self._log
         if log is None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            # O_TRUNC: one that could not be removed when its epochs ended may end in a torn record.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
             log = self._log = Descriptor(
                 os.open(undo_format.LOG_NAME, flags, 0o600, dir_fd=self._directory.fd)
             )

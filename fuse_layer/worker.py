@@ -189,9 +189,7 @@ def _prepare_process(root: str) -> None:
         signal.signal(number, _exit_on)
     os.chdir("/")
     os.umask(0)  # what the caller asked for is applied by the core, per request
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _raise_descriptor_limit()
     # Killed for memory, the worker would take the job's directory with it: better almost anybody else.
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -202,6 +200,21 @@ def _prepare_process(root: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
     # A thread that has copied a megabyte must not keep the event loop waiting for the usual 5 ms.
     sys.setswitchinterval(_SWITCH_SECONDS)
+
+
+def _raise_descriptor_limit() -> None:
+    """Each file that any process of the job has open is a descriptor here: the limit of one process must not be theirs
+    together. With CAP_SYS_RESOURCE as many as the kernel allows, else the hard limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open("/proc/sys/fs/nr_open") as file:
+        most = int(file.read())
+    for limit in (max(most, hard), hard):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        except (ValueError, PermissionError):  # not ours to raise
+            continue
+        log.info("descriptor_limit", limit=limit)
+        return
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:

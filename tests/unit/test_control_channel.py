@@ -238,6 +238,64 @@ def test_garbage_ends_its_connection_alone(socket_path: str, client: ControlClie
     assert client.status().epoch == 1
 
 
+@given(st.binary(max_size=300), st.sampled_from([None, b"\x81\xa2do", b"\x82\xa2do\xa4hold\xaatimeout_ms"]))
+def test_no_frame_whatever_its_body_hurts_the_worker(data: bytes, start: bytes | None) -> None:
+    """Random bodies, whole or as the rest of a request, are a map or a FrameError, never another exception."""
+    body = (start or b"") + data
+    here, there = socket.socketpair()
+    with here, there:
+        here.sendall(struct.pack("<I", len(body)) + body)
+        with contextlib.suppress(FrameError):
+            message = receive_frame(there, 1000)
+            assert message is not None
+            assert all(isinstance(key, str) for key in message)
+
+
+def test_nesting_without_end_is_an_error_of_the_frame() -> None:
+    """msgspec raises RecursionError there, which is none of its own errors."""
+    body = b"\x81\xa1a" * 20_000
+    here, there = socket.socketpair()
+    with here, there:
+        threading.Thread(target=here.sendall, args=(struct.pack("<I", len(body)) + body,)).start()
+        with pytest.raises(FrameError):
+            receive_frame(there, 1 << 20)
+
+
+def test_a_worker_out_of_descriptors_answers_again_when_there_are_some(
+    tmp_path: Path, core: FakeCore
+) -> None:
+    """accept(2) fails with EMFILE for a while; whoever asked meanwhile is answered afterwards."""
+    server = ControlServer(core, os.fspath(tmp_path / "w"), backing_fd=0, on_stop=core.stop)
+    real, tries = server._listener, threading.Semaphore(0)
+
+    class Exhausted:
+        failures = 3
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.failures:
+                self.failures -= 1
+                tries.release()
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return real.accept()
+
+        def shutdown(self, how: int) -> None:
+            real.shutdown(how)
+
+        def close(self) -> None:
+            real.close()
+
+    server._listener = Exhausted()  # type: ignore[assignment]
+    server.start()
+    client = ControlClient(os.fspath(tmp_path / "w"), timeout_seconds=20)
+    try:
+        for _ in range(3):
+            assert tries.acquire(timeout=20)
+        assert client.status().epoch == 1
+    finally:
+        client.close()
+        server.close()
+
+
 def test_a_worker_that_went_away_is_unreachable_and_its_successor_is_found(
     tmp_path: Path, core: FakeCore
 ) -> None:
