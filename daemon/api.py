@@ -166,7 +166,8 @@ async def _decode(request: Request, kind: type[T]) -> T:
                 raise UsageError(f"the request is longer than {MAX_BODY_BYTES} bytes")
     try:
         return msgspec.json.decode(bytes(body) or b"{}", type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # The last two: text that is not UTF-8, and nesting without end; msgspec lets them through as they are.
         raise UsageError(f"the request cannot be read: {error}") from error
 
 

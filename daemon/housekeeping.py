@@ -49,6 +49,7 @@ class Housekeeping:
                 await self._daemon.snapshots.reconcile(path, worker)
                 await supervisor.refresh_bypassing()
         self._daemon.snapshots.trust.note()
+        self._daemon.schedule.heed_clock()
         if self._daemon.retry_schedule:
             self._daemon.retry_schedule = False
             self._daemon.schedule.post()

@@ -15,9 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
+import structlog
 import xxhash
 
 from ciuic.errors import Busy, CiuicError, NotPermitted
+
+log = structlog.get_logger(__name__)
 
 
 class CutRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,9 +82,12 @@ class RuntimeDirectory:
                 f"another ciuic daemon is running here (pid {owner}, {self.path})",
                 hint="ask it: ciuic status; stop it: systemctl stop ciuic",
             ) from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
         self._lock_fd = fd
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        except OSError as error:  # no space: the lock is what counts, the pid is for people
+            log.warning("pid_not_written", path=str(self.path), error=str(error))
 
     def release(self) -> None:
         """Leaves nothing of ours behind; the directory itself goes if it is empty."""

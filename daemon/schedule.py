@@ -16,6 +16,8 @@ from apscheduler.schedulers.background import BackgroundScheduler
 from apscheduler.triggers.interval import IntervalTrigger
 
 _JOB = "snapshot"
+_STEP = timedelta(minutes=1)
+"""A clock put back by less is being disciplined, not set."""
 log = structlog.get_logger(__name__)
 
 
@@ -88,6 +90,23 @@ class Schedule:
                 seconds=interval_seconds, start_date=self._now() + self._interval, timezone=timezone.utc
             ),
         )
+
+    def heed_clock(self) -> None:
+        """Puts right what setting the clock does to a schedule; to be called now and then.
+
+        Put back by a day, the next due time would be a day and an interval away. Put forward, it has passed while the
+        scheduler's thread still sleeps for as long as it once seemed to be away.
+        """
+        due = self.next_due()
+        if due is None:
+            return
+        now = self._now()
+        if due > now + self._interval + min(self._interval, _STEP):
+            log.warning("clock_put_back", due=due.isoformat(), now=now.isoformat())
+            self.change_interval(int(self._interval.total_seconds()))
+            self.post()  # how long ago the last one was can no longer be told
+        elif due < now:
+            self._scheduler.wakeup()
 
     def next_due(self) -> datetime | None:
         """The next tick; None before the start and after the end."""

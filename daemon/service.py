@@ -248,6 +248,7 @@ class Daemon:
                 # A defect in one snapshot must not end the service that takes the next one.
                 log.exception("scheduled_snapshot_failed")
                 self.alerts.report("schedule", f"the scheduled snapshot failed by a defect: {error!r}")
+                self.retry_schedule = True  # out of descriptors or memory is no defect, and passes
             else:
                 self.alerts.clear("schedule")
                 self.alerts.clear("behind")

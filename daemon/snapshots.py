@@ -164,6 +164,14 @@ class Snapshots:
         except OSError as error:
             # Without it a successor gives these epochs up and captures them with the next: no reason to fail this one.
             log.error("journal_not_written", error=str(error))
+            self._context.alerts.report(
+                "runtime",
+                f"the runtime directory {self._context.runtime.path} cannot be written: {error.strerror or error}",
+                hint="free space there; until then a daemon that is killed forgets the snapshots that wait",
+                severity="warning",
+            )
+        else:
+            self._context.alerts.clear("runtime")
 
     def _announce(self, kind: str, state: SnapshotState) -> None:
         self._context.events.emit(kind, snapshot=state)
@@ -296,6 +304,7 @@ class Snapshots:
         self.last_failure = None
         self.last_cut_ns = max(self.last_cut_ns, pending.record.time_ns)
         self._context.alerts.clear("capture")
+        self._context.alerts.clear("store")
         for cut in pending.record.cuts:
             self._context.alerts.clear(
                 f"worker:{cut.path}"

@@ -60,13 +60,22 @@ class Store:
     def __init__(self, path: Path | None, *, block_bytes: int) -> None:
         self.path = path
         self._block_bytes = block_bytes
+        self._seen = False
+        """Whether the repository was there in this daemon's life."""
 
     def ensure(self) -> None:
-        """Makes the repository if there is none."""
+        """Makes the repository if there never was one; NotFound when it was there and is gone."""
         path = self._known_path()
         with _in_words(path):
             if not Repository.exists(path):
+                if self._seen:
+                    # Its disk was unmounted, most likely: a new repository would fill the disk below the mount point.
+                    raise NotFound(
+                        f"the repository {path} was there and is gone",
+                        hint="mount its disk again; to begin a new repository there, restart the daemon",
+                    )
                 Repository.create(path, block_size=self._block_bytes).close()
+        self._seen = True
 
     def new_id(self, taken: frozenset[str]) -> SnapshotId:
         """An id that neither a committed snapshot nor one of ``taken`` has."""
@@ -162,6 +171,7 @@ class Store:
     def _open(self) -> Iterator[Repository]:
         path = self._known_path()
         with _in_words(path), Repository.open(path) as repository:
+            self._seen = True
             yield repository
 
 

@@ -168,7 +168,19 @@ def test_a_bug_in_the_daemon_is_not_told_in_detail(client: ControlClient, operat
 
 @pytest.mark.parametrize(
     "body",
-    [b"{", b"[]", b'{"path": 3}', b'{"pth": "/a"}', b"{}", b'{"path": "/' + b"a" * MAX_BODY_BYTES + b'"}'],
+    [
+        b"{",
+        b"[]",
+        b'{"path": 3}',
+        b'{"pth": "/a"}',
+        b"{}",
+        b'{"path": "/' + b"a" * MAX_BODY_BYTES + b'"}',
+        b'{"path": "\xff"}',
+        b'{"\xff": 1}',
+        b"\xff\xfe",
+        b'{"path": ' + b"[" * 30_000,
+        b"[" * 30_000,
+    ],
 )
 def test_requests_that_cannot_be_meant_are_refused(
     client: ControlClient, operations: FakeOperations, body: bytes

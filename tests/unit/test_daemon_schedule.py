@@ -98,3 +98,48 @@ def test_a_changed_interval_is_in_force_at_once() -> None:
         schedule.stop()
 
     trio.run(main)
+
+
+def _running(offset: list[timedelta]) -> Schedule:
+    schedule = Schedule(3600, now=lambda: datetime.now(timezone.utc) + offset[0])
+    schedule.start(int(datetime.now(timezone.utc).timestamp() * 1e9))
+    return schedule
+
+
+def test_a_clock_put_back_does_not_stop_the_snapshots() -> None:
+    """Put back by a day, the next snapshot is due at once and the following one an interval later, not in a day."""
+
+    async def main() -> None:
+        offset = [timedelta()]
+        schedule = _running(offset)
+        schedule.heed_clock()
+        with pytest.raises(trio.WouldBlock):
+            schedule.ticks.receive_nowait()
+        offset[0] = timedelta(days=-1)
+        schedule.heed_clock()
+        schedule.ticks.receive_nowait()
+        due = schedule.next_due()
+        assert due is not None
+        # The scheduler's own clock was not put back here: it counts from the interval's grid.
+        assert due <= datetime.now(timezone.utc) + HOUR
+        schedule.stop()
+
+    trio.run(main)
+
+
+def test_a_clock_put_forward_wakes_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has become due by it is not slept over."""
+
+    async def main() -> None:
+        offset = [timedelta()]
+        schedule = _running(offset)
+        woken: list[bool] = []
+        monkeypatch.setattr(schedule._scheduler, "wakeup", lambda: woken.append(True))
+        schedule.heed_clock()
+        assert woken == []
+        offset[0] = timedelta(days=2)
+        schedule.heed_clock()
+        assert woken == [True]
+        schedule.stop()
+
+    trio.run(main)
