@@ -12,16 +12,17 @@ Leaves to ciuic.verify: which files of which snapshots damage touches. Reads the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ciuic.chunkset import ChunkSet
 from ciuic.errors import Damaged, NotFound
+from ciuic.healing import heal_from_live_files
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository.walk import Reached
 from ciuic.sweep import all_listed
-from ciuic.types import ChunkId, Snapshot, SnapshotId
+from ciuic.types import ChunkId, SnapshotId
 from ciuic.units import human_size
 
 Kind = Literal[
@@ -87,6 +88,7 @@ def check(
     ``live_files``: a repair may read the protected directories, at the paths in the snapshots, for lost blocks.
     """
     run = _Check(repository, read_data, live_files, progress)
+    run.look_for_vanished_files()  # before the lock: a writer begins by making the catalogue say what is there
     if not repair:
         run.look(None)
     else:
@@ -161,6 +163,11 @@ class _Check:
             message = f"{snapshot.path} is no readable snapshot: {snapshot.reason}"
             hint = f"put it back from another copy, or give it up: `ciuic forget {snapshot.id}`"
             self.found("error", "snapshot", message, hint, snapshot.id)
+
+    def look_for_vanished_files(self) -> None:
+        hint = "if nobody removed it, put it back from another copy before the next snapshot is taken"
+        for words in self.repository.snapshots.vanished():
+            self.found("warning", "snapshot", words, hint)
 
     # --- index
 
@@ -283,66 +290,15 @@ class _Check:
                 finding.repaired = True
                 finding.hint = "another copy is good, and is read from now on"
 
-    # --- healing
-
     def heal_from_live_files(self, writer: Writer) -> None:
-        """Store lost blocks anew from the files they came from, where those still hold the same bytes.
-
-        A block is only believed when its id, computed by the writer, is the lost one.
-        """
-        for reached in self.places_of_lost():
-            finding = self.lost.get(reached.id)
-            data = _live_block(reached, self.repository.block_size) if finding is not None else None
-            if finding is None or data is None or not _put_back(writer, reached.id, data):
-                continue
-            del self.lost[reached.id]
-            for other in self.report.findings:
-                if other.chunk == reached.id:
-                    other.repaired = True
-                    other.hint = f"healed from the live file {os.fsdecode(reached.path)}"
+        """Store lost blocks anew from the files they came from, where those still hold the same bytes."""
+        for chunk, path in heal_from_live_files(self.repository, writer, self.lost):
+            del self.lost[chunk]
+            for finding in self.report.findings:
+                if finding.chunk == chunk:
+                    finding.repaired = True
+                    finding.hint = f"healed from the live file {os.fsdecode(path)}"
         writer.flush()
-
-    def places_of_lost(self) -> Iterator[Reached]:
-        for id_ in self.repository.snapshots.ids():
-            if not self.lost:
-                return
-            try:
-                yield from self.lost_in(self.repository.snapshots.load(id_))
-            except Damaged:
-                continue  # look_at_structure has named it; other snapshots may lead to the blocks as well
-
-    def lost_in(self, snapshot: Snapshot) -> Iterable[Reached]:
-        for reached in Walker(self.repository).walk(snapshot, paths=True):
-            if reached.kind == "data" and reached.id in self.lost:
-                yield reached
-
-
-def _put_back(writer: Writer, chunk: ChunkId, data: bytes) -> bool:
-    """Whether ``data`` is what was lost, and is stored again."""
-    if writer.chunk_id(data) != chunk:
-        return False
-    writer.put_chunk(data)
-    return True
-
-
-def _live_block(reached: Reached, block_size: int) -> bytes | None:
-    """The block as the live file has it now; None where there is no such file or it is too short."""
-    if reached.entry is None or reached.block < 0:
-        return None
-    offset = reached.block * block_size
-    length = min(block_size, reached.entry.size_bytes - offset)
-    try:
-        # O_NONBLOCK: what was a file may be a fifo today, and opening that would wait for a writer.
-        descriptor = os.open(reached.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None  # gone, or not readable: then it cannot help, and nothing is lost by it
-    try:
-        data = os.pread(descriptor, length, offset)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    return data if len(data) == length and length > 0 else None
 
 
 def summary(report: CheckReport) -> str:

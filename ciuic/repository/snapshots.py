@@ -193,6 +193,22 @@ class SnapshotStore:
                 continue  # an unreadable file is `unreadable`'s to name; one that is gone was removed meanwhile
         return problems
 
+    def vanished(self) -> _Texts:
+        """Files that the catalogue was made from and that are gone, in words; known until the next writer begins.
+
+        A removal that was interrupted leaves such, and so does a file system that lost files: nothing else would
+        tell that there was one.
+        """
+        names, marked = self.names(), self.signatures()
+        problems = []
+        for info, signature in self._catalogued():
+            if info.id not in names:
+                problems.append(f"{self.path(info.id)} is gone, and the catalogue has it")
+            elif signature and info.id not in marked:
+                held = ", by which it was held" if info.held else ""
+                problems.append(f"{self.marks_path(info.id)} is gone, and the catalogue has it{held}")
+        return problems
+
     def _catalogued(self) -> Iterable[tuple[SnapshotInfo, str]]:
         try:
             index = Index.open(f"{self._directory}/{INDEX_NAME}", "read")

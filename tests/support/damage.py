@@ -1,0 +1,456 @@
+"""Every structure of a repository, every damage to it, and what must come of it.
+
+`Repo` makes a small repository that has all structures: sealed packs and unsealed ones, trees of several levels, block
+maps of two, a link table, attributes in a chunk, marks, an index. `structures` says where each lies; `plant` damages
+one; `judge` asks of what is left all that is promised, and raises AssertionError where it is not kept.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from support import trees
+from support.restoring import take, write
+
+from ciuic.check import check
+from ciuic.errors import Damaged, NotFound
+from ciuic.gc import CollectionRefused, prune
+from ciuic.repository import Repository, Walker
+from ciuic.repository import packformat as pf
+from ciuic.repository.config import CONFIG_NAMES, read_config
+from ciuic.repository.index import INDEX_NAME
+from ciuic.repository.packs import Packs
+from ciuic.repository.treeformat import name_level
+from ciuic.restore import execute, plan_restore
+from ciuic.retention import RetentionPolicy
+from ciuic.types import SnapshotId
+from ciuic.verify import verify_snapshots
+
+BLOCK = 4096
+_BORDER_NAMES = ((2, 2), (1, 4), (0, 20))
+"""(level of the border that a name is, how many of them): few names that make a tree of three levels."""
+_DUPLICATE = "ffffffff0"
+_JOURNAL = b".ciuic-restore"  # of a restore that is not complete
+_KEEP_LAST = RetentionPolicy(keep_within_seconds=0, keep_last=1)
+
+
+class Structure(NamedTuple):
+    """One structure: a whole file, or a stretch of one."""
+
+    kind: str
+    file: Path
+    """Relative to the repository."""
+    start: int = 0
+    end: int = -1
+    """-1: the whole file."""
+
+
+@dataclass
+class Made:
+    """The repository as it was before anything was damaged."""
+
+    top: Path
+    repository: Path
+    root: Path
+    older_index: Path
+    """The index as it was before the last snapshot."""
+    snapshots: list[SnapshotId] = field(default_factory=list)
+    manifests: dict[SnapshotId, trees.Manifest] = field(default_factory=dict)
+    structures: list[Structure] = field(default_factory=list)
+
+
+def make(top: Path) -> Made:
+    """Two snapshots that share most of what they have; the first is marked."""
+    root = top / "root"
+    dice = random.Random(7)
+    write(root / "noise", dice.randbytes(9 * BLOCK + 5))
+    write(root / "text", b"all work and no play " * 3000)
+    write(root / "two names", dice.randbytes(2 * BLOCK))
+    (root / "many").mkdir()
+    with open(root / "sparse", "wb") as file:  # more than 1024 blocks: two levels of map, four chunks
+        for at in (0, 500, 1100, 1200):
+            os.pwrite(file.fileno(), dice.randbytes(BLOCK), at * BLOCK)
+    os.link(root / "two names", root / "many" / "another")
+    os.setxattr(root / "noise", "trusted.long", dice.randbytes(3000))
+    os.symlink("noise", root / "symlink")
+    made = Made(top, top / "repository", root, top / "older-index")
+    with Repository.create(made.repository, block_size=BLOCK) as repository:
+        for name in _names_with_borders(int(read_config(str(made.repository)).seed, 16)):
+            os.symlink(b"nowhere", os.fsencode(root / "many") + b"/" + name)
+        _take(made, repository)
+    _copy_index(made)
+    with Repository.open(made.repository) as repository:
+        with repository.writer(pack_bytes=1) as writer:  # fills up the packs there are: they are sealed
+            writer.put_chunk(dice.randbytes(BLOCK))
+            writer.put_xattrs([(b"user.filler", dice.randbytes(5000))])
+            writer.flush()
+        write(root / "changed", dice.randbytes(3 * BLOCK))
+        _take(made, repository)
+        with repository.writer() as writer:
+            writer.set_marks(made.snapshots[0], hold=True, reason="the good one")
+            writer.set_marks(made.snapshots[1], tags=["second"])
+    made.structures = list(_structures(made))
+    return made
+
+
+def _names_with_borders(seed: int) -> Iterator[bytes]:
+    """Names that end leaves and nodes of this repository's trees where that is wanted."""
+    wanted = dict(_BORDER_NAMES)
+    number = 0
+    while any(wanted.values()):
+        name = b"name-%d" % number
+        level = min(2, name_level(name, seed))
+        if wanted[level]:
+            wanted[level] -= 1
+            yield name
+        number += 1
+
+
+def _take(made: Made, repository: Repository) -> None:
+    snapshot = take(repository, made.root)
+    made.snapshots.append(snapshot.id)
+    made.manifests[snapshot.id] = trees.manifest(made.root)
+
+
+def _copy_index(made: Made) -> None:
+    shutil.copy(made.repository / INDEX_NAME, made.older_index)
+
+
+# --- where everything is
+
+
+def _structures(made: Made) -> Iterator[Structure]:
+    for name in (*CONFIG_NAMES, "lock", INDEX_NAME):
+        yield Structure({INDEX_NAME: "index", "lock": "lock"}.get(name, "config copy"), Path(name))
+    for id_ in made.snapshots:
+        yield Structure("snapshot file", Path("snapshots") / id_)
+        yield Structure("marks", Path("marks") / id_)
+    with Repository.open(made.repository) as repository:
+        packs = Packs(str(made.repository / "packs"), bytes.fromhex(repository.id))
+        for pack in repository.packs():
+            yield from _pack_structures(packs, pack.number, pack.sealed)
+        yield from _chunk_structures(made, repository)
+
+
+def _pack_path(number: int) -> Path:
+    return Path("packs") / f"{number:016x}.pack"
+
+
+def _pack_structures(packs: Packs, number: int, sealed: bool) -> Iterator[Structure]:
+    file, state = _pack_path(number), "sealed" if sealed else "open"
+    yield Structure(f"{state} pack", file)
+    yield Structure("pack header", file, 0, pf.HEADER_BYTES)
+    for segment in packs.scan(number):
+        table = pf.SEGMENT_HEAD_BYTES + len(segment.records) * pf.RECORD_BYTES + 8
+        yield Structure(
+            f"segment head, {state}", file, segment.offset, segment.offset + pf.SEGMENT_HEAD_BYTES
+        )
+        first = segment.offset + pf.SEGMENT_HEAD_BYTES
+        yield Structure(f"record, {state}", file, first, first + pf.RECORD_BYTES)
+        yield Structure(
+            f"segment checksum, {state}", file, segment.offset + table - 8, segment.offset + table
+        )
+    if sealed:
+        end = packs.size(number)
+        yield Structure("footer records", file, packs.footer_offset(number), end - pf.TRAILER_BYTES)
+        yield Structure("footer trailer", file, end - pf.TRAILER_BYTES, end)
+    packs.forget(number)
+
+
+def _chunk_structures(made: Made, repository: Repository) -> Iterator[Structure]:
+    """The payload of each kind of chunk, nodes by their level, each kind a few times."""
+    seen: dict[str, int] = {}
+    for id_ in made.snapshots:
+        for reached in Walker(repository).walk(repository.snapshots.load(id_)):
+            kind = reached.kind
+            if kind in ("tree", "links", "map"):
+                kind += f" node, level {repository.chunks.get(reached.id)[3]}"
+            seen[kind] = seen.get(kind, 0) + 1
+            if seen[kind] > 3:
+                continue
+            place = repository.chunks.locate(reached.id)
+            yield Structure(
+                f"payload: {kind}", _pack_path(place.pack), place.offset, place.offset + place.stored_bytes
+            )
+
+
+# --- damage
+
+STRETCH_DAMAGES = ("flip", "zeros", "rubbish", "truncation", "swap")
+FILE_DAMAGES = ("flip", "truncation", "missing", "empty", "swap", "duplicate", "stale")
+
+
+def damages(structure: Structure) -> tuple[str, ...]:
+    """The damages that can be done to it."""
+    return FILE_DAMAGES if structure.end < 0 else STRETCH_DAMAGES
+
+
+def plant(made: Made, copy: Path, structure: Structure, damage: str, dice: random.Random) -> bool:
+    """Do it in ``copy``, a copy of the repository; False where this damage makes no difference to this structure."""
+    file = copy / structure.file
+    before = file.read_bytes()
+    if structure.end < 0:
+        return _plant_in_file(made, copy, file, before, damage, dice, structure)
+    body = bytearray(before)
+    start, end = structure.start, structure.end
+    if damage == "flip":
+        body[dice.randrange(start, end)] ^= 1 << dice.randrange(8)
+    elif damage == "zeros":
+        body[start:end] = bytes(end - start)
+    elif damage == "rubbish":
+        body[start:end] = dice.randbytes(end - start)
+    elif damage == "truncation":
+        del body[dice.randrange(start, end) :]
+    else:
+        _swap_stretch(made, copy, structure, body)
+    file.write_bytes(body)
+    return bytes(body) != before
+
+
+def _swap_stretch(made: Made, copy: Path, structure: Structure, body: bytearray) -> None:
+    """Put there what another structure of the same kind has."""
+    for other in made.structures:
+        if other.kind == structure.kind and other != structure:
+            data = (made.repository / other.file).read_bytes()[other.start : other.end]
+            length = min(len(data), structure.end - structure.start)
+            if data[:length] != body[structure.start : structure.start + length]:
+                body[structure.start : structure.start + length] = data[:length]
+                return
+
+
+def _plant_in_file(
+    made: Made,
+    copy: Path,
+    file: Path,
+    before: bytes,
+    damage: str,
+    dice: random.Random,
+    structure: Structure,
+) -> bool:
+    if damage in ("flip", "truncation", "empty"):
+        if not before:
+            return False
+        body = bytearray(before)
+        if damage == "flip":
+            body[dice.randrange(len(body))] ^= 1 << dice.randrange(8)
+        else:
+            del body[dice.randrange(len(body)) if damage == "truncation" else 0 :]
+        file.write_bytes(body)
+        return True
+    if damage == "missing":
+        file.unlink()
+        return True
+    if damage == "swap":
+        return _swap_files(copy, file, structure)
+    if damage == "duplicate":
+        return _duplicate(file, structure)
+    if structure.kind == "index":
+        shutil.copy(made.older_index, file)
+        return True
+    return False
+
+
+def _swap_files(copy: Path, file: Path, structure: Structure) -> bool:
+    others = sorted(path for path in file.parent.iterdir() if path.is_file() and path.name != file.name)
+    if structure.kind in ("config copy", "index", "lock"):
+        return False  # the same bytes, or the only one of its kind
+    if not others:
+        return False
+    data = others[0].read_bytes()
+    others[0].write_bytes(file.read_bytes())
+    file.write_bytes(data)
+    return True
+
+
+def _duplicate(file: Path, structure: Structure) -> bool:
+    if structure.kind.endswith("pack"):
+        file.with_name(f"0000000{_DUPLICATE}.pack").write_bytes(file.read_bytes())
+    elif structure.kind in ("snapshot file", "marks"):
+        file.with_name(f"cs-{_DUPLICATE}").write_bytes(file.read_bytes())
+    else:
+        return False
+    return True
+
+
+# --- what must be true afterwards
+
+
+_HARMLESS = (("marks", "duplicate"), ("index", "flip"), ("index", "truncation"))
+
+
+def harmless(structure: Structure, damage: str) -> bool:
+    """Nothing is lost and nothing need be said: the lock holds no facts, a spare file of marks means nothing, and SQLite
+    notices not every byte of a file that is only a cache."""
+    return structure.kind == "lock" or (structure.kind, damage) in _HARMLESS
+
+
+@dataclass
+class Found:
+    """What verify and check say."""
+
+    words: list[str]
+    opens: bool = True
+
+    def __bool__(self) -> bool:
+        return bool(self.words)
+
+    def names(self, structure: Structure) -> bool:
+        """Whether somebody who reads it knows where to look: the file, or paths below the root."""
+        wanted = (structure.file.name.removesuffix(".pack").removesuffix(".sqlite"), _DUPLICATE, "/root/")
+        return any(name in words for words in self.words for name in wanted)
+
+
+def look(copy: Path) -> Found:
+    """What is said of it by verify and by check, which must end without anything but a CiuicError."""
+    try:
+        with Repository.open(copy) as repository:
+            words = [
+                f"{damage.kind} {damage.reason} {os.fsdecode(damage.path)} {damage.file} {damage.snapshots}"
+                for damage in verify_snapshots(repository, checksum=True).damages
+            ]
+            report = check(repository, read_data=True)
+            words += [f"{finding.kind} {finding.message} {finding.snapshot}" for finding in report.findings]
+            return Found([entry for entry in words if "that no snapshot needs" not in entry])
+    except Damaged as error:
+        return Found([error.message], opens=False)
+
+
+Came = dict[tuple[SnapshotId, bytes], trees.Facts]
+
+
+def readable(made: Made, copy: Path, target: Path) -> Came:
+    """Restores every snapshot; every file that comes back must be right. What came back whole."""
+    came: Came = {}
+    with Repository.open(copy) as repository:
+        for id_ in made.snapshots:
+            came.update(restored(repository, id_, made.root, target, made.manifests[id_]))
+    return came
+
+
+def restored(
+    repository: Repository, id_: SnapshotId, root: Path, target: Path, wanted: trees.Manifest
+) -> Came:
+    """Restores one snapshot of `root`, compares, and returns what came back whole (directories apart)."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    try:
+        snapshot = repository.snapshots.load(id_)
+        plan = plan_restore(repository, snapshot, [os.fsencode(root)], os.fsencode(target))
+        result = execute(plan)
+    except (Damaged, NotFound):
+        return {}
+    top = target / root.name
+    failed = {os.path.relpath(failure.path, os.fsencode(top)) for failure in result.failed}
+    found = trees.manifest(top) if top.exists() else {}
+    came = {}
+    for path, facts in found.items():
+        if path.startswith(_JOURNAL):
+            continue
+        assert path in wanted, f"{id_}: {path!r} was never there"
+        assert facts.kind == wanted[path].kind, f"{id_}: {path!r} has another type"
+        assert facts.digest == wanted[path].digest, f"{id_}: {path!r} has other content"
+        if facts.kind == stat.S_IFDIR or path in failed:
+            continue  # a directory's times follow what is in it, and what failed was named
+        expected = wanted[path]._replace(same_inode_as=b"")
+        assert facts._replace(same_inode_as=b"") == expected, f"{id_}: {path!r} was restored wrong"
+        came[id_, path] = expected
+    complete = {path for path, facts in wanted.items() if facts.kind != stat.S_IFDIR} == {p for _, p in came}
+    assert complete or not result.complete, f"{id_}: a restore that lacks something says it is complete"
+    return came
+
+
+def judge(made: Made, copy: Path, structure: Structure, damage: str) -> None:
+    """All that is promised of a repository of which one structure is damaged. Changes ``copy``."""
+    target = copy.parent / "target"
+    found = look(copy)
+    assert found or harmless(structure, damage), "neither verify nor check found it"
+    assert found.names(structure) or harmless(structure, damage), f"it is not named: {found.words}"
+    assert found.opens, "the repository cannot be opened, although one structure alone is damaged"
+    came = readable(made, copy, target)
+    _prune_takes_nothing(made, copy, structure, damage)
+    if (structure.kind, damage) == ("marks", "missing"):
+        came = {}  # nothing holds the first snapshot any more, so prune may have taken it
+    after = readable(made, copy, target)
+    assert came.keys() <= after.keys(), f"prune lost {came.keys() - after.keys()}"
+    with Repository.open(copy) as repository:
+        check(repository, repair=True, read_data=True)
+    after = readable(made, copy, target)
+    assert came.keys() <= after.keys(), f"repair lost {came.keys() - after.keys()}"
+    if structure.kind == "payload: data" and damage != "truncation":
+        assert after == everything(made), "what the live files have was not healed"
+    _next_snapshot_is_whole(made, copy, target)
+
+
+def everything(made: Made) -> Came:
+    return {
+        (id_, path): facts._replace(same_inode_as=b"")
+        for id_, manifest in made.manifests.items()
+        for path, facts in manifest.items()
+        if facts.kind != stat.S_IFDIR
+    }
+
+
+def _prune_takes_nothing(made: Made, copy: Path, structure: Structure, damage: str) -> None:
+    """The newest stays, and the other is held: nothing may go, whatever cannot be read."""
+    files = {path.name for path in (copy / "snapshots").iterdir()}
+    try:
+        with Repository.open(copy) as repository:
+            removed = prune(repository, _KEEP_LAST).removed
+    except CollectionRefused:
+        removed = []
+    if (structure.kind, damage) == ("marks", "missing"):
+        return  # then it is not held any more, and nothing that is damaged says so
+    assert removed == []
+    assert {path.name for path in (copy / "snapshots").iterdir()} == files
+
+
+def _next_snapshot_is_whole(made: Made, copy: Path, target: Path) -> None:
+    """After a check that read everything, a new snapshot relies on nothing that is damaged."""
+    with Repository.open(copy) as repository:
+        new = take(repository, made.root)
+        damages = verify_snapshots(repository, [new.id], checksum=True).damages
+        assert [damage for damage in damages if new.id in damage.snapshots] == []
+        manifest = trees.manifest(made.root)
+        came = restored(repository, new.id, made.root, target, manifest)
+    assert len(came) == sum(facts.kind != stat.S_IFDIR for facts in manifest.values())
+
+
+@dataclass
+class Tally:
+    """What was planted and what became of it."""
+
+    planted: int = 0
+    meaningless: int = 0
+    """Of those, the ones of which nothing need be said."""
+    failures: list[str] = field(default_factory=list)
+
+
+def judge_all(made: Made, dice: random.Random, go_on: Callable[[], bool] = lambda: True) -> Tally:
+    """Each damage of each kind of structure once, at a structure and a place chosen by `dice`."""
+    by_kind: dict[str, list[Structure]] = {}
+    for structure in made.structures:
+        by_kind.setdefault(structure.kind, []).append(structure)
+    tally = Tally()
+    copy = made.top / "copy" / "repository"
+    for structures in by_kind.values():
+        for damage in damages(structures[0]):
+            if not go_on():
+                return tally
+            structure = dice.choice(structures)
+            shutil.copytree(made.repository, copy)
+            if plant(made, copy, structure, damage, dice):
+                tally.planted += 1
+                tally.meaningless += harmless(structure, damage)
+                try:
+                    judge(made, copy, structure, damage)
+                except Exception as error:
+                    tally.failures.append(f"{damage} of {structure}: {type(error).__name__}: {error}")
+            shutil.rmtree(copy)
+    return tally
