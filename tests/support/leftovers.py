@@ -56,20 +56,36 @@ def _loops_below(below: Iterable[Path]) -> dict[str, str]:
     return found
 
 
-def _children() -> dict[int, str]:
-    """Live children of this process (orphans of the run included, see conftest); zombies are collected."""
-    found = {}
+def _child_pids() -> set[int]:
+    """Every child of this process, orphans of the run included (see conftest), living and dead."""
     pids: set[int] = set()
     for tasks in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread ended
             pids.update(int(pid) for pid in tasks.read_text().split())
-    for pid in pids:
+    return pids
+
+
+def _is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def _children() -> dict[int, str]:
+    """Live children of this process with their command lines."""
+    found = {}
+    for pid in _child_pids():
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and not any(helper in command for helper in _HELPERS):
+            if not _is_zombie(pid) and not any(helper in command for helper in _HELPERS):
                 found[pid] = command.replace(b"\0", b" ").decode("utf-8", "replace").strip()
     return found
+
+
+def _collect_zombies(before: Stock) -> None:
+    """Takes note of the death of what began and ended during the test; nobody else will."""
+    for pid in _child_pids() - before.children.keys():
+        with contextlib.suppress(OSError):
+            if _is_zombie(pid):
+                os.waitpid(pid, os.WNOHANG)
 
 
 def take_stock(below: Iterable[Path]) -> Stock:
@@ -102,6 +118,7 @@ def remove_new(before: Stock, below: Iterable[Path]) -> list[str]:
         if loop not in before.loops:
             left.append(f"/dev/{loop} on {file}")
             subprocess.run(["losetup", "-d", f"/dev/{loop}"], check=False, timeout=30)
+    _collect_zombies(before)
     return left
 
 

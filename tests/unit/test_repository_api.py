@@ -310,7 +310,10 @@ def test_walker_goes_on_past_damage_when_told_to(repository: Repository) -> None
         make_snapshot(writer, "cs-000001", {b"a": content(2, 3), b"b": content(4, 3)})
     snapshot = repository.snapshots.load(SnapshotId("cs-000001"))
     reached = list(Walker(repository).walk(snapshot, paths=True))
-    assert len({item.id for item in reached}) == len(reached) == 1 + 2 + 6
+    assert len({item.id for item in reached}) == len(reached)
+    kinds = [item.kind for item in reached]
+    # Where a tree is cut depends on the repository's seed: two entries may lie in one node or in two below a third.
+    assert (kinds.count("map"), kinds.count("data"), kinds.count("tree") in (1, 3)) == (2, 6, True)
     assert {item.path for item in reached if item.kind == "data"} == {b"/r/a", b"/r/b"}
     victim = next(item for item in reached if item.kind == "map" and item.path == b"/r/a")
     place = repository.chunks.locate(victim.id)
