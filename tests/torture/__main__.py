@@ -47,6 +47,7 @@ class Torture(NamedTuple):
 
 TORTURES = [
     Torture("properties", 3),
+    Torture("cut", 2),
 ]
 
 

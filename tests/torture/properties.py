@@ -16,7 +16,7 @@ import time
 from torture.figure import Figure
 
 _FOLDERS = ("tests/property", "tests/crash", "tests/conformance")
-_PASSING = re.compile(r"^\s+- .*?(\d+) passing examples", re.MULTILINE)
+_PASSING = re.compile(r"^\s+- (\d+) passing", re.MULTILINE)
 _SUMMARY = re.compile(r"(\d+) passed")
 
 

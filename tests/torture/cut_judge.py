@@ -1,0 +1,349 @@
+"""What the writers of the cut torture have done after n operations, and whether a snapshot shows such a moment.
+
+Everything a writer does follows from its seed, so that its history needs no log: operation k is known from k. A snapshot
+was asked for when at least ``low`` operations had returned, and its cut was over when at most ``high`` had begun. What it
+must show depends on what the writer did (docs/decisions/flush-before-the-cut.md):
+
+* what the kernel may cache: everything up to ``low``, exactly; later operations may be there in any order, page by page,
+  each page as it was at some moment, never anything else;
+* what was synced, written directly, or is an operation on names: the state after exactly n operations, low ≤ n ≤ high.
+
+Each judge returns how many records it compared, and a sentence for everything that cannot have been.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+PAGE = 4096
+LAP = 4000
+"""Appended records of one file; the next lap has the next file, and the one before the last is removed."""
+SLOTS = 32
+STRIPS = 4
+"""Files that the global writer logs into, in this order, roots by turns."""
+View = Mapping[bytes, Any]
+"""A directory of a snapshot: name → content, or another View."""
+
+
+class Range(NamedTuple):
+    """Operations that had returned before the snapshot was asked for, and those that had begun when it was cut."""
+
+    low: int
+    high: int
+
+
+class Verdict(NamedTuple):
+    """Records compared, and what is wrong."""
+
+    records: int
+    wrong: tuple[str, ...] = ()
+
+
+@lru_cache(maxsize=100_000)
+def appended(seed: int, number: int) -> bytes:
+    """Record ``number`` (from 0) of an appending writer: a line of its own length that carries its number."""
+    rng = random.Random(seed * 1_000_003 + number)
+    text = b"%d:%s:" % (number, rng.randbytes(rng.randrange(15, 90)).hex().encode())
+    return text + b"%08x\n" % zlib.crc32(text)
+
+
+def slot_record(seed: int, number: int) -> bytes:
+    """A page that carries its number, filled from it: the overwriting writers' records."""
+    return (b"%d:%d:" % (seed, number)).ljust(64, b".") + random.Random(seed ^ number << 8).randbytes(
+        PAGE - 64
+    )
+
+
+def word(number: int) -> int:
+    """The 8 bytes that a mapping writer stores: the number and a checksum of it."""
+    return number << 24 | zlib.crc32(number.to_bytes(8, "little")) & 0xFFFFFF
+
+
+def word_number(value: int) -> int | None:
+    """The number in such a word, None when it is no such word."""
+    return value >> 24 if word(value >> 24) == value else None
+
+
+def sequence_line(number: int) -> bytes:
+    return b"%011d\n" % number
+
+
+# -- judges
+
+
+def judge_appends(view: View, seed: int, at: Range, *, synced: bool) -> Verdict:
+    """``view``: the writer's directory, with a file for each lap."""
+    wrong: list[str] = []
+    records = 0
+    last_lap = at.high // LAP
+    for lap in range(max(0, at.low // LAP - 1), last_lap + 1):
+        name = b"lap%d" % lap
+        inside = Range(_clamp(at.low - lap * LAP), _clamp(at.high - lap * LAP))
+        if name in view:
+            wrong += [
+                f"{name.decode()}: {text}" for text in _judge_lap(view[name], seed, lap, inside, synced)
+            ]
+            records += inside.low
+        elif inside.low > 0 and lap + 2 > last_lap:
+            wrong.append(f"{name.decode()} is missing; {inside.low} of its records were written")
+    return Verdict(records, tuple(wrong))
+
+
+def _clamp(number: int) -> int:
+    return min(max(number, 0), LAP)
+
+
+def _judge_lap(content: bytes, seed: int, lap: int, at: Range, synced: bool) -> list[str]:
+    ends = [0]
+    expected = bytearray()
+    for number in range(at.high):
+        expected += appended(seed, lap * LAP + number)
+        ends.append(len(expected))
+    if len(content) > len(expected):
+        return [f"it has {len(content)} bytes; {len(expected)} were ever written"]
+    if content[: ends[at.low]] != expected[: ends[at.low]]:
+        return [f"the {at.low} records written before the snapshot was asked for are not all there"]
+    if at_page := _not_of_history(content, bytes(expected)):
+        return [f"the page at {at_page - 1} holds what was never written there"]
+    if not synced:
+        return []
+    whole = next((n for n in range(at.high, -1, -1) if content[: ends[n]] == expected[: ends[n]]), 0)
+    if len(content) > ends[min(whole + 1, at.high)]:
+        return [f"record {whole} is not whole, and a later one is there: each was synced before the next"]
+    return []
+
+
+def _not_of_history(content: bytes, expected: bytes) -> int:
+    """0, or 1 + the offset of a page that is not the beginning of what was written there, followed by nothing."""
+    for offset in range(0, len(content), PAGE):
+        page, wanted = content[offset : offset + PAGE], expected[offset : offset + PAGE]
+        if page != wanted[: len(page)]:
+            filled = len(page.rstrip(b"\0"))
+            if page[:filled] != wanted[:filled]:
+                return offset + 1
+    return 0
+
+
+def judge_slots(content: bytes | None, seed: int, at: Range, *, in_order: bool) -> Verdict:
+    """A file of SLOTS pages; operation k wrote page k % SLOTS. ``in_order``: each had arrived before the next."""
+    if content is None or len(content) != SLOTS * PAGE:
+        return Verdict(0, (f"the file has {len(content or b'')} bytes instead of {SLOTS * PAGE}",))
+    numbers: list[int] = []
+    for slot in range(SLOTS):
+        page = content[slot * PAGE : (slot + 1) * PAGE]
+        head = page[:64].rstrip(b".").split(b":")
+        number = int(head[1]) if len(head) == 3 and head[1].isdigit() else -1
+        if number < 0 or number % SLOTS != slot or page != slot_record(seed, number):
+            return Verdict(slot, (f"slot {slot} holds no whole record: {page[:64]!r}",))
+        numbers.append(number)
+    return _judge_numbers(numbers, at, in_order)
+
+
+def judge_words(content: bytes | None, at: Range, *, every: int) -> Verdict:
+    """A mapped file: word k of operation k is at the start of page k % SLOTS; each ``every`` operations were synced."""
+    if content is None or len(content) != SLOTS * PAGE:
+        return Verdict(0, (f"the file has {len(content or b'')} bytes instead of {SLOTS * PAGE}",))
+    numbers: list[int] = []
+    for slot in range(SLOTS):
+        value = int.from_bytes(content[slot * PAGE : slot * PAGE + 8], "little")
+        number = word_number(value)
+        if number is None or number % SLOTS != slot:
+            return Verdict(slot, (f"page {slot} holds a word that was never stored: {value:#x}",))
+        numbers.append(number)
+    verdict = _judge_numbers(numbers, at, in_order=False)
+    synced = max(numbers) // every * every
+    late = [n for n in numbers if n + SLOTS < synced]
+    if late and not verdict.wrong:
+        return Verdict(
+            SLOTS, (f"store {max(numbers)} is there, but {late[0] + SLOTS}, synced before it, is not",)
+        )
+    return verdict
+
+
+def _judge_numbers(numbers: Sequence[int], at: Range, in_order: bool) -> Verdict:
+    """Slot i holds number n with n % SLOTS == i. Number k is operation k - SLOTS + 1: the first SLOTS were there from the start."""
+    low, high = at.low + SLOTS, at.high + SLOTS  # numbers below these had been written, had been begun
+    wrong = []
+    for slot, number in enumerate(numbers):
+        newest = (low - 1 - slot) // SLOTS * SLOTS + slot
+        if number < newest:
+            wrong.append(
+                f"slot {slot} has record {number}; {newest} was written before the snapshot was asked for"
+            )
+        if number >= high:
+            wrong.append(f"slot {slot} has record {number}, which was begun after the cut (at {high})")
+    if in_order and max(numbers) - min(numbers) != SLOTS - 1:
+        wrong.append(f"records {min(numbers)} to {max(numbers)} are there, which is no moment of its history")
+    return Verdict(len(numbers), tuple(wrong))
+
+
+def judge_sequence(views: Sequence[View], name: bytes, at: Range) -> Verdict:
+    """Step k appended line k // STRIPS to file k % STRIPS (in root k % 2) and synced it before the next step."""
+    wrong: list[str] = []
+    counts = []
+    for strip in range(STRIPS):
+        content = views[strip % 2].get(name + b"-%d" % strip, b"")
+        count = len(content) // 12
+        if content != b"".join(sequence_line(n) for n in range(count)):
+            wrong.append(f"file {strip} is not the lines 0 to {count - 1} in order")
+        counts.append(count)
+    steps = sum(counts)
+    if counts != [(steps + STRIPS - 1 - strip) // STRIPS for strip in range(STRIPS)]:
+        wrong.append(f"lines in the {STRIPS} files: {counts}; each was synced before the next was written")
+    if not at.low <= steps <= at.high:
+        wrong.append(f"{steps} lines; {at.low} had been synced, {at.high} had been begun")
+    return Verdict(steps, tuple(wrong))
+
+
+# -- names
+
+Files = dict[tuple[int, bytes], Any]
+"""(root, path) → token of the content, None while it may be anything, or the string "dir"."""
+
+
+class Step(NamedTuple):
+    """One operation on names: what it does, in which root, to what."""
+
+    do: str  # create, fill, rename, unlink, mkdir, rmdir
+    root: int
+    path: bytes
+    to: bytes = b""
+    token: int = 0
+
+
+def filling(token: int) -> bytes:
+    """The content of a checkpoint."""
+    rng = random.Random(token)
+    return rng.randbytes(rng.choice([0, 100, 5000, 70_000, 300_000]))
+
+
+class NameHistory:
+    """The endless sequence of steps of a writer of names, and what is there after each. Steps must be taken in order."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._planned: list[Step] = []
+        self._token = seed << 32
+        self.taken = 0
+        self.state: Files = {}
+        for root in (0, 1):
+            for name in (b"a", b"b", b"a/c"):
+                self.state[root, name] = "dir"
+
+    def next(self) -> Step:
+        """Decides the next step; ``state`` is as after it."""
+        while not self._planned:
+            self._plan()
+        step = self._planned.pop(0)
+        _apply(self.state, step)
+        self.taken += 1
+        return step
+
+    def _plan(self) -> None:
+        rng = self._rng
+        root = rng.randrange(2)
+        folders = [path for at, path in self.state if at == root and self.state[at, path] == "dir"]
+        files = [path for at, path in self.state if at == root and self.state[at, path] != "dir"]
+        what = rng.random()
+        if (what < 0.4 and len(files) < 30) or len(
+            files
+        ) < 4:  # a checkpoint, as training loops write it, in both roots
+            self._token += 1
+            name = rng.choice(folders) + b"/k%d" % rng.randrange(6)
+            self._planned += [
+                Step("create", root, name + b".tmp", token=self._token),
+                Step("fill", root, name + b".tmp", token=self._token),
+                Step("rename", root, name + b".tmp", name),
+            ]
+        elif what < 0.55:
+            self._planned.append(Step("unlink", root, rng.choice(files)))
+        elif what < 0.7:
+            to = rng.choice(folders) + b"/" + rng.choice(files).rpartition(b"/")[2]
+            source = rng.choice(files)
+            if source != to:
+                self._planned.append(Step("rename", root, source, to))
+        else:
+            self._plan_folders(root, folders)
+
+    def _plan_folders(self, root: int, folders: list[bytes]) -> None:
+        rng = self._rng
+        name = rng.choice(folders) + b"/d%d" % rng.randrange(4)
+        source = rng.choice(folders)
+        empty = [f for f in folders if not any(p.startswith(f + b"/") for r, p in self.state if r == root)]
+        if (root, name) not in self.state and name.count(b"/") < 12 and len(folders) < 20:
+            if rng.random() < 0.6 and b"/" in source and not (name + b"/").startswith(source + b"/"):
+                self._planned.append(Step("rename", root, source, name))
+            else:
+                self._planned.append(Step("mkdir", root, name))
+        elif empty and rng.random() < 0.5 and b"/" in empty[0]:
+            self._planned.append(Step("rmdir", root, empty[0]))
+
+
+def _apply(state: Files, step: Step) -> None:
+    here = (step.root, step.path)
+    if step.do == "create":
+        state[here] = None
+    elif step.do == "fill":
+        state[here] = step.token
+    elif step.do == "mkdir":
+        state[here] = "dir"
+    elif step.do in ("unlink", "rmdir"):
+        del state[here]
+    else:
+        below = step.path + b"/"
+        moved = [path for root, path in state if root == step.root and (path + b"/").startswith(below)]
+        contents = [state.pop((step.root, path)) for path in moved]
+        for path, content in zip(moved, contents, strict=True):
+            state[step.root, step.to + path[len(step.path) :]] = content
+
+
+def judge_names(views: Sequence[View], passed: NameHistory, at: Range) -> Verdict:
+    """The snapshot must be the state after exactly n steps; both roots are cut at one instant.
+
+    ``passed`` is moved on to ``low``: snapshots are judged in the order in which they were asked for.
+    """
+    found = {(root, path): content for root in (0, 1) for path, content in _flat(views[root])}
+    while passed.taken < at.low:
+        passed.next()
+    history = copy.deepcopy(passed)
+    nearest: list[str] | None = None
+    while True:
+        differences = _differences(history.state, found)
+        if not differences:
+            return Verdict(len(found))
+        if nearest is None or len(differences) < len(nearest):
+            nearest = [f"after step {history.taken}", *differences[:5]]
+        if history.taken >= at.high:
+            break
+        history.next()
+    return Verdict(
+        len(found), (f"no moment between {at.low} and {at.high} steps is like it: {'; '.join(nearest)}",)
+    )
+
+
+def _differences(wanted: Files, found: Mapping[tuple[int, bytes], Any]) -> list[str]:
+    names = [f"{key} should be there" for key in wanted if key not in found]
+    names += [f"{key} should not be there" for key in found if key not in wanted]
+    for key in wanted.keys() & found.keys():
+        token, content = wanted[key], found[key]
+        if (token == "dir") != (content is None):
+            names.append(f"{key} is of another type")
+        elif isinstance(token, int) and content != filling(token):
+            names.append(f"{key} is not the content that was synced before it got its name")
+    return names
+
+
+def _flat(view: View, prefix: bytes = b"") -> list[tuple[bytes, bytes | None]]:
+    found: list[tuple[bytes, bytes | None]] = []
+    for name, content in view.items():
+        if isinstance(content, bytes):
+            found.append((prefix + name, content))
+        else:
+            found.append((prefix + name, None))
+            found += _flat(content, prefix + name + b"/")
+    return found
