@@ -161,7 +161,7 @@ class UndoLog:
             self._forget_saved()
             self.bytes_kept = 0
             names = os.listdir(self._directory.fd)
-            ours = (undo_format.LOG_NAME, "blocks-", "new-")
+            ours = (undo_format.LOG_NAME, "blocks-", "new-", "sealed-")
             gone = [self._unlink_quietly(os.fsencode(name)) for name in names if name.startswith(ours)]
         for name in os.listdir(self._hold.fd):
             self._let_go(int(name))

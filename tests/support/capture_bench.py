@@ -35,6 +35,7 @@ class Bench:
         self.backing.mkdir()
         self.excludes = excludes
         self.backing_fd = open_backing(self.backing)
+        self.session = SESSION
         self.core = OverlayCore(self.backing_fd, session=SESSION, block_size=BLOCK)
         self.driver = CoreDriver(self.core, BLOCK)
         self.repository = MemoryRepository(top, BLOCK)
@@ -44,6 +45,13 @@ class Bench:
         self.driver.close_all()
         self.core.close()
         os.close(self.backing_fd)
+
+    def start_again(self, session: str) -> None:
+        """A new worker's core takes the place of one that was saved or lost; its handles and pending epochs are gone."""
+        self.core.close()
+        self.session = session
+        self.core = OverlayCore(self.backing_fd, session=session, block_size=BLOCK)
+        self.driver = CoreDriver(self.core, BLOCK)
 
     def run(self, ops: Sequence[Operation]) -> None:
         for operation in ops:
@@ -85,7 +93,7 @@ class Bench:
         job = RootJob(
             path=ROOT_PATH,
             backing_fd=self.backing_fd,
-            session=SESSION,
+            session=self.session,
             epoch=epoch,
             worker_pid=os.getpid(),
             excludes=self.excludes,
