@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 
 from ciuic.fuse_layer.gate import GateHeld
+from ciuic.fuse_layer.session_turns import Turns
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ class Dispatch:
     """Runs operations of ``core``; to be used on one event loop only."""
 
     def __init__(self, core: Pending, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.turns = Turns()
         self._core = core
         self._clock = clock
         self._cautious_until = -1.0
@@ -69,15 +71,34 @@ class Dispatch:
 
     async def long_read(self, operation: Callable[..., T], *args: Any) -> T:
         """A read that is known to wait: always in a thread."""
-        return await trio.to_thread.run_sync(operation, *args, limiter=self._reading)
+        return await self._in_thread(operation, args, self._reading)
 
     async def long_change(self, operation: Callable[..., T], *args: Any) -> T:
         """A change that is known to be long: always in a thread."""
-        return await trio.to_thread.run_sync(operation, *args, limiter=self._changing)
+        return await self._in_thread(operation, args, self._changing)
 
     async def sync(self, operation: Callable[..., T], *args: Any) -> T:
         """An operation that waits until data is durable: always in a thread, of a stock of its own."""
-        return await trio.to_thread.run_sync(operation, *args, limiter=self._syncing)
+        return await self._in_thread(operation, args, self._syncing)
+
+    async def pause(self) -> None:
+        """A chance for other requests in the middle of a long one."""
+        self.turns.waiting += 1
+        self.turns.hand_on()
+        try:
+            await trio.lowlevel.checkpoint()
+        finally:
+            self.turns.waiting -= 1
+
+    async def _in_thread(
+        self, operation: Callable[..., T], args: tuple[Any, ...], limiter: trio.CapacityLimiter
+    ) -> T:
+        self.turns.waiting += 1
+        self.turns.hand_on()
+        try:
+            return await trio.to_thread.run_sync(operation, *args, limiter=limiter)
+        finally:
+            self.turns.waiting -= 1
 
     def _note(self, started: float) -> None:
         now = self._clock()

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import pyfuse3
 import structlog
-import trio
 from pyfuse3 import FileHandleT, FileNameT, FlagT, InodeT, ModeT, XAttrNameT
 
 from ciuic.fuse_layer.caller import Caller
@@ -85,6 +84,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         self.requests = 0
         """Requests taken up so far."""
         self._dispatch = Dispatch(core)
+        self.turns = self._dispatch.turns
         self._directories: dict[int, int] = {}
         """Open directory handle → node."""
 
@@ -246,7 +246,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
         entries = await self._dispatch.read(self._entries, fh, start_id)
         while await self._dispatch.read(self._list_some, entries, token):
-            await trio.lowlevel.checkpoint()
+            await self._dispatch.pause()
 
     def _entries(self, handle: int, start_id: int) -> Iterator[tuple[bytes, Attr, int]]:
         """The core's entries behind "." and "..", which it leaves out; offsets are its own plus two."""

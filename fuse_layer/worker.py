@@ -39,6 +39,8 @@ log = structlog.get_logger(__name__)
 
 SIGNAL_GRACE_SECONDS = 20.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SESSION_TASKS = 64
+"""Requests at once; a task that has received a large write keeps its buffer of a MiB."""
 _COLLECT_SECONDS = 10.0
 _SWITCH_SECONDS = 0.0005
 _OOM_SCORE_ADJ = -800
@@ -93,14 +95,16 @@ class Worker:
 
     async def _serve(self, handshake: Handshake) -> None:
         self._token = trio.lowlevel.current_trio_token()
+        self._driver.turns.install()
         await handshake.run()
         async with trio.open_nursery() as nursery:
             await nursery.start(self._watch_signals)
             self._announce()
             nursery.start_soon(self._end_after_grace)
             nursery.start_soon(_collect_garbage)
-            # Buffers of a MiB each: a few tasks stay, a burst of long requests gets more.
-            await pyfuse3.main(min_tasks=8, max_tasks=128)
+            nursery.start_soon(self._driver.turns.watch)
+            # A task ends only with the session: one that ended for idleness would end without handing its turn on.
+            await pyfuse3.main(min_tasks=_SESSION_TASKS, max_tasks=_SESSION_TASKS)
             nursery.cancel_scope.cancel()
 
     def _announce(self) -> None:

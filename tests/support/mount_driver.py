@@ -50,7 +50,7 @@ class MountDriver:
             "open": self._open,
             "write_open": self._write_open,
             "close": self._close,
-            "remove_all": lambda path, _, how: shutil.rmtree(path),
+            "remove_all": lambda path, _, how: self._remove_all(path),
         }
 
     def do(self, operation: Operation) -> None:
@@ -133,6 +133,10 @@ class MountDriver:
             )
         finally:
             os.close(fd)
+
+    def _remove_all(self, path: bytes) -> None:
+        if os.path.isdir(path) and not os.path.islink(path):  # rmtree opens whatever it is given, and waits at a fifo
+            shutil.rmtree(path)
 
     def _open(self, path: bytes, _other: bytes, how: int) -> None:
         self._handles.append(self._file(path, os.O_RDWR | (os.O_TRUNC if how == 5 else 0)))
