@@ -135,7 +135,9 @@ class MountDriver:
             os.close(fd)
 
     def _remove_all(self, path: bytes) -> None:
-        if os.path.isdir(path) and not os.path.islink(path):  # rmtree opens whatever it is given, and waits at a fifo
+        if os.path.isdir(path) and not os.path.islink(
+            path
+        ):  # rmtree opens whatever it is given, and waits at a fifo
             shutil.rmtree(path)
 
     def _open(self, path: bytes, _other: bytes, how: int) -> None:

@@ -231,7 +231,7 @@ def test_resolve(repository: Repository) -> None:
         return int(datetime.fromisoformat(text).timestamp() * 10**9)
 
     with repository.writer() as writer:
-        make_snapshot(writer, "cs-38a2b1", {}, time_ns=ns("2023-06-15 15:00:07.5"))
+        make_snapshot(writer, "cs-38a2b1", {}, time_ns=ns("2023-06-15 15:00:07.500"))
         make_snapshot(writer, "cs-38ffff", {}, time_ns=ns("2023-06-15 16:00:00"))
         make_snapshot(writer, "cs-38a2b1ff", {}, time_ns=ns("2023-06-16 16:00:00"))
     resolve = repository.snapshots.resolve

@@ -55,7 +55,9 @@ def complete(result: Result) -> Result:
 
 
 def leftovers(top: Path) -> list[Path]:
-    return list(top.rglob(".ciuic-restore*"))
+    # Not rglob: before Python 3.11 it stumbles over symbolic links with long targets.
+    return [Path(folder, name) for folder, folders, files in os.walk(top) for name in (*folders, *files)
+            if name.startswith(".ciuic-restore")]  # fmt: skip
 
 
 def damage(repository: Repository, snapshot: Snapshot, name: bytes) -> None:
