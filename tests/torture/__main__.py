@@ -48,6 +48,9 @@ class Torture(NamedTuple):
 TORTURES = [
     Torture("properties", 3),
     Torture("cut", 2),
+    Torture("kills", 2),
+    Torture("power", 2),
+    Torture("saved_state", 1),
 ]
 
 

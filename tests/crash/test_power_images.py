@@ -1,0 +1,33 @@
+"""The power goes while snapshots are taken: each clone of the disk's image holds what was promised before it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from torture.power import lose_power
+
+pytestmark = pytest.mark.mount
+
+
+def _missing() -> str:
+    """What of the stage is not here, or nothing."""
+    if shutil.which("mkfs.xfs") is None:
+        return "mkfs.xfs is not installed"
+    if not os.path.exists("/dev/loop-control"):
+        return "there are no loop devices"
+    return "" if "\txfs\n" in Path("/proc/filesystems").read_text() else "the kernel has no XFS"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(_missing()), reason=_missing())
+def test_images_cloned_under_load_hold_every_promise(short_tmp: Path) -> None:
+    """Files that were synced and snapshots that were committed before the power went are there, the repository verifies, and
+    the next snapshot can be taken."""
+    figures = lose_power(short_tmp, "xfs", 0, 5)
+    assert [text for figure in figures for text in figure.failures] == []
+    images, _, promises = (figure.count for figure in figures)
+    assert images >= 2
+    assert promises > 0, "nothing had been promised: the test has proved nothing"

@@ -1,0 +1,186 @@
+"""SIGKILL at random moments, under load, of daemon, worker, capture, restore, prune and check; every promise is held to.
+
+A promise of the job is a file that was synced with its directory, through the mount; ciuic's promise is a snapshot reported
+committed. After each kill everything is put back to work, and both are looked for.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from support.live import Live, installed, wait_for
+from support.promises import PromisingJob, broken
+from support.trees import assert_same, manifest
+from torture.figure import Figure
+
+VICTIMS = ("worker", "capture", "daemon", "restore", "prune", "check")
+
+
+def run(seconds: float, seed: int) -> list[Figure]:
+    """Rounds until the time is over, each victim in turn at least once."""
+    top = Path(tempfile.mkdtemp())
+    root = top / "root"
+    root.mkdir()
+    (top / "c").mkdir()
+    with Live(top / "c") as live:
+        live.run("protect", str(root))
+        live.start(root)
+        wait_for("the first snapshot", live.list, 60)
+        with PromisingJob(root, seed) as job:
+            killing = Killing(live, root, job, random.Random(seed), top / "out")
+            until, rounds = time.monotonic() + seconds, 0
+            while rounds < len(VICTIMS) or time.monotonic() < until:
+                killing.round(VICTIMS[rounds % len(VICTIMS)])
+                rounds += 1
+        live.stop()
+        wait_for("the last worker's end", lambda: not live.processes(), 60)
+        promises = job.made()
+        killing.failures += broken(promises, root)
+    return killing.figures(rounds, len(promises))
+
+
+class Killing:
+    """The rounds, and what they have found."""
+
+    def __init__(self, live: Live, root: Path, job: PromisingJob, rng: random.Random, out: Path) -> None:
+        self.failures: list[str] = []
+        self._live, self._root, self._job, self._rng, self._out = live, root, job, rng, out
+        self._committed: set[str] = set()
+        self._busy = dict.fromkeys(VICTIMS, 0)
+        self._restored = 0
+
+    def figures(self, rounds: int, promises: int) -> list[Figure]:
+        """The table. A victim that was never killed at work is a failure of the torture itself."""
+        idle = [f"no {victim} was killed at work" for victim, count in self._busy.items() if not count]
+        return [
+            Figure("kill points survived", sum(self._busy.values()), tuple(self.failures + idle)),
+            Figure("rounds in which the kill came too late", rounds - sum(self._busy.values())),
+            Figure("promises made, synced through the mount, and kept", promises),
+            Figure("snapshots restored and equal to the root", self._restored),
+        ]
+
+    def round(self, victim: str) -> None:
+        """Wait until the job is at work, kill, look."""
+        already = len(self._job.made())
+        wait_for("a promise since the last kill", lambda: len(self._job.made()) > already, 60)
+        actions: dict[str, Callable[[], bool]] = {
+            "worker": self._kill_worker,
+            "capture": self._kill_capture,
+            "daemon": self._kill_daemon,
+            "restore": self._kill_restore,
+            "prune": lambda: self._kill_command("prune"),
+            "check": lambda: self._kill_command("check", "--repair"),
+        }
+        self._busy[victim] += actions[victim]()
+        try:
+            self._look(victim)
+        except (AssertionError, TimeoutError) as error:
+            self.failures.append(f"after {victim} was killed: {error}")
+
+    # -- killing
+
+    def _kill_worker(self) -> bool:
+        taker = self._start("snapshot", "--wait") if self._rng.random() < 0.5 else None
+        time.sleep(self._rng.random() * 0.5)
+        pid = self._worker_pid()
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+            wait_for("a new worker", lambda: self._worker_pid() not in (0, pid), 60)
+            self._live.wait_mounted(self._root)
+        self._ended(taker)
+        return bool(pid)
+
+    def _kill_daemon(self) -> bool:
+        assert self._live.daemon is not None
+        taker = self._start("snapshot", "--wait") if self._rng.random() < 0.5 else None
+        time.sleep(self._rng.random() * 0.5)
+        self._live.daemon.kill()
+        self._live.daemon.wait()
+        if taker is not None:
+            taker.wait(120)
+        self._live.start(self._root)
+        return True
+
+    def _kill_capture(self) -> bool:
+        taker = self._start("snapshot", "--wait")
+        wait_for("a capture", lambda: self._captures() or taker.poll() is not None, 60)
+        time.sleep(self._rng.random() * 0.3)
+        captures = self._captures()
+        for pid in captures:
+            os.kill(pid, signal.SIGKILL)
+        self._ended(taker)
+        return bool(captures)
+
+    def _kill_restore(self) -> bool:
+        newest = self._live.list()[0].id
+        busy = self._kill_command(*self._restore(newest), self._OVERWRITE)
+        self._live.run(*self._restore(newest), self._OVERWRITE)
+        shutil.rmtree(self._out)
+        return busy
+
+    _OVERWRITE = "--overwrite"
+
+    def _kill_command(self, *command: str) -> bool:
+        process = self._start(*command)
+        time.sleep(0.1 + self._rng.random() * 0.5)
+        alive = process.poll() is None
+        process.kill()
+        process.wait()
+        return alive
+
+    # -- looking
+
+    def _look(self, victim: str) -> None:
+        """Promises, listed snapshots, and a new snapshot that is exactly the root as it is."""
+        self.failures += [
+            f"after {victim} was killed: {text}" for text in broken(self._job.made(), self._root)
+        ]
+        listed = {row.id for row in self._live.list()}
+        if lost := self._committed - listed:
+            self.failures.append(f"after {victim} was killed: {sorted(lost)} are no longer listed")
+        with self._job.paused():
+            snapshot = wait_for("a snapshot", self._try_snapshot, 120)
+            self._committed.add(snapshot)
+            self._live.run(*self._restore(snapshot))
+            assert_same(manifest(self._root), manifest(self._out / self._root.name))
+        self._restored += 1
+        shutil.rmtree(self._out)
+        done = self._live.run("verify", "--all", "--checksum", expect=None)
+        if done.returncode:
+            self.failures.append(f"after {victim} was killed verify says {done.stdout[-400:]!r}")
+
+    def _try_snapshot(self) -> str | None:
+        done = self._live.run("snapshot", "--wait", expect=None)
+        return done.stdout.decode().strip() if done.returncode == 0 else None
+
+    # -- helpers
+
+    def _restore(self, snapshot: str) -> tuple[str, ...]:
+        return ("restore", "-s", snapshot, "-p", str(self._root), "-d", str(self._out))
+
+    def _start(self, *command: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [str(installed()), *command], env=self._live.env,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    def _ended(self, taker: subprocess.Popen[bytes] | None) -> None:
+        """A snapshot that was reported committed beside a kill is one that must stay."""
+        if taker is not None:
+            id_ = taker.communicate(timeout=120)[0].decode().strip()
+            self._committed |= {id_} if taker.returncode == 0 else set()
+
+    def _worker_pid(self) -> int:
+        status = self._live.status()
+        return int(status["roots"][0]["worker_pid"] or 0) if status else 0
+
+    def _captures(self) -> list[int]:
+        return [pid for pid, line in self._live.processes().items() if "ciuic.daemon.capture" in line]
