@@ -4,6 +4,7 @@ map.
 
 from __future__ import annotations
 
+import stat
 import struct
 from typing import TypeVar
 
@@ -11,7 +12,8 @@ import msgspec
 import xxhash
 
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
-from ciuic.types import RootRecord, Snapshot, SnapshotId
+from ciuic.repository.treeformat import attributes_problem
+from ciuic.types import CHUNK_ID_BYTES, RootRecord, Snapshot, SnapshotId
 
 VERSION = 1
 _HEAD = struct.Struct(
@@ -51,6 +53,7 @@ _T = TypeVar("_T", StoredSnapshot, Marks)
 
 
 def encode_snapshot(snapshot: Snapshot, repository_id: str) -> bytes:
+    """ValueError for what could not be read back."""
     stored = StoredSnapshot(
         id=str(snapshot.id),  # msgspec writes plain str only
         repository=repository_id,
@@ -64,6 +67,8 @@ def encode_snapshot(snapshot: Snapshot, repository_id: str) -> bytes:
         new_bytes=snapshot.new_bytes,
         files=snapshot.files,
     )
+    if problem := _problem(stored):
+        raise ValueError(f"no such snapshot can be: {problem}")
     return _wrap(_SNAPSHOT_MAGIC, msgspec.msgpack.encode(stored))
 
 
@@ -72,7 +77,27 @@ def decode_snapshot(id_: str, data: bytes, repository_id: str) -> StoredSnapshot
     stored = _unwrap(id_, _SNAPSHOT_MAGIC, data, StoredSnapshot)
     if stored.repository != repository_id:
         raise DamagedSnapshot(id_, f"it belongs to another repository, {stored.repository}")
+    if problem := _problem(stored):
+        raise DamagedSnapshot(id_, problem)
     return stored
+
+
+def _problem(stored: StoredSnapshot) -> str:
+    """Why this cannot be true of a snapshot; empty when it can."""
+    counts = (stored.size_bytes, stored.files, stored.time_ns)
+    if any(not 0 <= count < 1 << 63 for count in counts) or abs(stored.new_bytes) >= 1 << 63:
+        return "it has an impossible size, number of files or time"
+    for root in stored.roots:
+        parts = root.path.split(b"/")
+        if not root.path.startswith(b"/") or b"\0" in root.path or b".." in parts or b"." in parts:
+            return f"{root.path!r} cannot be the path of a root"
+        if len(root.links) not in (0, CHUNK_ID_BYTES):
+            return f"the id of a link table has {len(root.links)} bytes"
+        if root.entry.link or not stat.S_ISDIR(root.entry.mode & 0o170000):
+            return f"the root {root.path!r} is no directory"
+        if problem := attributes_problem(root.entry):
+            return f"the root {root.path!r}: {problem}"
+    return ""
 
 
 def encode_marks(marks: Marks) -> bytes:

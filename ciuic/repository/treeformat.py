@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from ciuic.repository.errors import DamagedTree
-from ciuic.types import CHUNK_ID_BYTES, ChunkId, Entry
+from ciuic.types import CHUNK_ID_BYTES, FLAG_XATTRS_CHUNK, ChunkId, Entry
 
 MAX_LEVEL = 9
 MAX_ENTRY_BYTES = 65536
@@ -94,14 +94,42 @@ def entry_problem(entry: Entry, links: bool) -> str:
     problem = name_problem(entry.name, links)
     if problem:
         return problem
+    return attributes_problem(entry)
+
+
+def attributes_problem(entry: Entry) -> str:
+    """Why all but the name of this entry cannot be true of anything; empty when it can.
+
+    Numbers beyond what the kernel has for them would reach system calls, SQLite and the clock, which refuse them in
+    ways of their own.
+    """
     if len(entry.content) not in (0, CHUNK_ID_BYTES):
         return f"the content id of {entry.name!r} has {len(entry.content)} bytes"
-    numbers = (entry.mode, entry.uid, entry.gid, entry.rdev, entry.ino, entry.flags, entry.link)
-    if min(numbers) < 0 or min(entry.size_bytes, entry.map_height, entry.total_files, entry.total_bytes) < 0:
-        return f"{entry.name!r} has a negative number"
-    if entry.map_height > 6 or entry.size_bytes >= 1 << 63:
-        return f"the size of {entry.name!r} is impossible"
-    return ""
+    numbers = (
+        (entry.mode, 1 << 16),
+        *((number, 1 << 32) for number in (entry.uid, entry.gid, entry.flags)),
+        *((number, 1 << 64) for number in (entry.rdev, entry.ino, entry.link)),
+        *((number, 1 << 63) for number in (entry.size_bytes, entry.total_files, entry.total_bytes)),
+        (entry.map_height, 7),
+    )
+    if any(not 0 <= number < limit for number, limit in numbers):
+        return f"{entry.name!r} has an impossible number"
+    if any(abs(time_ns) >= 1 << 63 for time_ns in (entry.mtime_ns, entry.ctime_ns, entry.atime_ns)):
+        return f"{entry.name!r} has an impossible time"
+    if b"\0" in entry.target:
+        return f"{entry.name!r} has an impossible target"
+    if entry.flags & FLAG_XATTRS_CHUNK:
+        if len(entry.xattrs) != 1 or len(entry.xattrs[0][1]) != CHUNK_ID_BYTES:
+            return f"{entry.name!r} has no id of its extended attributes"
+        return ""
+    return xattrs_problem(entry.xattrs)
+
+
+def xattrs_problem(pairs: Sequence[tuple[bytes, bytes]]) -> str:
+    """Why these cannot be extended attributes; empty when they can."""
+    return next(
+        (f"{key!r} cannot be an extended attribute" for key, _ in pairs if not key or b"\0" in key), ""
+    )
 
 
 def decode_node(chunk: ChunkId, data: bytes, *, links: bool) -> Node:
@@ -145,8 +173,8 @@ def _check(chunk: ChunkId, node: Node, links: bool) -> None:
 def _ref_ok(ref: NodeRef, links: bool) -> bool:
     return (
         len(ref.id) == CHUNK_ID_BYTES
-        and ref.total_files >= 0
-        and ref.total_bytes >= 0
+        and 0 <= ref.total_files < 1 << 63
+        and 0 <= ref.total_bytes < 1 << 63
         and not name_problem(ref.name, links)
     )
 
@@ -170,6 +198,9 @@ def decode_xattrs(chunk: ChunkId, data: bytes) -> tuple[tuple[bytes, bytes], ...
     if data[:4] != b"CX\0\0":
         raise DamagedTree(chunk, "it is not a list of extended attributes")
     try:
-        return _pairs_decoder.decode(memoryview(data)[4:])
+        pairs = _pairs_decoder.decode(memoryview(data)[4:])
     except msgspec.DecodeError as error:
         raise DamagedTree(chunk, str(error)) from None
+    if problem := xattrs_problem(pairs):
+        raise DamagedTree(chunk, problem)
+    return pairs

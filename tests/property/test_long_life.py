@@ -1,0 +1,28 @@
+"""Two simulated weeks of hourly snapshots and nightly prunes; `make torture` lives through a year."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from support.long_life import live
+
+_DAYS = 14
+
+
+def test_two_weeks(record_testsuite_property: Callable[[str, object], None]) -> None:
+    """Every hour is captured from tracking alone, retention keeps what it should, the store stays as large as what is kept,
+    no descriptor is lost, and every kept snapshot reads as the root was at its cut."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="ciuic-life-", dir=place) as top:
+        life = live(Path(top), 24 * _DAYS, seed=3)
+    assert life.failures == []
+    assert life.snapshots == 24 * _DAYS
+    assert life.verified == life.compared == life.days[-1].kept
+    assert life.snapshots - life.pruned == life.days[-1].kept < 24 * 3
+    assert {day.descriptors for day in life.days} == {life.days[0].descriptors}
+    # After a week as many snapshots are kept on every day, so that the store must not grow with the days.
+    assert life.drift(lambda day: day.stored_bytes, warm_up_days=8) < 1.5
+    record_testsuite_property("simulated snapshots", life.snapshots)
