@@ -102,7 +102,7 @@ class _Machine:
         self.dice = dice
         self.life = Life()
         self.taken: dict[SnapshotId, dict[bytes, Any]] = {}
-    """
+        """What each kept snapshot must read as, by digests: the measured memory is not for copies."""
         self.checkpoints: list[bytes] = []
 
     def run(self, hours: int, go_on: Callable[[], bool]) -> Life:
