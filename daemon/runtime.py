@@ -114,12 +114,14 @@ class RuntimeDirectory:
         """Replaces the list of roots whose tracking may have a gap until the next committed snapshot."""
         self._replace("untrusted.json", msgspec.json.encode(sorted(roots)))
 
-    def read_untrusted(self) -> set[str]:
-        """What the predecessor had not settled."""
+    def read_untrusted(self) -> set[str] | None:
+        """What the predecessor had not settled; None when it cannot be read, and then no root is known to be settled."""
         try:
             return msgspec.json.decode((self.path / "untrusted.json").read_bytes(), type=set[str])
-        except (FileNotFoundError, msgspec.DecodeError):
+        except FileNotFoundError:
             return set()
+        except (OSError, msgspec.DecodeError):
+            return None
 
     def _replace(self, name: str, content: bytes) -> None:
         temporary = self.path / f"{name}.tmp"
@@ -134,7 +136,7 @@ class RuntimeDirectory:
         """What the predecessor had not finished; empty when there is nothing or it cannot be read."""
         try:
             return msgspec.json.decode((self.path / "pending.json").read_bytes(), type=list[PendingRecord])
-        except (FileNotFoundError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError):
             return []  # an unreadable journal only means that those epochs are given up and captured with the next
 
 

@@ -45,8 +45,8 @@ class Trust:
         except OSError as error:
             log.error("journal_not_written", error=str(error))
 
-    def take_over(self, paths: set[str]) -> None:
-        """Marks what a predecessor had marked."""
+    def take_over(self, paths: set[str] | None) -> None:
+        """Marks what a predecessor had marked; every root where that is not known (None)."""
         for path, supervisor in self._roots().items():
-            supervisor.untrusted |= path in paths
+            supervisor.untrusted |= paths is None or path in paths
         self.note()
