@@ -120,7 +120,7 @@ class RuntimeDirectory:
             return msgspec.json.decode((self.path / "untrusted.json").read_bytes(), type=set[str])
         except FileNotFoundError:
             return set()
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
 
     def _replace(self, name: str, content: bytes) -> None:
@@ -136,7 +136,7 @@ class RuntimeDirectory:
         """What the predecessor had not finished; empty when there is nothing or it cannot be read."""
         try:
             return msgspec.json.decode((self.path / "pending.json").read_bytes(), type=list[PendingRecord])
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return []  # an unreadable journal only means that those epochs are given up and captured with the next
 
 

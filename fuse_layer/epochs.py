@@ -201,7 +201,7 @@ class Epochs:
         without loss."""
         try:
             version, records = msgspec.msgpack.decode(data, type=tuple[int, dict[int, undo_format.Change]])
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return
         if version != undo_format.SEALED_VERSION:
             return

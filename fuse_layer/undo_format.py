@@ -121,7 +121,7 @@ def read_sealed(path: str | bytes) -> Sealed:
         if version != SEALED_VERSION:
             raise UndoDamaged(f"{os.fsdecode(path)}: sealed file of version {version}, this program reads 1")
         return _sealed_decoder.decode(content)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UndoDamaged(f"{os.fsdecode(path)}: {error}") from error
 
 
@@ -330,7 +330,7 @@ class LogReader:
                 break
             try:
                 record = _record_decoder.decode(data[position + _LENGTH_BYTES : end])
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise UndoDamaged(f"undo log: {error}") from error
             self._index(record)
             position = end

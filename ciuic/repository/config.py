@@ -56,7 +56,7 @@ def decode_config(data: bytes) -> RepositoryConfig:
         if len(bytes.fromhex(config.id)) != 16 or len(bytes.fromhex(config.seed)) != 8:
             raise ValueError("id or seed has the wrong length")
         check_block_size(config.block_size)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise DamagedRepository(f"it makes no sense: {error}") from None
     return config
 

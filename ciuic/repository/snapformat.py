@@ -149,7 +149,7 @@ def _unwrap(id_: str, magic: bytes, data: bytes, kind: type[_T]) -> _T:
         raise UnsupportedFormat(f"snapshot {id_} has format {version}; this ciuic reads format {VERSION}")
     try:
         value = msgspec.msgpack.decode(payload, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedSnapshot(id_, str(error)) from None
     if value.id != id_:
         raise DamagedSnapshot(id_, f"the file is that of {value.id}")

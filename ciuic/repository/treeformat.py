@@ -145,7 +145,7 @@ def decode_node(chunk: ChunkId, data: bytes, *, links: bool) -> Node:
             node = Node(level, [], _refs_decoder.decode(body))
         else:
             raise DamagedTree(chunk, f"it has level {level}")
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedTree(chunk, str(error)) from None
     _check(chunk, node, links)
     return node
@@ -199,7 +199,7 @@ def decode_xattrs(chunk: ChunkId, data: bytes) -> tuple[tuple[bytes, bytes], ...
         raise DamagedTree(chunk, "it is not a list of extended attributes")
     try:
         pairs = _pairs_decoder.decode(memoryview(data)[4:])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedTree(chunk, str(error)) from None
     if problem := xattrs_problem(pairs):
         raise DamagedTree(chunk, problem)

@@ -51,6 +51,8 @@ TORTURES = [
     Torture("kills", 2),
     Torture("power", 2),
     Torture("saved_state", 1),
+    Torture("damage", 1),
+    Torture("year", 2),
 ]
 
 

@@ -1,0 +1,170 @@
+"""All decoders of what lies on disk, as functions of bytes, with valid bytes for each: food for fuzzing."""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+import tempfile
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from ciuic.errors import CiuicError
+from ciuic.fuse_layer import undo_format as undo
+from ciuic.repository import packformat as pf
+from ciuic.repository import snapformat
+from ciuic.repository.blockmaps import decode_map_node, encode_map_node
+from ciuic.repository.config import RepositoryConfig, decode_config, encode_config
+from ciuic.repository.model import PackRecord
+from ciuic.repository.treeformat import (
+    NodeRef,
+    decode_node,
+    decode_xattrs,
+    encode_inner,
+    encode_leaf,
+    encode_xattrs,
+)
+from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
+
+ID = ChunkId(b"i" * 16)
+_NAME = "cs-abcdef"
+_ENTRY = Entry(name=b"a", mode=stat.S_IFREG | 0o644, size_bytes=5, content=ID, xattrs=((b"user.x", b"y"),))
+_ROOT = RootRecord(path=b"/r", entry=Entry(name=b"", mode=stat.S_IFDIR | 0o755, content=ID))
+_RECORDS = [PackRecord(ID, 4096 + 88, 10, 10, 0, 7)]
+_SNAPSHOT = Snapshot(id=SnapshotId(_NAME), time_ns=5, host="h", roots=(_ROOT,), tags=("t",), message="m")
+_REFUSALS = (CiuicError, undo.UndoDamaged, undo.UndoLost)
+DEEP = b"\x91" * 100_000 + b"\x90"
+
+
+class Reader(NamedTuple):
+    """One decoder, and bytes that it takes."""
+
+    name: str
+    read: Callable[[bytes], object]
+    valid: bytes
+
+
+def _body(name: str, links: bool) -> Callable[[bytes], object]:
+    return lambda data: decode_node(ID, data, links=links)
+
+
+def _snapshot_payload(data: bytes) -> object:
+    """The checksum is made right: it is the payload that is fuzzed."""
+    return snapformat.decode_snapshot(_NAME, snapformat._wrap(b"CIUICSNP", data), "r")
+
+
+def _marks_payload(data: bytes) -> object:
+    return snapformat.decode_marks(_NAME, snapformat._wrap(b"CIUICMRK", data))
+
+
+def _table(data: bytes) -> object:
+    head = pf.decode_segment_head(data, 4096)
+    return None if head is None else pf.decode_table(data, 1, 4096, head)
+
+
+def _footer(data: bytes) -> object:
+    place = pf.decode_trailer(data[-pf.TRAILER_BYTES :], 8192)
+    return None if place is None else pf.decode_footer(data, 1, place[0])
+
+
+def _from_file(read: Callable[[str], object]) -> Callable[[bytes], object]:
+    def from_bytes(data: bytes) -> object:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(data)
+            file.flush()
+            return read(file.name)
+
+    return from_bytes
+
+
+def _log(path: str) -> object:
+    log = undo.LogReader(path, 1)
+    try:
+        log.poll()
+        return log.blocks(5, 0, 1 << 40), log.inode(5), log.names(5), log.swapped(5)
+    finally:
+        log.close()
+
+
+def _sealed(path: str) -> object:
+    sealed = undo.read_sealed(path)
+    return [
+        next(undo.bitmap_blocks(change.data), None)
+        for change in sealed.changes.values()
+        if isinstance(change.data, bytes)
+    ]
+
+
+def _valid_sealed() -> bytes:
+    change = undo.Change(False, True, b"\x05", {b"a": -1})
+    sealed = undo.Sealed(
+        session="s", epoch=1, since=0, cut_ns=1, complete=True, root_ino=2, block_size=4096, open_for_write=[5], changes={5: change}
+    )  # fmt: skip
+    return msgspec.msgpack.encode(sealed)
+
+
+def readers() -> list[Reader]:
+    """Every decoder there is."""
+    config = RepositoryConfig(
+        format=1, id="ab" * 16, hash="xxh3-128", seed="cd" * 8, block_size=4096, created_ns=5
+    )
+    log = b"".join(map(undo.encode, (undo.BlocksRecord(5, 2, 0, 9), undo.NameRecord(5, 1, b"n", 7, 8, -1))))
+    footer = pf.encode_footer(8192 - 80, _RECORDS)
+    return [
+        Reader("tree leaf", _body("leaf", False), encode_leaf([_ENTRY], False)),
+        Reader("tree node", _body("inner", False), encode_inner(1, [NodeRef(b"a", ID, 1, 5)], False)),
+        Reader("link table", _body("links", True), encode_leaf([msgspec.structs.replace(_ENTRY, name=b"12345678")], True)),
+        Reader("attributes", lambda data: decode_xattrs(ID, data), encode_xattrs([(b"user.x", b"y")])),
+        Reader("block map", lambda data: decode_map_node(ID, data, 1), encode_map_node(1, [ID, ID])),
+        Reader("snapshot", lambda data: snapformat.decode_snapshot(_NAME, data, "r"), snapformat.encode_snapshot(_SNAPSHOT, "r")),
+        Reader("snapshot payload", _snapshot_payload, snapformat.encode_snapshot(_SNAPSHOT, "r")[36:]),
+        Reader("marks payload", _marks_payload, snapformat.encode_marks(snapformat.Marks(id=_NAME, held=True))[36:]),
+        Reader("config", decode_config, encode_config(config)),
+        Reader("pack header", lambda data: pf.decode_header(data, 1, ID), pf.encode_header(pf.PackHeader(1, "data", ID))),
+        Reader("segment table", _table, pf.encode_table(4096, _RECORDS, 10)),
+        Reader("footer", _footer, footer),
+        Reader("undo log", _from_file(_log), log),
+        Reader("sealed file", _from_file(_sealed), _valid_sealed()),
+    ]  # fmt: skip
+
+
+def refused_or_read(reader: Reader, data: bytes) -> bool:
+    """Whether it was read; False when it was refused with words. Anything else is raised."""
+    try:
+        reader.read(data)
+    except _REFUSALS:
+        return False
+    return True
+
+
+def mutate(data: bytes, dice: random.Random) -> bytes:
+    """A few changes of the kinds that find something in binary formats."""
+    body = bytearray(data)
+    for _ in range(dice.randint(1, 4)):
+        at = dice.randrange(len(body) + 1)
+        kind = dice.randrange(6)
+        if kind == 0 and body:
+            body[min(at, len(body) - 1)] ^= 1 << dice.randrange(8)
+        elif kind == 1:
+            body[at : at + dice.randrange(9)] = b""
+        elif kind == 2:
+            body[at:at] = dice.choice(
+                (
+                    b"\xcf" + b"\xff" * 8,
+                    b"\xd3\x80" + bytes(7),
+                    b"\xdd\xff\xff\xff\xff",
+                    b"\xc6\xff\xff\xff\xff",
+                    b"\0",
+                    b"\xc0",
+                )
+            )
+        elif kind == 3:
+            body[at : at + 1] = bytes([dice.randrange(256)])
+        elif kind == 4:
+            start = dice.randrange(len(body) + 1)
+            body[at:at] = body[start : start + dice.randrange(40)]
+        else:
+            body[at : at + 9] = dice.choice((os.urandom(0), b"\xcf" + b"\xff" * 8, DEEP[-5000:]))
+    return bytes(body)

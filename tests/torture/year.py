@@ -1,0 +1,43 @@
+"""A simulated year of hourly snapshots, retention and collection; as far as the time goes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from support.long_life import live
+from torture.figure import Figure
+
+_HOURS = 24 * 365
+_WARM_UP_DAYS = 90
+"""By then as many snapshots are kept as ever, the monthly ones apart."""
+
+
+def run(seconds: float, seed: int) -> list[Figure]:
+    """Figures: snapshots taken, snapshots that verified and read as they were taken; drifts in hundredths."""
+    end = time.monotonic() + seconds
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="ciuic-year-", dir=place) as top:
+        life = live(Path(top), _HOURS, seed, lambda: time.monotonic() < end)
+    failures = list(life.failures)
+    figures = [
+        Figure("simulated snapshots", life.snapshots),
+        Figure("kept snapshots verified", life.verified),
+    ]
+    if len(life.days) > 2 * _WARM_UP_DAYS:
+        limits = {
+            "store": (life.drift(lambda day: day.stored_bytes, _WARM_UP_DAYS), 1.5),
+            "memory": (life.drift(lambda day: day.resident_bytes, _WARM_UP_DAYS), 1.3),
+            "descriptors": (life.drift(lambda day: day.descriptors, _WARM_UP_DAYS), 1.0),
+            "prune time": (life.drift(lambda day: day.prune_seconds, _WARM_UP_DAYS), 3.0),
+            "list time": (life.drift(lambda day: day.list_seconds, _WARM_UP_DAYS), 3.0),
+        }
+        for name, (ratio, limit) in limits.items():
+            broken = (f"{name}: {ratio:.2f} times what it was in spring",) if ratio > limit else ()
+            figures.append(
+                Figure(f"{name}, last quarter over first, in hundredths", round(ratio * 100), broken)
+            )
+    figures[0] = figures[0]._replace(failures=tuple(failures))
+    return figures
