@@ -8,8 +8,8 @@ What ``run`` may rely on:
 
 * it has a process of its own; the current directory is the checkout, TMPDIR a short-named directory of its own that
   is unmounted and removed afterwards (unix socket paths end at 107 bytes);
-* ``seconds`` is when to begin nothing new, not a limit: checking what was done may take longer (several times that,
-  plus minutes, until the runner ends it);
+* ``seconds`` is when to begin nothing new, not a limit: checking what was done may take longer (four times as long and
+  ten minutes; then the runner ends it, which is a failure);
 * every choice comes from ``random.Random(seed)``, so that a run can be repeated as far as timing allows;
 * raising is a failure with the traceback as its text; so is leaving a process, a mount or a loop device behind.
 """
@@ -109,29 +109,28 @@ def _run_apart(module: str, seconds: float, seed: int) -> list[Figure]:
         start_new_session=True,
     )
     try:
-        return _outcome(process, into, 4 * seconds + 600) + _left(before, place)
-    finally:
+        figures = _outcome(process, into, 4 * seconds + 600)
+    finally:  # also when a person interrupts: nothing stays mounted
+        left = leftovers.remove_new(before, (place,))
         leftovers.unmount_below(place)
         shutil.rmtree(place, ignore_errors=True)
+    return figures + ([Figure("left nothing behind", 0, tuple(left))] if left else [])
 
 
 def _outcome(process: subprocess.Popen[bytes], into: Path, limit_seconds: float) -> list[Figure]:
     try:
         _, stderr = process.communicate(timeout=limit_seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # a session of its own: nobody else is in the group
-        process.communicate()
         return [Figure("ended in time", 0, (f"it was still running after {limit_seconds:.0f} s",))]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)  # a session of its own: nobody else is in the group
+            process.wait()
     text = stderr.decode("utf-8", "replace")
     sys.stderr.write(text)
     if process.returncode != 0 or not into.exists():
         return [Figure("ended properly", 0, (f"exit status {process.returncode}\n{text[-4000:]}",))]
     return msgspec.json.decode(into.read_bytes(), type=list[Figure])
-
-
-def _left(before: leftovers.Stock, place: Path) -> list[Figure]:
-    left = leftovers.remove_new(before, (place,))
-    return [Figure("left nothing behind", 0, tuple(left))] if left else []
 
 
 def _print_table(rows: list[tuple[str, Figure]], seed: int) -> int:

@@ -216,7 +216,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
             _disturbed(site, seconds)
         end = _compare_the_end(site, top / "out")
         if site.errors or site.wrong:
-            site.errors.append(live.log_tail())
+            sys.stderr.write(live.log_tail(400) + "\n")
     return _figures(site, end)
 
 

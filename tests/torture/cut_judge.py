@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import random
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -230,6 +231,7 @@ class NameHistory:
         self._planned: list[Step] = []
         self._token = seed << 32
         self.taken = 0
+        self.recent: deque[tuple[int, Step]] = deque(maxlen=1000)
         self.state: Files = {}
         for root in (0, 1):
             for name in (b"a", b"b", b"a/c"):
@@ -242,6 +244,7 @@ class NameHistory:
         step = self._planned.pop(0)
         _apply(self.state, step)
         self.taken += 1
+        self.recent.append((self.taken, step))
         return step
 
     def _plan(self) -> None:
@@ -317,7 +320,10 @@ def judge_names(views: Sequence[View], passed: NameHistory, at: Range) -> Verdic
         if not differences:
             return Verdict(len(found))
         if nearest is None or len(differences) < len(nearest):
-            nearest = [f"after step {history.taken}", *differences[:5]]
+            lately = [
+                f"{number} {step}" for number, step in history.recent if _concerns(step, differences[0].path)
+            ]
+            nearest = [f"after step {history.taken}", *(d.text for d in differences[:5]), *lately[-8:]]
         if history.taken >= at.high:
             break
         history.next()
@@ -326,16 +332,30 @@ def judge_names(views: Sequence[View], passed: NameHistory, at: Range) -> Verdic
     )
 
 
-def _differences(wanted: Files, found: Mapping[tuple[int, bytes], Any]) -> list[str]:
-    names = [f"{key} should be there" for key in wanted if key not in found]
-    names += [f"{key} should not be there" for key in found if key not in wanted]
+class Difference(NamedTuple):
+    """One name that is not as it was after a step."""
+
+    path: bytes
+    text: str
+
+
+def _concerns(step: Step, path: bytes) -> bool:
+    """Whether the step changed what the path, or something above it, is."""
+    return any(path == name or path.startswith(name + b"/") for name in (step.path, step.to) if name)
+
+
+def _differences(wanted: Files, found: Mapping[tuple[int, bytes], Any]) -> list[Difference]:
+    differences = [Difference(key[1], f"{key} should be there") for key in wanted if key not in found]
+    differences += [Difference(key[1], f"{key} should not be there") for key in found if key not in wanted]
     for key in wanted.keys() & found.keys():
         token, content = wanted[key], found[key]
         if (token == "dir") != (content is None):
-            names.append(f"{key} is of another type")
+            differences.append(Difference(key[1], f"{key} is of another type"))
         elif isinstance(token, int) and content != filling(token):
-            names.append(f"{key} is not the content that was synced before it got its name")
-    return names
+            differences.append(
+                Difference(key[1], f"{key} is not the content that was synced before it got its name")
+            )
+    return differences
 
 
 def _flat(view: View, prefix: bytes = b"") -> list[tuple[bytes, bytes | None]]:
