@@ -11,6 +11,7 @@ import errno
 import os
 import stat
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from ciuic.fuse_layer import syscalls
@@ -138,7 +139,7 @@ class Data:
         with state.gate:
             self._times.before_write(file.node, file.fd)
             if not state.tracked(file.node):
-                return os.pwrite(file.fd, data, offset)
+                return self._write_all(file.fd, offset, data)
             if state.must_keep(file.node.ino):
                 with state.undo.lock(file.node.ino):
                     self._keep_range(file.node, file.fd, offset, len(data))
@@ -149,7 +150,17 @@ class Data:
         self._mark(file.node, file.fd, offset, len(data))
         if file.node.privileged:
             self._clear_privileges(file.node, file.fd)
-        return self._state.with_space(lambda: os.pwrite(file.fd, data, offset))
+        return self._write_all(file.fd, offset, data)
+
+    def _write_all(self, fd: int, offset: int, data: bytes) -> int:
+        """All of it, or an error. A file system that fills up in the middle answers with a short count: the kernel, writing
+        back its cache, would take that for done, and the undo log's space would not be asked for."""
+        rest = memoryview(data)
+        while True:
+            written = self._state.with_space(partial(os.pwrite, fd, rest, offset))
+            rest, offset = rest[written:], offset + written
+            if not rest or not written:
+                return len(data) - len(rest)
 
     def _mark(self, node: Node, fd: int, offset: int, length: int) -> None:
         """Mark what a write changes: its range and, where it begins beyond the end, the last block, which

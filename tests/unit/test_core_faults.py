@@ -194,6 +194,30 @@ def test_no_writer_gets_enospc_while_another_frees_the_log(job: Job, monkeypatch
     assert failures == []
 
 
+def test_a_write_that_the_disk_cuts_short_goes_on(
+    job: Job, backing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short count means a full disk: what the undo log keeps is given up for the rest, and nothing of it is lost."""
+    job.create(b"a", b"x" * 10_000)
+    job.core.cut()
+    real, answers = os.pwrite, [1000, errno.ENOSPC]
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        if offset < 20_000 or not answers:
+            return real(fd, data, offset)
+        answer = answers.pop(0)
+        if answer == errno.ENOSPC:
+            raise OSError(answer, os.strerror(answer))
+        return real(fd, data[:answer], offset)
+
+    handle = job.open(b"a")
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert job.core.write(handle, 20_000, b"new" * 1000) == 3000
+    assert answers == []
+    assert (backing / "a").read_bytes()[20_000:] == b"new" * 1000
+    assert job.core.status()["pending"] == []
+
+
 def _size(size: int) -> object:
     from ciuic.fuse_layer.core import SetAttr
 
