@@ -53,6 +53,7 @@ TORTURES = [
     Torture("saved_state", 1),
     Torture("damage", 1),
     Torture("year", 2),
+    Torture("faults", 2),
 ]
 
 

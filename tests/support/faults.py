@@ -1,0 +1,501 @@
+"""Faults in place: a real daemon and a real mount on small disks, a job that compares, and things that go wrong.
+
+``FAULTS`` names the faults. Each is a function of a ``Site`` that is well before and after: it causes something, waits
+until status says what is wrong, takes the cause away, and returns. ``Site.well`` then proves that ciuic recovered by
+itself: a scheduled snapshot is committed, no alert stands, and what it restores is what plain files have.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import resource
+import shutil
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from support.live import Live, wait_for
+from support.trees import assert_same, manifest
+
+MIB = 1 << 20
+_PATIENCE_SECONDS = 120.0
+_EXT4_IOC_SHUTDOWN = 0x8004587D
+_WITHOUT_LOG_FLUSH = 2
+_MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
+
+CONFIG = """
+[retention]
+keep_last = 50
+min_free = "64KiB"
+"""
+
+
+def command(*words: str | Path) -> None:
+    """Runs a program that must succeed."""
+    subprocess.run([str(word) for word in words], check=True, timeout=120, capture_output=True)
+
+
+class Disk:
+    """A small ext4 file system in a file, mounted at ``point``."""
+
+    def __init__(self, image: Path, point: Path, size_bytes: int, *, inodes: int = 4000) -> None:
+        self.image, self.point = image, point
+        point.mkdir()
+        with open(image, "wb") as file:
+            file.truncate(size_bytes)
+        command("mkfs.ext4", "-q", "-F", "-m", "0", "-N", str(inodes), image)
+        self.mount()
+
+    def mount(self) -> None:
+        command("mount", "-o", "loop", self.image, self.point)
+
+    def unmount(self) -> None:
+        """Waits for whoever is in it just now: a capture, a look by the daemon."""
+        wait_for(f"the unmounting of {self.point}", self._try_unmount, _PATIENCE_SECONDS)
+
+    def _try_unmount(self) -> bool:
+        return (
+            subprocess.run(
+                ["umount", str(self.point)], capture_output=True, timeout=60, check=False
+            ).returncode
+            == 0
+        )
+
+    def remount(self, option: str) -> None:
+        wait_for(
+            f"mount -o remount,{option}",
+            lambda: (
+                subprocess.run(
+                    ["mount", "-o", f"remount,{option}", str(self.point)],
+                    capture_output=True,
+                    timeout=60,
+                    check=False,
+                ).returncode
+                == 0
+            ),
+            _PATIENCE_SECONDS,
+        )
+
+    def shut_down(self) -> None:
+        """From now on every access fails with EIO, and what was not durable is lost: a disk that drops off the bus."""
+        fd = os.open(self.point, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, _EXT4_IOC_SHUTDOWN, struct.pack("I", _WITHOUT_LOG_FLUSH))
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def filled(self, *, leave_bytes: int = 0) -> Iterator[None]:
+        """With a file of ours taking all space but ``leave_bytes``, root's reserve too."""
+        filler = self.point / ".filler"
+        with open(filler, "wb", buffering=0) as file:
+            _fill(file.fileno(), leave_bytes)
+        try:
+            yield
+        finally:
+            filler.unlink()
+
+
+def _fill(fd: int, leave_bytes: int) -> None:
+    at, piece = 0, 8 * MIB
+    while piece >= 4096:
+        room = os.fstatvfs(fd).f_bavail * os.fstatvfs(fd).f_frsize - leave_bytes
+        if room < piece:
+            piece //= 2
+            continue
+        try:
+            os.posix_fallocate(fd, at, piece)
+            at += piece
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            piece //= 2
+
+
+class Job(threading.Thread):
+    """Does the same to the protected directory and to a plain one, all the time, and notes every difference."""
+
+    def __init__(self, root: Path, twin: Path, seed: int) -> None:
+        super().__init__(daemon=True)
+        self._places = (root, twin)
+        self._rng = random.Random(seed)
+        self._over, self._gate = threading.Event(), threading.Lock()
+        self.operations = 0
+        self.differences: list[str] = []
+
+    def run(self) -> None:
+        while not self._over.is_set():
+            with self._gate:
+                self.once()
+            time.sleep(0.002)  # two cores, and others want some of them
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Between two operations."""
+        with self._gate:
+            yield
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+    def once(self) -> None:
+        """One random operation on both."""
+        rng = self._rng
+        kind = rng.choice(_OPERATIONS)
+        folder, other_folder = (rng.choice(("", "d", "e", "d/f")) for _ in range(2))
+        name, other = f"{folder}/n{rng.randrange(5)}", f"{other_folder}/n{rng.randrange(5)}"
+        size, offset = rng.choice((0, 1, 5000, 70_000, 300_000)), rng.choice((0, 3, 4096, 100_000))
+        data = rng.randbytes(size)
+        results = [
+            _result(kind, place, name.strip("/"), other.strip("/"), data, offset) for place in self._places
+        ]
+        self.operations += 1
+        if results[0] != results[1]:
+            self.differences.append(
+                f"operation {self.operations}, {kind.__name__} {name} {other} {size} at {offset}: "
+                f"{results[0]!r:.300} instead of {results[1]!r:.300}"
+            )
+
+
+def _result(kind: Callable[..., Any], place: Path, name: str, other: str, data: bytes, offset: int) -> object:
+    try:
+        return kind(place / name, place / other, data, offset)
+    except OSError as error:
+        return error.errno and errno.errorcode[error.errno]
+
+
+def _replace(path: Path, other: Path, data: bytes, offset: int) -> None:
+    temporary = path.with_name(".tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def _overwrite(path: Path, other: Path, data: bytes, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+        if len(data) == 5000:
+            os.fsync(file.fileno())
+
+
+def _append(path: Path, other: Path, data: bytes, offset: int) -> int:
+    with open(path, "ab") as file:
+        file.write(data[:7000])
+        return file.tell()
+
+
+def _truncate(path: Path, other: Path, data: bytes, offset: int) -> None:
+    os.truncate(path, offset)
+
+
+def _unlink(path: Path, other: Path, data: bytes, offset: int) -> None:
+    path.unlink()
+
+
+def _rename(path: Path, other: Path, data: bytes, offset: int) -> None:
+    path.rename(other)
+
+
+def _link(path: Path, other: Path, data: bytes, offset: int) -> None:
+    other.hardlink_to(path)
+
+
+def _mkdir(path: Path, other: Path, data: bytes, offset: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+
+
+def _rmdir(path: Path, other: Path, data: bytes, offset: int) -> None:
+    path.parent.joinpath("f").rmdir()
+
+
+def _chmod(path: Path, other: Path, data: bytes, offset: int) -> None:
+    path.chmod(0o600 | len(data) % 64)
+
+
+def _xattr(path: Path, other: Path, data: bytes, offset: int) -> list[str]:
+    os.setxattr(path, "user.a", data[:50])
+    return os.listxattr(path)
+
+
+def _read(path: Path, other: Path, data: bytes, offset: int) -> bytes:
+    return path.read_bytes()
+
+
+def _stat(path: Path, other: Path, data: bytes, offset: int) -> tuple[int, ...]:
+    facts = path.stat()
+    return facts.st_mode, facts.st_nlink, facts.st_size, facts.st_uid
+
+
+def _list(path: Path, other: Path, data: bytes, offset: int) -> list[str]:
+    return sorted(os.listdir(path.parent))
+
+
+_OPERATIONS = (
+    *(_replace, _replace, _overwrite, _overwrite, _append, _truncate, _unlink, _rename, _link),
+    *(_mkdir, _mkdir, _rmdir, _chmod, _xattr, _read, _read, _stat, _list),
+)
+
+
+class Site:
+    """Repository and root on disks of their own, a runtime directory on a tmpfs, a daemon, and the job at work."""
+
+    def __init__(self, top: Path, seed: int, *, interval: str = "2s") -> None:
+        self.top, self.rng = top, random.Random(seed)
+        self.store = Disk(top / "store.img", top / "store", 96 * MIB)
+        self.disk = Disk(top / "disk.img", top / "disk", 48 * MIB, inodes=400)
+        (top / "run").mkdir(mode=0o700)
+        command("mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "none", top / "run")
+        self.root, self.twin = top / "disk/root", top / "twin"
+        self.root.mkdir()
+        self.twin.mkdir()
+        self.live = Live(top, interval=interval, repository=top / "store/repository", more_config=CONFIG)
+        self.job = Job(self.root, self.twin, seed)
+        self.snapshots_checked = 0
+
+    def __enter__(self) -> Site:
+        self.live.run("protect", str(self.root))
+        self.live.start(self.root)
+        self.job.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.job.stop()
+        self.live.close()
+
+    # -- what it looks like
+
+    def status(self) -> dict[str, Any]:
+        """The daemon's document; it must always answer."""
+        document = self.live.json("status", expect=None)
+        assert "roots" in document, f"the daemon does not answer: {document}\n{self.live.log_tail()}"
+        return dict(document)
+
+    def alert(self, *keys: str) -> dict[str, Any]:
+        """Waits for an alert with one of these keys; it must say since when."""
+
+        def standing() -> dict[str, Any] | None:
+            return next((one for one in self.status()["alerts"] if one["key"].split(":")[0] in keys), None)
+
+        found = self._await(f"an alert {keys}", standing)
+        assert found["since"], found
+        assert found["message"], found
+        return dict(found)
+
+    def worker_pid(self) -> int:
+        return int(self.status()["roots"][0]["worker_pid"])
+
+    def captures(self) -> list[int]:
+        return [pid for pid, words in self.live.processes().items() if "ciuic.daemon.capture" in words]
+
+    def _await(self, what: str, condition: Callable[[], Any]) -> Any:
+        try:
+            return wait_for(what, condition, _PATIENCE_SECONDS)
+        except TimeoutError as error:
+            alerts = self.live.json("status", expect=None).get("alerts")
+            raise AssertionError(f"{error}; alerts: {alerts}\n{self.live.log_tail()}") from error
+
+    def well(self) -> None:
+        """The job saw no difference; a snapshot that nobody asked for is committed; no alert stands; it is exact."""
+        before = self.status()["last_snapshot"]
+
+        def recovered() -> bool:
+            status = self.status()
+            return status["last_snapshot"] != before and not status["alerts"]
+
+        self._await("a scheduled snapshot and the end of all alerts", recovered)
+        with self.job.paused():
+            assert not self.job.differences, "\n".join(self.job.differences[:5])
+            assert_same(_plain(self.twin), _plain(self.root))
+            snapshot = self.live.snapshot()
+            out = self.top / "out"
+            self.live.run("restore", "-s", snapshot, "-p", str(self.root), "-d", str(out))
+            assert_same(manifest(self.root), manifest(out / "root"))
+            shutil.rmtree(out)
+        self.snapshots_checked += 1
+
+
+def _plain(top: Path) -> Any:
+    """Names, kinds, modes and contents; times and inode numbers of two trees differ of course."""
+    found: dict[str, object] = {}
+    for path in sorted(top.rglob("*")):
+        facts = path.lstat()
+        content = path.read_bytes() if path.is_file() else None
+        found[str(path.relative_to(top))] = (
+            facts.st_mode,
+            facts.st_nlink if content is not None else 0,
+            content,
+        )
+    return found
+
+
+# -- the faults
+
+
+def store_full(site: Site) -> None:
+    """ENOSPC in the repository."""
+    with site.store.filled():
+        site.alert("capture", "schedule")
+
+
+def store_fails(site: Site) -> None:
+    """EIO from the repository's disk, which then comes back without what was not durable."""
+    site.store.shut_down()
+    site.alert("capture", "schedule")
+    site.store.unmount()
+    site.store.mount()
+
+
+def store_unmounted(site: Site) -> None:
+    """The repository's disk is taken away under the daemon; nothing is written where it was."""
+    site.store.unmount()
+    try:
+        site.alert("capture", "schedule")
+        assert list(site.store.point.iterdir()) == [], "something was written below the mount point"
+    finally:
+        site.store.mount()
+
+
+def store_read_only(site: Site) -> None:
+    """EROFS in the repository."""
+    site.store.remount("ro")
+    try:
+        site.alert("capture", "schedule")
+    finally:
+        site.store.remount("rw")
+
+
+def runtime_directory_full(site: Site) -> None:
+    """ENOSPC where the journal of pending snapshots is."""
+    filler = site.top / "run/filler"
+    with open(filler, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(65536))
+    try:
+        site.alert("runtime")
+    finally:
+        filler.unlink()
+
+
+def capture_out_of_memory(site: Site) -> None:
+    """The kernel kills each capture for its cgroup's limit of memory."""
+    group = _MEMORY_CGROUPS / f"ciuic-{os.getpid()}-{site.rng.randrange(1 << 30)}"
+    group.mkdir()
+    stop = threading.Event()
+
+    def confine() -> None:
+        while not stop.is_set():
+            for pid in site.captures():
+                with suppress(OSError):  # it has ended
+                    (group / "cgroup.procs").write_text(str(pid))
+
+    thread = threading.Thread(target=confine)
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(256 << 10))
+        thread.start()
+        site.alert("capture")
+    finally:
+        stop.set()
+        if thread.ident is not None:
+            thread.join()
+        wait_for("the end of what is in the cgroup", lambda: _remove_group(group), _PATIENCE_SECONDS)
+
+
+def _remove_group(group: Path) -> bool:
+    for pid in (group / "cgroup.procs").read_text().split():
+        with suppress(OSError):
+            (group.parent / "cgroup.procs").write_text(pid)
+    try:
+        group.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def _pending(site: Site) -> None:
+    """Waits until an epoch is sealed and cannot be captured, so that changes are saved first."""
+    site._await("a pending epoch", lambda: site.live.json("status", expect=None).get("captures"))
+
+
+def root_disk_without_inodes(site: Site) -> None:
+    """The job makes files until its disk has no inode left; as many as plain files would, and removing frees them."""
+    with site.store.filled():
+        _pending(site)
+        with site.job.paused():
+            free = os.statvfs(site.disk.point).f_ffree
+            for _ in range(3):
+                made = _make_files(site.root, free + 50)
+                # More than were free: those that the undo log took are given back when the job meets the limit.
+                assert made >= free - 8, (made, free)
+                for number in range(made):
+                    (site.root / f"i{number}").unlink()
+
+
+def _make_files(root: Path, limit: int) -> int:
+    for number in range(limit):
+        if (failure := _errno_of(lambda number=number: (root / f"i{number}").touch())) is not None:
+            assert failure == errno.ENOSPC, failure
+            return number
+    return limit
+
+
+def _errno_of(call: Callable[[], object]) -> int | None:
+    try:
+        call()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def worker_out_of_descriptors(site: Site) -> None:
+    """The worker has not one descriptor left: files that are open go on, and it recovers; opening fails (conformance.md)."""
+    pid = site.worker_pid()
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    path = site.root / "open"
+    with site.job.paused(), open(path, "w+b", buffering=0) as file:
+        file.write(b"before")
+        taken = len(os.listdir(f"/proc/{pid}/fd"))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(taken, 24), limits[1]))
+        try:
+            failures = [_errno_of(lambda: (site.root / "n9").read_bytes()) for _ in range(3)]
+            for number in range(50):
+                file.seek(0)
+                file.write(b"%06d" % number * 1000)
+                os.fsync(file.fileno())
+                file.seek(0)
+                assert file.read(6) == b"%06d" % number
+            assert set(failures) <= {errno.EMFILE, errno.ENOENT}, failures
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert path.read_bytes() == b"000049" * 1000
+    path.unlink()
+    assert site.worker_pid() == pid, "the worker did not survive"
+
+
+FAULTS: dict[str, Callable[[Site], None]] = {
+    fault.__name__: fault
+    for fault in (
+        store_full, store_fails, store_unmounted, store_read_only, runtime_directory_full, capture_out_of_memory,
+        root_disk_without_inodes, worker_out_of_descriptors,
+    )
+}  # fmt: skip
+
+
+def open_descriptors(pid: int) -> int:
+    """How many the process has."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def unavailable(fault: str) -> str:
+    """Why this machine cannot cause the fault; empty when it can."""
+    if fault == "capture_out_of_memory" and not (_MEMORY_CGROUPS / "memory.limit_in_bytes").exists():
+        return "there is no memory controller of cgroup version 1"
+    return ""
