@@ -11,10 +11,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from support.live import Live
+from support.live import Live, wait_for
 from support.promises import PromisingJob, broken
 
 _BASE_BYTES, _DISK_BYTES = 4 << 30, 1 << 30  # sparse
@@ -100,6 +100,16 @@ def _mounted(image: Path, point: Path, options: str) -> Iterator[None]:
         yield
     finally:
         _tool("umount", str(point))
+        # Whoever looks at block devices as they change may hold the loop device for a moment longer.
+        wait_for(f"the release of {image}", lambda: not _has_loop_device(image), _TOOL_SECONDS)
+
+
+def _has_loop_device(image: Path) -> bool:
+    for state in Path("/sys/block").glob("loop*/loop/backing_file"):
+        with suppress(OSError):  # released while we looked
+            if state.read_text().strip().removesuffix(" (deleted)") == str(image):
+                return True
+    return False
 
 
 def _tool(*command: str) -> None:
