@@ -76,10 +76,12 @@ class Data:
         """Close a handle; unknown handles are ignored (the kernel sends no second release)."""
         file = self._state.files.get(handle)
         if file is not None:
-            if file.writes:
-                self._times.settle(file.node, file.fd)
-            self._state.files.pop(handle, None)
-            self._nodes.close_handle(file.node, handle, writes=file.writes)
+            try:
+                if file.writes:
+                    self._times.settle(file.node, file.fd)
+            finally:  # no second release comes: kept, the handle would hold a removed file's space until the unmount
+                self._state.files.pop(handle, None)
+                self._nodes.close_handle(file.node, handle, writes=file.writes)
 
     def flush(self, handle: int) -> None:
         """close(2) of one descriptor: report errors that only show up now (quota, network file systems)."""

@@ -218,6 +218,16 @@ def test_a_write_that_the_disk_cuts_short_goes_on(
     assert job.core.status()["pending"] == []
 
 
+def test_a_handle_goes_though_its_times_cannot_be_set(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full or failing disk the last close still lets the file go; a removed one would hold its space otherwise."""
+    job.create(b"a", b"x")
+    handle = job.open(b"a")
+    monkeypatch.setattr("ciuic.fuse_layer.times.KernelTimes.settle", _failing(errno.ENOSPC))
+    with pytest.raises(OSError, match="No space"):
+        job.core.release(handle)
+    assert job.core.open_files == 0
+
+
 def _size(size: int) -> object:
     from ciuic.fuse_layer.core import SetAttr
 
