@@ -48,6 +48,8 @@ class Day:
 
     kept: int
     stored_bytes: int
+    garbage_bytes: int
+    """Of those, what no kept snapshot needs."""
     resident_bytes: int
     descriptors: int
     prune_seconds: float
@@ -64,6 +66,10 @@ class Life:
     compared: int = 0
     days: list[Day] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+
+    def excess(self) -> float:
+        """The most that the store ever was after a prune, relative to what the kept snapshots needed then."""
+        return max(day.stored_bytes / (day.stored_bytes - day.garbage_bytes) for day in self.days)
 
     def drift(self, what: Callable[[Day], float], warm_up_days: int) -> float:
         """The median of the last quarter over that of the first quarter after the warm-up."""
@@ -211,7 +217,15 @@ class _Machine:
         resident_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         descriptors = len(os.listdir("/proc/self/fd"))
         self.life.days.append(
-            Day(len(listed), stored_bytes, resident_bytes, descriptors, prune_seconds, list_seconds)
+            Day(
+                len(listed),
+                stored_bytes,
+                report.garbage_bytes,
+                resident_bytes,
+                descriptors,
+                prune_seconds,
+                list_seconds,
+            )
         )
 
     def look_back(self) -> None:
