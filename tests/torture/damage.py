@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import tempfile
 import time
 from pathlib import Path
 
+import structlog
 from support.damage import judge_all, make
 from support.readers import mutate, readers, refused_or_read
 from torture.figure import Figure
@@ -17,6 +19,10 @@ _MUTATIONS = 2000
 
 def run(seconds: float, seed: int) -> list[Figure]:
     """Figures: damaged structures found and survived, mutations read or refused."""
+    quiet = structlog.make_filtering_bound_logger(
+        logging.CRITICAL
+    )  # thousands of warnings that damage was seen
+    structlog.configure(wrapper_class=quiet)
     dice = random.Random(seed)
     end = time.monotonic() + 0.8 * seconds
     planted = meaningless = 0
