@@ -174,6 +174,10 @@ class OverlayState:
                 )  # taken in this epoch: it has a record, or the name was free
             return
         self.undo.keep_inode(st, way.path, follow=False)
+        if self.tracker.is_fresh(parent.ino):
+            # No sealed epoch knows this directory; what came into it from elsewhere has its record there. One written here
+            # would be believed of a directory removed in this epoch whose number this one was given.
+            return
         if not stat.S_ISDIR(st.st_mode):
             self.undo.keep_file_name(parent.ino, way.dir_fd, name, st)
             return

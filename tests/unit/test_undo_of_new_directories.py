@@ -1,0 +1,44 @@
+"""What comes into a directory made in the running epoch, and leaves it again, is recorded where it was at the cut, not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ciuic import STATE_DIR_NAME
+from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore
+from ciuic.fuse_layer.undo_format import LogReader
+
+ROOT = Caller(0, 0)
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Iterator[OverlayCore]:
+    (tmp_path / "root").mkdir()
+    fd = os.open(tmp_path / "root", os.O_PATH | os.O_DIRECTORY)
+    made = OverlayCore(fd, session="1" * 32)
+    yield made
+    made.close()
+    os.close(fd)
+
+
+def test_names_in_a_directory_made_after_the_cut_have_no_records(core: OverlayCore, tmp_path: Path) -> None:
+    """Such a directory may have the number of one that was at the cut and is removed: a record of it would be believed of that one."""
+    _, handle = core.create(ROOT_ID, b"file", 0o600, os.O_RDWR, ROOT)
+    core.release(handle)
+    core.mkdir(ROOT_ID, b"folder", 0o700, ROOT)
+    epoch = core.cut().epoch
+    new = core.mkdir(ROOT_ID, b"new", 0o700, ROOT)
+    for name in (b"file", b"folder"):
+        core.rename(ROOT_ID, name, new.node, name, 0)
+        core.rename(new.node, name, ROOT_ID, b"back-" + name, 0)
+    undo = tmp_path / "root" / os.fsdecode(STATE_DIR_NAME) / "undo"
+    log = LogReader(str(undo / "log"), epoch)
+    log.poll()
+    assert log.names(os.stat(tmp_path / "root/new").st_ino) == {}
+    kept = log.names(os.stat(tmp_path / "root").st_ino)
+    assert {name for name, record in kept.items() if record.ino} == {b"file", b"folder"}
+    log.close()
