@@ -13,6 +13,7 @@ import functools
 import itertools
 import os
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -59,6 +60,9 @@ def _answered(handler: Handler[P, T]) -> Handler[P, T]:
         except pyfuse3.FUSEError:
             raise
         except OSError as error:
+            # The frames below name the open file, and crossing a thread ties them into a cycle: until it was collected, a
+            # removed file would take its space, just when the disk is full.
+            traceback.clear_frames(error.__traceback__)
             raise pyfuse3.FUSEError(error.errno or errno.EIO) from None
         except Exception:
             log.exception("request_failed_unexpectedly", operation=handler.__name__)
