@@ -425,6 +425,39 @@ def _pending(site: Site) -> None:
     site._await("a pending epoch", lambda: site.live.json("status", expect=None).get("captures"))
 
 
+def root_disk_full(site: Site) -> None:
+    """The job fills its own disk while what it removes and overwrites is kept for a capture that cannot end: it gets
+    all the space there would be without ciuic, and ENOSPC no earlier."""
+    with site.store.filled():
+        _pending(site)
+        with site.job.paused():
+            size = os.statvfs(site.disk.point).f_bavail * os.statvfs(site.disk.point).f_frsize * 6 // 10
+            for round_ in range(4):  # each round fits only if the round before does not take space any more
+                path = site.root / "large"
+                with open(path, "wb") as file:
+                    for _ in range(size // MIB):
+                        file.write(bytes([round_ + 1]) * MIB)
+                    file.flush()
+                    os.fsync(file.fileno())
+                assert path.stat().st_size == size // MIB * MIB
+                path.unlink()
+            room = os.statvfs(site.disk.point).f_bavail * os.statvfs(site.disk.point).f_frsize
+            written = _write_until_full(site.root / "more")
+            assert written >= room - 2 * MIB, f"{written} bytes could be written where {room} were free"
+            (site.root / "more").unlink()
+        site.alert("abandoned", "capture")
+
+
+def _write_until_full(path: Path) -> int:
+    """Bytes that were durable when the disk was full."""
+    written = 0
+    with open(path, "wb", buffering=0) as file:
+        while (failure := _errno_of(lambda: (file.write(bytes([7]) * MIB), os.fsync(file.fileno())))) is None:
+            written += MIB
+    assert failure == errno.ENOSPC, failure
+    return written
+
+
 def root_disk_without_inodes(site: Site) -> None:
     """The job makes files until its disk has no inode left; as many as plain files would, and removing frees them."""
     with site.store.filled():
@@ -484,7 +517,7 @@ FAULTS: dict[str, Callable[[Site], None]] = {
     fault.__name__: fault
     for fault in (
         store_full, store_fails, store_unmounted, store_read_only, runtime_directory_full, capture_out_of_memory,
-        root_disk_without_inodes, worker_out_of_descriptors,
+        root_disk_full, root_disk_without_inodes, worker_out_of_descriptors,
     )
 }  # fmt: skip
 
