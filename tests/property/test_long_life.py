@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable
@@ -14,8 +15,8 @@ _DAYS = 14
 
 def test_two_weeks(record_testsuite_property: Callable[[str, object], None]) -> None:
     """Every hour is captured from tracking alone, retention keeps what it should, the store stays about as large as what
-    is kept needs,
-    no descriptor is lost, and every kept snapshot reads as the root was at its cut."""
+    is kept needs, no descriptor is lost, and every kept snapshot reads as the root was at its cut."""
+    gc.collect()
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="ciuic-life-", dir=place) as top:
         life = live(Path(top), 24 * _DAYS, seed=3)
@@ -23,6 +24,7 @@ def test_two_weeks(record_testsuite_property: Callable[[str, object], None]) -> 
     assert life.snapshots == 24 * _DAYS
     assert life.verified == life.compared == life.days[-1].kept
     assert life.snapshots - life.pruned == life.days[-1].kept < 24 * 3
-    assert {day.descriptors for day in life.days} == {life.days[0].descriptors}
+    # Fewer may be open than at first: what other tests of this process left to the collector.
+    assert max(day.descriptors for day in life.days) == life.days[0].descriptors
     assert life.excess() < 1.3
     record_testsuite_property("simulated snapshots", life.snapshots)
