@@ -167,6 +167,8 @@ class OverlayState:
             if not self.tracker.is_fresh(parent.ino):
                 self.undo.keep_absent(parent.ino, name)
             return
+        if st.st_dev != self.nodes.device:
+            return  # a mount point, which stays (EBUSY); its number may be that of an inode of ours
         if self.tracker.is_fresh(st.st_ino):
             if not self.tracker.is_fresh(parent.ino):
                 self.undo.keep_absent(

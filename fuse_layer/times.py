@@ -13,6 +13,7 @@ makes the note void; and at a flush (close(2), which precedes every cut) the tim
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.nodes import Node
@@ -44,8 +45,11 @@ class KernelTimes:
     def put_back(self, node: Node, path: bytes) -> None:
         """As ``settle``, for a caller inside the gate; ``path`` is to be followed."""
         kept, node.kept_mtime_ns = node.kept_mtime_ns, None
-        if kept is not None and os.stat(path).st_mtime_ns != kept:
-            self._state.keep_inode(node)
-            syscalls.utimensat(path, None, kept, follow=True)
-            if self._state.tracked(node):
-                self._state.tracker.mark_attrs(node)
+        # On a plain file nobody would set a time here, so a file system that has become read-only, or fails, must not make
+        # the program's close(2) fail: the time of our write stays.
+        with suppress(OSError):
+            if kept is not None and os.stat(path).st_mtime_ns != kept:
+                self._state.keep_inode(node)
+                if self._state.tracked(node):
+                    self._state.tracker.mark_attrs(node)
+                syscalls.utimensat(path, None, kept, follow=True)
