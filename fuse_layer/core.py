@@ -32,6 +32,7 @@ from ciuic.fuse_layer.epochs import Cut, Epochs, read_saved, write_saved
 from ciuic.fuse_layer.gate import GateHeld, HoldExpired
 from ciuic.fuse_layer.namespace import Namespace
 from ciuic.fuse_layer.nodes import ROOT_ID, NodeTable
+from ciuic.fuse_layer.spare import Spare
 from ciuic.fuse_layer.state import Attr, OverlayState
 from ciuic.fuse_layer.times import KernelTimes
 from ciuic.fuse_layer.tracking import Tracker
@@ -68,6 +69,7 @@ class OverlayCore:
         )
         self._state = OverlayState(nodes, Tracker(block_size), undo)
         self._epochs = Epochs(self._state, session=session)
+        self._spare = Spare(undo, self._open_inodes)
         self._kernel_keeps_times = kernel_keeps_times
         self.session = session
         self.block_size = block_size
@@ -124,12 +126,13 @@ class OverlayCore:
     def statfs(self) -> os.statvfs_result:
         """The backing file system's figures. What the undo log takes counts as free: it is given up before
         the job runs short."""
+        spare = self._spare.room()
         real = os.statvfs(self._state.nodes.root_directory.fd)
-        spare = self._state.undo.bytes_kept // real.f_frsize if self.pending else 0
-        if not spare:
+        if not spare.inodes:
             return real
-        values = list(real)
-        values[3], values[4] = real.f_bfree + spare, real.f_bavail + spare
+        values, blocks = list(real), spare.size_bytes // real.f_frsize
+        for at, more in ((3, blocks), (4, blocks), (6, spare.inodes), (7, spare.inodes)):
+            values[at] += more  # f_bfree, f_bavail, f_ffree, f_favail
         return os.statvfs_result(values)
 
     # -- for control --------------------------------------------------------------------------------
@@ -183,6 +186,9 @@ class OverlayCore:
         """Let go of every descriptor; open handles are closed. The core is not used afterwards."""
         self._state.files.clear()
         os.close(self._state_fd)
+
+    def _open_inodes(self) -> set[int]:
+        return {file.node.ino for file in list(self._state.files.values())}
 
     def _on_abandon(self, epochs: list[int], reason: str) -> None:
         self._epochs.on_abandon(epochs, reason)
