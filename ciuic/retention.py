@@ -6,11 +6,16 @@ rule, or a larger number, never removes a snapshot that stayed without it. Remov
 ``keep_hourly = 24`` keeps the newest snapshot of each of the last 24 hours *that have one*, in local time; days,
 weeks (ISO, Monday first), months and years likewise. Hours without a snapshot do not use up the number, so a
 machine that was off for a month still has its days. Where clocks go back, the hour that comes twice is two hours.
+
+``keep_within`` measures the time in which snapshots were taken. A step from one to the next, or from the newest to
+now, counts as a quarter of ``keep_within`` at most (a day, where that is longer): a clock that jumps ten years ahead,
+or a machine that was off for as long as it keeps, must not take everything but the last few with it. Time that
+snapshots ahead of now claim counts as nothing. Snapshots that come regularly are kept exactly as long as it says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, tzinfo
 from typing import Protocol
@@ -18,6 +23,7 @@ from typing import Protocol
 from ciuic.types import SnapshotId
 
 NS_PER_SECOND = 10**9
+_DAY_NS = 86400 * NS_PER_SECOND
 
 
 class SnapshotFacts(Protocol):
@@ -121,10 +127,22 @@ def _keep_recent(
     for position, snapshot in enumerate(ordered[: policy.keep_last]):
         reasons[snapshot.id].append(f"last {position + 1} of {policy.keep_last}")
     if policy.keep_within_seconds > 0:
-        oldest_ns = now_ns - policy.keep_within_seconds * NS_PER_SECOND
-        for snapshot in ordered:
-            if snapshot.time_ns >= oldest_ns:
+        within_ns = policy.keep_within_seconds * NS_PER_SECOND
+        for snapshot, age_ns in zip(
+            ordered, _ages_ns(ordered, now_ns, max(within_ns // 4, _DAY_NS)), strict=True
+        ):
+            if age_ns <= within_ns:
                 reasons[snapshot.id].append("within keep_within")
+
+
+def _ages_ns(ordered: Sequence[SnapshotFacts], now_ns: int, longest_step_ns: int) -> Iterator[int]:
+    """How old each is, no step counted longer than that. A longer one may be a clock that was wrong then, or is now."""
+    age_ns, after_ns = 0, now_ns
+    for snapshot in ordered:
+        if snapshot.time_ns < after_ns:
+            age_ns += min(after_ns - snapshot.time_ns, longest_step_ns)
+            after_ns = snapshot.time_ns
+        yield age_ns
 
 
 _Bucket = tuple[object, ...]

@@ -1,7 +1,7 @@
 """What is looked at every half minute, whether or not anything happened.
 
-Guarantees: an epoch that a worker was not told about is settled; an epoch that a worker gave up, a store short of space
-and processes that go round the overlay are alerts; `systemctl status` shows one true line.
+Guarantees: an epoch that a worker was not told about is settled; an epoch that a worker gave up, a store short of space,
+a clock that was set and processes that go round the overlay are alerts; `systemctl status` shows one true line.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import structlog
 import trio
 
 from ciuic.control_types import rfc3339
+from ciuic.daemon.clock import ClockWatch
 from ciuic.errors import CiuicError
 from ciuic.units import human_duration, human_size
 
@@ -30,6 +31,7 @@ class Housekeeping:
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
+        self._clock = ClockWatch(daemon.now_ns)
 
     async def run(self) -> None:
         """For ever."""
@@ -49,7 +51,7 @@ class Housekeeping:
                 await self._daemon.snapshots.reconcile(path, worker)
                 await supervisor.refresh_bypassing()
         self._daemon.snapshots.trust.note()
-        self._daemon.schedule.heed_clock()
+        self._look_at_clock()
         if self._daemon.retry_schedule:
             self._daemon.retry_schedule = False
             self._daemon.schedule.post()
@@ -84,6 +86,19 @@ class Housekeeping:
             root=path,
             severity="warning",
         )
+
+    def _look_at_clock(self) -> None:
+        moved_seconds = self._clock.moved_seconds()
+        if moved_seconds:
+            way = "forward" if moved_seconds > 0 else "back"
+            log.warning("clock_set", moved_seconds=round(moved_seconds))
+            self._daemon.alerts.report(
+                "clock",
+                f"the clock was put {way} by {human_duration(abs(moved_seconds))}",
+                hint="times of snapshots may be wrong; none is removed for it (docs/configuration.md, keep_within)",
+                severity="warning",
+            )
+        self._daemon.schedule.heed_clock()
 
     async def _look_at_space(self) -> None:
         settings, store = self._daemon.settings, self._daemon.store

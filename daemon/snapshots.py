@@ -305,6 +305,7 @@ class Snapshots:
         self.last_cut_ns = max(self.last_cut_ns, pending.record.time_ns)
         self._context.alerts.clear("capture")
         self._context.alerts.clear("store")
+        self._context.alerts.clear("clock")
         for cut in pending.record.cuts:
             self._context.alerts.clear(
                 f"worker:{cut.path}"

@@ -168,3 +168,53 @@ def test_the_machines_own_time_zone() -> None:
     """Without a zone the process's own is used, and the plan is complete."""
     history = at(*(NOW - timedelta(hours=hours) for hours in range(5)))
     assert len(plan_retention(history, replace(NOTHING, keep_hourly=5), now_ns=NOW_NS).kept) == 5
+
+
+WEEK = replace(NOTHING, keep_within_seconds=7 * 86400)
+
+
+def _hourly(count: int, newest: datetime) -> list[datetime]:
+    return [newest - timedelta(hours=hours) for hours in range(count)]
+
+
+@given(ahead=st.timedeltas(timedelta(0), timedelta(days=20000)), taken=st.integers(0, 5))
+def test_a_clock_that_jumps_ahead_takes_a_quarter_at_most(ahead: timedelta, taken: int) -> None:
+    """However far the clock jumps, and whether or not snapshots were taken since: of an hourly week the newest
+    three quarters by sequence stay, and the clock put right again nothing is lost beyond the oldest hour."""
+    history = at(*_hourly(7 * 24, NOW))
+    later = NOW + ahead
+    after = [
+        snapshot(1000 + number, int((later + timedelta(hours=number)).timestamp()) * 10**9)
+        for number in range(taken)
+    ]
+    now_ns = after[-1].time_ns if after else int(later.timestamp()) * 10**9
+    stays = kept(plan_retention([*history, *after], WEEK, now_ns=now_ns, tz=UTC))
+    assert {s.id for s in history[: 7 * 24 * 3 // 4 - taken - 1]} <= stays
+    assert {s.id for s in after} <= stays
+    left = [s for s in [*history, *after] if s.id in stays]
+    again = kept(plan_retention(left, WEEK, now_ns=NOW_NS + 3600 * 10**9, tz=UTC))
+    assert len(again) >= len(left) - 1
+
+
+@given(back=st.timedeltas(timedelta(0), timedelta(days=20000)))
+def test_a_clock_put_back_removes_nothing(back: timedelta) -> None:
+    """Snapshots ahead of now are not old."""
+    history = at(*_hourly(100, NOW))
+    now_ns = int((NOW - back).timestamp()) * 10**9
+    assert kept(plan_retention(history, WEEK, now_ns=now_ns, tz=UTC)) == {s.id for s in history}
+
+
+@given(interval_hours=st.integers(1, 42), days=st.integers(1, 60))
+def test_regular_snapshots_are_kept_exactly_as_long_as_it_says(interval_hours: int, days: int) -> None:
+    """With steps up to a quarter of keep_within nothing is younger than it seems."""
+    history = at(*(NOW - timedelta(hours=interval_hours * n) for n in range(200)))
+    within = timedelta(days=max(days, 7))
+    policy = replace(NOTHING, keep_within_seconds=int(within.total_seconds()))
+    expected = {s.id for s in history if s.time_ns >= NOW_NS - policy.keep_within_seconds * 10**9}
+    assert kept(plan_retention(history, policy, now_ns=NOW_NS, tz=UTC)) == expected
+
+
+def test_sparse_snapshots_do_not_pile_up() -> None:
+    """Snapshots further apart than keep_within: five stay, not all."""
+    history = at(*(NOW - timedelta(days=10 * n) for n in range(30)))
+    assert len(plan_retention(history, WEEK, now_ns=NOW_NS, tz=UTC).kept) == 5

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.clock import ClockWatch
+from ciuic.daemon.events import EventBus
+from ciuic.daemon.housekeeping import Housekeeping
 from ciuic.daemon.schedule import Schedule, first_due
+
+if TYPE_CHECKING:
+    from ciuic.daemon.service import Daemon
 
 NOW = datetime(2026, 1, 1, tzinfo=timezone.utc)
 HOUR = timedelta(hours=1)
@@ -143,3 +152,40 @@ def test_a_clock_put_forward_wakes_the_scheduler(monkeypatch: pytest.MonkeyPatch
         schedule.stop()
 
     trio.run(main)
+
+
+@pytest.mark.parametrize(
+    ("wall_seconds", "boot_seconds", "moved"),
+    [(30, 30, 0), (86_400, 86_400, 0), (55, 30, 0), (86_430, 30, 86_400), (-86_370, 30, -86_400)],
+)
+def test_a_clock_that_is_set_is_told_from_time_that_passed(
+    wall_seconds: int, boot_seconds: int, moved: float
+) -> None:
+    """Sleeping for a day and being disciplined is not being set; it is said once and by how much."""
+    now, boot = [10**18], [10**12]
+    watch = ClockWatch(lambda: now[0], lambda: boot[0])
+    assert watch.moved_seconds() == 0
+    now[0] += wall_seconds * 10**9
+    boot[0] += boot_seconds * 10**9
+    assert watch.moved_seconds() == moved
+    assert watch.moved_seconds() == 0
+
+
+def test_a_clock_that_was_set_is_an_alert() -> None:
+    """Status says by how much and since when, and the schedule heeds it."""
+    moments = [10**18]
+    alerts = Alerts(EventBus(lambda: moments[0]), lambda: moments[0])
+    heeded: list[bool] = []
+    daemon = SimpleNamespace(
+        now_ns=lambda: moments[0],
+        alerts=alerts,
+        schedule=SimpleNamespace(heed_clock=lambda: heeded.append(True)),
+    )
+    housekeeping = Housekeeping(cast("Daemon", daemon))
+    housekeeping._look_at_clock()
+    assert "clock" not in alerts
+    moments[0] -= 7200 * 10**9
+    housekeeping._look_at_clock()
+    (alert,) = alerts.standing()
+    assert (alert.key, alert.message) == ("clock", "the clock was put back by 2h00m")
+    assert heeded == [True, True]
