@@ -42,6 +42,7 @@ from ciuic.errors import Busy, CiuicError, UsageError
 from ciuic.excludes import effective_patterns
 from ciuic.fuse_layer.undo_format import UndoDamaged, UndoLost
 from ciuic.ioprio import IoPriority, set_io_priority
+from ciuic.privileges import limit_capture
 from ciuic.repository import Repository, Writer
 from ciuic.types import RootRecord, Snapshot, SnapshotDraft, SnapshotId
 
@@ -164,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         job = _offline_job(options) if options.offline else decode_job(sys.stdin.buffer.read())
         repository = job.repository
         _be_humble(job.io_priority)
+        _be_weak(repository)
         done = run_job(job, report)
     except msgspec.MsgspecError as error:
         output.tell(Failed(error=f"no capture job on standard input: {error}", code=UsageError.exit_code))
@@ -204,6 +206,14 @@ def _be_humble(io_priority: str) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(_OOM_SCORE_ADJ)  # where it cannot be written, we are a process like any other
+
+
+def _be_weak(repository: str) -> None:
+    """Keep the privileges that reading takes, and no others."""
+    try:
+        limit_capture(repository)
+    except OSError as error:  # a filter of system calls: a snapshot is worth more than this
+        _log.warning("privileges_not_dropped", error=str(error))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -67,6 +67,7 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
 def main() -> int:
     """The process."""
     from ciuic.ioprio import IoPriority, set_io_priority
+    from ciuic.privileges import limit_upkeep
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
@@ -76,6 +77,8 @@ def main() -> int:
         set_io_priority(IoPriority.parse(job.io_priority))
         with suppress(OSError):  # where it cannot be written, we are a process like any other
             Path("/proc/self/oom_score_adj").write_text("500")
+        with suppress(OSError):  # a filter of system calls: full disks are worse than this
+            limit_upkeep(job.repository)
         answer: PruneReport | ErrorDocument = run_job(job, should_stop=stop.is_set)
         code = 0
     except CiuicError as error:

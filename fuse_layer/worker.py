@@ -29,6 +29,7 @@ import pyfuse3
 import structlog
 import trio
 
+from ciuic import privileges
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core import OverlayCore
@@ -204,6 +205,10 @@ def _prepare_process(root: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
     # A thread that has copied a megabyte must not keep the event loop waiting for the usual 5 ms.
     sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        privileges.limit_worker()
+    except OSError as error:  # a filter of system calls: the job's file system is worth more than this
+        log.warning("privileges_not_dropped", error=str(error))
 
 
 def _raise_descriptor_limit() -> None:

@@ -1,0 +1,191 @@
+"""What a process of ours may do beyond what its user may: given up for good, as soon as it is known what is needed.
+
+Guarantees: what `keep_only` took away does not come back, not by setuid programs or file capabilities either
+(PR_SET_NO_NEW_PRIVS; the sets are permitted, effective, inheritable, ambient and, where that is allowed, bounding).
+Nothing here fails because something was missing already: in a container there is only less to give up. Capabilities
+belong to threads: call before any is started. Numbers are those of linux/capability.h and linux/prctl.h; the calls are
+described in capset(2), prctl(2) and capabilities(7).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+import resource
+import stat
+from collections.abc import Iterable
+from typing import Final
+
+_PR_SET_DUMPABLE: Final = 4
+_PR_CAPBSET_DROP: Final = 24
+_PR_SET_NO_NEW_PRIVS: Final = 38
+_PR_CAP_AMBIENT: Final = 47
+_PR_CAP_AMBIENT_CLEAR_ALL: Final = 4
+_CAPABILITY_VERSION_3: Final = 0x20080522
+_CLONE_NEWNET: Final = 0x40000000
+_WORD_BITS: Final = 32
+
+
+class Capability(enum.IntEnum):
+    """Those that a process of ours has a use for (linux/capability.h)."""
+
+    CHOWN = 0
+    DAC_OVERRIDE = 1
+    DAC_READ_SEARCH = 2
+    FOWNER = 3
+    FSETID = 4
+    SETGID = 6
+    SETUID = 7
+    SYS_PTRACE = 19
+    SYS_ADMIN = 21
+    MKNOD = 27
+    SETFCAP = 31
+    MAC_OVERRIDE = 32
+    MAC_ADMIN = 33
+
+
+OVERLAY_WORKER: Final = frozenset(
+    {
+        Capability.CHOWN,
+        Capability.DAC_OVERRIDE,
+        Capability.DAC_READ_SEARCH,
+        Capability.FOWNER,
+        Capability.FSETID,
+        Capability.SETGID,
+        Capability.SETUID,
+        Capability.SYS_ADMIN,
+        Capability.MKNOD,
+        Capability.SETFCAP,
+        Capability.MAC_OVERRIDE,
+        Capability.MAC_ADMIN,
+    }
+)
+"""docs/security.md has a reason for each."""
+
+CAPTURE: Final = frozenset(
+    {Capability.DAC_READ_SEARCH, Capability.FOWNER, Capability.SYS_ADMIN, Capability.SYS_PTRACE}
+)
+"""Reads everybody's files, without moving access times, trusted.* attributes included, and what the worker keeps."""
+
+UPKEEP: Final = frozenset({Capability.DAC_READ_SEARCH})
+"""To reach the repository through directories of others."""
+
+
+class _Header(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _Word(ctypes.Structure):
+    _fields_ = (
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inheritable", ctypes.c_uint32),
+    )
+
+
+_Sets = _Word * 2
+_libc = ctypes.CDLL(None, use_errno=True)
+_prctl = _libc.prctl
+_prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+
+
+def permitted() -> frozenset[int]:
+    """The numbers of the capabilities that the calling thread may use."""
+    return frozenset(
+        index * _WORD_BITS + bit
+        for index, word in enumerate(_read())
+        for bit in range(_WORD_BITS)
+        if word.permitted >> bit & 1
+    )
+
+
+def keep_only(wanted: Iterable[int]) -> frozenset[int]:
+    """Gives up everything else for good; returns what is left: what was wanted and was there. OSError if it is refused."""
+    kept = permitted() & frozenset(wanted)
+    _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    # Needs CAP_SETPCAP, which a service may lack. Without it no_new_privs alone keeps programs from getting them back.
+    for number in range(_last_capability() + 1):
+        if number not in kept:
+            _prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)
+    sets = _Sets()
+    for number in kept:
+        word = sets[number // _WORD_BITS]
+        word.permitted |= 1 << number % _WORD_BITS
+        word.effective = word.permitted
+    _check(_libc.capset(ctypes.byref(_Header(_CAPABILITY_VERSION_3, 0)), sets))
+    return kept
+
+
+def limit_capture(repository: str) -> frozenset[int]:
+    """For the calling process to be a capture into ``repository``; returns what it still may."""
+    has = permitted()
+    # It follows /proc/<worker>/fd: with CAP_SYS_PTRACE, or else by being allowed all that the worker is.
+    wanted = CAPTURE if Capability.SYS_PTRACE in has else has
+    leave_network()
+    no_core_dumps()
+    return keep_only(wanted | _to_write(repository))
+
+
+def limit_upkeep(repository: str) -> frozenset[int]:
+    """For the calling process to remove snapshots from ``repository``, wherever that lies."""
+    leave_network()
+    no_core_dumps()
+    return keep_only(UPKEEP | _to_write(repository))
+
+
+def limit_worker() -> frozenset[int]:
+    """For the calling process to be an overlay worker. Call when limits are raised, which takes CAP_SYS_RESOURCE."""
+    if (
+        Capability.SYS_PTRACE in permitted()
+    ):  # else captures, which have no more than we, could not reach our descriptors
+        no_core_dumps()
+    return keep_only(OVERLAY_WORKER)
+
+
+def _to_write(repository: str) -> frozenset[int]:
+    """CAP_DAC_OVERRIDE, unless the repository and what is in it are ours to write."""
+    try:
+        with os.scandir(repository) as entries:
+            facts = [os.stat(repository), *(entry.stat(follow_symlinks=False) for entry in entries)]
+    except OSError:
+        facts = []  # whoever opens it says what is wrong with it
+    ours = bool(facts) and all(st.st_uid == os.geteuid() and st.st_mode & stat.S_IWUSR for st in facts)
+    return frozenset() if ours else frozenset({Capability.DAC_OVERRIDE})
+
+
+def no_core_dumps() -> None:
+    """What is in our memory (files of all users, the seed of the repository) goes into no core file.
+
+    RLIMIT_CORE alone does not bind handlers that the kernel pipes the dump to. Not being dumpable also closes
+    /proc/<pid>/fd, mem and environ to whoever lacks CAP_SYS_PTRACE.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    _prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def leave_network() -> bool:
+    """An empty network namespace from now on; whether that was possible (CAP_SYS_ADMIN, and no filter against it)."""
+    return bool(_libc.unshare(_CLONE_NEWNET) == 0)
+
+
+def _read() -> ctypes.Array[_Word]:
+    sets = _Sets()
+    _check(_libc.capget(ctypes.byref(_Header(_CAPABILITY_VERSION_3, 0)), sets))
+    return sets
+
+
+def _last_capability() -> int:
+    try:
+        with open("/proc/sys/kernel/cap_last_cap") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 2 * _WORD_BITS - 1
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,249 @@
+"""Other users of the machine: what they can reach of a running ciuic, tried by processes that are those users."""
+
+from __future__ import annotations
+
+import grp
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.live import Live, installed, wait_for
+from support.second_user import MADE_UP, NOBODY, User, everything_below, reach, run_as
+
+from ciuic.privileges import CAPTURE, OVERLAY_WORKER, Capability, permitted
+from ciuic.repository import Repository
+
+pytestmark = pytest.mark.mount
+_HOLD_LOCK = (
+    "import sys; from pathlib import Path; from ciuic.repository import Repository;"
+    "r = Repository.open(Path(sys.argv[1])); w = r.writer().__enter__(); print('held', flush=True); sys.stdin.read()"
+)
+
+
+@pytest.fixture
+def short_tmp(short_tmp: Path, run_dir: Path) -> Path:
+    """Every user may come as far as here, as in /srv or /home: what keeps him out is to be ciuic's own doing."""
+    run_dir.chmod(0o755)
+    short_tmp.chmod(0o755)
+    return short_tmp
+
+
+def _status(pid: int) -> dict[str, str]:
+    lines = (line.partition(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return {key: value.strip() for key, _, value in lines}
+
+
+def _mask(capabilities: frozenset[Capability]) -> str:
+    return f"{sum(1 << number for number in capabilities & permitted()):016x}"
+
+
+def _pids(live: Live, module: str) -> list[int]:
+    return [pid for pid, command in live.processes().items() if f"-m {module} " in f"{command} "]
+
+
+@contextmanager
+def _capture_waiting(live: Live) -> Iterator[str]:
+    """Inside, a snapshot is cut and its capture waits for the repository: everything that is ever on disk is there."""
+    holder = subprocess.Popen(
+        [str(installed("python")), "-c", _HOLD_LOCK, str(live.repository)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        snapshot = live.run("snapshot").stdout.decode().split()[0]
+        wait_for("the capture", lambda: _pids(live, "ciuic.daemon.capture"), 30)
+        yield snapshot
+    finally:
+        holder.communicate(timeout=30)
+    wait_for("the snapshot", lambda: snapshot in [listed.id for listed in live.list()], 60)
+
+
+@pytest.mark.skipif(Capability.SYS_PTRACE not in permitted(), reason="captures keep everything then")
+def test_workers_and_captures_run_without_what_they_do_not_need(protected: Live, root: Path) -> None:
+    """The serving worker and a capture at work have exactly the documented capabilities, and can gain none."""
+    (root / "file").write_text("x")
+    with _capture_waiting(protected):
+        (capture,) = _pids(protected, "ciuic.daemon.capture")
+        wait_for("giving up", lambda: _status(capture)["CapPrm"] == _mask(CAPTURE), 30)
+        (worker,) = _pids(protected, "ciuic.fuse_layer.worker")
+        for pid, kept in ((capture, CAPTURE), (worker, OVERLAY_WORKER)):
+            now = _status(pid)
+            assert (now["CapPrm"], now["CapEff"], now["NoNewPrivs"]) == (_mask(kept), _mask(kept), "1")
+            assert (int(now["CapInh"], 16), int(now["CapAmb"], 16)) == (0, 0)
+
+
+def test_nobody_reaches_what_he_could_not_read_before(live: Live, root: Path, short_tmp: Path) -> None:
+    """With a snapshot pending and its undo log full of old content, another user reaches of all that ciuic has made
+    nothing but the names of its sockets; neither through the mount nor behind it, nor after the end."""
+    behind = short_tmp / "behind"
+    behind.mkdir()
+    (live.top / "run").chmod(0o755)  # as systemd makes it
+    root.chmod(0o755)
+    for name, mode in (("public", 0o644), ("secret", 0o600), ("gone", 0o600), ("renamed", 0o600)):
+        (root / name).write_bytes(os.urandom(600_000))
+        (root / name).chmod(mode)
+    subprocess.run(["mount", "--bind", root, behind], check=True)
+    try:
+        live.run("protect", str(root))
+        live.start(root)
+        wait_for("the first snapshot", live.list, 60)
+        with _capture_waiting(live):
+            with open(root / "public", "r+b") as file:
+                file.write(b"new" * 1000)
+            (root / "public").chmod(0o600)  # its old content is not for those who may not read it now
+            (root / "gone").unlink()
+            (root / "renamed").rename(root / "renamed too")
+            with open(root / "secret", "r+b") as file:
+                file.truncate(5)
+            _assert_unreachable(live, root, behind, working=True)
+        _assert_unreachable(live, root, behind, working=False)
+        live.stop()
+        _assert_unreachable(live, root, behind, working=False)
+    finally:
+        subprocess.run(["umount", "-l", behind], check=True)
+
+
+def _assert_unreachable(live: Live, root: Path, behind: Path, *, working: bool) -> None:
+    state = behind / ".ciuic-state"
+    run = live.top / "run"
+    paths = everything_below(live.repository, run, root, behind)
+    if working:
+        assert any(path.startswith(str(state / "undo/hold/")) for path in paths)
+        assert any(path.startswith(str(state / "undo/blocks-")) for path in paths)
+    allowed = {str(path) for path in (root, behind, run, run / "daemon.lock") if path.exists()}
+    for user in (NOBODY, MADE_UP):
+        assert reach(user, paths) == allowed
+
+
+def test_the_control_sockets_are_for_root_alone(protected: Live) -> None:
+    """Another user, and one with root's group, cannot connect to the daemon's socket nor to a worker's."""
+    run = protected.top / "run"
+    run.chmod(0o755)
+    sockets = [path for path in run.iterdir() if path.is_socket()]
+    assert len(sockets) == 2
+    for user in (NOBODY, MADE_UP, User(54321, 0, (0, 4321))):
+        assert reach(user, sockets) == set()
+    assert reach(User(0, 0), sockets) == set(map(str, sockets))
+
+
+def test_the_group_of_the_control_socket_gets_that_socket_and_no_other(short_tmp: Path, root: Path) -> None:
+    """With `[control] group`, its members may ask the daemon; others may not, and workers' sockets stay root's."""
+    group = next(entry for entry in grp.getgrall() if entry.gr_gid not in (0, 65534))
+    with Live(short_tmp, more_config=f'\n[control]\ngroup = "{group.gr_name}"\n') as live:
+        live.run("protect", str(root))
+        live.start(root)
+        (live.top / "run").chmod(0o755)
+        sockets = [path for path in (live.top / "run").iterdir() if path.is_socket()]
+        control = str(live.top / "run/control.sock")
+        assert reach(User(54321, group.gr_gid), sockets) == {control}
+        assert reach(User(54321, 54321, (group.gr_gid,)), sockets) == {control}
+        assert reach(MADE_UP, sockets) == set()
+        live.stop()
+
+
+_CLI = """
+import importlib, pathlib
+import ciuic.cli, encodings.idna, rich.progress
+for folder in ("", "repository/", "restore/", "config/", "cli/"):
+    for file in (pathlib.Path(ciuic.__file__).parent / folder).glob("*.py"):
+        if file.stem not in ("__init__", "__main__", "daemon_command"):
+            importlib.import_module("ciuic." + folder.replace("/", ".") + file.stem)
+import ciuic.daemon.capture
+os.environ["HOME"] = "/nonexistent"
+"""
+_RUN = "os.environ['CIUIC_CONFIG'] = sys.argv[1]; sys.argv = ['ciuic', *sys.argv[2:]]; sys.exit(ciuic.cli.main())"
+_TAKE = "sys.exit(ciuic.daemon.capture.main(sys.argv[1:]))"
+
+
+def _cli(live: Live, user: User, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_as(user, _RUN, str(live.config), *arguments, imports=_CLI)
+
+
+def _create(path: Path) -> None:
+    Repository.create(path).close()
+
+
+def test_the_commands_of_an_ordinary_user_on_roots_repository(live: Live, root: Path) -> None:
+    """list, show, diff, verify and restore end with 7 and one sentence, and nothing of it is shown or made."""
+    (root / "file").write_text("never to be seen")
+    _create(live.repository)
+    _capture(live, User(0, 0), root)
+    live.config.chmod(0o644)
+    out = _open_to_all(live.top / "out")
+    for arguments in (
+        ["list"],
+        ["show", "latest"],
+        ["diff", "latest", str(root)],
+        ["verify", "latest"],
+        ["restore", "-s", "latest", "-p", str(root), "-d", str(out)],
+    ):
+        done = _cli(live, MADE_UP, *arguments)
+        assert done.returncode == 7, (arguments, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert "never" not in done.stdout
+    assert list(out.iterdir()) == []
+
+
+def test_an_ordinary_user_takes_and_restores_what_is_his(live: Live, root: Path) -> None:
+    """Somebody who is not root snapshots his files into a repository of his own, which only he can read, and gets them
+    back; what he may not read is named and left out."""
+    owner = MADE_UP
+    home = _open_to_all(live.top / "home")
+    (root / "mine").write_text("mine")
+    (root / "mine").chmod(0o600)
+    (root / "roots").write_text("not his")
+    (root / "roots").chmod(0o600)
+    for path in (root, root / "mine"):
+        os.chown(path, owner.uid, owner.gid)
+    live.config.write_text(f'[repository]\npath = "{home}/repository"\n')
+    live.config.chmod(0o644)
+    run_as(
+        owner, "ciuic.repository.Repository.create(sys.argv[1])", f"{home}/repository", imports=_CLI
+    ).check_returncode()
+    done = run_as(
+        owner, _TAKE, "--offline", "--repo", f"{home}/repository", "--root", str(root), imports=_CLI
+    )
+    assert (done.returncode, "Permission denied" in done.stdout) == (0, True), done.stderr
+    restored = _cli(live, owner, "restore", "-s", "latest", "-p", str(root), "-d", f"{home}/out")
+    assert restored.returncode == 0, restored.stderr
+    assert {path.name: path.read_text() for path in (home / "out/root").iterdir()} == {"mine": "mine"}
+    facts = (home / "out/root/mine").stat()
+    assert (facts.st_uid, facts.st_gid, facts.st_mode & 0o7777) == (owner.uid, owner.gid, 0o600)
+    assert reach(NOBODY, everything_below(home / "repository")) == set()
+
+
+def test_nobody_but_root_makes_setuid_files_of_others(live: Live, root: Path) -> None:
+    """Restored by somebody else, root's setuid program is that person's plain file, and the owner is named as the one
+    thing that is missing; a device is not made at all."""
+    home = _open_to_all(live.top / "home")
+    (root / "program").write_text("#!/bin/sh")
+    os.chown(root / "program", 0, 0)
+    (root / "program").chmod(0o6755)
+    os.mknod(root / "device", stat.S_IFBLK | 0o666, os.makedev(7, 200))
+    _create(live.repository)
+    _capture(live, User(0, 0), root)
+    for path in everything_below(live.repository):
+        os.chown(path, *MADE_UP[:2])
+    live.config.chmod(0o644)
+    done = _cli(live, MADE_UP, "restore", "-s", "latest", "-p", str(root), "-d", str(home))
+    assert done.returncode == 8, done.stderr
+    facts = (home / "root/program").stat()
+    assert (facts.st_uid, facts.st_mode & 0o7777) == (MADE_UP.uid, 0o755)
+    assert not (home / "root/device").exists()
+
+
+def _open_to_all(path: Path) -> Path:
+    path.mkdir()
+    path.chmod(0o777)
+    return path
+
+
+def _capture(live: Live, user: User, root: Path) -> None:
+    done = run_as(user, _TAKE, "--offline", "--repo", str(live.repository), "--root", str(root), imports=_CLI)
+    done.check_returncode()

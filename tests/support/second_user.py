@@ -1,0 +1,84 @@
+"""Another user of the machine, as a real process: what it can open of a list of paths, and programs run as it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+_BECOME = """
+import json, os, socket, stat, sys
+def become(uid, gid, groups):
+    os.setgroups(groups); os.setresgid(gid, gid, gid); os.setresuid(uid, uid, uid)
+"""
+_REACH = """
+def reached(path):
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return ""
+    try:
+        if stat.S_ISDIR(mode):
+            os.listdir(path)
+        elif stat.S_ISSOCK(mode):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(path)
+        elif stat.S_ISREG(mode):
+            os.close(os.open(path, os.O_RDONLY))
+        else:
+            return ""
+        return "r"
+    except OSError:
+        pass
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError:
+        return ""
+    return "w"
+uid, gid, groups, paths = json.load(sys.stdin)
+become(uid, gid, groups)
+json.dump([path for path in paths if reached(os.fsencode(path))], sys.stdout)
+"""
+
+
+class User(NamedTuple):
+    """Numbers suffice: nobody need be in /etc/passwd."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+
+
+NOBODY = User(65534, 65534)
+MADE_UP = User(54321, 54321)
+
+
+def reach(user: User, paths: Iterable[Path | str]) -> set[str]:
+    """Which of these the user can list, open for reading or writing, or connect to."""
+    question = json.dumps([user.uid, user.gid, list(user.groups), [os.fspath(path) for path in paths]])
+    done = subprocess.run(
+        [sys.executable, "-c", _BECOME + _REACH], input=question, capture_output=True, text=True, check=True, timeout=60
+    )  # fmt: skip
+    return set(json.loads(done.stdout))
+
+
+def run_as(user: User, script: str, *arguments: str, imports: str = "") -> subprocess.CompletedProcess[str]:
+    """A Python program as that user, with no capability. ``imports`` run before, as he may be unable to read our modules."""
+    become = f"become({user.uid}, {user.gid}, {list(user.groups)})\n"
+    return subprocess.run(
+        [sys.executable, "-c", _BECOME + imports + "\n" + become + script, *arguments],
+        capture_output=True, text=True, check=False, timeout=120, cwd="/",
+    )  # fmt: skip
+
+
+def everything_below(*tops: Path) -> list[str]:
+    """Every path, the tops included, as root sees them; mounts are entered."""
+    found = [str(top) for top in tops]
+    for top in tops:
+        for folder, folders, files in os.walk(top):
+            found += [os.path.join(folder, name) for name in (*folders, *files)]
+    return found
