@@ -7,6 +7,7 @@ nanosecond, and one that is not named stays as it is. The kernel has checked per
 from __future__ import annotations
 
 import os
+import stat
 from typing import NamedTuple
 
 from ciuic.fuse_layer import syscalls
@@ -118,13 +119,19 @@ class Attributes:
         path, follow, _keep = self._target(self._nodes.get(node_id))
         return [os.fsencode(name) for name in os.listxattr(path, follow_symlinks=follow)]
 
-    def setxattr(self, node_id: int, name: bytes, value: bytes, flags: int) -> None:
-        """``flags``: 0, XATTR_CREATE or XATTR_REPLACE."""
+    def setxattr(
+        self, node_id: int, name: bytes, value: bytes, flags: int, *, drops_group_bit: bool = False
+    ) -> None:
+        """``flags``: 0, XATTR_CREATE or XATTR_REPLACE. ``drops_group_bit``: an ACL set by somebody outside the file's group takes
+        the set-group-id bit away, as his chmod(2) would; the file system cannot see him behind us."""
         node = self._nodes.get(node_id)
         with self._state.gate:
             self._state.keep_inode(node)
             path, follow, _keep = self._target(node)
             self._state.with_space(lambda: os.setxattr(path, name, value, flags, follow_symlinks=follow))
+            if drops_group_bit:
+                pinned, _keep_pinned = self._pinned(node)
+                os.chmod(pinned, stat.S_IMODE(os.stat(pinned).st_mode) & ~stat.S_ISGID)
             if self._state.tracked(node):
                 self._state.tracker.mark_attrs(node)
 

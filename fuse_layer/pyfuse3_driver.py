@@ -12,6 +12,7 @@ import errno
 import functools
 import itertools
 import os
+import stat
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -41,6 +42,7 @@ log = structlog.get_logger(__name__)
 INLINE_WRITE_BYTES = 128 << 10
 """A larger write goes to a thread: copying it takes longer than the hop, and other requests need the event loop."""
 _DOTS = (b".", b"..")
+_ACCESS_ACL = b"system.posix_acl_access"
 LISTING_STEP = 64
 """Directory entries between two chances for other requests."""
 
@@ -295,8 +297,24 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
+        operation = functools.partial(
+            self.core.setxattr, drops_group_bit=self._is_outsider_acl(inode, name, ctx)
+        )
         # pyfuse3 has already carried out XATTR_CREATE and XATTR_REPLACE by asking for the attribute first.
-        await self._dispatch.change(self.core.setxattr, inode, name, value, 0)
+        await self._dispatch.change(operation, inode, name, value, 0)
+
+    def _is_outsider_acl(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bool:
+        """Whether this sets the ACL of a set-group-id file of a group that the caller is not in. The kernel could say so, but
+        libfuse does not ask it to (FUSE_SETXATTR_EXT)."""
+        if name != _ACCESS_ACL or ctx.uid == 0:
+            return False
+        attr = self.core.getattr(inode)
+        if not attr.st.st_mode & stat.S_ISGID or attr.st.st_gid == ctx.gid:
+            return False
+        try:
+            return attr.st.st_gid not in pyfuse3.get_sup_groups(ctx.pid)
+        except (OSError, RuntimeError):  # gone, or of another process namespace: one bit too few is safe
+            return True
 
     @_answered
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:

@@ -43,6 +43,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SESSION_TASKS = 64
 """Requests at once; a task that has received a large write keeps its buffer of a MiB."""
 _COLLECT_SECONDS = 10.0
+_PROBE_SECONDS = 5.0
 _SWITCH_SECONDS = 0.0005
 _OOM_SCORE_ADJ = -800
 _PR_SET_NAME = 15
@@ -60,6 +61,7 @@ class Worker:
         self._ready_fd = ready_fd
         self._mounted_ns = 0
         self._device = ""
+        self._has_served = False
         self._token: trio.lowlevel.TrioToken | None = None
         self._stopping = trio.Event()
         self._stop_lock = threading.Lock()
@@ -81,6 +83,7 @@ class Worker:
             pyfuse3.init(self._driver, f"/dev/fd/{handshake.session_fd}", set())
             try:
                 trio.run(self._serve, handshake)
+                self._has_served = True
             finally:
                 self._detach()
                 pyfuse3.close(unmount=False)
@@ -147,6 +150,8 @@ class Worker:
         entry = mounts.overlay_at(self._root)
         if entry is None or entry.device != self._device:
             return
+        if self._has_served and mounts.probe(self._root, _PROBE_SECONDS) == "alive":
+            return  # our session is over, so this is a successor's mount that was given the number of ours
         mounts.detach(self._root)
         log.info("overlay_detached", root=self._root)
 

@@ -7,8 +7,6 @@ allowed to differ in is listed in docs/conformance.md and nowhere masked here ex
 from __future__ import annotations
 
 import contextlib
-import errno
-import mmap
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -19,12 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.overlay import Overlay, overlay_over
-
-from ciuic.fuse_layer import syscalls
+from support.sides import SLOTS, Side, outcome, tree
 
 pytestmark = pytest.mark.mount
 
-SLOTS = 3
 NAMES = [
     "a",
     "b",
@@ -123,144 +119,6 @@ OPS = st.one_of(
 )
 
 
-def _attributes(st_: os.stat_result) -> tuple[int, ...]:
-    size = 0 if stat.S_ISDIR(st_.st_mode) else st_.st_size
-    return (st_.st_mode, st_.st_nlink, st_.st_uid, st_.st_gid, size, st_.st_rdev)
-
-
-class Side:
-    """One of the two directories, and the handles open on it."""
-
-    def __init__(self, top: Path) -> None:
-        self.top = os.fspath(top)
-        self.slots: list[int | None] = [None] * SLOTS
-
-    def path(self, name: str) -> str:
-        return f"{self.top}/{name}"
-
-    def fd(self, slot: int) -> int:
-        fd = self.slots[slot]
-        if fd is None:
-            raise OSError(errno.EBADF, "slot is empty")
-        return fd
-
-    def close_all(self) -> None:
-        for slot in range(SLOTS):
-            with contextlib.suppress(OSError):
-                self.do_close(slot)
-
-    def do_mkdir(self, name: str, mode: int) -> None:
-        os.mkdir(self.path(name), mode)
-
-    def do_rmdir(self, name: str) -> None:
-        os.rmdir(self.path(name))
-
-    def do_unlink(self, name: str) -> None:
-        os.unlink(self.path(name))
-
-    def do_rename(self, old: str, new: str, flags: int) -> None:
-        syscalls.renameat2(-100, os.fsencode(self.path(old)), -100, os.fsencode(self.path(new)), flags)
-
-    def do_link(self, old: str, new: str) -> None:
-        os.link(self.path(old), self.path(new), follow_symlinks=False)
-
-    def do_symlink(self, target: str, name: str) -> None:
-        os.symlink(target, self.path(name))
-
-    def do_mknod(self, name: str, kind: int, mode: int) -> None:
-        os.mknod(self.path(name), kind | mode, os.makedev(1, 3) if kind == stat.S_IFCHR else 0)
-
-    def do_open(self, name: str, flags: int, mode: int, slot: int) -> None:
-        # Without O_NONBLOCK, opening a fifo would wait for a partner.
-        fd = os.open(self.path(name), flags | os.O_NONBLOCK, mode)
-        with contextlib.suppress(OSError):
-            self.do_close(slot)
-        self.slots[slot] = fd
-
-    def do_close(self, slot: int) -> None:
-        fd = self.fd(slot)
-        self.slots[slot] = None
-        os.close(fd)
-
-    def do_write(self, slot: int, data: bytes) -> int:
-        return os.write(self.fd(slot), data)
-
-    def do_pwrite(self, slot: int, offset: int, data: bytes) -> int:
-        return os.pwrite(self.fd(slot), data, offset)
-
-    def do_read(self, slot: int, size: int) -> bytes:
-        return os.read(self.fd(slot), size)
-
-    def do_pread(self, slot: int, size: int, offset: int) -> bytes:
-        return os.pread(self.fd(slot), size, offset)
-
-    def do_ftruncate(self, slot: int, size: int) -> None:
-        os.ftruncate(self.fd(slot), size)
-
-    def do_truncate(self, name: str, size: int) -> None:
-        os.truncate(self.path(name), size)
-
-    def do_fstat(self, slot: int) -> tuple[int, ...]:
-        return _attributes(os.fstat(self.fd(slot)))
-
-    def do_fchmod(self, slot: int, mode: int) -> None:
-        os.fchmod(self.fd(slot), mode)
-
-    def do_fsync(self, slot: int) -> None:
-        os.fsync(self.fd(slot))
-
-    def do_map(self, slot: int, offset: int, data: bytes) -> bytes:
-        """Write through a shared mapping where the handle allows it; what is then read back through the handle."""
-        fd = self.fd(slot)
-        found = os.fstat(fd)
-        if found.st_size < offset + len(data) or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o6000:
-            raise OSError(errno.EINVAL, "beyond the end, or with set-id bits (docs/conformance.md)")
-        with mmap.mmap(fd, 0, mmap.MAP_SHARED) as mapping:
-            mapping[offset : offset + len(data)] = data
-        return os.pread(fd, 6000, 0)
-
-    def do_chmod(self, name: str, mode: int) -> None:
-        os.chmod(self.path(name), mode)
-
-    def do_chown(self, name: str, uid: int, gid: int) -> None:
-        os.lchown(self.path(name), uid, gid)
-
-    def do_utime(self, name: str, atime_ns: int, mtime_ns: int) -> tuple[int, int]:
-        os.utime(self.path(name), ns=(atime_ns, mtime_ns), follow_symlinks=False)
-        found = os.lstat(self.path(name))
-        return (found.st_atime_ns, found.st_mtime_ns)
-
-    def do_setxattr(self, name: str, key: str, value: bytes, flags: int) -> None:
-        os.setxattr(self.path(name), key, value, flags, follow_symlinks=False)
-
-    def do_getxattr(self, name: str, key: str) -> bytes:
-        return os.getxattr(self.path(name), key, follow_symlinks=False)
-
-    def do_listxattr(self, name: str) -> list[str]:
-        return sorted(os.listxattr(self.path(name), follow_symlinks=False))
-
-    def do_removexattr(self, name: str, key: str) -> None:
-        os.removexattr(self.path(name), key, follow_symlinks=False)
-
-    def do_lstat(self, name: str) -> tuple[int, ...]:
-        return _attributes(os.lstat(self.path(name)))
-
-    def do_stat(self, name: str) -> tuple[int, ...]:
-        return _attributes(os.stat(self.path(name)))
-
-    def do_readlink(self, name: str) -> str:
-        return os.readlink(self.path(name))
-
-    def do_listdir(self, name: str) -> list[str]:
-        return sorted(os.listdir(self.path(name)))
-
-    def do_whole(self, name: str) -> bytes:
-        if not stat.S_ISREG(os.stat(self.path(name)).st_mode):
-            raise OSError(errno.EINVAL, "not a file")
-        with open(self.path(name), "rb") as file:
-            return file.read()
-
-
 @contextlib.contextmanager
 def _as(uid: int, umask: int) -> Iterator[None]:
     """Effective user and group ``uid``, as the file systems see them."""
@@ -276,39 +134,10 @@ def _as(uid: int, umask: int) -> Iterator[None]:
 
 
 def _outcome(side: Side, op: Op) -> tuple[str, Any]:
-    call: Callable[..., Any] = getattr(side, f"do_{op.what}")
     # Writing as root keeps set-id bits on a plain file system and loses them here (docs/conformance.md).
     uid = 65534 if op.what in ("write", "pwrite") else op.uid
     with _as(uid, op.umask):
-        try:
-            return ("done", call(*op.args))
-        except OSError as error:
-            return ("refused", errno.errorcode.get(error.errno or 0, error.errno))
-        except ValueError as error:  # mmap of an empty file
-            return ("refused", str(error))
-
-
-def _tree(top: str) -> dict[str, Any]:
-    """Everything below a directory: attributes, targets, contents, and which names are one inode."""
-    found: dict[str, Any] = {}
-    inodes: dict[int, str] = {}
-    for directory, names, files in os.walk(top):
-        for name in sorted(names + files):
-            path = os.path.join(directory, name)
-            shown = os.path.relpath(path, top)
-            st_ = os.lstat(path)
-            content: bytes | str = b""
-            if stat.S_ISREG(st_.st_mode):
-                with open(path, "rb") as file:
-                    content = file.read()
-            elif stat.S_ISLNK(st_.st_mode):
-                content = os.readlink(path)
-            xattrs = {
-                key: os.getxattr(path, key, follow_symlinks=False)
-                for key in os.listxattr(path, follow_symlinks=False)
-            }
-            found[shown] = (_attributes(st_), content, xattrs, inodes.setdefault(st_.st_ino, shown))
-    return found
+        return outcome(side, op.what, op.args)
 
 
 @pytest.fixture(scope="module")
@@ -344,16 +173,16 @@ def _compare(
         for step, op in enumerate(ops):
             between(step)
             assert _outcome(actual, op) == _outcome(expected, op), f"step {step}: {op}"
-        assert _tree(actual.top) == _tree(expected.top)
+        assert tree(actual.top) == tree(expected.top)
     finally:
         expected.close_all()
         actual.close_all()
-    after = _tree(expected.top)
-    assert _tree(actual.top) == after
+    after = tree(expected.top)
+    assert tree(actual.top) == after
     for epoch in overlay.client.status().pending:
         overlay.client.committed(epoch)  # while one is pending, what it needs is kept alive by links of ours
     # Closing has written everything back: the backing directory is complete and ordinary.
-    assert _tree(os.fspath(overlay.backing / case)) == after
+    assert tree(os.fspath(overlay.backing / case)) == after
 
 
 @given(

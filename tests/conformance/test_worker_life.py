@@ -115,6 +115,27 @@ def test_umount_by_somebody_else_is_a_clean_end(overlay: Overlay, root: Path) ->
     assert (root / ".ciuic-state" / "tracking").exists()
 
 
+def test_the_end_of_a_worker_leaves_the_mount_of_its_successor_alone(
+    overlay: Overlay, root: Path, short_tmp: Path
+) -> None:
+    """Unmounted by somebody, and slow to notice: what has been mounted meanwhile, under the same device number, stays."""
+    first = mounts.overlay_at(os.fspath(root))
+    overlay.process.send_signal(signal.SIGSTOP)
+    try:
+        mounts.detach(os.fspath(root))  # umount(8) asks the file system first
+        successor = Overlay(root, short_tmp / "successor.sock")
+    finally:
+        overlay.process.send_signal(signal.SIGCONT)
+    with successor:
+        second = mounts.overlay_at(os.fspath(root))
+        assert first is not None
+        assert second is not None
+        assert first.device == second.device  # else this has shown nothing
+        assert overlay.process.wait(WAIT_SECONDS) == 0
+        assert mounts.overlay_at(os.fspath(root)) is not None
+        assert (root / "before").read_text() == "was here before the mount"
+
+
 def test_a_killed_worker_leaves_a_dead_mount_and_complete_files(overlay: Overlay, root: Path) -> None:
     """After SIGKILL the mount answers ENOTCONN, is found dead, comes off, and the plain files are there."""
     (root / "synced").write_text("safe")

@@ -1,0 +1,158 @@
+"""Permissions: several users at once, each a process of his own with supplementary groups, on the mount and on a plain
+directory. Results, errnos, attributes, ACLs and contents agree, whoever did what before.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.actor import ALICE, BOB, CAROL, NOBODY, ROOT, Actor
+from support.overlay import Overlay, overlay_over
+from support.sides import tree
+
+pytestmark = pytest.mark.mount
+
+USERS = [ROOT, ALICE, BOB, CAROL, NOBODY]
+PATHS = st.sampled_from(["a", "b", "d", "d/a", "d/b", "d/e", "d/e/a", "f", "f/a"])
+IDS = st.sampled_from([-1, 0, *(user.uid for user in USERS[1:])])
+GROUPS = st.sampled_from([-1, 0, 21001, 21002, 22001, 22002, 65534])
+FOLDER_MODES = st.sampled_from([0o755, 0o777, 0o1777, 0o2775, 0o3777, 0o750, 0o711, 0o2070, 0o500])
+"""Sticky and set-group-id ones among them."""
+FILE_MODES = st.sampled_from([0o644, 0o666, 0o640, 0o060, 0o006, 0o000, 0o2755, 0o4755, 0o6777, 0o664])
+"""None with set-group-id and without group execution: a matter of its own (docs/conformance.md)."""
+PERMISSIONS = st.integers(0, 7)
+ACCESS = st.sampled_from([os.F_OK, os.R_OK, os.W_OK, os.X_OK, os.R_OK | os.W_OK])
+FLAGS = st.sampled_from([os.O_RDONLY, os.O_RDWR, os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_EXCL, os.O_WRONLY | os.O_TRUNC])  # fmt: skip
+TIMES = st.integers(0, 4 * 10**18)
+SLOT = st.integers(0, 2)
+
+
+class Op(NamedTuple):
+    """One operation of one user."""
+
+    user: int
+    what: str
+    args: tuple[Any, ...]
+    umask: int
+
+
+def _op(what: str, *args: st.SearchStrategy[Any]) -> st.SearchStrategy[Op]:
+    umasks = st.sampled_from([0o022, 0, 0o077, 0o002])
+    return st.builds(Op, st.integers(0, len(USERS) - 1), st.just(what), st.tuples(*args), umasks)
+
+
+OPS = st.one_of(
+    _op("mkdir", PATHS, FOLDER_MODES),
+    _op("mkdir", st.sampled_from(["d", "d/e", "f"]), st.just(0o777)),
+    _op("open", PATHS, FLAGS, FILE_MODES, SLOT),
+    _op("open", PATHS, FLAGS, FILE_MODES, SLOT),
+    _op("mknod", PATHS, st.sampled_from([stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFREG]), FILE_MODES),
+    _op("symlink", st.sampled_from(["a", "d"]), PATHS),
+    _op("unlink", PATHS),
+    _op("rmdir", PATHS),
+    _op("rename", PATHS, PATHS, st.sampled_from([0, 0, 1, 2])),
+    _op("link", PATHS, PATHS),
+    _op("chmod", PATHS, FOLDER_MODES),
+    _op("chmod", PATHS, FILE_MODES),
+    _op("fchmod", SLOT, FILE_MODES),
+    _op("chown", PATHS, IDS, GROUPS),
+    _op("fchown", SLOT, IDS, GROUPS),
+    _op("utime", PATHS, TIMES, TIMES),
+    _op("truncate", PATHS, st.sampled_from([0, 5, 5000])),
+    _op("pread", SLOT, st.just(100), st.just(0)),
+    _op("access", PATHS, ACCESS),
+    _op("setxattr", PATHS, st.sampled_from(["user.one", "trusted.two"]), st.binary(max_size=9), st.just(0)),
+    _op("removexattr", PATHS, st.just("user.one")),
+    _op("getxattr", PATHS, st.sampled_from(["user.one", "trusted.two"])),
+    _op("listxattr", PATHS),
+    _op(
+        *(
+            "setacl",
+            PATHS,
+            st.booleans(),
+            PERMISSIONS,
+            st.tuples(st.sampled_from([21001, 21002]), PERMISSIONS),
+        ),
+        *(PERMISSIONS, PERMISSIONS, PERMISSIONS),
+    ),
+    _op("getacl", PATHS, st.booleans()),
+    _op("lstat", PATHS),
+    _op("listdir", PATHS),
+    _op("whole", PATHS),
+)
+WRITES = _op("write", SLOT, st.binary(min_size=1, max_size=20))
+
+
+@pytest.fixture(scope="module")
+def sides(run_dir: Path) -> Iterator[tuple[Path, Overlay]]:
+    run_dir.chmod(0o711)
+    plain, root = run_dir / "users-plain", run_dir / "users"
+    plain.mkdir()
+    root.mkdir()
+    with overlay_over(root, run_dir / "users.sock") as overlay:
+        yield plain, overlay
+
+
+@pytest.fixture(scope="module")
+def actors() -> Iterator[list[Actor]]:
+    started = [Actor(user) for user in USERS]
+    yield started
+    for actor in started:
+        with actor:
+            pass
+
+
+_case = iter(range(1 << 30))
+
+
+@given(ops=st.lists(st.one_of(OPS, WRITES), min_size=10, max_size=80))
+def test_users_are_let_and_refused_alike(
+    sides: tuple[Path, Overlay], actors: list[Actor], ops: list[Op]
+) -> None:
+    """What any of five users with overlapping groups may do, and what comes of it, is the same on both sides."""
+    plain, overlay = sides
+    case = str(next(_case))
+    tops = [plain / case, overlay.root / case]
+    for top in tops:
+        top.mkdir()
+        top.chmod(0o777)
+    try:
+        for step, op in enumerate(ops):
+            # Writing as root keeps set-id bits on a plain file system and loses them here (docs/conformance.md).
+            actor = actors[ROOT.uid + 1 if op.what == "write" and op.user == 0 else op.user]
+            expected, found = (actor.do(top, op.what, op.args, op.umask) for top in tops)
+            assert found == expected, f"step {step}: {op} as {actor.user}"
+        assert tree(os.fspath(tops[1])) == tree(os.fspath(tops[0]))
+    finally:
+        for actor in actors:
+            actor.close_all()
+    assert tree(os.fspath(overlay.backing / case)) == tree(os.fspath(tops[0]))
+
+
+def test_an_acl_of_somebody_outside_the_group_takes_the_group_bit(
+    sides: tuple[Path, Overlay], actors: list[Actor]
+) -> None:
+    """setfacl by an owner who is not in the file's group clears set-group-id; by a member, primary or not, it does not."""
+    plain, overlay = sides
+    case = str(next(_case))
+    for gid in sorted({*ALICE.groups, *BOB.groups}):
+        seen = []
+        for top in (plain / case / str(gid), overlay.root / case / str(gid)):
+            top.mkdir(parents=True)
+            for name, mode in (("file", 0o2771), ("folder", 0o2771)):
+                (top / name).mkdir() if name == "folder" else (top / name).touch()
+                os.chown(top / name, ALICE.uid, gid)
+                (top / name).chmod(mode)
+                arguments = (name, False, 7, (BOB.uid, 5), 5, 7, 1)
+                assert actors[1].do(top, "setacl", arguments) == ("done", None)
+            seen.append(tree(os.fspath(top)))
+        assert seen[1] == seen[0]
+        bit = stat.S_ISGID if gid in ALICE.groups else 0
+        assert seen[1]["file"][0][0] & stat.S_ISGID == bit
