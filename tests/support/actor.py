@@ -9,6 +9,7 @@ Handles belong to the process and are kept apart by directory, so that one actor
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import resource
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
@@ -67,6 +69,10 @@ class Actor:
     def result(self) -> Any:
         assert self._process.stdout is not None
         return pickle.load(self._process.stdout)
+
+    def start_call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have the process call a function of an importable module; ``result`` waits for what it returns."""
+        self._send("call", function.__module__, function.__name__, args)
 
     def limit_file_size(self, size_bytes: int) -> None:
         """RLIMIT_FSIZE from now on; SIGXFSZ is counted and not fatal (``signals``)."""
@@ -127,6 +133,12 @@ class _Server:
         if side is None:
             side = self._sides[top] = Side(Path(top))
         return outcome(side, what, args)
+
+    def call(self, module: str, function: str, args: tuple[Any, ...]) -> Any:
+        try:
+            return getattr(importlib.import_module(module), function)(*args)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
 
     def limit(self, size_bytes: int) -> None:
         signal.signal(signal.SIGXFSZ, self._count)

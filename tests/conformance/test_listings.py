@@ -1,0 +1,164 @@
+"""Directories that are listed while they change: positions stay valid, and nothing that stayed is lost or doubled."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.listing import Listed, Listing
+from support.overlay import Overlay, overlay_over
+
+pytestmark = pytest.mark.mount
+
+NAMES = 250
+"""More than one reply of the kernel and one buffer of libc hold, at these lengths."""
+OPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("read"), st.integers(1, 120)),
+        st.tuples(st.just("read"), st.integers(1, 5)),
+        st.tuples(st.just("mark"), st.just(0)),
+        st.tuples(st.just("seek"), st.integers(0, 5)),
+        st.tuples(st.just("rewind"), st.just(0)),
+        st.tuples(st.just("remove"), st.integers(0, NAMES - 1)),
+        st.tuples(st.just("replace"), st.integers(0, NAMES - 1)),
+        st.tuples(st.just("rename"), st.integers(0, NAMES - 1)),
+        st.tuples(st.just("create"), st.integers(0, 50)),
+    ),
+    min_size=3,
+    max_size=40,
+)
+
+
+@pytest.fixture(scope="module")
+def overlay(run_dir: Path) -> Iterator[Overlay]:
+    root = run_dir / "listings"
+    root.mkdir()
+    with overlay_over(root, run_dir / "listings.sock") as overlay:
+        yield overlay
+
+
+_case = iter(range(1 << 30))
+
+
+def _name(number: int) -> str:
+    return f"{number:04}-" + "n" * (number % 60 * 4)
+
+
+class Reader:
+    """A stream, and what may be expected of it."""
+
+    def __init__(self, listing: Listing, present: set[str]) -> None:
+        self._listing = listing
+        self.stayed = set(present)
+        """There when the stream began, and untouched since."""
+        self._ever = set(present)
+        self.seen: dict[str, Listed] = {}
+        self._marks: list[tuple[int, dict[str, Listed]]] = []
+        self._at_end = False
+
+    def changed(self, *names: str) -> None:
+        self.stayed.difference_update(names)
+        self._ever.update(names)
+
+    def read(self, count: int) -> None:
+        for _ in range(count):
+            entry = self._listing.read()
+            if entry is None:
+                self._at_end = True
+                missing = self.stayed - self.seen.keys()
+                assert not missing, f"lost: {sorted(missing)[:5]}"
+                return
+            if entry.name in (".", ".."):
+                continue
+            assert entry.name in self._ever, f"never was there: {entry.name}"
+            assert entry.name not in self.seen or entry.name not in self.stayed, f"twice: {entry.name}"
+            self.seen[entry.name] = entry
+
+    def mark(self) -> None:
+        self._marks.append((self._listing.tell(), dict(self.seen)))
+
+    def seek(self, which: int) -> None:
+        if self._marks:
+            at, seen = self._marks[which % len(self._marks)]
+            self._listing.seek(at)
+            self.seen = dict(seen)
+
+    def rewind(self, present: set[str]) -> None:
+        self._listing.rewind()
+        self.stayed, self._ever = set(present), set(present)
+        self.seen.clear()
+        self._marks.clear()
+
+
+@given(ops=OPS)
+def test_positions_and_entries_while_the_directory_changes(
+    overlay: Overlay, ops: list[tuple[str, int]]
+) -> None:
+    """Read in pieces, marked, sought and rewound while names come, go, are replaced and renamed: each name that stayed is
+    listed once, from every position that was marked, with its inode number and type; nothing is listed that never was."""
+    _list_while_changing(overlay.root, ops)
+
+
+@settings(max_examples=3)
+@given(ops=OPS)
+def test_a_plain_directory_keeps_as_much(run_dir: Path, ops: list[tuple[str, int]]) -> None:
+    """The file system behind passes the same test: no more is asked of the mount than of it."""
+    _list_while_changing(run_dir / "listings-plain", ops)
+
+
+def _list_while_changing(top: Path, ops: list[tuple[str, int]]) -> None:
+    folder = top / str(next(_case))
+    folder.mkdir(parents=True)
+    for number in range(NAMES):
+        (folder / _name(number)).mkdir() if number % 20 == 0 else (folder / _name(number)).touch()
+    present = set(os.listdir(folder))
+    with Listing(folder) as listing:
+        reader = Reader(listing, present)
+        for step, (what, how) in enumerate(ops):
+            if what == "read":
+                reader.read(how)
+            elif what == "mark":
+                reader.mark()
+            elif what == "seek":
+                reader.seek(how)
+            elif what == "rewind":
+                reader.rewind(present)
+            else:
+                names = _change(folder, what, how, step, present)
+                reader.changed(*names)
+        reader.read(1 << 20)
+        for name in reader.stayed:
+            found = (folder / name).lstat()
+            entry = reader.seen[name]
+            assert (entry.ino, entry.kind) == (found.st_ino, stat.S_IFMT(found.st_mode)), name
+        reader.rewind(present)
+        reader.read(1 << 20)
+        assert reader.seen.keys() == present
+
+
+def _change(folder: Path, what: str, how: int, step: int, present: set[str]) -> list[str]:
+    """Change one name; the names that did not stay."""
+    name, new = _name(how), f"new-{how}-{step}"
+    path = folder / name
+    if what == "create":
+        (folder / new).touch()
+        present.add(new)
+        return [new]
+    if name not in present:
+        return []
+    if what == "rename":
+        path.rename(folder / new)
+        present.remove(name)
+        present.add(new)
+        return [name, new]
+    path.rmdir() if path.is_dir() else path.unlink()
+    present.remove(name)
+    if what == "replace":
+        path.touch()
+        present.add(name)
+    return [name]
