@@ -6,6 +6,7 @@ so that what was renamed into it is durable. A new one is closed to everybody el
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -58,7 +59,16 @@ class Folder:
         if dry_run:
             return cls(NOT_THERE, path, source_path, parent=parent, fresh=True)
         os.mkdir(name, 0o700, dir_fd=parent.fd)
-        return cls(open_directory(parent.fd, name), path, source_path, parent=parent, fresh=True)
+        made = open_directory(parent.fd, name)
+        try:
+            # Whoever may rename in the parent may have put a directory of somebody else there meanwhile. Given the recorded
+            # owner, it would be opened to whoever that is.
+            if os.listdir(made):
+                raise OSError(errno.ENOTEMPTY, "another directory was put in the place of the one just made")
+        except BaseException:
+            os.close(made)
+            raise
+        return cls(made, path, source_path, parent=parent, fresh=True)
 
     @classmethod
     def enter(cls, parent: Folder, name: bytes, source_path: bytes) -> Folder:

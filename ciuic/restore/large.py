@@ -78,10 +78,11 @@ class Feeder:
         self._feed(large, large.compare, self._compared)
 
     def _compared(self, large: LargeFile) -> None:
+        st = os.fstat(large.fd)
         os.close(large.fd)
         if large.error is None and not large.different and not self._pool.stopping:
             try:
-                if large.leaf.keep(content_equal=None):
+                if large.leaf.keep(content_equal=None, compared=(st.st_dev, st.st_ino)):
                     return
             except OSError:
                 large.different = True

@@ -71,10 +71,13 @@ class Leaf:
 
     # -- what is there already
 
-    def keep(self, *, content_equal: Callable[[int], bool] | None) -> bool:
+    def keep(
+        self, *, content_equal: Callable[[int], bool] | None, compared: tuple[int, int] | None = None
+    ) -> bool:
         """Whether what is there is right; its attributes are put right where only they differ, and `end` is called.
 
-        ``content_equal(fd)`` decides about a regular file's content; None believes it.
+        ``content_equal(fd)`` decides about a regular file's content; None believes it, or knows it of the inode
+        ``compared``.
         """
         assert self.existing is not None
         if stat.S_IFMT(self.existing.st_mode) != stat.S_IFMT(self.entry.mode):
@@ -92,6 +95,10 @@ class Leaf:
             differs = attributes.differ(at, now, self.entry, self.xattrs)
             # Another name may show this inode: it is not ours to change (and here it must not have another name).
             if now.st_nlink > 1 and (differs or not self.entry.link):
+                return False
+            # Size and time can be made to agree: believed alone they must not give somebody else's file away.
+            believed = content_equal is None and compared != (now.st_dev, now.st_ino)
+            if believed and self.entry.is_file and now.st_uid != self.entry.uid:
                 return False
             if content_equal is not None and self.entry.is_file and not content_equal(fd):
                 return False

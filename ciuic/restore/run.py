@@ -242,6 +242,8 @@ class Run:
             return None
         if self._sets_attributes(folder, entry, st) and not self.dry_run:
             folder.entry, folder.xattrs = entry, xattrs
+            if not folder.fresh:
+                attributes.narrow(folder.fd, os.fstat(folder.fd), entry, xattrs)
         return folder
 
     def _replace_by_directory(self, parent: Folder, entry: Entry, source_path: bytes) -> Folder:

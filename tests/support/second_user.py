@@ -45,6 +45,22 @@ json.dump([path for path in paths if reached(os.fsencode(path))], sys.stdout)
 """
 
 
+_WATCH = """
+uid, gid, groups = json.loads(sys.stdin.readline())
+become(uid, gid, groups)
+print("ready", flush=True)
+for line in sys.stdin:
+    opened = []
+    for path in json.loads(line):
+        try:
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
+            opened.append(path)
+        except OSError:
+            pass
+    print(json.dumps(opened), flush=True)
+"""
+
+
 class User(NamedTuple):
     """Numbers suffice: nobody need be in /etc/passwd."""
 
@@ -64,6 +80,30 @@ def reach(user: User, paths: Iterable[Path | str]) -> set[str]:
         [sys.executable, "-c", _BECOME + _REACH], input=question, capture_output=True, text=True, check=True, timeout=60
     )  # fmt: skip
     return set(json.loads(done.stdout))
+
+
+class Watcher:
+    """A living process of the user that says, as often as asked, which of some paths it can open for reading."""
+
+    def __init__(self, user: User) -> None:
+        self.user = user
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BECOME + _WATCH], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._ask([user.uid, user.gid, list(user.groups)])
+
+    def _ask(self, question: object) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline()
+
+    def opens(self, paths: Iterable[str]) -> set[str]:
+        return set(json.loads(self._ask(list(paths))))
+
+    def close(self) -> None:
+        self._process.communicate(timeout=30)
 
 
 def run_as(user: User, script: str, *arguments: str, imports: str = "") -> subprocess.CompletedProcess[str]:

@@ -54,6 +54,7 @@ TORTURES = [
     Torture("damage", 1),
     Torture("year", 2),
     Torture("faults", 2),
+    Torture("restore_race", 1),
 ]
 
 
