@@ -9,12 +9,15 @@ import shutil
 import socket
 import stat
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.overlay import Overlay, overlay_over
+
+from ciuic.fuse_layer import syscalls
 
 pytestmark = pytest.mark.mount
 
@@ -211,6 +214,82 @@ def test_paths_longer_than_path_max(place: Path) -> None:
         os.close(fds.pop())
         os.rmdir(name, dir_fd=fds[-1])
     os.close(fds.pop())
+
+
+def test_a_working_directory_below_path_max(place: Path) -> None:
+    """chdir by chdir, deeper than any path may be long: the shell's way back, relative names and .. work there."""
+    program = """
+import os, sys
+os.chdir(sys.argv[1])
+for _ in range(30):
+    os.mkdir("d" * 255), os.chdir("d" * 255)
+open("file", "w").write("found")
+assert len(os.getcwd()) > 30 * 255 and open("./file").read() == "found"
+os.rename("file", "../file"), os.chdir(".."), os.unlink("file")
+for _ in range(29):
+    os.rmdir("d" * 255), os.chdir("..")
+os.rmdir("d" * 255)
+"""
+    subprocess.run([sys.executable, "-c", program, place], check=True, timeout=60)
+    assert os.listdir(place) == []
+
+
+def test_sparse_files(place: Path, overlay: Overlay) -> None:
+    """A byte a terabyte away takes a block; the hole reads as zeros; size and content follow truncation both ways."""
+    path = place / "sparse"
+    with open(path, "w+b", buffering=0) as file:
+        file.write(b"start")
+        os.pwrite(file.fileno(), b"end", 1 << 40)
+        os.fsync(file.fileno())
+        assert os.fstat(file.fileno()).st_size == (1 << 40) + 3
+        assert os.pread(file.fileno(), 10, (1 << 40) - 5) == bytes(5) + b"end"
+        assert os.pread(file.fileno(), 10, 1 << 39) == bytes(10)
+        os.ftruncate(file.fileno(), 3)
+        os.ftruncate(file.fileno(), 8)
+        assert os.pread(file.fileno(), 10, 0) == b"sta" + bytes(5)
+        os.pwrite(file.fileno(), b"x", 100 << 20)
+    assert path.stat().st_blocks * 512 < 1 << 20
+    assert (overlay.backing / place.name / "sparse").stat().st_blocks * 512 < 1 << 20
+
+
+def test_a_file_that_is_open_is_replaced(place: Path) -> None:
+    """rename over an open file: the handle keeps the old one, the name the new one, whose link count and number it shows."""
+    (place / "one").write_text("old")
+    (place / "two").write_text("new")
+    with open(place / "one", "r+b", buffering=0) as old:
+        number = (place / "two").stat().st_ino
+        (place / "two").rename(place / "one")
+        old.write(b"OLD and longer")
+        assert (os.fstat(old.fileno()).st_nlink, os.fstat(old.fileno()).st_size) == (0, 14)
+        os.ftruncate(old.fileno(), 5)
+        assert os.pread(old.fileno(), 20, 0) == b"OLD a"
+        assert ((place / "one").stat().st_ino, (place / "one").stat().st_nlink) == (number, 1)
+        assert (place / "one").read_text() == "new"
+
+
+def test_access_times(place: Path, tmp_path: Path) -> None:
+    """Set, omitted and set to now as on a plain directory; a first read of what is not cached moves it as there (relatime);
+    O_NOATIME does not."""
+    seen = []
+    for folder in (place, tmp_path):
+        path = folder / "file"
+        path.write_bytes(b"x" * 100_000)
+        os.utime(path, ns=(1_000_000_001, 2_000_000_002))
+        steps = [(path.stat().st_atime_ns, path.stat().st_mtime_ns)]
+        for flags in (os.O_NOATIME, 0):
+            fd = os.open(path, os.O_RDONLY | flags)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.read(fd, 10)
+            os.close(fd)
+            steps.append((path.stat().st_atime_ns > 2_000_000_002, path.stat().st_mtime_ns))
+        syscalls.utimensat(os.fsencode(path), None, 7)
+        steps.append((path.stat().st_atime_ns > 2_000_000_002, path.stat().st_mtime_ns))
+        syscalls.utimensat(os.fsencode(path), 5, None, mtime_now=True)
+        steps.append((path.stat().st_atime_ns, path.stat().st_mtime_ns > 10**18))
+        seen.append(steps)
+    assert seen[1][1:3] == [(False, 2_000_000_002), (True, 2_000_000_002)]
+    assert seen[0] == seen[1]
 
 
 def test_special_files_work(place: Path) -> None:

@@ -76,6 +76,7 @@ def _op(what: str, *args: st.SearchStrategy[Any]) -> st.SearchStrategy[Op]:
 
 
 SLOT = st.integers(0, SLOTS - 1)
+WRITES = ("write", "pwrite", "direct_write", "vectors", "copy_range")
 OPS = st.one_of(
     _op("mkdir", PATHS, MODES),
     _op("mkdir", st.sampled_from(["sub", "sub/deep", "other"]), st.just(0o777)),
@@ -98,6 +99,14 @@ OPS = st.one_of(
     _op("fchmod", SLOT, MODES),
     _op("fsync", SLOT),
     _op("map", SLOT, st.integers(0, 5000), st.binary(min_size=1, max_size=50)),
+    _op("open_direct", st.sampled_from(["a", "b", "sub/a"]), SLOT),
+    _op("direct_write", SLOT, st.integers(0, 80), st.integers(1, 3), st.integers(65, 90)),
+    _op("direct_read", SLOT, st.integers(0, 80), st.integers(1, 3)),
+    _op("vectors", SLOT, SIZES, st.lists(DATA, max_size=4)),
+    _op("copy_range", SLOT, SLOT, SIZES, SIZES, SIZES),
+    _op("seek_end", SLOT),
+    _op("access", PATHS, st.sampled_from([os.R_OK, os.W_OK, os.X_OK])),
+    _op("statvfs"),
     _op("chmod", PATHS, MODES),
     _op("chown", PATHS, st.sampled_from([-1, 0, 65534]), st.sampled_from([-1, 0, 65534])),
     _op("utime", PATHS, TIMES, TIMES),
@@ -135,7 +144,7 @@ def _as(uid: int, umask: int) -> Iterator[None]:
 
 def _outcome(side: Side, op: Op) -> tuple[str, Any]:
     # Writing as root keeps set-id bits on a plain file system and loses them here (docs/conformance.md).
-    uid = 65534 if op.what in ("write", "pwrite") else op.uid
+    uid = 65534 if op.what in WRITES else op.uid
     with _as(uid, op.umask):
         return outcome(side, op.what, op.args)
 

@@ -39,6 +39,7 @@ class Side:
     def __init__(self, top: Path) -> None:
         self.top = os.fspath(top)
         self.slots: list[int | None] = [None] * SLOTS
+        self._direct: set[int] = set()
 
     def path(self, name: str) -> str:
         return f"{self.top}/{name}"
@@ -48,6 +49,13 @@ class Side:
         if fd is None:
             raise OSError(errno.EBADF, "slot is empty")
         return fd
+
+    def cached(self, slot: int) -> int:
+        """The handle, unless it is one with O_DIRECT: what it does with odd buffers and offsets is its file system's own matter
+        (docs/conformance.md)."""
+        if slot in self._direct:
+            raise OSError(errno.EINVAL, "opened with O_DIRECT")
+        return self.fd(slot)
 
     def close_all(self) -> None:
         for slot in range(SLOTS):
@@ -85,19 +93,20 @@ class Side:
     def do_close(self, slot: int) -> None:
         fd = self.fd(slot)
         self.slots[slot] = None
+        self._direct.discard(slot)
         os.close(fd)
 
     def do_write(self, slot: int, data: bytes) -> int:
-        return os.write(self.fd(slot), data)
+        return os.write(self.cached(slot), data)
 
     def do_pwrite(self, slot: int, offset: int, data: bytes) -> int:
-        return os.pwrite(self.fd(slot), data, offset)
+        return os.pwrite(self.cached(slot), data, offset)
 
     def do_read(self, slot: int, size: int) -> bytes:
-        return os.read(self.fd(slot), size)
+        return os.read(self.cached(slot), size)
 
     def do_pread(self, slot: int, size: int, offset: int) -> bytes:
-        return os.pread(self.fd(slot), size, offset)
+        return os.pread(self.cached(slot), size, offset)
 
     def do_ftruncate(self, slot: int, size: int) -> None:
         os.ftruncate(self.fd(slot), size)
@@ -214,6 +223,7 @@ class Side:
 
     def do_open_direct(self, name: str, slot: int) -> None:
         self.do_open(name, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o666, slot)
+        self._direct.add(slot)
 
     def do_direct_write(self, slot: int, page: int, count: int, letter: int) -> int:
         """Whole pages from an aligned buffer, by whatever handle is there."""
@@ -226,10 +236,10 @@ class Side:
             return buffer[: os.preadv(self.fd(slot), [buffer], page * mmap.PAGESIZE)]
 
     def do_vectors(self, slot: int, offset: int, pieces: list[bytes]) -> int:
-        return os.pwritev(self.fd(slot), pieces, offset)
+        return os.pwritev(self.cached(slot), pieces, offset)
 
     def do_copy_range(self, source: int, target: int, count: int, source_at: int, target_at: int) -> int:
-        return os.copy_file_range(self.fd(source), self.fd(target), count, source_at, target_at)
+        return os.copy_file_range(self.cached(source), self.cached(target), count, source_at, target_at)
 
     def do_seek_end(self, slot: int) -> int:
         return os.lseek(self.fd(slot), 0, os.SEEK_END)
