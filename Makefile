@@ -9,12 +9,13 @@ PY    := $(VENV)/bin/python
 # A test that hangs on a mount cannot be interrupted from Python: pytest-timeout ends the whole run, with all stacks.
 PYTEST := $(PY) -m pytest --timeout=300 --timeout-method=thread
 
-.PHONY: help rescue test check unit torture setup setup-test preflight clean
+.PHONY: help rescue test check unit torture bench setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
 	@echo "make check    formatting, lint, types, layers (no root needed)"
 	@echo "make torture  tries to break every promise for SECONDS=600 with SEED=… and prints one table of figures"
+	@echo "make bench    measures ciuic next to the plain directory; a table and a plot in benchmarks/results (docs/benchmarks.md)"
 	@echo "make clean    removes the virtual environment and all caches"
 
 preflight-%:
@@ -40,6 +41,11 @@ SECONDS ?= 600
 torture: preflight-torture
 	@.ci/setup test
 	@PYTHONPATH=tests $(PY) -m torture --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+bench: preflight-bench
+	@.ci/setup test
+	@$(VENV)/bin/python -c 'import matplotlib' 2>/dev/null || $(PY) -m pip install -qq --group bench
+	@PYTHONPATH=tests $(PY) -m benchmarks $(ARGS)
 
 setup:
 	@.ci/setup run

@@ -1,0 +1,79 @@
+"""The process in which the steps of one suite run for one contender; started by lane.py, told what to do on standard
+input, one line of JSON a step, and answering with one line each.
+
+    python -m benchmarks.child SUITE
+
+A step that raises is answered with its error; the runner decides what becomes of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+import msgspec
+
+from benchmarks import workloads
+from benchmarks.suite import Before, Job, Measured
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Carry out a step of the suite, or (steps FURNISH_SOURCE and FURNISH) furnish the source or the contender's directory."""
+
+    step: int
+    job: Job
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What the step measured, or its error."""
+
+    measured: Measured | None
+    error: str = ""
+
+
+FURNISH_SOURCE, FURNISH = -1, -2
+_DROP: dict[Before, bytes] = {"settled": b"", "cold": b"1", "uncached": b"3", "remounted": b"3"}
+
+
+def main(suite_name: str) -> int:
+    """Serves requests until standard input ends."""
+    suite = workloads.by_name(suite_name)
+    # What a step prints must not be taken for an answer.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    for line in sys.stdin.buffer:
+        request = msgspec.json.decode(line, type=Request)
+        try:
+            if request.step == FURNISH_SOURCE:
+                measured = _furnished(suite.furnish_source, request.job)
+            elif request.step == FURNISH:
+                measured = _furnished(suite.furnish, request.job)
+            else:
+                step = suite.steps[request.step]
+                _settle(step.before)
+                measured = step.run(request.job)
+            answer = Answer(measured)
+        except Exception as error:
+            traceback.print_exc()
+            answer = Answer(None, f"{type(error).__name__}: {error}")
+        answers.write(msgspec.json.encode(answer) + b"\n")
+    return 0
+
+
+def _furnished(work: Callable[[Job], None], job: Job) -> Measured:
+    work(job)
+    return Measured([])
+
+
+def _settle(before: Before) -> None:
+    # What the contender before has left to be written would be written at the expense of this one.
+    os.sync()
+    if _DROP[before]:
+        with open("/proc/sys/vm/drop_caches", "wb") as file:
+            file.write(_DROP[before])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

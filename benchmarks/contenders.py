@@ -1,0 +1,195 @@
+"""Who is measured: the plain directory, ciuic on each of its drivers, and other file systems where they are built.
+
+A contender serves a directory that is over, or beside, a *backing* directory of its own, and takes it away again. One
+that cannot serve on this machine is found out by ``why_not`` before anything is measured. To add a driver, add its name
+to ``suite.DRIVERS``; to add a peer, a line to ``contenders``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from support import leftovers
+from support.live import Live
+from support.overlay import Overlay
+
+from benchmarks.suite import CIUIC, CORE, DRIVERS
+
+PEER_VARIABLE = "CIUIC_BENCH_PASSTHROUGH_HP"
+NATIVE = "native"
+PEER, PEER_PLAIN = "libfuse C++", "libfuse C++, no passthrough"
+_BLOCK_BYTES = 256 << 10
+_MOUNT_SECONDS = 30.0
+_STOP_SECONDS = 60.0
+
+
+class Served(Protocol):
+    """A directory that is being served."""
+
+    directory: Path
+    control: str
+    server_pid: int
+    log: str
+
+    def close(self) -> None:
+        """Takes the mount away; kills what does not end by itself."""
+
+
+class Place(NamedTuple):
+    """What a contender gets: a backing directory, and a directory of its own for sockets and logs (a short name:
+    unix socket paths end at 107 bytes)."""
+
+    backing: Path
+    own: Path
+    scale: float
+
+
+class Contender(NamedTuple):
+    """A name in the table, and how to serve: a worker or program alone, or with daemon and interval snapshots."""
+
+    name: str
+    serve: Callable[[Place], Served]
+    serve_with_daemon: Callable[[Place], Served] | None = None
+
+
+class Plain:
+    """The directory itself."""
+
+    control, server_pid, log = "", 0, ""
+
+    def __init__(self, place: Place) -> None:
+        self.directory = place.backing
+
+    def close(self) -> None:
+        return
+
+
+class Worker:
+    """An overlay worker in place over the backing directory."""
+
+    log = ""
+
+    def __init__(self, place: Place, driver: str) -> None:
+        self.directory = place.backing
+        self.control = str(place.own / "control")
+        self._overlay = Overlay(
+            place.backing, Path(self.control), block_size=_BLOCK_BYTES, extra=("--driver", driver)
+        )
+        self.server_pid = self._overlay.process.pid
+
+    def close(self) -> None:
+        if self._overlay.process.poll() is None:
+            try:
+                self._overlay.stop(0)
+                return
+            except Exception:  # hung, or half dead: whatever it is, it must not stay
+                pass
+        self._overlay.kill()
+
+
+class Daemon:
+    """The whole of ciuic over the backing directory, with a snapshot at every interval."""
+
+    control, server_pid = "", 0
+
+    def __init__(self, place: Place, driver: str) -> None:
+        self.directory = place.backing
+        interval_seconds = max(1, round(60 * place.scale))
+        self._live = Live(
+            place.own,
+            interval=f"{interval_seconds}s",
+            repository=place.backing.parent / f"{place.backing.name}-repository",
+            more_config=f'\n[[root]]\npath = "{place.backing}"\ndriver = "{driver}"\n',
+        )
+        self.log = str(self._live.daemon_log)
+        try:
+            self._live.start(place.backing)
+        except BaseException:
+            self._live.close()
+            raise
+
+    def close(self) -> None:
+        self._live.close()
+
+
+class Program:
+    """Another file system: ``program`` is run in the foreground with the backing directory and a mount point."""
+
+    control, log = "", ""
+
+    def __init__(self, place: Place, *program: str) -> None:
+        self.directory = place.own / "mount"
+        self.directory.mkdir(exist_ok=True)
+        self._log_path = place.own / "log"
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*program, str(place.backing), str(self.directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.server_pid = self._process.pid
+        deadline = time.monotonic() + _MOUNT_SECONDS
+        while not leftovers.mounts_below((self.directory,)):
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.close()
+                raise RuntimeError(f"{program[0]} did not mount: {self._log_path.read_text()[-500:]}")
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        leftovers.unmount_below(self.directory)
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _ciuic(name: str, driver: str) -> Contender:
+    return Contender(name, lambda place: Worker(place, driver), lambda place: Daemon(place, driver))
+
+
+def contenders(environment: Mapping[str, str]) -> list[Contender]:
+    """All that might be measured, the plain directory first."""
+    found = [Contender(NATIVE, Plain, Plain), Contender(CORE, Plain)]
+    found += [_ciuic(name, driver) for name, driver in zip(CIUIC, DRIVERS, strict=True)]
+    peer = environment.get(PEER_VARIABLE, "")
+    if peer:
+        found.append(Contender(PEER, lambda place: Program(place, peer, "--foreground")))
+        found.append(
+            Contender(PEER_PLAIN, lambda place: Program(place, peer, "--foreground", "--nopassthrough"))
+        )
+    return found
+
+
+def why_not(contender: Contender, top: Path) -> str:
+    """Why it cannot serve here, found out by trying; nothing when it can."""
+    own = Path(tempfile.mkdtemp(dir=top))
+    place = Place(own / "backing", own, 1)
+    place.backing.mkdir()
+    served = None
+    try:
+        served = contender.serve(place)
+        (served.directory / "probe").write_bytes(b"probe")
+        if (served.directory / "probe").read_bytes() != b"probe":
+            return "it does not read back what was written"
+    except Exception as error:  # whatever is wrong with it, it is left out and its last words are shown
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return lines[-1] if lines else type(error).__name__
+    finally:
+        if served is not None:
+            with contextlib.suppress(Exception):
+                served.close()
+        leftovers.unmount_below(own)
+    return (
+        "" if os.path.exists(place.backing / "probe") else "what was written is not in the backing directory"
+    )

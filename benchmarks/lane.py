@@ -1,0 +1,145 @@
+"""One contender in one suite: what serves it, and the process that measures it.
+
+Guarantees: nothing waits for longer than it was allowed to; a step that does not answer in time costs the lane (the
+server is taken away first, which frees whoever waits for it, then the measuring process with all its descendants);
+``close`` leaves neither a process nor a mount.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+from support import leftovers
+
+from benchmarks.child import FURNISH, Answer, Request
+from benchmarks.contenders import Contender, Place, Served
+from benchmarks.suite import Job, Measured, Step, Suite
+
+CHECKOUT = Path(__file__).parents[1]
+FURNISH_SECONDS = 600.0
+_END_SECONDS = 10.0
+
+
+class StepFailed(Exception):
+    """A step raised, or did not answer in time."""
+
+
+class Measurer:
+    """The measuring process of a suite."""
+
+    def __init__(self, suite: Suite) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.child", suite.name],
+            cwd="/",  # never below what is mounted and unmounted
+            env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'tests'}"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._unread = b""
+
+    def ask(self, step: int, job: Job, limit_seconds: float) -> Measured:
+        """Has one step carried out. StepFailed when it fails or takes too long."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(Request(step, job)) + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise StepFailed("the measuring process is gone") from error
+        answer = msgspec.json.decode(self._line(limit_seconds), type=Answer)
+        if answer.measured is None:
+            raise StepFailed(answer.error)
+        return answer.measured
+
+    def _line(self, limit_seconds: float) -> bytes:
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        deadline = time.monotonic() + limit_seconds
+        while b"\n" not in self._unread:
+            readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                raise StepFailed(f"no answer after {limit_seconds:.0f} s")
+            more = os.read(fd, 1 << 20)
+            if not more:
+                raise StepFailed("the measuring process died")
+            self._unread += more
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def close(self) -> None:
+        """Ends it, and whatever it has started."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: nobody else is in the group
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+class Lane:
+    """A contender that is being measured in a suite. Closed by its owner, also when a call raises."""
+
+    def __init__(self, contender: Contender, suite: Suite, place: Place, source: Path) -> None:
+        self.contender = contender
+        self.suite = suite
+        self._place = place
+        self._source = source
+        self._served: Served | None = None
+        self._measurer = Measurer(suite)
+
+    def furnish(self) -> None:
+        """Makes what the suite wants to be there on the plain directory, then serves it."""
+        self._measurer.ask(FURNISH, self._job(), FURNISH_SECONDS)
+        self._serve()
+
+    def measure(self, index: int) -> Measured:
+        """Carries out one step."""
+        step: Step = self.suite.steps[index]
+        if step.before == "remounted":
+            self._unserve()
+            self._serve()
+        return self._measurer.ask(index, self._job(), step.limit_seconds)
+
+    def close(self) -> None:
+        """Takes everything away. Never raises, for there is nothing left to be done about it."""
+        with contextlib.suppress(Exception):
+            self._unserve()
+        leftovers.unmount_below(self._place.backing)
+        leftovers.unmount_below(self._place.own)
+        self._measurer.close()
+
+    def _serve(self) -> None:
+        serve = self.contender.serve_with_daemon if self.suite.with_daemon else self.contender.serve
+        assert serve is not None
+        self._served = serve(self._place)
+
+    def _unserve(self) -> None:
+        served, self._served = self._served, None
+        if served is not None:
+            served.close()
+
+    def _job(self) -> Job:
+        served = self._served
+        if served is None:
+            return Job(directory=str(self._place.backing), source=str(self._source), scale=self._place.scale)
+        return Job(
+            directory=str(served.directory),
+            source=str(self._source),
+            scale=self._place.scale,
+            control=served.control,
+            server_pid=served.server_pid,
+            log=served.log,
+        )

@@ -1,0 +1,161 @@
+"""One session: every suite in every place, the contenders by turns.
+
+A B C A B C: each step is carried out by all contenders one right after the other, and who is first changes with every
+round, so that what the machine does besides (other load, heat, a disk that fills) meets all alike. All contenders of a
+suite are served at the same time; those that are not being measured do nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.child import FURNISH_SOURCE
+from benchmarks.contenders import Contender, Place
+from benchmarks.lane import FURNISH_SECONDS, Lane, Measurer, StepFailed
+from benchmarks.samples import Note, Sample
+from benchmarks.suite import CORE, Job, Suite
+
+TMPFS, DISK = "tmpfs", "disk"
+
+
+class Options(NamedTuple):
+    """How to measure."""
+
+    scale: float
+    rounds: int
+    places: tuple[str, ...]
+    own: Path
+    """A directory with a short name, for sockets, logs and the tmpfs to be measured."""
+    disk: Path
+    """A directory on the disk to be measured."""
+
+
+class Session:
+    """Collects samples and notes; ``say`` is told what is going on."""
+
+    def __init__(self, options: Options, contenders: Sequence[Contender], say: Callable[[str], None]) -> None:
+        self._options = options
+        self._contenders = contenders
+        self._say = say
+        self.samples: list[Sample] = []
+        self.notes: list[Note] = []
+
+    def note(self, what: str, why: str) -> None:
+        """Remember that something was left out, once."""
+        note = Note(what, why)
+        if note not in self.notes:
+            self.notes.append(note)
+            self._say(f"    left out: {what}: {why}")
+
+    def run(self, suites: Sequence[Suite]) -> None:
+        """Measures everything that can be measured; what fails is noted and does not keep the rest from it."""
+        for name in self._options.places:
+            with _place_directory(name, self._options) as top:
+                for suite in suites:
+                    if name in suite.places:
+                        self._suite(suite, name, top)
+
+    def _suite(self, suite: Suite, place: str, top: Path) -> None:
+        if why := suite.missing():
+            self.note(suite.name, why)
+            return
+        self._say(f"--- {suite.name} on {place}")
+        home = Path(tempfile.mkdtemp(prefix=f"{suite.name.split()[0]}-", dir=top))
+        source = home / "source"
+        source.mkdir()
+        try:
+            with ExitStack() as stack:
+                if not self._furnish_source(suite, source):
+                    return
+                lanes = self._lanes(suite, home, source, stack)
+                for number in range(self._options.rounds):
+                    self._round(suite, place, lanes, number)
+        finally:
+            shutil.rmtree(home, ignore_errors=True)
+
+    def _furnish_source(self, suite: Suite, source: Path) -> bool:
+        measurer = Measurer(suite)
+        try:
+            job = Job(directory=str(source), source=str(source), scale=self._options.scale)
+            measurer.ask(FURNISH_SOURCE, job, FURNISH_SECONDS)
+        except StepFailed as error:
+            self.note(suite.name, f"its source could not be made: {error}")
+            return False
+        finally:
+            measurer.close()
+        return True
+
+    def _lanes(self, suite: Suite, home: Path, source: Path, stack: ExitStack) -> list[Lane]:
+        lanes = []
+        for number, contender in enumerate(self._contenders):
+            if not _takes_part(contender, suite):
+                continue
+            own = Path(tempfile.mkdtemp(dir=self._options.own))
+            stack.callback(shutil.rmtree, own, ignore_errors=True)
+            backing = home / f"c{number}"
+            backing.mkdir()
+            lane = Lane(contender, suite, Place(backing, own, self._options.scale), source)
+            stack.callback(lane.close)
+            try:
+                lane.furnish()
+            except Exception as error:  # whatever a server did instead of serving; the others go on
+                self.note(f"{suite.name}, {contender.name}", _last_line(error))
+                continue
+            lanes.append(lane)
+        return lanes
+
+    def _round(self, suite: Suite, place: str, lanes: list[Lane], number: int) -> None:
+        for index, step in enumerate(suite.steps):
+            turn = number % max(1, len(lanes))
+            for lane in [*lanes[turn:], *lanes[:turn]]:
+                try:
+                    measured = lane.measure(index)
+                except Exception as error:  # this lane is over; the others go on
+                    what = ", ".join(figure.name for figure in step.figures) or f"preparing step {index}"
+                    self.note(f"{suite.name} on {place}, {lane.contender.name}: {what}", _last_line(error))
+                    lane.close()
+                    lanes.remove(lane)
+                    continue
+                for figure, value in zip(step.figures, measured.values, strict=True):
+                    if value is not None:
+                        self.samples.append(
+                            Sample(
+                                suite.name, *figure, place, lane.contender.name, number, value, measured.raw
+                            )
+                        )
+                        self._say(
+                            f"{number + 1:3} {figure.name:44} {lane.contender.name:28} {value:12,.4g} {figure.unit}"
+                        )
+
+
+def _takes_part(contender: Contender, suite: Suite) -> bool:
+    if suite.with_daemon and contender.serve_with_daemon is None:
+        return False
+    return contender.name in suite.only if suite.only else contender.name != CORE
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:400] if lines else type(error).__name__
+
+
+@contextmanager
+def _place_directory(name: str, options: Options) -> Iterator[Path]:
+    """A directory to work in, on a tmpfs of its own or on the disk; gone afterwards."""
+    top = Path(tempfile.mkdtemp(prefix="place-", dir=options.disk if name == DISK else options.own))
+    try:
+        if name == TMPFS:
+            # Its default limits (half of memory, an inode a page) are met by a tree of a million files for each.
+            how = "size=90%,nr_inodes=0,mode=755"
+            subprocess.run(["mount", "-t", "tmpfs", "-o", how, "ciuic-bench", top], check=True, timeout=30)
+        yield top
+    finally:
+        if name == TMPFS:
+            subprocess.run(["umount", "-l", top], check=False, timeout=30)
+        shutil.rmtree(top, ignore_errors=True)

@@ -1,0 +1,72 @@
+"""Small helpers that steps share: taking the time, and making content."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+
+from benchmarks.suite import Figure, Job, Measured, Step
+
+MIB = 1 << 20
+LARGE_BYTES = 8 * MIB
+
+
+@lru_cache(maxsize=1)
+def block() -> bytes:
+    """8 MiB that do not compress, the same all through the process."""
+    return os.urandom(LARGE_BYTES)
+
+
+class Clock:
+    """Seconds that a ``with running()`` took."""
+
+    seconds = 0.0
+
+
+@contextmanager
+def running() -> Iterator[Clock]:
+    """Takes the time of its block."""
+    clock = Clock()
+    started = time.perf_counter()
+    yield clock
+    clock.seconds = time.perf_counter() - started
+
+
+def rate(name: str, unit: str, work: Callable[[Job], float], **how: object) -> Step:
+    """A step of one figure: ``work`` returns how much it did, and all of it is timed."""
+
+    def run(job: Job) -> Measured:
+        with running() as clock:
+            amount = work(job)
+        return Measured([amount / max(clock.seconds, 1e-9)])
+
+    return Step((Figure(name, unit),), run, **how)  # type: ignore[arg-type]
+
+
+def preparation(work: Callable[[Job], object], **how: object) -> Step:
+    """A step that measures nothing and leaves something for the next."""
+
+    def run(job: Job) -> Measured:
+        work(job)
+        return Measured([])
+
+    return Step((), run, **how)  # type: ignore[arg-type]
+
+
+def command(arguments: Sequence[str], **more_environment: str) -> None:
+    """Runs a program quietly; CalledProcessError, with what it said, when it fails."""
+    done = subprocess.run(
+        arguments,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **more_environment},
+    )
+    if done.returncode != 0:
+        said = done.stderr.decode("utf-8", "replace").strip()[-500:]
+        raise RuntimeError(f"{arguments[0]} ended with {done.returncode}: {said}")

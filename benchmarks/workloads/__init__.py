@@ -1,0 +1,13 @@
+"""The suites, in the order in which they run. A new one is a module of this folder with SUITE, and a line here."""
+
+from __future__ import annotations
+
+from benchmarks.suite import Suite
+from benchmarks.workloads import data, metadata
+
+SUITES: tuple[Suite, ...] = (data.SUITE, metadata.SUITE)
+
+
+def by_name(name: str) -> Suite:
+    """KeyError when there is none."""
+    return {suite.name: suite for suite in SUITES}[name]

@@ -1,0 +1,40 @@
+"""The harness of `make bench` measures, judges and cleans up; what it measures is nobody's business here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.mark.mount
+def test_two_small_suites_are_measured_for_the_plain_directory_and_for_ciuic(short_tmp: Path) -> None:
+    """Every figure of a suite has a value for both, in the JSON as in the table, and nothing stays mounted."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks", "metadata", "data", "--scale", "0.01", "--rounds", "1"),
+            *("--places", "tmpfs", "--contenders", "ciuic pyfuse3"),
+            *("--disk", str(short_tmp), "--results", str(short_tmp / "results"), "--name", "smoke"),
+        ],
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": "tests"},
+        capture_output=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+    document = json.loads((short_tmp / "results/smoke.json").read_text())
+    assert document["notes"] == []
+    found = {(sample["figure"], sample["contender"]) for sample in document["samples"]}
+    figures = {figure for figure, _ in found}
+    assert {"new file, 8 MiB writes", "cold read", "appends of 200 bytes to a log", "unlink"} <= figures
+    assert found == {(figure, name) for figure in figures for name in ("native", "ciuic pyfuse3")}
+    assert all(sample["value"] > 0 for sample in document["samples"])
+    table = (short_tmp / "results/smoke.md").read_text()
+    assert all(f"| {figure} |" in table for figure in figures)

@@ -1,0 +1,49 @@
+"""A bar is judged from medians of one session, and what was not measured is never taken for met."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.bars import judge
+from benchmarks.samples import Cell, Sample, summarise, table
+from benchmarks.suite import CIUIC
+
+KERNEL, PYFUSE3 = CIUIC
+
+
+def _sample(figure: str, contender: str, number: int, value: float) -> Sample:
+    return Sample("data", figure, "MB/s", True, "tmpfs", contender, number, value)
+
+
+def test_the_summary_of_values_is_their_median_quartiles_and_ends() -> None:
+    """Five numbers, in the order of size and not of measurement."""
+    assert summarise([5.0, 1.0, 3.0, 2.0, 4.0], "s")[1:] == (3.0, 2.0, 4.0, 1.0, 5.0, 5)
+    assert summarise([7.0], "s")[1:] == (7.0, 7.0, 7.0, 7.0, 7.0, 1)
+
+
+@pytest.mark.parametrize(("ours", "met"), [(96.0, True), (95.0, True), (94.0, False)])
+def test_a_ratio_is_met_from_its_limit_on(ours: float, met: bool) -> None:
+    """Medians decide: one bad round of five does not."""
+    values = [ours, ours, ours, 1.0, 1000.0]
+    samples = [_sample("new file, 8 MiB writes", KERNEL, n, value) for n, value in enumerate(values)]
+    samples += [_sample("new file, 8 MiB writes", "native", n, 100.0) for n in range(5)]
+    ((cell, row),) = table(samples).items()
+    assert [verdict.met for verdict in judge(cell, KERNEL, row)] == [met]
+
+
+def test_a_bar_whose_reference_was_not_measured_is_not_judged() -> None:
+    """Creating small files is held against the C++ example and against our other driver: only one was there."""
+    row = {KERNEL: summarise([9000.0], "/s"), PYFUSE3: summarise([2000.0], "/s")}
+    verdicts = judge(Cell("metadata", "tmpfs", "unlink"), KERNEL, row)
+    assert [(verdict.bar.against, verdict.met) for verdict in verdicts] == [
+        ("libfuse C++", None),
+        (PYFUSE3, True),
+    ]
+
+
+def test_an_absolute_bar_needs_no_reference() -> None:
+    """The hold of a cut is at most 5 ms, whatever the plain directory does."""
+    cell = Cell("hold", "tmpfs", "hold of a cut, p99")
+    for value, met in ((4.0, True), (5.5, False)):
+        (verdict,) = judge(cell, PYFUSE3, {PYFUSE3: summarise([value], "ms")})
+        assert (verdict.measured, verdict.met) == (value, met)
