@@ -50,6 +50,20 @@ class Attributes:
         file = self._state.files.get(handle) if handle is not None else None
         return self._state.attr(node, file)
 
+    def statx(self, node_id: int, handle: int | None, mask: int) -> tuple[Attr, syscalls.Statx]:
+        """``getattr`` with what only statx(2) tells: birth time and attribute flags."""
+        node = self._nodes.get(node_id)
+        file = self._state.files.get(handle) if handle is not None else None
+        attr = self._state.attr(node, file)
+        path, follow, _keep = self._target(node)
+        return attr, syscalls.statx(path, mask, follow=follow)
+
+    def kill_setgid(self, node_id: int) -> None:
+        """Take the set-group-id bit away, as an ACL set by somebody outside the group does."""
+        mode = self.getattr(node_id).st.st_mode
+        if mode & stat.S_ISGID:
+            self.setattr(node_id, SetAttr(mode=stat.S_IMODE(mode) & ~stat.S_ISGID))
+
     def setattr(self, node_id: int, change: SetAttr, handle: int | None = None) -> Attr:
         """Apply in the order size, owner, mode, times: a change of owner clears set-id bits that the same
         call may set again."""

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any, Final
 
 from ciuic import STATE_DIR_NAME
+from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.attributes import Attributes, SetAttr
 from ciuic.fuse_layer.caller import Caller
 from ciuic.fuse_layer.data import Data
@@ -37,6 +39,7 @@ from ciuic.fuse_layer.state import Attr, OverlayState
 from ciuic.fuse_layer.times import KernelTimes
 from ciuic.fuse_layer.tracking import Tracker
 from ciuic.fuse_layer.undo import UNDO_DIR, UndoLog
+from ciuic.fuse_layer.unseen import UnseenWriters
 
 __all__ = ["ROOT_ID", "Attr", "Caller", "Cut", "GateHeld", "HoldExpired", "OverlayCore", "SetAttr"]
 
@@ -68,7 +71,8 @@ class OverlayCore:
             self._state_fd, block_size=block_size, limit_bytes=undo_limit_bytes, on_abandon=self._on_abandon
         )
         self._state = OverlayState(nodes, Tracker(block_size), undo)
-        self._epochs = Epochs(self._state, session=session)
+        self._unseen = UnseenWriters(self._state)
+        self._epochs = Epochs(self._state, self._unseen, session=session)
         self._spare = Spare(undo, self._open_inodes)
         self._kernel_keeps_times = kernel_keeps_times
         self.session = session
@@ -81,16 +85,18 @@ class OverlayCore:
     def _bind(self) -> None:
         """The operations, each documented in its module."""
         times = KernelTimes(self._state, active=self._kernel_keeps_times)
-        names, data = Namespace(self._state), Data(self._state, times)
+        names, data = Namespace(self._state), Data(self._state, times, self._unseen)
         attributes, directories = Attributes(self._state, data, times), Directories(self._state)
         self.lookup, self.forget, self.readlink = names.lookup, names.forget, names.readlink
         self.mkdir, self.mknod, self.symlink = names.mkdir, names.mknod, names.symlink
         self.create, self.link, self.rename = names.create, names.link, names.rename
+        self.tmpfile = names.tmpfile
         self.unlink, self.rmdir = names.unlink, names.rmdir
         self.open, self.release, self.flush, self.fsync = data.open, data.release, data.flush, data.fsync
         self.read, self.read_nowait, self.write = data.read, data.read_nowait, data.write
-        self.fallocate, self.lseek = data.fallocate, data.lseek
-        self.getattr, self.setattr = attributes.getattr, attributes.setattr
+        self.fallocate, self.lseek, self.copy_file_range = data.fallocate, data.lseek, data.copy_file_range
+        self.getattr, self.setattr, self.statx = attributes.getattr, attributes.setattr, attributes.statx
+        self.kill_setgid = attributes.kill_setgid
         self.getxattr, self.listxattr = attributes.getxattr, attributes.listxattr
         self.setxattr, self.removexattr = attributes.setxattr, attributes.removexattr
         self.opendir, self.readdir, self.releasedir = (
@@ -135,6 +141,45 @@ class OverlayCore:
             values[at] += more  # f_bfree, f_bavail, f_ffree, f_favail
         return os.statvfs_result(values)
 
+    @property
+    def held_by_kernel(self) -> Callable[[int], bool]:
+        """Whether the kernel itself has a node's backing file open; set by a driver that lets it."""
+        return self._state.held_by_kernel
+
+    @held_by_kernel.setter
+    def held_by_kernel(self, told: Callable[[int], bool]) -> None:
+        self._state.held_by_kernel = told
+
+    def descriptor(self, handle: int) -> int:
+        """The backing descriptor of an open handle; it closes with the handle."""
+        return self._state.file(handle).fd
+
+    def is_unseen(self, handle: int) -> None:
+        """What was just created will be written past us (unseen.py)."""
+        with self._state.gate:
+            self._unseen.add(handle, self._state.file(handle))
+
+    def needs_no_flush(self, handle: int) -> None:
+        """Nothing that is written through the handle waits in the kernel's cache."""
+        self._state.file(handle).flushes = False
+
+    def prepare_cut(self, timeout_seconds: float) -> None:
+        """Before a hold, outside it; see UnseenWriters.prepare."""
+        self._unseen.prepare(timeout_seconds)
+
+    def is_seen(self, handle: int) -> None:
+        """It was opened as unseen, and will not be."""
+        self._unseen.discard(handle, self._state.file(handle))
+
+    def dot(self, node_id: int, name: bytes) -> int:
+        """The node id of "." or ".." in a directory. No lookup is counted."""
+        node = self._state.nodes.get(node_id)
+        return (node if name == b"." else node.parent or self._state.nodes.root).id
+
+    def syncfs(self) -> None:
+        """Everything on the backing file system is durable on return."""
+        syscalls.syncfs(self._state_fd)
+
     # -- for control --------------------------------------------------------------------------------
 
     def cut(self, timeout_seconds: float = 5.0) -> Cut:
@@ -150,7 +195,7 @@ class OverlayCore:
     def writers(self) -> list[bytes]:
         """Paths below the root, one for each file with a handle that can write. The kernel may hold unwritten
         pages of these."""
-        nodes = {file.node.id: file.node for file in list(self._state.files.values()) if file.writes}
+        nodes = {file.node.id: file.node for file in list(self._state.files.values()) if file.flushes}
         paths = (self._state.nodes.path_below_root(node) for node in nodes.values())
         return [path for path in paths if path]
 

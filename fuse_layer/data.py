@@ -20,10 +20,15 @@ from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import OpenFile, OverlayState
 from ciuic.fuse_layer.times import KernelTimes
 from ciuic.fuse_layer.undo import read_xattrs
+from ciuic.fuse_layer.unseen import UnseenWriters
 
 COPY_LIMIT_BYTES: Final = 8 << 20
 """Up to here an old end is copied in the job's own time (some milliseconds); beyond it the inode is
 swapped."""
+COPY_STEP_BYTES: Final = 256 << 20
+"""So much of a copy_file_range(2) is done at once: a cut waits for it. The caller asks for the rest."""
+OPEN_COPY_LIMIT_BYTES: Final = 64 << 20
+"""The same for a file whose inode cannot be swapped."""
 _CHANGES_BLOCKS: Final = (
     syscalls.FALLOC_FL_PUNCH_HOLE | syscalls.FALLOC_FL_ZERO_RANGE | syscalls.FALLOC_FL_COLLAPSE_RANGE | syscalls.FALLOC_FL_INSERT_RANGE
 )  # fmt: skip
@@ -33,29 +38,34 @@ _SHIFTS_BLOCKS: Final = syscalls.FALLOC_FL_COLLAPSE_RANGE | syscalls.FALLOC_FL_I
 class Data:
     """The operation group; one for each core."""
 
-    def __init__(self, state: OverlayState, times: KernelTimes) -> None:
+    def __init__(self, state: OverlayState, times: KernelTimes, unseen: UnseenWriters) -> None:
         self._state = state
         self._nodes = state.nodes
         self._times = times
+        self._unseen = unseen
         self._swapped: set[int] = set()
         """Nodes whose new inode's name is not known to be on disk yet."""
 
     # -- handles ------------------------------------------------------------------------------------
 
-    def open(self, node_id: int, flags: int, *, keeps_privileges: bool = False) -> int:
+    def open(self, node_id: int, flags: int, *, keeps_privileges: bool = False, unseen: bool = False) -> int:
         """Open a node; O_TRUNC is carried out here, inside the gate. Returns a handle.
 
-        ``keeps_privileges``: the caller has CAP_FSETID, O_TRUNC does not take set-id bits away.
+        ``keeps_privileges``: the caller has CAP_FSETID, O_TRUNC does not take set-id bits away. ``unseen``: writes may
+        pass us by (unseen.py); decided before anybody can write.
         """
         node = self._nodes.get(node_id)
         truncates = bool(flags & os.O_TRUNC) and writes(flags)
-        if not truncates:
+        if not truncates and not unseen:
             return self._state.add_file(self._opened(node, flags))
         with self._state.gate:
             file = self._opened(node, flags)
             handle = self._state.add_file(file)
             try:
-                self._truncate(node, file.fd, 0, keeps_privileges)
+                if truncates:
+                    self._truncate(node, file.fd, 0, keeps_privileges)
+                if unseen:
+                    self._unseen.add(handle, file)
             except BaseException:
                 self.release(handle)
                 raise
@@ -70,7 +80,7 @@ class Data:
             if error.errno != errno.ESTALE or file is None:
                 raise
             fd = os.open(b"/proc/self/fd/%d" % file.fd, want & ~os.O_NOFOLLOW)
-        return OpenFile(node, fd, writes(flags))
+        return OpenFile(node, fd, flags)
 
     def release(self, handle: int) -> None:
         """Close a handle; unknown handles are ignored (the kernel sends no second release)."""
@@ -81,6 +91,8 @@ class Data:
                     self._times.settle(file.node, file.fd)
             finally:  # no second release comes: kept, the handle would hold a removed file's space until the unmount
                 self._state.files.pop(handle, None)
+                if file.unseen:
+                    self._unseen.closed(handle, file)
                 self._nodes.close_handle(file.node, handle, writes=file.writes)
 
     def flush(self, handle: int) -> None:
@@ -133,9 +145,11 @@ class Data:
 
     # -- writing ------------------------------------------------------------------------------------
 
-    def write(self, handle: int, offset: int, data: bytes) -> int:
+    def write(
+        self, handle: int, offset: int, data: bytes | memoryview, *, keeps_privileges: bool = False
+    ) -> int:
         """Write at an offset; returns the bytes written. The blocks are marked before, so that a failure
-        leaves none unmarked."""
+        leaves none unmarked. ``keeps_privileges``: the writer has CAP_FSETID, set-id bits stay."""
         file = self._state.file(handle)
         state = self._state
         with state.gate:
@@ -145,16 +159,18 @@ class Data:
             if state.must_keep(file.node.ino):
                 with state.undo.lock(file.node.ino):
                     self._keep_range(file.node, file.fd, offset, len(data))
-                    return self._write_marked(file, offset, data)
-            return self._write_marked(file, offset, data)
+                    return self._write_marked(file, offset, data, keeps_privileges)
+            return self._write_marked(file, offset, data, keeps_privileges)
 
-    def _write_marked(self, file: OpenFile, offset: int, data: bytes) -> int:
+    def _write_marked(
+        self, file: OpenFile, offset: int, data: bytes | memoryview, keeps_privileges: bool
+    ) -> int:
         self._mark(file.node, file.fd, offset, len(data))
-        if file.node.privileged:
+        if file.node.privileged and not keeps_privileges:
             self._clear_privileges(file.node, file.fd)
         return self._write_all(file.fd, offset, data)
 
-    def _write_all(self, fd: int, offset: int, data: bytes) -> int:
+    def _write_all(self, fd: int, offset: int, data: bytes | memoryview) -> int:
         """All of it, or an error. A file system that fills up in the middle answers with a short count: the kernel, writing
         back its cache, would take that for done, and the undo log's space would not be asked for."""
         rest = memoryview(data)
@@ -216,8 +232,11 @@ class Data:
             old_size = os.fstat(fd).st_size
             if state.must_keep(node.ino):
                 state.undo.keep_inode(os.fstat(fd), fd)
-                if self._swap_pays(node, size, old_size) and self._swap(node, fd, size):
-                    return
+                if self._swap_pays(node, size, old_size):
+                    if self._state.held_by_kernel(node.id):
+                        self._give_up_old_end(fd, node.ino, size, old_size)
+                    elif self._swap(node, fd, size):
+                        return
                 state.undo.keep_blocks(fd, node.ino, min(size, old_size), max(0, old_size - size))
             # The blocks between the ends change, and so does the last one that stays, which gets another
             # length.
@@ -236,6 +255,13 @@ class Data:
         runs = self._state.undo.unsaved_blocks(node.ino, size, old_size - size)
         unsaved = sum(count for _, count in runs) * self._state.undo.block_size
         return unsaved > COPY_LIMIT_BYTES and size <= COPY_LIMIT_BYTES
+
+    def _give_up_old_end(self, fd: int, ino: int, size: int, old_size: int) -> None:
+        """What cannot be swapped, because a program reads the backing file past us, is cloned; or else copied, up to a
+        limit; or else the sealed epochs are given up: the job does not wait for seconds."""
+        undo = self._state.undo
+        if not undo.clone_blocks(fd, ino) and old_size - size > OPEN_COPY_LIMIT_BYTES:
+            undo.abandon("a large file was truncated while a program had it open")
 
     def _swap(self, node: Node, fd: int, size: int) -> bool:
         """Give the name a new inode with the first ``size`` bytes, in constant time; the old one goes to the
@@ -318,6 +344,28 @@ class Data:
                 state.with_space(lambda: syscalls.fallocate(file.fd, mode, offset, length))
                 if node.privileged:
                     self._clear_privileges(node, file.fd)
+
+    def copy_file_range(
+        self, source: int, source_offset: int, target: int, target_offset: int, length: int
+    ) -> int:
+        """copy_file_range(2) between two handles: extents are shared where the backing file system can. The bytes copied,
+        which may be fewer."""
+        src, dst = self._state.file(source), self._state.file(target)
+        node, state = dst.node, self._state
+        length = min(length, COPY_STEP_BYTES)
+        with state.gate:
+            self._times.before_write(node, dst.fd)
+            if not state.tracked(node):
+                return os.copy_file_range(src.fd, dst.fd, length, source_offset, target_offset)
+            with state.undo.lock(node.ino):
+                if state.must_keep(node.ino):
+                    self._keep_range(node, dst.fd, target_offset, length)
+                self._mark(node, dst.fd, target_offset, length)
+                if node.privileged:
+                    self._clear_privileges(node, dst.fd)
+                return state.with_space(
+                    lambda: os.copy_file_range(src.fd, dst.fd, length, source_offset, target_offset)
+                )
 
 
 def _set_size(fd: int, size: int) -> None:

@@ -19,6 +19,7 @@ from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import OverlayState
 from ciuic.fuse_layer.tracking import Change, ChangeSet
 from ciuic.fuse_layer.undo import Abandoned
+from ciuic.fuse_layer.unseen import UnseenWriters
 
 _USE_OF_HOLD_SECONDS: Final = 1.0
 _ABANDONED_REMEMBERED: Final = 100
@@ -45,8 +46,9 @@ class SealedSet(NamedTuple):
 class Epochs:
     """The operation group; one for each core."""
 
-    def __init__(self, state: OverlayState, *, session: str) -> None:
+    def __init__(self, state: OverlayState, unseen: UnseenWriters, *, session: str) -> None:
         self._state = state
+        self._unseen = unseen
         self._session = session
         self._control = threading.RLock()
         self._sets: dict[int, SealedSet] = {}
@@ -85,6 +87,7 @@ class Epochs:
             cut_ns = time.time_ns()
             self._sets[epoch] = SealedSet(cut_ns, changes, open_for_write)
             self._state.undo.begin(epoch)
+            self._unseen.cut()
             return Cut(epoch, cut_ns, (time.monotonic_ns() - self._hold_started_ns) // 1000)
 
     def _mark_open_files(self) -> list[int]:
@@ -95,7 +98,7 @@ class Epochs:
             file.node.id: file.node
             for file in list(self._state.files.values())
             if file.writes and self._state.tracked(file.node)
-        }
+        } | self._unseen.nodes()
         before, self._open_at_last_cut = self._open_at_last_cut, open_now
         for node in (*open_now.values(), *(node for id_, node in before.items() if id_ not in open_now)):
             if node.parent is not None:
@@ -117,6 +120,7 @@ class Epochs:
             sealed = self._sets.get(epoch)
             if sealed is None:
                 return
+            self._unseen.after_hold()
             try:
                 self._write_sealed(epoch, sealed)
             except OSError as error:

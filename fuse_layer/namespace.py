@@ -152,11 +152,29 @@ class Namespace:
                 with acting_as(caller):
                     return os.open(name, want, masked, dir_fd=way.dir_fd)
 
-            file = OpenFile(parent, self._state.with_space(change), writes(flags))
+            file = OpenFile(parent, self._state.with_space(change), flags)
             if before is None:
                 file.node, attr = self._made(parent, name, way)
             else:
                 file.node, attr = self._state.adopt(parent, name, way, count=1)
+            return attr, self._state.add_file(file)
+
+    def tmpfile(self, parent_id: int, mode: int, flags: int, caller: Caller) -> tuple[Attr, int]:
+        """Create and open a file without a name (O_TMPFILE); the attributes (one lookup counted) and the handle."""
+        parent = self._nodes.get(parent_id)
+        way = Way(self._nodes.directory(parent), b".")
+        with self._state.gate:
+            masked = self._masked(way, mode, caller)
+            want = backing_flags(flags) | os.O_TMPFILE | (flags & os.O_EXCL)
+
+            def change() -> int:
+                with acting_as(caller):
+                    return os.open(b".", want & ~os.O_NOFOLLOW, masked, dir_fd=way.dir_fd)
+
+            file = OpenFile(parent, self._state.with_space(change), flags)
+            st = os.fstat(file.fd)
+            file.node = self._nodes.adopt_nameless(st)
+            attr = Attr(file.node.id, 0, st, st.st_nlink, written=writes(flags))
             return attr, self._state.add_file(file)
 
     def link(self, node_id: int, new_parent_id: int, new_name: bytes) -> Attr:
@@ -164,19 +182,22 @@ class Namespace:
         state = self._state
         with state.gate:
             way = self._new_way(parent, new_name)
-            source = self._nodes.way(node)
-            if source.name is None:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-            old_name = source.name
+            source = self._source_of_link(node)
             state.keep_inode(node)
             if _lstat_or_none(way) is None:
                 state.keep_name(parent, way, None)
             state.with_space(
                 lambda: os.link(
-                    old_name, new_name, src_dir_fd=source.dir_fd, dst_dir_fd=way.dir_fd, follow_symlinks=False
+                    source.path if source.follow else source.name or b"",
+                    new_name,
+                    src_dir_fd=source.dir_fd,
+                    dst_dir_fd=way.dir_fd,
+                    follow_symlinks=source.follow,
                 )
             )
-            if state.tracked(parent):
+            if state.tracked(parent) and source.follow:
+                state.tracker.mark_created(parent, new_name, node.ino)  # O_TMPFILE: in no snapshot before
+            elif state.tracked(parent):
                 state.tracker.mark_name(parent, new_name, ABSENT)
                 for known_parent, known_name in node.names():
                     state.tracker.mark_touched(
@@ -184,6 +205,17 @@ class Namespace:
                     )  # one name becomes several: each entry changes its form
                 state.tracker.mark_attrs(node)
             return state.adopt(parent, new_name, way, count=1)[1]
+
+    def _source_of_link(self, node: Node) -> Way:
+        """How to reach what gets one more name: by a name, or, made by O_TMPFILE, by an open handle. The system refuses the
+        latter (ENOENT) to a file that has lost its last name."""
+        file = self._state.any_file(node)
+        if node.parent is None and file is not None:
+            return Way(Descriptor(os.dup(file.fd)), None)
+        source = self._nodes.way(node)
+        if source.name is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return source
 
     # -- removing -----------------------------------------------------------------------------------
 

@@ -181,6 +181,18 @@ class NodeTable:
         self._by_key[st.st_dev, st.st_ino] = node
         return node
 
+    def adopt_nameless(self, st: os.stat_result) -> Node:
+        """The node of an inode that is open and has no name yet; one lookup counted."""
+        with self._lock:
+            stray = self._by_key.get((st.st_dev, st.st_ino))
+            if stray is not None:
+                self._unkey(stray)  # the number's old owner is gone, and the kernel has not forgotten it yet
+            node = self._make(self.root, b"", st)
+            self.root.below -= 1
+            node.parent = None
+            node.lookups = 1
+            return node
+
     def _add_name(self, node: Node, parent: Node, name: bytes, *, several: bool) -> None:
         if node is self.root:
             return

@@ -47,12 +47,18 @@ class OpenFile:
     offsets come from the kernel. The descriptor closes when the last user lets go of the object, so a release
     never takes it from under another thread."""
 
-    __slots__ = ("fd", "node", "writes")
+    __slots__ = ("fd", "flushes", "maps", "node", "unseen", "writes")
 
-    def __init__(self, node: Node, fd: int, writes: bool) -> None:
+    def __init__(self, node: Node, fd: int, flags: int) -> None:
         self.node = node
         self.fd = fd
-        self.writes = writes
+        self.writes = flags & os.O_ACCMODE != os.O_RDONLY
+        self.maps = flags & os.O_ACCMODE == os.O_RDWR
+        """Whether the program can map it shared and writable."""
+        self.flushes = self.writes
+        """What was written through it may be in the kernel's cache only, until a flush."""
+        self.unseen = False
+        """Writes through it may reach the backing file without a request (unseen.py)."""
 
     def __del__(self) -> None:
         os.close(self.fd)
@@ -67,6 +73,8 @@ class OverlayState:
         self.tracker = tracker
         self.undo = undo
         self.files: dict[int, OpenFile] = {}
+        self.held_by_kernel: Callable[[int], bool] = lambda node_id: False
+        """Whether the kernel itself has the node's backing file open: it must not be given another inode."""
         self._handle_lock = threading.Lock()
         self._next_handle = 1
 

@@ -7,9 +7,11 @@ supported libc has them."""
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
-from typing import Final
+import struct
+from typing import Final, NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -34,6 +36,10 @@ _NR_CAPSET: Final = 91 if _ARM64 else 126
 _NR_CAPGET: Final = 90 if _ARM64 else 125
 _NR_SETFSUID: Final = 151 if _ARM64 else 122
 _NR_SETFSGID: Final = 152 if _ARM64 else 123
+_NR_STATX: Final = 291 if _ARM64 else 332
+_NR_CACHESTAT: Final = 451
+_FICLONE: Final = 0x40049409
+_SYNC_FILE_RANGE_WRITE: Final = 2
 _CAP_VERSION_3: Final = 0x20080522
 
 
@@ -57,6 +63,8 @@ _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 _utimensat = _libc.utimensat
 _utimensat.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_TimeSpec * 2), ctypes.c_int)
+_sync_file_range = _libc.sync_file_range
+_sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _fallocate = _libc.fallocate
 _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
@@ -106,6 +114,59 @@ def utimensat(
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
     """fallocate(2) with its mode bits."""
     _check(_fallocate(fd, mode, offset, length))
+
+
+class Statx(NamedTuple):
+    """What statx(2) tells beyond stat(2)."""
+
+    mask: int
+    """STATX_… bits of what the file system filled in."""
+    attributes: int
+    attributes_mask: int
+    btime_ns: int
+
+
+def statx(path: bytes, mask: int, *, follow: bool) -> Statx:
+    """statx(2) (struct statx of include/uapi/linux/stat.h)."""
+    buffer = ctypes.create_string_buffer(256)
+    flags = 0 if follow else _AT_SYMLINK_NOFOLLOW
+    _check(
+        _syscall(
+            ctypes.c_long(_NR_STATX),
+            ctypes.c_int(_AT_FDCWD),
+            ctypes.c_char_p(path),
+            ctypes.c_int(flags),
+            ctypes.c_uint(mask),
+            buffer,
+        )
+    )
+    found, _, attributes = struct.unpack_from("<IIQ", buffer)
+    (attributes_mask,) = struct.unpack_from("<Q", buffer, 56)
+    seconds, nanoseconds = struct.unpack_from("<qI", buffer, 80)
+    return Statx(found, attributes, attributes_mask, seconds * 10**9 + nanoseconds)
+
+
+def clone_file(target_fd: int, source_fd: int) -> None:
+    """Share all extents of one file with another (ioctl FICLONE); EOPNOTSUPP, EXDEV, EINVAL or ENOTTY where it cannot be."""
+    fcntl.ioctl(target_fd, _FICLONE, source_fd)
+
+
+def start_writeback(fd: int) -> None:
+    """Begin to write the file's dirty pages to disk, and do not wait (sync_file_range(2))."""
+    _check(_sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE))
+
+
+def syncfs(fd: int) -> None:
+    """syncfs(2)."""
+    _check(_libc.syncfs(ctypes.c_int(fd)))
+
+
+def dirty_pages(fd: int) -> int | None:
+    """Pages of the file that a clone would have to write first; None where the kernel does not tell (before 6.5)."""
+    extent, found = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)()
+    if _syscall(ctypes.c_long(_NR_CACHESTAT), ctypes.c_uint(fd), extent, found, ctypes.c_uint(0)) < 0:
+        return None
+    return int(found[1]) + int(found[2])
 
 
 def permitted_capabilities() -> tuple[int, int]:

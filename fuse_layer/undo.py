@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
-from ciuic.fuse_layer import undo_format
+from ciuic.fuse_layer import syscalls, undo_format
 from ciuic.fuse_layer.blockset import BlockSet, blocks_of
 from ciuic.fuse_layer.nodes import Descriptor
 from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
@@ -30,6 +30,7 @@ from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRec
 UNDO_DIR: Final = b"undo"
 _LOCK_STRIPES: Final = 64
 _COPY_BYTES: Final = 1 << 20
+_CANNOT_CLONE: Final = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL)
 _NO_XATTRS: Final = (errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -56,6 +57,8 @@ class UndoLog:
         self.limit_bytes = limit_bytes
         self.bytes_kept = 0
         """Space that undo takes on the backing file system, removed files that are kept alive included."""
+        self.clones = True
+        """Whether the backing file system shares extents, as far as is known."""
         self._on_abandon = on_abandon
         self._pending: list[int] = []
         self._true_epoch = 0
@@ -291,6 +294,34 @@ class UndoLog:
                 )  # so that a reader finds zeros, not an end, where the old file had a hole
         finally:
             os.close(out)
+
+    def clone_blocks(self, fd: int, ino: int) -> bool:
+        """Save every block of the file that is not saved, in constant time, by sharing its extents. False, and nothing
+        is saved, where the file system cannot. The inode is saved already; the caller holds ``lock(ino)``."""
+        if not self._pending:
+            return True
+        size = self._inodes.get(ino, 0)
+        if not self.clones or self._blocks.get(ino) is not None or not size:
+            return False  # of some saved blocks may have changed since
+        name = undo_format.blocks_name(ino, self._true_epoch).encode()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            out = os.open(name, flags, 0o600, dir_fd=self._directory.fd)
+        except OSError:
+            return False
+        try:
+            syscalls.clone_file(out, fd)
+        except OSError as error:
+            self._unlink_quietly(name)
+            self.clones = error.errno not in _CANNOT_CLONE
+            return False
+        finally:
+            os.close(out)
+        first, count = blocks_of(0, size, self.block_size)
+        with self.saving():
+            self._append(BlocksRecord(ino, self._true_epoch, first, count))
+            self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
+        return True
 
     def create_replacement(self, ino: int) -> tuple[int, bytes]:
         """A new empty file in the undo directory, to take the name of inode ``ino``: its descriptor and name

@@ -34,16 +34,15 @@ from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core import OverlayCore
 from ciuic.fuse_layer.init_handshake import Handshake
+from ciuic.fuse_layer.kernel_worker import KernelWorker
 from ciuic.fuse_layer.pyfuse3_driver import Pyfuse3Driver
+from ciuic.fuse_layer.worker_parts import SIGNAL_GRACE_SECONDS, STOP_SIGNALS, Place, detach_own
 
 log = structlog.get_logger(__name__)
 
-SIGNAL_GRACE_SECONDS = 20.0
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SESSION_TASKS = 64
 """Requests at once; a task that has received a large write keeps its buffer of a MiB."""
 _COLLECT_SECONDS = 10.0
-_PROBE_SECONDS = 5.0
 _SWITCH_SECONDS = 0.0005
 _OOM_SCORE_ADJ = -800
 _PR_SET_NAME = 15
@@ -52,13 +51,11 @@ _PR_SET_NAME = 15
 class Worker:
     """One mount, from start to end. ``run`` blocks until it is over."""
 
-    def __init__(
-        self, core: OverlayCore, root: str, backing_fd: int, control: str, ready_fd: int | None
-    ) -> None:
+    def __init__(self, core: OverlayCore, place: Place) -> None:
         self._core = core
-        self._root = root
-        self._backing_fd = backing_fd
-        self._ready_fd = ready_fd
+        self._place = place
+        self._root = place.root
+        self._backing_fd = place.backing_fd
         self._mounted_ns = 0
         self._device = ""
         self._has_served = False
@@ -68,7 +65,11 @@ class Worker:
         self._grace_seconds = SIGNAL_GRACE_SECONDS
         self._driver = Pyfuse3Driver(core)
         self._server = ControlServer(
-            core, control, backing_fd=backing_fd, on_stop=self.stop, extra_status=self._driver_status
+            core,
+            place.control,
+            backing_fd=place.backing_fd,
+            on_stop=self.stop,
+            extra_status=self._driver_status,
         )
 
     def run(self) -> None:
@@ -92,7 +93,7 @@ class Worker:
             raise
         finally:
             self._server.close()
-        for number in _STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the end has begun: a second request must not tear it
         self._core.save_tracking()
         self._core.close()
@@ -114,16 +115,13 @@ class Worker:
     def _announce(self) -> None:
         self._server.start()
         log.info("overlay_mounted", root=self._root, driver="pyfuse3")
-        if self._ready_fd is not None:
-            with contextlib.suppress(BrokenPipeError):  # whoever started us is gone; the job is not
-                os.write(self._ready_fd, b"ready\n")
-            os.close(self._ready_fd)
+        self._place.announce()
 
     def _driver_status(self) -> Mapping[str, Any]:
         return {"driver": "pyfuse3", "mounted_ns": self._mounted_ns, "requests": self._driver.requests}
 
     async def _watch_signals(self, task_status: trio.TaskStatus[None]) -> None:
-        with trio.open_signal_receiver(*_STOP_SIGNALS) as signals:
+        with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
             task_status.started()
             async for number in signals:
                 log.info("stop_signal", signal=signal.Signals(number).name)
@@ -146,14 +144,7 @@ class Worker:
         pyfuse3.terminate()
 
     def _detach(self) -> None:
-        """Take our own mount off the root; a mount that is not ours, or gone already, is left alone."""
-        entry = mounts.overlay_at(self._root)
-        if entry is None or entry.device != self._device:
-            return
-        if self._has_served and mounts.probe(self._root, _PROBE_SECONDS) == "alive":
-            return  # our session is over, so this is a successor's mount that was given the number of ours
-        mounts.detach(self._root)
-        log.info("overlay_detached", root=self._root)
+        detach_own(self._root, self._device, has_served=self._has_served)
 
 
 async def _collect_garbage() -> None:
@@ -195,8 +186,9 @@ def _exit_on(number: int, frame: object) -> None:
 
 
 def _prepare_process(root: str) -> None:
-    for number in _STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, _exit_on)
+    signal.signal(signal.SIGIO, signal.SIG_IGN)  # unseen.py asks by leases, which somebody may break
     os.chdir("/")
     os.umask(0)  # what the caller asked for is applied by the core, per request
     _raise_descriptor_limit()
@@ -238,7 +230,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--backing-fd", type=int, help="O_PATH descriptor of it; opened from --root if not given"
     )
     parser.add_argument("--control", required=True, help="path of the control socket to listen on")
-    parser.add_argument("--driver", choices=["pyfuse3"], default="pyfuse3")
+    parser.add_argument("--driver", choices=["auto", "kernel", "pyfuse3"], default="pyfuse3")
+    parser.add_argument(
+        "--no-passthrough", action="store_true", help="with the kernel driver: as on a kernel that lacks it"
+    )
     parser.add_argument("--block-size", type=int, default=256 << 10, help="bytes; a power of two")
     parser.add_argument("--undo-limit", type=int, default=64 << 30, help="bytes of undo log at most")
     parser.add_argument("--ready-fd", type=int, help="where to write 'ready' once the mount answers")
@@ -255,15 +250,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if backing_fd is None:
             backing_fd = mounts.open_backing(arguments.root)
         os.set_inheritable(backing_fd, False)
-        core = OverlayCore(
-            backing_fd,
-            session=secrets.token_hex(16),
-            block_size=arguments.block_size,
-            undo_limit_bytes=arguments.undo_limit,
-            kernel_keeps_times=Pyfuse3Driver.enable_writeback_cache,
-        )
-        worker = Worker(core, arguments.root, backing_fd, arguments.control, arguments.ready_fd)
-        worker.run()
+        place = Place(arguments.root, backing_fd, arguments.control, arguments.ready_fd)
+
+        def make_core(*, kernel_keeps_times: bool) -> OverlayCore:
+            return OverlayCore(
+                backing_fd,
+                session=secrets.token_hex(16),
+                block_size=arguments.block_size,
+                undo_limit_bytes=arguments.undo_limit,
+                kernel_keeps_times=kernel_keeps_times,
+            )
+
+        if arguments.driver == "pyfuse3":
+            Worker(make_core(kernel_keeps_times=Pyfuse3Driver.enable_writeback_cache), place).run()
+        else:
+            KernelWorker(place, make_core, passthrough=not arguments.no_passthrough).run()
     except Exception:
         log.exception("overlay_failed", root=arguments.root)
         return 1

@@ -1,0 +1,151 @@
+"""Writers whose writes do not pass us: the kernel carries them to the backing file by itself (kernel_modes.py).
+
+Invariants:
+
+* A file is wholly dirty in every epoch in which an unseen writer had it open, from the open to the release, and until no
+  mapping made through it is left: tracking never calls something clean that it could not watch.
+* A cut cannot hold such a writer. Where the backing file system shares extents, the file is cloned while the gate is
+  held: every other program's changes stand still, so what the clone shows is a moment of the whole root. What would have
+  to be written to disk first for that is started before the hold (``prepare``), and a file that still has much to write
+  is cloned when the hold is over. Elsewhere the file is captured as it is found. Either way it is marked as open for
+  writing, so nobody takes it for a finished checkpoint.
+
+Most such writers end by themselves within seconds (a checkpoint is saved): ``prepare`` gives those that make progress a
+moment to do so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from typing import Final
+
+from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.state import OpenFile, OverlayState
+
+CLONE_IN_HOLD_PAGES: Final = 256
+"""So many dirty pages (a MiB) are written while the gate is held; beyond it the clone comes after."""
+_POLL_SECONDS: Final = 0.02
+_IDLE_NS: Final = 200_000_000
+
+
+class UnseenWriters:
+    """The unseen writers of one root. ``add``, ``closed`` and ``cut`` are called inside the gate, or with it held."""
+
+    def __init__(self, state: OverlayState) -> None:
+        self._state = state
+        self._files: dict[int, OpenFile] = {}
+        self._mapped: dict[int, tuple[Node, int]] = {}
+        """Node id → a node whose last unseen handle is closed while a mapping may live on, and a descriptor to ask by."""
+        self._late: list[OpenFile] = []
+
+    # -- life of a writer -----------------------------------------------------------------------------
+
+    def add(self, handle: int, file: OpenFile) -> None:
+        file.unseen = True
+        self._files[handle] = file
+        if self._state.tracked(file.node):
+            self._state.tracker.mark_whole(file.node)
+
+    def discard(self, handle: int, file: OpenFile) -> None:
+        file.unseen = False
+        self._files.pop(handle, None)
+
+    def closed(self, handle: int, file: OpenFile) -> None:
+        """The handle is released: what it wrote since the last cut is in the current epoch's mark."""
+        self._files.pop(handle, None)
+        node = file.node
+        if not file.maps or any(other.node is node for other in list(self._files.values())):
+            return
+        if node.id in self._mapped:
+            return
+        with contextlib.suppress(OSError):
+            asking = os.open(b"/proc/self/fd/%d" % file.fd, os.O_RDONLY | os.O_CLOEXEC)
+            self._mapped[node.id] = (node, asking)
+            self._state.nodes.remember(node.id)
+
+    def nodes(self) -> dict[int, Node]:
+        """Nodes that somebody may be writing to unseen now, by id."""
+        found = {file.node.id: file.node for file in list(self._files.values())}
+        for node_id, (node, asking) in list(self._mapped.items()):
+            if _is_written(asking):
+                found[node_id] = node
+            else:
+                self._forget_mapped(node_id)
+        return {node_id: node for node_id, node in found.items() if self._state.tracked(node)}
+
+    def _forget_mapped(self, node_id: int) -> None:
+        _, asking = self._mapped.pop(node_id)
+        os.close(asking)
+        self._state.nodes.forget(node_id, 1)
+
+    # -- the cut --------------------------------------------------------------------------------------
+
+    def prepare(self, timeout_seconds: float) -> None:
+        """Before a hold: start to write out what a clone would wait for, and give writers that make progress up to
+        ``timeout_seconds`` to finish."""
+        deadline = time.monotonic() + timeout_seconds
+        if self._state.undo.clones:
+            for file in list(self._files.values()):
+                with contextlib.suppress(OSError):
+                    syscalls.start_writeback(file.fd)
+        while time.monotonic() < deadline and any(map(_makes_progress, list(self._files.values()))):
+            time.sleep(_POLL_SECONDS)
+
+    def cut(self) -> None:
+        """The epoch was just sealed, the gate is held: save what can be saved at once, and mark the new epoch."""
+        if not self._files and not self._mapped:
+            return
+        self._late = []
+        for node in self.nodes().values():
+            self._state.tracker.mark_whole(node)
+        seen: set[int] = set()
+        for file in list(self._files.values()):
+            if file.node.id in seen or not self._state.tracked(file.node):
+                continue
+            seen.add(file.node.id)
+            if not self._state.undo.clones:
+                continue
+            pages = syscalls.dirty_pages(file.fd)
+            if pages is not None and pages <= CLONE_IN_HOLD_PAGES:
+                self._clone(file)
+            else:
+                self._late.append(file)
+
+    def after_hold(self) -> None:
+        """Clone what would have taken too long while the gate was held."""
+        late, self._late = self._late, []
+        for file in late:
+            self._clone(file)
+
+    def _clone(self, file: OpenFile) -> None:
+        undo, ino = self._state.undo, file.node.ino
+        with undo.lock(ino):
+            if not undo.active or self._state.tracker.is_fresh(ino):
+                return
+            try:
+                undo.keep_inode(os.fstat(file.fd), file.fd)
+                undo.clone_blocks(file.fd, ino)
+            except OSError:
+                return
+
+
+def _makes_progress(file: OpenFile) -> bool:
+    with contextlib.suppress(OSError):
+        return time.time_ns() - os.fstat(file.fd).st_mtime_ns < _IDLE_NS
+    return False
+
+
+def _is_written(asking: int) -> bool:
+    """Whether anybody still has the inode open for writing, a mapping included: a read lease is refused then
+    (fcntl(2), F_SETLEASE). Without CAP_LEASE for other people's files the answer is yes. Who opens it for writing in that
+    moment breaks the lease, which sends SIGIO: the worker ignores it."""
+    try:
+        fcntl.fcntl(asking, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(asking, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return True
+    return False
