@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.overlay import Overlay
+from support.overlay import DRIVER, Overlay
 
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_client import WorkerUnreachable
@@ -44,7 +44,7 @@ def test_mounting_in_place_shows_what_is_there(overlay: Overlay, root: Path) -> 
     assert (root / "before").read_text() == "was here before the mount"
     assert ".ciuic-state" in os.listdir(overlay.backing)
     status = overlay.client.status()
-    assert (status.driver, status.epoch, len(status.session)) == ("pyfuse3", 1, 32)
+    assert (status.driver, status.epoch, len(status.session)) == (DRIVER, 1, 32)
     assert status.mounted_ns > 0
     assert status.requests > 0
 

@@ -14,6 +14,8 @@ from types import TracebackType
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_client import ControlClient
 
+DRIVER = os.environ.get("CIUIC_TEST_DRIVER", "pyfuse3")
+"""What serves the mounts of these tests."""
 _READY_SECONDS = 60
 _STOP_SECONDS = 60
 
@@ -33,7 +35,7 @@ class Overlay:
                 [
                     *(sys.executable, "-m", "ciuic.fuse_layer.worker", "--root", os.fspath(root)),
                     *("--backing-fd", str(self.backing_fd), "--control", os.fspath(control)),
-                    *("--block-size", str(block_size), "--ready-fd", str(told), *extra),
+                    *("--block-size", str(block_size), "--ready-fd", str(told), "--driver", DRIVER, *extra),
                 ],
                 pass_fds=(self.backing_fd, told),
                 stdin=subprocess.DEVNULL,
