@@ -40,6 +40,7 @@ class Capability(enum.IntEnum):
     SYS_PTRACE = 19
     SYS_ADMIN = 21
     MKNOD = 27
+    LEASE = 28
     SETFCAP = 31
     MAC_OVERRIDE = 32
     MAC_ADMIN = 33
@@ -56,6 +57,7 @@ OVERLAY_WORKER: Final = frozenset(
         Capability.SETUID,
         Capability.SYS_ADMIN,
         Capability.MKNOD,
+        Capability.LEASE,
         Capability.SETFCAP,
         Capability.MAC_OVERRIDE,
         Capability.MAC_ADMIN,
