@@ -128,4 +128,4 @@ def read_file(path: str, limit_bytes: int = 64 << 20) -> bytes:
     """A whole small file; at most so much of it."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
-        return file.read(limit_bytes)
+        return file.read(min(limit_bytes, os.fstat(fd).st_size))  # read() allocates what it is asked for

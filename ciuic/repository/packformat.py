@@ -27,6 +27,11 @@ MAX_CHUNK_BYTES = 16 << 20
 MAX_RECORDS = 1 << 16
 """In one segment. Bounds what a crafted table can make a reader allocate."""
 
+MAX_FOOTER_RECORDS = 1 << 23
+"""In one pack: above what half a gigabyte of one-byte chunks comes to. Bounds what a crafted trailer of a sparse file can make
+a reader allocate.
+"""
+
 FLAG_ZSTD = 1
 KNOWN_FLAGS = FLAG_ZSTD
 KINDS: dict[PackKind, int] = {"data": 1, "meta": 2}
@@ -141,8 +146,10 @@ def decode_table(data: bytes, number: int, offset: int, head: SegmentHead) -> li
     records = _decode_records(data[SEGMENT_HEAD_BYTES : -_CHECKSUM.size], number, offset)
     end = offset + head.table_bytes
     for record in records:
-        if record.offset < end:
-            raise DamagedPack(number, offset, "the records of a segment overlap")
+        if not 0 <= record.offset - end < ALIGN_BYTES:
+            raise DamagedPack(
+                number, offset, "the records of a segment overlap, or leave out more than padding"
+            )
         end = record.offset + record.stored_bytes
     if end != offset + head.table_bytes + head.payload_bytes:
         raise DamagedPack(number, offset, "the payload of a segment has not the length that is said")
@@ -175,7 +182,9 @@ def decode_trailer(data: bytes, size_bytes: int) -> tuple[int, int] | None:
     if len(data) != TRAILER_BYTES:
         return None
     magic, records, zero, offset, _ = _TRAILER.unpack(data)
-    if magic != _FOOTER_MAGIC or zero or offset + records * RECORD_BYTES + TRAILER_BYTES != size_bytes:
+    if magic != _FOOTER_MAGIC or zero or records > MAX_FOOTER_RECORDS:
+        return None
+    if offset + records * RECORD_BYTES + TRAILER_BYTES != size_bytes:
         return None
     return offset, records
 

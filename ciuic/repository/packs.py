@@ -21,6 +21,7 @@ from ciuic.repository.model import PackInfo, PackKind, PackRecord
 
 _NAME = re.compile(r"([0-9a-f]{16})\.pack\Z")
 _OPEN_PACKS = 32
+_NOWHERE = 1 << 63
 _RESYNC_BYTES = 1 << 20
 
 
@@ -165,7 +166,7 @@ class Packs:
 
     def _resync(self, number: int, offset: int, end: int) -> int:
         """The first offset from here on where a whole table stands, or the end."""
-        while offset < end:
+        while (offset := self._next_data(number, offset)) < end:
             block = self.read(number, offset, _RESYNC_BYTES)
             for at in range(0, len(block), pf.ALIGN_BYTES):
                 head = block[at : at + pf.SEGMENT_HEAD_BYTES]
@@ -173,6 +174,14 @@ class Packs:
                     return offset + at
             offset += _RESYNC_BYTES
         return end
+
+    def _next_data(self, number: int, offset: int) -> int:
+        """The first place from here on, on a boundary, that may not be a hole: a sparse file may claim any length."""
+        try:
+            at = os.lseek(self._fd(number), offset, os.SEEK_DATA)
+        except OSError as error:
+            return _NOWHERE if error.errno == errno.ENXIO else offset
+        return max(offset, at - at % pf.ALIGN_BYTES)
 
     def _trailer(self, number: int, size_bytes: int) -> tuple[int, int] | None:
         at = max(0, size_bytes - pf.TRAILER_BYTES)
