@@ -127,6 +127,8 @@ class RepositoryStatus(_Document):
 
     path: str = ""
     exists: bool = False
+    missing: str = ""
+    """Why there is none although there was one: its disk is absent. None is made then."""
     size_bytes: int = 0
     """Bytes that the store's files take on disk."""
     free_bytes: int = 0

@@ -19,7 +19,7 @@ from ciuic.cli.names import shown, shown_text
 from ciuic.cli.options import DIRECTORY, FrameCommand
 from ciuic.cli.output import complain, json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
-from ciuic.errors import NotPermitted, Unreachable, UsageError
+from ciuic.errors import NotFound, NotPermitted, Unreachable, UsageError
 
 if TYPE_CHECKING:
     from ciuic.bypass import Bypasser
@@ -30,8 +30,13 @@ _SHOWN_PROCESSES = 10
 
 @click.command("protect", cls=FrameCommand)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=DIRECTORY)
+@click.option(
+    "--new-repository",
+    is_flag=True,
+    help="Make a repository although the one there was lies on a disk that is not mounted.",
+)
 @json_option
-def command(paths: tuple[bytes, ...], as_json: bool) -> None:
+def command(paths: tuple[bytes, ...], new_repository: bool, as_json: bool) -> None:
     """Protect directories: from now on they are in every snapshot.
 
     A running daemon mounts them at once, in place. Nothing is copied or moved.
@@ -45,6 +50,8 @@ def command(paths: tuple[bytes, ...], as_json: bool) -> None:
     repository = _checked_repository(replace(config, roots=(*config.roots, *new)), new)
     file = writable_file(session.config_option)
     _require_writable(file)
+    if not new_repository:
+        _refuse_absent_disk(session, [*config.roots, *new], repository)
     made = _make_repository(session, repository, config.repository.block_size_bytes)
     bypassing = {path: _going_round(path) for path in asked}
     added = [root.path for root in add_roots(file, new, repository_path=repository)]
@@ -102,6 +109,35 @@ def _require_writable(file: Path) -> None:
     if not os.access(there, os.W_OK):
         raise NotPermitted(
             f"{file} may not be written", hint="run it as root, or name another file with --config"
+        )
+
+
+def _refuse_absent_disk(session: Session, roots: Sequence[RootConfig], path: Path) -> None:
+    """NotFound where a repository would be made below the mount point of the disk that has the real one.
+
+    Of roots that are mounted the daemon knows it: what they remember is hidden from everybody else.
+    """
+    from ciuic import mountinfo
+    from ciuic.repository import Repository
+    from ciuic.repository_mark import absent_mount_point, read_mark_at
+
+    if Repository.exists(path):
+        return
+    try:
+        known = session.control.status().repository
+        missing = known.missing if known.path == str(path) else ""
+    except Unreachable:
+        marks = [mark for root in roots if (mark := read_mark_at(root.path)) is not None]
+        mount_point = absent_mount_point(path, marks, mountinfo.read())
+        missing = (
+            f"the file system of {shown_text(str(path))} belongs at {shown(mount_point)}"
+            if mount_point
+            else ""
+        )
+    if missing:
+        raise NotFound(
+            f"the repository is absent: {missing}",
+            hint="mount its disk; to begin a new repository: --new-repository",
         )
 
 

@@ -1,8 +1,8 @@
 """The daemon as a whole: what is started in which order, what is asked of it, and how it ends.
 
 Order of start: the one-daemon lock, the control socket, orphans of a predecessor, the roots (first attempt of each), the
-snapshots that a predecessor had promised, the schedule; then READY. Order of a clean stop: no new work, the running
-capture is ended and its epochs given back, the roots are unmounted, the socket goes.
+repository, the snapshots that a predecessor had promised, the schedule; then READY. Order of a clean stop: no new work,
+the running capture is ended and its epochs given back, the roots are unmounted, the socket goes.
 
 Guarantees: a clean stop leaves no mount, socket or process of ours behind, except a worker that still serves handles a
 job has open. A crash leaves the workers serving, and the next daemon adopts them.
@@ -45,6 +45,7 @@ from ciuic.daemon.settings import Settings, settings_of
 from ciuic.daemon.snapshots import Context, Snapshots
 from ciuic.daemon.status import status_document
 from ciuic.daemon.store import Store
+from ciuic.daemon.supervisor import backing_descriptors
 from ciuic.daemon.upkeep import UPKEEP_COMMAND, Upkeep
 from ciuic.daemon.worker_process import peer_pid
 from ciuic.errors import CiuicError, NotFound, Unreachable
@@ -156,11 +157,11 @@ class Daemon:
         with working:
             records = await trio.to_thread.run_sync(self.runtime.read_pending)
             await end_orphaned_captures(records, self.runtime)
-            await self._prepare_store()
             for root in self.settings.roots:
                 self.roots.start(root, nursery)
             self.roots.nursery = nursery
             await self.roots.settled()
+            await self._prepare_store()  # after the roots, which remember where it was
             self.snapshots.trust.take_over(await trio.to_thread.run_sync(self.runtime.read_untrusted))
             self.snapshots.resume(records)
             for supervisor in self.roots.supervisors.values():
@@ -182,7 +183,10 @@ class Daemon:
         if self.settings.repository is None:
             return
         try:
-            await trio.to_thread.run_sync(self.store.ensure)
+            with backing_descriptors(self.roots.supervisors.values()) as fds:
+                if self.settings.roots and not fds:
+                    return  # nobody remembers whether there was one, and there is nothing to put in
+                await trio.to_thread.run_sync(self.store.ensure, fds)
         except (CiuicError, OSError) as error:
             # The roots are served all the same: a store that fails must not keep the job from its files.
             hint = error.hint if isinstance(error, CiuicError) else ""
@@ -311,8 +315,9 @@ class Daemon:
                 f"{path} is not in the configuration {self.settings.config_path}",
                 hint=f"ciuic protect {path}",
             )
+        status = await self.roots.add(settings)
         await self._prepare_store()
-        return await self.roots.add(settings)
+        return status
 
     async def remove_root(self, path: str) -> None:
         await self.roots.remove(path)
@@ -331,9 +336,9 @@ class Daemon:
         self._take_over(await trio.to_thread.run_sync(self._read_settings))
         for path in [path for path in self.roots.supervisors if self.settings.root(path) is None]:
             await self.roots.remove(path)
-        await self._prepare_store()
         for root in self.settings.roots:
             self.roots.change_or_start(root)
+        await self._prepare_store()
         if before.interval_seconds != self.settings.interval_seconds:
             self.schedule.change_interval(self.settings.interval_seconds)
         log.info("configuration_reloaded", file=self.settings.config_path)

@@ -12,7 +12,7 @@ a pending snapshot is looked at after each.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import structlog
@@ -29,7 +29,7 @@ from ciuic.daemon.pending import PendingSnapshot, retry_after
 from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory, process_start_ticks
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.store import Store
-from ciuic.daemon.supervisor import RootSupervisor
+from ciuic.daemon.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.trust import Trust
 from ciuic.daemon.worker_process import Worker
 from ciuic.errors import Busy, CiuicError
@@ -92,7 +92,7 @@ class Snapshots:
                     hint="wait for one: ciuic status --watch",
                 )
             supervisors, missing = await mounted_roots(self._context.roots(), request.roots)
-            snapshot_id = await self._new_id()
+            snapshot_id = await self._new_id(supervisors)
             tags = list(dict.fromkeys(request.tags))
             if not await flush_all(supervisors, self._context.flush):
                 tags.append(TAG_UNFLUSHED)
@@ -138,15 +138,16 @@ class Snapshots:
         """Whether a snapshot that the schedule asked for is still on its way: another would only pile up."""
         return any(pending.record.scheduled for pending in self._queue)
 
-    async def _new_id(self) -> str:
+    async def _new_id(self, supervisors: Iterable[RootSupervisor]) -> str:
         store = self._context.store()
         taken = frozenset(self._remembered)
+        with backing_descriptors(supervisors) as fds:
 
-        def work() -> str:
-            store.ensure()
-            return str(store.new_id(taken))  # a plain str: msgspec writes no subclass of it
+            def work() -> str:
+                store.ensure(fds)
+                return str(store.new_id(taken))  # a plain str: msgspec writes no subclass of it
 
-        return await trio.to_thread.run_sync(work)
+            return await trio.to_thread.run_sync(work)
 
     def _enqueue(self, pending: PendingSnapshot) -> None:
         self._queue.append(pending)

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import structlog
+
+from ciuic import mountinfo
 from ciuic.config import MinFree
 from ciuic.control_types import RepositoryStatus, SnapshotSummary, rfc3339
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository
+from ciuic.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
 from ciuic.retention import RetentionPolicy, plan_retention
 from ciuic.types import SnapshotId
+
+log = structlog.get_logger(__name__)
 
 
 @contextmanager
@@ -62,20 +68,57 @@ class Store:
         self._block_bytes = block_bytes
         self._seen = False
         """Whether the repository was there in this daemon's life."""
+        self._marks: list[RepositoryMark] = []
+        """What the roots remembered when they were last looked at."""
 
-    def ensure(self) -> None:
-        """Makes the repository if there never was one; NotFound when it was there and is gone."""
-        path = self._known_path()
+    def ensure(self, root_fds: Iterable[int] = ()) -> None:
+        """Makes the repository if there never was one; NotFound when it was there and is gone, or its disk is absent.
+
+        ``root_fds``: backing directories of roots, which remember where their repository was and are told where it is.
+        """
+        path, root_fds = self._known_path(), tuple(root_fds)
+        self._marks = [mark for fd in root_fds if (mark := read_mark(fd)) is not None]
         with _in_words(path):
             if not Repository.exists(path):
-                if self._seen:
-                    # Its disk was unmounted, most likely: a new repository would fill the disk below the mount point.
-                    raise NotFound(
-                        f"the repository {path} was there and is gone",
-                        hint="mount its disk again; to begin a new repository there, restart the daemon",
-                    )
+                refusal = self._refusal(path)
+                if refusal is not None:
+                    raise refusal
+                if any(mark.path == os.fsencode(path) for mark in self._marks):
+                    log.warning("repository_gone_and_made_anew", path=str(path))
                 Repository.create(path, block_size=self._block_bytes).close()
         self._seen = True
+        self._tell(path, root_fds)
+
+    def _refusal(self, path: Path) -> NotFound | None:
+        """Why no repository may be made where there is none; None when one may."""
+        mount_point = absent_mount_point(path, self._marks, mountinfo.read())
+        if mount_point is not None:
+            return NotFound(
+                f"the repository {path} is on the file system that belongs at {os.fsdecode(mount_point)}, "
+                "which is not mounted",
+                hint="mount it, and snapshots go on; to begin a new repository instead: "
+                "ciuic protect --new-repository ROOT",
+            )
+        if self._seen:
+            # Its disk was unmounted, most likely: a new repository would fill the disk below the mount point.
+            return NotFound(
+                f"the repository {path} was there and is gone",
+                hint="mount its disk again; to begin a new repository there, restart the daemon",
+            )
+        return None
+
+    def _tell(self, path: Path, root_fds: Iterable[int]) -> None:
+        """A root that cannot remember (a full disk) is no reason to go without a snapshot."""
+        try:
+            with self._open() as repository:
+                mark = mark_of(path, repository.id, mountinfo.read())
+        except CiuicError:
+            return  # whoever needs it will say so
+        for fd in root_fds:
+            try:
+                write_mark(fd, mark)
+            except OSError as error:
+                log.info("repository_mark_not_written", error=str(error))
 
     def new_id(self, taken: frozenset[str]) -> SnapshotId:
         """An id that neither a committed snapshot nor one of ``taken`` has."""
@@ -145,6 +188,8 @@ class Store:
                 document.snapshots = len(repository.snapshots.ids())
         except CiuicError:
             document.exists = Repository.exists(self.path)
+        if not document.exists and (refusal := self._refusal(self.path)) is not None:
+            document.missing = refusal.message
         document.free_bytes, document.total_bytes = self._room(self.path)
         return document
 

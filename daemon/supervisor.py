@@ -8,7 +8,8 @@ handles is left alive: the job that holds them must not be hurt. Belongs to the 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import structlog
@@ -331,6 +332,18 @@ class RootSupervisor:
             self._changed.set()
             self._changed = trio.Event()
             self._events.emit("root_state", root=self.path, detail=state)
+
+
+@contextmanager
+def backing_descriptors(supervisors: Iterable[RootSupervisor]) -> Iterator[list[int]]:
+    """Duplicates of the backing directories of those that are mounted, for a thread: a worker that ends closes its own."""
+    with ExitStack() as stack:
+        fds = []
+        for supervisor in supervisors:
+            if supervisor.worker is not None:
+                fds.append(os.dup(supervisor.worker.backing_fd))
+                stack.callback(os.close, fds[-1])
+        yield fds
 
 
 def _abort_pending(client: WorkerClient) -> None:

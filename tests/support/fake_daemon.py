@@ -133,7 +133,7 @@ class FakeStore:
         self.epochs: dict[tuple[str, str, int], str] = {}
         self.count = 0
 
-    def ensure(self) -> None:
+    def ensure(self, root_fds: Sequence[int] = ()) -> None:
         pass
 
     def new_id(self, taken: frozenset[str]) -> SnapshotId:

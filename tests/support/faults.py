@@ -364,6 +364,25 @@ def store_unmounted(site: Site) -> None:
         site.store.mount()
 
 
+def store_absent_at_start(site: Site) -> None:
+    """The daemon starts while the repository's disk is not mounted: no repository is made below the mount point, neither
+    by it nor by ``protect``, and the disk once back goes on where it was."""
+    before = site.live.json("list")
+    try:
+        with site.job.paused():  # unmounted, the directory shows its state directory
+            site.live.stop()
+            site.store.unmount()
+            site.live.start(site.root)
+        alert = site.alert("store", "schedule")
+        assert str(site.store.point) in alert["message"], alert
+        site.live.run("protect", str(site.root), expect=3)
+        assert list(site.store.point.iterdir()) == [], "something was written below the mount point"
+    finally:
+        site.store.mount()
+    after = {row["id"] for row in site.live.json("list")["snapshots"]}
+    assert {row["id"] for row in before["snapshots"]} <= after
+
+
 def store_read_only(site: Site) -> None:
     """EROFS in the repository."""
     site.store.remount("ro")
@@ -516,7 +535,7 @@ def worker_out_of_descriptors(site: Site) -> None:
 FAULTS: dict[str, Callable[[Site], None]] = {
     fault.__name__: fault
     for fault in (
-        store_full, store_fails, store_unmounted, store_read_only, runtime_directory_full, capture_out_of_memory,
+        store_full, store_fails, store_unmounted, store_absent_at_start, store_read_only, runtime_directory_full, capture_out_of_memory,
         root_disk_full, root_disk_without_inodes, worker_out_of_descriptors,
     )
 }  # fmt: skip

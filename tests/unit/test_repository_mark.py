@@ -1,0 +1,103 @@
+"""A root remembers where its repository was, and an absent disk is told from one that never had a repository."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from ciuic.daemon import store as store_module
+from ciuic.daemon.store import Store
+from ciuic.errors import NotFound
+from ciuic.mountinfo import Mount, parse
+from ciuic.repository import Repository
+from ciuic.repository_mark import absent_mount_point, mark_of, read_mark, read_mark_at, write_mark
+
+ROOT_MOUNT = b"21 1 8:1 / / rw - ext4 /dev/a rw\n"
+
+
+def mounts(*points: Path) -> list[Mount]:
+    lines = [
+        b"%d 21 8:%d / %s rw - ext4 /dev/b rw\n" % (30 + n, 2 + n, os.fsencode(p))
+        for n, p in enumerate(points)
+    ]
+    return parse(ROOT_MOUNT + b"".join(lines))
+
+
+@pytest.fixture
+def root_fd(tmp_path: Path) -> Iterator[int]:
+    (tmp_path / "root/.ciuic-state").mkdir(parents=True)
+    fd = os.open(tmp_path / "root", os.O_PATH)
+    yield fd
+    os.close(fd)
+
+
+def test_a_mark_is_read_as_it_was_written(root_fd: int, tmp_path: Path) -> None:
+    """Twice over another, once with nothing to do; a damaged or missing one counts as none."""
+    assert read_mark(root_fd) is None
+    for path in (tmp_path / "a", tmp_path / "b", tmp_path / "b"):
+        mark = mark_of(path, "f" * 32, mounts())
+        write_mark(root_fd, mark)
+        assert read_mark(root_fd) == read_mark_at(tmp_path / "root") == mark
+    assert os.listdir(tmp_path / "root/.ciuic-state") == ["repository"]
+    for junk in (b"", b"\xff" * 40, b"\x93\xa1a\xa1b\xa1\xff"):
+        (tmp_path / "root/.ciuic-state/repository").write_bytes(junk)
+        assert read_mark(root_fd) is None
+    assert read_mark_at(tmp_path / "nothing") is None
+
+
+def test_an_absent_disk_is_known_by_its_mount_point(tmp_path: Path) -> None:
+    """Only a path that led to another file system then is absent; another path, or the same file system, is not."""
+    disk, path = tmp_path / "disk", tmp_path / "disk/repository"
+    mark = mark_of(path, "f" * 32, mounts(disk))
+    assert absent_mount_point(path, [mark], mounts()) == os.fsencode(disk)
+    assert absent_mount_point(path, [mark], mounts(disk)) is None
+    assert absent_mount_point(tmp_path / "other", [mark], mounts()) is None
+    assert absent_mount_point(path, [], mounts()) is None
+
+
+@pytest.fixture
+def mounted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """What is mounted, besides the root file system."""
+    points: list[Path] = []
+    monkeypatch.setattr(store_module.mountinfo, "read", lambda: mounts(*points))
+    return points
+
+
+def test_a_new_daemon_makes_no_repository_below_the_mount_point(
+    root_fd: int, tmp_path: Path, mounted: list[Path]
+) -> None:
+    """Where the root remembers a disk that is not mounted nothing is made; once it is back all is well; a repository
+    that was removed from its own disk is made anew, and the log says so."""
+    disk = tmp_path / "disk"
+    path = disk / "repository"
+    disk.mkdir()
+    mounted.append(disk)
+    Store(path, block_bytes=4096).ensure([root_fd])
+    path.rename(tmp_path / "away")
+    mounted.clear()
+    store = Store(path, block_bytes=4096)
+    for _ in range(2):
+        with pytest.raises(NotFound, match=f"belongs at {disk}, which is not mounted"):
+            store.ensure([root_fd])
+    assert os.listdir(disk) == []
+    assert "not mounted" in store.status().missing
+    mounted.append(disk)
+    (tmp_path / "away").rename(path)
+    store.ensure([root_fd])
+    assert store.status().missing == ""
+    path.rename(tmp_path / "removed")
+    with structlog.testing.capture_logs() as logs:
+        Store(path, block_bytes=4096).ensure([root_fd])
+    assert Repository.exists(path)
+    assert [entry["event"] for entry in logs] == ["repository_gone_and_made_anew"]
+
+
+def test_a_root_that_cannot_remember_costs_nothing(root_fd: int, tmp_path: Path) -> None:
+    """The repository is made and used all the same."""
+    (tmp_path / "root/.ciuic-state").rmdir()
+    Store(tmp_path / "repository", block_bytes=4096).ensure([root_fd])
+    assert Repository.exists(tmp_path / "repository")
