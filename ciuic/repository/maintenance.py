@@ -40,9 +40,9 @@ def rewrite_pack(
 ) -> int:
     """See Writer.rewrite_pack."""
     is_live = live if callable(live) else live.__contains__
+    release_pack(store, number)  # first: what is still buffered for this pack must be among its records
     records = store.packs.records(number) if salvage else strict_records(store.packs, number)
     kind = store.packs.kind(number)
-    release_pack(store, number)
     size_before = store.grown_bytes
     for record in records:
         if is_live(record.id) and not _good_elsewhere(store, number, record.id):

@@ -254,8 +254,9 @@ def _make_directories(disk: Disk, where: str) -> None:
         os.chmod(where, 0o700)
         for name in (PACKS_DIR, SNAPSHOTS_DIR, MARKS_DIR):
             if name not in found:
-                disk.make_dir(f"{where}/{name}")
-        disk.sync_dir(where)
+                disk.make_dir(
+                    f"{where}/{name}"
+                )  # durable with the name of the configuration, which comes after
     except FileNotFoundError:
         raise NotFound(f"cannot make a repository at {where}: its parent directory is missing") from None
     except PermissionError as error:

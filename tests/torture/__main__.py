@@ -55,6 +55,7 @@ TORTURES = [
     Torture("year", 2),
     Torture("faults", 2),
     Torture("restore_race", 1),
+    Torture("syncs", 0.5),
 ]
 
 

@@ -1,0 +1,204 @@
+"""Nothing is acknowledged, named, vouched for or relied on before it was synced: one test for each promise of durability.md."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.restoring import take, write
+from support.small_repository import BLOCK, content, make_snapshot, read_files
+from support.sync_watch import SyncWatch
+
+from ciuic.config import add_roots
+from ciuic.config.model import RootConfig
+from ciuic.fuse_layer.epochs import read_saved, write_saved
+from ciuic.repository import Repository
+from ciuic.repository import packformat as pf
+from ciuic.repository.index import INDEX_NAME
+from ciuic.repository.writerindex import WriterIndex
+from ciuic.repository_mark import mark_of, write_mark
+from ciuic.restore import Overwrite, execute, plan_restore
+from ciuic.restore.journal import JOURNAL_NAME
+from ciuic.types import SnapshotId
+
+CACHE = (INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal", "lock")
+"""Nothing durable depends on these."""
+FILES = {b"a": content(2, 5), b"b": content(3, 4), b"c": content(4, 9)}
+
+
+@pytest.fixture
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SyncWatch:
+    return SyncWatch(monkeypatch, tmp_path)
+
+
+def _unsynced(watch: SyncWatch) -> list[str]:
+    assert watch.renamed_unsynced == []
+    return watch.unsynced(*CACHE, "repository")  # the directory itself: index and lock come and go in it
+
+
+def test_a_new_repository_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
+    """Its files, its folders and its own name."""
+    Repository.create(tmp_path / "repository", block_size=BLOCK).close()
+    assert watch.renamed_unsynced == []
+    assert watch.unsynced(*CACHE) == []
+
+
+def test_what_a_call_has_returned_is_durable(
+    watch: SyncWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each commit, mark, removal, rewriting and dropping of packs no content and no name waits for a sync; a footer
+    is written behind what is synced, and the index is told of nothing else."""
+    vouched: list[bool] = []
+    told: list[bool] = []
+    encode, add = pf.encode_footer, WriterIndex.add
+
+    def encoding(end: int, records: Any) -> bytes:
+        packs = sorted((tmp_path / "repository/packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        vouched.append(any(path.stat().st_size == end and watch.is_synced(path) for path in packs))
+        return encode(end, records)
+
+    def adding(index: WriterIndex, number: int, size_bytes: int, *args: Any) -> None:
+        told.append(watch.is_synced(tmp_path / f"repository/packs/{number:016x}.pack"))
+        add(index, number, size_bytes, *args)
+
+    monkeypatch.setattr(pf, "encode_footer", encoding)
+    monkeypatch.setattr(WriterIndex, "add", adding)
+    with (
+        Repository.create(tmp_path / "repository", block_size=BLOCK) as repository,
+        repository.writer(pack_bytes=40_000) as writer,
+    ):
+        for number in range(3):
+            make_snapshot(
+                writer, f"cs-00000{number}", {b"x": content(2 * number, 5), **FILES}, time_ns=number + 1
+            )
+            assert _unsynced(watch) == []
+        writer.set_marks(SnapshotId("cs-000001"), hold=True)
+        assert _unsynced(watch) == []
+        writer.remove_snapshots([SnapshotId("cs-000001"), SnapshotId("cs-000000")])
+        assert _unsynced(watch) == []
+        for pack in repository.packs():
+            writer.rewrite_pack(pack.number, lambda _chunk: True)
+            assert _unsynced(watch) == []
+        writer.drop_pack(repository.packs()[0].number)
+        assert _unsynced(watch) == []
+    assert vouched
+    assert all(vouched), "a footer was written behind what is not synced"
+    assert told
+    assert all(told), "the index was told of what is not synced"
+
+
+def test_a_recovered_tail_is_synced_before_it_is_relied_on(
+    watch: SyncWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed writer had written is perhaps in memory only: a second power cut would take from the next snapshot what
+    it thinks is stored."""
+    path = tmp_path / "repository"
+    with Repository.create(path, block_size=BLOCK) as repository, repository.writer() as writer:
+        make_snapshot(writer, "cs-000001", FILES)
+        writer.put_chunk(content(8, 1))
+        monkeypatch.setattr(repository, "forget_pack", lambda _number: None)
+        for appender in writer._store.appenders.values():
+            appender.flush()  # written, not synced, and the index not told
+    watch.trust_nothing()
+    add, told = WriterIndex.add, []
+
+    def adding(index: WriterIndex, number: int, size_bytes: int, *args: Any) -> None:
+        told.append(watch.is_synced(path / f"packs/{number:016x}.pack"))
+        add(index, number, size_bytes, *args)
+
+    monkeypatch.setattr(WriterIndex, "add", adding)
+    for file in path.glob(INDEX_NAME + "*"):
+        file.unlink()
+    with Repository.open(path) as repository, repository.writer():
+        pass
+    assert told
+    assert all(told)
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["buffered", "written"])
+def test_a_pack_that_grows_is_rewritten_with_all_that_was_put_into_it(tmp_path: Path, written: bool) -> None:
+    """What was put and is not yet synced, or not even written, is copied too, and the index knows where."""
+    with Repository.create(tmp_path / "repository", block_size=BLOCK) as repository:
+        with repository.writer() as writer:
+            make_snapshot(writer, "cs-000001", {b"a": content(2, 3)})
+            writer.put_chunk(content(4, 1))
+            if written:
+                writer._store.appenders["data"].flush()
+            for pack in repository.packs():
+                writer.rewrite_pack(pack.number, lambda _chunk: True)
+            make_snapshot(writer, "cs-000002", {b"a": content(4, 1)}, time_ns=2)
+        assert repository.check_index() == []
+        assert read_files(repository, "cs-000002") == {b"a": content(4, 1)}
+
+
+def test_saved_tracking_is_used_once_across_a_power_cut(watch: SyncWatch, tmp_path: Path) -> None:
+    """Saved whole and under its name; gone for good before it is used: tracking that came back would hide changes."""
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        write_saved(fd, b"tracking", b"x" * 10_000)
+        assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
+        assert read_saved(fd, b"tracking") == b"x" * 10_000
+        assert watch.unsynced() == []
+    finally:
+        os.close(fd)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_restored_is_durable(
+    watch: SyncWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file before it has its name, every directory after its last name, the note that a restore is under way before
+    anything; nothing waits for a sync at the end, nor when only attributes had to be put right."""
+    root, out = tmp_path / "root", tmp_path / "out"
+    for number in range(3):
+        write(root / f"d/{number}", os.urandom(5000))
+    write(root / "large", os.urandom(1_500_000))
+    (root / "link").symlink_to("x")
+    os.link(root / "large", root / "d/again")
+    noted: list[bool] = []
+    rename = os.rename
+
+    def renaming(*args: Any, **options: Any) -> None:
+        notes = [path for path in out.rglob(JOURNAL_NAME.decode()) if path.stat().st_size]
+        noted.append(any(watch.is_synced(note) for note in notes))
+        rename(*args, **options)
+
+    with Repository.create(tmp_path / "repository", block_size=BLOCK) as repository:
+        snapshot = take(repository, root)
+        watch.trust_all()
+        for overwrite in (None, Overwrite.IF_CHANGED):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "rename", renaming)
+                plan = plan_restore(
+                    repository, snapshot, [os.fsencode(root)], os.fsencode(out), overwrite=overwrite
+                )
+                assert execute(plan).complete
+            assert watch.renamed_unsynced == []
+            assert [path for path in watch.unsynced() if path.startswith("out")] == []
+            (out / "root/d/1").chmod(0o600)
+            (out / "root/d/2").write_bytes(b"other")
+    assert noted
+    assert all(noted)
+
+
+def test_a_changed_configuration_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
+    """The old file or the new one, whole, under its name."""
+    file = tmp_path / "ciuic.toml"
+    file.write_text("")
+    watch.trust_all()
+    add_roots(file, [RootConfig(tmp_path / "a")], repository_path=tmp_path / "r")
+    assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
+
+
+def test_what_a_root_remembers_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
+    """A mark that a power cut takes back would let an absent disk pass for a new beginning."""
+    (tmp_path / ".ciuic-state").mkdir()
+    watch.trust_all()
+    fd = os.open(tmp_path, os.O_PATH)
+    try:
+        write_mark(fd, mark_of(tmp_path / "r", "f" * 32, []))
+    finally:
+        os.close(fd)
+    assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])

@@ -1,0 +1,140 @@
+"""Each sync is left out in turn, in a copy of the code: a test must notice, or nobody would when one is lost by mistake.
+
+The list is made by hand and held against the code: a sync that no mutation takes away is a failure too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from torture.figure import Figure
+
+CHECKOUT = Path(__file__).parents[2]
+_SYNC = re.compile(
+    r"\bos\.fsync\(|\bos\.fdatasync|\bdisk\.sync(_dir)?\(|\bself\.sync(_dir)?\(|_sync_file\(\)|\bstore\.sync\(\)"
+)
+_ELSEWHERE = {  # where their absence is noticed, or why nothing is lost
+    (
+        "fuse_layer/data.py",
+        "(os.fdatasync if datasync else os.fsync)(file.fd)",
+    ): "the job asked for it: tortures cut, kills, power",
+    ("fuse_layer/data.py", "os.fsync(directory)"): "likewise",
+    ("ciuic/repository/disk.py", "os.fsync(fd)"): "what the others call",
+    ("ciuic/repository/writer.py", "self._store.sync()"): "calls Appender.sync, which is mutated",
+    ("ciuic/repository/store.py", "self.sync()"): "likewise, so that memory is bounded",
+    ("fuse_layer/directories.py", "(os.fdatasync if datasync else os.fsync)(fd)"): "the job asked for it",
+    ("ciuic/repository/appender.py", "self._sync_file()"): "calls what is mutated",
+}
+_FOLDERS = ("ciuic", "cli", "daemon", "fuse_layer", "tests")
+_STORE = "tests/crash/test_repository_power_cut.py"
+_ORDER = "tests/crash/test_sync_order.py"
+
+
+class Mutation(NamedTuple):
+    """The ``nth`` line of the file that has ``line`` in it loses its effect; one of ``tests`` must fail."""
+
+    what: str
+    file: str
+    line: str
+    tests: tuple[str, ...]
+    nth: int = 0
+
+
+MUTATIONS = (
+    Mutation("a pack", "ciuic/repository/appender.py", "self._disk.sync(self._fd)", (_STORE, _ORDER)),
+    Mutation("packs/ when a pack is new", "ciuic/repository/appender.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
+    Mutation("what stands before a footer", "ciuic/repository/appender.py", "self._sync_file()  #", (_ORDER,)),
+    Mutation("a footer", "ciuic/repository/appender.py", "self._sync_file()", (_ORDER,), nth=2),
+    Mutation("a recovered tail", "ciuic/repository/recovery.py", "disk.sync(fd)", (_ORDER,)),
+    Mutation("snapshots/ after a removal", "ciuic/repository/writer.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
+    Mutation("a small file before its name", "ciuic/repository/disk.py", "self.sync(fd)", (_STORE, _ORDER)),
+    Mutation("the name of a small file", "ciuic/repository/disk.py", "self.sync_dir(", (_STORE, _ORDER)),
+    Mutation("packs/ after a deletion", "ciuic/repository/disk.py", "self.sync_dir(", (_ORDER,), nth=1),
+    Mutation("live chunks before their pack goes", "ciuic/repository/maintenance.py", "store.sync()", (_STORE, _ORDER)),
+    Mutation("a pack that is let go of", "ciuic/repository/maintenance.py", "store.sync()", (_ORDER,), nth=1),
+    Mutation("a new repository's name", "ciuic/repository/repository.py", "disk.sync_dir(os.path", (_ORDER,)),
+    Mutation("saved tracking", "fuse_layer/epochs.py", "os.fsync(file.fileno())", (_ORDER,)),
+    Mutation("the name of saved tracking", "fuse_layer/epochs.py", "os.fsync(state_fd)", (_ORDER,), nth=1),
+    Mutation("saved tracking that is used up", "fuse_layer/epochs.py", "os.fsync(state_fd)", (_ORDER,)),
+    Mutation("a restored file before its name", "ciuic/restore/leaf.py", "os.fsync(fd)", (_ORDER,), nth=1),
+    Mutation("a kept file with new attributes", "ciuic/restore/leaf.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("restored directories", "ciuic/restore/folders.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("the note of an unfinished restore", "ciuic/restore/journal.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("a changed configuration", "ciuic/config/edit.py", "os.fsync(stream", (_ORDER,)),
+    Mutation("the name of a changed configuration", "ciuic/config/edit.py", "os.fsync(directory)", (_ORDER,)),
+    Mutation("what a root remembers", "ciuic/repository_mark.py", "os.fsync(file", (_ORDER,)),
+    Mutation("the name of what a root remembers", "ciuic/repository_mark.py", "os.fsync(directory)", (_ORDER,)),
+)  # fmt: skip
+
+
+def run(seconds: float, seed: int) -> list[Figure]:
+    """Every mutation, however long it takes (two minutes): none depends on chance."""
+    missed = without_mutation()
+    with tempfile.TemporaryDirectory() as place:
+        for folder in _FOLDERS:
+            shutil.copytree(CHECKOUT / folder, Path(place, folder), symlinks=True)
+        shutil.copy(CHECKOUT / "pyproject.toml", place)
+        if _notices(Path(place), sorted({test for mutation in MUTATIONS for test in mutation.tests})):
+            return [Figure("syncs whose absence a test notices", 0, ("the tests fail without any mutation",))]
+        for mutation in MUTATIONS:
+            if not _is_noticed(Path(place), mutation):
+                missed.append(f"nobody notices that {mutation.what} is not synced ({mutation.file})")
+    return [Figure("syncs whose absence a test notices", len(MUTATIONS), tuple(missed))]
+
+
+def _is_noticed(place: Path, mutation: Mutation) -> bool:
+    file = place / mutation.file
+    text = file.read_text()
+    lines = text.split("\n")
+    at = _places(lines, mutation.line)[mutation.nth]
+    lines[at] = lines[at][: len(lines[at]) - len(lines[at].lstrip())] + "pass"
+    file.write_text("\n".join(lines))
+    try:
+        return _notices(place, mutation.tests)
+    finally:
+        file.write_text(text)
+
+
+def _places(lines: list[str], line: str) -> list[int]:
+    return [at for at, text in enumerate(lines) if line in text and not text.lstrip().startswith("def ")]
+
+
+def _notices(place: Path, tests: tuple[str, ...] | list[str]) -> bool:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": f"{place}:{place}/tests"},
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode not in (0, 1):
+        raise AssertionError(done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:])
+    return done.returncode == 1
+
+
+def without_mutation() -> list[str]:
+    """Syncs in the code that no mutation takes away and that are not known to be tested elsewhere."""
+    mutated = set()
+    for mutation in MUTATIONS:
+        lines = (CHECKOUT / mutation.file).read_text().split("\n")
+        mutated.add((mutation.file, _places(lines, mutation.line)[mutation.nth]))
+    missed = []
+    for folder in ("ciuic", "daemon", "fuse_layer"):
+        # ciuic/daemon and its like are links to the other folders
+        for file in sorted(
+            path for path in (CHECKOUT / folder).rglob("*.py") if not path.parent.is_symlink()
+        ):
+            name = str(file.relative_to(CHECKOUT))
+            for at, text in enumerate(file.read_text().split("\n")):
+                known = (name, at) in mutated or (name, text.split("#")[0].strip()) in _ELSEWHERE
+                if _SYNC.search(text) and not known:
+                    missed.append(f"no mutation for {name}:{at + 1}: {text.strip()}")
+    return missed
