@@ -6,6 +6,7 @@ nanosecond, and one that is not named stays as it is. The kernel has checked per
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from typing import NamedTuple
@@ -15,6 +16,9 @@ from ciuic.fuse_layer.data import Data
 from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import Attr, OverlayState
 from ciuic.fuse_layer.times import KernelTimes
+
+_GROUP_PRIVILEGE = stat.S_ISGID | stat.S_IXGRP
+"""Set-group-id without group execution is no privilege; on some systems it marks mandatory locking."""
 
 
 class SetAttr(NamedTuple):
@@ -30,6 +34,8 @@ class SetAttr(NamedTuple):
     mtime_now: bool = False
     keeps_privileges: bool = False
     """The caller has CAP_FSETID: a new size does not take set-id bits away."""
+    chown_by: int | None = None
+    """Who asked for chown(2) of neither user nor group: it takes set-id bits away, which only root and the owner may."""
 
     @property
     def sets_times(self) -> bool:
@@ -83,6 +89,8 @@ class Attributes:
                     -1 if change.uid is None else change.uid,
                     -1 if change.gid is None else change.gid,
                 )
+            if change.chown_by is not None:
+                _take_privileges(path, change.chown_by)
             if change.mode is not None:
                 os.chmod(path, change.mode & 0o7777)
             if change.sets_times:
@@ -157,3 +165,13 @@ class Attributes:
             os.removexattr(path, name, follow_symlinks=follow)
             if self._state.tracked(node):
                 self._state.tracker.mark_attrs(node)
+
+
+def _take_privileges(path: bytes, uid: int) -> None:
+    """chown(2) with -1 for both, as ``uid``."""
+    st = os.stat(path)
+    loses = st.st_mode & stat.S_ISUID or st.st_mode & _GROUP_PRIVILEGE == _GROUP_PRIVILEGE
+    if loses and not stat.S_ISDIR(st.st_mode):
+        if uid not in (0, st.st_uid):
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        os.chown(path, -1, -1)

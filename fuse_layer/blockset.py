@@ -5,7 +5,13 @@ Pure arithmetic. The serialised form is the bitmap itself: bit ``b & 7`` (low bi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+
+MOST_BLOCKS = 1 << 26
+"""A set is asked to hold no block from here on: 8 MiB of bitmap, 16 TiB of file at 256 KiB a block. truncate(2) gives any user a
+file of exabytes in a moment, and where a file is that large, saying "all of it" must do."""
+_SAME_BYTES = re.compile(rb"\x00+|\xff+|.", re.DOTALL)
 
 
 class BlockSet:
@@ -66,15 +72,21 @@ class BlockSet:
         """The maximal runs (first, count) of [first, first + count) that are not in the set, in order."""
         runs: list[tuple[int, int]] = []
         start: int | None = None
-        for block in range(first, first + count):
-            if block in self:
-                if start is not None:
+        end = first + count
+        known = max(first, min(end, len(self._bits) << 3))
+        for found in _SAME_BYTES.finditer(self._bits, first >> 3, (known + 7) >> 3) if known > first else ():
+            low, high = max(found.start() << 3, first), min(found.end() << 3, known)
+            is_uniform = self._bits[found.start()] in (0, 0xFF)
+            for block in (low,) if is_uniform else range(low, high):
+                if block not in self:
+                    start = block if start is None else start
+                elif start is not None:
                     runs.append((start, block - start))
                     start = None
-            elif start is None:
-                start = block
+        if start is None and known < end:
+            start = known
         if start is not None:
-            runs.append((start, first + count - start))
+            runs.append((start, end - start))
         return runs
 
 

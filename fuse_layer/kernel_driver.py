@@ -165,6 +165,10 @@ class KernelDriver:
             mtime_now=bool(valid & p.FATTR_MTIME_NOW),
             keeps_privileges=not valid & p.FATTR_KILL_SUIDGID,
         )
+        if change == SetAttr(
+            keeps_privileges=change.keeps_privileges
+        ):  # chown(2) with -1 for both leaves nothing else
+            change = SetAttr(chown_by=request.uid)
         if change.size is not None:
             self.session.hand_on()  # freeing the blocks of a large file takes seconds on some file systems
         return self._attributes(

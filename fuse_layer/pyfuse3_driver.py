@@ -136,6 +136,10 @@ class Pyfuse3Driver(pyfuse3.Operations):
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
             keeps_privileges=ctx.uid == 0,
         )
+        if change == SetAttr(
+            keeps_privileges=ctx.uid == 0
+        ):  # of chown(2) with -1 for both nothing else is left
+            change = SetAttr(chown_by=ctx.uid)
         # Freeing the blocks of a large file takes seconds on some file systems.
         run = self._dispatch.long_change if fields.update_size else self._dispatch.change
         return entry_of(await run(self.core.setattr, inode, change, fh))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from typing import Final, Protocol
 
-from ciuic.fuse_layer.blockset import BlockSet, blocks_of
+from ciuic.fuse_layer.blockset import MOST_BLOCKS, BlockSet, blocks_of
 
 UNCHANGED_BINDING: Final = -1
 """In Change.names: the name is bound to what it was bound to; something at or below the child changed."""
@@ -137,6 +137,9 @@ class Tracker:
             change.end = max(change.end, offset + length)
             return
         first, count = blocks_of(offset, length, self.block_size)
+        if first + count > MOST_BLOCKS:
+            self.mark_whole(node)
+            return
         with self._lock:
             change = self._change(node)
             if change.blocks is None:

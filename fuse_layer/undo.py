@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
 from ciuic.fuse_layer import syscalls, undo_format
-from ciuic.fuse_layer.blockset import BlockSet, blocks_of
+from ciuic.fuse_layer.blockset import MOST_BLOCKS, BlockSet, blocks_of
 from ciuic.fuse_layer.nodes import Descriptor
 from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
 
@@ -269,6 +269,8 @@ class UndoLog:
             return
         with self.saving():
             for first, count in runs:
+                if first + count > MOST_BLOCKS:
+                    raise OSError(errno.EFBIG, "a file is too large")
                 self._copy_blocks(fd, ino, first, count)
                 self._append(BlocksRecord(ino, self._true_epoch, first, count))
                 self._blocks.setdefault(ino, BlockSet()).add_range(first, count)

@@ -252,6 +252,27 @@ def test_sparse_files(place: Path, overlay: Overlay) -> None:
     assert (overlay.backing / place.name / "sparse").stat().st_blocks * 512 < 1 << 20
 
 
+def test_as_large_as_a_file_can_be(place: Path, tmp_path: Path, overlay: Overlay) -> None:
+    """truncate and a write far out cost the worker nothing, also while an epoch is pending, however large the file says it is."""
+    for shift in range(62, 30, -1):
+        with contextlib.suppress(OSError), open(tmp_path / "plain", "wb") as file:
+            file.truncate(1 << shift)
+            break
+    path = place / "large"
+    path.write_bytes(b"start")
+    for _ in range(2):
+        os.truncate(path, 1 << shift)
+        cut = overlay.client.cut()
+        with open(path, "r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), b"end", (1 << shift) - 3)
+            os.fsync(file.fileno())
+        os.truncate(path, 7)
+        assert path.read_bytes() == b"start\0\0"
+        overlay.client.committed(cut.epoch)
+    memory = Path(f"/proc/{overlay.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]
+    assert int(memory) < 400_000  # KiB; a bit for each block of 16 TiB would be 512 MiB
+
+
 def test_a_file_that_is_open_is_replaced(place: Path) -> None:
     """rename over an open file: the handle keeps the old one, the name the new one, whose link count and number it shows."""
     (place / "one").write_text("old")

@@ -156,3 +156,21 @@ def test_an_acl_of_somebody_outside_the_group_takes_the_group_bit(
         assert seen[1] == seen[0]
         bit = stat.S_ISGID if gid in ALICE.groups else 0
         assert seen[1]["file"][0][0] & stat.S_ISGID == bit
+
+
+def test_chown_of_nothing_takes_set_id_bits_away(sides: tuple[Path, Overlay], actors: list[Actor]) -> None:
+    """chown(2) with -1 for user and group: by root and the owner it clears the bits, by others it is EPERM where there are any."""
+    plain, overlay = sides
+    case = str(next(_case))
+    for user, actor in zip(USERS, actors, strict=True):
+        for mode in (0o4755, 0o2775, 0o6777, 0o755):
+            seen = []
+            for top in (plain / case / f"{user.uid}-{mode}", overlay.root / case / f"{user.uid}-{mode}"):
+                (top / "folder").mkdir(parents=True)
+                (top / "file").touch()
+                for name in ("file", "folder"):
+                    os.chown(top / name, ALICE.uid, ALICE.groups[1])
+                    (top / name).chmod(mode)
+                seen.append([actor.do(top, "chown", (name, -1, -1)) for name in ("file", "folder")])
+                seen[-1].append(tree(os.fspath(top)))
+            assert seen[1] == seen[0], f"{user} {mode:o}"
