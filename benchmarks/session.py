@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from benchmarks.child import FURNISH_SOURCE
 from benchmarks.contenders import Contender, Place
 from benchmarks.lane import FURNISH_SECONDS, Lane, Measurer, StepFailed
 from benchmarks.samples import Note, Sample
-from benchmarks.suite import CORE, Job, Suite
+from benchmarks.suite import CORE, Job, Measured, Step, Suite
 
 TMPFS, DISK = "tmpfs", "disk"
 
@@ -65,7 +66,7 @@ class Session:
         if why := suite.missing():
             self.note(suite.name, why)
             return
-        self._say(f"--- {suite.name} on {place}")
+        self._say(f"{time.strftime('%H:%M:%S')} {suite.name} on {place}")
         home = Path(tempfile.mkdtemp(prefix=f"{suite.name.split()[0]}-", dir=top))
         source = home / "source"
         source.mkdir()
@@ -92,7 +93,7 @@ class Session:
         return True
 
     def _lanes(self, suite: Suite, home: Path, source: Path, stack: ExitStack) -> list[Lane]:
-        lanes = []
+        starting, lanes = [], []
         for number, contender in enumerate(self._contenders):
             if not _takes_part(contender, suite):
                 continue
@@ -102,10 +103,12 @@ class Session:
             backing.mkdir()
             lane = Lane(contender, suite, Place(backing, own, self._options.scale), source)
             stack.callback(lane.close)
+            starting.append(lane)
+        for lane in starting:
             try:
                 lane.furnish()
             except Exception as error:  # whatever a server did instead of serving; the others go on
-                self.note(f"{suite.name}, {contender.name}", _last_line(error))
+                self.note(f"{suite.name}, {lane.contender.name}", _last_line(error))
                 continue
             lanes.append(lane)
         return lanes
@@ -122,16 +125,17 @@ class Session:
                     lane.close()
                     lanes.remove(lane)
                     continue
-                for figure, value in zip(step.figures, measured.values, strict=True):
-                    if value is not None:
-                        self.samples.append(
-                            Sample(
-                                suite.name, *figure, place, lane.contender.name, number, value, measured.raw
-                            )
-                        )
-                        self._say(
-                            f"{number + 1:3} {figure.name:44} {lane.contender.name:28} {value:12,.4g} {figure.unit}"
-                        )
+                self._keep(suite, place, lane.contender.name, number, step, measured)
+
+    def _keep(
+        self, suite: Suite, place: str, contender: str, number: int, step: Step, measured: Measured
+    ) -> None:
+        raw = measured.raw  # once, with the first figure: the others come from the same values
+        for figure, value in zip(step.figures, measured.values, strict=True):
+            if value is not None:
+                self.samples.append(Sample(suite.name, *figure, place, contender, number, value, raw))
+                self._say(f"{number + 1:3} {figure.name:44} {contender:28} {value:12,.4g} {figure.unit}")
+                raw = []
 
 
 def _takes_part(contender: Contender, suite: Suite) -> bool:

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from benchmarks.suite import Suite
-from benchmarks.workloads import data, metadata
+from benchmarks.workloads import (
+    data,
+    fio,
+    git_clone,
+    hold,
+    metadata,
+    requests,
+    tensors,
+    training,
+    trees,
+)
 
-SUITES: tuple[Suite, ...] = (data.SUITE, metadata.SUITE)
+SUITES: tuple[Suite, ...] = (
+    data.SUITE,
+    metadata.SUITE,
+    requests.SUITE,
+    fio.SUITE,
+    tensors.SUITE,
+    git_clone.SUITE,
+    trees.SUITE,
+    hold.SUITE,
+    training.SUITE,
+)
 
 
 def by_name(name: str) -> Suite:

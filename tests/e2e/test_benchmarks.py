@@ -13,17 +13,28 @@ import pytest
 CHECKOUT = Path(__file__).parents[2]
 
 
+# Takes the place of the C++ example: what matters here is that a program that mounts can be measured and taken away.
+PEER = """#!/bin/sh
+for last; do before=$at at=$last; done
+mount --bind "$before" "$at" && exec sleep 1000
+"""
+
+
 @pytest.mark.mount
-def test_two_small_suites_are_measured_for_the_plain_directory_and_for_ciuic(short_tmp: Path) -> None:
-    """Every figure of a suite has a value for both, in the JSON as in the table, and nothing stays mounted."""
+def test_two_small_suites_are_measured_for_all_contenders(short_tmp: Path) -> None:
+    """Every figure of a suite has a value for each, in the JSON as in the table, and nothing stays mounted."""
+    peer = short_tmp / "peer"
+    peer.write_text(PEER)
+    peer.chmod(0o755)
+    names = ("native", "ciuic pyfuse3", "libfuse C++")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks", "metadata", "data", "--scale", "0.01", "--rounds", "1"),
-            *("--places", "tmpfs", "--contenders", "ciuic pyfuse3"),
+            *("--places", "tmpfs", "--contenders", ",".join(names)),
             *("--disk", str(short_tmp), "--results", str(short_tmp / "results"), "--name", "smoke"),
         ],
         cwd=CHECKOUT,
-        env={**os.environ, "PYTHONPATH": "tests"},
+        env={**os.environ, "PYTHONPATH": "tests", "CIUIC_BENCH_PASSTHROUGH_HP": str(peer)},
         capture_output=True,
         timeout=200,
         check=False,
@@ -34,7 +45,7 @@ def test_two_small_suites_are_measured_for_the_plain_directory_and_for_ciuic(sho
     found = {(sample["figure"], sample["contender"]) for sample in document["samples"]}
     figures = {figure for figure, _ in found}
     assert {"new file, 8 MiB writes", "cold read", "appends of 200 bytes to a log", "unlink"} <= figures
-    assert found == {(figure, name) for figure in figures for name in ("native", "ciuic pyfuse3")}
+    assert found == {(figure, name) for figure in figures for name in names}
     assert all(sample["value"] > 0 for sample in document["samples"])
     table = (short_tmp / "results/smoke.md").read_text()
     assert all(f"| {figure} |" in table for figure in figures)

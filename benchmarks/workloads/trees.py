@@ -1,0 +1,84 @@
+"""Trees of many small files: find and du on one that is there, cold and warm; untar and removal of another.
+
+Cold is a new mount and no page, dentry or inode cached; a tmpfs itself has nothing that could be cold.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tarfile
+
+from benchmarks.suite import Job, Suite
+from benchmarks.timing import command, rate
+
+_TREE_FILES = 100_000
+_TAR_FILES = 50_000
+_A_DIRECTORY = 100
+_CONTENT = b"x" * 2048
+
+
+def _paths(count: int) -> list[str]:
+    return [f"{number // _A_DIRECTORY}/{number % _A_DIRECTORY}" for number in range(count)]
+
+
+def _make_archive(job: Job) -> None:
+    with tarfile.open(f"{job.source}/files.tar", "w") as archive:
+        for path in _paths(job.count(_TAR_FILES, 100)):
+            member = tarfile.TarInfo(path)
+            member.size, member.mtime = len(_CONTENT), 1_700_000_000
+            archive.addfile(member, io.BytesIO(_CONTENT))
+
+
+def make_tree(top: str, count: int, content: bytes = b"content\n") -> None:
+    """``count`` files in directories of a hundred."""
+    for path in _paths(count):
+        file = f"{top}/{path}"
+        try:
+            fd = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(file))
+            fd = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.write(fd, content)
+        os.close(fd)
+
+
+def _furnish(job: Job) -> None:
+    make_tree(job.path("tree"), job.count(_TREE_FILES, 100))
+
+
+def _find(job: Job) -> float:
+    command(["find", job.path("tree"), "-type", "f", "-name", "*9"])
+    return job.count(_TREE_FILES, 100)
+
+
+def _du(job: Job) -> float:
+    command(["du", "-s", job.path("tree")])
+    return job.count(_TREE_FILES, 100)
+
+
+def _untar(job: Job) -> float:
+    os.mkdir(job.path("untarred"))
+    command(["tar", "-xf", f"{job.source}/files.tar", "-C", job.path("untarred")])
+    return job.count(_TAR_FILES, 100)
+
+
+def _remove(job: Job) -> float:
+    shutil.rmtree(job.path("untarred"))
+    return job.count(_TAR_FILES, 100)
+
+
+SUITE = Suite(
+    "trees",
+    (
+        rate("find, cold", "files/s", _find, before="remounted"),
+        rate("find, warm", "files/s", _find),
+        rate("du, cold", "files/s", _du, before="remounted"),
+        rate("du, warm", "files/s", _du),
+        rate("untar", "files/s", _untar, limit_seconds=600),
+        rate("removal of what was untarred", "files/s", _remove, limit_seconds=600),
+    ),
+    furnish_source=_make_archive,
+    furnish=_furnish,
+)
