@@ -10,6 +10,7 @@ The exit status is 0 exactly when the snapshot is committed and `Done` was writt
 from __future__ import annotations
 
 import os
+from typing import TypeVar
 
 import msgspec
 
@@ -120,6 +121,9 @@ _job_decoder = msgspec.json.Decoder(CaptureJob)
 _message_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
+_T = TypeVar("_T")
+
+
 def printable(path: str | bytes) -> str:
     """A path as text that JSON can carry: bytes that are no UTF-8 as \\xNN. For people, not for opening files."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
@@ -131,7 +135,7 @@ def encode_job(job: CaptureJob) -> bytes:
 
 def decode_job(data: bytes) -> CaptureJob:
     """Raises msgspec.ValidationError or DecodeError for anything else."""
-    return _job_decoder.decode(data)
+    return _decode(_job_decoder, data)
 
 
 def encode_message(message: Message) -> bytes:
@@ -141,4 +145,11 @@ def encode_message(message: Message) -> bytes:
 
 def decode_message(line: bytes) -> Message:
     """Raises msgspec.ValidationError or DecodeError for anything else."""
-    return _message_decoder.decode(line)
+    return _decode(_message_decoder, line)
+
+
+def _decode(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:  # these come through it unchanged
+        raise msgspec.DecodeError(str(error)) from error

@@ -174,6 +174,9 @@ class _Draft:
         except tomli.TOMLDecodeError as error:
             self.complain(f"not TOML: {error.msg}", error.lineno)
             return
+        except RecursionError:
+            self.complain("values or names are nested deeper than anything that can be meant", 1)
+            return
         lines = line_numbers(statements(text))
         for name, value in document.items():
             line = line_of(lines, (name,))

@@ -44,7 +44,7 @@ class Mark:
         try:
             document = json.loads(data)
             mark = cls(str(document["snapshot"]), bytes.fromhex(document["source"]), str(document["run"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return mark if _RUN.match(mark.run) else None
 

@@ -1,21 +1,38 @@
-"""All decoders of what lies on disk, as functions of bytes, with valid bytes for each: food for fuzzing."""
+"""All decoders of what lies on disk or comes over a socket, as functions of bytes, with valid bytes for each: food for fuzzing."""
 
 from __future__ import annotations
 
 import os
 import random
+import socket
 import stat
 import tempfile
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import msgspec
+import zstandard
 
+from ciuic.config import parse_config
+from ciuic.daemon.capture_job import (
+    CaptureJob,
+    Failed,
+    decode_job,
+    decode_message,
+    encode_job,
+    encode_message,
+)
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer import undo_format as undo
+from ciuic.fuse_layer.control_frames import MAX_REQUEST_BYTES, FrameError, receive_frame
+from ciuic.fuse_layer.epochs import Epochs
+from ciuic.fuse_layer.tracking import Tracker
 from ciuic.repository import packformat as pf
 from ciuic.repository import snapformat
 from ciuic.repository.blockmaps import decode_map_node, encode_map_node
+from ciuic.repository.chunks import BadCopyError, unpack
 from ciuic.repository.config import RepositoryConfig, decode_config, encode_config
 from ciuic.repository.model import PackRecord
 from ciuic.repository.treeformat import (
@@ -26,6 +43,7 @@ from ciuic.repository.treeformat import (
     encode_leaf,
     encode_xattrs,
 )
+from ciuic.restore.journal import Mark
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 ID = ChunkId(b"i" * 16)
@@ -34,7 +52,16 @@ _ENTRY = Entry(name=b"a", mode=stat.S_IFREG | 0o644, size_bytes=5, content=ID, x
 _ROOT = RootRecord(path=b"/r", entry=Entry(name=b"", mode=stat.S_IFDIR | 0o755, content=ID))
 _RECORDS = [PackRecord(ID, 4096 + 88, 10, 10, 0, 7)]
 _SNAPSHOT = Snapshot(id=SnapshotId(_NAME), time_ns=5, host="h", roots=(_ROOT,), tags=("t",), message="m")
-_REFUSALS = (CiuicError, undo.UndoDamaged, undo.UndoLost)
+_REFUSALS = (CiuicError, undo.UndoDamaged, undo.UndoLost, FrameError, BadCopyError, msgspec.MsgspecError)
+_TOML = b"""[repository]
+path = "/r"
+[schedule]
+interval = "1h"
+[[root]]
+path = "/a"
+exclude = ["*.tmp", "/x/**"]
+"""
+_FLAT = b"protected_directories = /opt/a, /opt/b\n"
 DEEP = b"\x91" * 100_000 + b"\x90"
 
 
@@ -67,6 +94,39 @@ def _table(data: bytes) -> object:
 def _footer(data: bytes) -> object:
     place = pf.decode_trailer(data[-pf.TRAILER_BYTES :], 8192)
     return None if place is None else pf.decode_footer(data, 1, place[0])
+
+
+def _table_payload(data: bytes) -> object:
+    return _table(data + pf._CHECKSUM.pack(pf.checksum(data)))
+
+
+def _footer_payload(data: bytes) -> object:
+    """Records; the trailer is made to fit."""
+    records = len(data) // pf.RECORD_BYTES
+    body = data[: records * pf.RECORD_BYTES]
+    trailer = pf._TRAILER.pack(pf._FOOTER_MAGIC, records, 0, 8192, 0)
+    whole = body + pf._TRAILER.pack(pf._FOOTER_MAGIC, records, 0, 8192, pf.checksum(body + trailer))
+    return pf.decode_footer(whole, 1, 8192)
+
+
+def _tracking(data: bytes) -> object:
+    """Folded into what is there, and written again."""
+    state: Any = SimpleNamespace(tracker=Tracker(4096))
+    epochs: Any = SimpleNamespace(_state=state)
+    Epochs.load(epochs, data)
+    return Epochs.dump(epochs), state.tracker.current.dirty_bytes(4096)
+
+
+def _frame(data: bytes) -> object:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(data[:60_000])  # what a socket's buffer takes
+        theirs.close()
+        return receive_frame(ours, MAX_REQUEST_BYTES)
+
+
+def _configuration(name: str) -> Callable[[bytes], object]:
+    return lambda data: parse_config(data.decode("utf-8", "replace"), Path(name))
 
 
 def _from_file(read: Callable[[str], object]) -> Callable[[bytes], object]:
@@ -126,6 +186,16 @@ def readers() -> list[Reader]:
         Reader("segment table", _table, pf.encode_table(4096, _RECORDS, 10)),
         Reader("footer", _footer, footer),
         Reader("undo log", _from_file(_log), log),
+        Reader("segment table payload", _table_payload, pf.encode_table(4096, _RECORDS, 10)[:-8]),
+        Reader("footer payload", _footer_payload, footer[: pf.RECORD_BYTES]),
+        Reader("compressed chunk", lambda data: unpack(data, 4096, pf.FLAG_ZSTD), zstandard.ZstdCompressor().compress(bytes(4096))),
+        Reader("saved tracking", _tracking, msgspec.msgpack.encode([1, {5: undo.Change(False, True, b"\x05", {b"a": -1})}])),
+        Reader("control frame", _frame, b"\x0b\0\0\0" + msgspec.msgpack.encode({"do": "status"})),
+        Reader("configuration", _configuration("ciuic.toml"), _TOML),
+        Reader("flat configuration", _configuration("ciuic.conf"), _FLAT),
+        Reader("mark of a restore", Mark.decode, Mark("cs-000001", b"/r", "ab" * 8).encode()),
+        Reader("capture job", decode_job, encode_job(CaptureJob(repository="/r", id=_NAME, time_ns=1, host="h", roots=()))),
+        Reader("capture message", decode_message, encode_message(Failed(error="no", hint="", code=1))),
         Reader("sealed file", _from_file(_sealed), _valid_sealed()),
     ]  # fmt: skip
 

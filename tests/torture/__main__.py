@@ -56,6 +56,7 @@ TORTURES = [
     Torture("faults", 2),
     Torture("restore_race", 1),
     Torture("syncs", 0.5),
+    Torture("fuzz", 1),
 ]
 
 

@@ -1,0 +1,116 @@
+"""One function of bytes that reaches every decoder, for coverage-guided fuzzing (tests/torture/fuzz.py), and what it begins with.
+
+The first byte chooses the decoder, the rest is its input. As a program it is the fuzzer's process:
+``python -m support.fuzz CORPUS [libFuzzer's options]``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+REGRESSIONS = sorted((Path(__file__).parents[1] / "property" / "regressions").glob("*.bin"))
+"""Inputs that are kept: the decoder's name, a newline, its input. A new one is a file of that folder, named after what it is."""
+_GOLDEN = Path(__file__).parents[1] / "format"
+
+
+def replay(path: Path) -> None:
+    """One of the kept inputs."""
+    fuzzed(_as_input(path))
+
+
+def _as_input(path: Path) -> bytes:
+    from support.readers import readers
+
+    name, _, data = path.read_bytes().partition(b"\n")
+    return bytes([[reader.name for reader in readers()].index(name.decode())]) + data
+
+
+def to_keep(data: bytes) -> bytes:
+    """The file of ``REGRESSIONS`` for an input that the fuzzer found."""
+    from support.readers import readers
+
+    known = readers()
+    return known[data[0] % len(known)].name.encode() + b"\n" + data[1:]
+
+
+def fuzzed(data: bytes) -> None:
+    """Anything but a value or a refusal is raised."""
+    from support.readers import readers, refused_or_read
+
+    global _readers
+    if _readers is None:
+        _readers = readers()
+    if data:
+        refused_or_read(_readers[data[0] % len(_readers)], data[1:])
+
+
+_readers: list | None = None  # type: ignore[type-arg]
+
+
+def fill(corpus: Path) -> int:
+    """Puts valid inputs there: of each decoder its own, everything of the golden repositories, and what was found once."""
+    from support.readers import readers
+
+    number = {reader.name: at for at, reader in enumerate(readers())}
+    seeds = [bytes([number[reader.name]]) + reader.valid for reader in readers()]
+    for golden in _GOLDEN.glob("golden-*"):
+        seeds += [bytes([number[name]]) + data for name, data in _of_repository(golden)]
+    seeds += map(_as_input, REGRESSIONS)
+    corpus.mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        (corpus / hashlib.sha256(seed).hexdigest()[:16]).write_bytes(seed)
+    return len(seeds)
+
+
+def _of_repository(path: Path) -> list[tuple[str, bytes]]:
+    """(decoder, bytes) of every structure in it."""
+    from ciuic.repository import Repository
+    from ciuic.repository import packformat as pf
+
+    found = [("config", (path / "config").read_bytes())]
+    for snapshot in (path / "snapshots").iterdir():
+        found += [("snapshot", snapshot.read_bytes()), ("snapshot payload", snapshot.read_bytes()[36:])]
+    found += [("marks payload", marks.read_bytes()[36:]) for marks in (path / "marks").iterdir()]
+    with Repository.open(path) as repository:
+        for pack in repository.packs():
+            data = (path / "packs" / f"{pack.number:016x}.pack").read_bytes()
+            found.append(("pack header", data[: pf.ALIGN_BYTES]))
+            at = pf.ALIGN_BYTES
+            while (head := pf.decode_segment_head(data[at:], at)) is not None:
+                table = data[at : at + head.table_bytes]
+                found += [("segment table", table), ("segment table payload", table[:-8])]
+                at = pf.align(at + head.table_bytes + head.payload_bytes)
+            records = list(repository.pack_records(pack.number))
+            found.append(("footer payload", b"".join(map(pf.encode_record, records[:20]))))
+            for record in records:
+                content = repository.chunks.get(record.id)
+                if record.flags:
+                    stored = data[record.offset : record.offset + record.stored_bytes]
+                    found.append(("compressed chunk", stored[:4096]))
+                if len(content) < 4096:
+                    names = {b"CTd": ("tree leaf", "tree node"), b"CTl": ("link table",)}
+                    found += [(name, content) for name in names.get(content[:3], ("attributes", "block map"))]
+    return found
+
+
+def main() -> None:
+    import atheris
+
+    with atheris.instrument_imports(include=["ciuic"]):
+        import support.readers
+    import logging
+
+    import structlog
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    assert support.readers
+    atheris.Setup(sys.argv, fuzzed)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TMPDIR", "/dev/shm")
+    main()
