@@ -1,17 +1,17 @@
-"""The session as a picture: medians as ratios to the plain directory, one panel a place. Needs matplotlib."""
+"""The session as a picture: speed as a ratio to the plain directory, one panel a place. Needs matplotlib."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.contenders import NATIVE
-from benchmarks.samples import Cell, Summary, Table, ratio
+from benchmarks.samples import Cell, Summary, Table
 
 _COLOURS = ("#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#718096")
-_ROW_INCHES = 0.24
+_BAR_INCHES, _GAP_INCHES = 0.1, 0.12
 
 
 def why_not() -> str:
@@ -36,7 +36,7 @@ def draw(table: Table, path: Path) -> bool:
     longest = max(sum(cell.place == place for cell in rows) for place in places)
     figure, panels = pyplot.subplots(
         1, len(places), squeeze=False,
-        figsize=(9 * len(places), 1.5 + _ROW_INCHES * longest * (len(names) + 1)),
+        figsize=(9 * len(places), 1.5 + longest * (_BAR_INCHES * len(names) + _GAP_INCHES)),
     )  # fmt: skip
     for place, panel in zip(places, panels[0], strict=True):
         _panel(panel, [(cell, row) for cell, row in rows.items() if cell.place == place], names, place)
@@ -49,27 +49,39 @@ def draw(table: Table, path: Path) -> bool:
 def _panel(panel: Any, rows: Sequence[tuple[Cell, dict[str, Summary]]], names: list[str], place: str) -> None:
     height = 0.8 / len(names)
     for number, name in enumerate(names):
-        heights, values, spans = [], [], []
+        heights, bars = [], []
         for line, (_, row) in enumerate(rows):
-            value = ratio(row, name, NATIVE)
-            if value is None or value <= 0:
-                continue
-            base = row[NATIVE].median
-            heights.append(line + (number - (len(names) - 1) / 2) * height)
-            values.append(value)
-            spans.append((value - row[name].low_quartile / base, row[name].high_quartile / base - value))
-        if values:
-            errors = [[max(0.0, low) for low, _ in spans], [max(0.0, high) for _, high in spans]]
-            colour = _COLOURS[number % len(_COLOURS)]
+            if name in row and row[NATIVE].median > 0:
+                heights.append(line + (number - (len(names) - 1) / 2) * height)
+                bars.append(_speed(row[name], row[NATIVE].median))
+        if bars:
+            errors = [[bar.value - bar.low for bar in bars], [bar.high - bar.value for bar in bars]]
+            # From the plain directory's line on: on a logarithmic axis no other beginning means anything.
             panel.barh(
-                heights, values, height=height, label=name, color=colour, xerr=errors, ecolor="#1a202c"
-            )
+                heights, [bar.value - 1 for bar in bars], left=1.0, height=height, label=name,
+                color=_COLOURS[number % len(_COLOURS)], xerr=errors, ecolor="#1a202c",
+            )  # fmt: skip
     panel.axvline(1.0, color="#1a202c", linewidth=1)
     panel.set_xscale("log")
-    panel.set_yticks(
-        range(len(rows)), [f"{cell.figure} [{row[NATIVE].unit}]" for cell, row in rows], fontsize=8
-    )
-    panel.invert_yaxis()
-    panel.set_title(f"{place}: median, as a ratio to the plain directory (whiskers: quartiles)", fontsize=10)
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set_yticks(range(len(rows)), [cell.figure for cell, _ in rows], fontsize=8)
+    panel.set_ylim(len(rows) - 0.5, -0.5)
+    panel.set_title(f"{place}: speed against the plain directory (medians; whiskers: quartiles)", fontsize=10)
+    panel.set_xlabel("slower  ←  1 = as fast  →  faster")
     panel.grid(axis="x", alpha=0.3)
-    panel.legend(fontsize=8)
+    panel.legend(fontsize=8, loc="lower left")
+
+
+class _Bar(NamedTuple):
+    value: float
+    low: float
+    high: float
+
+
+def _speed(summary: Summary, native: float) -> _Bar:
+    """As a ratio of speeds, also where what was measured is a time. Ends are kept above nothing, for the logarithm."""
+    least = min(value for value in (summary.least, summary.median) if value > 0) / 10
+    low, high = max(least, summary.low_quartile), max(least, summary.high_quartile)
+    if summary.higher_is_better:
+        return _Bar(summary.median / native, low / native, high / native)
+    return _Bar(native / summary.median, native / high, native / low)

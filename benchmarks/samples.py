@@ -42,6 +42,7 @@ class Summary(NamedTuple):
     """The values of one contender in a cell: five numbers, and how many values they came from."""
 
     unit: str
+    higher_is_better: bool
     median: float
     low_quartile: float
     high_quartile: float
@@ -54,25 +55,29 @@ Table = dict[Cell, dict[str, Summary]]
 """Cell → contender → summary, both in the order in which they were measured."""
 
 
-def summarise(values: Sequence[float], unit: str) -> Summary:
+def summarise(values: Sequence[float], unit: str, *, higher_is_better: bool = True) -> Summary:
     """Of at least one value; quartiles by linear interpolation between the values."""
     ordered = sorted(values)
     low, high = ordered[0], ordered[0]
     if len(ordered) > 1:
         low, _, high = statistics.quantiles(ordered, n=4, method="inclusive")
-    return Summary(unit, statistics.median(ordered), low, high, ordered[0], ordered[-1], len(ordered))
+    median = statistics.median(ordered)
+    return Summary(unit, higher_is_better, median, low, high, ordered[0], ordered[-1], len(ordered))
 
 
 def table(samples: Iterable[Sample]) -> Table:
     """All samples, summarised."""
     values: dict[Cell, dict[str, list[float]]] = {}
-    units: dict[Cell, str] = {}
+    figures: dict[Cell, Sample] = {}
     for sample in samples:
         cell = Cell(sample.suite, sample.place, sample.figure)
-        units[cell] = sample.unit
+        figures[cell] = sample
         values.setdefault(cell, {}).setdefault(sample.contender, []).append(sample.value)
     return {
-        cell: {contender: summarise(found, units[cell]) for contender, found in row.items()}
+        cell: {
+            contender: summarise(found, figures[cell].unit, higher_is_better=figures[cell].higher_is_better)
+            for contender, found in row.items()
+        }
         for cell, row in values.items()
     }
 

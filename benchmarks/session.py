@@ -108,7 +108,7 @@ class Session:
             try:
                 lane.furnish()
             except Exception as error:  # whatever a server did instead of serving; the others go on
-                self.note(f"{suite.name}, {lane.contender.name}", _last_line(error))
+                self.note(f"{suite.name}, {lane.contender.name}", first_and_last_line(error))
                 continue
             lanes.append(lane)
         return lanes
@@ -121,7 +121,9 @@ class Session:
                     measured = lane.measure(index)
                 except Exception as error:  # this lane is over; the others go on
                     what = ", ".join(figure.name for figure in step.figures) or f"preparing step {index}"
-                    self.note(f"{suite.name} on {place}, {lane.contender.name}: {what}", _last_line(error))
+                    self.note(
+                        f"{suite.name} on {place}, {lane.contender.name}: {what}", first_and_last_line(error)
+                    )
                     lane.close()
                     lanes.remove(lane)
                     continue
@@ -144,9 +146,10 @@ def _takes_part(contender: Contender, suite: Suite) -> bool:
     return contender.name in suite.only if suite.only else contender.name != CORE
 
 
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:400] if lines else type(error).__name__
+def first_and_last_line(error: Exception) -> str:
+    """What went wrong, and where it has a log under it, the last words of that."""
+    lines = [line.strip()[:400] for line in str(error).splitlines() if line.strip()]
+    return " … ".join(lines if len(lines) < 2 else (lines[0], lines[-1])) or type(error).__name__
 
 
 @contextmanager

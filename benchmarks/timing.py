@@ -36,13 +36,19 @@ def running() -> Iterator[Clock]:
     clock.seconds = time.perf_counter() - started
 
 
-def rate(name: str, unit: str, work: Callable[[Job], float], **how: object) -> Step:
-    """A step of one figure: ``work`` returns how much it did, and all of it is timed."""
+def rate(
+    name: str, unit: str, work: Callable[[Job], float], *, repeat_seconds: float = 0.0, **how: object
+) -> Step:
+    """A step of one figure: ``work`` returns how much it did, and all of it is timed. It is done again until it has
+    taken ``repeat_seconds`` (at scale 1) in all: what takes milliseconds measures the clock and the scheduler."""
 
     def run(job: Job) -> Measured:
-        with running() as clock:
-            amount = work(job)
-        return Measured([amount / max(clock.seconds, 1e-9)])
+        amount = seconds = 0.0
+        while amount == 0.0 or seconds < repeat_seconds * job.scale:
+            with running() as clock:
+                amount += work(job)
+            seconds += clock.seconds
+        return Measured([amount / max(seconds, 1e-9)])
 
     return Step((Figure(name, unit),), run, **how)  # type: ignore[arg-type]
 

@@ -13,11 +13,11 @@ from benchmarks.suite import Job, Suite
 from benchmarks.timing import LARGE_BYTES, MIB, block, preparation, rate
 
 _FILE_MIB = 512
-_MIDDLING_MIB = 256
-_SMALL_MIB = 64
+_MIDDLING_MIB = 512
+_SMALL_MIB = 128
 _WRITERS = 4
 _APPENDS = 20_000
-_RANDOM_READS = 4_000
+_RANDOM_READS = 20_000
 _PIECE_BYTES = 4096
 
 
@@ -28,10 +28,9 @@ def _write(path: str, size_bytes: int, piece_bytes: int) -> None:
             file.write(piece)
 
 
-def _size_bytes(job: Job, mib: int) -> int:
-    """A multiple of 32 MiB (of all pieces and writers together), so that no step rounds its work away."""
-    unit = LARGE_BYTES * _WRITERS
-    return max(1, round(mib * MIB * job.scale / unit)) * unit
+def _size_bytes(job: Job, mib: int, unit_bytes: int = LARGE_BYTES) -> int:
+    """A multiple of the pieces (of all writers together), so that no step rounds its work away."""
+    return max(1, round(mib * MIB * job.scale / unit_bytes)) * unit_bytes
 
 
 def _remove(job: Job, *names: str) -> None:
@@ -42,8 +41,9 @@ def _remove(job: Job, *names: str) -> None:
 
 def _new_file(name: str, mib: int, piece_bytes: int) -> Callable[[Job], float]:
     def work(job: Job) -> float:
-        _write(job.path(name), _size_bytes(job, mib), piece_bytes)
-        return _size_bytes(job, mib) / 1e6
+        size = _size_bytes(job, mib, max(MIB, piece_bytes))
+        _write(job.path(name), size, piece_bytes)
+        return size / 1e6
 
     return work
 
@@ -58,7 +58,7 @@ def _durable_file(job: Job) -> float:
 
 def _four_writers(piece_bytes: int) -> Callable[[Job], float]:
     def work(job: Job) -> float:
-        size = _size_bytes(job, _MIDDLING_MIB)
+        size = _size_bytes(job, _MIDDLING_MIB, LARGE_BYTES * _WRITERS)
         threads = [
             threading.Thread(target=_write, args=(job.path(f"four{number}"), size // _WRITERS, piece_bytes))
             for number in range(_WRITERS)
@@ -142,10 +142,10 @@ SUITE = Suite(
         rate("new file, 64 KiB writes, four writers", "MB/s", _four_writers(1 << 16)),
         rate("new file, 4 KiB writes", "MB/s", _new_file("small", _SMALL_MIB, _PIECE_BYTES)),
         rate("cold read", "MB/s", _read, before="cold"),
-        rate("warm read", "MB/s", _read),
+        rate("warm read", "MB/s", _read, before="warm", repeat_seconds=0.3),
         rate("random cold 4 KiB reads", "/s", _random_reads, before="cold"),
         rate("mmap read, cold", "MB/s", _mapped_read, before="cold"),
-        rate("mmap read, warm", "MB/s", _mapped_read),
+        rate("mmap read, warm", "MB/s", _mapped_read, before="warm", repeat_seconds=0.3),
         preparation(_make_log),
         rate("appends of 200 bytes to a log", "/s", _append),
     ),

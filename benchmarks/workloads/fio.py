@@ -10,8 +10,8 @@ from collections.abc import Callable
 from benchmarks.suite import Before, Figure, Job, Measured, Step, Suite
 from benchmarks.timing import MIB
 
-_MIB = 256
-_RANDOM_CALLS = 20_000
+_MIB = 512
+_RANDOM_CALLS = 100_000
 _SMALL_BYTES = 4096
 
 
@@ -71,8 +71,8 @@ SUITE = Suite(
     (
         _step(Figure("fio, sequential write 1 MiB", "MB/s"), _write),
         _step(Figure("fio, sequential read 1 MiB, cold", "MB/s"), _read, "cold"),
-        _step(Figure("fio, sequential read 1 MiB, warm", "MB/s"), _read),
-        _step(Figure("fio, random read 4 KiB, warm", "/s"), _random_read),
+        _step(Figure("fio, sequential read 1 MiB, warm", "MB/s"), _read, "warm"),
+        _step(Figure("fio, random read 4 KiB, warm", "/s"), _random_read, "warm"),
         _step(Figure("fio, random write 4 KiB in place", "/s"), _random_write),
     ),
     missing=_missing,

@@ -8,7 +8,7 @@ import os
 from benchmarks.suite import Job, Suite
 from benchmarks.timing import preparation, rate
 
-_FILES = 3_000
+_FILES = 10_000
 _LISTINGS = 20
 
 
