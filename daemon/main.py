@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +26,9 @@ def run_daemon(config: Config, *, reload: Callable[[], Config] | None = None) ->
     if os.geteuid() != 0:
         raise NotPermitted("the daemon mounts file systems and must run as root", hint="sudo ciuic daemon")
     as_json = {"json": True, "text": False}.get(config.log.format)
+    # Every caller of the control socket is a descriptor here, and a caller must not keep captures from starting.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     logs.configure(verbose=config.log.level == "debug", as_json=as_json)
     stored_fds = take_stored_fds(os.environ, os.getpid())
     notifier = Notifier.from_environment(os.environ, os.getpid())

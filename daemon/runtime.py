@@ -201,7 +201,7 @@ def _answers(path: Path) -> bool:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return False
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             return True  # a full backlog: somebody listens, slowly
     return True
 

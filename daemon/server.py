@@ -15,6 +15,7 @@ from hypercorn.trio import serve
 from starlette.applications import Starlette
 
 GRACEFUL_SECONDS = 3.0
+KEEP_ALIVE_SECONDS = 5.0
 
 
 async def serve_api(
@@ -31,7 +32,8 @@ async def serve_api(
     config.errorlog = None
     config.accesslog = None
     config.h11_max_incomplete_size = 64 * 1024
-    config.keep_alive_timeout = 60.0
+    # Hypercorn holds on to a connection for so long after the caller has hung up, too; commands hang up at once.
+    config.keep_alive_timeout = KEEP_ALIVE_SECONDS
     config.read_timeout = None  # a wait for a first capture may take hours
     config.include_server_header = False
     await serve(app, config, shutdown_trigger=stopped, task_status=task_status)  # type: ignore[arg-type]

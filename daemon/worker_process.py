@@ -23,7 +23,7 @@ import trio
 import ciuic
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.control_client import ControlClient, WorkerUnreachable
-from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, socket_address
+from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, connect
 
 READY_TIMEOUT_SECONDS = 30.0
 CONTROL_TIMEOUT_SECONDS = 30.0
@@ -181,13 +181,9 @@ def adopt_worker(socket_path: Path, *, timeout_seconds: float = 5.0) -> Worker |
 
 def peer_pid(socket_path: Path) -> int | None:
     """Who listens on a unix socket (SO_PEERCRED); None when nobody does."""
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe,
-        socket_address(str(socket_path)) as address,
-    ):
-        probe.settimeout(2.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
-            probe.connect(address)
+            connect(probe, str(socket_path), 2.0)
         except (ConnectionRefusedError, FileNotFoundError):
             return None
         except TimeoutError:

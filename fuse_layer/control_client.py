@@ -23,9 +23,9 @@ from ciuic.fuse_layer.control_frames import (
     CutReply,
     FrameError,
     WorkerStatus,
+    connect,
     receive_frame,
     send_frame,
-    socket_address,
 )
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
@@ -144,9 +144,7 @@ class ControlClient:
         if self._sock is None:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                sock.settimeout(self.timeout_seconds)
-                with socket_address(self.socket_path) as address:
-                    sock.connect(address)
+                connect(sock, self.socket_path, self.timeout_seconds)
             except BaseException:
                 sock.close()
                 raise

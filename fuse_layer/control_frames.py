@@ -147,3 +147,18 @@ def socket_address(path: str) -> Iterator[str]:
         yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
     finally:
         os.close(directory)
+
+
+def connect(sock: socket.socket, path: str, timeout_seconds: float) -> None:
+    """Connects, waiting so long for a listener whose queue is full; the timeout stays on the socket. TimeoutError, OSError.
+
+    A socket with a timeout is a non-blocking one to the kernel, which then refuses with EAGAIN at once.
+    """
+    whole = max(1, int(timeout_seconds))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", whole, 0))
+    try:
+        with socket_address(path) as address:
+            sock.connect(address)
+    except BlockingIOError as error:
+        raise TimeoutError(error.errno, "too many others wait to be answered") from error
+    sock.settimeout(timeout_seconds)

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from ciuic.fuse_layer.gate import HoldExpired
 
 log = structlog.get_logger(__name__)
 
+_CREDENTIALS = struct.Struct("@iII")  # struct ucred: pid, uid, gid
 _MAX_CONNECTIONS = 32
 _LONGEST_HOLD_SECONDS = 60.0
 _LAST_ANSWER_SECONDS = 2.0
@@ -129,6 +131,10 @@ class ControlServer:
                 # Out of descriptors or memory: that passes, and a worker that went deaf for good could never be cut again.
                 log.error("control_accept_failed", error=str(error))
                 time.sleep(_ACCEPT_PAUSE_SECONDS)
+                continue
+            if not _is_ours(sock):
+                log.warning("control_connection_of_another_user_refused")
+                sock.close()
                 continue
             if len(self._connections) >= _MAX_CONNECTIONS:
                 log.warning("control_connection_refused", connections=len(self._connections))
@@ -249,6 +255,13 @@ def _number(request: Mapping[str, Any], field: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**53:
         raise Refused(f"{field}: a number is wanted, not {value!r}", errno.EINVAL)
     return value
+
+
+def _is_ours(sock: socket.socket) -> bool:
+    """Whether root or our own user connected. The socket's mode says the same; modes can be changed by mistake."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return uid in (0, os.geteuid())
 
 
 def _inode_of(path: str) -> tuple[int, int] | None:

@@ -147,6 +147,29 @@ def test_the_group_of_the_control_socket_gets_that_socket_and_no_other(short_tmp
         live.stop()
 
 
+def test_a_worker_answers_root_alone_whatever_the_mode_of_its_socket(protected: Live) -> None:
+    """With the socket's mode opened by mistake, another user's request is not answered (peer credentials), root's is."""
+    (protected.top / "run").chmod(0o755)
+    (worker,) = (protected.top / "run").glob("worker-*.sock")
+    worker.chmod(0o666)
+    script = r"""
+body = b"\x81\xa2do\xa6status"
+with socket.socket(socket.AF_UNIX) as sock:
+    sock.connect(sys.argv[1])
+    try:
+        sock.sendall(len(body).to_bytes(4, "little") + body)
+        print(len(sock.recv(100)))
+    except (BrokenPipeError, ConnectionResetError):
+        print(0)
+"""
+    answers = [
+        run_as(user, script, str(worker)).stdout.strip()
+        for user in (NOBODY, MADE_UP, User(54321, 0), User(0, 0))
+    ]
+    assert answers[:3] == ["0", "0", "0"]
+    assert int(answers[3]) > 10
+
+
 _CLI = """
 import importlib, pathlib
 import ciuic.cli, encodings.idna, rich.progress
