@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from ciuic.daemon.capture_view import SealedView, Thing, Unreadable
-from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_blocks, blocks_name
+from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_runs, blocks_name
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.ids import is_zero
 from ciuic.repository.writer import Writer
@@ -21,6 +21,7 @@ from ciuic.types import HOLE, ChunkId, Entry, MapRef
 _RUN_BYTES: Final = 4 << 20
 _BATCH_BLOCKS: Final = 16 << 10
 """A multiple of the block map's fan-out, so that batches rewrite no leaf."""
+_ANY_NUMBER: Final = 1 << 62
 EMPTY_MAP: Final = MapRef(b"", 0)
 
 Tick = Callable[[int], None]
@@ -52,11 +53,11 @@ class ContentReader:
     def changed(self, thing: Thing, previous: Entry, bitmap: bytes) -> Stored:
         """The blocks of `bitmap`, over what the previous snapshot has of the file. Unreadable; OSError."""
         size = thing.stat.size
-        wanted = set(bitmap_blocks(bitmap))
+        wanted = list(bitmap_runs(bitmap))
         if size != previous.size_bytes:  # the last block is as long as the file says
-            wanted.update((previous.size_bytes // self._block_size, size // self._block_size))
-        blocks = blocks_of(size, self._block_size)
-        runs = _runs_of(sorted(block for block in wanted if block < blocks))
+            ends = (previous.size_bytes // self._block_size, size // self._block_size)
+            wanted += [(block, block + 1) for block in ends]
+        runs = _united(wanted, blocks_of(size, self._block_size))
         return self._store(thing, MapRef(previous.content, previous.map_height), runs)
 
     def _store(self, thing: Thing, base: MapRef, runs: Iterable[tuple[int, int]]) -> Stored:
@@ -64,11 +65,13 @@ class ContentReader:
             return Stored(EMPTY_MAP, False)
         blocks = blocks_of(thing.stat.size, self._block_size)
         over_base = bool(base.content)
+        # A hole over something is as many changes as it has blocks; over nothing it is none, and may be exabytes.
+        most_blocks = _BATCH_BLOCKS if over_base else _ANY_NUMBER
         changes: dict[int, ChunkId] = {}
         fd = self._view.open_content(thing)
         try:
             for first, stop in runs:
-                for piece_first, piece_stop, has_data in self._pieces(fd, first, stop):
+                for piece_first, piece_stop, has_data in self._pieces(fd, first, stop, most_blocks):
                     if over_base:
                         changes.update(dict.fromkeys(range(piece_first, piece_stop), HOLE))
                     self._store_piece(fd, thing, piece_first, piece_stop, has_data, changes)
@@ -121,12 +124,15 @@ class ContentReader:
         if not is_zero(block):
             changes[index] = self._writer.put_chunk(block)
 
-    def _pieces(self, fd: int, first: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-        """[first, stop) in order, in parts that either are read at once (True) or hold no data now (False)."""
+    def _pieces(
+        self, fd: int, first: int, stop: int, most_blocks: int = _ANY_NUMBER
+    ) -> Iterator[tuple[int, int, bool]]:
+        """[first, stop) in order, in parts that either are read at once (True) or hold no data now (False), these of
+        `most_blocks` at most."""
         while first < stop:
             data_at = min(self._next_data(fd, first), stop)
             if data_at > first:
-                piece_stop = min(data_at, first + _BATCH_BLOCKS)
+                piece_stop = min(data_at, first + most_blocks)
             else:
                 piece_stop = min(stop, first + self._run_blocks, self._next_hole(fd, first))
             yield first, piece_stop, data_at == first
@@ -180,14 +186,20 @@ class ContentReader:
         return not self._view.exact and now.st_ctime_ns != thing.stat.ctime_ns
 
 
-def _runs_of(blocks: list[int]) -> Iterator[tuple[int, int]]:
-    """Maximal runs (first, stop) of ascending numbers."""
-    start = previous = -2
-    for block in blocks:
-        if block != previous + 1:
-            if start >= 0:
-                yield start, previous + 1
-            start = block
-        previous = block
-    if start >= 0:
-        yield start, previous + 1
+def _united(runs: list[tuple[int, int]], blocks: int) -> Iterator[tuple[int, int]]:
+    """The same blocks below `blocks` as maximal runs (first, stop) in order."""
+    start = end = 0
+    for first, stop in sorted(runs):
+        stop = min(stop, blocks)
+        if first >= stop:
+            continue
+        if first > end:
+            if end > start:
+                yield start, end
+            start, end = first, stop
+        elif start == end:
+            start, end = first, stop
+        else:
+            end = max(end, stop)
+    if end > start:
+        yield start, end

@@ -20,6 +20,7 @@ Rules that both sides rely on and that the shape of the records does not show:
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -125,6 +126,9 @@ def read_sealed(path: str | bytes) -> Sealed:
         raise UndoDamaged(f"{os.fsdecode(path)}: {error}") from error
 
 
+_SAME_BYTES = re.compile(rb"\x00+|\xff+|.", re.DOTALL)
+
+
 def bitmap_blocks(bitmap: bytes) -> Iterator[int]:
     """Block numbers that are set, ascending."""
     for index, byte in enumerate(bitmap):
@@ -132,6 +136,16 @@ def bitmap_blocks(bitmap: bytes) -> Iterator[int]:
             for bit in range(8):
                 if byte >> bit & 1:
                     yield index * 8 + bit
+
+
+def bitmap_runs(bitmap: bytes) -> Iterator[tuple[int, int]]:
+    """The blocks that are set as runs (first, stop), ascending; neighbours may be runs of their own."""
+    for found in _SAME_BYTES.finditer(bitmap):
+        if bitmap[found.start()] == 0xFF:
+            yield found.start() * 8, found.end() * 8
+        else:
+            base = found.start() * 8
+            yield from ((base + bit, base + bit + 1) for bit in range(8) if bitmap[found.start()] >> bit & 1)
 
 
 # ----------------------------------------------------------------------------

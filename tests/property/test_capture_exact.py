@@ -6,6 +6,8 @@ worst moment, just before it asks the undo log. What is stored is compared with 
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,3 +80,25 @@ def test_an_epoch_that_was_given_up_is_in_the_next_snapshot(
         record, report = here.capture(here.cut(), meanwhile)
         assert record.mode == "tracked"
         here.check(record, report)
+
+
+def test_a_file_of_terabytes_without_data_is_one_look() -> None:
+    """A hole over nothing costs what one hole costs, whatever its size; the file's size is stored, and its last bytes."""
+    size, looks = 1 << 43, 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+
+    with bench() as one:
+        with open(one.backing / "large", "wb") as file:
+            file.truncate(size)
+            file.seek(-3, os.SEEK_END)
+            file.write(b"end")
+        record, report = one.capture(one.cut(observe=False), interfere=look)
+        assert report.errors == []
+        (entry,) = (
+            entry for entry in one.repository.trees.entries(record.entry.content) if entry.name == b"large"
+        )
+        assert entry.size_bytes == size
+        assert looks < 1000  # a look for each 16,384 blocks of the hole would be a hundred thousand

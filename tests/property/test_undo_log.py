@@ -23,6 +23,7 @@ from ciuic.fuse_layer.undo_format import (
     UndoDamaged,
     UndoLost,
     bitmap_blocks,
+    bitmap_runs,
     encode,
     read_sealed,
     sealed_name,
@@ -181,3 +182,5 @@ def test_a_bitmap_says_which_blocks(blocks: set[int]) -> None:
     for block in blocks:
         bitmap[block >> 3] |= 1 << (block & 7)
     assert list(bitmap_blocks(bytes(bitmap))) == sorted(blocks)
+    runs = list(bitmap_runs(bytes(bitmap)))
+    assert [block for first, stop in runs for block in range(first, stop)] == sorted(blocks)
