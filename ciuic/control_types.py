@@ -93,6 +93,10 @@ class RootStatus(_Document):
 
     path: str
     driver: str = ""
+    """kernel or pyfuse3; as long as no worker has answered, what is configured."""
+    driver_why: str = ""
+    passthrough: bool = False
+    """The kernel carries data to the files by itself."""
     state: MountState = "starting"
     session: str = ""
     epoch: int = 0

@@ -74,9 +74,14 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
     yield ok(
         "configuration", shown_text(str(config.file)) if config.file else "no file: the defaults are in force"
     )
-    wanted = [(str(root.path), root.driver) for root in config.roots]
-    yield from _safely("driver", lambda: machine.driver(wanted, release))
     status, findings = _daemon(session)
+    wanted = [(str(root.path), root.driver) for root in config.roots]
+    served = {
+        root.path: (f"{root.driver}, passthrough" if root.passthrough else root.driver, root.driver_why)
+        for root in (status.roots if status is not None else ())
+        if root.driver_why
+    }
+    yield from _safely("driver", lambda: machine.driver(wanted, release, served))
     yield from findings
     yield from _safely("service", lambda: machine.systemd_unit(_systemd(), daemon_answers=status is not None))
     yield from _places(session, config, paths, mountinfo.read(), daemon_answers=status is not None)

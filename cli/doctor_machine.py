@@ -6,12 +6,13 @@ Guarantees: nothing is changed; a file that is not there is a fact and not a fai
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +21,7 @@ from ciuic.mountinfo import Mount
 
 if TYPE_CHECKING:
     from ciuic.cli.systemd import Systemd
+    from ciuic.fuse_layer.driver_choice import Offer
 
 _OLDEST_KERNEL: Final = (5, 4)
 _PASSTHROUGH_KERNEL: Final = (6, 9)
@@ -82,8 +84,14 @@ def _may_mount(proc_self: Path) -> bool:
     return bool(match and int(match[1], 16) >> _CAP_SYS_ADMIN & 1)
 
 
-def driver(wanted: Sequence[tuple[str, str]], release: str) -> Iterator[Finding]:
-    """For (root, driver) pairs of the configuration: which driver serves it and why."""
+def driver(
+    wanted: Sequence[tuple[str, str]], release: str, served: Mapping[str, tuple[str, str]] | None = None
+) -> Iterator[Finding]:
+    """For (root, driver) pairs of the configuration: which driver serves it and why.
+
+    ``served``: what the daemon says of the roots that are mounted. Of others, and with no root at all, the kernel is asked;
+    nothing is mounted for that.
+    """
     if importlib.util.find_spec("pyfuse3") is None:
         yield problem(
             "driver",
@@ -91,20 +99,44 @@ def driver(wanted: Sequence[tuple[str, str]], release: str) -> Iterator[Finding]
             "pip install pyfuse3 (needs libfuse3-dev, pkg-config)",
         )
         return
-    has_kernel_driver = importlib.util.find_spec("ciuic.fuse_layer.kernel_driver") is not None
+    if not wanted:
+        yield _driver_of("a new root", "auto", _offer(None, release), release)
     for root, name in wanted:
-        if name == "kernel" and not has_kernel_driver:
-            yield problem(
-                "driver", f"{root}: this version has no kernel driver", 'driver = "auto" or "pyfuse3"'
-            )
-    reason = "the only one in this version" if not has_kernel_driver else _why(release)
-    yield ok("driver", f"pyfuse3: {reason}")
+        if root in (served or {}):
+            driver_name, why = (served or {})[root]
+            yield ok("driver", f"{root}: {driver_name}: {why}")
+        else:
+            yield _driver_of(root, name, _offer(root, release), release)
 
 
-def _why(release: str) -> str:
-    if kernel_version(release) < _PASSTHROUGH_KERNEL:
-        return f"Linux {release} has no FUSE passthrough (6.9 has)"
-    return "the kernel driver is used where it can be"
+def _offer(root: str | None, release: str) -> Offer:
+    from ciuic.fuse_layer import driver_choice
+
+    directory = None
+    with contextlib.suppress(OSError):  # a root that is not there is another check's matter
+        directory = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if root is not None else None
+    try:
+        return driver_choice.ask_kernel(directory, release=release)
+    finally:
+        if directory is not None:
+            os.close(directory)
+
+
+def _driver_of(subject: str, wanted: str, offer: Offer, release: str) -> Finding:
+    from ciuic.fuse_layer import driver_choice
+
+    choice = driver_choice.choose(wanted, offer)
+    protocol = f" (FUSE {offer.protocol})" if offer.protocol else ""
+    message = f"{subject}: {choice.driver}{protocol}: {choice.why}"
+    if wanted == "kernel" and not offer.passthrough and not offer.resends:
+        return warning(
+            "driver",
+            f"{subject}: on Linux {release} the kernel driver has no passthrough and its worker cannot be replaced",
+            'driver = "auto"',
+        )
+    if wanted == "auto" and not offer.passthrough and kernel_version(release) >= _PASSTHROUGH_KERNEL:
+        return warning("driver", message, "lift what is in the way, or live with about half the throughput")
+    return ok("driver", message)
 
 
 def schedulers(

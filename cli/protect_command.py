@@ -24,6 +24,7 @@ from ciuic.errors import NotFound, NotPermitted, Unreachable, UsageError
 if TYPE_CHECKING:
     from ciuic.bypass import Bypasser
     from ciuic.config import Config, RootConfig
+    from ciuic.config.model import Driver
 
 _SHOWN_PROCESSES = 10
 
@@ -31,12 +32,18 @@ _SHOWN_PROCESSES = 10
 @click.command("protect", cls=FrameCommand)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=DIRECTORY)
 @click.option(
+    "--driver",
+    type=click.Choice(["auto", "kernel", "pyfuse3"]),
+    default="auto",
+    help="What serves new roots; auto chooses.",
+)
+@click.option(
     "--new-repository",
     is_flag=True,
     help="Make a repository although the one there was lies on a disk that is not mounted.",
 )
 @json_option
-def command(paths: tuple[bytes, ...], new_repository: bool, as_json: bool) -> None:
+def command(paths: tuple[bytes, ...], driver: Driver, new_repository: bool, as_json: bool) -> None:
     """Protect directories: from now on they are in every snapshot.
 
     A running daemon mounts them at once, in place. Nothing is copied or moved.
@@ -46,7 +53,7 @@ def command(paths: tuple[bytes, ...], new_repository: bool, as_json: bool) -> No
     session = current()
     asked = [_canonical(path) for path in paths]
     config = session.config
-    new = _new_roots(config, asked)
+    new = _new_roots(config, asked, driver)
     repository = _checked_repository(replace(config, roots=(*config.roots, *new)), new)
     file = writable_file(session.config_option)
     _require_writable(file)
@@ -77,11 +84,11 @@ def _canonical(path: bytes) -> Path:
     return canonical_root(path.decode())
 
 
-def _new_roots(config: Config, asked: Sequence[Path]) -> list[RootConfig]:
+def _new_roots(config: Config, asked: Sequence[Path], driver: Driver) -> list[RootConfig]:
     from ciuic.config import RootConfig
 
     present = {root.path for root in config.roots}
-    return [RootConfig(path) for path in dict.fromkeys(asked) if path not in present]
+    return [RootConfig(path, driver=driver) for path in dict.fromkeys(asked) if path not in present]
 
 
 def _checked_repository(proposal: Config, new: Sequence[RootConfig]) -> Path:

@@ -138,7 +138,7 @@ def _print_roots(status: StatusDocument) -> None:
     rows = [
         (
             shown_text(root.path),
-            root.driver,
+            f"{root.driver}, passthrough" if root.passthrough else root.driver,
             Cell(root.state, "green" if root.state == "mounted" else "yellow"),
             human_size(root.dirty_bytes),
             human_size(root.undo_bytes),
@@ -151,6 +151,8 @@ def _print_roots(status: StatusDocument) -> None:
     show_table(columns, rows)
     alerted = {alert.root for alert in status.alerts if alert.key.startswith("bypass")}
     for root in status.roots:
+        if root.driver_why and not root.passthrough:
+            out(f"{shown_text(root.path)}: driver {root.driver}: {shown_text(root.driver_why)}")
         if root.error:
             out(f"{shown_text(root.path)}: {shown_text(root.error)}", fg="red")
         for process in root.bypassing if root.path not in alerted else ():

@@ -1,4 +1,5 @@
-"""The instant of a snapshot: flush what the kernel caches, then cut every root's epoch at one moment.
+"""The instant of a snapshot: flush what the kernel caches, let writers that pass the overlay by finish, then cut every
+root's epoch at one moment.
 
 Guarantees: either every root's epoch was cut while changing operations were held on all of them, or none counts (those
 already cut are given back to their workers). No hold outlives its timeout, whatever happens to us. Everything whose
@@ -28,6 +29,8 @@ one slow operation (an unlink that frees gigabytes) must not stop the rest: let 
 CUT_PAUSES_SECONDS = (0.1, 0.5, 1.0, 2.0)
 """Between the tries."""
 FLUSH_TIMEOUT_SECONDS = 60.0
+PREPARE_SECONDS = 2.0
+"""For how long a snapshot waits for a checkpoint that is being saved past the overlay: most saves end within it."""
 FLUSH_ROUNDS = 5
 MOUNT_PATIENCE_SECONDS = 10.0
 _HELPER = Path(__file__).with_name("flush_helper.py")
@@ -57,7 +60,8 @@ async def flush(root: str, worker: Worker) -> bool:
     with trio.move_on_after(FLUSH_TIMEOUT_SECONDS) as scope:
         for _ in range(FLUSH_ROUNDS):
             names = await worker.ask(lambda client: client.writers())
-            status = await _run_helper(root, names)
+            # What no handle can write was flushed by its last close: with none there is nothing to start a process for.
+            status = await _run_helper(root, names) if names else 0
             if status != VANISHED:
                 break
         # Still renaming after so many rounds: files that live for milliseconds, each closed, and so flushed, soon after.
@@ -68,6 +72,22 @@ async def flush(root: str, worker: Worker) -> bool:
         log.warning("flush_failed", root=root, exit_status=status)
         return False
     return True
+
+
+async def prepare(root: str, worker: Worker) -> None:
+    """Lets writers that the overlay does not see finish, for a moment. A worker that cannot is cut as it is."""
+
+    def work() -> None:
+        client = worker.connect()  # the standing connection is for everything that goes on meanwhile
+        try:
+            client.prepare(PREPARE_SECONDS)
+        finally:
+            client.close()
+
+    try:
+        await trio.to_thread.run_sync(work, abandon_on_cancel=True)
+    except CiuicError as error:
+        log.warning("prepare_failed", root=root, error=str(error))
 
 
 async def _run_helper(root: str, names: Sequence[bytes]) -> int:
@@ -115,7 +135,7 @@ async def mounted_roots(
 
 
 async def flush_all(supervisors: Sequence[RootSupervisor], flush_one: Flush) -> bool:
-    """Flushes all roots at once; True when every one was finished."""
+    """Flushes all roots, and prepares them, at once; True when every one was flushed."""
     results: list[bool] = []
 
     async def one(supervisor: RootSupervisor, worker: Worker) -> None:
@@ -129,6 +149,7 @@ async def flush_all(supervisors: Sequence[RootSupervisor], flush_one: Flush) -> 
         for supervisor in supervisors:
             if supervisor.worker is not None:
                 nursery.start_soon(one, supervisor, supervisor.worker)
+                nursery.start_soon(prepare, supervisor.path, supervisor.worker)
     return len(results) == len(supervisors) and all(results)
 
 

@@ -20,7 +20,7 @@ from ciuic.daemon.snapshots import Snapshots
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import MountHooks, RealMounts, RootSupervisor
 from ciuic.daemon.worker_process import Worker, WorkerOptions, peer_pid
-from ciuic.errors import CiuicError, UsageError
+from ciuic.errors import CiuicError
 from ciuic.fuse_layer.mounts import remove_state
 
 log = structlog.get_logger(__name__)
@@ -128,15 +128,10 @@ class Roots:
 
     def _options(self, root: RootSettings) -> WorkerOptions:
         """What the worker is told. Its block size must be the repository's: dirty blocks are stored as they are tracked."""
-        if root.driver == "kernel":
-            raise UsageError(
-                f"{root.path}: the kernel driver is not part of this version",
-                hint='set driver = "auto" for this root',
-            )
         return WorkerOptions(
             root=root.path,
             socket=self._runtime.worker_socket(root.path),
-            driver="pyfuse3",
+            driver=root.driver,
             block_bytes=self._store().block_bytes(),
             undo_limit_bytes=self._settings().undo_limit_bytes,
         )

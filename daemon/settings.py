@@ -17,7 +17,7 @@ class RootSettings(NamedTuple):
     """One directory to protect."""
 
     path: str
-    driver: str = "pyfuse3"
+    driver: str = "auto"
     excludes: tuple[str, ...] = ()
     """Effective patterns (ciuic.excludes), global ones included."""
 

@@ -313,6 +313,8 @@ class RootSupervisor:
             return document
         for name in (
             "driver",
+            "driver_why",
+            "passthrough",
             "epoch",
             "dirty_bytes",
             "dirty_inodes",

@@ -88,6 +88,17 @@ class ControlClient:
         """Paths, relative to the root, of the files that are open for writing."""
         return [bytes(path) for path in self._ask("writers")["paths"]]
 
+    def prepare(self, timeout_seconds: float) -> bool:
+        """Before a hold: give those who write past the overlay up to ``timeout_seconds`` to finish, and start what a cut
+        would wait for. False from an older worker, which knows no such writers."""
+        try:
+            self._ask("prepare", timeout_ms=max(1, round(timeout_seconds * 1000)))
+        except WorkerRefused as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            return False
+        return True
+
     def hold(self, timeout_seconds: float) -> None:
         """Stop every changing operation; on return none is in flight.
 

@@ -45,6 +45,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     undo_bytes: int = 0
     open_files: int = 0
     driver: str = ""
+    driver_why: str = ""
+    passthrough: bool = False
     mounted_ns: int = 0
     abandoned: tuple[Abandoned, ...] = ()
     requests: int = 0

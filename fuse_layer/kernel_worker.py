@@ -31,10 +31,13 @@ _COLLECT_SECONDS: Final = 10.0
 class KernelWorker:
     """One mount, from start to end. ``run`` blocks until it is over."""
 
-    def __init__(self, place: Place, make_core: CoreFactory, *, passthrough: bool = True) -> None:
+    def __init__(
+        self, place: Place, make_core: CoreFactory, *, passthrough: bool = True, stack_depth: int = 1
+    ) -> None:
         self._place = place
         self._make_core = make_core
         self._passthrough = passthrough
+        self._stack_depth = stack_depth
         self._device = ""
         self._mounted_ns = 0
         self._stop_lock = threading.Lock()
@@ -47,7 +50,9 @@ class KernelWorker:
         self._device = entry.device if entry is not None else ""
         self._mounted_ns = time.time_ns()
         try:
-            negotiated = kernel_session.negotiate(fuse_fd, passthrough=self._passthrough)
+            negotiated = kernel_session.negotiate(
+                fuse_fd, passthrough=self._passthrough, stack_depth=self._stack_depth
+            )
             self._serve(fuse_fd, negotiated)
         except BaseException:
             detach_own(self._place.root, self._device, has_served=False)
@@ -91,6 +96,8 @@ class KernelWorker:
     def _status(self) -> Mapping[str, Any]:
         return {
             "driver": "kernel",
+            "driver_why": self._place.driver_why,
+            "passthrough": self._driver.modes.passthrough,
             "mounted_ns": self._mounted_ns,
             "requests": self._driver.session.requests,
         }

@@ -33,6 +33,7 @@ from ciuic import privileges
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core import OverlayCore
+from ciuic.fuse_layer.driver_choice import Choice, ask_kernel, choose
 from ciuic.fuse_layer.init_handshake import Handshake
 from ciuic.fuse_layer.kernel_worker import KernelWorker
 from ciuic.fuse_layer.pyfuse3_driver import Pyfuse3Driver
@@ -118,7 +119,13 @@ class Worker:
         self._place.announce()
 
     def _driver_status(self) -> Mapping[str, Any]:
-        return {"driver": "pyfuse3", "mounted_ns": self._mounted_ns, "requests": self._driver.requests}
+        return {
+            "driver": "pyfuse3",
+            "driver_why": self._place.driver_why,
+            "passthrough": False,
+            "mounted_ns": self._mounted_ns,
+            "requests": self._driver.requests,
+        }
 
     async def _watch_signals(self, task_status: trio.TaskStatus[None]) -> None:
         with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
@@ -230,7 +237,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--backing-fd", type=int, help="O_PATH descriptor of it; opened from --root if not given"
     )
     parser.add_argument("--control", required=True, help="path of the control socket to listen on")
-    parser.add_argument("--driver", choices=["auto", "kernel", "pyfuse3"], default="pyfuse3")
+    parser.add_argument("--driver", choices=["auto", "kernel", "pyfuse3"], default="auto")
     parser.add_argument(
         "--no-passthrough", action="store_true", help="with the kernel driver: as on a kernel that lacks it"
     )
@@ -238,6 +245,17 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--undo-limit", type=int, default=64 << 30, help="bytes of undo log at most")
     parser.add_argument("--ready-fd", type=int, help="where to write 'ready' once the mount answers")
     return parser.parse_args(argv)
+
+
+def _choose(arguments: argparse.Namespace, backing_fd: int) -> Choice:
+    offer = ask_kernel(backing_fd)
+    if arguments.no_passthrough:
+        offer = offer._replace(passthrough=False, reason="it is switched off")
+    choice = choose(arguments.driver, offer)
+    log.info(
+        "driver_chosen", root=arguments.root, wanted=arguments.driver, driver=choice.driver, why=choice.why
+    )
+    return choice
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -261,10 +279,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 kernel_keeps_times=kernel_keeps_times,
             )
 
-        if arguments.driver == "pyfuse3":
+        choice = _choose(arguments, backing_fd)
+        place.driver_why = choice.why
+        if choice.driver == "pyfuse3":
             Worker(make_core(kernel_keeps_times=Pyfuse3Driver.enable_writeback_cache), place).run()
         else:
-            KernelWorker(place, make_core, passthrough=not arguments.no_passthrough).run()
+            depth = choice.offer.stack_depth
+            KernelWorker(place, make_core, passthrough=choice.offer.passthrough, stack_depth=depth).run()
     except Exception:
         log.exception("overlay_failed", root=arguments.root)
         return 1

@@ -33,6 +33,8 @@ class Place:
         self.backing_fd = backing_fd
         self.control = control
         self.grace_seconds = SIGNAL_GRACE_SECONDS
+        self.driver_why = ""
+        """Why this driver serves, in words, for whoever asks for the worker's status."""
         self._ready_fd = ready_fd
 
     def announce(self) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from support.overlay import DRIVER
 
 from ciuic import mountinfo
 from ciuic.control import ControlClient
@@ -62,7 +63,7 @@ class Site:
         return path
 
     def write_config(self) -> None:
-        tables = "".join(f'[[root]]\npath = "{path}"\n' for path in self.roots)
+        tables = "".join(f'[[root]]\npath = "{path}"\ndriver = "{DRIVER}"\n' for path in self.roots)
         self.config.write_text(
             f'[repository]\npath = "{self.top}/repository"\n[daemon]\nruntime_dir = "{self.top}/run"\n{tables}'
         )
@@ -203,11 +204,14 @@ def test_what_was_written_before_the_request_is_in_the_snapshot(site: Site) -> N
 def test_two_roots_are_cut_at_one_instant(site: Site) -> None:
     """A writer that writes b only after a: no snapshot shows more in b than in a."""
     first, second = site.root("a"), site.root("b")
+    for root in (first, second):
+        (root / "f").touch()
     site.start()
     ending = threading.Event()
 
     def write() -> None:
-        with open(first / "f", "wb", buffering=0) as one, open(second / "f", "wb", buffering=0) as two:
+        # Existing files: who makes a new one writes past the overlay, and no cut holds that (unseen.py).
+        with open(first / "f", "ab", buffering=0) as one, open(second / "f", "ab", buffering=0) as two:
             while not ending.is_set():
                 for file in (one, two):
                     file.write(b"x")

@@ -40,6 +40,7 @@ class FakeOverlay:
         self.held = False
         self.committed: list[int] = []
         self.aborted: list[int] = []
+        self.prepared_seconds: list[float] = []
 
     def do(self, what: str) -> None:
         self.log.append(f"{what} {self.name}".strip())
@@ -59,6 +60,12 @@ class FakeClient:
 
     def backing_fd(self) -> int:
         return os.open("/", os.O_PATH)
+
+    def prepare(self, timeout_seconds: float) -> bool:
+        self.overlay.prepared_seconds.append(timeout_seconds)
+        if "prepare" in self.overlay.fail_on:
+            raise Unreachable(f"{self.overlay.name} does not answer to prepare")
+        return True
 
     def writers(self) -> list[bytes]:
         return []

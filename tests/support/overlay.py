@@ -14,7 +14,7 @@ from types import TracebackType
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_client import ControlClient
 
-DRIVER = os.environ.get("CIUIC_TEST_DRIVER", "pyfuse3")
+DRIVER = os.environ.get("CIUIC_TEST_DRIVER", "kernel")
 """What serves the mounts of these tests."""
 _READY_SECONDS = 60
 _STOP_SECONDS = 60

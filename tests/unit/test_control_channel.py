@@ -42,6 +42,9 @@ class FakeCore:
     def status(self) -> Mapping[str, Any]:
         return {"session": "ab" * 16, "epoch": self.epoch, "pending": [3, 4], "unheard_of": 1}
 
+    def prepare_cut(self, timeout_seconds: float) -> None:
+        self.asked.append(("prepare_cut", timeout_seconds))
+
     def writers(self) -> list[bytes]:
         return [b"log\xff\n|", b"a/b"]
 
@@ -101,6 +104,21 @@ def socket_path(tmp_path: Path, core: FakeCore) -> Iterator[str]:
 def client(socket_path: str) -> Iterator[ControlClient]:
     with ControlClient(socket_path, timeout_seconds=20) as client:
         yield client
+
+
+def test_prepare_reaches_the_core(client: ControlClient, core: FakeCore) -> None:
+    """The moment that unseen writers are given arrives in seconds."""
+    assert client.prepare(2.0)
+    assert core.asked == [("prepare_cut", 2.0)]
+
+
+def test_a_worker_that_cannot_prepare_is_no_error(
+    client: ControlClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older worker answers that it does not know the request: it has no writers that it does not see."""
+    ask = client._ask
+    monkeypatch.setattr(client, "_ask", lambda do, **fields: ask("unheard of", **fields))
+    assert not client.prepare(2.0)
 
 
 def test_status_carries_core_and_driver_fields(client: ControlClient) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fake_daemon import FakeClient, FakeOverlay
+from support.fake_daemon import FakeClient, FakeOverlay, FakeWorker
 
-from ciuic.daemon.cut import CutFailed, cut_together
+from ciuic.daemon.cut import PREPARE_SECONDS, CutFailed, cut_together, flush_all
+from ciuic.daemon.supervisor import RootSupervisor
+from ciuic.daemon.worker_process import Worker
 
 
 def test_all_are_held_before_any_is_cut_and_cut_before_any_is_released() -> None:
@@ -43,3 +49,24 @@ def test_the_message_names_the_root_that_failed() -> None:
     overlays = [FakeOverlay("/a"), FakeOverlay("/b", fail_on={"cut"})]
     with pytest.raises(CutFailed, match="/b"):
         cut_together([(overlay.name, FakeClient(overlay)) for overlay in overlays])
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_writers_are_given_a_moment_beside_the_flush(failing: bool) -> None:
+    """Every worker is asked to prepare, on a connection of its own; one that does not answer holds up no snapshot."""
+    overlay = FakeOverlay("a", fail_on={"prepare"} if failing else ())
+    worker = FakeWorker(overlay, "s")
+    flushed: list[str] = []
+
+    async def flush_one(path: str, worker: Worker) -> bool:
+        flushed.append(path)
+        return True
+
+    supervisor = cast(RootSupervisor, SimpleNamespace(path="/a", worker=worker))
+    try:
+        assert trio.run(flush_all, [supervisor], flush_one)
+    finally:
+        worker.kill()
+        worker.close()
+    assert overlay.prepared_seconds == [PREPARE_SECONDS]
+    assert flushed == ["/a"]
