@@ -38,8 +38,8 @@ class Served(Protocol):
     server_pid: int
     log: str
 
-    def close(self) -> None:
-        """Takes the mount away; kills what does not end by itself."""
+    def close(self, *, hung: bool = False) -> None:
+        """Takes the mount away; kills what does not end by itself, and at once what is known to hang."""
 
 
 class Place(NamedTuple):
@@ -67,7 +67,7 @@ class Plain:
     def __init__(self, place: Place) -> None:
         self.directory = place.backing
 
-    def close(self) -> None:
+    def close(self, *, hung: bool = False) -> None:
         return
 
 
@@ -84,8 +84,8 @@ class Worker:
         )
         self.server_pid = self._overlay.process.pid
 
-    def close(self) -> None:
-        if self._overlay.process.poll() is None:
+    def close(self, *, hung: bool = False) -> None:
+        if not hung and self._overlay.process.poll() is None:
             try:
                 self._overlay.stop(0)
                 return
@@ -115,7 +115,7 @@ class Daemon:
             self._live.close()
             raise
 
-    def close(self) -> None:
+    def close(self, *, hung: bool = False) -> None:
         self._live.close()
 
 
@@ -144,8 +144,10 @@ class Program:
                 raise RuntimeError(f"{program[0]} did not mount: {self._log_path.read_text()[-500:]}")
             time.sleep(0.02)
 
-    def close(self) -> None:
+    def close(self, *, hung: bool = False) -> None:
         leftovers.unmount_below(self.directory)
+        if hung:
+            self._process.kill()
         self._process.terminate()
         try:
             self._process.wait(_STOP_SECONDS)

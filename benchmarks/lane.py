@@ -32,6 +32,10 @@ class StepFailed(Exception):
     """A step raised, or did not answer in time."""
 
 
+class NoAnswer(StepFailed):
+    """The measuring process did not answer in time: it hangs, or what it asked does."""
+
+
 class Measurer:
     """The measuring process of a suite."""
 
@@ -66,7 +70,7 @@ class Measurer:
         while b"\n" not in self._unread:
             readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
             if not readable:
-                raise StepFailed(f"no answer after {limit_seconds:.0f} s")
+                raise NoAnswer(f"no answer after {limit_seconds:.0f} s")
             more = os.read(fd, 1 << 20)
             if not more:
                 raise StepFailed("the measuring process died")
@@ -97,12 +101,13 @@ class Lane:
         self.suite = suite
         self._place = place
         self._source = source
-        self._served: Served | None = None
+        self.served: Served | None = None
+        self._hung = False
         self._measurer = Measurer(suite)
 
     def furnish(self) -> None:
         """Makes what the suite wants to be there on the plain directory, then serves it."""
-        self._measurer.ask(FURNISH, self._job(), FURNISH_SECONDS)
+        self._ask(FURNISH, FURNISH_SECONDS)
         self._serve()
 
     def measure(self, index: int) -> Measured:
@@ -111,7 +116,14 @@ class Lane:
         if step.before == "remounted":
             self._unserve()
             self._serve()
-        return self._measurer.ask(index, self._job(), step.limit_seconds)
+        return self._ask(index, step.limit_seconds)
+
+    def _ask(self, index: int, limit_seconds: float) -> Measured:
+        try:
+            return self._measurer.ask(index, self._job(), limit_seconds)
+        except NoAnswer:
+            self._hung = True
+            raise
 
     def close(self) -> None:
         """Takes everything away. Never raises, for there is nothing left to be done about it."""
@@ -124,15 +136,15 @@ class Lane:
     def _serve(self) -> None:
         serve = self.contender.serve_with_daemon if self.suite.with_daemon else self.contender.serve
         assert serve is not None
-        self._served = serve(self._place)
+        self.served = serve(self._place)
 
     def _unserve(self) -> None:
-        served, self._served = self._served, None
+        served, self.served = self.served, None
         if served is not None:
-            served.close()
+            served.close(hung=self._hung)
 
     def _job(self) -> Job:
-        served = self._served
+        served = self.served
         if served is None:
             return Job(directory=str(self._place.backing), source=str(self._source), scale=self._place.scale)
         return Job(

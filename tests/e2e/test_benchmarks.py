@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import leftovers
+
+from benchmarks.contenders import Place, contenders
+from benchmarks.lane import Lane, StepFailed
+from benchmarks.workloads import data
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -49,3 +55,22 @@ def test_two_small_suites_are_measured_for_all_contenders(short_tmp: Path) -> No
     assert all(sample["value"] > 0 for sample in document["samples"])
     table = (short_tmp / "results/smoke.md").read_text()
     assert all(f"| {figure} |" in table for figure in figures)
+
+
+@pytest.mark.mount
+def test_a_contender_that_hangs_is_noticed_and_taken_away(short_tmp: Path) -> None:
+    """A server that stops answering fails its step after the limit; closing the lane frees whoever waits for it."""
+    suite = data.SUITE._replace(steps=tuple(step._replace(limit_seconds=1) for step in data.SUITE.steps))
+    (contender,) = (one for one in contenders({}) if one.name == "ciuic pyfuse3")
+    place = Place(short_tmp / "backing", short_tmp, 0.001)
+    place.backing.mkdir()
+    lane = Lane(contender, suite, place, short_tmp)
+    try:
+        lane.furnish()
+        assert lane.served is not None
+        os.kill(lane.served.server_pid, signal.SIGSTOP)
+        with pytest.raises(StepFailed, match="no answer"):
+            lane.measure(0)
+    finally:
+        lane.close()
+    assert not leftovers.mounts_below((short_tmp,))
