@@ -137,6 +137,13 @@ def limit_upkeep(repository: str) -> frozenset[int]:
     return keep_only(UPKEEP | _to_write(repository))
 
 
+def captures_may_trace() -> bool:
+    """Whether captures, started by whoever starts us, reach a worker's /proc/<pid>/fd by privilege. If not, the worker
+    must stay dumpable. Ask before `limit_worker`.
+    """
+    return Capability.SYS_PTRACE in permitted()
+
+
 def limit_worker() -> frozenset[int]:
     """For the calling process to be an overlay worker. Call when limits are raised, which takes CAP_SYS_RESOURCE."""
     if (

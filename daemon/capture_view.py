@@ -15,12 +15,15 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from types import TracebackType
 from typing import Final
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, NameRecord, OldStat, UndoLost, hold_name
 
+_PATIENCE: Final = 100
+_PATIENCE_SECONDS: Final = 0.005
 _PIN: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_XATTRS: Final = (errno.ENOTSUP, errno.ENODATA, errno.ENOSYS, errno.EPERM, errno.EACCES)
 _STAT_RETRIES: Final = 100
@@ -195,9 +198,7 @@ class SealedView:
 
     def _pin_undo(self, path: bytes, ino: int, *, follow: bool = False) -> Thing:
         try:
-            fd = os.open(
-                path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW), dir_fd=self.undo_fd
-            )
+            fd = _open_patiently(path, _PIN & ~os.O_NOFOLLOW if follow else _PIN, self.undo_fd)
         except OSError as error:
             self.log.poll()  # raises when the reason is that the epoch was given up
             raise UndoLost(f"inode {ino} is not where the undo log keeps it: {error}") from error
@@ -262,6 +263,18 @@ class SealedView:
 
 def _is_removed_directory(record: NameRecord) -> bool:
     return record.fd < 0 and record.file_type << 12 == stat.S_IFDIR
+
+
+def _open_patiently(path: bytes, flags: int, dir_fd: int) -> int:
+    """Without CAP_SYS_PTRACE the worker's descriptors are closed to us for the microseconds in which one of its threads
+    takes another user's ids (syscalls.set_fs_ids).
+    """
+    for _ in range(_PATIENCE):
+        try:
+            return os.open(path, flags, dir_fd=dir_fd)
+        except PermissionError:
+            time.sleep(_PATIENCE_SECONDS)
+    return os.open(path, flags, dir_fd=dir_fd)
 
 
 def open_log(undo_fd: int, epoch: int) -> LogReader:

@@ -14,6 +14,7 @@ import struct
 from typing import Final, NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_stays_dumpable = False
 
 RENAME_NOREPLACE: Final = 1
 RENAME_EXCHANGE: Final = 2
@@ -40,6 +41,7 @@ _NR_STATX: Final = 291 if _ARM64 else 332
 _NR_CACHESTAT: Final = 451
 _FICLONE: Final = 0x40049409
 _SYNC_FILE_RANGE_WRITE: Final = 2
+_PR_SET_DUMPABLE: Final = 4
 _CAP_VERSION_3: Final = 0x20080522
 
 
@@ -188,3 +190,13 @@ def set_fs_ids(uid: int, gid: int) -> None:
     """File system user and group of the calling thread alone (setfsuid(2) reports no errors)."""
     _syscall(ctypes.c_long(_NR_SETFSGID), ctypes.c_uint(gid))
     _syscall(ctypes.c_long(_NR_SETFSUID), ctypes.c_uint(uid))
+    if _stays_dumpable:
+        _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+
+
+def stay_dumpable() -> None:
+    """From now on `set_fs_ids` takes back at once that it makes the process undumpable, as the kernel has it: /proc/<pid>/fd
+    would be closed to captures that have not CAP_SYS_PTRACE.
+    """
+    global _stays_dumpable
+    _stays_dumpable = True

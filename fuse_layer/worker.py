@@ -30,7 +30,7 @@ import structlog
 import trio
 
 from ciuic import privileges
-from ciuic.fuse_layer import mounts
+from ciuic.fuse_layer import mounts, syscalls
 from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core import OverlayCore
 from ciuic.fuse_layer.driver_choice import Choice, ask_kernel, choose
@@ -209,6 +209,8 @@ def _prepare_process(root: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
     # A thread that has copied a megabyte must not keep the event loop waiting for the usual 5 ms.
     sys.setswitchinterval(_SWITCH_SECONDS)
+    if not privileges.captures_may_trace():
+        syscalls.stay_dumpable()
     try:
         privileges.limit_worker()
     except OSError as error:  # a filter of system calls: the job's file system is worth more than this
