@@ -8,6 +8,7 @@ A step that raises is answered with its error; the runner decides what becomes o
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import traceback
@@ -52,10 +53,11 @@ def main(suite_name: str) -> int:
                 measured = _furnished(suite.furnish, request.job)
             else:
                 step = suite.steps[request.step]
-                _settle(step.before)
+                _settle(request.job, step.before)
                 if step.before == "warm":
                     step.run(request.job)
                 measured = step.run(request.job)
+                _write_back(request.job.directory)
             answer = Answer(measured)
         except Exception as error:
             traceback.print_exc()
@@ -69,12 +71,24 @@ def _furnished(work: Callable[[Job], None], job: Job) -> Measured:
     return Measured([])
 
 
-def _settle(before: Before) -> None:
-    # What the contender before has left to be written would be written at the expense of this one.
-    os.sync()
+def _settle(job: Job, before: Before) -> None:
+    # What the contender before has left to be written would be written at the expense of this one. Its mount has been
+    # seen to by its own process; what is behind all of them is one file system.
+    _write_back(job.directory)
+    _write_back(job.source)
     if _DROP[before]:
         with open("/proc/sys/vm/drop_caches", "wb") as file:
             file.write(_DROP[before])
+
+
+def _write_back(directory: str) -> None:
+    """The file system of this directory alone: on a tmpfs nobody should wait for what others write to the disk."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(fd):
+            raise OSError(ctypes.get_errno(), "syncfs", directory)
+    finally:
+        os.close(fd)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def _place_lines(table: Table, place: str) -> list[str]:
                 f"| {name} | {summary.unit} | {contender} | {shown(summary.median)} "
                 f"| {shown(summary.low_quartile)} … {shown(summary.high_quartile)} "
                 f"| {shown(summary.least)} … {shown(summary.most)} "
-                f"| {'' if share is None else f'{share:.2f}'} | {verdicts} |"
+                f"| {'' if share is None else f'{share:.3g}'} | {verdicts} |"
             )
     return lines
 

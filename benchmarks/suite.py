@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple
 import msgspec
 
 Before = Literal["settled", "warm", "cold", "uncached", "remounted"]
-"""What precedes a step, outside the time taken. settled: all dirty pages of the machine are written back. warm: and
-the step was carried out once for nothing, because another contender's turn may just have dropped the machine's caches. cold:
-and the page cache is dropped. uncached: and so are dentries and inodes. remounted: and the contender's mount is new."""
+"""What precedes a step, outside the time taken. settled: what is dirty on the place's file system and on the
+contender's mount is written back. warm: and the step was carried out once for nothing, because another contender's turn
+may just have dropped the machine's caches. cold: and the page cache is dropped. uncached: and so are dentries and inodes.
+remounted: and the contender's mount is new."""
 
 DRIVERS = ("kernel", "pyfuse3")
 CIUIC = tuple(f"ciuic {driver}" for driver in DRIVERS)
