@@ -119,7 +119,7 @@ except CiuicError as error:
 """
 
 
-@pytest.mark.parametrize("what", ["footer", "pack", "gap", "snapshots/cs-abcdef", "config", "config.copy"])
+@pytest.mark.parametrize("what", ["footer", "pack", "gap", "snapshots/cs-abcdef", "config"])
 def test_files_that_are_sparse_and_endless(tmp_path: Path, what: str) -> None:
     """A pack, a footer, a snapshot file or a configuration of a terabyte, most of it a hole: everything that reads the
     repository ends with an answer or a refusal, soon and without the memory for it."""

@@ -203,7 +203,7 @@ def _open_already(watchers: list[Watcher], top: Path) -> set[tuple[User, str]]:
 def test_no_exchange_of_names_leads_a_restore_outside(
     repository: Repository, place: Path, swap: tuple[str, str]
 ) -> None:
-    """Before some system call of a restore by root (every sixth is tried; all by the torture), a name in the destination
+    """Before some system call of a restore by root (every eighth is tried; all by the torture), a name in the destination
     becomes a symbolic link to somebody else's directory, or that directory, for good or for some calls: nothing out there
     is made, changed or removed, and nothing of it is in the destination."""
     root = place / "root"
@@ -212,7 +212,7 @@ def test_no_exchange_of_names_leads_a_restore_outside(
     snapshot = take(repository, root)
     calls = attacked(place, repository, snapshot, swap, 0, 0)
     assert calls > 100
-    for at in range(1 + SWAPS.index(swap) % 6, calls, 6):
+    for at in range(1 + SWAPS.index(swap) % 8, calls, 8):
         attacked(place, repository, snapshot, swap, at, (0, 1, 4)[at % 3])
 
 
