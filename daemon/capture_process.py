@@ -29,7 +29,7 @@ from ciuic.daemon.capture_job import (
     encode_job,
 )
 from ciuic.daemon.runtime import process_start_ticks
-from ciuic.daemon.worker_process import child_environment, describe_exit
+from ciuic.daemon.worker_process import child_environment, describe_exit, mark_expendable
 
 TERMINATE_GRACE_SECONDS = 10.0
 MAX_LINE_BYTES = 16 << 20
@@ -69,6 +69,7 @@ class CaptureProcess:
             env=child_environment(),
         )
         self._process, self.pid = process, process.pid
+        mark_expendable(process.pid)
         on_start(process.pid)
         try:
             if self._kill_reason:

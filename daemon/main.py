@@ -7,6 +7,8 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import structlog
 import trio
@@ -18,6 +20,8 @@ from ciuic.daemon.service import Daemon
 from ciuic.daemon.slices import slice_prefix
 from ciuic.errors import CiuicError, NotPermitted
 
+_OOM_SCORE_ADJ = "-500"
+"""Better anybody else than us, but rather we than a worker, which the job would miss at once."""
 log = structlog.get_logger(__name__)
 
 
@@ -29,6 +33,8 @@ def run_daemon(config: Config, *, reload: Callable[[], Config] | None = None) ->
     # Every caller of the control socket is a descriptor here, and a caller must not keep captures from starting.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with suppress(OSError):  # without CAP_SYS_RESOURCE; the unit says the same
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJ)
     logs.configure(verbose=config.log.level == "debug", as_json=as_json)
     stored_fds = take_stored_fds(os.environ, os.getpid())
     notifier = Notifier.from_environment(os.environ, os.getpid())

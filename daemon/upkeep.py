@@ -21,7 +21,7 @@ from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.store import Store
 from ciuic.daemon.upkeep_process import UpkeepJob
-from ciuic.daemon.worker_process import child_environment, describe_exit
+from ciuic.daemon.worker_process import child_environment, describe_exit, mark_expendable
 from ciuic.errors import BY_EXIT_CODE, CiuicError
 
 COST_RATIO = 20
@@ -111,6 +111,7 @@ class Upkeep:
             cwd=str(self._cwd),
             env=child_environment(),
         )
+        mark_expendable(process.pid)
         assert process.stdin is not None
         assert process.stdout is not None
         try:

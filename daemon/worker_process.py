@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -27,6 +28,7 @@ from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, connect
 
 READY_TIMEOUT_SECONDS = 30.0
 CONTROL_TIMEOUT_SECONDS = 30.0
+EXPENDABLE_OOM_SCORE_ADJ = "500"
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
@@ -241,6 +243,12 @@ async def _reap(child: subprocess.Popen[bytes]) -> int | None:
     with trio.move_on_after(5, shield=True):
         return await trio.to_thread.run_sync(child.wait, abandon_on_cancel=True)
     return None
+
+
+def mark_expendable(pid: int) -> None:
+    """When memory runs out, this process goes first: it says so too, but not before it has loaded everything it needs."""
+    with suppress(OSError):  # it has ended, or /proc is not what it should be
+        Path(f"/proc/{pid}/oom_score_adj").write_text(EXPENDABLE_OOM_SCORE_ADJ)
 
 
 def describe_exit(status: int | None) -> str:

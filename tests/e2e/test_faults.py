@@ -16,7 +16,14 @@ from support.faults import FAULTS, Site, open_descriptors
 
 pytestmark = pytest.mark.mount
 
-QUICK = ("store_unmounted", "store_absent_at_start", "runtime_directory_full", "worker_out_of_descriptors")
+QUICK = (
+    "store_unmounted",
+    "store_absent_at_start",
+    "root_disk_read_only",
+    "root_sectors_break",
+    "runtime_directory_full",
+    "worker_out_of_descriptors",
+)
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ import resource
 import shutil
 import struct
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ MIB = 1 << 20
 _PATIENCE_SECONDS = 120.0
 _EXT4_IOC_SHUTDOWN = 0x8004587D
 _WITHOUT_LOG_FLUSH = 2
-_MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")
+_FS_IOC_FIEMAP, _FIEMAP_SYNC = 0xC020660B, 1
+_CGROUPS = Path("/sys/fs/cgroup")
+_LIMIT_BYTES, _ROOM_BYTES = 256 * MIB, 20 * MIB
 
 CONFIG = """
 [retention]
@@ -40,7 +43,9 @@ min_free = "64KiB"
 
 def command(*words: str | Path) -> None:
     """Runs a program that must succeed."""
-    subprocess.run([str(word) for word in words], check=True, timeout=120, capture_output=True)
+    done = subprocess.run([str(word) for word in words], check=False, timeout=120, capture_output=True)
+    if done.returncode:
+        raise AssertionError(f"{' '.join(map(str, words))}: {done.stderr.decode(errors='replace')}")
 
 
 class Disk:
@@ -104,6 +109,51 @@ class Disk:
             filler.unlink()
 
 
+class BreakingDisk(Disk):
+    """One whose sectors can break and be whole again: its image is served by bad_disk.py."""
+
+    def __init__(self, image: Path, point: Path, size_bytes: int, *, inodes: int = 4000) -> None:
+        self._bad, self._served = image.with_suffix(".bad"), image.with_suffix(".served")
+        self._size_bytes = size_bytes
+        self._server: subprocess.Popen[bytes] | None = None
+        self._served.mkdir()
+        super().__init__(image, point, size_bytes, inodes=inodes)
+
+    def mount(self) -> None:
+        if self._server is None:
+            words = ("-m", "support.bad_disk", self.image, self._served, self._bad)
+            self._server = subprocess.Popen(
+                [sys.executable, *map(str, words)],
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+            )
+            wait_for("the disk's server", self._served.joinpath("image").exists, _PATIENCE_SECONDS)
+        command("mount", "-o", "loop", self._served / "image", self.point)
+
+    def break_sectors(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        """Reading and writing them is EIO from now on; all of the disk when none are given."""
+        lines = "".join(f"{start} {end}\n" for start, end in tuple(ranges) or ((0, self._size_bytes),))
+        temporary = self._bad.with_suffix(".new")
+        temporary.write_text(lines)
+        temporary.rename(self._bad)
+
+    def mend(self) -> None:
+        self._bad.unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """When everything that is mounted on it has been detached."""
+        self.mend()
+        if self._server is None:
+            return
+        subprocess.run(["umount", "-l", str(self._served)], capture_output=True, timeout=60, check=False)
+        try:
+            self._server.wait(30)  # the last user of the image lets go of it
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.wait()
+
+
 def _fill(fd: int, leave_bytes: int) -> None:
     at, piece = 0, 8 * MIB
     while piece >= 4096:
@@ -130,6 +180,11 @@ class Job(threading.Thread):
         self._over, self._gate = threading.Event(), threading.Lock()
         self.operations = 0
         self.differences: list[str] = []
+        self.spared: str = ""
+        """An errno for which the mount may give another one that is due as well (conformance.md)."""
+
+    def _spared(self, result: object, plain: object) -> bool:
+        return plain == self.spared and isinstance(result, str) and result in errno.errorcode.values()
 
     def run(self) -> None:
         while not self._over.is_set():
@@ -159,7 +214,7 @@ class Job(threading.Thread):
             _result(kind, place, name.strip("/"), other.strip("/"), data, offset) for place in self._places
         ]
         self.operations += 1
-        if results[0] != results[1]:
+        if results[0] != results[1] and not self._spared(*results):
             self.differences.append(
                 f"operation {self.operations}, {kind.__name__} {name} {other} {size} at {offset}: "
                 f"{results[0]!r:.300} instead of {results[1]!r:.300}"
@@ -250,8 +305,8 @@ class Site:
 
     def __init__(self, top: Path, seed: int, *, interval: str = "2s") -> None:
         self.top, self.rng = top, random.Random(seed)
-        self.store = Disk(top / "store.img", top / "store", 96 * MIB)
-        self.disk = Disk(top / "disk.img", top / "disk", 48 * MIB, inodes=400)
+        self.store = BreakingDisk(top / "store.img", top / "store", 96 * MIB)
+        self.disk = BreakingDisk(top / "disk.img", top / "disk", 48 * MIB, inodes=400)
         (top / "run").mkdir(mode=0o700)
         command("mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "none", top / "run")
         self.root, self.twin = top / "disk/root", top / "twin"
@@ -268,8 +323,12 @@ class Site:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.store.mend()
+        self.disk.mend()
         self.job.stop()
         self.live.close()
+        self.store.stop()
+        self.disk.stop()
 
     # -- what it looks like
 
@@ -392,6 +451,17 @@ def store_read_only(site: Site) -> None:
         site.store.remount("rw")
 
 
+def store_sectors_break(site: Site) -> None:
+    """Every sector of the repository's disk answers EIO, and its file system gives up; mounted again it goes on."""
+    site.store.break_sectors()
+    try:
+        site.alert("capture", "schedule")
+    finally:
+        site.store.mend()
+    site.store.unmount()
+    site.store.mount()
+
+
 def runtime_directory_full(site: Site) -> None:
     """ENOSPC where the journal of pending snapshots is."""
     filler = site.top / "run/filler"
@@ -404,28 +474,39 @@ def runtime_directory_full(site: Site) -> None:
         filler.unlink()
 
 
-def capture_out_of_memory(site: Site) -> None:
-    """The kernel kills each capture for its cgroup's limit of memory."""
-    group = _MEMORY_CGROUPS / f"ciuic-{os.getpid()}-{site.rng.randrange(1 << 30)}"
+def memory_runs_out(site: Site) -> None:
+    """The cgroup of daemon, worker and captures has reached its limit: captures are killed, and nobody else."""
+    daemon, worker = int(site.status()["pid"]), site.worker_pid()
+    parent, limit_name = _memory_controller()
+    group = parent / f"ciuic-{os.getpid()}-{site.rng.randrange(1 << 30)}"
     group.mkdir()
-    stop = threading.Event()
-
-    def confine() -> None:
-        while not stop.is_set():
-            for pid in site.captures():
-                with suppress(OSError):  # it has ended
-                    (group / "cgroup.procs").write_text(str(pid))
-
-    thread = threading.Thread(target=confine)
+    ballast = site.top / "ballast"
+    ballast.mkdir(exist_ok=True)
+    command("mount", "-t", "tmpfs", "-o", f"size={_LIMIT_BYTES}", "none", ballast)
     try:
-        (group / "memory.limit_in_bytes").write_text(str(256 << 10))
-        thread.start()
-        site.alert("capture")
+        (group / limit_name).write_text(str(_LIMIT_BYTES))
+        # What a file on tmpfs takes is charged to whoever writes it, and cannot be freed by killing anybody.
+        fill = (
+            f"echo $$ > {group}/cgroup.procs; head -c {_LIMIT_BYTES - _ROOM_BYTES} /dev/zero > {ballast}/file"
+        )
+        command("sh", "-c", fill)
+        for pid in (daemon, worker):
+            (group / "cgroup.procs").write_text(str(pid))
+        alert = site.alert("capture")
+        assert "SIGKILL" in alert["message"], alert
+        assert (int(site.status()["pid"]), site.worker_pid()) == (daemon, worker), "the wrong one was killed"
     finally:
-        stop.set()
-        if thread.ident is not None:
-            thread.join()
+        command("umount", "-l", ballast)
         wait_for("the end of what is in the cgroup", lambda: _remove_group(group), _PATIENCE_SECONDS)
+
+
+def _memory_controller() -> tuple[Path, str]:
+    """Where cgroups with a limit of memory can be made, and the name of the limit: version 1, or 2."""
+    if (_CGROUPS / "memory/memory.limit_in_bytes").exists():
+        return _CGROUPS / "memory", "memory.limit_in_bytes"
+    if "memory" in (_CGROUPS / "cgroup.subtree_control").read_text().split():
+        return _CGROUPS, "memory.max"
+    raise FileNotFoundError(errno.ENOENT, "no memory controller")
 
 
 def _remove_group(group: Path) -> bool:
@@ -475,6 +556,130 @@ def _write_until_full(path: Path) -> int:
             written += MIB
     assert failure == errno.ENOSPC, failure
     return written
+
+
+@contextmanager
+def _beside(site: Site) -> Iterator[tuple[Path, Path]]:
+    """A directory in the root and one beside it on the same disk, with the job at rest."""
+    places = site.root / "same", site.disk.point / "same"
+    with site.job.paused():
+        for place in (*places, site.twin / "same"):  # the job lists what is there
+            place.mkdir()
+    try:
+        yield places
+    finally:
+        with site.job.paused():
+            for place in (*places, site.twin / "same"):
+                shutil.rmtree(place)
+
+
+def root_disk_read_only(site: Site) -> None:
+    """The root's disk turns read-only: the job gets EROFS where a plain directory on that disk gives it, and reads on."""
+    with _beside(site) as places:
+        other = Job(*places, seed=site.rng.randrange(1 << 30))
+        for _ in range(100):
+            other.once()
+        with site.job.paused():
+            site.disk.remount("ro")
+            other.spared = "EROFS"  # nothing is changed, but a name that is not there may be ENOENT
+            try:
+                for _ in range(300):
+                    other.once()
+                site.alert("capture", "schedule")
+                for _ in range(100):
+                    other.once()
+            finally:
+                site.disk.remount("rw")
+            other.spared = ""
+            for _ in range(100):
+                other.once()
+        assert not other.differences, "\n".join(other.differences[:5])
+
+
+def root_sectors_break(site: Site) -> None:
+    """Sectors of the root's disk answer EIO: the job gets it from reading, writing and syncing where plain files give it;
+    the snapshot has everything else, says what it lacks, and the next one has it again."""
+    with _beside(site) as places:
+        files = [place / "file" for place in places]
+        data = site.rng.randbytes(300_000)
+        with site.job.paused():
+            for file in files:
+                file.write_bytes(data)
+                _uncache(file)
+            site.live.snapshot()
+            with _uncovered(site) as disk:
+                ranges = [
+                    found for file in files for found in _sectors(disk / file.relative_to(site.disk.point))
+                ]
+                site.disk.break_sectors(ranges)
+                try:
+                    outcomes = [_use_broken(file, disk / file.relative_to(site.disk.point)) for file in files]
+                    assert outcomes[0] == outcomes[1], outcomes
+                    assert errno.EIO in outcomes[1], outcomes
+                    alert = site.alert("unreadable")
+                    assert "same/file" in alert["message"], alert
+                finally:
+                    site.disk.mend()
+                for file in files:
+                    _uncache(file)
+                    _uncache(disk / file.relative_to(site.disk.point))
+            contents = [file.read_bytes() for file in files]
+            assert contents[0][4096:] == contents[1][4096:] == data[4096:]
+
+
+@contextmanager
+def _uncovered(site: Site) -> Iterator[Path]:
+    """The root's disk once more, without the overlay over it."""
+    point = site.top / "uncovered"
+    point.mkdir(exist_ok=True)
+    command("mount", "--bind", site.disk.point, point)
+    try:
+        yield point
+    finally:
+        command("umount", "-l", point)  # a look by the daemon for processes may have it open
+
+
+def _uncache(path: Path) -> None:
+    """From memory to the disk, so that the next look goes there."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def _sectors(path: Path) -> list[tuple[int, int]]:
+    """Where the file's content is on its disk, in bytes (FIEMAP)."""
+    request = bytearray(32 + 32 * 56)
+    struct.pack_into("QQIIII", request, 0, 0, 1 << 62, _FIEMAP_SYNC, 0, 32, 0)
+    with open(path, "rb") as file:
+        fcntl.ioctl(file, _FS_IOC_FIEMAP, request)
+    (count,) = struct.unpack_from("I", request, 20)
+    extents = (struct.unpack_from("QQQ", request, 32 + 56 * number) for number in range(count))
+    return [(start, start + length) for _, start, length in extents]
+
+
+def _use_broken(file: Path, backing: Path) -> list[object]:
+    """What a job gets from a file whose sectors are broken. Nothing of it is in memory, before and after."""
+    _uncache(file)
+    _uncache(backing)
+    fd = os.open(file, os.O_RDWR)
+    try:
+        outcomes: list[object] = [
+            _errno_of(lambda: os.pread(fd, 100, 50_000)),
+            _errno_of(lambda: (os.pwrite(fd, bytes(4096), 0), os.fsync(fd))),
+            _errno_of(lambda: os.fsync(fd)),
+            os.fstat(fd).st_size,
+            _errno_of(file.read_bytes),
+        ]
+    finally:
+        os.close(fd)
+    outcomes.append(_errno_of(lambda: file.with_name("other").write_bytes(b"elsewhere")))
+    _uncache(file)
+    _uncache(backing)
+    return outcomes
 
 
 def root_disk_without_inodes(site: Site) -> None:
@@ -535,8 +740,8 @@ def worker_out_of_descriptors(site: Site) -> None:
 FAULTS: dict[str, Callable[[Site], None]] = {
     fault.__name__: fault
     for fault in (
-        store_full, store_fails, store_unmounted, store_absent_at_start, store_read_only, runtime_directory_full, capture_out_of_memory,
-        root_disk_full, root_disk_without_inodes, worker_out_of_descriptors,
+        store_full, store_fails, store_unmounted, store_absent_at_start, store_read_only, store_sectors_break, runtime_directory_full, memory_runs_out,
+        root_disk_full, root_disk_without_inodes, root_disk_read_only, root_sectors_break, worker_out_of_descriptors,
     )
 }  # fmt: skip
 
@@ -548,6 +753,9 @@ def open_descriptors(pid: int) -> int:
 
 def unavailable(fault: str) -> str:
     """Why this machine cannot cause the fault; empty when it can."""
-    if fault == "capture_out_of_memory" and not (_MEMORY_CGROUPS / "memory.limit_in_bytes").exists():
-        return "there is no memory controller of cgroup version 1"
+    if fault == "memory_runs_out":
+        try:
+            _memory_controller()
+        except OSError:
+            return "there is no memory controller in which cgroups can be made"
     return ""
