@@ -17,8 +17,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from support import leftovers
-
-IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
+from support.ci import IN_CI, needs
 
 _QUIET = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture)
 # No deadlines: a machine with two busy cores says nothing about the code, and timing is for benchmarks.
@@ -58,11 +57,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that mounts is skipped where nobody can mount, except in CI, where that is a failure."""
     if item.get_closest_marker("mount") is None:
         return
-    reason = _mounting_impossible_because()
-    if reason and IN_CI:
-        pytest.fail(f"{reason}: in CI this is a failure, not a skip", pytrace=False)
-    if reason:
-        pytest.skip(reason)
+    needs(_mounting_impossible_because())
 
 
 @pytest.fixture(scope="session")

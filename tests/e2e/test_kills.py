@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 from support.leftovers import mounts_below
 from support.live import Live, installed, wait_for
 from support.trees import assert_same, manifest
+from torture import kills
 
 pytestmark = pytest.mark.mount
 
@@ -237,3 +239,12 @@ def test_interval_snapshots_happen_by_themselves_and_catch_up(short_tmp: Path, r
         live.start(root)
         wait_for("the snapshot that was missed", lambda: live.list()[0].id != newest, 60)
         live.stop()
+
+
+@pytest.mark.slow
+def test_prune_and_check_killed_under_load(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short round of the torture for the two that no other test here kills: every promise of the job is kept, every snapshot
+    reported is listed and verifies, and the next one restores to exactly the root."""
+    monkeypatch.setattr(tempfile, "tempdir", str(short_tmp))
+    figures = kills.run(0, 5, ("prune", "check"))
+    assert [text for figure in figures for text in figure.failures] == []

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from support.live import Live, installed, wait_for
@@ -26,8 +26,8 @@ _KILLS_A_ROUND = 3
 VICTIMS = ("worker", "capture", "daemon", "restore", "prune", "check")
 
 
-def run(seconds: float, seed: int) -> list[Figure]:
-    """Rounds until the time is over, each victim in turn at least once."""
+def run(seconds: float, seed: int, victims: Sequence[str] = VICTIMS) -> list[Figure]:
+    """Rounds until the time is over, each of ``victims`` in turn at least once."""
     top = Path(tempfile.mkdtemp())
     root = top / "root"
     root.mkdir()
@@ -37,10 +37,10 @@ def run(seconds: float, seed: int) -> list[Figure]:
         live.start(root)
         wait_for("the first snapshot", live.list, 60)
         with PromisingJob(root, seed) as job:
-            killing = Killing(live, root, job, random.Random(seed), top / "out")
+            killing = Killing(live, root, job, random.Random(seed), top / "out", victims)
             until, rounds = time.monotonic() + seconds, 0
-            while rounds < len(VICTIMS) or time.monotonic() < until:
-                killing.round(VICTIMS[rounds % len(VICTIMS)])
+            while rounds < len(victims) or time.monotonic() < until:
+                killing.round(victims[rounds % len(victims)])
                 rounds += 1
         live.stop()
         wait_for("the last worker's end", lambda: not live.processes(), 60)
@@ -52,12 +52,21 @@ def run(seconds: float, seed: int) -> list[Figure]:
 class Killing:
     """The rounds, and what they have found."""
 
-    def __init__(self, live: Live, root: Path, job: PromisingJob, rng: random.Random, out: Path) -> None:
+    def __init__(
+        self,
+        live: Live,
+        root: Path,
+        job: PromisingJob,
+        rng: random.Random,
+        out: Path,
+        victims: Sequence[str] = VICTIMS,
+    ) -> None:
         self.failures: list[str] = []
         self._live, self._root, self._job, self._rng, self._out = live, root, job, rng, out
         self._committed: set[str] = set()
-        self._busy = dict.fromkeys(VICTIMS, 0)
+        self._busy = dict.fromkeys(victims, 0)
         self._restored = 0
+        self._patience_seconds = 0.6
 
     def figures(self, rounds: int, promises: int) -> list[Figure]:
         """The table. A victim that was never killed at work is a failure of the torture itself."""
@@ -110,7 +119,7 @@ class Killing:
         self._live.daemon.kill()
         self._live.daemon.wait()
         if taker is not None:
-            taker.wait(120)
+            taker.communicate(timeout=120)
         self._live.start(self._root)
         return True
 
@@ -135,10 +144,12 @@ class Killing:
 
     def _kill_command(self, *command: str) -> bool:
         process = self._start(*command)
-        time.sleep(0.1 + self._rng.random() * 0.5)
+        time.sleep(self._rng.random() * self._patience_seconds)
         alive = process.poll() is None
+        if not alive:
+            self._patience_seconds *= 0.6  # this machine is faster than that
         process.kill()
-        process.wait()
+        process.communicate()
         return alive
 
     # -- looking
