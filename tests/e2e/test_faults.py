@@ -19,7 +19,6 @@ pytestmark = pytest.mark.mount
 QUICK = (
     "store_unmounted",
     "store_absent_at_start",
-    "root_disk_read_only",
     "root_sectors_break",
     "runtime_directory_full",
     "worker_out_of_descriptors",
