@@ -230,6 +230,7 @@ class OverlayCore:
     def close(self) -> None:
         """Let go of every descriptor; open handles are closed. The core is not used afterwards."""
         self._state.files.clear()
+        self._unseen.close()
         os.close(self._state_fd)
 
     def _open_inodes(self) -> set[int]:

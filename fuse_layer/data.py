@@ -65,11 +65,28 @@ class Data:
                 if truncates:
                     self._truncate(node, file.fd, 0, keeps_privileges)
                 if unseen:
+                    self._keep_from_unseen(node, file.fd)
                     self._unseen.add(handle, file)
             except BaseException:
                 self.release(handle)
                 raise
             return handle
+
+    def _keep_from_unseen(self, node: Node, fd: int) -> None:
+        """Save all that a sealed epoch needs of a file that somebody is going to change without our seeing it."""
+        state, undo = self._state, self._state.undo
+        if not state.must_keep(node.ino) or not state.tracked(node):
+            return
+        with undo.lock(node.ino):
+            undo.keep_inode(os.fstat(fd), fd)
+            size = undo.size_at_cut(node.ino) or 0
+            unsaved = sum(count for _, count in undo.unsaved_blocks(node.ino, 0, size)) * undo.block_size
+            if not unsaved or undo.clone_blocks(fd, node.ino):
+                return
+            if unsaved <= OPEN_COPY_LIMIT_BYTES:
+                undo.keep_blocks(fd, node.ino, 0, size)
+            else:
+                undo.abandon("a large file was opened for writing past the overlay")
 
     def _opened(self, node: Node, flags: int) -> OpenFile:
         want = backing_flags(flags)

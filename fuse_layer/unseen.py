@@ -82,6 +82,14 @@ class UnseenWriters:
         os.close(asking)
         self._state.nodes.forget(node_id, 1)
 
+    def close(self) -> None:
+        """Let go of every descriptor; nothing is asked afterwards."""
+        for _, asking in self._mapped.values():
+            os.close(asking)
+        self._mapped.clear()
+        self._files.clear()
+        self._late.clear()
+
     # -- the cut --------------------------------------------------------------------------------------
 
     def prepare(self, timeout_seconds: float) -> None:

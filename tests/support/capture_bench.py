@@ -153,8 +153,9 @@ def slow_log(interfere: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def bench(excludes: tuple[str, ...] = ()) -> Iterator[Bench]:
-    top = Path(tempfile.mkdtemp(prefix="ciuic-capture-"))
+def bench(excludes: tuple[str, ...] = (), *, below: Path | None = None) -> Iterator[Bench]:
+    """``below``: where to make it, if the file system matters."""
+    top = Path(tempfile.mkdtemp(prefix="ciuic-capture-", dir=below))
     made = Bench(top, excludes)
     try:
         made.driver.furnish()

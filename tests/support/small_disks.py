@@ -1,0 +1,51 @@
+"""Small file systems of a chosen kind in a file, for what depends on the kind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.live import wait_for
+
+_PATIENCE_SECONDS = 20.0
+_BYTES = 320 << 20  # the least that mkfs.xfs takes is 300 MiB; sparse
+_MAKE = {"xfs": ["mkfs.xfs", "-q", "-m", "reflink=1"], "ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"]}
+
+
+def missing(kind: str) -> str:
+    """What is not here of what a disk of this kind takes; empty when nothing is."""
+    if os.geteuid() != 0 or not os.path.exists("/dev/loop-control"):
+        return "there are no loop devices"
+    if shutil.which(_MAKE[kind][0]) is None:
+        return f"{_MAKE[kind][0]} is not installed"
+    return "" if f"\t{kind}\n" in Path("/proc/filesystems").read_text() else f"the kernel has no {kind}"
+
+
+@contextmanager
+def small_disk(top: Path, kind: str) -> Iterator[Path]:
+    """The mount point of a new file system below ``top``."""
+    image, point = top / f"{kind}.img", top / kind
+    point.mkdir()
+    with image.open("wb") as file:
+        file.truncate(_BYTES)
+    _run(*_MAKE[kind], str(image))
+    _run("mount", "-o", "loop", str(image), str(point))
+    try:
+        yield point
+    finally:
+        gc.collect()  # descriptors that only a cycle holds keep it busy
+        wait_for(f"the unmounting of {point}", lambda: not _umount(point), _PATIENCE_SECONDS)
+        image.unlink()
+
+
+def _umount(point: Path) -> int:
+    return subprocess.run(["umount", str(point)], check=False, timeout=60, capture_output=True).returncode
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, timeout=120, capture_output=True)
