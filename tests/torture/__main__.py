@@ -54,6 +54,7 @@ TORTURES = [
     Torture("damage", 1),
     Torture("year", 2),
     Torture("faults", 2),
+    Torture("suites", 2),
     Torture("restore_race", 1),
     Torture("syncs", 0.5),
     Torture("fuzz", 1),

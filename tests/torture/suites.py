@@ -1,0 +1,237 @@
+"""Test suites that others wrote for file systems, on a mount, held against the plain file system's own results.
+
+    CIUIC_PJDFSTEST=/built/pjdfstest CIUIC_XFSTESTS=/built/xfstests make torture SECONDS=3600 ARGS=suites
+
+A suite that is not there is no failure: its figure is 0 and its name says so. What fails on the mount is run again on the
+plain ext4 behind it, and counts when it passes there and docs/conformance.md does not name it with its reason. Epochs are
+cut and committed all the time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.overlay import Overlay, overlay_over
+from support.sides import tree
+from support.xfstests import Xfstests
+from torture.figure import Figure
+
+_CUT_SECONDS = 0.05
+_AT_ONCE = 25
+"""Tests of xfstests in one call: it takes seconds to begin."""
+_LIMIT_SECONDS = 1200
+
+KNOWN = {
+    "generic/003": "access times of what is read from the kernel's cache; change times after it is written back",
+    "generic/020": "the suite supposes that a FUSE file system holds a thousand attributes; ext4 behind it does not",
+    "generic/426": "no file handles for export",
+    "generic/451": "the kernel leaves stale pages after an asynchronous O_DIRECT write into a file that is read cached",
+    "generic/467": "no file handles for export",
+    "generic/477": "no file handles for export",
+    "generic/732": "mounts one file system at two places, and an overlay lies over its own directory",
+    "generic/756": "no file handles for export",
+    "generic/777": "no file handles for export",
+}
+"""Tests of xfstests that fail on the mount alone, as docs/conformance.md explains."""
+
+
+def run(seconds: float, seed: int) -> list[Figure]:
+    """Figures of pjdfstest, fsx, fsstress, stress-ng and xfstests, each for a share of the time."""
+    rng = random.Random(seed)
+    place = Path(tempfile.mkdtemp(prefix="suites-"))
+    place.chmod(0o755)
+    started = time.monotonic()
+    figures: list[Figure] = []
+    for share, suite in (
+        (0.25, _pjdfstest),
+        (0.4, _fsx),
+        (0.5, _fsstress),
+        (0.6, _stress_ng),
+        (1.0, _xfstests),
+    ):
+        figures += suite(place, rng, started + share * seconds)
+    return figures
+
+
+@contextmanager
+def _mounted(place: Path, name: str) -> Iterator[tuple[Path, Overlay]]:
+    """A mount with cuts going on, and a plain directory beside it."""
+    root, plain = place / name, place / f"{name}-plain"
+    root.mkdir()
+    plain.mkdir()
+    over = threading.Event()
+    with overlay_over(root, place / f"{name}.sock") as overlay:
+
+        def cut() -> None:
+            while not over.wait(_CUT_SECONDS):
+                overlay.client.committed(overlay.client.cut().epoch)
+
+        cutter = threading.Thread(target=cut)
+        cutter.start()
+        try:
+            yield plain, overlay
+        finally:
+            over.set()
+            cutter.join()
+    shutil.rmtree(root)
+    shutil.rmtree(plain)
+
+
+def _built(variable: str, program: str) -> Path | None:
+    """The directory that an environment variable names, when the suite in it is built."""
+    folder = os.environ.get(variable)
+    return Path(folder) if folder and (Path(folder) / program).exists() else None
+
+
+def _run(command: list[str], folder: Path) -> tuple[int, str]:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=_LIMIT_SECONDS,
+        check=False,
+    )
+    return done.returncode, done.stdout.decode("utf-8", "replace")
+
+
+def _pjdfstest(place: Path, rng: random.Random, until: float) -> list[Figure]:
+    suite = _built("CIUIC_PJDFSTEST", "pjdfstest")
+    if suite is None:
+        return [Figure("pjdfstest: CIUIC_PJDFSTEST names no built one", 0)]
+    files = sorted((suite / "tests").rglob("*.t"))
+    rng.shuffle(files)
+    assertions, failures, ran = 0, [], 0
+    with _mounted(place, "pjd") as (plain, overlay):
+        for file in files:
+            if time.monotonic() > until:
+                break
+            ran += 1
+            count, wrong = _assertions(file, overlay.root)
+            assertions += count
+            if wrong:
+                _, also = _assertions(file, plain)
+                failures += [
+                    f"{file.parent.name}/{file.name}: {wrong[n]}" for n in wrong.keys() - also.keys()
+                ]
+    return [Figure(f"pjdfstest assertions ({ran} of {len(files)} files)", assertions, tuple(failures))]
+
+
+def _assertions(file: Path, folder: Path) -> tuple[int, dict[int, str]]:
+    """How many assertions one file has made, and those that failed, by number."""
+    _, text = _run(["bash", str(file)], folder)
+    wrong = {
+        int(found[1]): found[0] for found in re.finditer(r"^not ok (\d+)(?!.*# TODO).*$", text, re.MULTILINE)
+    }
+    return len(re.findall(r"^(?:not )?ok \d+", text, re.MULTILINE)), wrong
+
+
+_FSX_WAYS = ([], ["-Z", "-r", "4096", "-w", "4096"], ["-A"], ["-p", "1000", "-l", "3000000"], ["-W"])
+
+
+def _fsx(place: Path, rng: random.Random, until: float) -> list[Figure]:
+    suite = _built("CIUIC_XFSTESTS", "ltp/fsx")
+    if suite is None:
+        return [Figure("fsx: CIUIC_XFSTESTS names no built one", 0)]
+    operations, failures, round_ = 0, [], 0
+    with _mounted(place, "fsx") as (plain, overlay):
+        while round_ < len(_FSX_WAYS) or time.monotonic() < until:
+            way = [
+                *_FSX_WAYS[round_ % len(_FSX_WAYS)],
+                "-q",
+                "-N",
+                "8000",
+                "-S",
+                str(rng.randrange(1, 1 << 31)),
+            ]
+            code, text = _run([str(suite / "ltp/fsx"), *way, "file"], overlay.root)
+            if code and not _run([str(suite / "ltp/fsx"), *way, "file"], plain)[0]:
+                failures.append(f"fsx {' '.join(way)}: {text[-1500:]}")
+            operations, round_ = operations + 8000, round_ + 1
+    return [Figure("fsx operations", operations, tuple(failures))]
+
+
+def _fsstress(place: Path, rng: random.Random, until: float) -> list[Figure]:
+    suite = _built("CIUIC_XFSTESTS", "ltp/fsstress")
+    if suite is None:
+        return [Figure("fsstress: CIUIC_XFSTESTS names no built one", 0)]
+    operations, failures = 0, []
+    with _mounted(place, "stress") as (_, overlay):
+        while not operations or time.monotonic() < until:
+            folder = f"round-{operations}"
+            way = ["-d", folder, "-n", "1500", "-p", "4", "-s", str(rng.randrange(1, 1 << 31))]
+            code, text = _run([str(suite / "ltp/fsstress"), *way], overlay.root)
+            if code:
+                failures.append(f"fsstress {' '.join(way)}: {text[-1500:]}")
+            if tree(str(overlay.root / folder)) != tree(str(overlay.backing / folder)):
+                failures.append(f"fsstress {' '.join(way)}: the mount and the directory behind it differ")
+            operations += 6000
+            shutil.rmtree(overlay.root / folder)
+    return [Figure("fsstress operations", operations, tuple(failures))]
+
+
+_STRESSORS = (
+    *("access", "chdir", "chmod", "chown", "copy-file", "dentry", "dir", "dirdeep", "dup", "fcntl", "fiemap"),
+    *("file-ioctl", "filename", "flock", "fpunch", "fstat", "getdent", "hdd", "io", "iomix", "lease", "link"),
+    *("locka", "lockf", "lockofd", "mknod", "mmap", "msync", "open", "pread", "readahead", "rename", "seek"),
+    *("sendfile", "splice", "symlink", "sync-file", "touch", "utime", "verity", "xattr"),
+)
+_NO_RESOURCE, _NOT_IMPLEMENTED = 3, 4
+
+
+def _stress_ng(place: Path, rng: random.Random, until: float) -> list[Figure]:
+    if shutil.which("stress-ng") is None:
+        return [Figure("stress-ng: not installed", 0)]
+    names, failures, ran = list(_STRESSORS), [], 0
+    rng.shuffle(names)
+    with _mounted(place, "ng") as (plain, overlay):
+        for name in names:
+            if time.monotonic() > until:
+                break
+            way = ["stress-ng", f"--{name}", "2", "--timeout", "3", "--verify", "--temp-path"]
+            code, text = _run([*way, str(overlay.root)], overlay.root)
+            if code in (_NO_RESOURCE, _NOT_IMPLEMENTED):
+                continue
+            ran += 1
+            if code and not _run([*way, str(plain)], plain)[0]:
+                failures.append(f"{' '.join(way[:3])}: exit status {code}: {text[-1500:]}")
+    return [Figure("stress-ng stressors", ran, tuple(failures))]
+
+
+def _xfstests(place: Path, rng: random.Random, until: float) -> list[Figure]:
+    source = _built("CIUIC_XFSTESTS", "src/locktest")
+    if source is None:
+        return [Figure("xfstests: CIUIC_XFSTESTS names no built one", 0)]
+    suite = Xfstests(source, place)
+    tests = suite.quick(rng)
+    outcomes: dict[str, str] = {}
+    while tests and time.monotonic() < until:
+        some, tests = tests[:_AT_ONCE], tests[_AT_ONCE:]
+        outcomes.update(suite.run("ciuic", some))
+    failed = {test: text for test, text in outcomes.items() if text not in ("passed", "not run")}
+    plain = suite.run("ext4", sorted(failed)) if failed else {}
+    alone = {test: text for test, text in failed.items() if plain[test] == "passed"}
+    failures = [f"{test}: {text}" for test, text in alone.items() if test not in KNOWN]
+    failures += [
+        f"a worker: {line[:1500]}"
+        for line in suite.worker_log().splitlines()
+        if "_failed" in line or "Traceback" in line
+    ]
+    ran = sum(outcome != "not run" for outcome in outcomes.values())
+    return [
+        Figure("xfstests generic/quick tests that apply", ran, tuple(failures)),
+        Figure("  of which fail for a known reason, and not on ext4", len(alone.keys() & KNOWN.keys())),
+        Figure("  of which fail on ext4 too", len(failed) - len(alone)),
+        Figure("xfstests generic/quick tests that need what a mount has not", len(outcomes) - ran),
+    ]
