@@ -6,7 +6,6 @@ nanosecond, and one that is not named stays as it is. The kernel has checked per
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from typing import NamedTuple
@@ -35,7 +34,7 @@ class SetAttr(NamedTuple):
     keeps_privileges: bool = False
     """The caller has CAP_FSETID: a new size does not take set-id bits away."""
     chown_by: int | None = None
-    """Who asked for chown(2) of neither user nor group: it takes set-id bits away, which only root and the owner may."""
+    """Who asked for chown(2) of neither user nor group: by root and the owner it takes set-id bits away."""
 
     @property
     def sets_times(self) -> bool:
@@ -168,10 +167,9 @@ class Attributes:
 
 
 def _take_privileges(path: bytes, uid: int) -> None:
-    """chown(2) with -1 for both, as ``uid``."""
+    """chown(2) with -1 for both, as ``uid``. The kernel asks the same before a write by somebody else: there is nothing to refuse,
+    and what the write takes away it takes when it comes."""
     st = os.stat(path)
     loses = st.st_mode & stat.S_ISUID or st.st_mode & _GROUP_PRIVILEGE == _GROUP_PRIVILEGE
-    if loses and not stat.S_ISDIR(st.st_mode):
-        if uid not in (0, st.st_uid):
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+    if loses and uid in (0, st.st_uid) and not stat.S_ISDIR(st.st_mode):
         os.chown(path, -1, -1)
