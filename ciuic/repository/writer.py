@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ciuic.errors import NotFound
-from ciuic.repository import maintenance
+from ciuic.repository import log, maintenance
 from ciuic.repository.blockmaps import BlockMaps, update_block_map
 from ciuic.repository.catalogue import info_of
 from ciuic.repository.config import read_file, repair_config
@@ -330,6 +330,20 @@ class Writer:
         """
         return repair_config(self._disk, self._path)
 
+    def _bring_back_marks(self, ids: set[str]) -> None:
+        """Writes again, from the catalogue, marks files that are gone although their snapshots are there.
+
+        Nothing removes one alone, not even a release: without it the next prune would take what is held.
+        """
+        for info in self._index.catalogue_infos() if ids else ():
+            if info.id in ids:
+                marks = Marks(id=info.id, held=info.held, hold_reason=info.hold_reason, tags=info.tags)
+                log.warning("marks_brought_back", snapshot=info.id, held=info.held)
+                with suppress(OSError):  # a full disk: that must not keep this writer from freeing space
+                    self._disk.replace_file(
+                        self.repository.snapshots.marks_path(info.id), encode_marks(marks)
+                    )
+
     def _refresh_catalogue(self) -> None:
         """Makes the catalogue say what snapshots/ and marks/ hold, and removes what a crash left there."""
         for directory in (SNAPSHOTS_DIR, MARKS_DIR, "."):
@@ -341,6 +355,8 @@ class Writer:
         gone = known.keys() - names
         if gone:
             self._index.catalogue_remove(gone)
+        self._bring_back_marks({name for name in names - signatures.keys() if known.get(name)})
+        signatures = snapshots.signatures()
         stale = {name for name in names if known.get(name) != signatures.get(name, "")}
         if stale:
             self._index.catalogue_put(

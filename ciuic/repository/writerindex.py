@@ -133,6 +133,16 @@ class WriterIndex:
             self._failed("catalogue_unreadable", error)
             return {}
 
+    def catalogue_infos(self) -> list[SnapshotInfo]:
+        """What the catalogue knows of each snapshot; nothing when it cannot be read."""
+        if self._disk is None:
+            return []
+        try:
+            return [info for info, _ in Catalogue(self._disk).rows()]
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            log.warning("catalogue_unreadable", error=str(error))
+            return []
+
     def last_pack(self) -> int:
         """The highest pack number that this index remembers."""
         if self._disk is None:

@@ -11,9 +11,11 @@ import pytest
 from support.small_repository import BLOCK, content, make_snapshot, read_files
 
 from ciuic.errors import CiuicError, Damaged
+from ciuic.gc import prune
 from ciuic.repository import DamagedChunk, MissingChunk, Repository, UnsupportedFormat
 from ciuic.repository import packformat as pf
 from ciuic.repository.index import INDEX_NAME, discard
+from ciuic.retention import RetentionPolicy
 from ciuic.types import ChunkId, SnapshotId
 
 FILES = {b"a": content(2, 5), b"b": content(3, 40), b"empty": b"", b"c": content(4, 17)}
@@ -208,6 +210,23 @@ def test_damaged_marks_hold_the_snapshot(top: Path) -> None:
             "cs-000001": True,
             "cs-000002": True,
         }
+
+
+def test_lost_marks_come_back_from_the_catalogue(top: Path) -> None:
+    """A marks file that is gone does not end a hold: the next writer writes it again, before prune decides anything."""
+    id_ = SnapshotId("cs-000001")
+    with Repository.open(top) as repository:
+        with repository.writer() as writer:
+            writer.set_marks(id_, hold=True, reason="why", tags=["t"])
+        (top / "marks" / id_).unlink()
+        prune(repository, RetentionPolicy(keep_within_seconds=0, keep_last=1))
+        found = repository.snapshots.load(id_)
+        assert (found.held, found.hold_reason, found.tags) == (True, "why", ("t",))
+        with repository.writer() as writer:
+            writer.remove_snapshots([id_])
+        with repository.writer():
+            pass
+        assert not (top / "marks" / id_).exists(), "marks of a removed snapshot are not brought back"
 
 
 def test_a_compressed_frame_cannot_claim_more_than_its_record(top: Path, tmp_path: Path) -> None:
