@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from support.actor import ALICE, BOB, Actor
+from support.ci import needs
 from support.faults import MIB, Disk, command
 from support.overlay import Overlay, overlay_over
 from support.sides import tree
@@ -243,9 +244,9 @@ def test_as_many_links_as_the_file_system_allows(sides: tuple[Path, Overlay]) ->
     assert seen[1] == seen[0]
 
 
-@pytest.mark.skipif(shutil.which("mkfs.btrfs") is None, reason="mkfs.btrfs is not installed")
 def test_a_quota(run_dir: Path) -> None:
-    """Beyond the quota of a btrfs qroup, writing answers EDQUOT on both sides, and below it everything works."""
+    """Beyond the quota of a btrfs qgroup, writing answers EDQUOT on both sides, and below it everything works."""
+    needs("" if shutil.which("mkfs.btrfs") else "mkfs.btrfs is not installed")
     place = run_dir / "quota"
     (place / "disk").mkdir(parents=True)
     with open(place / "image", "wb") as file:
