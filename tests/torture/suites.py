@@ -49,6 +49,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
     """Figures of pjdfstest, fsx, fsstress, stress-ng and xfstests, each for a share of the time."""
     rng = random.Random(seed)
     place = Path(tempfile.mkdtemp(prefix="suites-"))
+    place.parent.chmod(0o711)  # the suites work as other users too, by absolute paths
     place.chmod(0o755)
     started = time.monotonic()
     figures: list[Figure] = []
