@@ -202,6 +202,7 @@ class OverlayCore:
     def status(self) -> dict[str, Any]:
         """Plain values for the control channel's ``status`` (docs/architecture.md §3)."""
         self._state.undo.tidy()
+        self._unseen.measure()
         current = self._state.tracker.current
         return {
             "session": self.session,

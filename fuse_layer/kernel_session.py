@@ -175,6 +175,7 @@ class Session:
         self._waiting = 0
         self._servers: set[_Server] = set()
         self._over = threading.Event()
+        self._finished = False
         self._active = threading.Event()
         self._parked = False
         self._local = threading.local()
@@ -262,7 +263,7 @@ class Session:
         while self._queue(server):
             while self._owner is server:
                 if not self._one(server, view):
-                    self._over.set()
+                    self._finish(server)
                     return
 
     def _queue(self, server: _Server) -> bool:
@@ -275,8 +276,24 @@ class Session:
         self._turn.acquire()
         with self._lock:
             self._waiting -= 1
-            self._owner = server
-        return True
+            if not self._finished:
+                self._owner = server
+                return True
+            self._servers.discard(server)
+        self._turn.release()  # for the next one to find that it is over
+        return False
+
+    def _finish(self, server: _Server) -> None:
+        """The connection has ended: so do those who wait for their turn, and the watch."""
+        with self._lock:
+            self._finished = True
+            has_turn = self._owner is server
+            if has_turn:
+                self._owner = None
+        self._over.set()
+        self._active.set()
+        if has_turn:
+            self._turn.release()
 
     def _watch(self) -> None:
         """Takes the turn away from whoever is found with the same request twice."""
@@ -350,9 +367,11 @@ class Session:
                 return False
             if error.errno != errno.ENOENT:  # nobody waits for it any more: interrupted
                 log.error("reply_refused", opcode=request.opcode, bytes=size, error=str(error))
-                if error.errno != errno.ENOENT and not error_number:
-                    return self._answer(request, errno.EIO, b"")
+            if error_number:
+                return True
             undo = self._unread.get(request.opcode)
-            if undo is not None and not error_number:
+            if undo is not None:
                 undo(request, reply)
+            if error.errno != errno.ENOENT:
+                return self._answer(request, errno.EIO, b"")
         return True

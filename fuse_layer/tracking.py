@@ -152,6 +152,13 @@ class Tracker:
             change = self._change(node)
             change.whole, change.blocks = True, None
 
+    def measured(self, ino: int, size: int) -> None:
+        """For the figure of dirty bytes: how long a file is whose writes were not seen."""
+        with self._lock:
+            change = self.current.changes.get(ino)
+            if change is not None and change.whole:
+                change.end = max(change.end, size)
+
     def mark_created(self, parent: Place, name: bytes, ino: int) -> None:
         """A new inode came into being under a name that was free."""
         with self._lock:

@@ -57,6 +57,7 @@ class UnseenWriters:
     def closed(self, handle: int, file: OpenFile) -> None:
         """The handle is released: what it wrote since the last cut is in the current epoch's mark."""
         self._files.pop(handle, None)
+        self._measure(file)
         node = file.node
         if not file.maps or any(other.node is node for other in list(self._files.values())):
             return
@@ -76,6 +77,16 @@ class UnseenWriters:
             else:
                 self._forget_mapped(node_id)
         return {node_id: node for node_id, node in found.items() if self._state.tracked(node)}
+
+    def measure(self) -> None:
+        """What is being written counts as dirty at the length that it has now."""
+        for file in list(self._files.values()):
+            self._measure(file)
+
+    def _measure(self, file: OpenFile) -> None:
+        with contextlib.suppress(OSError):  # a figure is not worth a failure
+            st = os.fstat(file.fd)
+            self._state.tracker.measured(st.st_ino, st.st_size)
 
     def _forget_mapped(self, node_id: int) -> None:
         _, asking = self._mapped.pop(node_id)

@@ -1,0 +1,114 @@
+"""Opens of one file in every combination, on a real mount: none fails, and all see one content."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.overlay import Overlay, overlay_over
+
+pytestmark = pytest.mark.mount
+
+FLAGS = [
+    os.O_RDONLY,
+    os.O_WRONLY,
+    os.O_WRONLY | os.O_APPEND,
+    os.O_WRONLY | os.O_TRUNC,
+    os.O_RDWR,
+    os.O_RDWR | os.O_TRUNC,
+    os.O_RDWR | os.O_APPEND,
+]
+BLOCK = 4096
+
+
+@pytest.fixture
+def overlay(short_tmp: Path) -> Iterator[Overlay]:
+    (short_tmp / "root").mkdir()
+    with overlay_over(short_tmp / "root", short_tmp / "w.sock") as overlay:
+        yield overlay
+
+
+def test_every_pair_of_opens_works(overlay: Overlay) -> None:
+    """Whatever was opened first and is still open, and whatever was mapped through it, a second open never fails."""
+    for number, first in enumerate(FLAGS):
+        for second in FLAGS:
+            path = overlay.root / f"file{number}-{FLAGS.index(second)}"
+            path.write_bytes(bytes(BLOCK))
+            one = os.open(path, first)
+            two = os.open(path, second)
+            three = os.open(path, os.O_RDONLY)
+            if second & os.O_ACCMODE != os.O_RDONLY:
+                os.write(two, b"by two")
+                wanted = b"by two"
+                seen = os.pread(three, BLOCK * 2, 0)
+                assert wanted in seen
+            for fd in (two, one, three):
+                os.close(fd)
+
+
+def test_random_opens_of_few_files(overlay: Overlay) -> None:
+    """Hundreds of opens, closes, writes and mappings of three files, in any order: no error, and one content for all."""
+    rng = random.Random(4)
+    paths = [overlay.root / name for name in "abc"]
+    contents = {}
+    for path in paths:
+        path.write_bytes(bytes(BLOCK))
+        contents[path] = bytearray(BLOCK)
+    opened: list[tuple[Path, int, int]] = []
+    for step in range(600):
+        path = rng.choice(paths)
+        if rng.random() < 0.45 and opened:
+            os.close(opened.pop(rng.randrange(len(opened)))[1])
+        elif rng.random() < 0.5:
+            flags = rng.choice(FLAGS)
+            opened.append((path, os.open(path, flags), flags))
+            if flags & os.O_TRUNC:
+                os.truncate(path, BLOCK)
+                contents[path][:] = bytes(BLOCK)
+        elif opened:
+            path, fd, flags = rng.choice(opened)
+            _use(path, fd, flags, contents[path], step % 256, rng.randrange(BLOCK))
+    for _, fd, _ in opened:
+        os.close(fd)
+    for path in paths:
+        assert path.read_bytes() == contents[path]
+        assert (overlay.backing / path.name).read_bytes() == contents[path]
+
+
+def _use(path: Path, fd: int, flags: int, content: bytearray, byte: int, at: int) -> None:
+    access = flags & os.O_ACCMODE
+    if access == os.O_RDONLY:
+        assert os.pread(fd, BLOCK, 0) == content
+    elif access == os.O_RDWR and byte % 2:
+        with mmap.mmap(fd, BLOCK) as mapping:
+            mapping[at] = byte
+            mapping.flush()
+        content[at] = byte
+    elif not flags & os.O_APPEND:
+        os.pwrite(fd, bytes([byte]), at)
+        content[at] = byte
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_TRUNC])
+def test_a_mapping_beside_a_passthrough_open_is_in_the_next_snapshot(overlay: Overlay, flags: int) -> None:
+    """A read-write open that joins the family, mapped, closed, written through the mapping: the epoch after a cut has it."""
+    path = overlay.root / "file"
+    path.write_bytes(bytes(BLOCK))
+    before = os.open(path, flags)
+    os.truncate(path, BLOCK)
+    fd = os.open(path, os.O_RDWR)
+    with mmap.mmap(fd, BLOCK) as mapping:
+        os.close(fd)
+        overlay.client.committed(overlay.client.cut().epoch)
+        mapping[5] = 7
+        status = overlay.client.status()
+        assert status.dirty_bytes >= BLOCK
+        mapping.flush()
+    os.close(before)
+    assert path.read_bytes()[5] == 7
+    assert (overlay.backing / "file").read_bytes()[5] == 7

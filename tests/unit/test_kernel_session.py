@@ -1,0 +1,286 @@
+"""The session's threads over a socket pair in the place of /dev/fuse: turns, answers, ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.live import wait_for
+
+from ciuic.fuse_layer import kernel_protocol as p
+from ciuic.fuse_layer import kernel_session
+from ciuic.fuse_layer.kernel_protocol import Malformed, Request
+from ciuic.fuse_layer.kernel_session import NotSpoken, Reply, Session, negotiate
+
+_PATIENCE_SECONDS = 30
+ANSWER, WAIT = 1001, 1002
+
+
+class Kernel:
+    """The other end: sends requests, takes answers. Its end is the end of the connection, as an unmount is."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sock, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.settimeout(_PATIENCE_SECONDS)
+        self.fd = self._server_end.fileno()
+        real = os.readv
+
+        def readv(fd: int, buffers: list[memoryview]) -> int:
+            length = real(fd, buffers)
+            if fd == self.fd and not length:
+                raise OSError(errno.ENODEV, "unmounted")
+            return length
+
+        patch.setattr(os, "readv", readv)
+        self.refused = 0
+        """So many of the next answers are refused with EINVAL."""
+        writev = os.writev
+
+        def written(fd: int, buffers: list[bytes]) -> int:
+            if fd == self.fd and self.refused:
+                self.refused -= 1
+                raise OSError(errno.EINVAL, "refused")
+            return writev(fd, buffers)
+
+        patch.setattr(os, "writev", written)
+
+    def send(self, opcode: int, unique: int, body: bytes = b"") -> None:
+        self.sock.send(
+            p.IN_HEADER.pack(p.IN_HEADER.size + len(body), opcode, unique, 1, 0, 0, 1, 0, 0) + body
+        )
+
+    def answer(self) -> tuple[int, int, bytes]:
+        """unique, errno, body."""
+        data = self.sock.recv(1 << 20)
+        length, error, unique = p.OUT_HEADER.unpack_from(data)
+        assert length == len(data)
+        return unique, -error, data[p.OUT_HEADER.size :]
+
+    def unmount(self) -> None:
+        self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.sock.close()
+        self._server_end.close()
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
+    made = Kernel(monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def serve(kernel: Kernel) -> Iterator[Callable[..., Session]]:
+    sessions = []
+
+    def begin(
+        handlers: Mapping[int, Callable[[Request, memoryview], Reply]],
+        unread: Mapping[int, Callable[[Request, Reply], None]] | None = None,
+    ) -> Session:
+        session = Session(kernel.fd, handlers, unread=unread or {})
+        sessions.append(session)
+        session.begin()
+        return session
+
+    yield begin
+    kernel.unmount()
+    for session in sessions:
+        session.wait()
+    wait_for("the end of the session's threads", lambda: not _threads(), _PATIENCE_SECONDS)
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fuse")]
+
+
+def echo(request: Request, data: memoryview) -> Reply:
+    return bytes(data)
+
+
+def test_every_request_is_answered_once_and_with_its_own(
+    kernel: Kernel, serve: Callable[..., Session]
+) -> None:
+    """A thousand requests, each with a body of its own."""
+    session = serve({ANSWER: echo})
+    for unique in range(2, 1002):
+        kernel.send(ANSWER, unique, b"%d" % unique)
+        assert kernel.answer() == (unique, 0, b"%d" % unique)
+    assert session.requests == 1000
+
+
+def test_failures_become_errnos(kernel: Kernel, serve: Callable[..., Session]) -> None:
+    """An OSError its own, what is malformed EINVAL, the unexpected EIO, the unknown ENOSYS; and the server goes on."""
+
+    def failing(error: Exception) -> Callable[[Request, memoryview], Reply]:
+        def handler(request: Request, data: memoryview) -> Reply:
+            raise error
+
+        return handler
+
+    cases: dict[int, tuple[Exception, int]] = {
+        1: (OSError(errno.ENOSPC, "full"), errno.ENOSPC),
+        2: (OSError("without a number"), errno.EIO),
+        3: (Malformed("no"), errno.EINVAL),
+        4: (struct.error("no"), errno.EINVAL),
+        5: (ValueError("no"), errno.EIO),
+    }
+    serve({opcode: failing(error) for opcode, (error, _) in cases.items()} | {ANSWER: echo})
+    for opcode, (_, number) in cases.items():
+        kernel.send(opcode, opcode * 2)
+        assert kernel.answer() == (opcode * 2, number, b"")
+    kernel.send(999, 100)
+    assert kernel.answer() == (100, errno.ENOSYS, b"")
+    kernel.send(ANSWER, 102, b"well")
+    assert kernel.answer() == (102, 0, b"well")
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_handler_that_waits_holds_nobody_up(
+    kernel: Kernel, serve: Callable[..., Session], says_so: bool
+) -> None:
+    """It hands the turn on, or the watch takes it away; the others are answered meanwhile, and in the end so is it."""
+    gate = threading.Event()
+
+    def wait(request: Request, data: memoryview) -> Reply:
+        if says_so:
+            session.hand_on()
+        assert gate.wait(_PATIENCE_SECONDS)
+        return b"waited"
+
+    session = serve({ANSWER: echo, WAIT: wait})
+    for unique in range(2, 22, 2):
+        kernel.send(WAIT, unique)
+    for unique in range(100, 140, 2):
+        kernel.send(ANSWER, unique, b"quick")
+        assert kernel.answer() == (unique, 0, b"quick")
+    gate.set()
+    answers = sorted(kernel.answer() for _ in range(10))
+    assert answers == [(unique, 0, b"waited") for unique in range(2, 22, 2)]
+    wait_for(
+        "the end of threads that are too many",
+        lambda: len(session._servers) <= kernel_session._SPARE_THREADS + 2,
+        _PATIENCE_SECONDS,
+    )
+
+
+@settings(max_examples=10)
+@given(st.lists(st.sampled_from(["answer", "wait", "hand on", "fail", "none"]), max_size=60))
+def test_any_mixture_is_answered_once_each(kinds: list[str]) -> None:
+    """Quick ones, slow ones, failures, those that have no answer: none is lost, none answered twice."""
+    opcodes = {"answer": ANSWER, "wait": WAIT, "hand on": 1003, "fail": 1004, "none": p.FORGET}
+    with pytest.MonkeyPatch.context() as patch:
+        kernel = Kernel(patch)
+        pause = threading.Event()
+
+        def wait(request: Request, data: memoryview) -> Reply:
+            pause.wait(0.005)
+            return b""
+
+        def hand_on(request: Request, data: memoryview) -> Reply:
+            session.hand_on()
+            return wait(request, data)
+
+        def fail(request: Request, data: memoryview) -> Reply:
+            raise OSError(errno.EACCES, "no")
+
+        session = Session(
+            kernel.fd, {ANSWER: echo, WAIT: wait, 1003: hand_on, 1004: fail, p.FORGET: lambda request, data: None}, unread={}
+        )  # fmt: skip
+        session.begin()
+        for number, kind in enumerate(kinds, 1):
+            kernel.send(opcodes[kind], 2 * number)
+        expected = {
+            2 * number: errno.EACCES if kind == "fail" else 0
+            for number, kind in enumerate(kinds, 1)
+            if kind != "none"
+        }
+        found = {}
+        for _ in expected:
+            unique, number, _ = kernel.answer()
+            assert unique not in found
+            found[unique] = number
+        assert found == expected
+        kernel.unmount()
+        session.wait()
+        wait_for("the end of the session's threads", lambda: not _threads(), _PATIENCE_SECONDS)
+        kernel.close()
+
+
+def test_an_answer_that_is_refused_becomes_an_error(kernel: Kernel, serve: Callable[..., Session]) -> None:
+    """The caller gets EIO instead of waiting for ever, and what the answer had opened is undone."""
+    undone = []
+    serve({ANSWER: echo}, {ANSWER: lambda request, reply: undone.append(reply)})
+    kernel.refused = 1
+    kernel.send(ANSWER, 2, b"of a wrong size")
+    assert kernel.answer() == (2, errno.EIO, b"")
+    kernel.send(ANSWER, 4)
+    assert kernel.answer() == (4, 0, b"")
+    assert undone == [b"of a wrong size"]
+
+
+def test_the_end_of_the_connection_ends_the_wait(kernel: Kernel, serve: Callable[..., Session]) -> None:
+    """Unmounted, the session is over."""
+    session = serve({ANSWER: echo})
+    assert not session.is_over
+    kernel.unmount()
+    session.wait()
+    assert session.is_over
+
+
+def _init(major: int, minor: int, flags: int) -> bytes:
+    body = p.INIT_IN.pack(major, minor, 0, flags & 0xFFFFFFFF) + p.INIT_IN_EXT.pack(flags >> 32)
+    return p.IN_HEADER.pack(p.IN_HEADER.size + len(body), p.INIT, 2, 0, 0, 0, 1, 0, 0) + body
+
+
+@pytest.mark.parametrize(
+    ("minor", "offered", "wants", "passthrough", "writeback", "resends"),
+    [
+        (45, p.INIT_EXT | p.PASSTHROUGH | p.HAS_RESEND | p.WRITEBACK_CACHE, True, True, False, True),
+        (45, p.INIT_EXT | p.PASSTHROUGH | p.HAS_RESEND | p.WRITEBACK_CACHE, False, False, True, True),
+        (38, p.INIT_EXT | p.WRITEBACK_CACHE, True, False, True, False),
+        (31, p.WRITEBACK_CACHE, True, False, True, False),
+        (
+            31,
+            p.WRITEBACK_CACHE | p.PASSTHROUGH,
+            True,
+            False,
+            True,
+            False,
+        ),  # without INIT_EXT nothing above 32 bits counts
+    ],
+)
+def test_negotiation(
+    kernel: Kernel, minor: int, offered: int, wants: bool, passthrough: bool, writeback: bool, resends: bool
+) -> None:
+    """Only what is offered is asked for; without passthrough the kernel's write cache; the answer is 64 bytes."""
+    kernel.sock.send(_init(7, minor, offered))
+    agreed = negotiate(kernel.fd, passthrough=wants)
+    assert (agreed.passthrough, agreed.writeback, agreed.resends) == (passthrough, writeback, resends)
+    assert agreed.minor == minor
+    _, number, body = kernel.answer()
+    assert number == 0
+    assert len(body) == 64
+    fields = p.INIT_OUT.unpack(body)
+    assert (fields[3] | fields[10] << 32) & ~offered == 0
+    assert fields[11] == int(passthrough)  # max_stack_depth
+
+
+def test_negotiation_with_others(kernel: Kernel) -> None:
+    """A newer major version is asked to speak ours; an old kernel, or no INIT, is refused."""
+    kernel.sock.send(_init(8, 1, 0))
+    kernel.sock.send(_init(7, 45, 0))
+    assert negotiate(kernel.fd, passthrough=True).minor == 45
+    assert kernel.answer()[2][:4] == struct.pack("<I", 7)
+    for refused in (_init(7, 27, 0), _init(6, 99, 0), p.IN_HEADER.pack(40, p.GETATTR, 2, 1, 0, 0, 1, 0, 0)):
+        kernel.sock.send(refused)
+        with pytest.raises(NotSpoken):
+            negotiate(kernel.fd, passthrough=True)
