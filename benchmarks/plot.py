@@ -12,6 +12,7 @@ from benchmarks.samples import Cell, Summary, Table
 
 _COLOURS = ("#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#718096")
 _BAR_INCHES, _GAP_INCHES = 0.1, 0.12
+_LEGEND_INCHES = 0.4
 
 
 def why_not() -> str:
@@ -40,7 +41,13 @@ def draw(table: Table, path: Path) -> bool:
     )  # fmt: skip
     for place, panel in zip(places, panels[0], strict=True):
         _panel(panel, [(cell, row) for cell, row in rows.items() if cell.place == place], names, place)
-    figure.tight_layout()
+    handles = {
+        name: handle
+        for panel in panels[0]
+        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="upper center", ncol=len(handles))
+    figure.tight_layout(rect=(0, 0, 1, 1 - _LEGEND_INCHES / figure.get_figheight()))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
@@ -69,7 +76,6 @@ def _panel(panel: Any, rows: Sequence[tuple[Cell, dict[str, Summary]]], names: l
     panel.set_title(f"{place}: speed against the plain directory (medians; whiskers: quartiles)", fontsize=10)
     panel.set_xlabel("slower  ←  1 = as fast  →  faster")
     panel.grid(axis="x", alpha=0.3)
-    panel.legend(fontsize=8, loc="lower left")
 
 
 class _Bar(NamedTuple):

@@ -12,9 +12,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from benchmarks.child import FURNISH_SOURCE
 from benchmarks.contenders import Contender, Place
@@ -23,6 +24,7 @@ from benchmarks.samples import Note, Sample
 from benchmarks.suite import CORE, Job, Measured, Step, Suite
 
 TMPFS, DISK = "tmpfs", "disk"
+T = TypeVar("T")
 
 
 class Options(NamedTuple):
@@ -101,16 +103,13 @@ class Session:
             stack.callback(shutil.rmtree, own, ignore_errors=True)
             backing = home / f"c{number}"
             backing.mkdir()
-            lane = Lane(contender, suite, Place(backing, own, self._options.scale), source)
-            stack.callback(lane.close)
-            starting.append(lane)
-        for lane in starting:
-            try:
-                lane.furnish()
-            except Exception as error:  # whatever a server did instead of serving; the others go on
+            starting.append(Lane(contender, suite, Place(backing, own, self._options.scale), source))
+        stack.callback(_at_once, Lane.close, starting)
+        for lane, error in zip(starting, _at_once(_furnish, starting), strict=True):
+            if error is None:
+                lanes.append(lane)
+            else:
                 self.note(f"{suite.name}, {lane.contender.name}", first_and_last_line(error))
-                continue
-            lanes.append(lane)
         return lanes
 
     def _round(self, suite: Suite, place: str, lanes: list[Lane], number: int) -> None:
@@ -138,6 +137,20 @@ class Session:
                 self.samples.append(Sample(suite.name, *figure, place, contender, number, value, raw))
                 self._say(f"{number + 1:3} {figure.name:44} {contender:28} {value:12,.4g} {figure.unit}")
                 raw = []
+
+
+def _furnish(lane: Lane) -> Exception | None:
+    try:
+        lane.furnish()
+    except Exception as error:  # whatever a server did instead of serving; the others go on
+        return error
+    return None
+
+
+def _at_once(work: Callable[[Lane], T], lanes: Sequence[Lane]) -> list[T]:
+    """For what is not measured: starting and stopping three servers takes as long as one."""
+    with ThreadPoolExecutor(max(1, len(lanes))) as pool:
+        return list(pool.map(work, lanes))
 
 
 def _takes_part(contender: Contender, suite: Suite) -> bool:
