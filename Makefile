@@ -9,12 +9,15 @@ PY    := $(VENV)/bin/python
 # A test that hangs on a mount cannot be interrupted from Python: pytest-timeout ends the whole run, with all stacks.
 PYTEST := $(PY) -m pytest --timeout=300 --timeout-method=thread
 
+# What is run on the other driver as well; all that mounts would take twice the time.
+BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py
+
 .PHONY: help rescue test check unit torture bench setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
 	@echo "make check    formatting, lint, types, layers (no root needed)"
-	@echo "make torture  tries to break every promise for SECONDS=600 with SEED=… and prints one table of figures"
+	@echo "make torture  tries to break every promise for SECONDS=600 with SEED=… DRIVER=kernel and prints one table of figures"
 	@echo "make bench    measures ciuic next to the plain directory; a table and a plot in benchmarks/results (docs/benchmarks.md)"
 	@echo "make clean    removes the virtual environment and all caches"
 
@@ -29,6 +32,7 @@ test: preflight-test
 	@.ci/setup test
 	@$(MAKE) --no-print-directory check
 	$(PYTEST) $(ARGS)
+	CIUIC_TEST_DRIVER=pyfuse3 $(PYTEST) $(BOTH_DRIVERS)
 
 check:
 	@.ci/setup test
@@ -38,9 +42,10 @@ check:
 	$(VENV)/bin/lint-imports
 
 SECONDS ?= 600
+DRIVER ?= kernel
 torture: preflight-torture
 	@.ci/setup test
-	@PYTHONPATH=tests $(PY) -m torture --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	@CIUIC_TEST_DRIVER=$(DRIVER) PYTHONPATH=tests $(PY) -m torture --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: preflight-bench
 	@.ci/setup test

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.live import CommandFailed, Live, wait_for
+from support.overlay import DRIVER
 from support.stored import read_tree
 from support.trees import assert_same, manifest
 from torture import cut_judge as judge
@@ -31,7 +32,7 @@ from torture.figure import Figure
 from ciuic.control import ControlClient
 from ciuic.errors import Busy, CiuicError
 from ciuic.repository import Repository
-from ciuic.types import SnapshotId
+from ciuic.types import FLAG_OPEN_FOR_WRITING, Snapshot, SnapshotId
 
 KINDS = [
     "append",
@@ -44,6 +45,7 @@ KINDS = [
     "names",
     "names",
     "overwrite",
+    "fresh",
 ]
 """One writer process each; a writer in one root works in the first or the second by turns."""
 _UNFLUSHED = "unflushed"
@@ -69,6 +71,7 @@ class Site:
             slot: judge.NameHistory(seed + slot) for slot, kind in enumerate(KINDS) if kind == "names"
         }
         self.snapshots = self.records = self.failed = self.unflushed = self.paused = self.killed = 0
+        self._fresh_marks: set[bytes] = set()
         self.wrong: list[str] = []
         self.errors: list[str] = []
         """What a job or a person saw go wrong."""
@@ -145,6 +148,7 @@ class Site:
             for root in self.roots:
                 record = next(record for record in snapshot.roots if record.path == os.fsencode(root))
                 views.append(read_tree(repository, record.entry.content))
+            self._fresh_marks = _marks(repository, snapshot, self.roots)
         self.snapshots += 1
         self.unflushed += not flushed
         for slot, kind in enumerate(KINDS):
@@ -159,6 +163,8 @@ class Site:
         name, seed, view = f"{kind}{slot}".encode(), self.seed + slot, views[slot % 2]
         if kind.startswith("append"):
             return judge.judge_appends(view[name], seed, at, synced=kind == "append-synced")
+        if kind == "fresh":
+            return judge.judge_fresh(view[name], self._fresh_marks, seed, at, seen=DRIVER == "pyfuse3")
         if kind in ("overwrite", "direct"):
             return judge.judge_slots(view.get(name), seed, at, in_order=kind == "direct")
         if kind == "mapped":
@@ -218,6 +224,15 @@ def run(seconds: float, seed: int) -> list[Figure]:
         if site.errors or site.wrong:
             sys.stderr.write(live.log_tail(400) + "\n")
     return _figures(site, end)
+
+
+def _marks(repository: Repository, snapshot: Snapshot, roots: tuple[Path, Path]) -> set[bytes]:
+    """Names in the directory of the writer of checkpoints that are marked as open for writing."""
+    slot = KINDS.index("fresh")
+    record = next(record for record in snapshot.roots if record.path == os.fsencode(roots[slot % 2]))
+    folder = repository.trees.entry(record.entry.content, b"fresh%d" % slot)
+    entries = repository.trees.entries(folder.content) if folder is not None else ()
+    return {entry.name for entry in entries if entry.flags & FLAG_OPEN_FOR_WRITING}
 
 
 def _disturbed(site: Site, seconds: float) -> None:

@@ -6,6 +6,9 @@ must show depends on what the writer did (docs/decisions/flush-before-the-cut.md
 
 * what the kernel may cache: everything up to ``low``, exactly; later operations may be there in any order, page by page,
   each page as it was at some moment, never anything else;
+* what is written into a new file that is still open (a checkpoint being saved), which the kernel may carry past the overlay:
+  everything up to ``low``, then a beginning of what was written until the capture read it; marked as open for writing.
+  Once it is closed, all of it and no mark;
 * what was synced, written directly, or is an operation on names: the state after exactly n operations, low ≤ n ≤ high.
 
 Each judge returns how many records it compared, and a sentence for everything that cannot have been.
@@ -17,13 +20,15 @@ import copy
 import random
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 PAGE = 4096
 LAP = 4000
 """Appended records of one file; the next lap has the next file, and the one before the last is removed."""
+FRESH_LAP = 1000
+"""Pages of one file of the writer of checkpoints."""
 SLOTS = 32
 STRIPS = 4
 """Files that the global writer logs into, in this order, roots by turns."""
@@ -92,6 +97,39 @@ def judge_appends(view: View, seed: int, at: Range, *, synced: bool) -> Verdict:
             records += inside.low
         elif inside.low > 0 and lap + 2 > last_lap:
             wrong.append(f"{name.decode()} is missing; {inside.low} of its records were written")
+    return Verdict(records, tuple(wrong))
+
+
+def judge_fresh(view: View, marked: Set[bytes], seed: int, at: Range, *, seen: bool) -> Verdict:
+    """``view``: the writer's directory; ``marked``: its names that are marked as open for writing; ``seen``: by a driver that
+    carries every write, so that none is there that was begun after the cut."""
+    wrong: list[str] = []
+    records = 0
+    for lap in range(max(0, at.low // FRESH_LAP - 1), at.high // FRESH_LAP + 1):
+        name = b"lap%d" % lap
+        first, end = lap * FRESH_LAP, (lap + 1) * FRESH_LAP
+        content = view.get(name)
+        if content is None:
+            if at.low > first and at.high <= end + FRESH_LAP:
+                wrong.append(f"{name.decode()} is missing; {at.low - first} of its pages were written")
+            continue
+        pages = len(content) // PAGE
+        expected = b"".join(
+            slot_record(seed, number) for number in range(first, first + min(pages, FRESH_LAP))
+        )
+        if content != expected:
+            wrong.append(
+                f"{name.decode()}: its {len(content)} bytes are not the pages {first} to {first + pages}"
+            )
+        if pages < min(at.low, end) - first:
+            wrong.append(f"{name.decode()} has {pages} pages; {min(at.low, end) - first} were written")
+        if seen and pages > at.high - first:
+            wrong.append(f"{name.decode()} has {pages} pages; {at.high - first} had been begun")
+        if at.low > first and at.high <= end and name not in marked:
+            wrong.append(f"{name.decode()} was being written, and is not marked")
+        if at.low > end and name in marked:
+            wrong.append(f"{name.decode()} was closed, and is marked")
+        records += pages
     return Verdict(records, tuple(wrong))
 
 

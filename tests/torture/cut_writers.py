@@ -55,7 +55,7 @@ class Counters:
 def prepare(kind: str, slot: int, seed: int, roots: tuple[Path, Path]) -> None:
     """What is there before a writer's first operation; done, synced, before the first snapshot."""
     name = f"{kind}{slot}"
-    if kind.startswith("append"):
+    if kind.startswith("append") or kind == "fresh":
         (roots[slot % 2] / name).mkdir()
     elif kind in ("overwrite", "direct"):
         records = b"".join(judge.slot_record(seed, number) for number in range(judge.SLOTS))
@@ -88,6 +88,25 @@ def _appends(slot: int, seed: int, roots: tuple[Path, Path], kind: str) -> Calla
         _whole(os.write(fd, record := judge.appended(seed, number)), record)
         if kind == "append-synced":
             os.fsync(fd)
+
+    return operate
+
+
+def _fresh(slot: int, seed: int, roots: tuple[Path, Path], kind: str) -> Callable[[int], None]:
+    folder = roots[slot % 2] / f"{kind}{slot}"
+    fd = -1
+
+    def operate(number: int) -> None:
+        nonlocal fd
+        lap, within = divmod(number, judge.FRESH_LAP)
+        if within == 0:
+            if fd >= 0:
+                os.close(fd)
+                time.sleep(0.7)  # as between two checkpoints: a cut may well meet none
+            fd = os.open(folder / f"lap{lap}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            if lap >= 2:
+                os.unlink(folder / f"lap{lap - 2}")
+        _whole(os.write(fd, record := judge.slot_record(seed, number)), record)
 
     return operate
 
@@ -162,6 +181,7 @@ def _names(slot: int, seed: int, roots: tuple[Path, Path], kind: str) -> Callabl
 KINDS: dict[str, Callable[[int, int, tuple[Path, Path], str], Callable[[int], None]]] = {
     "append": _appends,
     "append-synced": _appends,
+    "fresh": _fresh,
     "overwrite": _overwrites,
     "direct": _overwrites,
     "mapped": _mapped,

@@ -143,3 +143,25 @@ def test_names_agree_with_real_directories_and_one_step_of_one_root_too_many_is_
     assert not judge.judge_names(early, NameHistory(SEED), Range(390, 410)).wrong
     assert judge.judge_names(early, NameHistory(SEED), Range(420, 450)).wrong
     assert judge.judge_names([early[0], late[1]], NameHistory(SEED), Range(390, 450)).wrong
+
+
+def test_a_checkpoint_that_is_being_saved() -> None:
+    """A beginning that has all that was written is accepted when it is marked; gaps, foreign pages and a wrong mark are found."""
+    pages = [judge.slot_record(7, number) for number in range(judge.FRESH_LAP)]
+    at = Range(10, 14)
+
+    def wrong(content: bytes, marked: set[bytes], *, seen: bool = False, at: Range = at) -> bool:
+        return bool(judge.judge_fresh({b"lap0": content}, marked, 7, at, seen=seen).wrong)
+
+    assert not wrong(b"".join(pages[:10]), {b"lap0"})
+    assert not wrong(b"".join(pages[:30]), {b"lap0"})
+    assert wrong(b"".join(pages[:30]), {b"lap0"}, seen=True)
+    assert wrong(b"".join(pages[:30]), set())
+    assert wrong(b"".join(pages[:9]), {b"lap0"})
+    assert wrong(b"".join(pages[:10])[:-1], {b"lap0"})
+    assert wrong(b"".join(pages[:5]) + bytes(judge.PAGE) + b"".join(pages[6:12]), {b"lap0"})
+    closed = Range(judge.FRESH_LAP + 1, judge.FRESH_LAP + 2)
+    whole = {b"lap0": b"".join(pages), b"lap1": judge.slot_record(7, judge.FRESH_LAP)}
+    assert not judge.judge_fresh(whole, {b"lap1"}, 7, closed, seen=False).wrong
+    assert judge.judge_fresh(whole, {b"lap0", b"lap1"}, 7, closed, seen=False).wrong
+    assert judge.judge_fresh({b"lap1": whole[b"lap1"]}, {b"lap1"}, 7, closed, seen=False).wrong
