@@ -10,7 +10,7 @@ PY    := $(VENV)/bin/python
 PYTEST := $(PY) -m pytest --timeout=300 --timeout-method=thread
 
 # What is run on the other driver as well; all that mounts would take twice the time.
-BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py
+BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/test_daemon_mounts.py
 
 .PHONY: help rescue test check unit torture bench setup setup-test preflight clean
 

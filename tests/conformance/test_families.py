@@ -106,8 +106,9 @@ def test_a_mapping_beside_a_passthrough_open_is_in_the_next_snapshot(overlay: Ov
         os.close(fd)
         overlay.client.committed(overlay.client.cut().epoch)
         mapping[5] = 7
-        status = overlay.client.status()
-        assert status.dirty_bytes >= BLOCK
+        if not overlay.client.status().passthrough:
+            mapping.flush()  # the kernel's cache of ours is written back some time, and before a cut
+        assert overlay.client.status().dirty_bytes >= BLOCK
         mapping.flush()
     os.close(before)
     assert path.read_bytes()[5] == 7
