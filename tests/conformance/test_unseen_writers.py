@@ -1,0 +1,193 @@
+"""Programs that write past the overlay by passthrough, on a real mount with the real capture process: what a snapshot has of
+them, on a file system that shares extents and on one that does not."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.overlay import DRIVER, Overlay, overlay_over
+from support.small_disks import missing, small_disk
+from support.stored import read_file
+
+from ciuic.daemon.capture_job import CaptureJob, Done, RootJob, decode_message, encode_job
+from ciuic.repository import Repository
+from ciuic.types import FLAG_OPEN_FOR_WRITING, SnapshotId
+
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(DRIVER == "pyfuse3", reason="nothing passes that driver by"),
+]
+
+PAGE = 4096
+MIB = 1 << 20
+SECONDS = 60
+ON_BOTH = [
+    "plain",
+    pytest.param("xfs", marks=pytest.mark.skipif(bool(missing("xfs")), reason=missing("xfs"))),
+]
+
+
+@pytest.fixture(params=ON_BOTH)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def overlay(kind: str, short_tmp: Path, request: pytest.FixtureRequest) -> Iterator[Overlay]:
+    disk = request.getfixturevalue("xfs") if kind == "xfs" else short_tmp
+    (disk / "root").mkdir()
+    Repository.create(short_tmp / "repository", block_size=PAGE).close()
+    with overlay_over(disk / "root", short_tmp / "w.sock", block_size=PAGE) as overlay:
+        if not overlay.client.status().passthrough:
+            pytest.skip("this kernel has no passthrough")
+        yield overlay
+
+
+@pytest.fixture
+def xfs(short_tmp: Path) -> Iterator[Path]:
+    with small_disk(short_tmp, "xfs") as point:
+        yield point
+
+
+def captured(overlay: Overlay, store: Path, epoch: int, cut_ns: int) -> dict[bytes, tuple[bytes, bool]]:
+    """The files of the root in a snapshot of the epoch: content, and whether marked as open for writing."""
+    root = RootJob(
+        path=os.fsencode(overlay.root),
+        backing_fd=overlay.backing_fd,
+        session=overlay.client.status().session,
+        epoch=epoch,
+        worker_pid=overlay.process.pid,
+    )
+    job = CaptureJob(
+        repository=os.fspath(store), id=f"cs-{epoch:06x}", time_ns=cut_ns, host="h", roots=(root,)
+    )
+    process = subprocess.run(
+        [sys.executable, "-m", "ciuic.daemon.capture"],
+        input=encode_job(job),
+        stdout=subprocess.PIPE,
+        pass_fds=(overlay.backing_fd,),
+        timeout=SECONDS,
+        check=False,
+    )
+    done = decode_message(process.stdout.splitlines()[-1])
+    assert isinstance(done, Done), done
+    assert done.errors == ()
+    overlay.client.committed(epoch)
+    with Repository.open(store) as repository:
+        record = repository.snapshots.load(SnapshotId(job.id)).roots[0]
+        return {
+            entry.name: (read_file(repository, entry), bool(entry.flags & FLAG_OPEN_FOR_WRITING))
+            for entry in repository.trees.entries(record.entry.content)
+        }
+
+
+class Saver(threading.Thread):
+    """Saves a checkpoint: page n is made of the number n."""
+
+    def __init__(self, path: Path, already: int) -> None:
+        super().__init__(daemon=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self.begun = self.returned = 0
+        self.over = False
+        while self.begun < already:
+            self._page()
+        os.fsync(self._fd)  # what is dirty beyond a MiB would be cloned after the hold
+
+    def _page(self) -> None:
+        self.begun += 1
+        os.write(self._fd, page(self.returned))
+        self.returned += 1
+
+    def run(self) -> None:
+        while not self.over and self.begun < 40_000:
+            self._page()
+        os.close(self._fd)
+
+    def finish(self) -> None:
+        self.over = True
+        self.join(SECONDS)
+
+
+def page(number: int) -> bytes:
+    return number.to_bytes(8, "little") * (PAGE // 8)
+
+
+def test_a_checkpoint_that_is_being_saved(overlay: Overlay, kind: str, short_tmp: Path) -> None:
+    """All that was written before the cut, in order, and marked. Where extents are shared nothing later is in it, although the
+    program goes on while capture runs. When it is done, all of it and no mark."""
+    saver = Saver(overlay.root / "checkpoint", 600)
+    overlay.client.prepare(0.05)
+    saver.start()
+    low = saver.returned
+    cut = overlay.client.cut()
+    high = saver.begun
+    content, marked = captured(overlay, short_tmp / "repository", cut.epoch, cut.cut_ns)[b"checkpoint"]
+    saver.finish()
+    pages = len(content) // PAGE
+    assert content == b"".join(page(number) for number in range(pages))
+    assert marked
+    assert pages >= low
+    if (
+        kind == "xfs" and high - low < 200
+    ):  # else more than a MiB was dirty, and the clone came after the hold
+        assert pages <= high
+    cut = overlay.client.cut()
+    content, marked = captured(overlay, short_tmp / "repository", cut.epoch, cut.cut_ns)[b"checkpoint"]
+    assert content == b"".join(page(number) for number in range(saver.returned))
+    assert not marked
+
+
+def test_a_mapping_that_outlives_its_close(overlay: Overlay, short_tmp: Path) -> None:
+    """Opened read-write beside a reader, mapped and closed: what is stored through the mapping later is in the next snapshot."""
+    path = overlay.root / "mapped"
+    path.write_bytes(bytes(PAGE))
+    with open(path, "rb"):
+        fd = os.open(path, os.O_RDWR)
+        with mmap.mmap(fd, PAGE) as mapping:
+            os.close(fd)
+            for number in (1, 2, 3):
+                mapping[7] = number
+                cut = overlay.client.cut()
+                content, marked = captured(overlay, short_tmp / "repository", cut.epoch, cut.cut_ns)[
+                    b"mapped"
+                ]
+                assert content[7] == number
+                assert marked
+    overlay.client.committed(overlay.client.cut().epoch)
+    cut = overlay.client.cut()
+    assert captured(overlay, short_tmp / "repository", cut.epoch, cut.cut_ns)[b"mapped"] == (content, False)
+
+
+@pytest.mark.parametrize(("size", "how"), [(20 * MIB, "open"), (20 * MIB, "truncate"), (70 * MIB, "open")])
+def test_truncating_a_large_file_that_is_open_through_passthrough(
+    overlay: Overlay, kind: str, short_tmp: Path, size: int, how: str
+) -> None:
+    """While an epoch waits, and a reader holds it: the job gets no error, the reader sees the file cut short, and the snapshot
+    has the old content, or is given up where 64 MiB would have to be copied."""
+    path = overlay.root / "large"
+    with open(path, "wb") as file:
+        for number in range(size // PAGE):
+            file.write(page(number))
+    with open(path, "rb") as reader:
+        assert reader.read(PAGE) == page(0)
+        cut = overlay.client.cut()
+        if how == "open":
+            path.write_bytes(b"new")
+        else:
+            os.truncate(path, 3)
+        assert os.fstat(reader.fileno()).st_size == 3
+        status = overlay.client.status()
+        if size > 64 * MIB and kind == "plain":
+            assert status.pending == ()
+            assert [entry.epoch for entry in status.abandoned] == [cut.epoch]
+        else:
+            content, _ = captured(overlay, short_tmp / "repository", cut.epoch, cut.cut_ns)[b"large"]
+            assert content == b"".join(page(number) for number in range(size // PAGE))
+    assert path.stat().st_size == 3
