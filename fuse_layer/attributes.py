@@ -60,8 +60,8 @@ class Attributes:
         node = self._nodes.get(node_id)
         file = self._state.files.get(handle) if handle is not None else None
         attr = self._state.attr(node, file)
-        path, follow, _keep = self._target(node)
-        return attr, syscalls.statx(path, mask, follow=follow)
+        path, _keep = self._pinned(node)
+        return attr, syscalls.statx(path, mask, follow=True)
 
     def kill_setgid(self, node_id: int) -> None:
         """Take the set-group-id bit away, as an ACL set by somebody outside the group does."""
@@ -121,24 +121,15 @@ class Attributes:
         pin = self._nodes.pin(node)
         return b"/proc/self/fd/%d" % pin.fd, pin
 
-    def _target(self, node: Node) -> tuple[bytes, bool, object]:
-        """A path for the calls below, whether they must follow it (the magic link of an open descriptor), and
-        what keeps the descriptor that the path names by number open."""
-        file = self._state.any_file(node)
-        if file is not None:
-            return b"/proc/self/fd/%d" % file.fd, True, file
-        way = self._nodes.way(node)
-        return way.path, way.follow, way
-
     # -- extended attributes ------------------------------------------------------------------------
 
     def getxattr(self, node_id: int, name: bytes) -> bytes:
-        path, follow, _keep = self._target(self._nodes.get(node_id))
-        return os.getxattr(path, name, follow_symlinks=follow)
+        path, _keep = self._pinned(self._nodes.get(node_id))
+        return os.getxattr(path, name)
 
     def listxattr(self, node_id: int) -> list[bytes]:
-        path, follow, _keep = self._target(self._nodes.get(node_id))
-        return [os.fsencode(name) for name in os.listxattr(path, follow_symlinks=follow)]
+        path, _keep = self._pinned(self._nodes.get(node_id))
+        return [os.fsencode(name) for name in os.listxattr(path)]
 
     def setxattr(
         self, node_id: int, name: bytes, value: bytes, flags: int, *, drops_group_bit: bool = False
@@ -148,11 +139,10 @@ class Attributes:
         node = self._nodes.get(node_id)
         with self._state.gate:
             self._state.keep_inode(node)
-            path, follow, _keep = self._target(node)
-            self._state.with_space(lambda: os.setxattr(path, name, value, flags, follow_symlinks=follow))
+            path, _keep = self._pinned(node)
+            self._state.with_space(lambda: os.setxattr(path, name, value, flags))
             if drops_group_bit:
-                pinned, _keep_pinned = self._pinned(node)
-                os.chmod(pinned, stat.S_IMODE(os.stat(pinned).st_mode) & ~stat.S_ISGID)
+                os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & ~stat.S_ISGID)
             if self._state.tracked(node):
                 self._state.tracker.mark_attrs(node)
 
@@ -160,8 +150,8 @@ class Attributes:
         node = self._nodes.get(node_id)
         with self._state.gate:
             self._state.keep_inode(node)
-            path, follow, _keep = self._target(node)
-            os.removexattr(path, name, follow_symlinks=follow)
+            path, _keep = self._pinned(node)
+            os.removexattr(path, name)
             if self._state.tracked(node):
                 self._state.tracker.mark_attrs(node)
 

@@ -91,7 +91,7 @@ class Data:
     def _opened(self, node: Node, flags: int) -> OpenFile:
         want = backing_flags(flags)
         try:
-            fd = self._nodes.way(node).open(want)
+            fd = self._nodes.open(node, want)
         except OSError as error:
             file = self._state.any_file(node)
             if error.errno != errno.ESTALE or file is None:
@@ -233,7 +233,7 @@ class Data:
         if file is not None and file.writes:
             self._truncate(node, file.fd, size, keeps_privileges)
             return
-        opened = self._nodes.way(node).open(os.O_RDWR)
+        opened = self._nodes.open(node, os.O_RDWR)
         try:
             self._truncate(node, opened, size, keeps_privileges)
         finally:
@@ -289,7 +289,8 @@ class Data:
         way = self._nodes.way(node)
         parent, name = node.parent, way.name
         st, nlink = self._state.undo.links(way.stat)
-        if parent is None or name is None or nlink != 1 or not stat.S_ISREG(st.st_mode):
+        is_other = st.st_ino != node.ino or not stat.S_ISREG(st.st_mode)
+        if parent is None or name is None or nlink != 1 or is_other:
             return False
         self._state.keep_name(parent, way, st)
         if not self._state.undo.active:

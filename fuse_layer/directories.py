@@ -10,8 +10,9 @@ import errno
 import os
 from collections.abc import Iterator
 
-from ciuic.fuse_layer.nodes import Descriptor, Node, Way
+from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import Attr, OverlayState, is_reserved
+from ciuic.fuse_layer.ways import Descriptor, Way
 
 _LISTING_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.caller import Caller, acting_as
-from ciuic.fuse_layer.nodes import Descriptor, Node, Way
+from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import Attr, OpenFile, OverlayState, is_reserved
 from ciuic.fuse_layer.tracking import ABSENT
+from ciuic.fuse_layer.ways import Descriptor, Way
 
 _BACKING_FLAGS_DROPPED = (
     os.O_APPEND | os.O_DIRECT | os.O_SYNC | os.O_DSYNC | os.O_TRUNC | os.O_EXCL | os.O_CREAT
@@ -73,10 +74,8 @@ class Namespace:
         self._nodes.forget(node_id, count)
 
     def readlink(self, node_id: int) -> bytes:
-        way = self._nodes.way(self._nodes.get(node_id))
-        if way.name is None:  # a removed symbolic link: readlinkat on its own descriptor takes an empty name
-            return os.readlink(b"", dir_fd=way.dir_fd)
-        return os.readlink(way.name, dir_fd=way.dir_fd)
+        pinned = self._nodes.pin(self._nodes.get(node_id))
+        return os.readlink(b"", dir_fd=pinned.fd)
 
     # -- creating -----------------------------------------------------------------------------------
 

@@ -19,29 +19,14 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
+from ciuic.fuse_layer.ways import Descriptor, Way, stale, wait_for_rename
+
 ROOT_ID: Final = 1
 _SYNTHETIC_IDS_FROM: Final = 1 << 62
-_PATH_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-_DIR_FLAGS: Final = _PATH_FLAGS | os.O_DIRECTORY
+_DIR_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY
 _KEPT_DIRECTORIES: Final = 512
 _KEPT_REMOVED: Final = 256
-_RENAME_RETRIES: Final = 8
-
-
-def stale() -> OSError:
-    return OSError(errno.ESTALE, "the backing file is no longer where it was")
-
-
-class Descriptor:
-    """An open descriptor that closes when the last user lets go of the object: eviction never hits a user."""
-
-    __slots__ = ("fd",)
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def __del__(self) -> None:
-        os.close(self.fd)
+_RENAME_RETRIES: Final = 12
 
 
 class Node:
@@ -81,42 +66,6 @@ class Node:
         """Every (parent, name) known to lead here."""
         own = [(self.parent, self.name)] if self.parent is not None else []
         return own + list(self.aliases or ())
-
-
-class Way:
-    """How to reach a node now: a directory descriptor and a name, or a descriptor of the thing itself.
-
-    ``path`` serves the calls that take no dir_fd. Keep the object for as long as the numbers are used.
-    """
-
-    __slots__ = ("_keep", "dir_fd", "name")
-
-    def __init__(self, keep: Descriptor, name: bytes | None) -> None:
-        self._keep = keep
-        self.dir_fd = keep.fd
-        self.name = name
-        """None: the descriptor is the thing itself."""
-
-    @property
-    def path(self) -> bytes:
-        if self.name is None:
-            return b"/proc/self/fd/%d" % self.dir_fd
-        return b"/proc/self/fd/%d/%b" % (self.dir_fd, self.name)
-
-    @property
-    def follow(self) -> bool:
-        """Whether calls on ``path`` must follow it: the magic link of a descriptor, never a symbolic link."""
-        return self.name is None
-
-    def stat(self) -> os.stat_result:
-        if self.name is None:
-            return os.fstat(self.dir_fd)
-        return os.stat(self.name, dir_fd=self.dir_fd, follow_symlinks=False)
-
-    def open(self, flags: int) -> int:
-        if self.name is None:
-            return os.open(self.path, flags | os.O_CLOEXEC)
-        return os.open(self.name, flags | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.dir_fd)
 
 
 class NodeTable:
@@ -321,6 +270,7 @@ class NodeTable:
         if node is self.root:
             return self.root_directory
         for attempt in range(_RENAME_RETRIES):
+            wait_for_rename(attempt)
             cached = self._cached(node)
             if cached is not None:
                 return cached
@@ -386,14 +336,22 @@ class NodeTable:
     def pin(self, node: Node) -> Descriptor:
         """An O_PATH descriptor of the node's inode, and of no other whatever happens to its names meanwhile. ESTALE when
         nothing leads there any more."""
-        for _ in range(_RENAME_RETRIES):
+        for attempt in range(_RENAME_RETRIES):
+            wait_for_rename(attempt)
             try:
                 pinned = Descriptor(self.way(node).open(os.O_PATH))
             except FileNotFoundError:
                 continue  # this name went away while we looked: another may lead there
-            if os.fstat(pinned.fd).st_ino == node.ino:
+            st = os.fstat(pinned.fd)
+            if (st.st_dev, st.st_ino) == (node.dev, node.ino):
                 return pinned
         raise stale()
+
+    def open(self, node: Node, flags: int) -> int:
+        """The node's inode opened with ``flags``; ESTALE as ``pin``. Never through its name alone: between the way and the
+        open another thread may rename something else there, and what is written would land in that."""
+        pinned = self.pin(node)
+        return os.open(b"/proc/self/fd/%d" % pinned.fd, (flags | os.O_CLOEXEC) & ~os.O_NOFOLLOW)
 
     def path_below_root(self, node: Node) -> bytes | None:
         """The node's path relative to the root, as its names say; None when it has none."""

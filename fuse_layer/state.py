@@ -21,9 +21,10 @@ from typing import NamedTuple, TypeVar
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer.gate import Gate
-from ciuic.fuse_layer.nodes import Descriptor, Node, NodeTable, Way, stale
+from ciuic.fuse_layer.nodes import Node, NodeTable
 from ciuic.fuse_layer.tracking import Tracker
 from ciuic.fuse_layer.undo import UndoLog
+from ciuic.fuse_layer.ways import Descriptor, Way, stale
 
 _T = TypeVar("_T")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -117,7 +118,13 @@ class OverlayState:
         if file is not None:
             found = file
             return self._attr_of(node, lambda: os.fstat(found.fd))
-        return self._attr_of(node, self.nodes.way(node).stat)
+        try:
+            return self._attr_of(node, self.nodes.way(node).stat)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+        pinned = self.nodes.pin(node)  # its name is another's just now
+        return self._attr_of(node, lambda: os.fstat(pinned.fd))
 
     def _attr_of(self, node: Node, read: Callable[[], os.stat_result]) -> Attr:
         st, nlink = self.undo.links(read)

@@ -24,8 +24,8 @@ from typing import Final, NamedTuple
 
 from ciuic.fuse_layer import syscalls, undo_format
 from ciuic.fuse_layer.blockset import MOST_BLOCKS, BlockSet, blocks_of
-from ciuic.fuse_layer.nodes import Descriptor
 from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
+from ciuic.fuse_layer.ways import Descriptor
 
 UNDO_DIR: Final = b"undo"
 _LOCK_STRIPES: Final = 64

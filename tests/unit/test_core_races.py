@@ -1,0 +1,138 @@
+"""Operations of several threads that meet between two system calls: which is made to happen here, where it would be luck."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore, SetAttr
+from ciuic.fuse_layer.nodes import NodeTable
+from ciuic.fuse_layer.ways import Way
+
+ROOT = Caller(0, 0)
+
+
+@pytest.fixture
+def top(tmp_path: Path) -> Path:
+    (tmp_path / "root").mkdir()
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def core(top: Path) -> Iterator[OverlayCore]:
+    fd = os.open(top, os.O_PATH | os.O_DIRECTORY)
+    made = OverlayCore(fd, session="1" * 32, kernel_keeps_times=True)
+    yield made
+    made.close()
+    os.close(fd)
+
+
+def created(core: OverlayCore, name: bytes, data: bytes = b"") -> int:
+    attr, handle = core.create(ROOT_ID, name, 0o644, os.O_RDWR, ROOT)
+    core.write(handle, 0, data)
+    core.release(handle)
+    return attr.node
+
+
+def once_after(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, then: Callable[[], object]) -> None:
+    """``then`` happens once, between the end of the next call of a method and what its caller does with the result."""
+    real = getattr(owner, name)
+
+    def call(*args: object, **options: object) -> object:
+        monkeypatch.setattr(owner, name, real)
+        result = real(*args, **options)
+        then()
+        return result
+
+    monkeypatch.setattr(owner, name, call)
+
+
+def _open(core: OverlayCore, node: int) -> None:
+    handle = core.open(node, os.O_RDWR)
+    core.write(handle, 0, b"to old")
+    core.release(handle)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(_open, id="open and write"),
+        pytest.param(lambda core, node: core.setattr(node, SetAttr(size=3)), id="truncate"),
+        pytest.param(lambda core, node: core.setattr(node, SetAttr(mode=0o600)), id="chmod"),
+        pytest.param(lambda core, node: core.setxattr(node, b"user.of", b"old", 0), id="setxattr"),
+        pytest.param(lambda core, node: core.removexattr(node, b"user.whose"), id="removexattr"),
+    ],
+)
+def test_what_takes_a_name_meanwhile_is_not_what_is_changed(
+    core: OverlayCore,
+    top: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    operation: Callable[[OverlayCore, int], object],
+) -> None:
+    """A file is renamed over another between the moment at which that one's way is looked up and its use."""
+    old = created(core, b"name", b"old content")
+    new = created(core, b"other", b"new content")
+    for node in (old, new):
+        core.setxattr(node, b"user.whose", b"v", 0)
+    core.lookup(ROOT_ID, b"name")
+    before = (top / "other").stat()
+    once_after(monkeypatch, NodeTable, "way", lambda: core.rename(ROOT_ID, b"other", ROOT_ID, b"name", 0))
+    operation(core, old)
+    after = (top / "name").stat()
+    assert after.st_ino == before.st_ino
+    assert (top / "name").read_bytes() == b"new content"
+    assert (after.st_mode, after.st_size, after.st_mtime_ns) == (
+        before.st_mode,
+        before.st_size,
+        before.st_mtime_ns,
+    )
+    assert os.listxattr(top / "name") == ["user.whose"]
+
+
+def test_what_takes_a_name_meanwhile_is_not_what_is_read(
+    core: OverlayCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attributes, extended attributes and link targets are those of the node that was asked for."""
+    old, new = created(core, b"name", b"1234"), created(core, b"other", b"12")
+    core.setxattr(old, b"user.whose", b"old", 0)
+    core.setxattr(new, b"user.whose", b"new", 0)
+    old_link = core.symlink(ROOT_ID, b"link", b"old target", ROOT).node
+    core.symlink(ROOT_ID, b"other link", b"new target", ROOT)
+
+    def meanwhile(source: bytes, target: bytes) -> None:
+        once_after(monkeypatch, NodeTable, "way", lambda: core.rename(ROOT_ID, source, ROOT_ID, target, 0))
+
+    meanwhile(b"other link", b"link")
+    assert core.readlink(old_link) == b"old target"
+    core.rename(ROOT_ID, b"name", ROOT_ID, b"first", 0)
+    core.rename(ROOT_ID, b"other", ROOT_ID, b"second", 0)
+    meanwhile(b"first", b"moved")
+    assert core.getattr(old).st.st_size == 4
+    meanwhile(b"second", b"moved")
+    assert core.getxattr(old, b"user.whose") == b"old"
+
+
+def test_an_operation_waits_for_the_table_that_a_rename_has_yet_to_mend(
+    core: OverlayCore, top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On disk the file has its new name, and the node table still says the old one: no ESTALE reaches the program."""
+    node = created(core, b"name", b"content")
+    looks = 0
+    real = Way.open
+
+    def looked(way: Way, flags: int) -> int:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            (top / "moved").rename(top / "name")
+        return real(way, flags)
+
+    monkeypatch.setattr(Way, "open", looked)
+    (top / "name").rename(top / "moved")
+    handle = core.open(node, os.O_RDONLY)
+    assert core.read(handle, 0, 100) == b"content"
+    core.release(handle)
+    assert looks == 3
