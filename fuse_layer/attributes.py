@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from functools import partial
 from typing import NamedTuple
 
 from ciuic.fuse_layer import syscalls
@@ -93,16 +94,11 @@ class Attributes:
             if change.mode is not None:
                 os.chmod(path, change.mode & 0o7777)
             if change.sets_times:
-                syscalls.utimensat(
-                    path,
-                    change.atime_ns,
-                    change.mtime_ns,
-                    atime_now=change.atime_now,
-                    mtime_now=change.mtime_now,
-                    follow=True,
-                )
+                set_times = partial(_set_times, path, change)
                 if change.mtime_ns is not None or change.mtime_now:
-                    self._times.told(node)
+                    self._times.told(node, change.mtime_ns, set_times)
+                else:
+                    set_times()
             if change.size is not None and node.kept_mtime_ns is not None:
                 self._times.put_back(
                     node, path
@@ -163,3 +159,14 @@ def _take_privileges(path: bytes, uid: int) -> None:
     loses = st.st_mode & stat.S_ISUID or st.st_mode & _GROUP_PRIVILEGE == _GROUP_PRIVILEGE
     if loses and uid in (0, st.st_uid) and not stat.S_ISDIR(st.st_mode):
         os.chown(path, -1, -1)
+
+
+def _set_times(path: bytes, change: SetAttr) -> None:
+    syscalls.utimensat(
+        path,
+        change.atime_ns,
+        change.mtime_ns,
+        atime_now=change.atime_now,
+        mtime_now=change.mtime_now,
+        follow=True,
+    )

@@ -54,7 +54,7 @@ class Node:
         self.privileged = False
         """Had a set-user-id or set-group-id bit when its attributes were last read."""
         self.kept_mtime_ns: int | None = None
-        """Modification time that the kernel believes in while our writes move the backing file's (see times.py)."""
+        """Modification time that the kernel believes in, where our writes may have moved the backing file's (times.py)."""
         self.removed: Descriptor | None = None
         """Still reachable by this alone: its last name is gone."""
 

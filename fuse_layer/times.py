@@ -6,18 +6,28 @@ clock. Our own later write to the backing file moves that file's mtime to anothe
 milliseconds (measured: `stat` through the mount .844882276, of the backing file .848488475), so a snapshot would restore
 another time than programs saw, and a remount would change it under them.
 
-So: the time that stood before our first write since the last flush is noted (``before_write``); a SETATTR that sets the time
-makes the note void; and at a flush (close(2), which precedes every cut) the time is put back where the note still stands.
+So each node notes what the kernel believes (``Node.kept_mtime_ns``): the time that stood before our first write, then whatever the
+kernel says. At a flush (close(2), which precedes every cut) the backing file gets that time again where it has another.
+The note stays: voided by a flush or by what the kernel says, it would be missing for a write of another thread that is under way
+at that moment and moves the time after it.
+
+Operations on one file run in several threads. So a time is set, and the note of it made, in one step (``_lock``); and a first write
+does not replace a note that was made while it looked.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import stat
+import threading
+from collections.abc import Callable
+from typing import Final
 
 from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import OverlayState
+
+_LOCK_STRIPES: Final = 64
 
 
 class KernelTimes:
@@ -26,30 +36,46 @@ class KernelTimes:
     def __init__(self, state: OverlayState, *, active: bool) -> None:
         self._state = state
         self._active = active
+        self._locks = tuple(threading.Lock() for _ in range(_LOCK_STRIPES))
+
+    def _lock(self, node: Node) -> threading.Lock:
+        """Setting a file's time, and saying so, is one step."""
+        return self._locks[node.id % _LOCK_STRIPES]
 
     def before_write(self, node: Node, fd: int) -> None:
         """A write or a change of size follows."""
         if self._active and node.kept_mtime_ns is None:
-            node.kept_mtime_ns = os.fstat(fd).st_mtime_ns
+            stands_ns = os.fstat(fd).st_mtime_ns
+            with self._lock(node):
+                if node.kept_mtime_ns is None:
+                    node.kept_mtime_ns = stands_ns
 
-    def told(self, node: Node) -> None:
-        """The kernel has said what the time is, and the backing file has it."""
-        node.kept_mtime_ns = None
+    def told(self, node: Node, mtime_ns: int | None, set_times: Callable[[], None]) -> None:
+        """The kernel says what the time is (None: the clock's): ``set_times`` gives it to the backing file."""
+        with self._lock(node):
+            set_times()
+            node.kept_mtime_ns = mtime_ns if self._active and node.kind == stat.S_IFREG else None
 
     def settle(self, node: Node, fd: int) -> None:
         """The file is being flushed: everything that the kernel had to say has arrived."""
-        if node.kept_mtime_ns is not None:
+        if node.kept_mtime_ns is not None and os.fstat(fd).st_mtime_ns != node.kept_mtime_ns:
             with self._state.gate:
                 self.put_back(node, b"/proc/self/fd/%d" % fd)
 
     def put_back(self, node: Node, path: bytes) -> None:
         """As ``settle``, for a caller inside the gate; ``path`` is to be followed."""
-        kept, node.kept_mtime_ns = node.kept_mtime_ns, None
-        # On a plain file nobody would set a time here, so a file system that has become read-only, or fails, must not make
-        # the program's close(2) fail: the time of our write stays.
-        with suppress(OSError):
-            if kept is not None and os.stat(path).st_mtime_ns != kept:
+        with self._lock(node):
+            kept_ns = node.kept_mtime_ns
+            if kept_ns is None:
+                return
+            try:
+                if os.stat(path).st_mtime_ns == kept_ns:
+                    return
                 self._state.keep_inode(node)
                 if self._state.tracked(node):
                     self._state.tracker.mark_attrs(node)
-                syscalls.utimensat(path, None, kept, follow=True)
+                syscalls.utimensat(path, None, kept_ns, follow=True)
+            except OSError:
+                # On a plain file nobody would set a time here, so a file system that has become read-only, or fails, must
+                # not make the program's close(2) fail: the time of our write stays.
+                node.kept_mtime_ns = None

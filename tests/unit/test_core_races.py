@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore, SetAttr
 from ciuic.fuse_layer.nodes import NodeTable
 from ciuic.fuse_layer.ways import Way
@@ -136,3 +138,88 @@ def test_an_operation_waits_for_the_table_that_a_rename_has_yet_to_mend(
     assert core.read(handle, 0, 100) == b"content"
     core.release(handle)
     assert looks == 3
+
+
+KERNEL_NS = 1_700_000_000_123_456_789
+
+
+def test_a_time_that_the_kernel_says_while_a_write_begins_is_the_one_that_stays(
+    core: OverlayCore, top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write has read the time that stood; the kernel's comes before it is noted, and is what a flush puts back."""
+    node = created(core, b"name", b"old")
+    core.setattr(node, SetAttr(mtime_ns=1))
+    core.forget(node, 1)
+    node = core.lookup(ROOT_ID, b"name").node
+    handle = core.open(node, os.O_RDWR)
+    once_after(monkeypatch, os, "fstat", lambda: core.setattr(node, SetAttr(mtime_ns=KERNEL_NS)))
+    core.write(handle, 0, b"new")
+    core.flush(handle)
+    assert (top / "name").stat().st_mtime_ns == KERNEL_NS
+    core.release(handle)
+
+
+def test_a_time_that_the_kernel_says_in_the_middle_of_a_write_survives_the_rest_of_it(
+    core: OverlayCore, top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes move the backing file's time once more; the flush puts the kernel's back."""
+    node = created(core, b"name", b"old")
+    handle = core.open(node, os.O_RDWR)
+    real = os.pwrite
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        core.setattr(node, SetAttr(mtime_ns=KERNEL_NS))
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    core.write(handle, 0, b"new")
+    assert (top / "name").stat().st_mtime_ns != KERNEL_NS
+    core.flush(handle)
+    assert (top / "name").stat().st_mtime_ns == KERNEL_NS
+    core.release(handle)
+
+
+def test_a_flush_does_not_put_an_old_time_over_one_that_is_set_meanwhile(
+    core: OverlayCore, top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """utimensat(2) by one program while the close of another puts back what the kernel said before."""
+    node = created(core, b"name", b"old")
+    core.setattr(node, SetAttr(mtime_ns=1))
+    handle = core.open(node, os.O_RDWR)
+    core.write(handle, 0, b"new")
+    setting = threading.Thread(target=core.setattr, args=(node, SetAttr(mtime_ns=KERNEL_NS)))
+    real = syscalls.utimensat
+
+    def utimensat(*args: object, **options: object) -> None:
+        monkeypatch.setattr(syscalls, "utimensat", real)
+        setting.start()
+        setting.join(0.1)  # it waits for us, or is done
+        real(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(syscalls, "utimensat", utimensat)
+    core.flush(handle)
+    setting.join()
+    assert (top / "name").stat().st_mtime_ns == KERNEL_NS
+    core.release(handle)
+
+
+def test_a_write_within_the_kernels_tick_keeps_its_time_though_another_program_closes_meanwhile(
+    core: OverlayCore, top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of that write's time the kernel says nothing: the close in its middle does not make the note of the time void."""
+    node = created(core, b"name", b"old")
+    core.setattr(node, SetAttr(mtime_ns=KERNEL_NS))
+    handle, other = core.open(node, os.O_RDWR), core.open(node, os.O_RDWR)
+    real = os.pwrite
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        core.flush(other)
+        return real(fd, data, offset)
+
+    core.write(handle, 0, b"new")
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    core.write(handle, 0, b"newer")
+    core.flush(handle)
+    assert (top / "name").stat().st_mtime_ns == KERNEL_NS
+    core.release(handle)
+    core.release(other)
