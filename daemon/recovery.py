@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from ciuic.daemon.worker_process import Worker, adopt_worker
+from ciuic.daemon.worker_process import Worker, adopt_worker, peer_pid
 from ciuic.errors import Busy, CiuicError, NotFound, UsageError
 from ciuic.fuse_layer import mounts
 
@@ -35,6 +35,11 @@ def recover_root(root: str, worker_socket: Path) -> Worker | None:
     # The socket of a worker that still serves open handles of a mount already detached: it is reached no more.
     worker_socket.unlink(missing_ok=True)
     return None
+
+
+def is_orphaned(root: str, worker_socket: Path) -> bool:
+    """Whether an overlay lies over ``root`` that no worker serves any more."""
+    return mounts.overlay_at(root) is not None and peer_pid(worker_socket) is None
 
 
 def detach_dead(root: str) -> int:

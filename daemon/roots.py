@@ -13,15 +13,18 @@ import trio
 from ciuic.control_types import RootStatus
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.events import EventBus
+from ciuic.daemon.mount_hooks import MountHooks, RealMounts
 from ciuic.daemon.recovery import is_mounted
 from ciuic.daemon.runtime import RuntimeDirectory
+from ciuic.daemon.sessions import SessionStore
 from ciuic.daemon.settings import RootSettings, Settings
 from ciuic.daemon.snapshots import Snapshots
 from ciuic.daemon.store import Store
-from ciuic.daemon.supervisor import MountHooks, RealMounts, RootSupervisor
-from ciuic.daemon.worker_process import Worker, WorkerOptions, peer_pid
+from ciuic.daemon.supervisor import RootSupervisor
+from ciuic.daemon.worker_process import Worker, WorkerOptions, child_environment, peer_pid
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.mounts import remove_state
+from ciuic.fuse_layer.standby import SpareProcess
 
 log = structlog.get_logger(__name__)
 
@@ -39,6 +42,7 @@ class Roots:
         events: EventBus,
         snapshots: Snapshots,
         hooks: MountHooks | None = None,
+        sessions: SessionStore | None = None,
     ) -> None:
         self.supervisors: dict[str, RootSupervisor] = {}
         self.nursery: trio.Nursery | None = None
@@ -50,7 +54,8 @@ class Roots:
         self._alerts = alerts
         self._events = events
         self._snapshots = snapshots
-        self._hooks = hooks or RealMounts(self._options, self._own_pids)
+        self._spare = SpareProcess(runtime.path, child_environment())
+        self._hooks = hooks or RealMounts(self._options, self._own_pids, spare=self._spare, kept=sessions)
 
     def start(self, root: RootSettings, nursery: trio.Nursery) -> RootSupervisor:
         """Begins to serve ``root``; ``settled`` says when the first attempt is over."""
@@ -111,6 +116,16 @@ class Roots:
         async with trio.open_nursery() as nursery:
             for supervisor in list(self.supervisors.values()):
                 nursery.start_soon(supervisor.stop)
+
+    async def leave_all(self) -> None:
+        """Lets go of every root; their workers serve on."""
+        async with trio.open_nursery() as nursery:
+            for supervisor in list(self.supervisors.values()):
+                nursery.start_soon(supervisor.leave)
+
+    def close(self) -> None:
+        """Ends the process that was kept ready to become a worker."""
+        self._spare.close()
 
     async def _session_started(self, path: str, worker: Worker) -> None:
         if self.reconcile_new_sessions:

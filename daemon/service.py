@@ -37,10 +37,12 @@ from ciuic.daemon.housekeeping import Housekeeping
 from ciuic.daemon.metrics import Metrics
 from ciuic.daemon.notify import Notifier
 from ciuic.daemon.pending import PendingSnapshot
+from ciuic.daemon.restart import is_restarting
 from ciuic.daemon.roots import Roots
 from ciuic.daemon.runtime import PendingRecord, RuntimeDirectory, bind_control_socket
 from ciuic.daemon.schedule import Schedule
 from ciuic.daemon.server import serve_api
+from ciuic.daemon.sessions import SessionStore
 from ciuic.daemon.settings import Settings, settings_of
 from ciuic.daemon.snapshots import Context, Snapshots
 from ciuic.daemon.status import status_document
@@ -95,6 +97,7 @@ class Daemon:
                 ),
             )
         )
+        self.sessions = SessionStore(notifier, self._stored_fds)
         self.roots = Roots(
             settings=lambda: self.settings,
             runtime=self.runtime,
@@ -102,6 +105,7 @@ class Daemon:
             alerts=self.alerts,
             events=self.events,
             snapshots=self.snapshots,
+            sessions=self.sessions,
         )
         self.upkeep = Upkeep(
             lambda: self.settings,
@@ -134,8 +138,6 @@ class Daemon:
         except BaseException:
             self.runtime.release()
             raise
-        for fd in self._stored_fds.values():
-            os.close(fd)
         self._notifier.store(CONTROL_FD_NAME, listener.fileno())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
@@ -161,6 +163,7 @@ class Daemon:
                 self.roots.start(root, nursery)
             self.roots.nursery = nursery
             await self.roots.settled()
+            self.sessions.close_rest()
             await self._prepare_store()  # after the roots, which remember where it was
             self.snapshots.trust.take_over(await trio.to_thread.run_sync(self.runtime.read_untrusted))
             self.snapshots.resume(records)
@@ -204,11 +207,15 @@ class Daemon:
     async def _shut_down(self, working: trio.CancelScope) -> None:
         self.stopping = True
         log.info("daemon_stopping")
-        self._notifier.stopping("stopping: giving back what is not captured, unmounting")
+        leaving = await is_restarting()
+        self._notifier.stopping(
+            f"stopping: giving back what is not captured, {'leaving' if leaving else 'unmounting'}"
+        )
         self.schedule.stop()
         working.cancel()
         await self.snapshots.stopped()
-        await self.roots.stop_all()
+        await (self.roots.leave_all() if leaving else self.roots.stop_all())
+        self.roots.close()
         self.events.close()
         self._served.set()
 

@@ -7,31 +7,35 @@ handles is left alive: the job that holds them must not be hurt. Belongs to the 
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+import signal
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
 
 import structlog
 import trio
 
-from ciuic.bypass import Bypasser, find_bypassing
+import ciuic
+from ciuic.bypass import Bypasser
 from ciuic.control_types import BypassReport, MountState, RootStatus, rfc3339
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.events import EventBus
-from ciuic.daemon.recovery import detach_dead, is_mounted, open_root, recover_root
+from ciuic.daemon.mount_hooks import MountHooks
 from ciuic.daemon.settings import RootSettings
 from ciuic.daemon.worker_process import (
     Worker,
     WorkerClient,
-    WorkerOptions,
     describe_exit,
-    start_worker,
 )
 from ciuic.errors import CiuicError, Unreachable
 
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STABLE_SECONDS = 60.0
+SUCCESSION_SECONDS = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 5.0)
+"""Before the successor of a worker that died so many times in a row; after the last one the session is given up."""
+PLAIN_AFTER_DEATHS = 5
+"""From here on successors track nothing: whatever kills them there is left out."""
 STOP_TIMEOUT_SECONDS = 60.0
 STATUS_TIMEOUT_SECONDS = 2.0
 LINGER_NOTICE_SECONDS = 3.0
@@ -39,47 +43,6 @@ LINGER_NOTICE_SECONDS = 3.0
 LINGER_GRACE_SECONDS = 10 * 365 * 86400.0
 """How long a detached worker serves the handles of a job that goes on: until they close, whatever that takes."""
 log = structlog.get_logger(__name__)
-
-
-class MountHooks(Protocol):
-    """How the supervisor reaches processes and mounts; the real ones are ``RealMounts``."""
-
-    async def establish(self, settings: RootSettings) -> Worker: ...
-    async def detach_dead(self, root: str) -> None: ...
-    async def is_mounted(self, root: str) -> bool: ...
-    async def bypassing(self, root: str, ignore_pids: Collection[int]) -> list[Bypasser]: ...
-
-
-class RealMounts:
-    """Recovery, worker processes and /proc, each in threads where it may block."""
-
-    def __init__(
-        self,
-        options: Callable[[RootSettings], WorkerOptions],
-        own_pids: Callable[[str], Collection[int]],
-    ) -> None:
-        self._options = options
-        self._own_pids = own_pids
-
-    async def establish(self, settings: RootSettings) -> Worker:
-        options = self._options(settings)
-        adopted = await trio.to_thread.run_sync(recover_root, settings.path, options.socket)
-        if adopted is not None:
-            return adopted
-        backing_fd = await trio.to_thread.run_sync(open_root, settings.path, abandon_on_cancel=True)
-        return await start_worker(options, backing_fd)
-
-    async def detach_dead(self, root: str) -> None:
-        await trio.to_thread.run_sync(detach_dead, root)
-
-    async def is_mounted(self, root: str) -> bool:
-        return await trio.to_thread.run_sync(is_mounted, root)
-
-    async def bypassing(self, root: str, ignore_pids: Collection[int]) -> list[Bypasser]:
-        def work() -> list[Bypasser]:
-            return find_bypassing(root, ignore_pids={*ignore_pids, *self._own_pids(root)})
-
-        return await trio.to_thread.run_sync(work)
 
 
 class RootSupervisor:
@@ -104,6 +67,13 @@ class RootSupervisor:
         self.restarts = 0
         self.error = ""
         self.bypassing: list[Bypasser] = []
+        self.plain = False
+        """Served, and nothing tracked: no snapshots."""
+        self._deaths = 0
+        """Of workers, in a row."""
+        self._served_since = 0.0
+        self._handed_over: Worker | None = None
+        """Told to end, and to leave its session to a successor."""
         self.untrusted = False
         """Somebody went round the overlay since the last snapshot that compared everything: tracking has a gap."""
         self._hooks = hooks
@@ -130,7 +100,10 @@ class RootSupervisor:
                     if worker is None:
                         failures += 1
                     else:
-                        await self._watch(worker)
+                        while worker is not None:
+                            began = trio.current_time()
+                            await self._watch(worker)
+                            worker = await self._succeeded(worker)
                         lived = trio.current_time() - began
                         failures = 0 if lived >= STABLE_SECONDS else failures
                         failures += 1
@@ -158,13 +131,8 @@ class RootSupervisor:
             )
             self._settled.set()
             return None
-        self.worker = worker
-        self.error = ""
-        self._alerts.clear(f"root:{self.path}")
-        self._set("mounted")
-        log.info(
-            "root_mounted", root=self.path, pid=worker.pid, session=worker.session, adopted=worker.adopted
-        )
+        self._now_served_by(worker)
+        await self._renew(worker)
         await self._on_session(self.path, worker)
         self._settled.set()
         return worker
@@ -175,25 +143,101 @@ class RootSupervisor:
         self.worker = None
         # First of all: a capture that goes on while the plain directory is open to everybody would not be exact.
         self._on_session_lost(self.path, worker.session)
-        worker.close()
         self._alerts.clear(f"silent:{self.path}")
         if self._stopping:
+            worker.close()
+            return
+        if worker is self._handed_over:
             return
         self.restarts += 1
+        if trio.current_time() - self._served_since >= STABLE_SECONDS:
+            self._deaths = 0
+        # Killed from outside says nothing against the worker, however often somebody does it.
+        self._deaths += status != -signal.SIGKILL
         self.error = f"the overlay worker ended: {describe_exit(status)}"
         self._set("restarting")
         log.error("worker_died", root=self.path, pid=worker.pid, status=describe_exit(status))
+        noticed = (
+            "files that were open through it answer ENOTCONN"
+            if worker.session_fd is None
+            else "a successor goes on with its session, and files stay open"
+        )
         self._alerts.report(
             f"worker:{self.path}",
             f"the overlay worker of {self.path} died ({describe_exit(status)}) and was started again",
-            hint="files that were open through it answer ENOTCONN; the log has the worker's last words",
+            hint=f"{noticed}; the log has the worker's last words",
             root=self.path,
             severity="warning",
         )
+
+    async def _succeeded(self, dead: Worker) -> Worker | None:
+        """Closes ``dead`` and goes on with its session; None, and nothing of it is left mounted, where that is impossible."""
+        if self._stopping:
+            return None
+        try:
+            while dead.session_fd is not None and not self._stopping:
+                if self._deaths > len(SUCCESSION_SECONDS):
+                    log.error("session_given_up", root=self.path, deaths=self._deaths)
+                    break
+                # The job waits meanwhile: at once the first times.
+                await trio.sleep(SUCCESSION_SECONDS[max(self._deaths - 1, 0)])
+                plain = self._deaths >= PLAIN_AFTER_DEATHS
+                try:
+                    worker = await self._hooks.succeed(self.settings, dead, plain=plain)
+                except (CiuicError, OSError) as error:
+                    log.error("session_not_taken_over", root=self.path, error=str(error))
+                    self._deaths += 1
+                    continue
+                self._now_served_by(worker, plain=plain)
+                await self._on_session(self.path, worker)
+                return worker
+        finally:
+            # Without this descriptor a mount that nobody serves would not be dead but hang.
+            dead.close()
         try:
             await self._hooks.detach_dead(self.path)
         except (CiuicError, OSError) as error:
             log.error("dead_mount_not_detached", root=self.path, error=str(error))
+        return None
+
+    def _now_served_by(self, worker: Worker, *, plain: bool = False) -> None:
+        self.worker = worker
+        self.error = ""
+        self._served_since = trio.current_time()
+        self._handed_over = None
+        self._alerts.clear(f"root:{self.path}")
+        if plain != self.plain:
+            self.plain = plain
+            log.log(logging.ERROR if plain else logging.INFO, "root_plain", root=self.path, plain=plain)
+        if plain:
+            self._alerts.report(
+                f"plain:{self.path}",
+                f"{self.path} is served without snapshots: its overlay worker died {self._deaths} times in a row",
+                hint="the job goes on; `systemctl restart ciuic` tries again, the log has the workers' last words",
+                root=self.path,
+            )
+        else:
+            self._alerts.clear(f"plain:{self.path}")
+        self._set("mounted")
+        log.info(
+            "root_mounted", root=self.path, pid=worker.pid, session=worker.session, adopted=worker.adopted
+        )
+
+    async def _renew(self, worker: Worker) -> None:
+        """An adopted worker of another version leaves its session to one of ours."""
+        if not worker.adopted or worker.session_fd is None or worker.version == ciuic.__version__:
+            return
+        log.info("worker_renewed", root=self.path, pid=worker.pid, version=worker.version)
+        await self.hand_over(worker)
+
+    async def hand_over(self, worker: Worker) -> None:
+        """``worker`` ends, and a new one goes on with its session: no program notices, tracking goes on."""
+        self._handed_over = worker
+        try:
+            await worker.ask(lambda client: client.hand_over())
+        except (Unreachable, CiuicError) as error:
+            self._handed_over = None
+            log.warning("worker_not_renewed", root=self.path, error=str(error))
 
     async def _look_for_bypassing(self) -> None:
         try:
@@ -260,8 +304,19 @@ class RootSupervisor:
             )
             return
         self._alerts.clear(f"root:{self.path}")
+        self._hooks.forget(self.path)
         self._set("unmounted")
         log.info("root_unmounted", root=self.path)
+
+    async def leave(self) -> None:
+        """Ends the task; the overlay stays mounted and its worker serves on, for the next daemon to find."""
+        self._stopping = True
+        self._scope.cancel()
+        await self._finished.wait()
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.close()
+        log.info("root_left_mounted", root=self.path)
 
     async def _stop_worker(self, worker: Worker) -> None:
         """Asks it to detach, and sees it end, unless it still serves open handles. TooSlowError if it does not detach."""

@@ -23,8 +23,9 @@ import trio
 
 import ciuic
 from ciuic.errors import CiuicError
-from ciuic.fuse_layer.control_client import ControlClient, WorkerUnreachable
+from ciuic.fuse_layer.control_client import ControlClient, WorkerRefused, WorkerUnreachable
 from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, connect
+from ciuic.fuse_layer.standby import FIRST_PASSED_FD, SpareProcess
 
 READY_TIMEOUT_SECONDS = 30.0
 CONTROL_TIMEOUT_SECONDS = 30.0
@@ -41,6 +42,8 @@ class WorkerClient(Protocol):
 
     def status(self) -> WorkerStatus: ...
     def backing_fd(self) -> int: ...
+    def session_fd(self) -> int: ...
+    def hand_over(self) -> None: ...
     def writers(self) -> list[bytes]: ...
     def prepare(self, timeout_seconds: float) -> bool: ...
     def hold(self, timeout_seconds: float) -> None: ...
@@ -64,6 +67,8 @@ class WorkerOptions(NamedTuple):
     driver: str
     block_bytes: int
     undo_limit_bytes: int
+    plain: bool = False
+    """Serve, and track nothing: for a root whose workers keep dying."""
 
 
 class Worker:
@@ -78,12 +83,17 @@ class Worker:
         *,
         child: subprocess.Popen[bytes] | None = None,
         adopted: bool = False,
+        session_fd: int | None = None,
+        version: str = ciuic.__version__,
     ) -> None:
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.backing_fd = backing_fd
         self.session = session
         self.adopted = adopted
+        self.session_fd = session_fd
+        """The worker's connection with the kernel; with it a successor goes on. None where none can."""
+        self.version = version
         self.connect = connect
         """A new connection each time: a hold belongs to its connection."""
         self._child = child
@@ -122,15 +132,25 @@ class Worker:
             return
         self._closed = True
         self._client.close()
-        for fd in (self.pidfd, self.backing_fd):
-            os.close(fd)
+        for fd in (self.pidfd, self.backing_fd, self.session_fd):
+            if fd is not None:
+                os.close(fd)
         if self._child is not None and self._child.poll() is None:
             # It serves handles that are still open and outlives us by design; Popen must not complain of that.
             self._child.returncode = 0
 
 
-async def start_worker(options: WorkerOptions, backing_fd: int) -> Worker:
+async def start_worker(
+    options: WorkerOptions,
+    backing_fd: int,
+    session_fd: int | None = None,
+    *,
+    spare: SpareProcess | None = None,
+) -> Worker:
     """Starts a worker over ``backing_fd`` and waits until it serves. Takes ``backing_fd`` over in every case.
+
+    ``session_fd``: the connection of a predecessor to go on with; it stays the caller's. ``spare``: a process that has
+    everything imported already becomes the worker, which saves the job the wait for it.
 
     WorkerDied when it ends first or is not ready in time (it is killed then); its own log says why.
     """
@@ -138,22 +158,13 @@ async def start_worker(options: WorkerOptions, backing_fd: int) -> Worker:
     try:
         try:
             # Blocks for the milliseconds of a vfork; trio's own process type cannot outlive its parent quietly.
-            child = subprocess.Popen(  # noqa: ASYNC220
-                _command(options, backing_fd, ready_write),
-                pass_fds=(backing_fd, ready_write),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C in our terminal is not meant for the job's file system
-                cwd=str(options.socket.parent),  # never below a root, which a worker must not touch by name
-                env=child_environment(),
-            )
+            child = _become_worker(spare, options, backing_fd, ready_write, session_fd)
         finally:
             os.close(ready_write)
         try:
             await _wait_ready(ready_read, child, options.root)
             client = ControlClient(options.socket, timeout_seconds=CONTROL_TIMEOUT_SECONDS)
-            status = await trio.to_thread.run_sync(client.status, limiter=_control_threads)
-            client.close()
+            status, kept = await trio.to_thread.run_sync(_first_questions, client, limiter=_control_threads)
         except BaseException:
             child.kill()
             await _reap(child)
@@ -163,7 +174,47 @@ async def start_worker(options: WorkerOptions, backing_fd: int) -> Worker:
         raise
     finally:
         os.close(ready_read)
-    return Worker(child.pid, backing_fd, status.session, _connector(options.socket), child=child)
+    return Worker(
+        child.pid, backing_fd, status.session, _connector(options.socket), child=child, session_fd=kept
+    )
+
+
+def _become_worker(
+    spare: SpareProcess | None,
+    options: WorkerOptions,
+    backing_fd: int,
+    ready_fd: int,
+    session_fd: int | None,
+) -> subprocess.Popen[bytes]:
+    fds = (backing_fd, ready_fd) if session_fd is None else (backing_fd, ready_fd, session_fd)
+    if spare is not None:
+        arguments = _arguments(options, *(FIRST_PASSED_FD + index for index in range(len(fds))))
+        child = spare.become(arguments, fds)
+        if child is not None:
+            return child
+    # trio's own process type cannot outlive its parent quietly.
+    return subprocess.Popen(
+        [sys.executable, "-m", "ciuic.fuse_layer.worker", *_arguments(options, *fds)],
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C in our terminal is not meant for the job's file system
+        cwd=str(options.socket.parent),  # never below a root, which a worker must not touch by name
+        env=child_environment(),
+    )
+
+
+def _first_questions(client: ControlClient) -> tuple[WorkerStatus, int | None]:
+    """Status and session of a worker that serves; closes the client."""
+    with client:
+        return client.status(), _session_fd(client)
+
+
+def _session_fd(client: ControlClient) -> int | None:
+    try:
+        return client.session_fd()
+    except WorkerRefused:
+        return None
 
 
 def adopt_worker(socket_path: Path, *, timeout_seconds: float = 5.0) -> Worker | None:
@@ -174,12 +225,21 @@ def adopt_worker(socket_path: Path, *, timeout_seconds: float = 5.0) -> Worker |
     client = ControlClient(socket_path, timeout_seconds=timeout_seconds)
     try:
         status = client.status()
+        session_fd = _session_fd(client)
         backing_fd = client.backing_fd()
     except WorkerUnreachable:
         return None
     finally:
         client.close()
-    return Worker(pid, backing_fd, status.session, _connector(socket_path), adopted=True)
+    return Worker(
+        pid,
+        backing_fd,
+        status.session,
+        _connector(socket_path),
+        adopted=True,
+        session_fd=session_fd,
+        version=status.version,
+    )
 
 
 def peer_pid(socket_path: Path) -> int | None:
@@ -207,10 +267,10 @@ def _connector(socket_path: Path) -> Callable[[], WorkerClient]:
     return lambda: ControlClient(socket_path, timeout_seconds=CONTROL_TIMEOUT_SECONDS)
 
 
-def _command(options: WorkerOptions, backing_fd: int, ready_fd: int) -> Sequence[str]:
+def _arguments(
+    options: WorkerOptions, backing_fd: int, ready_fd: int, session_fd: int | None = None
+) -> Sequence[str]:
     return [
-        sys.executable,
-        *("-m", "ciuic.fuse_layer.worker"),
         *("--root", options.root),
         *("--backing-fd", str(backing_fd)),
         *("--control", str(options.socket)),
@@ -218,6 +278,8 @@ def _command(options: WorkerOptions, backing_fd: int, ready_fd: int) -> Sequence
         *("--block-size", str(options.block_bytes)),
         *("--undo-limit", str(options.undo_limit_bytes)),
         *("--ready-fd", str(ready_fd)),
+        *(("--session-fd", str(session_fd)) if session_fd is not None else ()),
+        *(("--plain",) if options.plain else ()),
     ]
 
 

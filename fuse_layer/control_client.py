@@ -76,8 +76,20 @@ class ControlClient:
 
     def backing_fd(self) -> int:
         """A new descriptor of the backing directory, O_PATH and close-on-exec; the caller closes it."""
+        return self._one_fd("backing_fd")
+
+    def session_fd(self) -> int:
+        """A new descriptor of the worker's connection with the kernel: while anybody has it open, the mount outlives the
+        worker. WorkerRefused where no successor could go on with it."""
+        return self._one_fd("session_fd")
+
+    def hand_over(self) -> None:
+        """The worker leaves its session to a successor and ends. WorkerRefused where there can be none."""
+        self._ask("hand_over")
+
+    def _one_fd(self, do: str) -> int:
         fds: list[int] = []
-        self._ask("backing_fd", fds=fds)
+        self._ask(do, fds=fds)
         if not fds:
             raise WorkerRefused("the worker sent no descriptor", None)
         for extra in fds[1:]:

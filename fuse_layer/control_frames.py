@@ -50,6 +50,10 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     mounted_ns: int = 0
     abandoned: tuple[Abandoned, ...] = ()
     requests: int = 0
+    survives: bool = False
+    """Whether a successor can go on with its session."""
+    version: str = ""
+    """Of ciuic."""
 
 
 class CutReply(msgspec.Struct, frozen=True, kw_only=True):

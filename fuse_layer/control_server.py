@@ -92,12 +92,16 @@ class ControlServer:
         *,
         backing_fd: int,
         on_stop: Callable[[float], None],
+        session_fd: int | None = None,
+        on_hand_over: Callable[[], None] | None = None,
         extra_status: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._core = core
         self._path = socket_path
         self._backing_fd = backing_fd
         self._on_stop = on_stop
+        self._session_fd = session_fd
+        self._on_hand_over = on_hand_over
         self._extra_status = extra_status
         self._connections: set[_Connection] = set()
         self._closing = False
@@ -182,6 +186,11 @@ class ControlServer:
                 return Reply()
             case "abort":
                 self._core.abort(int(_number(request, "epoch")))
+                return Reply()
+            case "session_fd" if self._session_fd is not None:
+                return Reply(fds=(self._session_fd,))
+            case "hand_over" if self._on_hand_over is not None:
+                self._on_hand_over()
                 return Reply()
             case "stop":
                 self._on_stop(_number(request, "grace_s"))

@@ -20,9 +20,12 @@ The serving process must have umask 0: modes arrive with the caller's umask appl
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
+
+import structlog
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer import syscalls
@@ -32,6 +35,7 @@ from ciuic.fuse_layer.data import Data
 from ciuic.fuse_layer.directories import Directories
 from ciuic.fuse_layer.epochs import Cut, Epochs, read_saved, write_saved
 from ciuic.fuse_layer.gate import GateHeld, HoldExpired
+from ciuic.fuse_layer.ledger import Inherited, Ledger
 from ciuic.fuse_layer.namespace import Namespace
 from ciuic.fuse_layer.nodes import ROOT_ID, NodeTable
 from ciuic.fuse_layer.spare import Spare
@@ -41,9 +45,12 @@ from ciuic.fuse_layer.tracking import Tracker
 from ciuic.fuse_layer.undo import UNDO_DIR, UndoLog
 from ciuic.fuse_layer.unseen import UnseenWriters
 
+log = structlog.get_logger(__name__)
+
 __all__ = ["ROOT_ID", "Attr", "Caller", "Cut", "GateHeld", "HoldExpired", "OverlayCore", "SetAttr"]
 
 _TRACKING_NAME: Final = b"tracking"
+_SUCCESSION_NAME: Final = b"succession"
 DEFAULT_UNDO_LIMIT_BYTES: Final = 1 << 40
 
 
@@ -64,29 +71,80 @@ class OverlayCore:
         block_size: int = 262144,
         undo_limit_bytes: int = DEFAULT_UNDO_LIMIT_BYTES,
         kernel_keeps_times: bool = False,
+        ledger: Ledger | None = None,
+        inherited: Inherited | None = None,
+        plain: bool = False,
     ) -> None:
         self._state_fd = _state_directory(backing_fd)
+        self._plain = plain
         nodes = NodeTable(backing_fd)
         undo = UndoLog(
             self._state_fd, block_size=block_size, limit_bytes=undo_limit_bytes, on_abandon=self._on_abandon
         )
-        self._state = OverlayState(nodes, Tracker(block_size), undo)
+        self._state = OverlayState(nodes, Tracker(block_size), undo, plain=plain)
         self._unseen = UnseenWriters(self._state)
+        if ledger is not None:
+            undo.keep_orphans_in(self._state_fd, inherited=inherited is not None)
         self._epochs = Epochs(self._state, self._unseen, session=session)
         self._spare = Spare(undo, self._open_inodes)
         self._kernel_keeps_times = kernel_keeps_times
-        self.session = session
         self.block_size = block_size
+        self.session = session
         saved = read_saved(self._state_fd, _TRACKING_NAME)
-        if saved is not None:
+        left = read_saved(self._state_fd, _SUCCESSION_NAME)  # true for the very next process only
+        if inherited is not None and left is not None:
+            self.session = self._epochs.load_session(left) or session
+        elif saved is not None:
             self._epochs.load(saved)
         self._bind()
+        nodes.ledger = ledger
+        if inherited is not None:
+            self._inherit(inherited)
+
+    def _inherit(self, inherited: Inherited) -> None:
+        """Take over what the kernel remembers of a predecessor, whose handles keep their numbers. What cannot be opened any
+        more answers EBADF."""
+        self._state.nodes.inherit(inherited.nodes.values())
+        self._state.inherit_handles(inherited.last_handle)
+        lost = 0
+        for opened in inherited.files.values():
+            try:
+                self._data.inherit(opened.handle, opened.node, opened.flags, unseen=opened.unseen)
+            except OSError as error:
+                log.error("handle_lost", node=opened.node, error=str(error))
+                lost += 1
+        for directory in inherited.directories.values():
+            names = inherited.listings.get(directory.handle)
+            try:
+                self._listings.inherit(directory.handle, directory.node, names)
+            except OSError:
+                lost += 1
+        for node_id in inherited.lingering:
+            self._unseen.inherit(node_id)
+        if lost:
+            log.error("handles_lost", count=lost)
+
+    def records(self) -> Iterator[bytes]:
+        """What a successor has to know of nodes and of mappings (ledger.py)."""
+        yield from self._state.nodes.records()
+        yield from self._unseen.records()
+
+    @property
+    def on_listing(self) -> Callable[[int, list[bytes]], None]:
+        """Told the names that the offsets of a directory handle count from now on."""
+        return self._listings.on_listing
+
+    @on_listing.setter
+    def on_listing(self, told: Callable[[int, list[bytes]], None]) -> None:
+        self._listings.on_listing = told
 
     def _bind(self) -> None:
         """The operations, each documented in its module."""
         times = KernelTimes(self._state, active=self._kernel_keeps_times)
         names, data = Namespace(self._state), Data(self._state, times, self._unseen)
+        self._data = data
         attributes, directories = Attributes(self._state, data, times), Directories(self._state)
+        self._listings = directories
         self.lookup, self.forget, self.readlink = names.lookup, names.forget, names.readlink
         self.mkdir, self.mknod, self.symlink = names.mkdir, names.mknod, names.symlink
         self.create, self.link, self.rename = names.create, names.link, names.rename
@@ -106,7 +164,7 @@ class OverlayCore:
         )
         self.fsyncdir, self.remember = directories.fsyncdir, directories.remember
         self.hold, self.release_hold = self._epochs.hold, self._epochs.release
-        self.cut_held, self.seal = self._epochs.cut, self._epochs.seal
+        self.seal = self._epochs.seal
         self.committed, self.abort = self._epochs.committed, self._epochs.abort
 
     # -- for drivers --------------------------------------------------------------------------------
@@ -171,6 +229,11 @@ class OverlayCore:
         """It was opened as unseen, and will not be."""
         self._unseen.discard(handle, self._state.file(handle))
 
+    def peek(self, parent_id: int, name: bytes) -> int:
+        """The inode number under a name; no lookup is counted. FileNotFoundError when it is free."""
+        directory = self._state.nodes.directory(self._state.nodes.get(parent_id))
+        return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_ino
+
     def dot(self, node_id: int, name: bytes) -> int:
         """The node id of "." or ".." in a directory. No lookup is counted."""
         node = self._state.nodes.get(node_id)
@@ -227,6 +290,20 @@ class OverlayCore:
         one, which is saved durably."""
         self._epochs.give_up_all()
         write_saved(self._state_fd, _TRACKING_NAME, self._epochs.dump())
+
+    def cut_held(self, token: int) -> Cut:
+        """End the epoch under a hold; see Epochs.cut. OSError (EOPNOTSUPP) where nothing is tracked."""
+        if self._plain:
+            raise OSError(
+                errno.EOPNOTSUPP, "this root is served without snapshots, because its workers kept dying"
+            )
+        return self._epochs.cut(token)
+
+    def save_for_successor(self) -> None:
+        """As ``save_tracking``, when no operation is in work and none will be: the successor's session is this one, and it
+        knows what has changed since the last snapshot."""
+        self._epochs.give_up_all()
+        write_saved(self._state_fd, _SUCCESSION_NAME, self._epochs.dump_session())
 
     def close(self) -> None:
         """Let go of every descriptor; open handles are closed. The core is not used afterwards."""

@@ -16,7 +16,7 @@ from typing import Final
 
 from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.namespace import backing_flags, writes
-from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.nodes import Node, stale
 from ciuic.fuse_layer.state import OpenFile, OverlayState
 from ciuic.fuse_layer.times import KernelTimes
 from ciuic.fuse_layer.undo import read_xattrs
@@ -99,6 +99,22 @@ class Data:
             fd = os.open(b"/proc/self/fd/%d" % file.fd, want & ~os.O_NOFOLLOW)
         return OpenFile(node, fd, flags)
 
+    def inherit(self, handle: int, node_id: int, flags: int, *, unseen: bool) -> None:
+        """Open what a predecessor had open, under its handle. OSError when nothing leads there any more."""
+        node = self._nodes.get(node_id)
+        try:
+            file = self._opened(node, flags & ~(os.O_TRUNC | os.O_CREAT | os.O_EXCL | os.O_TMPFILE))
+        except OSError:
+            file = OpenFile(
+                node, self._state.undo.open_orphan(node.ino, backing_flags(flags & ~os.O_TMPFILE)), flags
+            )
+        if os.fstat(file.fd).st_ino != node.ino:
+            raise stale()
+        self._state.files[handle] = file
+        self._nodes.open_handle(node, handle, writes=file.writes)
+        if unseen:
+            self._unseen.add(handle, file)
+
     def release(self, handle: int) -> None:
         """Close a handle; unknown handles are ignored (the kernel sends no second release)."""
         file = self._state.files.get(handle)
@@ -111,6 +127,8 @@ class Data:
                 if file.unseen:
                     self._unseen.closed(handle, file)
                 self._nodes.close_handle(file.node, handle, writes=file.writes)
+                if file.node.handles is None:
+                    self._state.undo.let_orphan_go(file.node.ino)
 
     def flush(self, handle: int) -> None:
         """close(2) of one descriptor: report errors that only show up now (quota, network file systems)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import Attr, OverlayState, is_reserved
@@ -33,6 +33,15 @@ class Directories:
         self._state = state
         self._nodes = state.nodes
         self._open: dict[int, _OpenDirectory] = {}
+        self.on_listing: Callable[[int, list[bytes]], None] = lambda handle, names: None
+        """Told the names that the offsets of a handle count from now on."""
+
+    def inherit(self, handle: int, node_id: int, names: list[bytes] | None) -> None:
+        """Open what a predecessor had open, under its handle and with the names that its offsets count."""
+        node = self._nodes.get(node_id)
+        fd = os.open(b".", _LISTING_FLAGS, dir_fd=self._nodes.directory(node).fd)
+        self._open[handle] = opened = _OpenDirectory(node, Descriptor(fd))
+        opened.names = names
 
     def opendir(self, node_id: int) -> int:
         node = self._nodes.get(node_id)
@@ -51,6 +60,7 @@ class Directories:
         if offset == 0 or opened.names is None:
             os.lseek(opened.descriptor.fd, 0, os.SEEK_SET)
             opened.names = self._listed(opened)
+            self.on_listing(handle, opened.names)
         names = opened.names
         for index in range(offset, len(names)):
             way = Way(opened.descriptor, names[index])

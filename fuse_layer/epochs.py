@@ -199,6 +199,30 @@ class Epochs:
             [undo_format.SEALED_VERSION, {ino: _as_record(change) for ino, change in changes.items()}]
         )
 
+    def dump_session(self) -> bytes:
+        """Everything that a successor of this very session needs, for ``load_session``. No epoch is pending."""
+        tracker = self._state.tracker
+        current = tracker.current
+        records = {ino: _as_record(change) for ino, change in current.changes.items()}
+        head = [_SESSION_VERSION, self._session, tracker.epoch, self.since, current.since, current.complete]
+        return msgspec.msgpack.encode([*head, records])
+
+    def load_session(self, data: bytes) -> str | None:
+        """Go on where a predecessor stopped; the session's name, None when the dump is of another version."""
+        try:
+            version, session, epoch, since, current_since, complete, records = msgspec.msgpack.decode(
+                data, type=tuple[int, str, int, int, int, bool, dict[int, undo_format.Change]]
+            )
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        if version != _SESSION_VERSION:
+            return None
+        current = ChangeSet(since=current_since, complete=complete)
+        current.changes = {ino: _from_record(record) for ino, record in records.items()}
+        self._state.tracker.resume(epoch, current)
+        self._session, self.since = session, since
+        return session
+
     def load(self, data: bytes) -> None:
         """Fold a dump of an earlier session into the current set, which stays incomplete: somebody may have
         changed files while nothing was mounted. A dump that does not decode is left out for the same reason
@@ -212,6 +236,9 @@ class Epochs:
         older = ChangeSet(since=0, complete=False)
         older.changes = {ino: _from_record(record) for ino, record in records.items()}
         self._state.tracker.fold_into_current(older)
+
+
+_SESSION_VERSION: Final = 1
 
 
 def _as_record(change: Change) -> undo_format.Change:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from ciuic.fuse_layer import kernel_protocol as p
+from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.caller import Caller
 from ciuic.fuse_layer.core import Attr, OverlayCore, SetAttr
-from ciuic.fuse_layer.kernel_modes import Modes
+from ciuic.fuse_layer.handle_book import HandleBook
+from ciuic.fuse_layer.kernel_modes import Modes, Plan
 from ciuic.fuse_layer.kernel_protocol import Request
 from ciuic.fuse_layer.kernel_session import Negotiated, Reply, Session
+from ciuic.fuse_layer.ledger import Inherited, Ledger, Opened, OpenedDirectory
 
 FOREVER_SECONDS: Final = 86_400
 """Every change passes through us, so what the kernel caches stays true until the kernel itself changes it."""
@@ -28,19 +31,31 @@ _LEAST_BLOCKS: Final = 8
 _INLINE_READ_BYTES: Final = 128 << 10
 _ABSENT: Final = p.ENTRY_HEAD.pack(0, 0, FOREVER_SECONDS, 0, 0, 0) + bytes(p.ATTR.size)
 _NO_ENTRY: Final = bytes(p.ENTRY_HEAD.size + p.ATTR.size)
+_SHIFTS_BLOCKS: Final = syscalls.FALLOC_FL_COLLAPSE_RANGE | syscalls.FALLOC_FL_INSERT_RANGE
 _SET_IDS: Final = stat.S_ISUID | stat.S_ISGID
 
 
 class KernelDriver:
     """Carries the requests of the connection ``fuse_fd`` to ``core``."""
 
-    def __init__(self, core: OverlayCore, fuse_fd: int, negotiated: Negotiated) -> None:
+    def __init__(
+        self,
+        core: OverlayCore,
+        fuse_fd: int,
+        negotiated: Negotiated,
+        *,
+        ledger: Ledger | None = None,
+        inherited: Inherited | None = None,
+    ) -> None:
         self.core = core
         self.modes = Modes(fuse_fd, passthrough=negotiated.passthrough)
+        self.book = HandleBook(ledger, inherited)
+        core.on_listing = self.book.listed
+        if inherited is not None:
+            self.modes.inherit(inherited.files.values())
         core.held_by_kernel = self.modes.is_passthrough
         self._negotiated = negotiated
         self._writeback = negotiated.writeback
-        self._directories: dict[int, int] = {}
         self.session = Session(
             fuse_fd, self._handlers(), unread={p.OPEN: self._unopened, p.CREATE: self._uncreated, p.TMPFILE: self._uncreated}
         )  # fmt: skip
@@ -88,6 +103,11 @@ class KernelDriver:
             p.STATX: self._statx,
             p.DESTROY: lambda request, data: b"",
         }
+
+    def records(self) -> Iterator[bytes]:
+        """Everything that a successor has to know (ledger.py)."""
+        yield from self.core.records()
+        yield from self.book.records()
 
     # -- encoding -------------------------------------------------------------------------------------
 
@@ -194,50 +214,88 @@ class KernelDriver:
 
     def _symlink(self, request: Request, data: memoryview) -> Reply:
         name, target = p.names_of(data, 2)
-        return self._made(request, data, self.core.symlink(request.node, name, target, self._caller(request)))
+        caller = self._caller(request)
+        return self._once(request, data, name, lambda: self.core.symlink(request.node, name, target, caller))
 
     def _mknod(self, request: Request, data: memoryview) -> Reply:
         mode, rdev, umask, _ = p.MKNOD_IN.unpack_from(data)
         name = p.name_of(data[p.MKNOD_IN.size :])
-        attr = self.core.mknod(request.node, name, mode, p.user_device(rdev), self._caller(request, umask))
-        return self._made(request, data, attr)
+        caller, device = self._caller(request, umask), p.user_device(rdev)
+        return self._once(
+            request, data, name, lambda: self.core.mknod(request.node, name, mode, device, caller)
+        )
 
     def _mkdir(self, request: Request, data: memoryview) -> Reply:
         mode, umask = p.MKDIR_IN.unpack_from(data)
         name = p.name_of(data[p.MKDIR_IN.size :])
-        return self._made(
-            request, data, self.core.mkdir(request.node, name, mode, self._caller(request, umask))
-        )
+        caller = self._caller(request, umask)
+        return self._once(request, data, name, lambda: self.core.mkdir(request.node, name, mode, caller))
+
+    def _once(self, request: Request, data: memoryview, name: bytes, make: Callable[[], Attr]) -> bytes:
+        """The kernel holds the directory while it waits, and knew that the name was free: one that is there when the request
+        comes again was made by the predecessor."""
+        try:
+            attr = make()
+        except FileExistsError:
+            if not request.resent:
+                raise
+            attr = self.core.lookup(request.node, name)
+        return self._made(request, data, attr)
+
+    def _gone(self, request: Request, remove: Callable[[], None]) -> bytes:
+        """As ``_once``: a name that is not there any more was removed by the predecessor."""
+        try:
+            remove()
+        except FileNotFoundError:
+            if not request.resent:
+                raise
+        return b""
 
     def _unlink(self, request: Request, data: memoryview) -> Reply:
-        self.core.unlink(request.node, p.name_of(data))
-        return b""
+        return self._gone(request, lambda: self.core.unlink(request.node, p.name_of(data)))
 
     def _rmdir(self, request: Request, data: memoryview) -> Reply:
-        self.core.rmdir(request.node, p.name_of(data))
-        return b""
+        return self._gone(request, lambda: self.core.rmdir(request.node, p.name_of(data)))
 
     def _rename(self, request: Request, data: memoryview) -> Reply:
         (target,) = p.RENAME_IN.unpack_from(data)
         old, new = p.names_of(data[p.RENAME_IN.size :], 2)
-        self.core.rename(request.node, old, target, new, 0)
-        return b""
+        return self._gone(request, lambda: self.core.rename(request.node, old, target, new, 0))
 
     def _rename2(self, request: Request, data: memoryview) -> Reply:
         target, flags, _ = p.RENAME2_IN.unpack_from(data)
         old, new = p.names_of(data[p.RENAME2_IN.size :], 2)
+        if flags & syscalls.RENAME_EXCHANGE:
+            return self._exchange(request, old, target, new, flags)
+        return self._gone(request, lambda: self.core.rename(request.node, old, target, new, flags))
+
+    def _exchange(self, request: Request, old: bytes, target: int, new: bytes, flags: int) -> bytes:
+        """Both names are there before and after: what the first was bound to before tells whether it was carried out."""
+        unique = request.unique & ~p.UNIQUE_RESEND
+        bound_to = self.core.peek(request.node, old)
+        if request.resent:
+            intended = self.book.intent_of(unique)
+            if intended is not None and intended != bound_to:
+                for parent, name in ((request.node, old), (target, new)):
+                    self.core.forget(self.core.lookup(parent, name).node, 1)  # the table learns of it
+                return b""
+        else:
+            self.book.intends(unique, bound_to)
         self.core.rename(request.node, old, target, new, flags)
         return b""
 
     def _link(self, request: Request, data: memoryview) -> Reply:
         (node,) = p.LINK_IN.unpack_from(data)
-        return self._entry(self.core.link(node, request.node, p.name_of(data[p.LINK_IN.size :])))
+        name = p.name_of(data[p.LINK_IN.size :])
+        return self._once(request, data, name, lambda: self.core.link(node, request.node, name))
 
     # -- open files -----------------------------------------------------------------------------------
 
     def _open(self, request: Request, data: memoryview) -> Reply:
         flags, open_flags = p.OPEN_IN.unpack_from(data)
         node = request.node
+        if request.resent and (before := self.book.file_of(request.unique & ~p.UNIQUE_RESEND)) is not None:
+            return p.OPEN_OUT.pack(before.handle, before.open_flags, before.backing_id)
         fresh = bool(flags & os.O_TRUNC)
         if fresh and self.core.pending:
             self.session.hand_on()
@@ -246,9 +304,9 @@ class KernelDriver:
             handle = self.core.open(
                 node, flags, keeps_privileges=not open_flags & p.OPEN_KILL_SUIDGID, unseen=plan.unseen
             )
-            return self._opened(node, handle, plan, flags)
+            return self._opened(request, node, handle, plan, flags)
 
-    def _opened(self, node: int, handle: int, plan: Any, flags: int) -> bytes:
+    def _opened(self, request: Request, node: int, handle: int, plan: Plan, flags: int) -> bytes:
         write_only = flags & os.O_ACCMODE == os.O_WRONLY
         try:
             final, backing_id = self.modes.commit(node, plan, self.core.descriptor(handle))
@@ -259,16 +317,29 @@ class KernelDriver:
         except BaseException:
             self.core.release(handle)
             raise
+        unique = request.unique & ~p.UNIQUE_RESEND
+        self.book.opened(Opened(handle, node, unique, flags, final.open_flags, backing_id))
         return p.OPEN_OUT.pack(handle, final.open_flags, backing_id)
 
     def _create(self, request: Request, data: memoryview) -> Reply:
         flags, mode, umask, _ = p.CREATE_IN.unpack_from(data)
         name = p.name_of(data[p.CREATE_IN.size :])
+        if request.resent:
+            before = self.book.file_of(request.unique & ~p.UNIQUE_RESEND)
+            if before is not None:
+                return self._created_before(before)
+            flags &= ~os.O_EXCL
         attr, handle = self.core.create(request.node, name, mode, flags, self._caller(request, umask))
         return self._created(request, data, flags, attr, handle)
 
+    def _created_before(self, before: Opened) -> bytes:
+        entry = self._entry(self.core.getattr(before.node, before.handle))
+        return entry + p.OPEN_OUT.pack(before.handle, before.open_flags, before.backing_id)
+
     def _tmpfile(self, request: Request, data: memoryview) -> Reply:
         flags, mode, umask, _ = p.CREATE_IN.unpack_from(data)
+        if request.resent and (before := self.book.file_of(request.unique & ~p.UNIQUE_RESEND)) is not None:
+            return self._created_before(before)
         attr, handle = self.core.tmpfile(request.node, mode, flags, self._caller(request, umask))
         return self._created(request, data, flags, attr, handle)
 
@@ -279,7 +350,7 @@ class KernelDriver:
                 plan = self.modes.plan(attr.node, flags, fresh=attr.st.st_size == 0)
                 if plan.unseen:
                     self.core.is_unseen(handle)
-                opened = self._opened(attr.node, handle, plan, flags)
+                opened = self._opened(request, attr.node, handle, plan, flags)
         except BaseException:
             self.core.forget(attr.node, 1)
             raise
@@ -299,6 +370,8 @@ class KernelDriver:
         self.core.forget(node, 1)
 
     def _let_go(self, node: int, handle: int) -> None:
+        if not self.book.closed(handle):
+            return  # a release that comes again
         try:
             self.core.release(handle)
         finally:
@@ -341,6 +414,13 @@ class KernelDriver:
     def _fallocate(self, request: Request, data: memoryview) -> Reply:
         handle, offset, length, mode, _ = p.FALLOCATE_IN.unpack_from(data)
         self.session.hand_on()
+        if mode & _SHIFTS_BLOCKS:
+            # Repeated it would shift twice; it always changes the size.
+            unique = request.unique & ~p.UNIQUE_RESEND
+            size = os.fstat(self.core.descriptor(handle)).st_size
+            if request.resent and self.book.intent_of(unique) not in (None, size):
+                return b""
+            self.book.intends(unique, size)
         self.core.fallocate(handle, mode, offset, length)
         return b""
 
@@ -368,7 +448,11 @@ class KernelDriver:
     # -- directories ----------------------------------------------------------------------------------
 
     def _opendir(self, request: Request, data: memoryview) -> Reply:
+        unique = request.unique & ~p.UNIQUE_RESEND
+        if request.resent and (before := self.book.directory_of(unique)) is not None:
+            return p.OPEN_OUT.pack(before.handle, 0, 0)
         handle = self.core.opendir(request.node)
+        self.book.directory_opened(OpenedDirectory(handle, request.node, unique))
         return p.OPEN_OUT.pack(handle, 0, 0)
 
     def _readdir(self, request: Request, data: memoryview) -> Reply:
@@ -408,7 +492,9 @@ class KernelDriver:
         return pieces
 
     def _releasedir(self, request: Request, data: memoryview) -> Reply:
-        self.core.releasedir(p.RELEASE_IN.unpack_from(data)[0])
+        (handle, *_) = p.RELEASE_IN.unpack_from(data)
+        self.book.directory_closed(handle)
+        self.core.releasedir(handle)
         return b""
 
     def _fsyncdir(self, request: Request, data: memoryview) -> Reply:
@@ -452,13 +538,19 @@ class KernelDriver:
         value = bytes(rest[len(name) + 1 : len(name) + 1 + size])
         if len(value) != size:
             raise p.Malformed("the value is shorter than announced")
+        if request.resent:
+            flags = 0  # whether it was there is the kernel's and the predecessor's to know
         self.core.setxattr(request.node, name, value, flags)
         if kills:
             self.core.kill_setgid(request.node)
         return b""
 
     def _removexattr(self, request: Request, data: memoryview) -> Reply:
-        self.core.removexattr(request.node, p.name_of(data))
+        try:
+            self.core.removexattr(request.node, p.name_of(data))
+        except OSError as error:
+            if error.errno != errno.ENODATA or not request.resent:
+                raise
         return b""
 
 

@@ -23,11 +23,13 @@ import errno
 import fcntl
 import os
 import threading
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import structlog
 
 from ciuic.fuse_layer import kernel_protocol as p
+from ciuic.fuse_layer.ledger import Opened
 
 log = structlog.get_logger(__name__)
 
@@ -63,6 +65,12 @@ class Modes:
         self.passthrough = passthrough
         self._families: dict[int, _Family] = {}
         self._locks = tuple(threading.Lock() for _ in range(_LOCK_STRIPES))
+
+    def inherit(self, files: Iterable[Opened]) -> None:
+        """The families and backing ids of what a predecessor had open; the kernel still has them."""
+        for opened in files:
+            family = self._families.setdefault(opened.node, _Family(opened.backing_id or None))
+            family.opens += 1
 
     def lock(self, node_id: int) -> threading.Lock:
         return self._locks[node_id % _LOCK_STRIPES]

@@ -194,6 +194,11 @@ class Request(NamedTuple):
     pid: int
     extension_bytes: int
 
+    @property
+    def resent(self) -> bool:
+        """Whether a predecessor may have carried it out already."""
+        return bool(self.unique & UNIQUE_RESEND)
+
 
 def pack_attr(node: int, st: os.stat_result, nlink: int, blocks: int) -> bytes:
     """struct fuse_attr; a node id is its inode number."""

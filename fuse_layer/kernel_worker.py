@@ -7,68 +7,138 @@ threads serve, the control server's threads control, and this one waits.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import signal
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
-from ciuic.fuse_layer import kernel_session, mounts
+import ciuic
+from ciuic.fuse_layer import kernel_session, ledger, mounts
 from ciuic.fuse_layer.control_server import ControlServer
+from ciuic.fuse_layer.core import OverlayCore
 from ciuic.fuse_layer.kernel_driver import KernelDriver
 from ciuic.fuse_layer.kernel_session import Negotiated
+from ciuic.fuse_layer.ledger import Ledger
 from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, CoreFactory, Place, detach_own
 
 log = structlog.get_logger(__name__)
 
 _COLLECT_SECONDS: Final = 10.0
+_PARK_SECONDS: Final = 2.0
+_LAST_ANSWER_SECONDS: Final = 0.05
+
+
+class NotInherited(Exception):
+    """There is nothing to go on with."""
 
 
 class KernelWorker:
     """One mount, from start to end. ``run`` blocks until it is over."""
 
     def __init__(
-        self, place: Place, make_core: CoreFactory, *, passthrough: bool = True, stack_depth: int = 1
+        self,
+        place: Place,
+        make_core: CoreFactory,
+        *,
+        passthrough: bool = True,
+        stack_depth: int = 1,
+        session_fd: int | None = None,
     ) -> None:
         self._place = place
         self._make_core = make_core
         self._passthrough = passthrough
         self._stack_depth = stack_depth
+        self._session_fd = session_fd
         self._device = ""
-        self._mounted_ns = 0
+        self._mounted_ns = time.time_ns()
         self._stop_lock = threading.Lock()
         self._stopping = False
+        self._ledger: Ledger | None = None
+        self._handed_over = False
 
     def run(self) -> None:
-        """Mount, serve, and return when the mount is gone and everything that should be saved is."""
+        """Mount or take over, serve, and return when the mount is gone and everything that should be saved is."""
+        if self._session_fd is not None:
+            self._take_over(self._session_fd)
+            return
         fuse_fd = mounts.mount_fuse(self._place.backing_fd)
-        entry = mounts.overlay_at(self._place.root)
-        self._device = entry.device if entry is not None else ""
-        self._mounted_ns = time.time_ns()
+        self._know_mount()
         try:
             negotiated = kernel_session.negotiate(
                 fuse_fd, passthrough=self._passthrough, stack_depth=self._stack_depth
             )
-            self._serve(fuse_fd, negotiated)
+            ledger.remove(self._ledger_base)
+            if negotiated.resends:
+                self._ledger = self._new_ledger(negotiated)
+            core = self._make_core(kernel_keeps_times=negotiated.writeback, ledger=self._ledger)
+            driver = KernelDriver(core, fuse_fd, negotiated, ledger=self._ledger)
+            self._serve(fuse_fd, core, driver)
         except BaseException:
             detach_own(self._place.root, self._device, has_served=False)
             raise
         finally:
             os.close(fuse_fd)
 
-    def _serve(self, fuse_fd: int, negotiated: Negotiated) -> None:
-        core = self._make_core(kernel_keeps_times=negotiated.writeback)
-        driver = KernelDriver(core, fuse_fd, negotiated)
+    def _take_over(self, fuse_fd: int) -> None:
+        """Goes on with the session of a predecessor. What fails here leaves the session to whoever tries next."""
+        self._know_mount()
+        inherited = ledger.replay(self._ledger_base)
+        if inherited is None:
+            raise NotInherited("the predecessor left no ledger that this version understands")
+        negotiated = Negotiated(inherited.minor, inherited.flags, inherited.max_write_bytes)
+        self._ledger = self._new_ledger(negotiated)
+        core = self._make_core(
+            kernel_keeps_times=negotiated.writeback, ledger=self._ledger, inherited=inherited
+        )
+        driver = KernelDriver(core, fuse_fd, negotiated, ledger=self._ledger, inherited=inherited)
+        if self._ledger is not None:
+            for group in driver.records():  # so that the ledger does not grow with every successor
+                self._ledger.append(group)
+            self._ledger.drop_older()
+        driver.session.resend()
+        log.info(
+            "session_taken_over",
+            root=self._place.root,
+            nodes=len(inherited.nodes),
+            files=len(inherited.files),
+        )
+        self._serve(fuse_fd, core, driver)
+
+    @property
+    def _ledger_base(self) -> Path:
+        return Path(f"{self._place.control}.ledger")
+
+    def _new_ledger(self, negotiated: Negotiated) -> Ledger | None:
+        kept = Ledger(self._ledger_base)
+        try:
+            kept.begin(negotiated.minor, negotiated.flags, negotiated.max_write_bytes)
+        except OSError as error:
+            log.error("ledger_given_up", error=str(error))
+            return None
+        return kept
+
+    def _know_mount(self) -> None:
+        entry = mounts.overlay_at(self._place.root)
+        self._device = entry.device if entry is not None else ""
+
+    def _serve(self, fuse_fd: int, core: OverlayCore, driver: KernelDriver) -> None:
         self._driver, self._core = driver, core
+        if self._ledger is not None:
+            self._ledger.rewrites_from(driver.records)
         server = ControlServer(
             core,
             self._place.control,
             backing_fd=self._place.backing_fd,
+            session_fd=fuse_fd if self._ledger is not None else None,
             on_stop=self.stop,
+            on_hand_over=self.hand_over,
             extra_status=self._status,
         )
         try:
@@ -86,18 +156,36 @@ class KernelWorker:
             self._place.announce()
             driver.session.wait()
         finally:
-            detach_own(self._place.root, self._device, has_served=driver.session.is_over)
+            if not self._handed_over:
+                detach_own(self._place.root, self._device, has_served=driver.session.is_over)
             server.close()
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the end has begun: a second request must not tear it
+        if self._handed_over:
+            os._exit(0)  # threads that have read a request and will not answer it wait for ever
         core.save_tracking()
         core.close()
+        if self._ledger is not None:
+            self._ledger.remove()
+
+    def hand_over(self) -> None:
+        """Leave the session to a successor, with everything that is tracked. This process ends afterwards; what it was at is
+        carried out by the successor."""
+        if self._ledger is None or not self._ledger.kept:
+            raise OSError(errno.EOPNOTSUPP, "this session cannot be handed over")
+        log.info("handing_over", root=self._place.root)
+        if self._driver.session.park(_PARK_SECONDS):
+            self._core.save_for_successor()
+        self._handed_over = True
+        threading.Timer(_LAST_ANSWER_SECONDS, self._driver.session.end).start()
 
     def _status(self) -> Mapping[str, Any]:
         return {
             "driver": "kernel",
             "driver_why": self._place.driver_why,
+            "version": ciuic.__version__,
             "passthrough": self._driver.modes.passthrough,
+            "survives": self._ledger is not None and self._ledger.kept,
             "mounted_ns": self._mounted_ns,
             "requests": self._driver.session.requests,
         }

@@ -173,6 +173,7 @@ class Namespace:
             file = OpenFile(parent, self._state.with_space(change), flags)
             st = os.fstat(file.fd)
             file.node = self._nodes.adopt_nameless(st)
+            self._state.undo.keep_orphan(st.st_ino, b"/proc/self/fd/%d" % file.fd, None, follow=True)
             attr = Attr(file.node.id, 0, st, st.st_nlink, written=writes(flags))
             return attr, self._state.add_file(file)
 
@@ -198,6 +199,9 @@ class Namespace:
                 state.tracker.mark_created(parent, new_name, node.ino)  # O_TMPFILE: in no snapshot before
             elif state.tracked(parent):
                 state.tracker.mark_name(parent, new_name, ABSENT)
+            if source.follow:
+                state.undo.let_orphan_go(node.ino)
+            if state.tracked(parent):
                 for known_parent, known_name in node.names():
                     state.tracker.mark_touched(
                         known_parent, known_name
@@ -230,7 +234,7 @@ class Namespace:
             way = self._way(parent, name)
             target = self._target(way)
             self._state.keep_name(parent, way, target.st)
-            keep = self._keep_removed(target.node, way)
+            keep = self._keep_removed(target, way)
             self._state.with_space(lambda: remove(way))
             if self._state.tracked(parent):
                 self._state.tracker.mark_removed(parent, name, target.st.st_ino)
@@ -240,10 +244,13 @@ class Namespace:
         st, nlink = self._state.undo.links(way.stat)  # before keep_name may add a link of ours
         return _Target(st, nlink, self._nodes.find(st))
 
-    def _keep_removed(self, node: Node | None, way: Way) -> Descriptor | None:
+    def _keep_removed(self, target: _Target, way: Way) -> Descriptor | None:
         """A descriptor for what is about to lose its name while the kernel may still ask about it."""
+        node = target.node
         if node is None or not node.lookups:
             return None
+        if node.handles is not None and target.nlink <= 1:
+            self._state.undo.keep_orphan(node.ino, way.name or b"", way.dir_fd, follow=False)
         return Descriptor(
             os.open(way.name or b"", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=way.dir_fd)
         )
@@ -282,9 +289,7 @@ class Namespace:
             exchange = bool(flags & syscalls.RENAME_EXCHANGE)
             state.keep_name(parent, way, source.st, moved=True)
             state.keep_name(new_parent, new_way, replaced.st if replaced else None, moved=exchange)
-            keep = (
-                self._keep_removed(replaced.node, new_way) if replaced is not None and not exchange else None
-            )
+            keep = self._keep_removed(replaced, new_way) if replaced is not None and not exchange else None
             state.with_space(lambda: _rename(way, new_way, flags))
             if exchange and replaced is not None:
                 self._exchanged((parent, name, source), (new_parent, new_name, replaced))

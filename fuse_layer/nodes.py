@@ -17,8 +17,11 @@ import os
 import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Collection, Iterator
 from typing import Final
 
+from ciuic.fuse_layer import ledger
+from ciuic.fuse_layer.ledger import Ledger, NodeFacts
 from ciuic.fuse_layer.ways import Descriptor, Way, stale, wait_for_rename
 
 ROOT_ID: Final = 1
@@ -26,6 +29,7 @@ _SYNTHETIC_IDS_FROM: Final = 1 << 62
 _DIR_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY
 _KEPT_DIRECTORIES: Final = 512
 _KEPT_REMOVED: Final = 256
+_LOOKED_UP_FOR_EVER: Final = 1 << 60
 _RENAME_RETRIES: Final = 12
 
 
@@ -36,11 +40,11 @@ class Node:
         "aliases", "below", "dev", "handles", "id", "ino", "kept_mtime_ns", "kind", "lookups", "name", "parent", "privileged", "removed", "writers",
     )  # fmt: skip
 
-    def __init__(self, node_id: int, st: os.stat_result, parent: Node | None, name: bytes) -> None:
+    def __init__(self, node_id: int, dev: int, ino: int, kind: int, parent: Node | None, name: bytes) -> None:
         self.id = node_id
-        self.dev = st.st_dev
-        self.ino = st.st_ino
-        self.kind = stat.S_IFMT(st.st_mode)
+        self.dev = dev
+        self.ino = ino
+        self.kind = kind
         self.parent = parent
         """None for the root, and for a node all of whose known names are gone."""
         self.name = name
@@ -73,7 +77,9 @@ class NodeTable:
 
     def __init__(self, root_fd: int) -> None:
         st = os.fstat(root_fd)
-        self.root = Node(ROOT_ID, st, None, b".")
+        self.ledger: Ledger | None = None
+        """Where every change to the table is written for a successor, if there can be one."""
+        self.root = Node(ROOT_ID, st.st_dev, st.st_ino, stat.S_IFDIR, None, b".")
         self.root.lookups = 1
         self.device = st.st_dev
         self.root_directory = Descriptor(os.dup(root_fd))
@@ -124,10 +130,14 @@ class NodeTable:
         if st.st_dev != self.device or node_id in self._by_id or not ROOT_ID < node_id < _SYNTHETIC_IDS_FROM:
             node_id = self._next_synthetic
             self._next_synthetic += 1
-        node = Node(node_id, st, parent, name)
+        kind = stat.S_IFMT(st.st_mode)
+        node = Node(node_id, st.st_dev, st.st_ino, kind, parent, name)
         parent.below += 1
         self._by_id[node_id] = node
         self._by_key[st.st_dev, st.st_ino] = node
+        if self.ledger is not None:
+            above = parent.id if name else 0
+            self.ledger.append(ledger.node_record(node_id, st.st_dev, st.st_ino, above, kind, name))
         return node
 
     def adopt_nameless(self, st: os.stat_result) -> Node:
@@ -145,6 +155,8 @@ class NodeTable:
     def _add_name(self, node: Node, parent: Node, name: bytes, *, several: bool) -> None:
         if node is self.root:
             return
+        if self.ledger is not None:
+            self.ledger.append(ledger.name_record(node.id, parent.id, name, several=several))
         if several and node.parent is not None:
             if node.aliases is None:
                 node.aliases = set()
@@ -191,6 +203,8 @@ class NodeTable:
         while node.lookups <= 0 and not node.below and node.handles is None and node is not self.root:
             if self._by_id.pop(node.id, None) is None:
                 return
+            if self.ledger is not None:
+                self.ledger.append(ledger.dropped_record(node.id))
             self._unkey(node)
             self._directories.pop(node.id, None)
             self._removed.pop(node.id, None)
@@ -212,10 +226,58 @@ class NodeTable:
         if self._by_key.get((node.dev, node.ino)) is node:
             del self._by_key[node.dev, node.ino]
 
+    # -- across the death of a worker ---------------------------------------------------------------
+
+    def inherit(self, facts: Collection[NodeFacts]) -> None:
+        """Take the nodes of a predecessor over. How often the kernel has looked each of them up is not known: they stay for
+        as long as the session does."""
+        for known in facts:
+            node = Node(
+                known.id, known.dev, known.ino, known.kind, None, known.name[1] if known.name else b""
+            )
+            node.lookups = _LOOKED_UP_FOR_EVER
+            self._by_id[known.id] = node
+            if not known.gone:
+                self._by_key[known.dev, known.ino] = node
+            if known.id >= _SYNTHETIC_IDS_FROM:
+                self._next_synthetic = max(self._next_synthetic, known.id + 1)
+        for known in facts:
+            self._inherit_names(self._by_id[known.id], known)
+
+    def _inherit_names(self, node: Node, known: NodeFacts) -> None:
+        if known.name is not None:
+            node.parent = self._by_id.get(known.name[0])
+            if node.parent is not None:
+                node.parent.below += 1
+        for parent_id, name in known.aliases:
+            parent = self._by_id.get(parent_id)
+            if parent is not None:
+                if node.aliases is None:
+                    node.aliases = set()
+                node.aliases.add((parent, name))
+                parent.below += 1
+
+    def records(self) -> Iterator[bytes]:
+        """Everything that ``inherit`` needs, a group for each node. The table stands still between two groups taken, so what a
+        group says is true until the next is asked for."""
+        for node in list(self._by_id.values()):
+            with self._lock:
+                if self._by_id.get(node.id) is not node or node is self.root:
+                    continue
+                parent, name = (node.parent.id, node.name) if node.parent is not None else (0, b"")
+                group = ledger.node_record(node.id, node.dev, node.ino, parent, node.kind, name)
+                for other, alias in node.aliases or ():
+                    group += ledger.name_record(node.id, other.id, alias, several=True)
+                if self._by_key.get((node.dev, node.ino)) is not node:
+                    group += ledger.unlinked_record(node.id, 0, b"", gone=True)
+                yield group
+
     # -- names --------------------------------------------------------------------------------------
 
     def renamed(self, node: Node, parent: Node, name: bytes, new_parent: Node, new_name: bytes) -> None:
         with self._lock:
+            if self.ledger is not None:
+                self.ledger.append(ledger.renamed_record(node.id, parent.id, name, new_parent.id, new_name))
             new_parent.below += 1
             if node.parent is parent and node.name == name:
                 node.parent, node.name = new_parent, new_name
@@ -229,6 +291,8 @@ class NodeTable:
     def unlinked(self, node: Node, parent: Node, name: bytes, *, gone: bool, keep: Descriptor | None) -> None:
         """The name is no longer there. ``gone``: it was the last; ``keep`` then still leads to the inode."""
         with self._lock:
+            if self.ledger is not None:
+                self.ledger.append(ledger.unlinked_record(node.id, parent.id, name, gone=gone))
             if node.parent is parent and node.name == name:
                 if node.aliases:
                     node.parent, node.name = node.aliases.pop()
@@ -256,6 +320,8 @@ class NodeTable:
     def replaced(self, node: Node, st: os.stat_result) -> None:
         """The node's name was given a new inode; id and handles stay."""
         with self._lock:
+            if self.ledger is not None:
+                self.ledger.append(ledger.replaced_record(node.id, st.st_dev, st.st_ino))
             self._unkey(node)
             node.dev, node.ino = st.st_dev, st.st_ino
             other = self._by_key.get((node.dev, node.ino))

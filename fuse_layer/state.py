@@ -68,7 +68,9 @@ class OpenFile:
 class OverlayState:
     """Shared by the operation groups; see the module's docstring."""
 
-    def __init__(self, nodes: NodeTable, tracker: Tracker, undo: UndoLog) -> None:
+    def __init__(self, nodes: NodeTable, tracker: Tracker, undo: UndoLog, *, plain: bool = False) -> None:
+        self.plain = plain
+        """Nothing is tracked: every file is served as one of another file system is."""
         self.nodes = nodes
         self.gate = Gate()
         self.tracker = tracker
@@ -86,6 +88,11 @@ class OverlayState:
         self.files[handle] = file
         self.nodes.open_handle(file.node, handle, writes=file.writes)
         return handle
+
+    def inherit_handles(self, last: int) -> None:
+        """Handles up to ``last`` were a predecessor's."""
+        with self._handle_lock:
+            self._next_handle = max(self._next_handle, last + 1)
 
     def new_handle(self) -> int:
         with self._handle_lock:
@@ -150,7 +157,7 @@ class OverlayState:
     def tracked(self, node: Node) -> bool:
         """Whether the node is on the root's own file system; what is mounted below is served but not
         captured."""
-        return node.dev == self.nodes.device
+        return node.dev == self.nodes.device and not self.plain
 
     def must_keep(self, ino: int) -> bool:
         return self.undo.active and not self.tracker.is_fresh(ino)

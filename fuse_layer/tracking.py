@@ -214,6 +214,11 @@ class Tracker:
             self.epoch = epoch + 1
             return epoch, sealed
 
+    def resume(self, epoch: int, current: ChangeSet) -> None:
+        """Go on in a predecessor's epoch, before anything is marked."""
+        with self._lock:
+            self.epoch, self.current = epoch, current
+
     def fold_into_current(self, older: ChangeSet) -> None:
         with self._lock:
             self.current.fold_older(older)

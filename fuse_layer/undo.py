@@ -28,6 +28,7 @@ from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRec
 from ciuic.fuse_layer.ways import Descriptor
 
 UNDO_DIR: Final = b"undo"
+ORPHANS_DIR: Final = b"open"
 _LOCK_STRIPES: Final = 64
 _COPY_BYTES: Final = 1 << 20
 _CANNOT_CLONE: Final = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL)
@@ -69,6 +70,8 @@ class UndoLog:
         self._held: set[int] = set()
         self._held_lock = threading.Lock()
         self._held_version = 0
+        self._orphanage: Descriptor | None = None
+        self._orphans: set[int] = set()
         self._clearing = threading.Lock()
         self._unclean = False
         """Something that nobody needs any more is not removed yet."""
@@ -205,7 +208,7 @@ class UndoLog:
             if st.st_ino in self._inodes or not self._pending:
                 return
             with self.saving():
-                old = OldStat.of(st, hold_links=int(st.st_ino in self._held))
+                old = OldStat.of(st, hold_links=self._hidden_links(st.st_ino))
                 self._append(
                     InodeRecord(st.st_ino, self._true_epoch, old, read_xattrs(target, follow=follow))
                 )
@@ -388,12 +391,64 @@ class UndoLog:
         for _ in range(3):
             version = self._held_version
             st = read()
-            nlink = st.st_nlink - (st.st_ino in self._held)
+            nlink = st.st_nlink - self._hidden_links(st.st_ino)
             if version == self._held_version and not version & 1:
                 return st, nlink
         with self._held_lock:
             st = read()
-            return st, st.st_nlink - (st.st_ino in self._held)
+            return st, st.st_nlink - self._hidden_links(st.st_ino)
+
+    def _hidden_links(self, ino: int) -> int:
+        return (ino in self._held) + (ino in self._orphans)
+
+    # -- keeping what is open alive -------------------------------------------------------------------
+
+    def keep_orphans_in(self, state_fd: int, *, inherited: bool) -> None:
+        """From now on ``keep_orphan`` may be used; ``inherited``: a predecessor's are still needed."""
+        if not inherited:
+            self._orphanage = _fresh_directory(state_fd, ORPHANS_DIR)
+            return
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._orphanage = Descriptor(os.open(ORPHANS_DIR, flags, dir_fd=state_fd))
+        self._orphans = {int(name) for name in os.listdir(self._orphanage.fd)}
+
+    def keep_orphan(self, ino: int, path: bytes, dir_fd: int | None, *, follow: bool) -> None:
+        """A file that programs have open is about to lose its last name, or never had one: a hard link of ours lets a
+        successor of this process open it again. Where there can be none, it dies with this process, as before."""
+        if self._orphanage is None or ino in self._orphans:
+            return
+        with self._held_lock, suppress(OSError):
+            self._held_version += 1
+            try:
+                os.link(
+                    path,
+                    b"%d" % ino,
+                    src_dir_fd=dir_fd,
+                    dst_dir_fd=self._orphanage.fd,
+                    follow_symlinks=follow,
+                )
+                self._orphans.add(ino)
+            finally:
+                self._held_version += 1
+
+    def let_orphan_go(self, ino: int) -> None:
+        """Nobody has it open any more, or it has a name again."""
+        if ino not in self._orphans or self._orphanage is None:
+            return
+        with self._held_lock:
+            self._held_version += 1
+            try:
+                with suppress(OSError):  # emptied when a session begins
+                    os.unlink(b"%d" % ino, dir_fd=self._orphanage.fd)
+                self._orphans.discard(ino)
+            finally:
+                self._held_version += 1
+
+    def open_orphan(self, ino: int, flags: int) -> int:
+        """OSError when it was not kept."""
+        if self._orphanage is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return os.open(b"%d" % ino, flags, dir_fd=self._orphanage.fd)
 
 
 def read_xattrs(target: int | bytes, *, follow: bool = True) -> dict[bytes, bytes]:

@@ -20,9 +20,10 @@ import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Iterator
 from typing import Final
 
-from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer import ledger, syscalls
 from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import OpenFile, OverlayState
 
@@ -67,6 +68,7 @@ class UnseenWriters:
             asking = os.open(b"/proc/self/fd/%d" % file.fd, os.O_RDONLY | os.O_CLOEXEC)
             self._mapped[node.id] = (node, asking)
             self._state.nodes.remember(node.id)
+            self._note(node.id, lingers=True)
 
     def nodes(self) -> dict[int, Node]:
         """Nodes that somebody may be writing to unseen now, by id."""
@@ -91,6 +93,7 @@ class UnseenWriters:
     def _forget_mapped(self, node_id: int) -> None:
         _, asking = self._mapped.pop(node_id)
         os.close(asking)
+        self._note(node_id, lingers=False)
         self._state.nodes.forget(node_id, 1)
 
     def close(self) -> None:
@@ -100,6 +103,24 @@ class UnseenWriters:
         self._mapped.clear()
         self._files.clear()
         self._late.clear()
+
+    def _note(self, node_id: int, *, lingers: bool) -> None:
+        to = self._state.nodes.ledger
+        if to is not None:
+            to.append(ledger.lingers_record(node_id, lingers=lingers))
+
+    def inherit(self, node_id: int) -> None:
+        """A mapping may go on writing to the node; a predecessor's last handle on it is closed."""
+        with contextlib.suppress(OSError):
+            node = self._state.nodes.get(node_id)
+            asking = self._state.nodes.way(node).open(os.O_RDONLY)
+            self._mapped[node_id] = (node, asking)
+            self._state.nodes.remember(node_id)
+
+    def records(self) -> Iterator[bytes]:
+        """What ``inherit`` needs."""
+        for node_id in list(self._mapped):
+            yield ledger.lingers_record(node_id, lingers=True)
 
     # -- the cut --------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import structlog
 
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.core import OverlayCore
+from ciuic.fuse_layer.ledger import Inherited, Ledger
 
 log = structlog.get_logger(__name__)
 
@@ -22,7 +23,9 @@ _PROBE_SECONDS: Final = 5.0
 class CoreFactory(Protocol):
     """Makes the overlay core once it is known what the driver lets the kernel do."""
 
-    def __call__(self, *, kernel_keeps_times: bool) -> OverlayCore: ...
+    def __call__(
+        self, *, kernel_keeps_times: bool, ledger: Ledger | None = None, inherited: Inherited | None = None
+    ) -> OverlayCore: ...
 
 
 class Place:

@@ -5,149 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.overlay import DRIVER
+from support.site import Site, ended, site_in, until
 
-from ciuic import mountinfo
-from ciuic.control import ControlClient
-from ciuic.control_types import RootStatus
-from ciuic.errors import Busy, CiuicError, NotFound, UsageError
+from ciuic.errors import Busy, NotFound, UsageError
 from ciuic.repository import Repository
 
 pytestmark = pytest.mark.mount
 
-CHECKOUT = Path(__file__).parents[2]
-
-
-def until(what: str, condition: Callable[[], bool]) -> None:
-    """Polls: processes and mounts offer no event to a stranger."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen"
-        time.sleep(0.02)
-
-
-def ended(pid: int) -> bool:
-    """Whether the process has ended; a zombie, which only waits for its parent, has."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state == "Z"
-
-
-class Site:
-    """One directory with roots, repository, configuration and, perhaps, a daemon."""
-
-    def __init__(self, top: Path) -> None:
-        self.top = top
-        self.config = top / "ciuic.toml"
-        self.socket = top / "run/control.sock"
-        self.roots: list[Path] = []
-        self.process: subprocess.Popen[bytes] | None = None
-        self.log = top / "log"
-        self.environment: dict[str, str] = {}
-
-    def root(self, name: str) -> Path:
-        path = self.top / name
-        path.mkdir(exist_ok=True)
-        self.roots.append(path)
-        return path
-
-    def write_config(self) -> None:
-        tables = "".join(f'[[root]]\npath = "{path}"\ndriver = "{DRIVER}"\n' for path in self.roots)
-        self.config.write_text(
-            f'[repository]\npath = "{self.top}/repository"\n[daemon]\nruntime_dir = "{self.top}/run"\n{tables}'
-        )
-
-    def launch(self) -> subprocess.Popen[bytes]:
-        self.write_config()
-        with open(self.log, "ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "ciuic", "--config", str(self.config), "daemon"],
-                env={**os.environ, **self.environment, "PYTHONPATH": str(CHECKOUT)},
-                cwd=self.top,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-
-    def start(self) -> None:
-        """Returns when every root is mounted."""
-        self.process = self.launch()
-        until("the mount of every root", self._all_mounted)
-
-    def _all_mounted(self) -> bool:
-        assert self.process is not None
-        assert self.process.poll() is None, self.log.read_text()[-3000:]
-        try:
-            with self.client() as client:
-                return {root.path for root in client.status().roots if root.state == "mounted"} == set(
-                    map(str, self.roots)
-                )
-        except CiuicError:
-            return False
-
-    @contextmanager
-    def client(self) -> Iterator[ControlClient]:
-        with ControlClient(self.socket) as client:
-            yield client
-
-    def snapshot(self) -> str:
-        with self.client() as client:
-            state = client.take_snapshot(wait=True)
-        assert state.state == "committed"
-        return state.id
-
-    def root_status(self, path: Path) -> RootStatus:
-        with self.client() as client:
-            return next(root for root in client.status().roots if root.path == str(path))
-
-    def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
-        assert self.process is not None
-        self.process.send_signal(number)
-        status = self.process.wait(60)
-        self.process = None
-        return status
-
-    def stop(self) -> None:
-        assert self.kill(signal.SIGTERM) == 0, self.log.read_text()[-3000:]
-
-    def overlays(self, path: Path) -> int:
-        return sum(
-            mount.fs_type == b"fuse.ciuic"
-            for mount in mountinfo.mounts_at(os.fsencode(path), mountinfo.read())
-        )
-
-    def content(self, snapshot: str, root: Path, name: bytes) -> bytes:
-        """The bytes of a small file of one block, in a snapshot."""
-        with Repository.open(self.top / "repository") as repository:
-            loaded = repository.snapshots.load(repository.snapshots.resolve(snapshot))
-            record = next(record for record in loaded.roots if record.path == os.fsencode(root))
-            entry = repository.trees.entry(record.entry.content, name)
-            assert entry is not None
-            return repository.chunks.get(entry.content)[: entry.size_bytes] if entry.content else b""
-
 
 @pytest.fixture
 def site(short_tmp: Path) -> Iterator[Site]:
-    made = Site(short_tmp)
-    yield made
-    if made.process is not None:
-        made.process.send_signal(signal.SIGTERM)
-        try:
-            made.process.wait(60)
-        except subprocess.TimeoutExpired:
-            made.process.kill()
-            made.process.wait()
+    with site_in(short_tmp) as made:
+        yield made
 
 
 def test_a_stopped_daemon_leaves_nothing_behind(site: Site) -> None:

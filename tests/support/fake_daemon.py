@@ -228,6 +228,9 @@ class NoMounts:
         self.detached = 0
         self.mounted = True
         self.found: list[Bypasser] = []
+        self.successions: list[bool] = []
+        """Of each succession, whether it was to track nothing."""
+        self.forgotten = False
 
     async def establish(self, settings: RootSettings) -> Worker:
         await trio.lowlevel.checkpoint()
@@ -238,6 +241,13 @@ class NoMounts:
             raise worker
         self.mounted = True
         return worker
+
+    async def succeed(self, settings: RootSettings, dead: Worker, *, plain: bool) -> Worker:
+        self.successions.append(plain)
+        return await self.establish(settings)
+
+    def forget(self, root: str) -> None:
+        self.forgotten = True
 
     async def detach_dead(self, root: str) -> None:
         await trio.lowlevel.checkpoint()

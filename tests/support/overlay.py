@@ -24,20 +24,41 @@ class Overlay:
     """A mounted root. ``client`` speaks to its worker; ``backing`` is the directory under the mount."""
 
     def __init__(
-        self, root: Path, control: Path, *, block_size: int = 4096, extra: Sequence[str] = ()
+        self,
+        root: Path,
+        control: Path,
+        *,
+        block_size: int = 4096,
+        driver: str = DRIVER,
+        extra: Sequence[str] = (),
     ) -> None:
         self.root = root
         self.backing_fd = mounts.open_backing(os.fspath(root))
         self.log_path = control.with_suffix(".log")
+        self._control, self._block_size, self._driver, self._extra = control, block_size, driver, extra
+        self.session_fd = -1
+        self.client = ControlClient(control)
+        self._start()
+
+    def _start(self, *more: str) -> None:
+        control, extra = self._control, (*self._extra, *more)
         ready, told = os.pipe()
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "ciuic.fuse_layer.worker", "--root", os.fspath(root)),
+                    *(sys.executable, "-m", "ciuic.fuse_layer.worker", "--root", os.fspath(self.root)),
                     *("--backing-fd", str(self.backing_fd), "--control", os.fspath(control)),
-                    *("--block-size", str(block_size), "--ready-fd", str(told), "--driver", DRIVER, *extra),
+                    *(
+                        "--block-size",
+                        str(self._block_size),
+                        "--ready-fd",
+                        str(told),
+                        "--driver",
+                        self._driver,
+                        *extra,
+                    ),
                 ],
-                pass_fds=(self.backing_fd, told),
+                pass_fds=(self.backing_fd, told, *((self.session_fd,) if self.session_fd >= 0 else ())),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -47,7 +68,6 @@ class Overlay:
         readable, _, _ = select.select([ready], [], [], _READY_SECONDS)
         answer = os.read(ready, 16) if readable else b"(nothing)"
         os.close(ready)
-        self.client = ControlClient(control)
         if answer != b"ready\n":
             self.kill()
             raise AssertionError(f"the worker did not come up ({answer!r}): {self.log()}")
@@ -76,8 +96,21 @@ class Overlay:
             mounts.detach(os.fspath(self.root))
         self._let_go()
 
+    def keep_session(self) -> None:
+        """Hold the connection, as the daemon does, so that a successor can go on."""
+        self.session_fd = self.client.session_fd()
+
+    def succeed(self) -> None:
+        """Start a worker that goes on with the session of the one that ended."""
+        self.process.wait(_STOP_SECONDS)
+        self.client.close()
+        self._start("--session-fd", str(self.session_fd))
+
     def _let_go(self) -> None:
         self.client.close()
+        if self.session_fd >= 0:
+            os.close(self.session_fd)
+            self.session_fd = -1
         if self.backing_fd >= 0:
             os.close(self.backing_fd)
             self.backing_fd = -1

@@ -1,0 +1,157 @@
+"""Workers die and are renewed under a job that notices nothing: the kernel driver's sessions outlive them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support import surviving_job
+from support.site import Site, ended, site_in, until
+
+from ciuic.daemon.runtime import RuntimeDirectory
+from ciuic.fuse_layer.control_client import ControlClient
+
+pytestmark = pytest.mark.mount
+
+
+@pytest.fixture
+def site(short_tmp: Path) -> Iterator[Site]:
+    with site_in(short_tmp) as made:
+        made.driver = "kernel"
+        yield made
+
+
+@contextmanager
+def jobs(root: Path, count: int, stop: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Jobs below ``root``; at the end each has done rounds without a single error."""
+    command = [sys.executable, surviving_job.__file__, str(root)]
+    started = [
+        subprocess.Popen([*command, str(number), str(stop)], stdout=subprocess.PIPE, text=True)
+        for number in range(count)
+    ]
+    try:
+        yield started
+    finally:
+        stop.touch()
+        outputs = [job.communicate(timeout=120)[0] for job in started]
+    for job, output in zip(started, outputs, strict=True):
+        assert job.returncode == 0
+        assert json.loads(output)["rounds"] >= 1
+
+
+def kill_worker(site: Site, root: Path) -> None:
+    """SIGKILL, and back when a successor serves."""
+    before = site.root_status(root)
+    os.kill(before.worker_pid, signal.SIGKILL)
+    until("a successor", lambda: _served_by_another(site, root, before.worker_pid))
+
+
+def _served_by_another(site: Site, root: Path, pid: int) -> bool:
+    now = site.root_status(root)
+    return now.state == "mounted" and now.worker_pid not in (0, pid)
+
+
+def test_a_job_does_not_notice_that_its_worker_is_killed(site: Site) -> None:
+    """Open files, mappings, unlinked and nameless files, listings and every kind of change go on; the mount is the same."""
+    root = site.root("a")
+    site.start()
+    device = os.stat(root).st_dev
+    rng = random.Random(1)
+    with jobs(root, 2, site.top / "stop"):
+        until("the jobs' work", lambda: (root / "best1").exists())
+        for _ in range(6):
+            time.sleep(rng.uniform(0, 0.3))
+            kill_worker(site, root)
+    assert os.stat(root).st_dev == device
+    assert site.overlays(root) == 1
+    snapshot = site.snapshot()
+    log = (root / "log0").read_bytes()
+    site.stop()
+    assert site.content(snapshot, root, b"log0") == log
+
+
+def test_a_handed_over_session_goes_on_with_its_tracking(site: Site) -> None:
+    """As an upgrade does it: the next snapshot reads what changed and no more, and is in the same session."""
+    root = site.root("a")
+    site.start()
+    for index in range(50):
+        (root / f"old{index}").write_bytes(b"old")
+    site.snapshot()
+    before = site.root_status(root)
+    (root / "changed").write_bytes(b"before")
+    with jobs(root, 1, site.top / "stop"):
+        until("the job's work", lambda: (root / "best0").exists())
+        with ControlClient(RuntimeDirectory(site.top / "run").worker_socket(str(root))) as client:
+            client.hand_over()
+        until("a successor", lambda: _served_by_another(site, root, before.worker_pid))
+    assert site.root_status(root).session == before.session
+    snapshot = site.snapshot()
+    assert site.content(snapshot, root, b"changed") == b"before"
+    site.stop()
+    committed = [
+        json.loads(line) for line in site.log.read_text().splitlines() if "snapshot_committed" in line
+    ]
+    assert committed[-1]["modes"] == {str(root): "tracked"}
+
+
+def test_a_daemon_that_comes_back_goes_on_with_a_session_whose_worker_died(site: Site) -> None:
+    """systemd kept the connection: daemon and worker are killed together, and the job waits instead of failing."""
+    root = site.root("a")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(site.top / "notify"))
+        site.environment = {"NOTIFY_SOCKET": str(site.top / "notify")}
+        site.start()
+        stored = _stored(manager)
+        names = [name for name in stored if not name.startswith("control")]
+        assert sorted(name.partition("-")[0] for name in names) == ["backing", "session"]
+        with jobs(root, 1, site.top / "stop"):
+            until("the job's work", lambda: (root / "best0").exists())
+            worker = site.root_status(root).worker_pid
+            site.kill()
+            os.kill(worker, signal.SIGKILL)
+            until("the worker's end", lambda: ended(worker))
+            site.restart_with(stored)
+        site.stop()
+    assert site.overlays(root) == 0
+
+
+def _stored(manager: socket.socket) -> dict[str, int]:
+    """What the daemon has given to the service manager to keep."""
+    stored: dict[str, int] = {}
+    manager.setblocking(False)
+    while True:
+        try:
+            message, fds, _, _ = socket.recv_fds(manager, 4096, 4)
+        except BlockingIOError:
+            return stored
+        name = message.partition(b"FDNAME=")[2].split(b"\n")[0].decode()
+        if message.startswith(b"FDSTORE=1"):
+            (stored[name],) = fds
+        elif message.startswith(b"FDSTOREREMOVE=1") and name in stored:
+            os.close(stored.pop(name))
+
+
+def test_a_worker_that_keeps_crashing_is_replaced_by_one_that_tracks_nothing(site: Site) -> None:
+    """Five crashes in a row: the job goes on, snapshots are refused, and an alert says so."""
+    root = site.root("a")
+    site.start()
+    with jobs(root, 1, site.top / "stop"):
+        until("the job's work", lambda: (root / "best0").exists())
+        for _ in range(5):
+            before = site.root_status(root).worker_pid
+            os.kill(before, signal.SIGSEGV)
+            until("a successor", lambda before=before: _served_by_another(site, root, before))
+        with site.client() as client:
+            alerts = {alert.key: alert.message for alert in client.status().alerts}
+    assert "without snapshots" in alerts[f"plain:{root}"]
+    site.stop()
