@@ -262,7 +262,9 @@ class Session:
         view = memoryview(bytearray(_BUFFER_BYTES))
         while self._queue(server):
             while self._owner is server:
-                if not self._one(server, view):
+                goes_on = self._one(server, view)
+                server.busy = False
+                if not goes_on:
                     self._finish(server)
                     return
 

@@ -50,6 +50,8 @@ def canonical_root(path: str | os.PathLike[str]) -> Path:
     if absolute == Path("/"):
         return absolute
     beside = Path(os.path.realpath(absolute.parent)) / absolute.name
+    if is_ciuic_mount(beside, mountinfo.read()):
+        return beside  # no link, and asking what serves it might wait for an answer for ever
     return Path(os.path.realpath(beside)) if os.path.islink(beside) else beside
 
 
@@ -261,6 +263,8 @@ def _lies_in(path: Path, directory: Path) -> _Inside:
     inner, outer = os.fsencode(path), os.fsencode(directory)
     if _within(inner, outer):
         return _Inside(os.path.relpath(inner, outer) if inner != outer else b"")
+    if is_ciuic_mount(directory, mountinfo.read()):
+        return _Inside(None)  # it has only its name to be compared by: what serves it may not answer
     try:
         wanted = os.stat(directory)
     except OSError:

@@ -41,9 +41,11 @@ def jobs(root: Path, count: int, stop: Path) -> Iterator[list[subprocess.Popen[s
     ]
     try:
         yield started
-    finally:
         stop.touch()
-        outputs = [job.communicate(timeout=120)[0] for job in started]
+        outputs = [job.communicate(timeout=60)[0] for job in started]
+    finally:
+        for job in started:
+            job.kill()
     for job, output in zip(started, outputs, strict=True):
         assert job.returncode == 0
         assert json.loads(output)["rounds"] >= 1

@@ -24,7 +24,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 def until(what: str, condition: Callable[[], bool]) -> None:
     """Polls: processes and mounts offer no event to a stranger."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen"
         time.sleep(0.02)
