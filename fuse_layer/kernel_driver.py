@@ -426,6 +426,8 @@ class KernelDriver:
 
     def _lseek(self, request: Request, data: memoryview) -> Reply:
         handle, offset, whence, _ = p.LSEEK_IN.unpack_from(data)
+        if offset >> 63:
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))  # beyond the end of any file
         return p.LSEEK_OUT.pack(self.core.lseek(handle, offset, whence))
 
     def _copied(self, data: memoryview) -> int:

@@ -263,20 +263,24 @@ def _lies_in(path: Path, directory: Path) -> _Inside:
     inner, outer = os.fsencode(path), os.fsencode(directory)
     if _within(inner, outer):
         return _Inside(os.path.relpath(inner, outer) if inner != outer else b"")
-    if is_ciuic_mount(directory, mountinfo.read()):
+    mounts = mountinfo.read()
+    if is_ciuic_mount(directory, mounts):
         return _Inside(None)  # it has only its name to be compared by: what serves it may not answer
     try:
         wanted = os.stat(directory)
     except OSError:
         return _Inside(None)  # what is not there (or a dead overlay) has only its name to be compared by
-    current = os.path.realpath(inner)
+    # What is mounted there is no link, and may not answer: its parent tells as much.
+    covered = is_ciuic_mount(path, mounts)
+    real = inner if covered else os.path.realpath(inner)
+    current = os.path.dirname(inner) if covered else real
     while True:
         try:
             found = os.stat(current)
         except OSError:
             found = None  # not made yet: its parents decide
         if found is not None and (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
-            return _Inside(os.path.relpath(os.path.realpath(inner), current) if current != inner else b"")
+            return _Inside(os.path.relpath(real, current) if current != inner else b"")
         if current == b"/":
             return _Inside(None)
         current = os.path.dirname(current)
