@@ -31,20 +31,34 @@ _KEPT_DIRECTORIES: Final = 512
 _KEPT_REMOVED: Final = 256
 _LOOKED_UP_FOR_EVER: Final = 1 << 60
 _RENAME_RETRIES: Final = 12
+_KINDS: Final = {
+    kind: kind
+    for kind in (
+        stat.S_IFREG,
+        stat.S_IFDIR,
+        stat.S_IFLNK,
+        stat.S_IFIFO,
+        stat.S_IFSOCK,
+        stat.S_IFCHR,
+        stat.S_IFBLK,
+    )
+}
 
 
 class Node:
     """One backing inode. Fields change under the table's lock."""
 
     __slots__ = (
-        "aliases", "below", "dev", "handles", "id", "ino", "kept_mtime_ns", "kind", "lookups", "name", "parent", "privileged", "removed", "writers",
+        "aliases", "below", "dev", "handles", "id", "ino", "kept_mtime_ns", "keyed", "kind", "lookups", "name", "parent", "privileged", "removed", "writers",
     )  # fmt: skip
 
     def __init__(self, node_id: int, dev: int, ino: int, kind: int, parent: Node | None, name: bytes) -> None:
         self.id = node_id
         self.dev = dev
         self.ino = ino
-        self.kind = kind
+        self.kind = _KINDS.get(kind, kind)
+        self.keyed = False
+        """Is the one that is found by its inode number."""
         self.parent = parent
         """None for the root, and for a node all of whose known names are gone."""
         self.name = name
@@ -85,7 +99,9 @@ class NodeTable:
         self.root_directory = Descriptor(os.dup(root_fd))
         self._lock = threading.RLock()
         self._by_id: dict[int, Node] = {ROOT_ID: self.root}
-        self._by_key: dict[tuple[int, int], Node] = {(st.st_dev, st.st_ino): self.root}
+        self._by_key: dict[tuple[int, int], Node] = {}
+        """Nodes whose id is not their inode number; the others are found by id. A million entries less, and their keys."""
+        self._set_key(self.root)
         self._next_synthetic = _SYNTHETIC_IDS_FROM
         self._directories: OrderedDict[int, Descriptor] = OrderedDict()
         self._removed: OrderedDict[int, Node] = OrderedDict()
@@ -101,19 +117,36 @@ class NodeTable:
         return node
 
     def find(self, st: os.stat_result) -> Node | None:
-        return self._by_key.get((st.st_dev, st.st_ino))
+        return self._found(st.st_dev, st.st_ino)
 
     def by_ino(self, ino: int) -> Node | None:
         """The node of an inode of the root's own file system."""
-        return self._by_key.get((self.device, ino))
+        return self._found(self.device, ino)
+
+    def _found(self, dev: int, ino: int) -> Node | None:
+        if dev == self.device:
+            node = self._by_id.get(ino)
+            if node is not None and node.keyed and node.ino == ino and node.dev == dev:
+                return node
+        return self._by_key.get((dev, ino))
+
+    def _set_key(self, node: Node) -> None:
+        """From now on the node is the one that its inode number leads to."""
+        node.keyed = True
+        if node.id != node.ino or node.dev != self.device:
+            self._by_key[node.dev, node.ino] = node
+
+    def _unkey(self, node: Node) -> None:
+        node.keyed = False
+        if self._by_key.get((node.dev, node.ino)) is node:
+            del self._by_key[node.dev, node.ino]
 
     # -- life ---------------------------------------------------------------------------------------
 
     def adopt(self, parent: Node, name: bytes, st: os.stat_result, *, count: int = 0) -> Node:
         """The node of the inode found under this name, made if new; adds ``count`` lookups."""
         with self._lock:
-            key = (st.st_dev, st.st_ino)
-            node = self._by_key.get(key)
+            node = self._found(st.st_dev, st.st_ino)
             if node is not None and node.kind != stat.S_IFMT(st.st_mode):
                 self._unkey(node)  # the number went to another inode behind our back
                 node = None
@@ -131,10 +164,12 @@ class NodeTable:
             node_id = self._next_synthetic
             self._next_synthetic += 1
         kind = stat.S_IFMT(st.st_mode)
-        node = Node(node_id, st.st_dev, st.st_ino, kind, parent, name)
+        # One number object for all: each of their own would be a tenth of the table.
+        dev = self.device if st.st_dev == self.device else st.st_dev
+        node = Node(node_id, dev, st.st_ino if node_id != st.st_ino else node_id, kind, parent, name)
         parent.below += 1
         self._by_id[node_id] = node
-        self._by_key[st.st_dev, st.st_ino] = node
+        self._set_key(node)
         if self.ledger is not None:
             above = parent.id if name else 0
             self.ledger.append(ledger.node_record(node_id, st.st_dev, st.st_ino, above, kind, name))
@@ -143,7 +178,7 @@ class NodeTable:
     def adopt_nameless(self, st: os.stat_result) -> Node:
         """The node of an inode that is open and has no name yet; one lookup counted."""
         with self._lock:
-            stray = self._by_key.get((st.st_dev, st.st_ino))
+            stray = self._found(st.st_dev, st.st_ino)
             if stray is not None:
                 self._unkey(stray)  # the number's old owner is gone, and the kernel has not forgotten it yet
             node = self._make(self.root, b"", st)
@@ -222,10 +257,6 @@ class NodeTable:
         parent.below -= 1
         self._maybe_drop(parent)
 
-    def _unkey(self, node: Node) -> None:
-        if self._by_key.get((node.dev, node.ino)) is node:
-            del self._by_key[node.dev, node.ino]
-
     # -- across the death of a worker ---------------------------------------------------------------
 
     def inherit(self, facts: Collection[NodeFacts]) -> None:
@@ -238,7 +269,7 @@ class NodeTable:
             node.lookups = _LOOKED_UP_FOR_EVER
             self._by_id[known.id] = node
             if not known.gone:
-                self._by_key[known.dev, known.ino] = node
+                self._set_key(node)
             if known.id >= _SYNTHETIC_IDS_FROM:
                 self._next_synthetic = max(self._next_synthetic, known.id + 1)
         for known in facts:
@@ -268,7 +299,7 @@ class NodeTable:
                 group = ledger.node_record(node.id, node.dev, node.ino, parent, node.kind, name)
                 for other, alias in node.aliases or ():
                     group += ledger.name_record(node.id, other.id, alias, several=True)
-                if self._by_key.get((node.dev, node.ino)) is not node:
+                if not node.keyed:
                     group += ledger.unlinked_record(node.id, 0, b"", gone=True)
                 yield group
 
@@ -324,10 +355,10 @@ class NodeTable:
                 self.ledger.append(ledger.replaced_record(node.id, st.st_dev, st.st_ino))
             self._unkey(node)
             node.dev, node.ino = st.st_dev, st.st_ino
-            other = self._by_key.get((node.dev, node.ino))
+            other = self._found(node.dev, node.ino)
             if other is not None:
                 self._unkey(other)
-            self._by_key[node.dev, node.ino] = node
+            self._set_key(node)
 
     # -- ways ---------------------------------------------------------------------------------------
 
