@@ -16,11 +16,12 @@ from typing import Final
 
 from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.namespace import backing_flags, writes
-from ciuic.fuse_layer.nodes import Node, stale
+from ciuic.fuse_layer.nodes import Node
 from ciuic.fuse_layer.state import OpenFile, OverlayState
 from ciuic.fuse_layer.times import KernelTimes
 from ciuic.fuse_layer.undo import read_xattrs
 from ciuic.fuse_layer.unseen import UnseenWriters
+from ciuic.fuse_layer.ways import stale
 
 COPY_LIMIT_BYTES: Final = 8 << 20
 """Up to here an old end is copied in the job's own time (some milliseconds); beyond it the inode is
