@@ -49,6 +49,7 @@ TORTURES = [
     Torture("properties", 3),
     Torture("cut", 2),
     Torture("kills", 2),
+    Torture("survival", 1),
     Torture("power", 2),
     Torture("saved_state", 1),
     Torture("damage", 1),
