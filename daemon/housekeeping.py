@@ -67,7 +67,7 @@ class Housekeeping:
             self._daemon.alerts.report(
                 f"silent:{path}",
                 f"the overlay worker of {path} (pid {worker.pid}) does not answer",
-                hint="a disk below the root may hang; nothing is killed, because the job would get ENOTCONN",
+                hint="a disk below the root may hang; a worker that hangs itself is replaced where its session outlives it",
                 root=path,
             )
             return

@@ -21,6 +21,7 @@ from ciuic.bypass import Bypasser
 from ciuic.control_types import BypassReport, MountState, RootStatus, rfc3339
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.events import EventBus
+from ciuic.daemon.hang_watch import end_when_hung
 from ciuic.daemon.mount_hooks import MountHooks
 from ciuic.daemon.settings import RootSettings
 from ciuic.daemon.worker_process import (
@@ -139,7 +140,10 @@ class RootSupervisor:
 
     async def _watch(self, worker: Worker) -> None:
         """Returns when the worker has ended and its mount is gone."""
-        status = await worker.wait()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(end_when_hung, worker)
+            status = await worker.wait()
+            nursery.cancel_scope.cancel()
         self.worker = None
         # First of all: a capture that goes on while the plain directory is open to everybody would not be exact.
         self._on_session_lost(self.path, worker.session)

@@ -41,6 +41,7 @@ class WorkerClient(Protocol):
     """The calls of the control channel (architecture.md, section 3); ControlClient is one, and so is a test's fake."""
 
     def status(self) -> WorkerStatus: ...
+    def alive(self) -> None: ...
     def backing_fd(self) -> int: ...
     def session_fd(self) -> int: ...
     def hand_over(self) -> None: ...
@@ -123,6 +124,13 @@ class Worker:
         """Asks it to stop as its ``stop`` request would (SIGTERM)."""
         try:
             signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
+        except ProcessLookupError:
+            log.debug("worker_already_gone", pid=self.pid)
+
+    def kill(self) -> None:
+        """Ends it at once (SIGKILL)."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         except ProcessLookupError:
             log.debug("worker_already_gone", pid=self.pid)
 

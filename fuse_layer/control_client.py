@@ -74,6 +74,11 @@ class ControlClient:
         """What the worker says about itself."""
         return msgspec.convert(self._ask("status"), WorkerStatus, strict=False)
 
+    def alive(self) -> None:
+        """The worker answers, whatever its disk does. One of an older version says that it does not know the question."""
+        with suppress(WorkerRefused):
+            self._ask("alive")
+
     def backing_fd(self) -> int:
         """A new descriptor of the backing directory, O_PATH and close-on-exec; the caller closes it."""
         return self._one_fd("backing_fd")

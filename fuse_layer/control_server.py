@@ -166,6 +166,8 @@ class ControlServer:
         match request.get("do"):
             case "status":
                 return Reply({**self._core.status(), **self._extra_status()})
+            case "alive":
+                return Reply()  # needs no lock and no disk
             case "backing_fd":
                 return Reply(fds=(self._backing_fd,))
             case "writers":

@@ -157,3 +157,15 @@ def test_a_worker_that_keeps_crashing_is_replaced_by_one_that_tracks_nothing(sit
             alerts = {alert.key: alert.message for alert in client.status().alerts}
     assert "without snapshots" in alerts[f"plain:{root}"]
     site.stop()
+
+
+def test_a_worker_that_hangs_is_replaced(site: Site) -> None:
+    """One that is stopped answers nobody: it is ended after a while, and the job goes on."""
+    root = site.root("a")
+    site.start()
+    with jobs(root, 1, site.top / "stop"):
+        until("the job's work", lambda: (root / "best0").exists())
+        before = site.root_status(root).worker_pid
+        os.kill(before, signal.SIGSTOP)
+        until("a successor", lambda: _served_by_another(site, root, before))
+    site.stop()

@@ -90,6 +90,9 @@ class FakeClient:
         self.overlay.pending.remove(epoch)
         self.overlay.committed.append(epoch)
 
+    def alive(self) -> None:
+        self.overlay.do("alive")
+
     def abort(self, epoch: int) -> None:
         self.overlay.do("abort")
         self.overlay.pending.remove(epoch)
