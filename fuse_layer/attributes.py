@@ -21,6 +21,9 @@ _GROUP_PRIVILEGE = stat.S_ISGID | stat.S_IXGRP
 """Set-group-id without group execution is no privilege; on some systems it marks mandatory locking."""
 
 
+DEFAULT_ACL = b"system.posix_acl_default"
+
+
 class SetAttr(NamedTuple):
     """What to change; None leaves a field. ``…_now`` asks for the file system's own clock."""
 
@@ -137,6 +140,8 @@ class Attributes:
             self._state.keep_inode(node)
             path, _keep = self._pinned(node)
             self._state.with_space(lambda: os.setxattr(path, name, value, flags))
+            if name == DEFAULT_ACL:  # the kernel lets nobody create in the directory meanwhile
+                self._nodes.without_default_acl.discard(node_id)
             if drops_group_bit:
                 os.chmod(path, stat.S_IMODE(os.stat(path).st_mode) & ~stat.S_ISGID)
             if self._state.tracked(node):

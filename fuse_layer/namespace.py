@@ -106,7 +106,7 @@ class Namespace:
             way = self._new_way(parent, name)
             if _lstat_or_none(way) is None:  # otherwise nothing will change: EEXIST
                 self._state.keep_name(parent, way, None)
-            masked = self._masked(way, mode, caller)
+            masked = self._masked(parent, way, mode, caller)
 
             def change() -> None:
                 with acting_as(caller):
@@ -121,16 +121,19 @@ class Namespace:
             self._state.tracker.mark_created(parent, name, node.ino)
         return node, attr
 
-    def _masked(self, way: Way, mode: int, caller: Caller) -> int:
+    def _masked(self, parent: Node, way: Way, mode: int, caller: Caller) -> int:
         """Apply the caller's umask, unless the directory has a default ACL, which then decides (POSIX.1e
         draft 17, 23.1.2)."""
         if not caller.umask:
             return mode
+        if parent.id in self._nodes.without_default_acl:
+            return mode & ~caller.umask
         try:
             os.getxattr(b"/proc/self/fd/%d/." % way.dir_fd, _DEFAULT_ACL)
         except OSError as error:
             if error.errno not in (errno.ENODATA, errno.ENOTSUP):
                 raise
+            self._nodes.without_default_acl.add(parent.id)
             return mode & ~caller.umask
         return mode
 
@@ -139,31 +142,44 @@ class Namespace:
         parent = self._nodes.get(parent_id)
         with self._state.gate:
             way = self._new_way(parent, name)
-            before = _lstat_or_none(way)
-            if before is None:
+            # The kernel asks for names that it knows to be free; whether it is right matters before the creation only where
+            # that has to be saved.
+            is_new = not self._state.undo.active or _lstat_or_none(way) is None
+            if is_new:
                 self._state.keep_name(parent, way, None)
-            masked = self._masked(way, mode, caller)
-            want = backing_flags(flags) | os.O_CREAT | (flags & os.O_EXCL)
+            masked = self._masked(parent, way, mode, caller)
             # The caller may ask for a file that he may write and its mode forbids to read: this descriptor
             # serves reads too.
-
-            def change() -> int:
-                with acting_as(caller):
-                    return os.open(name, want, masked, dir_fd=way.dir_fd)
-
-            file = OpenFile(parent, self._state.with_space(change), flags)
-            if before is None:
+            want = backing_flags(flags) | os.O_CREAT
+            try:
+                fd = self._created(way, want | (os.O_EXCL if is_new else flags & os.O_EXCL), masked, caller)
+            except FileExistsError:
+                if flags & os.O_EXCL:
+                    raise
+                is_new, fd = False, self._created(way, want, masked, caller)
+            file = OpenFile(parent, fd, flags)
+            if is_new:
                 file.node, attr = self._made(parent, name, way)
             else:
                 file.node, attr = self._state.adopt(parent, name, way, count=1)
             return attr, self._state.add_file(file)
+
+    def _created(self, way: Way, flags: int, mode: int, caller: Caller) -> int:
+        def change() -> int:
+            name = way.name or b""
+            if caller.uid == 0 and caller.gid == 0:
+                return os.open(name, flags, mode, dir_fd=way.dir_fd)
+            with acting_as(caller):
+                return os.open(name, flags, mode, dir_fd=way.dir_fd)
+
+        return self._state.with_space(change)
 
     def tmpfile(self, parent_id: int, mode: int, flags: int, caller: Caller) -> tuple[Attr, int]:
         """Create and open a file without a name (O_TMPFILE); the attributes (one lookup counted) and the handle."""
         parent = self._nodes.get(parent_id)
         way = Way(self._nodes.directory(parent), b".")
         with self._state.gate:
-            masked = self._masked(way, mode, caller)
+            masked = self._masked(parent, way, mode, caller)
             want = backing_flags(flags) | os.O_TMPFILE | (flags & os.O_EXCL)
 
             def change() -> int:

@@ -31,6 +31,8 @@ _KEPT_DIRECTORIES: Final = 512
 _KEPT_REMOVED: Final = 256
 _LOOKED_UP_FOR_EVER: Final = 1 << 60
 _RENAME_RETRIES: Final = 12
+_ANOTHER_THING: Final = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EAGAIN)
+"""What opening a name for writing says that no longer leads to a file, and what a lease held for a moment says (unseen.py)."""
 _KINDS: Final = {
     kind: kind
     for kind in (
@@ -99,6 +101,8 @@ class NodeTable:
         self.root_directory = Descriptor(os.dup(root_fd))
         self._lock = threading.RLock()
         self._by_id: dict[int, Node] = {ROOT_ID: self.root}
+        self.without_default_acl: set[int] = set()
+        """Ids of directories that were seen to have none; whoever gives one takes the id out."""
         self._by_key: dict[tuple[int, int], Node] = {}
         """Nodes whose id is not their inode number; the others are found by id. A million entries less, and their keys."""
         self._set_key(self.root)
@@ -238,6 +242,7 @@ class NodeTable:
         while node.lookups <= 0 and not node.below and node.handles is None and node is not self.root:
             if self._by_id.pop(node.id, None) is None:
                 return
+            self.without_default_acl.discard(node.id)
             if self.ledger is not None:
                 self.ledger.append(ledger.dropped_record(node.id))
             self._unkey(node)
@@ -447,8 +452,30 @@ class NodeTable:
     def open(self, node: Node, flags: int) -> int:
         """The node's inode opened with ``flags``; ESTALE as ``pin``. Never through its name alone: between the way and the
         open another thread may rename something else there, and what is written would land in that."""
+        fd = self._open_by_name(node, flags) if node.kind == stat.S_IFREG else None
+        if fd is not None:
+            return fd
         pinned = self.pin(node)
         return os.open(b"/proc/self/fd/%d" % pinned.fd, (flags | os.O_CLOEXEC) & ~os.O_NOFOLLOW)
+
+    def _open_by_name(self, node: Node, flags: int) -> int | None:
+        """Half the system calls of ``open``, where the name still leads to the inode; None where that is not sure. What else may
+        be found there is looked at before anything is done with it, and O_NONBLOCK keeps a fifo from stopping us."""
+        way = self.way(node)
+        if way.name is None:
+            return None
+        want = flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+        try:
+            fd = os.open(way.name, want, dir_fd=way.dir_fd)
+        except OSError as error:
+            if error.errno in _ANOTHER_THING:
+                return None
+            raise
+        st = os.fstat(fd)
+        if st.st_ino == node.ino and st.st_dev == node.dev:
+            return fd
+        os.close(fd)
+        return None
 
     def path_below_root(self, node: Node) -> bytes | None:
         """The node's path relative to the root, as its names say; None when it has none."""
