@@ -141,6 +141,11 @@ class Ledger:
         self.kept = True
         """Whether a successor could go on."""
 
+    @property
+    def rewriting(self) -> bool:
+        """Whether a new file is being written beside the work."""
+        return self._rewriting
+
     def begin(self, minor: int, flags: int, max_write_bytes: int) -> None:
         """Starts a new file for a session that was just negotiated, or taken over."""
         self._begin = _record(_BEGIN, _BEGIN_FIELDS.pack(VERSION, minor, flags, max_write_bytes))
