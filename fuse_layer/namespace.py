@@ -263,10 +263,11 @@ class Namespace:
     def _keep_removed(self, target: _Target, way: Way) -> Descriptor | None:
         """A descriptor for what is about to lose its name while the kernel may still ask about it."""
         node = target.node
+        # Other links than this one do not help a successor unless we know one: the kernel may have forgotten them.
+        if node is not None and node.handles is not None and (target.nlink <= 1 or not node.aliases):
+            self._state.undo.keep_orphan(node.ino, way.name or b"", way.dir_fd, follow=False)
         if node is None or not node.lookups:
             return None
-        if node.handles is not None and target.nlink <= 1:
-            self._state.undo.keep_orphan(node.ino, way.name or b"", way.dir_fd, follow=False)
         return Descriptor(
             os.open(way.name or b"", os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=way.dir_fd)
         )
