@@ -1,22 +1,24 @@
 """The control API (architecture.md, section 8): HTTP requests become calls, values and errors become JSON.
 
-Guarantees: a body is limited, decoded against its type, and unknown fields in it are refused; every CiuicError becomes
+Guarantees: a body is limited, in bytes and seconds, decoded against its type, and unknown fields in it are refused; every CiuicError becomes
 its document and a fitting status, in one place; nothing else leaks but "internal error" (the log has the rest).
 Leaves the work to ``Operations`` (service.py) and the socket's permissions to runtime.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Protocol, TypeVar
 
 import msgspec
 import structlog
+import trio
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ciuic.control_types import (
     ErrorDocument,
@@ -32,6 +34,8 @@ from ciuic.daemon.events import EventBus
 from ciuic.errors import BY_EXIT_CODE, CiuicError, UsageError
 
 MAX_BODY_BYTES = 64 * 1024
+BODY_SECONDS = 10.0
+"""For a body to arrive in: callers are processes of this machine, and one that stops in the middle takes a place."""
 STATUS_OF_EXIT_CODE = {1: 500, 2: 400, 3: 404, 4: 500, 5: 503, 6: 409, 7: 403, 8: 500, 75: 503}
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -147,28 +151,49 @@ class _Handlers:
 
     @_answering
     async def events(self, request: Request) -> Response:
-        return StreamingResponse(_event_lines(self._operations.events), media_type="text/event-stream")
+        return _EventStream(_event_lines(self._operations.events))
 
 
-async def _event_lines(bus: EventBus) -> AsyncIterator[bytes]:
+class _EventStream(StreamingResponse):
+    """Ends its subscription when the listener has gone: left to itself it would last until garbage is collected."""
+
+    def __init__(self, lines: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(lines, media_type="text/event-stream")
+        self._lines = lines
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._lines):
+            await super().__call__(scope, receive, send)
+
+
+async def _event_lines(bus: EventBus) -> AsyncGenerator[bytes, None]:
     with bus.subscribe() as subscription:
         yield b": listening\n\n"  # so that a listener knows from when on nothing is missed
-        async for event in subscription.events():
-            yield b"data:" + msgspec.json.encode(event) + b"\n\n"
+        async with aclosing(subscription.events()) as events:
+            async for event in events:
+                yield b"data:" + msgspec.json.encode(event) + b"\n\n"
 
 
 async def _decode(request: Request, kind: type[T]) -> T:
-    body = bytearray()
-    async with aclosing(request.stream()) as parts:
-        async for part in parts:
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                raise UsageError(f"the request is longer than {MAX_BODY_BYTES} bytes")
+    body = await _body(request)
     try:
-        return msgspec.json.decode(bytes(body) or b"{}", type=kind)
+        return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # The last two: text that is not UTF-8, and nesting without end; msgspec lets them through as they are.
         raise UsageError(f"the request cannot be read: {error}") from error
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    with trio.move_on_after(BODY_SECONDS) as patience:
+        async with aclosing(request.stream()) as parts:
+            async for part in parts:
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise UsageError(f"the request is longer than {MAX_BODY_BYTES} bytes")
+    if patience.cancelled_caught:
+        raise UsageError(f"the request did not arrive within {BODY_SECONDS:.0f} s")
+    return bytes(body)
 
 
 def document(value: object, status: int = 200) -> Response:

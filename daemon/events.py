@@ -6,7 +6,7 @@ Guarantees: emitting never waits; a listener that does not keep up loses its old
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 
 import trio
@@ -32,7 +32,7 @@ class Subscription:
         self._closed = True
         self._wake.set()
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncGenerator[Event, None]:
         """Ends when the bus is closed."""
         while True:
             while self._waiting:

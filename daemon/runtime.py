@@ -20,6 +20,8 @@ import xxhash
 
 from ciuic.errors import Busy, CiuicError, NotPermitted
 
+_BACKLOG = 512
+"""Connections that the kernel keeps for us: a command that finds the queue full takes the daemon for absent."""
 log = structlog.get_logger(__name__)
 
 
@@ -161,7 +163,7 @@ def bind_control_socket(path: Path, group_id: int | None, stored_fd: int | None 
         if group_id is not None:
             os.chown(path, -1, group_id)
         path.chmod(0o600 if group_id is None else 0o660)
-        listener.listen(64)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise CiuicError(f"cannot make the control socket {path}: {error.strerror or error}") from error

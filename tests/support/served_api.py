@@ -1,0 +1,100 @@
+"""The control API over a real socket, in front of operations that only note what they are asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from ciuic.control_types import (
+    PruneReport,
+    RootStatus,
+    SnapshotRequest,
+    SnapshotState,
+    StatusDocument,
+)
+from ciuic.daemon.api import make_app
+from ciuic.daemon.events import EventBus
+from ciuic.daemon.runtime import bind_control_socket
+from ciuic.daemon.server import MOST_CONNECTIONS, serve_api
+
+
+class FakeOperations:
+    """Answers what it is told to, or raises ``failure``."""
+
+    def __init__(self) -> None:
+        self.events = EventBus(lambda: 0)
+        self.failure: Exception | None = None
+        self.calls: list[tuple[Any, ...]] = []
+        self.committed = trio.Event()
+        self.stop_requested = threading.Event()
+
+    async def _called(self, *call: Any) -> None:
+        await trio.lowlevel.checkpoint()
+        self.calls.append(call)
+        if self.failure is not None:
+            raise self.failure
+
+    async def status(self) -> StatusDocument:
+        await self._called("status")
+        return StatusDocument(version="1", pid=2, since="s", now="n", roots=[RootStatus(path="/ä b")])
+
+    async def take_snapshot(self, request: SnapshotRequest) -> SnapshotState:
+        await self._called("take_snapshot", request)
+        return SnapshotState(id="cs-123456", state="pending")
+
+    async def snapshot_state(self, snapshot_id: str, *, wait: bool) -> SnapshotState:
+        await self._called("snapshot_state", snapshot_id, wait)
+        return SnapshotState(id=snapshot_id, state="committed")
+
+    async def add_root(self, path: str) -> RootStatus:
+        await self._called("add_root", path)
+        return RootStatus(path=path, state="mounted")
+
+    async def remove_root(self, path: str) -> None:
+        await self._called("remove_root", path)
+
+    async def prune(self, *, dry_run: bool) -> PruneReport:
+        await self._called("prune", dry_run)
+        return PruneReport(dry_run=dry_run, removed=["cs-000001"], freed_bytes=3)
+
+    async def reload(self) -> None:
+        await self._called("reload")
+
+    def request_stop(self) -> None:
+        self.calls.append(("stop",))
+
+    async def metrics(self) -> bytes:
+        await self._called("metrics")
+        return b"ciuic_up 1\n"
+
+
+@contextmanager
+def served(
+    path: Path, operations: FakeOperations, *, most_connections: int = MOST_CONNECTIONS
+) -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Serves ``operations`` in a thread; gives a function that runs something in its trio loop."""
+    ready, tokens = threading.Event(), []
+    stopped = trio.Event()
+
+    async def main() -> None:
+        tokens.append(trio.lowlevel.current_trio_token())
+        async with trio.open_nursery() as nursery:
+            serve = partial(serve_api, most_connections=most_connections)
+            await nursery.start(serve, make_app(operations), bind_control_socket(path, None), stopped.wait)
+            ready.set()
+
+    thread = threading.Thread(target=trio.run, args=(main,))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield tokens[0].run_sync_soon
+    finally:
+        tokens[0].run_sync_soon(stopped.set)
+        thread.join(10)
+        assert not thread.is_alive()
