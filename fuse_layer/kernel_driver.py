@@ -30,6 +30,8 @@ _WRITTEN_NS: Final = 100_000_000
 _LEAST_BLOCKS: Final = 8
 _INLINE_READ_BYTES: Final = 128 << 10
 _ABSENT: Final = p.ENTRY_HEAD.pack(0, 0, FOREVER_SECONDS, 0, 0, 0) + bytes(p.ATTR.size)
+_CACHED_LISTING: Final = p.FOPEN_CACHE_DIR | p.FOPEN_KEEP_CACHE
+"""The kernel keeps a listing until it changes the directory itself (its change counter, not a clock, tells)."""
 _NO_ENTRY: Final = bytes(p.ENTRY_HEAD.size + p.ATTR.size)
 _SHIFTS_BLOCKS: Final = syscalls.FALLOC_FL_COLLAPSE_RANGE | syscalls.FALLOC_FL_INSERT_RANGE
 _SET_IDS: Final = stat.S_ISUID | stat.S_ISGID
@@ -452,10 +454,10 @@ class KernelDriver:
     def _opendir(self, request: Request, data: memoryview) -> Reply:
         unique = request.unique & ~p.UNIQUE_RESEND
         if request.resent and (before := self.book.directory_of(unique)) is not None:
-            return p.OPEN_OUT.pack(before.handle, 0, 0)
+            return p.OPEN_OUT.pack(before.handle, _CACHED_LISTING, 0)
         handle = self.core.opendir(request.node)
         self.book.directory_opened(OpenedDirectory(handle, request.node, unique))
-        return p.OPEN_OUT.pack(handle, 0, 0)
+        return p.OPEN_OUT.pack(handle, _CACHED_LISTING, 0)
 
     def _readdir(self, request: Request, data: memoryview) -> Reply:
         handle, offset, size, *_ = p.READ_IN.unpack_from(data)
