@@ -29,7 +29,9 @@ _UNFINISHED = (
 def _call(path: Path, data: bytes = b"") -> socket.socket:
     caller = socket.socket(socket.AF_UNIX)
     caller.connect(str(path))
-    caller.sendall(data)
+    caller.settimeout(30)
+    with suppress(BrokenPipeError):  # hung up on already
+        caller.sendall(data)
     return caller
 
 
