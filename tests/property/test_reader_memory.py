@@ -127,7 +127,7 @@ def test_files_that_are_sparse_and_endless(tmp_path: Path, what: str) -> None:
 
 
 def test_a_file_of_an_exabyte(tmp_path: Path) -> None:
-    """Trees that say a file has 2^62 bytes, and a map of the greatest height above it, cost no memory for the holes."""
+    """Trees that say a file has 2^61 bytes, and a map of the greatest height above it, cost no memory for the holes."""
     _child(
         """
 path = Path(sys.argv[1])
@@ -140,8 +140,8 @@ with Repository.create(path, block_size=BLOCK) as repository:
         node = writer.put_chunk(content(2, 1))
         for height in range(1, 6):
             node = writer._put_meta(encode_map_node(height, [node]))
-        huge = Entry(name=b"b", mode=0o100600, size_bytes=1 << 62, content=node, map_height=5)
-        none = Entry(name=b"c", mode=0o100600, size_bytes=1 << 62)
+        huge = Entry(name=b"b", mode=0o100600, size_bytes=1 << 61, content=node, map_height=5)
+        none = Entry(name=b"c", mode=0o100600, size_bytes=1 << 61)
         tree = writer.update_tree(snapshot.roots[0].entry.content, {b"b": huge, b"c": none})
         root = msgspec.structs.replace(snapshot.roots[0].entry, content=tree.id)
         from ciuic.types import SnapshotDraft

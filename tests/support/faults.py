@@ -464,13 +464,23 @@ def store_sectors_break(site: Site) -> None:
 
 def runtime_directory_full(site: Site) -> None:
     """ENOSPC where the journal of pending snapshots is."""
-    filler = site.top / "run/filler"
-    with open(filler, "wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(65536))
+    filler, over = site.top / "run/filler", threading.Event()
+
+    def fill() -> None:
+        # Again and again: a worker that cannot write its ledger gives it up, and there is a little room.
+        with open(filler, "wb", buffering=0) as file:
+            while not over.wait(0.02):
+                with suppress(OSError):
+                    while True:
+                        file.write(bytes(4096))
+
+    filling = threading.Thread(target=fill)
+    filling.start()
     try:
         site.alert("runtime")
     finally:
+        over.set()
+        filling.join()
         filler.unlink()
 
 
