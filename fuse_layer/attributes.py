@@ -67,12 +67,6 @@ class Attributes:
         path, _keep = self._pinned(node)
         return attr, syscalls.statx(path, mask, follow=True)
 
-    def kill_setgid(self, node_id: int) -> None:
-        """Take the set-group-id bit away, as an ACL set by somebody outside the group does."""
-        mode = self.getattr(node_id).st.st_mode
-        if mode & stat.S_ISGID:
-            self.setattr(node_id, SetAttr(mode=stat.S_IMODE(mode) & ~stat.S_ISGID))
-
     def setattr(self, node_id: int, change: SetAttr, handle: int | None = None) -> Attr:
         """Apply in the order size, owner, mode, times: a change of owner clears set-id bits that the same
         call may set again."""

@@ -154,7 +154,6 @@ class OverlayCore:
         self.read, self.read_nowait, self.write = data.read, data.read_nowait, data.write
         self.fallocate, self.lseek, self.copy_file_range = data.fallocate, data.lseek, data.copy_file_range
         self.getattr, self.setattr, self.statx = attributes.getattr, attributes.setattr, attributes.statx
-        self.kill_setgid = attributes.kill_setgid
         self.getxattr, self.listxattr = attributes.getxattr, attributes.listxattr
         self.setxattr, self.removexattr = attributes.setxattr, attributes.removexattr
         self.opendir, self.readdir, self.releasedir = (
@@ -309,6 +308,7 @@ class OverlayCore:
         """Let go of every descriptor; open handles are closed. The core is not used afterwards."""
         self._state.files.clear()
         self._unseen.close()
+        self._state.undo.let_orphans_go()
         os.close(self._state_fd)
 
     def _open_inodes(self) -> set[int]:

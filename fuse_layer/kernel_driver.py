@@ -28,7 +28,6 @@ FOREVER_SECONDS: Final = 86_400
 _WRITTEN_NS: Final = 100_000_000
 """Life of the attributes of a file that is open for writing: mappings change times and blocks without a request."""
 _LEAST_BLOCKS: Final = 8
-_INLINE_READ_BYTES: Final = 128 << 10
 _ABSENT: Final = p.ENTRY_HEAD.pack(0, 0, FOREVER_SECONDS, 0, 0, 0) + bytes(p.ATTR.size)
 _CACHED_LISTING: Final = p.FOPEN_CACHE_DIR | p.FOPEN_KEEP_CACHE
 """The kernel keeps a listing until it changes the directory itself (its change counter, not a clock, tells)."""
@@ -209,10 +208,10 @@ class KernelDriver:
             return ()
         return tuple(p.security_contexts(bytes(data[len(data) - request.extension_bytes :])))
 
-    def _made(self, request: Request, data: memoryview, attr: Attr) -> bytes:
+    def _made(self, request: Request, data: memoryview, attr: Attr, *, written: bool = False) -> bytes:
         for name, value in self._labels(request, data):
             self.core.setxattr(attr.node, name, value, 0)
-        return self._entry(attr)
+        return self._entry(attr, written=written)
 
     def _symlink(self, request: Request, data: memoryview) -> Reply:
         name, target = p.names_of(data, 2)
@@ -321,6 +320,9 @@ class KernelDriver:
             raise
         unique = request.unique & ~p.UNIQUE_RESEND
         self.book.opened(Opened(handle, node, unique, flags, final.open_flags, backing_id))
+        if self._writeback and flags & os.O_ACCMODE != os.O_RDONLY:
+            # What the kernel caches of it has a long life; from now on it is asked for again (``_attr``).
+            self.session.invalidate_attributes(node)
         return p.OPEN_OUT.pack(handle, final.open_flags, backing_id)
 
     def _create(self, request: Request, data: memoryview) -> Reply:
@@ -347,7 +349,7 @@ class KernelDriver:
 
     def _created(self, request: Request, data: memoryview, flags: int, attr: Attr, handle: int) -> bytes:
         try:
-            entry = self._made(request, data, attr)
+            entry = self._made(request, data, attr, written=True)
             with self.modes.lock(attr.node):
                 plan = self.modes.plan(attr.node, flags, fresh=attr.st.st_size == 0)
                 if plan.unseen:
@@ -544,9 +546,7 @@ class KernelDriver:
             raise p.Malformed("the value is shorter than announced")
         if request.resent:
             flags = 0  # whether it was there is the kernel's and the predecessor's to know
-        self.core.setxattr(request.node, name, value, flags)
-        if kills:
-            self.core.kill_setgid(request.node)
+        self.core.setxattr(request.node, name, value, flags, drops_group_bit=kills)
         return b""
 
     def _removexattr(self, request: Request, data: memoryview) -> Reply:

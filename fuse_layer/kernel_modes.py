@@ -77,10 +77,9 @@ class Modes:
 
     def plan(self, node_id: int, flags: int, *, fresh: bool) -> Plan:
         """For an open with ``flags``; ``fresh``: what it can see is empty, made or emptied by this open."""
-        if not self.passthrough:
-            return Plan(p.FOPEN_KEEP_CACHE, unseen=False)
         family = self._families.get(node_id)
-        if family is not None and family.backing_id is None:
+        # What is open already decides, also when passthrough was refused meanwhile for another file.
+        if (family is None and not self.passthrough) or (family is not None and family.backing_id is None):
             return Plan(p.FOPEN_KEEP_CACHE, unseen=False)
         access = flags & os.O_ACCMODE
         if access == os.O_RDONLY:

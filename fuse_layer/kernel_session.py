@@ -7,7 +7,7 @@ watch sees to it within milliseconds that another does: no request waits for the
 One thread holds the *turn*: it reads a request, carries it out and replies, without ever handing anything to another
 thread. That is twice as fast as two threads that read alternately, which meet at the interpreter's lock after every
 request (measured, create and write of small files: 15,100/s against 7,300/s). Who is going to wait (a handler calls
-``hand_on``), or is found waiting (``_Watch``), gives the turn up, finishes its request and queues for the turn again.
+``hand_on``), or is found waiting (``_watch``), gives the turn up, finishes its request and queues for the turn again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SPARE_THREADS: Final = 4
 WATCH_SECONDS: Final = 0.003
 """A request that takes longer than this has met a disk: somebody else reads on."""
 _QUIET_SECONDS: Final = 0.1
-_STACK_BYTES: Final = 256 << 10
+_FAILED_PAUSE_SECONDS: Final = 0.05
 
 _WANTED = (
     p.ASYNC_READ
@@ -218,14 +218,14 @@ class Session:
         return False
 
     def invalidate_attributes(self, node: int) -> None:
-        """The kernel asks for the node's attributes again. Never from a thread that carries out a request on it."""
+        """The kernel asks for the node's attributes again; what it caches of the content stays."""
         body = p.NOTIFY_INVAL_INODE_OUT.pack(node, -1, 0)
         head = p.OUT_HEADER.pack(p.OUT_HEADER.size + len(body), p.NOTIFY_INVAL_INODE, 0)
         try:
             os.write(self._fd, head + body)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTCONN):  # forgotten meanwhile; unmounted
-                raise
+                log.warning("attributes_not_invalidated", error=str(error))
 
     # -- the turn -------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class Session:
         view = memoryview(bytearray(_BUFFER_BYTES))
         while self._queue(server):
             while self._owner is server:
-                goes_on = self._one(server, view)
+                goes_on = self._one_guarded(server, view)
                 server.busy = False
                 if not goes_on:
                     self._finish(server)
@@ -315,6 +315,15 @@ class Session:
             seen = now
 
     # -- one request ----------------------------------------------------------------------------------
+
+    def _one_guarded(self, server: _Server, view: memoryview) -> bool:
+        """As ``_one``. A thread that ended here would keep its turn, and nobody would read any more."""
+        try:
+            return self._one(server, view)
+        except Exception:
+            log.exception("request_not_finished")
+            time.sleep(_FAILED_PAUSE_SECONDS)  # out of memory, say: that passes
+            return True
 
     def _one(self, server: _Server, view: memoryview) -> bool:
         """Reads, carries out and answers one request; False at the end of the connection."""
@@ -373,7 +382,10 @@ class Session:
                 return True
             undo = self._unread.get(request.opcode)
             if undo is not None:
-                undo(request, reply)
+                try:
+                    undo(request, reply)
+                except Exception:  # whoever waits must have his answer all the same
+                    log.exception("answer_not_undone", opcode=request.opcode)
             if error.errno != errno.ENOENT:
                 return self._answer(request, errno.EIO, b"")
         return True

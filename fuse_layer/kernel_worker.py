@@ -175,7 +175,10 @@ class KernelWorker:
             raise OSError(errno.EOPNOTSUPP, "this session cannot be handed over")
         log.info("handing_over", root=self._place.root)
         if self._driver.session.park(_PARK_SECONDS):
-            self._core.save_for_successor()
+            try:
+                self._core.save_for_successor()
+            except OSError as error:  # a full disk: nobody serves any more, so there is no way but on
+                log.error("tracking_not_handed_over", error=str(error))
         self._handed_over = True
         threading.Timer(_LAST_ANSWER_SECONDS, self._driver.session.end).start()
 

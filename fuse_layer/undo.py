@@ -444,6 +444,11 @@ class UndoLog:
             finally:
                 self._held_version += 1
 
+    def let_orphans_go(self) -> None:
+        """The session is over, and has no successor: nothing of it stays on the disk."""
+        for ino in list(self._orphans):
+            self.let_orphan_go(ino)
+
     def open_orphan(self, ino: int, flags: int) -> int:
         """OSError when it was not kept."""
         if self._orphanage is None:

@@ -106,6 +106,17 @@ def test_what_will_never_work_is_not_tried_again(number: int, stays: bool) -> No
     assert modes.passthrough is stays
 
 
+def test_a_refusal_for_one_file_does_not_part_what_is_open_of_another() -> None:
+    """A file on a stacked file system below the root is refused: one that is open in the passthrough family stays in it."""
+    modes = FakeKernel()
+    modes.commit(1, modes.plan(1, os.O_RDONLY, fresh=False), -1)
+    modes.refuses = errno.ELOOP
+    assert kind_of(modes.commit(2, modes.plan(2, os.O_RDONLY, fresh=False), -1)[0].open_flags) == "C"
+    assert kind_of(modes.plan(1, os.O_RDONLY, fresh=False).open_flags) == "P"
+    assert kind_of(modes.plan(1, os.O_RDWR, fresh=False).open_flags) == "DP"
+    assert kind_of(modes.plan(3, os.O_RDONLY, fresh=False).open_flags) == "C"
+
+
 def test_a_release_too_many_is_ignored() -> None:
     """Of a node that nothing is open of."""
     FakeKernel().released(5)

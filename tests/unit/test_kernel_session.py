@@ -227,6 +227,20 @@ def test_an_answer_that_is_refused_becomes_an_error(kernel: Kernel, serve: Calla
     assert undone == [b"of a wrong size"]
 
 
+def test_undoing_that_fails_leaves_nobody_waiting(kernel: Kernel, serve: Callable[..., Session]) -> None:
+    """The caller has his EIO, and the next request its answer."""
+
+    def undo(request: Request, reply: Reply) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    serve({ANSWER: echo}, {ANSWER: undo})
+    kernel.refused = 1
+    kernel.send(ANSWER, 2, b"of a wrong size")
+    assert kernel.answer() == (2, errno.EIO, b"")
+    kernel.send(ANSWER, 4)
+    assert kernel.answer() == (4, 0, b"")
+
+
 def test_the_end_of_the_connection_ends_the_wait(kernel: Kernel, serve: Callable[..., Session]) -> None:
     """Unmounted, the session is over."""
     session = serve({ANSWER: echo})
