@@ -88,8 +88,15 @@ class KernelWorker:
 
     def _take_over(self, fuse_fd: int) -> None:
         """Goes on with the session of a predecessor. What fails here leaves the session to whoever tries next."""
+        began = time.perf_counter()
+        stages: dict[str, float] = {}
+
+        def reached(stage: str) -> None:
+            stages[stage] = round(1000 * (time.perf_counter() - began), 1)
+
         self._know_mount()
         inherited = ledger.replay(self._ledger_base)
+        reached("ledger read")
         if inherited is None:
             raise NotInherited("the predecessor left no ledger that this version understands")
         negotiated = Negotiated(inherited.minor, inherited.flags, inherited.max_write_bytes)
@@ -98,16 +105,20 @@ class KernelWorker:
             kernel_keeps_times=negotiated.writeback, ledger=self._ledger, inherited=inherited
         )
         driver = KernelDriver(core, fuse_fd, negotiated, ledger=self._ledger, inherited=inherited)
+        reached("nodes and handles opened")
         if self._ledger is not None:
             for group in driver.records():  # so that the ledger does not grow with every successor
                 self._ledger.append(group)
             self._ledger.drop_older()
+        reached("ledger written")
         driver.session.resend()
+        reached("requests asked for again")
         log.info(
             "session_taken_over",
             root=self._place.root,
             nodes=len(inherited.nodes),
             files=len(inherited.files),
+            stages_ms=stages,
         )
         self._serve(fuse_fd, core, driver)
 

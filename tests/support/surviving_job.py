@@ -2,8 +2,8 @@
 
     python surviving_job.py DIRECTORY NUMBER UNTIL
 
-Works until the file UNTIL is there. Exit status 0 and a line of JSON (rounds, longest round in seconds) when every call did
-what it does on a plain directory; a traceback otherwise.
+Works until the file UNTIL is there. Exit status 0 and a line of JSON (rounds, the longest one, calls, the long ones) when every call did what it does on a plain
+directory; a traceback otherwise. Each system call is timed by itself: the long ones are told with the time at which they began.
 """
 
 from __future__ import annotations
@@ -17,6 +17,52 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+LONG_SECONDS = 0.005
+"""Calls that took longer are told one by one."""
+
+
+class Timed:
+    """The module ``os``, each call of which is timed."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.long: list[tuple[str, float, float]] = []
+        """(Call, wall clock when it began, seconds)."""
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(os, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **options)
+            finally:
+                seconds = time.perf_counter() - began
+                self.calls += 1
+                if seconds >= LONG_SECONDS:
+                    self.long.append((name, time.time() - seconds, seconds))
+
+        setattr(self, name, timed)
+        return timed
+
+
+timed = Timed()
+
+
+def write_file(path: Path, data: bytes, flags: int = 0) -> None:
+    fd = timed.open(path, os.O_WRONLY | os.O_CREAT | flags)
+    assert timed.write(fd, data) == len(data)
+    timed.close(fd)
+
+
+def read_file(path: Path) -> bytes:
+    fd, pieces = timed.open(path, os.O_RDONLY), []
+    while piece := timed.read(fd, 1 << 20):
+        pieces.append(piece)
+    timed.close(fd)
+    return b"".join(pieces)
 
 
 class Job:
@@ -25,14 +71,14 @@ class Job:
     def __init__(self, top: Path, number: int) -> None:
         self._top, self._number, self._random = top, number, random.Random(number)
         self._rounds, self._logged = 0, b""
-        self._log = os.open(top / f"log{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._nameless = os.open(top, os.O_TMPFILE | os.O_RDWR)
-        os.write(self._nameless, b"nameless")
+        self._log = timed.open(top / f"log{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._nameless = timed.open(top, os.O_TMPFILE | os.O_RDWR)
+        timed.write(self._nameless, b"nameless")
         self._unlinked = self._unlinked_file()
-        self._table = os.open(top / f"table{number}", os.O_RDWR | os.O_CREAT)
-        os.ftruncate(self._table, 8192)
+        self._table = timed.open(top / f"table{number}", os.O_RDWR | os.O_CREAT)
+        timed.ftruncate(self._table, 8192)
         self._map = mmap.mmap(self._table, 8192)
-        self._reader = os.open(top / f"table{number}", os.O_RDONLY)
+        self._reader = timed.open(top / f"table{number}", os.O_RDONLY)
         self._many = top / f"many{number}"
         self._many.mkdir()
         for index in range(300):
@@ -40,9 +86,9 @@ class Job:
 
     def _unlinked_file(self) -> int:
         path = self._top / f"unlinked{self._number}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT)
-        os.write(fd, b"unlinked")
-        os.unlink(path)
+        fd = timed.open(path, os.O_RDWR | os.O_CREAT)
+        timed.write(fd, b"unlinked")
+        timed.unlink(path)
         return fd
 
     def round(self) -> None:
@@ -56,51 +102,51 @@ class Job:
 
     def _checkpoint(self) -> None:
         path, data = self._top / f"w{self._number}_{self._rounds % 7}", self._random.randbytes(100_000)
-        with open(path, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        assert path.read_bytes() == data
-        expect(errno.EEXIST, lambda: os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        os.rename(path, self._top / f"best{self._number}")
-        assert (self._top / f"best{self._number}").read_bytes() == data
+        fd = timed.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        assert timed.write(fd, data) == len(data)
+        timed.fsync(fd)
+        timed.close(fd)
+        assert read_file(path) == data
+        expect(errno.EEXIST, lambda: timed.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        timed.rename(path, self._top / f"best{self._number}")
+        assert read_file(self._top / f"best{self._number}") == data
 
     def _names(self) -> None:
         a, b = self._top / f"a{self._number}", self._top / f"b{self._number}"
-        a.mkdir()
-        (a / "x").write_bytes(b"x")
-        os.link(a / "x", b)
-        assert os.stat(b).st_nlink == 2
-        os.symlink("x", a / "s")
-        assert os.readlink(a / "s") == "x"
-        assert sorted(os.listdir(a)) == ["s", "x"]
-        os.setxattr(b, "user.n", b"1", os.XATTR_CREATE)
-        os.removexattr(b, "user.n")
+        timed.mkdir(a)
+        write_file(a / "x", b"x")
+        timed.link(a / "x", b)
+        assert timed.stat(b).st_nlink == 2
+        timed.symlink("x", a / "s")
+        assert timed.readlink(a / "s") == "x"
+        assert sorted(timed.listdir(a)) == ["s", "x"]
+        timed.setxattr(b, "user.n", b"1", os.XATTR_CREATE)
+        timed.removexattr(b, "user.n")
         for path in (a / "x", a / "s", b):
-            os.unlink(path)
-        expect(errno.ENOENT, lambda: os.unlink(b))
-        os.rmdir(a)
-        assert not a.exists()
+            timed.unlink(path)
+        expect(errno.ENOENT, lambda: timed.unlink(b))
+        timed.rmdir(a)
+        expect(errno.ENOENT, lambda: timed.stat(a))
 
     def _open_files(self) -> None:
         record = b"%08d\n" % self._rounds
-        assert os.write(self._log, record) == len(record)
+        assert timed.write(self._log, record) == len(record)
         self._logged += record
         at = self._rounds % 1000 * 4
-        os.pwrite(self._table, b"%04d" % (self._rounds % 10_000), at)
-        assert os.pread(self._table, 4, at) == b"%04d" % (self._rounds % 10_000)
-        assert os.pread(self._reader, 4, at) == b"%04d" % (self._rounds % 10_000)
+        timed.pwrite(self._table, b"%04d" % (self._rounds % 10_000), at)
+        assert timed.pread(self._table, 4, at) == b"%04d" % (self._rounds % 10_000)
+        assert timed.pread(self._reader, 4, at) == b"%04d" % (self._rounds % 10_000)
         assert self._map[at : at + 4] == b"%04d" % (self._rounds % 10_000)
-        assert os.pread(self._nameless, 20, 0) == b"nameless"
-        assert os.pread(self._unlinked, 20, 0) == b"unlinked"
-        assert os.fstat(self._unlinked).st_nlink == os.fstat(self._nameless).st_nlink == 0
+        assert timed.pread(self._nameless, 20, 0) == b"nameless"
+        assert timed.pread(self._unlinked, 20, 0) == b"unlinked"
+        assert timed.fstat(self._unlinked).st_nlink == timed.fstat(self._nameless).st_nlink == 0
         if self._rounds % 16 == 0:
-            os.close(self._unlinked)
+            timed.close(self._unlinked)
             self._unlinked = self._unlinked_file()
 
     def _listing(self) -> None:
         """Read slowly, so that a listing is in work when the worker dies: nothing that stays is lost or doubled."""
-        with os.scandir(self._many) as entries:
+        with timed.scandir(self._many) as entries:
             names = []
             for entry in entries:
                 names.append(entry.name)
@@ -109,7 +155,7 @@ class Job:
         assert sorted(names) == [f"{index:04d}" for index in range(300)]
 
     def end(self) -> None:
-        assert (self._top / f"log{self._number}").read_bytes() == self._logged
+        assert read_file(self._top / f"log{self._number}") == self._logged
 
 
 def expect(number: int, call: Callable[[], object]) -> None:
@@ -131,7 +177,8 @@ def main() -> None:
         longest = max(longest, time.perf_counter() - began)
         rounds += 1
     job.end()
-    sys.stdout.write(json.dumps({"rounds": rounds, "longest_seconds": longest}))
+    said = {"rounds": rounds, "longest_seconds": longest, "calls": timed.calls, "long": timed.long}
+    sys.stdout.write(json.dumps(said))
 
 
 if __name__ == "__main__":
