@@ -12,13 +12,14 @@ PYTEST := $(PY) -m pytest --timeout=300 --timeout-method=thread
 # What is run on the other driver as well; all that mounts would take twice the time.
 BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/test_daemon_mounts.py
 
-.PHONY: help rescue test check unit torture bench setup setup-test preflight clean
+.PHONY: help rescue test check unit torture bench bench-store setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
 	@echo "make check    formatting, lint, types, layers (no root needed)"
 	@echo "make torture  tries to break every promise for SECONDS=600 with SEED=… DRIVER=kernel and prints one table of figures"
 	@echo "make bench    measures ciuic next to the plain directory; a table and a plot in benchmarks/results (docs/benchmarks.md)"
+	@echo "make bench-store  measures snapshots next to restic, borg and cp (docs/benchmarks.md)"
 	@echo "make clean    removes the virtual environment and all caches"
 
 preflight-%:
@@ -51,6 +52,11 @@ bench: preflight-bench
 	@.ci/setup test
 	@$(VENV)/bin/python -c 'import matplotlib' 2>/dev/null || $(PY) -m pip install -qq --group bench
 	@PYTHONPATH=tests $(PY) -m benchmarks $(ARGS)
+
+bench-store: preflight-bench-store
+	@.ci/setup test
+	@$(VENV)/bin/python -c 'import matplotlib' 2>/dev/null || $(PY) -m pip install -qq --group bench
+	@PYTHONPATH=tests $(PY) -m benchmarks.store $(ARGS)
 
 setup:
 	@.ci/setup run

@@ -6,17 +6,18 @@ session (the reference was not measured) is said to be so, never taken for met.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.contenders import NATIVE, PEER, PEER_PLAIN
-from benchmarks.samples import Cell, Summary, Table, ratio
+from benchmarks.samples import Cell, Table, ratio
 from benchmarks.suite import CIUIC, CORE
 
 KERNEL, PYFUSE3 = CIUIC
 
 
 class Bar(NamedTuple):
-    """``limit`` of the ratio to ``against``, or of the median itself when that is empty."""
+    """``limit`` of the ratio to ``against``, or to the same contender's ``figure``, or of the median itself when both are empty."""
 
     figures: tuple[str, ...]
     limit: float
@@ -24,11 +25,13 @@ class Bar(NamedTuple):
     against: str = NATIVE
     of: tuple[str, ...] = CIUIC
     places: tuple[str, ...] = ("tmpfs", "disk")
+    figure: str = ""
 
     def words(self, unit: str) -> str:
         """As in a table: "≥ 0.95 of native"."""
         sign = "≥" if self.at_least else "≤"
-        return f"{sign} {self.limit:g} of {self.against}" if self.against else f"{sign} {self.limit:g} {unit}"
+        other = self.against or self.figure
+        return f"{sign} {self.limit:g} of {other}" if other else f"{sign} {self.limit:g} {unit}"
 
 
 class Verdict(NamedTuple):
@@ -58,12 +61,12 @@ BARS = (
 )
 
 
-def judge(cell: Cell, contender: str, row: dict[str, Summary]) -> list[Verdict]:
+def judge(cell: Cell, contender: str, table: Table, bars: Sequence[Bar] = BARS) -> list[Verdict]:
     """Every bar that applies to this figure of this contender."""
     verdicts = []
-    for bar in BARS:
+    for bar in bars:
         if cell.figure in bar.figures and contender in bar.of and cell.place in bar.places:
-            measured = ratio(row, contender, bar.against) if bar.against else row[contender].median
+            measured = _measured(bar, cell, contender, table)
             met = (
                 None if measured is None else measured >= bar.limit if bar.at_least else measured <= bar.limit
             )
@@ -71,7 +74,17 @@ def judge(cell: Cell, contender: str, row: dict[str, Summary]) -> list[Verdict]:
     return verdicts
 
 
-def unmeasured(table: Table) -> list[str]:
+def _measured(bar: Bar, cell: Cell, contender: str, table: Table) -> float | None:
+    row = table[cell]
+    if bar.against:
+        return ratio(row, contender, bar.against)
+    if not bar.figure:
+        return row[contender].median
+    other = table.get(cell._replace(figure=bar.figure), {}).get(contender)
+    return row[contender].median / other.median if other is not None and other.median else None
+
+
+def unmeasured(table: Table, bars: Sequence[Bar] = BARS) -> list[str]:
     """Figures with a bar that the session has no value for."""
     seen = {cell.figure for cell in table}
-    return sorted({figure for bar in BARS for figure in bar.figures} - seen)
+    return sorted({figure for bar in bars for figure in bar.figures} - seen)

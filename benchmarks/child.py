@@ -17,6 +17,7 @@ from collections.abc import Callable
 import msgspec
 
 from benchmarks import workloads
+from benchmarks.store import suites as store_suites
 from benchmarks.suite import Before, Job, Measured
 
 
@@ -35,12 +36,19 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 FURNISH_SOURCE, FURNISH = -1, -2
-_DROP: dict[Before, bytes] = {"settled": b"", "warm": b"", "cold": b"1", "uncached": b"3", "remounted": b"3"}
+_DROP: dict[Before, bytes] = {
+    "settled": b"",
+    "warm": b"",
+    "cold": b"1",
+    "uncached": b"3",
+    "remounted": b"3",
+    "anew": b"3",
+}
 
 
 def main(suite_name: str) -> int:
     """Serves requests until standard input ends."""
-    suite = workloads.by_name(suite_name)
+    suite = {suite.name: suite for suite in (*workloads.SUITES, *store_suites.SUITES)}[suite_name]
     # What a step prints must not be taken for an answer.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

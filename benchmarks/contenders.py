@@ -37,6 +37,7 @@ class Served(Protocol):
     control: str
     server_pid: int
     log: str
+    config: str
 
     def close(self, *, hung: bool = False) -> None:
         """Takes the mount away; kills what does not end by itself, and at once what is known to hang."""
@@ -50,6 +51,11 @@ class Place(NamedTuple):
     own: Path
     scale: float
 
+    @property
+    def beside(self) -> Path:
+        """For what a contender keeps on the same file system."""
+        return self.backing.with_name(f"{self.backing.name}-beside")
+
 
 class Contender(NamedTuple):
     """A name in the table, and how to serve: a worker or program alone, or with daemon and interval snapshots."""
@@ -62,7 +68,7 @@ class Contender(NamedTuple):
 class Plain:
     """The directory itself."""
 
-    control, server_pid, log = "", 0, ""
+    control, server_pid, log, config = "", 0, "", ""
 
     def __init__(self, place: Place) -> None:
         self.directory = place.backing
@@ -74,7 +80,7 @@ class Plain:
 class Worker:
     """An overlay worker in place over the backing directory."""
 
-    log = ""
+    log, config = "", ""
 
     def __init__(self, place: Place, driver: str) -> None:
         self.directory = place.backing
@@ -95,25 +101,26 @@ class Worker:
 
 
 class Daemon:
-    """The whole of ciuic over the backing directory, with a snapshot at every interval."""
+    """The whole of ciuic over the backing directory, with a snapshot at every interval (a minute at scale 1)."""
 
-    control, server_pid = "", 0
+    control = ""
 
-    def __init__(self, place: Place, driver: str) -> None:
+    def __init__(self, place: Place, driver: str, interval: str = "") -> None:
         self.directory = place.backing
-        interval_seconds = max(1, round(60 * place.scale))
         self._live = Live(
             place.own,
-            interval=f"{interval_seconds}s",
-            repository=place.backing.parent / f"{place.backing.name}-repository",
+            interval=interval or f"{max(1, round(60 * place.scale))}s",
+            repository=place.beside / "repository",
             more_config=f'\n[[root]]\npath = "{place.backing}"\ndriver = "{driver}"\n',
         )
-        self.log = str(self._live.daemon_log)
+        self.log, self.config = str(self._live.daemon_log), str(self._live.config)
         try:
             self._live.start(place.backing)
         except BaseException:
             self._live.close()
             raise
+        assert self._live.daemon is not None
+        self.server_pid = self._live.daemon.pid
 
     def close(self, *, hung: bool = False) -> None:
         self._live.close()
@@ -122,7 +129,7 @@ class Daemon:
 class Program:
     """Another file system: ``program`` is run in the foreground with the backing directory and a mount point."""
 
-    control, log = "", ""
+    control, log, config = "", "", ""
 
     def __init__(self, place: Place, *program: str) -> None:
         self.directory = place.own / "mount"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,7 +114,13 @@ class Lane:
     def measure(self, index: int) -> Measured:
         """Carries out one step."""
         step: Step = self.suite.steps[index]
-        if step.before == "remounted":
+        if step.before == "anew":
+            self._unserve()
+            for folder in (self._place.backing, self._place.beside):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            self.furnish()
+        elif step.before == "remounted":
             self._unserve()
             self._serve()
         return self._ask(index, step.limit_seconds)
@@ -146,7 +153,13 @@ class Lane:
     def _job(self) -> Job:
         served = self.served
         if served is None:
-            return Job(directory=str(self._place.backing), source=str(self._source), scale=self._place.scale)
+            return Job(
+                directory=str(self._place.backing),
+                source=str(self._source),
+                scale=self._place.scale,
+                contender=self.contender.name,
+                beside=str(self._place.beside),
+            )
         return Job(
             directory=str(served.directory),
             source=str(self._source),
@@ -154,4 +167,7 @@ class Lane:
             control=served.control,
             server_pid=served.server_pid,
             log=served.log,
+            config=served.config,
+            contender=self.contender.name,
+            beside=str(self._place.beside),
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 import ciuic
-from benchmarks.bars import judge, unmeasured
+from benchmarks.bars import BARS, Bar, judge, unmeasured
 from benchmarks.contenders import NATIVE
 from benchmarks.samples import Note, Sample, Summary, Table, ratio
 
@@ -73,17 +74,30 @@ def _file_system(path: Path) -> str:
     return "unknown"
 
 
-def markdown(document: Document, table: Table, plot: str = "") -> str:
+class Comparison(NamedTuple):
+    """With whom the contenders are compared, and what was promised of them."""
+
+    reference: str = NATIVE
+    bars: tuple[Bar, ...] = BARS
+    picture: str = "Ratios to the plain directory"
+
+
+WITH_THE_PLAIN_DIRECTORY = Comparison()
+
+
+def markdown(
+    document: Document, table: Table, plot: str = "", comparison: Comparison = WITH_THE_PLAIN_DIRECTORY
+) -> str:
     """One table a place, a row for each figure and contender; then what was left out."""
     lines = ["# Benchmarks", "", *_header(document), ""]
-    lines += _verdict_lines(table)
+    lines += _verdict_lines(table, comparison)
     if plot:
-        lines += [f"![Ratios to the plain directory]({plot})", ""]
+        lines += [f"![{comparison.picture}]({plot})", ""]
     for place in dict.fromkeys(cell.place for cell in table):
-        lines += [f"## On {place}", "", *_place_lines(table, place), ""]
+        lines += [f"## On {place}", "", *_place_lines(table, place, comparison), ""]
     if document.notes:
         lines += ["## Left out", "", *(f"* {note.what}: {note.why}" for note in document.notes), ""]
-    if missing := unmeasured(table):
+    if missing := unmeasured(table, comparison.bars):
         lines += [f"Not measured in this session, though it has a bar: {', '.join(missing)}.", ""]
     return "\n".join(lines)
 
@@ -98,12 +112,12 @@ def _header(document: Document) -> list[str]:
     ]
 
 
-def _verdict_lines(table: Table) -> list[str]:
+def _verdict_lines(table: Table, comparison: Comparison) -> list[str]:
     verdicts = [
         (cell, contender, verdict)
         for cell, row in table.items()
         for contender in row
-        for verdict in judge(cell, contender, row)
+        for verdict in judge(cell, contender, table, comparison.bars)
     ]
     lines = []
     for contender in dict.fromkeys(name for _, name, _ in verdicts):
@@ -113,21 +127,21 @@ def _verdict_lines(table: Table) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-def _place_lines(table: Table, place: str) -> list[str]:
+def _place_lines(table: Table, place: str, comparison: Comparison) -> list[str]:
     lines = [
-        "| figure | unit | contender | median | quartiles | min … max | of native | bar |",
+        f"| figure | unit | contender | median | quartiles | min … max | of {comparison.reference} | bar |",
         "| --- | --- | --- | ---: | --- | --- | ---: | --- |",
     ]
     for cell, row in table.items():
         if cell.place != place:
             continue
-        for number, (contender, summary) in enumerate(_in_order(row)):
+        for number, (contender, summary) in enumerate(_in_order(row, comparison.reference)):
             verdicts = "; ".join(
                 f"{verdict.bar.words(summary.unit)}: {_outcome(verdict.measured, verdict.met)}"
-                for verdict in judge(cell, contender, row)
+                for verdict in judge(cell, contender, table, comparison.bars)
             )
             name = cell.figure if number == 0 else ""
-            share = ratio(row, contender, NATIVE)
+            share = ratio(row, contender, comparison.reference)
             lines.append(
                 f"| {name} | {summary.unit} | {contender} | {shown(summary.median)} "
                 f"| {shown(summary.low_quartile)} … {shown(summary.high_quartile)} "
@@ -137,9 +151,9 @@ def _place_lines(table: Table, place: str) -> list[str]:
     return lines
 
 
-def _in_order(row: dict[str, Summary]) -> list[tuple[str, Summary]]:
-    """The plain directory first, whoever had the first turn."""
-    return sorted(row.items(), key=lambda item: (item[0] != NATIVE, item[0]))
+def _in_order(row: dict[str, Summary], reference: str) -> list[tuple[str, Summary]]:
+    """The reference first, whoever had the first turn."""
+    return sorted(row.items(), key=lambda item: (item[0] != reference, item[0]))
 
 
 def _outcome(measured: float | None, met: bool | None) -> str:

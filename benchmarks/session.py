@@ -8,22 +8,21 @@ suite are served at the same time; those that are not being measured do nothing.
 from __future__ import annotations
 
 import shutil
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from benchmarks.child import FURNISH_SOURCE
 from benchmarks.contenders import Contender, Place
 from benchmarks.lane import FURNISH_SECONDS, Lane, Measurer, StepFailed
+from benchmarks.places import directory
 from benchmarks.samples import Note, Sample
 from benchmarks.suite import CORE, Job, Measured, Step, Suite
 
-TMPFS, DISK = "tmpfs", "disk"
 T = TypeVar("T")
 
 
@@ -59,7 +58,7 @@ class Session:
     def run(self, suites: Sequence[Suite]) -> None:
         """Measures everything that can be measured; what fails is noted and does not keep the rest from it."""
         for name in self._options.places:
-            with _place_directory(name, self._options) as top:
+            with directory(name, self._options.own, self._options.disk) as top:
                 for suite in suites:
                     if name in suite.places:
                         self._suite(suite, name, top)
@@ -102,10 +101,15 @@ class Session:
             own = Path(tempfile.mkdtemp(dir=self._options.own))
             stack.callback(shutil.rmtree, own, ignore_errors=True)
             backing = home / f"c{number}"
+            place = Place(backing, own, self._options.scale)
             backing.mkdir()
-            starting.append(Lane(contender, suite, Place(backing, own, self._options.scale), source))
+            place.beside.mkdir()
+            starting.append(Lane(contender, suite, place, source))
         stack.callback(_at_once, Lane.close, starting)
-        for lane, error in zip(starting, _at_once(_furnish, starting), strict=True):
+        # A suite that begins with everything anew has itself furnished then.
+        anew = suite.steps[0].before == "anew"
+        errors = [None] * len(starting) if anew else _at_once(_furnish, starting)
+        for lane, error in zip(starting, errors, strict=True):
             if error is None:
                 lanes.append(lane)
             else:
@@ -119,7 +123,7 @@ class Session:
                 try:
                     measured = lane.measure(index)
                 except Exception as error:  # this lane is over; the others go on
-                    what = ", ".join(figure.name for figure in step.figures) or f"preparing step {index}"
+                    what = step.figures[0].name if step.figures else f"preparing step {index}"
                     self.note(
                         f"{suite.name} on {place}, {lane.contender.name}: {what}", first_and_last_line(error)
                     )
@@ -163,19 +167,3 @@ def first_and_last_line(error: Exception) -> str:
     """What went wrong, and where it has a log under it, the last words of that."""
     lines = [line.strip()[:400] for line in str(error).splitlines() if line.strip()]
     return " … ".join(lines if len(lines) < 2 else (lines[0], lines[-1])) or type(error).__name__
-
-
-@contextmanager
-def _place_directory(name: str, options: Options) -> Iterator[Path]:
-    """A directory to work in, on a tmpfs of its own or on the disk; gone afterwards."""
-    top = Path(tempfile.mkdtemp(prefix="place-", dir=options.disk if name == DISK else options.own))
-    try:
-        if name == TMPFS:
-            # Its default limits (half of memory, an inode a page) are met by a tree of a million files for each.
-            how = "size=90%,nr_inodes=0,mode=755"
-            subprocess.run(["mount", "-t", "tmpfs", "-o", how, "ciuic-bench", top], check=True, timeout=30)
-        yield top
-    finally:
-        if name == TMPFS:
-            subprocess.run(["umount", "-l", top], check=False, timeout=30)
-        shutil.rmtree(top, ignore_errors=True)

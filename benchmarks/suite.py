@@ -13,11 +13,11 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-Before = Literal["settled", "warm", "cold", "uncached", "remounted"]
+Before = Literal["settled", "warm", "cold", "uncached", "remounted", "anew"]
 """What precedes a step, outside the time taken. settled: what is dirty on the place's file system and on the
 contender's mount is written back. warm: and the step was carried out once for nothing, because another contender's turn
 may just have dropped the machine's caches. cold: and the page cache is dropped. uncached: and so are dentries and inodes.
-remounted: and the contender's mount is new."""
+remounted: and the contender's mount is new. anew: and everything that the contender had was removed and furnished again."""
 
 DRIVERS = ("kernel", "pyfuse3")
 CIUIC = tuple(f"ciuic {driver}" for driver in DRIVERS)
@@ -48,6 +48,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The process that serves the mount, 0 where there is none."""
     log: str = ""
     """The daemon's log, where there is a daemon."""
+    config: str = ""
+    """The configuration of that daemon and of the commands that talk to it."""
+    contender: str = ""
+    """Who is measured: where the work is done by a command, it says which."""
+    beside: str = ""
+    """A directory on the same file system as ``directory`` and not below it, for what the contender keeps."""
 
     def count(self, at_scale_one: int, least: int = 1) -> int:
         """A number of things at this scale."""

@@ -26,8 +26,3 @@ SUITES: tuple[Suite, ...] = (
     hold.SUITE,
     training.SUITE,
 )
-
-
-def by_name(name: str) -> Suite:
-    """KeyError when there is none."""
-    return {suite.name: suite for suite in SUITES}[name]

@@ -58,6 +58,37 @@ def test_two_small_suites_are_measured_for_all_contenders(short_tmp: Path) -> No
 
 
 @pytest.mark.mount
+def test_snapshots_are_measured_beside_a_copy(short_tmp: Path) -> None:
+    """Every command of the store has its time, and the bars are judged; what a copy does not do it has no value for."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.store", "tree", "short-history", "--scale", "0.002"),
+            *("--rounds", "1", "--places", "disk", "--contenders", "ciuic,cp -a"),
+            *("--disk", str(short_tmp), "--results", str(short_tmp / "results"), "--name", "smoke"),
+        ],
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": "tests"},
+        capture_output=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+    document = json.loads((short_tmp / "results/smoke.json").read_text())
+    found = {(sample["figure"], sample["contender"]) for sample in document["samples"]}
+    both = {"first capture", "restore", "restore over existing", "restore of one directory"}
+    assert {(figure, name) for figure in both for name in ("ciuic", "cp -a")} <= found
+    own = {
+        "incremental",
+        "nothing changed",
+        "restore in place, under protection",
+        "prune of half of 50 snapshots",
+    }
+    assert {(figure, "ciuic") for figure in own} <= found
+    assert not {(figure, "cp -a") for figure in own} & found
+    assert "≤ 1.1 of cp -a: " in (short_tmp / "results/smoke.md").read_text()
+
+
+@pytest.mark.mount
 def test_a_contender_that_hangs_is_noticed_and_taken_away(short_tmp: Path) -> None:
     """A server that stops answering fails its step after the limit; closing the lane frees whoever waits for it."""
     suite = data.SUITE._replace(steps=tuple(step._replace(limit_seconds=1) for step in data.SUITE.steps))

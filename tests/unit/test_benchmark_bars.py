@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.bars import judge
+from benchmarks.bars import Bar, judge
 from benchmarks.samples import Cell, Sample, summarise, table
 from benchmarks.suite import CIUIC
 
@@ -27,14 +27,16 @@ def test_a_ratio_is_met_from_its_limit_on(ours: float, met: bool) -> None:
     values = [ours, ours, ours, 1.0, 1000.0]
     samples = [_sample("new file, 8 MiB writes", KERNEL, n, value) for n, value in enumerate(values)]
     samples += [_sample("new file, 8 MiB writes", "native", n, 100.0) for n in range(5)]
-    ((cell, row),) = table(samples).items()
-    assert [verdict.met for verdict in judge(cell, KERNEL, row)] == [met]
+    found = table(samples)
+    (cell,) = found
+    assert [verdict.met for verdict in judge(cell, KERNEL, found)] == [met]
 
 
 def test_a_bar_whose_reference_was_not_measured_is_not_judged() -> None:
     """Creating small files is held against the C++ example and against our other driver: only one was there."""
     row = {KERNEL: summarise([9000.0], "/s"), PYFUSE3: summarise([2000.0], "/s")}
-    verdicts = judge(Cell("metadata", "tmpfs", "unlink"), KERNEL, row)
+    cell = Cell("metadata", "tmpfs", "unlink")
+    verdicts = judge(cell, KERNEL, {cell: row})
     assert [(verdict.bar.against, verdict.met) for verdict in verdicts] == [
         ("libfuse C++", None),
         (PYFUSE3, True),
@@ -45,5 +47,17 @@ def test_an_absolute_bar_needs_no_reference() -> None:
     """The hold of a cut is at most 5 ms, whatever the plain directory does."""
     cell = Cell("hold", "tmpfs", "hold of a cut, p99")
     for value, met in ((4.0, True), (5.5, False)):
-        (verdict,) = judge(cell, PYFUSE3, {PYFUSE3: summarise([value], "ms")})
+        (verdict,) = judge(cell, PYFUSE3, {cell: {PYFUSE3: summarise([value], "ms")}})
         assert (verdict.measured, verdict.met) == (value, met)
+
+
+def test_a_figure_may_be_held_against_another_of_the_same_contender() -> None:
+    """Restoring over what exists takes at most what restoring into nothing takes."""
+    bar = Bar(("over",), 1.0, at_least=False, against="", of=(KERNEL,), places=("xfs",), figure="fresh")
+    over, fresh = Cell("tree", "xfs", "over"), Cell("tree", "xfs", "fresh")
+    row = {KERNEL: summarise([3.0], "s")}
+    assert judge(over, KERNEL, {over: row}, (bar,))[0].met is None
+    assert (
+        judge(over, KERNEL, {over: row, fresh: {KERNEL: summarise([4.0], "s")}}, (bar,))[0].measured == 0.75
+    )
+    assert bar.words("s") == "≤ 1 of fresh"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks import workloads
-from benchmarks.bars import BARS
+from benchmarks.bars import BARS, Bar
+from benchmarks.store import suites as store_suites
+from benchmarks.store import tree, usage
+from benchmarks.store.bars import BARS as STORE_BARS
+from benchmarks.suite import Job, Suite
 from benchmarks.workloads.hold import percentile
 from benchmarks.workloads.training import Moment, captures, figures
 
@@ -43,7 +49,48 @@ def test_a_percentile_is_one_of_the_values(share: float, value: float) -> None:
     assert percentile([float(n) for n in range(100, 0, -1)], share) == value
 
 
-def test_every_bar_names_figures_that_some_suite_measures() -> None:
-    """A renamed figure must not lose its bar."""
-    known = {figure.name for suite in workloads.SUITES for step in suite.steps for figure in step.figures}
-    assert {figure for bar in BARS for figure in bar.figures} <= known
+@pytest.mark.parametrize(
+    ("suites", "bars"),
+    [(workloads.SUITES, BARS), (store_suites.SUITES, STORE_BARS)],
+    ids=["bench", "bench-store"],
+)
+def test_every_bar_names_figures_that_some_suite_measures(
+    suites: Sequence[Suite], bars: Sequence[Bar]
+) -> None:
+    """A renamed figure must not lose its bar, nor what the bar holds it against."""
+    known = {figure.name for suite in suites for step in suite.steps for figure in step.figures}
+    named = {figure for bar in bars for figure in (*bar.figures, bar.figure) if figure}
+    assert named <= known
+
+
+def test_the_tree_is_the_same_in_every_session_and_changes_as_told(tmp_path: Path) -> None:
+    """The same bytes from the same seed; one new checkpoint, some longer logs, one file overwritten in place."""
+    pytest.importorskip("numpy")
+    found = []
+    for name in ("a", "b"):
+        top = tmp_path / name
+        job = Job(directory=str(top / "tree"), source=str(top), scale=0.001)
+        tree.make(str(top), job, 1)
+        before = {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+        tree.change(job, 1)
+        after = {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+        found.append((before, after))
+    assert found[0] == found[1]
+    before, after = found[0]
+    assert {path.split("/")[2] for path in after.keys() - before.keys()} == {"step-new"}
+    changed = {path for path in before if after[path] != before[path]}
+    assert "tree/checkpoints/step-0/optimizer.f32" in changed
+    logs = changed - {"tree/checkpoints/step-0/optimizer.f32"}
+    assert logs
+    assert all("/logs/" in path and after[path].startswith(before[path]) for path in logs)
+
+
+def test_what_a_command_used_is_its_own() -> None:
+    """Time, processor seconds and memory of a program, and its last words when it fails."""
+    program = "x = bytearray(80 << 20); n = sum(range(3_000_000)); import time; time.sleep(0.2)"
+    used = usage.run([sys.executable, "-c", program], cwd="/", environment={}, limit_seconds=60)
+    assert used.seconds >= 0.2
+    assert used.cpu_seconds > 0
+    assert used.peak_bytes >= 80 << 20
+    with pytest.raises(usage.CommandFailed, match=r"ended with 3: enough"):
+        usage.run(["/bin/sh", "-c", "echo enough >&2; exit 3"], cwd="/", environment={}, limit_seconds=60)

@@ -1,0 +1,67 @@
+"""Where is measured: a tmpfs, the disk as it is, or a file system of a chosen kind in a file on that disk.
+
+A file system in a file is reached past the page cache of the one below it (the loop device does direct I/O), so that
+nothing is cached twice and "cold" means cold. The file is sparse: it takes what is written.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TMPFS, DISK, EXT4, XFS = "tmpfs", "disk", "ext4", "xfs"
+IN_A_FILE = (EXT4, XFS)
+_IMAGE_BYTES = 96 << 30
+# Inodes for a million files of each contender; tables that the kernel would else fill in the background are left alone.
+_MAKE = {
+    EXT4: ["mkfs.ext4", "-q", "-F", "-m", "0", "-i", "8192", "-E", "lazy_itable_init=1,lazy_journal_init=1"],
+    XFS: ["mkfs.xfs", "-q", "-m", "reflink=1"],
+}
+_MOUNT = {EXT4: "noatime,noinit_itable", XFS: "noatime"}
+
+
+@contextmanager
+def directory(name: str, own: Path, disk: Path) -> Iterator[Path]:
+    """A directory to work in, there; gone afterwards with all that it took."""
+    top = Path(tempfile.mkdtemp(prefix="place-", dir=own if name == TMPFS else disk))
+    try:
+        if name == TMPFS:
+            # Its default limits (half of memory, an inode a page) are met by a tree of a million files for each.
+            how = "size=90%,nr_inodes=0,mode=755"
+            _run("mount", "-t", "tmpfs", "-o", how, "ciuic-bench", str(top))
+        if name in IN_A_FILE:
+            with _in_a_file(name, top) as point:
+                yield point
+        else:
+            yield top
+    finally:
+        if name == TMPFS:
+            subprocess.run(["umount", "-l", top], check=False, timeout=30)
+        shutil.rmtree(top, ignore_errors=True)
+
+
+@contextmanager
+def _in_a_file(kind: str, top: Path) -> Iterator[Path]:
+    image, point = top / "image", top / "place"
+    point.mkdir()
+    with image.open("wb") as file:
+        file.truncate(_IMAGE_BYTES)
+    _run(*_MAKE[kind], str(image))
+    device = _run("losetup", "--find", "--show", "--direct-io=on", str(image)).strip()
+    try:
+        _run("mount", "-o", _MOUNT[kind], device, str(point))
+        try:
+            yield point
+        finally:
+            # Lazily: whatever still holds it is ended by its own owner, and must not keep the rest from going.
+            subprocess.run(["umount", "-l", point], check=False, timeout=600)
+    finally:
+        subprocess.run(["losetup", "-d", device], check=False, timeout=60)
+
+
+def _run(*words: str) -> str:
+    return subprocess.run(words, check=True, timeout=600, stdout=subprocess.PIPE, text=True).stdout

@@ -1,0 +1,41 @@
+"""What was promised of the store, as data; judged as `make bench` judges its bars.
+
+The absolute ones (seconds, milliseconds, megabytes) are promised at scale 1.
+"""
+
+from __future__ import annotations
+
+from benchmarks.bars import Bar
+from benchmarks.places import DISK, EXT4, XFS
+from benchmarks.store.suites import CAPTURE_MEMORY, PLACES
+from benchmarks.store.tools import BORG, CIUIC, COPY, RESTIC
+
+_OF = (CIUIC,)
+_UNCHANGED = "nothing changed, 1,000,000 files"
+
+
+def _at_most(
+    limit: float, figure: str, *against: str, places: tuple[str, ...] = PLACES, figure_of_its_own: str = ""
+) -> tuple[Bar, ...]:
+    """At most so much of each of these contenders; of another figure of its own; or absolutely, when neither is given."""
+    return tuple(
+        Bar((figure,), limit, False, other, _OF, places, figure_of_its_own) for other in against or ("",)
+    )
+
+
+BARS: tuple[Bar, ...] = (
+    *_at_most(1.1, "first capture", COPY),
+    *_at_most(0.6, "first capture", RESTIC, BORG),
+    # Half of the faster is half of both.
+    *_at_most(0.5, "incremental", RESTIC, BORG, places=(EXT4, DISK)),
+    *_at_most(0.1, "incremental", RESTIC, BORG, places=(XFS,)),
+    *_at_most(0.05, _UNCHANGED),
+    *_at_most(1.1, _UNCHANGED, figure_of_its_own="nothing changed, 1,000 files"),
+    *_at_most(1.1, "restore", COPY, places=(EXT4, DISK)),
+    *_at_most(0.5, "restore", RESTIC, BORG),
+    *_at_most(1.0, "restore", places=(XFS,)),
+    *_at_most(1.0, "restore over existing", figure_of_its_own="restore"),
+    Bar(("verify, speed beside cat of the packs",), 0.9, True, "", _OF, PLACES),
+    *_at_most(256.0, f"first capture{CAPTURE_MEMORY}"),
+    *_at_most(0.3, "prune of half of 200 snapshots", RESTIC),
+)

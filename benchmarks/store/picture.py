@@ -1,0 +1,71 @@
+"""The session as a picture: how many seconds each command took, one panel a place."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from benchmarks.samples import Table
+from benchmarks.store.suites import ALL
+
+_COLOURS = ("#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#718096")
+_LEGEND_INCHES = 0.4
+_LINE_INCHES = 0.55
+
+
+def draw(table: Table, path: Path) -> bool:
+    """Writes a PNG; false when there is nothing to compare."""
+    rows = {cell: row for cell, row in table.items() if _is_a_time(cell.figure)}
+    if not rows:
+        return False
+    matplotlib: Any = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    places = list(dict.fromkeys(cell.place for cell in rows))
+    lines = list(dict.fromkeys(cell.figure for cell in rows))
+    figure, panels = pyplot.subplots(
+        1, len(places), squeeze=False, sharex=True,
+        figsize=(8 * len(places), 1.5 + _LINE_INCHES * len(lines)),
+    )  # fmt: skip
+    for place, panel in zip(places, panels[0], strict=True):
+        for number, name in enumerate(ALL):
+            _bars(panel, table, place, lines, name, number)
+        panel.set_xscale("log")
+        panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.set_yticks(range(len(lines)), lines, fontsize=8)
+        panel.set_ylim(len(lines) - 0.5, -0.5)
+        panel.set_title(f"{place} (medians; whiskers: quartiles)", fontsize=10)
+        panel.set_xlabel("seconds; shorter is better")
+        panel.grid(axis="x", alpha=0.3)
+    handles = {
+        name: handle
+        for panel in panels[0]
+        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="upper center", ncol=len(handles))
+    figure.tight_layout(rect=(0, 0, 1, 1 - _LEGEND_INCHES / figure.get_figheight()))
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+    return True
+
+
+def _is_a_time(figure: str) -> bool:
+    parts = (", processor", ", memory", ", from cut", ", size", ", space", ", speed")
+    return not any(part in figure for part in parts)
+
+
+def _bars(panel: Any, table: Table, place: str, lines: list[str], name: str, number: int) -> None:
+    height = 0.85 / len(ALL)
+    at, widths, errors = [], [], ([], [])  # type: ignore[var-annotated]
+    for cell, row in table.items():
+        if cell.place == place and cell.figure in lines and name in row:
+            summary = row[name]
+            at.append(lines.index(cell.figure) + (number - (len(ALL) - 1) / 2) * height)
+            widths.append(summary.median)
+            errors[0].append(summary.median - summary.low_quartile)
+            errors[1].append(summary.high_quartile - summary.median)
+    if at:
+        panel.barh(
+            at, widths, height=height, label=name, color=_COLOURS[number], xerr=errors, ecolor="#1a202c"
+        )
