@@ -73,11 +73,19 @@ def _to_the_disk(job: Job, used: Used | None) -> Used | None:
     return used._replace(seconds=used.seconds + time.perf_counter() - began)
 
 
+def _anew(write: Callable[[Job], None]) -> Step:
+    """An empty store, and what ``write`` writes: as the job does, into the directory that is being served already."""
+
+    def run(job: Job) -> None:
+        tools.of(job).prepare()
+        write(job)
+
+    return preparation(run, before="anew", limit_seconds=_STEP_SECONDS)
+
+
 def _capture(what: str, *, first: bool, before: Before) -> Step:
     def run(job: Job) -> Measured:
         tool = tools.of(job)
-        if first:
-            tool.prepare()
         tool.wake()
         space = _free_bytes(job)
         used = _to_the_disk(job, tool.capture() if first else tool.capture_again())
@@ -198,7 +206,7 @@ def _tree(name: str, share: float, suffix: str) -> Suite:
     def furnish_source(job: Job) -> None:
         tree.make(job.source, job, share)
 
-    def furnish(job: Job) -> None:
+    def write(job: Job) -> None:
         shutil.copytree(f"{job.source}/tree", job.directory, dirs_exist_ok=True)
 
     def change(job: Job) -> None:
@@ -207,7 +215,8 @@ def _tree(name: str, share: float, suffix: str) -> Suite:
     return Suite(
         name,
         (
-            _capture(f"first capture{suffix}", first=True, before="anew"),
+            _anew(write),
+            _capture(f"first capture{suffix}", first=True, before="uncached"),
             preparation(change),
             _capture(f"incremental{suffix}", first=False, before="settled"),
             _nothing_changed(f"nothing changed{suffix}"),
@@ -218,7 +227,6 @@ def _tree(name: str, share: float, suffix: str) -> Suite:
             _restore_in_place(f"restore in place, under protection{suffix}"),
         ),
         furnish_source=furnish_source,
-        furnish=furnish,
         missing=_needs_numpy,
         only=ALL,
         places=PLACES,
@@ -236,22 +244,19 @@ def _small_files() -> Suite:
 
     steps: list[Step] = []
     for start, stop in zip((0, *_SMALL_FILES), _SMALL_FILES, strict=False):
-        steps.append(preparation(growth(start, stop), limit_seconds=_STEP_SECONDS))
+        grow = growth(start, stop)
+        steps.append(preparation(grow, limit_seconds=_STEP_SECONDS) if start else _anew(grow))
         steps.append(_capture(f"capture up to {stop:,} small files", first=not start, before="settled"))
         steps.append(_nothing_changed(f"nothing changed, {stop:,} files"))
-    steps[0] = steps[0]._replace(before="anew")
     return Suite("small-files", tuple(steps), only=STORES, places=PLACES)
 
 
 def _history(name: str, snapshots: int) -> Suite:
-    def furnish(job: Job) -> None:
+    def capture_all(job: Job) -> None:
         for number in range(_HISTORY_FILES):
             with open(job.path(str(number)), "wb") as file:
                 file.write(os.urandom(_HISTORY_FILE_BYTES))
-
-    def capture_all(job: Job) -> None:
         tool = tools.of(job)
-        tool.prepare()
         for number in range(_count(job)):
             # A file is written anew, another changed in the middle, one is new and one goes.
             with open(job.path(str(number % 10)), "wb") as file:
@@ -279,10 +284,9 @@ def _history(name: str, snapshots: int) -> Suite:
     return Suite(
         name,
         (
-            preparation(capture_all, before="anew", limit_seconds=_STEP_SECONDS),
+            _anew(capture_all),
             Step((*figures(what), size), prune, "settled", _STEP_SECONDS),
         ),
-        furnish=furnish,
         only=STORES,
         places=PLACES,
     )

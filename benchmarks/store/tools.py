@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from support.live import installed
+from support.live import installed, wait_for
 
 from benchmarks.store.usage import Used, run
 from benchmarks.suite import Job
 
 CIUIC, RESTIC, BORG, COPY, REFLINK = "ciuic", "restic", "borg", "cp -a", "cp -a --reflink"
 _LIMIT_SECONDS = 3000.0
+_FIRST_SECONDS = 60.0
 
 
 class Tool(Protocol):
@@ -90,6 +91,10 @@ class Ciuic(_Commands):
 
     def _ciuic(self, *arguments: str) -> Used:
         return self._run(str(installed()), *arguments)
+
+    def prepare(self) -> None:
+        # The daemon takes a snapshot as soon as it protects something, here of the empty directory.
+        wait_for("the daemon's own first snapshot", lambda: captured(self._job.log), _FIRST_SECONDS)
 
     def wake(self) -> None:
         self._ciuic("list", "-n", "1")
@@ -241,6 +246,11 @@ class Reflink(Copy):
 
     def capture_again(self) -> Used | None:
         return self.capture()
+
+
+def captured(log: str) -> bool:
+    """Whether the daemon that writes this log has committed a snapshot."""
+    return b'"snapshot_committed"' in Path(log).read_bytes()
 
 
 _TOOLS: dict[str, type[Ciuic | Restic | Borg | Copy | Reflink]] = {
