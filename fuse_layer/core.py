@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import structlog
@@ -35,7 +35,8 @@ from ciuic.fuse_layer.data import Data
 from ciuic.fuse_layer.directories import Directories
 from ciuic.fuse_layer.epochs import Cut, Epochs, read_saved, write_saved
 from ciuic.fuse_layer.gate import GateHeld, HoldExpired
-from ciuic.fuse_layer.ledger import Inherited, Ledger
+from ciuic.fuse_layer.ledger import Inherited
+from ciuic.fuse_layer.ledger_writer import Ledger
 from ciuic.fuse_layer.namespace import Namespace
 from ciuic.fuse_layer.nodes import ROOT_ID, NodeTable
 from ciuic.fuse_layer.spare import Spare
@@ -104,7 +105,7 @@ class OverlayCore:
     def _inherit(self, inherited: Inherited) -> None:
         """Take over what the kernel remembers of a predecessor, whose handles keep their numbers. What cannot be opened any
         more answers EBADF."""
-        self._state.nodes.inherit(inherited.nodes.values())
+        self._state.nodes.inherit(inherited)
         self._state.inherit_handles(inherited.last_handle)
         lost = 0
         for opened in inherited.files.values():
@@ -123,11 +124,6 @@ class OverlayCore:
             self._unseen.inherit(node_id)
         if lost:
             log.error("handles_lost", count=lost)
-
-    def records(self) -> Iterator[bytes]:
-        """What a successor has to know of nodes and of mappings (ledger.py)."""
-        yield from self._state.nodes.records()
-        yield from self._unseen.records()
 
     @property
     def on_listing(self) -> Callable[[int, list[bytes]], None]:

@@ -7,10 +7,10 @@ opens nothing twice; a handle is closed once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 from ciuic.fuse_layer import ledger
-from ciuic.fuse_layer.ledger import Inherited, Ledger, Opened, OpenedDirectory
+from ciuic.fuse_layer.ledger import Inherited, Opened, OpenedDirectory
+from ciuic.fuse_layer.ledger_writer import Ledger
 
 LISTING_KEPT_FROM: int = 32
 """Names. A shorter listing is read by one request, and there is nothing to go on with."""
@@ -87,20 +87,3 @@ class HandleBook:
     def _append(self, record: bytes) -> None:
         if self._ledger is not None:
             self._ledger.append(record)
-
-    # -- all of it ------------------------------------------------------------------------------------
-
-    def records(self) -> Iterator[bytes]:
-        """Everything that is open, a group for each; true until the next is asked for."""
-        for handle in list(self.files):
-            with self._lock:
-                opened = self.files.get(handle)
-                if opened is not None:
-                    yield ledger.opened_record(opened)
-        for handle in list(self.directories):
-            with self._lock:
-                directory = self.directories.get(handle)
-                if directory is not None:
-                    group = ledger.directory_opened_record(directory)
-                    names = self._listings.get(handle)
-                    yield group + ledger.listing_record(handle, names) if names is not None else group

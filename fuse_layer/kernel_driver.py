@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ciuic.fuse_layer import kernel_protocol as p
@@ -21,7 +21,8 @@ from ciuic.fuse_layer.handle_book import HandleBook
 from ciuic.fuse_layer.kernel_modes import Modes, Plan
 from ciuic.fuse_layer.kernel_protocol import Request
 from ciuic.fuse_layer.kernel_session import Negotiated, Reply, Session
-from ciuic.fuse_layer.ledger import Inherited, Ledger, Opened, OpenedDirectory
+from ciuic.fuse_layer.ledger import Inherited, Opened, OpenedDirectory
+from ciuic.fuse_layer.ledger_writer import Ledger
 
 FOREVER_SECONDS: Final = 86_400
 """Every change passes through us, so what the kernel caches stays true until the kernel itself changes it."""
@@ -104,11 +105,6 @@ class KernelDriver:
             p.STATX: self._statx,
             p.DESTROY: lambda request, data: b"",
         }
-
-    def records(self) -> Iterator[bytes]:
-        """Everything that a successor has to know (ledger.py)."""
-        yield from self.core.records()
-        yield from self.book.records()
 
     # -- encoding -------------------------------------------------------------------------------------
 

@@ -20,12 +20,13 @@ from typing import Any, Final
 import structlog
 
 import ciuic
-from ciuic.fuse_layer import kernel_session, ledger, mounts
+from ciuic.fuse_layer import kernel_session, ledger_writer, mounts
 from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core import OverlayCore
 from ciuic.fuse_layer.kernel_driver import KernelDriver
 from ciuic.fuse_layer.kernel_session import Negotiated
-from ciuic.fuse_layer.ledger import Ledger
+from ciuic.fuse_layer.ledger import Inherited
+from ciuic.fuse_layer.ledger_writer import Ledger
 from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, CoreFactory, Place, detach_own
 
 log = structlog.get_logger(__name__)
@@ -74,7 +75,7 @@ class KernelWorker:
             negotiated = kernel_session.negotiate(
                 fuse_fd, passthrough=self._passthrough, stack_depth=self._stack_depth
             )
-            ledger.remove(self._ledger_base)
+            ledger_writer.remove(self._ledger_base)
             if negotiated.resends:
                 self._ledger = self._new_ledger(negotiated)
             core = self._make_core(kernel_keeps_times=negotiated.writeback, ledger=self._ledger)
@@ -95,28 +96,22 @@ class KernelWorker:
             stages[stage] = round(1000 * (time.perf_counter() - began), 1)
 
         self._know_mount()
-        inherited = ledger.replay(self._ledger_base)
+        inherited = ledger_writer.replay(self._ledger_base)
         reached("ledger read")
         if inherited is None:
             raise NotInherited("the predecessor left no ledger that this version understands")
         negotiated = Negotiated(inherited.minor, inherited.flags, inherited.max_write_bytes)
-        self._ledger = self._new_ledger(negotiated)
+        self._ledger = self._new_ledger(negotiated, inherited)
         core = self._make_core(
             kernel_keeps_times=negotiated.writeback, ledger=self._ledger, inherited=inherited
         )
         driver = KernelDriver(core, fuse_fd, negotiated, ledger=self._ledger, inherited=inherited)
         reached("nodes and handles opened")
-        if self._ledger is not None:
-            for group in driver.records():  # so that the ledger does not grow with every successor
-                self._ledger.append(group)
-            self._ledger.drop_older()
-        reached("ledger written")
         driver.session.resend()
         reached("requests asked for again")
         log.info(
             "session_taken_over",
             root=self._place.root,
-            nodes=len(inherited.nodes),
             files=len(inherited.files),
             stages_ms=stages,
         )
@@ -126,9 +121,9 @@ class KernelWorker:
     def _ledger_base(self) -> Path:
         return Path(f"{self._place.control}.ledger")
 
-    def _new_ledger(self, negotiated: Negotiated) -> Ledger | None:
-        kept = Ledger(self._ledger_base)
+    def _new_ledger(self, negotiated: Negotiated, inherited: Inherited | None = None) -> Ledger | None:
         try:
+            kept = Ledger(self._ledger_base, inherited=inherited)
             kept.begin(negotiated.minor, negotiated.flags, negotiated.max_write_bytes)
         except OSError as error:
             log.error("ledger_given_up", error=str(error))
@@ -141,8 +136,6 @@ class KernelWorker:
 
     def _serve(self, fuse_fd: int, core: OverlayCore, driver: KernelDriver) -> None:
         self._driver, self._core = driver, core
-        if self._ledger is not None:
-            self._ledger.rewrites_from(driver.records)
         server = ControlServer(
             core,
             self._place.control,
@@ -215,6 +208,8 @@ class KernelWorker:
             if self._stopping:
                 return
             self._stopping = True
+        if self._ledger is not None:
+            self._ledger.remove()  # nobody will go on with this session; while it lingers there may be another
         timer = threading.Timer(min(grace_seconds, threading.TIMEOUT_MAX), self._end)
         timer.daemon = True
         timer.start()

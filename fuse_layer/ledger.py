@@ -1,4 +1,4 @@
-"""The ledger: what a successor needs to go on with a session whose worker was killed.
+"""The ledger: what a successor needs to go on with a session whose worker was killed. Its records, and the tables they describe.
 
 The kernel refers to nodes and handles by the numbers it was given, for as long as the mount lives; a new process has to
 know what they mean. Every change to the tables of nodes and handles is therefore appended to a file in the runtime
@@ -6,34 +6,29 @@ directory (memory, which outlives the process and not the machine) before the ke
 
 Invariants:
 
-* Replaying the files in the order of their numbers gives the tables as they were; a torn last record was never told to
-  anybody.
-* A file that has grown beyond what is alive is followed by a new one: everything new goes there, everything alive is
-  written there a few nodes at a time, and then the old file is removed. A record of a node is complete in itself, so it
-  does not matter what the new file says of it before.
-* No failure in here reaches the job: a ledger that cannot be written is given up, and with it survival.
+* Applying the records of the files in the order of their numbers to what the archive holds gives the tables as they were; a
+  torn last record was never told to anybody.
+* Files that are full are taken into the archive (ledger_archive.py) beside the work and removed, so that what a successor
+  has to read before it serves is short however many nodes there are. It asks for nodes when it needs them.
+
+Who writes it: ledger_writer.py.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Final, NamedTuple
-
-import structlog
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple, Protocol
 
 from ciuic.fuse_layer import kernel_protocol
 
-log = structlog.get_logger(__name__)
-
-VERSION: Final = 1
-REWRITE_FROM_BYTES: Final = 64 << 20
-_SLICE_NODES: Final = 256
-_SLICE_PAUSE_SECONDS: Final = 0.005
+VERSION: Final = 2
+_VERSIONS_READ: Final = (1, VERSION)
+"""Version 1 had no archive."""
+INTENTS_KEPT: Final = 1024
+"""More than requests that can be in work at once."""
+_SLICE_RECORDS: Final = 256
 
 _LENGTH = struct.Struct("<I")
 _KIND = struct.Struct("<B")
@@ -104,13 +99,31 @@ class NodeFacts:
         self.gone = False
         """Its last name is gone; only handles lead to it."""
 
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.dev, self.ino
+
+
+class NodeRecords(Protocol):
+    """Where nodes are that no record of the newest files speaks of (ledger_archive.py): their records, by id."""
+
+    def node(self, node_id: int) -> bytes | None: ...
+    def odd(self, dev: int, ino: int) -> int | None: ...
+    @property
+    def last_odd(self) -> int: ...
+
 
 class Inherited:
-    """The tables that a predecessor left."""
+    """The tables that a predecessor left. Nodes are made of their records when somebody asks for them."""
 
-    def __init__(self) -> None:
-        self.minor = self.flags = self.max_write_bytes = 0
-        self.nodes: dict[int, NodeFacts] = {}
+    def __init__(self, archive: NodeRecords | None = None) -> None:
+        self.archive = archive
+        self.version = self.minor = self.flags = self.max_write_bytes = 0
+        self.nodes: dict[int, bytes | NodeFacts] = {}
+        """Those that the records applied speak of."""
+        self.dropped: set[int] = set()
+        """Those that are no longer, whatever the archive says."""
+        self._odd: dict[tuple[int, int], int] = {}
         self.files: dict[int, Opened] = {}
         self.directories: dict[int, OpenedDirectory] = {}
         self.listings: dict[int, list[bytes]] = {}
@@ -123,107 +136,74 @@ class Inherited:
     def last_handle(self) -> int:
         return max((*self.files, *self.directories), default=0)
 
-
-class Ledger:
-    """Appends to the files ``<base>.<number>``. Thread-safe; None in place of one means that nothing is written."""
-
-    def __init__(self, base: Path, *, rewrite_from_bytes: int = REWRITE_FROM_BYTES) -> None:
-        self._base = base
-        self._limit = rewrite_from_bytes
-        self._least = rewrite_from_bytes
-        self._lock = threading.Lock()
-        self._numbers = _numbers(base)
-        self._fd = -1
-        self._size = 0
-        self._begin = b""
-        self._alive: Callable[[], Iterable[bytes]] | None = None
-        self._rewriting = False
-        self.kept = True
-        """Whether a successor could go on."""
+    @property
+    def understood(self) -> bool:
+        """Whether a session was begun in it, in a version that this one reads."""
+        return self.version in _VERSIONS_READ
 
     @property
-    def rewriting(self) -> bool:
-        """Whether a new file is being written beside the work."""
-        return self._rewriting
+    def last_node(self) -> int:
+        """No node has a greater id, of those that are not found by their inode number."""
+        archived = self.archive.last_odd if self.archive is not None else 0
+        return max(archived, *self._odd.values(), 0)
 
-    def begin(self, minor: int, flags: int, max_write_bytes: int) -> None:
-        """Starts a new file for a session that was just negotiated, or taken over."""
-        self._begin = _record(_BEGIN, _BEGIN_FIELDS.pack(VERSION, minor, flags, max_write_bytes))
-        self._next_file()
+    def node(self, node_id: int) -> NodeFacts | None:
+        """None for what nobody remembers."""
+        known = self.nodes.get(node_id)
+        if known is None:
+            if self.archive is None or node_id in self.dropped:
+                return None
+            known = self.archive.node(node_id)
+            if known is None:
+                return None
+        if isinstance(known, bytes):
+            known = self.nodes[node_id] = _facts(known)
+        return known
 
-    def rewrites_from(self, alive: Callable[[], Iterable[bytes]]) -> None:
-        """``alive`` yields groups of records that together describe everything alive now; called in a thread of ours."""
-        self._alive = alive
+    def take(self, node_id: int) -> NodeFacts | None:
+        """As ``node``, for who keeps what it is told and asks once."""
+        found = self.node(node_id)
+        self.nodes.pop(node_id, None)
+        return found
 
-    def _next_file(self) -> None:
-        number = (self._numbers[-1] if self._numbers else 0) + 1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
-        fd = os.open(_path(self._base, number), flags, 0o600)
-        os.write(fd, self._begin)
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd, self._size = fd, len(self._begin)
-            self._numbers.append(number)
+    def odd(self, dev: int, ino: int) -> int | None:
+        """The id of the node that the inode had when the predecessor ended, if that is not its number."""
+        node_id = self._odd.get((dev, ino))
+        return self.archive.odd(dev, ino) if node_id is None and self.archive is not None else node_id
 
-    def drop_older(self) -> None:
-        """Everything alive is in the newest file."""
-        for number in self._numbers[:-1]:
-            _path(self._base, number).unlink(missing_ok=True)
-        del self._numbers[:-1]
+    def apply(self, data: bytes) -> Iterator[None]:
+        """Applies the records of a file up to the first that is torn; stops now and then for who has other things to do."""
+        begins, nodes = _LENGTH.size, self.nodes
+        at, end, count = 0, len(data), 0
+        while at + begins < end:
+            (length,) = _LENGTH.unpack_from(data, at)
+            stop, kind = at + begins + length, data[at + begins]
+            if not length or stop > end or kind > _LINGERS_NOT:
+                return  # torn: told to nobody
+            if kind == _NODE:  # what most are: not taken apart before somebody wants to know
+                record = data[at:stop]
+                node_id = int.from_bytes(record[_ID], "little")
+                nodes[node_id] = record
+                if record[_ID] != record[_INO]:
+                    self.note_odd(_facts(record))
+            else:
+                _APPLY[kind](self, data[at + begins + 1 : stop])
+            at, count = stop, count + 1
+            if not count % _SLICE_RECORDS:
+                yield
 
-    def remove(self) -> None:
-        """The session ends; nobody will go on with it."""
-        self.kept = False
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
-        remove(self._base)
-
-    # -- records --------------------------------------------------------------------------------------
-
-    def append(self, record: bytes) -> None:
-        """Write one or several records. Never raises."""
-        try:
-            with self._lock:
-                if self._fd < 0:
-                    return
-                if os.write(self._fd, record) != len(record):
-                    raise OSError("a record was cut short")
-                self._size += len(record)
-                full = self._size > self._limit and not self._rewriting and self._alive is not None
-                if full:
-                    self._rewriting = True
-        except OSError as error:
-            log.error("ledger_given_up", error=str(error))
-            self.remove()
-            return
-        if full:
-            threading.Thread(target=self._rewrite, name="ledger", daemon=True).start()
-
-    def _rewrite(self) -> None:
-        assert self._alive is not None
-        try:
-            self._next_file()
-            written = 0
-            for number, group in enumerate(self._alive()):
-                self.append(group)
-                written += len(group)
-                if number % _SLICE_NODES == 0:
-                    time.sleep(_SLICE_PAUSE_SECONDS)
-            if self.kept:
-                self.drop_older()
-            self._limit = max(self._least, 2 * written)
-        except OSError as error:
-            log.error("ledger_given_up", error=str(error))
-            self.remove()
-        finally:
-            self._rewriting = False
+    def note_odd(self, node: NodeFacts) -> None:
+        """``node`` is not found by its inode number."""
+        self._odd[node.key] = node.id
 
 
 def _record(kind: int, fields: bytes, rest: bytes = b"") -> bytes:
     return _LENGTH.pack(1 + len(fields) + len(rest)) + _KIND.pack(kind) + fields + rest
+
+
+def begin_record(minor: int, flags: int, max_write_bytes: int) -> bytes:
+    """What was negotiated."""
+    return _record(_BEGIN, _BEGIN_FIELDS.pack(VERSION, minor, flags, max_write_bytes))
 
 
 def node_record(node_id: int, dev: int, ino: int, parent: int, kind: int, name: bytes) -> bytes:
@@ -285,49 +265,52 @@ def lingers_record(node_id: int, *, lingers: bool) -> bytes:
 
 # -- reading ------------------------------------------------------------------------------------------
 
-
-def replay(base: Path) -> Inherited | None:
-    """The tables that the files of ``base`` describe; None when there is none that this version understands."""
-    inherited, begun = Inherited(), False
-    for number in _numbers(base):
-        for kind, body in _records(_path(base, number).read_bytes()):
-            if kind == _BEGIN:
-                version, minor, flags, max_write = _BEGIN_FIELDS.unpack_from(body)
-                if version != VERSION:
-                    return None
-                inherited.minor, inherited.flags, inherited.max_write_bytes = minor, flags, max_write
-                begun = True
-            else:
-                _APPLY[kind](inherited, body)
-    return inherited if begun else None
+_ID: Final = slice(_LENGTH.size + 1, _LENGTH.size + 9)
+_INO: Final = slice(_LENGTH.size + 17, _LENGTH.size + 25)
+"""Of a whole node record."""
 
 
-def remove(base: Path) -> None:
-    """Removes the files of ``base``."""
-    for number in _numbers(base):
-        _path(base, number).unlink(missing_ok=True)
+def records_of(node: bytes | NodeFacts) -> bytes:
+    """Everything that is known of a node, as records of which the first is whole by itself."""
+    if isinstance(node, bytes):
+        return node
+    parent, name = node.name if node.name is not None else (0, b"")
+    group = node_record(node.id, node.dev, node.ino, parent, node.kind, name)
+    for other, alias in node.aliases:
+        group += name_record(node.id, other, alias, several=True)
+    if node.gone:
+        group += unlinked_record(node.id, 0, b"", gone=True)
+    return group
 
 
-def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
-    at, end = 0, len(data)
-    while at + _LENGTH.size <= end:
-        (length,) = _LENGTH.unpack_from(data, at)
-        at += _LENGTH.size
-        if not length or at + length > end or data[at] > _LINGERS_NOT:
-            return  # torn: told to nobody
-        yield data[at], data[at + 1 : at + length]
-        at += length
+def _facts(records: bytes) -> NodeFacts:
+    """The other way round."""
+    (length,) = _LENGTH.unpack_from(records)
+    stop = _LENGTH.size + length
+    node_id, dev, ino, parent, kind = _NODE_FIELDS.unpack_from(records, _LENGTH.size + 1)
+    name = (parent, records[_LENGTH.size + 1 + _NODE_FIELDS.size : stop]) if parent else None
+    node = NodeFacts(node_id, dev, ino, kind, name)
+    if stop < len(records):
+        alone = Inherited()
+        alone.nodes[node_id] = node
+        for _ in alone.apply(records[stop:]):
+            pass
+    return node
 
 
-def _apply_node(found: Inherited, body: bytes) -> None:
-    node_id, dev, ino, parent, kind = _NODE_FIELDS.unpack_from(body)
-    name = (parent, body[_NODE_FIELDS.size :]) if parent else None
-    found.nodes[node_id] = NodeFacts(node_id, dev, ino, kind, name)
+def _apply_begin(found: Inherited, body: bytes) -> None:
+    found.version, found.minor, found.flags, found.max_write_bytes = _BEGIN_FIELDS.unpack_from(body)
+
+
+def _apply_dropped(found: Inherited, body: bytes) -> None:
+    (node_id,) = _ONE.unpack_from(body)
+    found.nodes.pop(node_id, None)
+    found.dropped.add(node_id)
 
 
 def _apply_name(found: Inherited, body: bytes) -> None:
     node_id, parent, several = _NAME_FIELDS.unpack_from(body)
-    node = found.nodes.get(node_id)
+    node = found.node(node_id)
     if node is None:
         return
     name = (parent, body[_NAME_FIELDS.size :])
@@ -340,7 +323,7 @@ def _apply_name(found: Inherited, body: bytes) -> None:
 def _apply_renamed(found: Inherited, body: bytes) -> None:
     node_id, parent, new_parent, length = _RENAMED_FIELDS.unpack_from(body)
     names = body[_RENAMED_FIELDS.size :]
-    node = found.nodes.get(node_id)
+    node = found.node(node_id)
     if node is None:
         return
     if node.name == (parent, names[:length]):
@@ -352,7 +335,7 @@ def _apply_renamed(found: Inherited, body: bytes) -> None:
 
 def _apply_unlinked(found: Inherited, body: bytes) -> None:
     node_id, parent, gone = _UNLINKED_FIELDS.unpack_from(body)
-    node = found.nodes.get(node_id)
+    node = found.node(node_id)
     if node is None:
         return
     name = (parent, body[_UNLINKED_FIELDS.size :])
@@ -365,9 +348,11 @@ def _apply_unlinked(found: Inherited, body: bytes) -> None:
 
 def _apply_replaced(found: Inherited, body: bytes) -> None:
     node_id, dev, ino = _REPLACED_FIELDS.unpack_from(body)
-    node = found.nodes.get(node_id)
+    node = found.node(node_id)
     if node is not None:
         node.dev, node.ino = dev, ino
+        if node.id != node.ino:
+            found.note_odd(node)
 
 
 def _apply_opened(found: Inherited, body: bytes) -> None:
@@ -400,11 +385,11 @@ def _pop(table: Callable[[Inherited], dict[int, object]]) -> Callable[[Inherited
 
 
 _APPLY: Final[dict[int, Callable[[Inherited, bytes], None]]] = {
-    _NODE: _apply_node,
+    _BEGIN: _apply_begin,
     _NAME: _apply_name,
     _RENAMED: _apply_renamed,
     _UNLINKED: _apply_unlinked,
-    _DROPPED: _pop(lambda found: found.nodes),  # type: ignore[arg-type,return-value]
+    _DROPPED: _apply_dropped,
     _REPLACED: _apply_replaced,
     _OPENED: _apply_opened,
     _CLOSED: _pop(lambda found: found.files),  # type: ignore[arg-type,return-value]
@@ -415,13 +400,3 @@ _APPLY: Final[dict[int, Callable[[Inherited, bytes], None]]] = {
     _LINGERS: lambda found, body: found.lingering.add(_ONE.unpack_from(body)[0]),
     _LINGERS_NOT: lambda found, body: found.lingering.discard(_ONE.unpack_from(body)[0]),
 }
-
-
-def _path(base: Path, number: int) -> Path:
-    return base.with_name(f"{base.name}.{number}")
-
-
-def _numbers(base: Path) -> list[int]:
-    prefix = base.name + "."
-    names = (entry.name[len(prefix) :] for entry in base.parent.glob("*") if entry.name.startswith(prefix))
-    return sorted(int(name) for name in names if name.isdigit())

@@ -17,11 +17,11 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
 from typing import Final
 
 from ciuic.fuse_layer import ledger
-from ciuic.fuse_layer.ledger import Ledger, NodeFacts
+from ciuic.fuse_layer.ledger import Inherited, NodeFacts
+from ciuic.fuse_layer.ledger_writer import Ledger
 from ciuic.fuse_layer.ways import Descriptor, Way, stale, wait_for_rename
 
 ROOT_ID: Final = 1
@@ -89,7 +89,8 @@ class Node:
 
 
 class NodeTable:
-    """All nodes of one root. Thread-safe; no system call is made under its lock except close."""
+    """All nodes of one root. Thread-safe; no system call is made under its lock except close, and what finding a
+    predecessor's node in the archive takes."""
 
     def __init__(self, root_fd: int) -> None:
         st = os.fstat(root_fd)
@@ -109,6 +110,8 @@ class NodeTable:
         self._next_synthetic = _SYNTHETIC_IDS_FROM
         self._directories: OrderedDict[int, Descriptor] = OrderedDict()
         self._removed: OrderedDict[int, Node] = OrderedDict()
+        self._inherited: Inherited | None = None
+        """Where nodes of a predecessor are that nobody has asked for yet."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -117,7 +120,9 @@ class NodeTable:
         """ESTALE for an id that the kernel was told to forget."""
         node = self._by_id.get(node_id)
         if node is None:
-            raise stale()
+            node = self._from_predecessor(node_id)
+            if node is None:
+                raise stale()
         return node
 
     def find(self, st: os.stat_result) -> Node | None:
@@ -129,16 +134,28 @@ class NodeTable:
 
     def _found(self, dev: int, ino: int) -> Node | None:
         if dev == self.device:
-            node = self._by_id.get(ino)
+            node = self._by_id.get(ino) or self._from_predecessor(ino)
             if node is not None and node.keyed and node.ino == ino and node.dev == dev:
                 return node
-        return self._by_key.get((dev, ino))
+        node = self._by_key.get((dev, ino))
+        if node is None and self._inherited is not None:
+            node_id = self._inherited.odd(dev, ino)
+            node = self._from_predecessor(node_id) if node_id is not None else None
+            if node is not None and not (node.keyed and node.ino == ino and node.dev == dev):
+                return None
+        return node
 
     def _set_key(self, node: Node) -> None:
         """From now on the node is the one that its inode number leads to."""
         node.keyed = True
         if node.id != node.ino or node.dev != self.device:
             self._by_key[node.dev, node.ino] = node
+
+    def _number_reused(self, node: Node) -> None:
+        """The number went to another inode; the kernel has not forgotten its old owner yet."""
+        if self.ledger is not None:
+            self.ledger.append(ledger.unlinked_record(node.id, 0, b"", gone=True))
+        self._unkey(node)
 
     def _unkey(self, node: Node) -> None:
         node.keyed = False
@@ -152,7 +169,7 @@ class NodeTable:
         with self._lock:
             node = self._found(st.st_dev, st.st_ino)
             if node is not None and node.kind != stat.S_IFMT(st.st_mode):
-                self._unkey(node)  # the number went to another inode behind our back
+                self._number_reused(node)
                 node = None
             if node is None:
                 node = self._make(parent, name, st)
@@ -184,7 +201,7 @@ class NodeTable:
         with self._lock:
             stray = self._found(st.st_dev, st.st_ino)
             if stray is not None:
-                self._unkey(stray)  # the number's old owner is gone, and the kernel has not forgotten it yet
+                self._number_reused(stray)
             node = self._make(self.root, b"", st)
             self.root.below -= 1
             node.parent = None
@@ -264,21 +281,38 @@ class NodeTable:
 
     # -- across the death of a worker ---------------------------------------------------------------
 
-    def inherit(self, facts: Collection[NodeFacts]) -> None:
-        """Take the nodes of a predecessor over. How often the kernel has looked each of them up is not known: they stay for
-        as long as the session does."""
-        for known in facts:
-            node = Node(
-                known.id, known.dev, known.ino, known.kind, None, known.name[1] if known.name else b""
-            )
-            node.lookups = _LOOKED_UP_FOR_EVER
-            self._by_id[known.id] = node
-            if not known.gone:
-                self._set_key(node)
-            if known.id >= _SYNTHETIC_IDS_FROM:
-                self._next_synthetic = max(self._next_synthetic, known.id + 1)
-        for known in facts:
-            self._inherit_names(self._by_id[known.id], known)
+    def inherit(self, inherited: Inherited) -> None:
+        """Go on with the nodes of a predecessor, each of which is made when it is asked for. How often the kernel has looked
+        it up is not known: they stay for as long as the session does."""
+        self._inherited = inherited
+        self._next_synthetic = max(self._next_synthetic, inherited.last_node + 1)
+
+    def _from_predecessor(self, node_id: int) -> Node | None:
+        """The node, and everything above it, as a predecessor left them; None when it left none of this id."""
+        if self._inherited is None:
+            return None
+        with self._lock:
+            made: list[tuple[Node, NodeFacts]] = []
+            wanted = [node_id]
+            while wanted:
+                this = wanted.pop()
+                known = self._inherited.take(this) if this not in self._by_id else None
+                if known is not None:
+                    made.append((self._make_inherited(known), known))
+                    wanted += [parent for parent, _ in (known.name or (ROOT_ID, b""), *known.aliases)]
+            for node, known in made:
+                self._inherit_names(node, known)
+            return self._by_id.get(node_id)
+
+    def _make_inherited(self, known: NodeFacts) -> Node:
+        dev = self.device if known.dev == self.device else known.dev
+        ino = known.id if known.ino == known.id else known.ino
+        node = Node(known.id, dev, ino, known.kind, None, known.name[1] if known.name else b"")
+        node.lookups = _LOOKED_UP_FOR_EVER
+        self._by_id[known.id] = node
+        if not known.gone:
+            self._set_key(node)
+        return node
 
     def _inherit_names(self, node: Node, known: NodeFacts) -> None:
         if known.name is not None:
@@ -292,21 +326,6 @@ class NodeTable:
                     node.aliases = set()
                 node.aliases.add((parent, name))
                 parent.below += 1
-
-    def records(self) -> Iterator[bytes]:
-        """Everything that ``inherit`` needs, a group for each node. The table stands still between two groups taken, so what a
-        group says is true until the next is asked for."""
-        for node in list(self._by_id.values()):
-            with self._lock:
-                if self._by_id.get(node.id) is not node or node is self.root:
-                    continue
-                parent, name = (node.parent.id, node.name) if node.parent is not None else (0, b"")
-                group = ledger.node_record(node.id, node.dev, node.ino, parent, node.kind, name)
-                for other, alias in node.aliases or ():
-                    group += ledger.name_record(node.id, other.id, alias, several=True)
-                if not node.keyed:
-                    group += ledger.unlinked_record(node.id, 0, b"", gone=True)
-                yield group
 
     # -- names --------------------------------------------------------------------------------------
 

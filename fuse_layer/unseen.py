@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterator
 from typing import Final
 
 from ciuic.fuse_layer import ledger, syscalls
@@ -116,11 +115,6 @@ class UnseenWriters:
             asking = self._state.nodes.way(node).open(os.O_RDONLY)
             self._mapped[node_id] = (node, asking)
             self._state.nodes.remember(node_id)
-
-    def records(self) -> Iterator[bytes]:
-        """What ``inherit`` needs."""
-        for node_id in list(self._mapped):
-            yield ledger.lingers_record(node_id, lingers=True)
 
     # -- the cut --------------------------------------------------------------------------------------
 

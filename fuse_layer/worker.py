@@ -27,7 +27,8 @@ from ciuic.fuse_layer import mounts, syscalls
 from ciuic.fuse_layer.core import OverlayCore
 from ciuic.fuse_layer.driver_choice import Choice, ask_kernel, choose
 from ciuic.fuse_layer.kernel_worker import KernelWorker
-from ciuic.fuse_layer.ledger import Inherited, Ledger
+from ciuic.fuse_layer.ledger import Inherited
+from ciuic.fuse_layer.ledger_writer import Ledger
 from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, Place
 
 log = structlog.get_logger(__name__)

@@ -11,7 +11,8 @@ import structlog
 
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.core import OverlayCore
-from ciuic.fuse_layer.ledger import Inherited, Ledger
+from ciuic.fuse_layer.ledger import Inherited
+from ciuic.fuse_layer.ledger_writer import Ledger
 
 log = structlog.get_logger(__name__)
 

@@ -8,17 +8,20 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer import ledger
+from ciuic.fuse_layer import ledger, ledger_writer
 from ciuic.fuse_layer.caller import ROOT
 from ciuic.fuse_layer.core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.handle_book import HandleBook
-from ciuic.fuse_layer.ledger import Inherited, Ledger, Opened, OpenedDirectory
+from ciuic.fuse_layer.ledger import Inherited, Opened, OpenedDirectory
+from ciuic.fuse_layer.ledger_archive import Archive
+from ciuic.fuse_layer.ledger_writer import Ledger
 
 NAMES = [b"a", b"b", b"c", b"d" * 255]
 KINDS = (
@@ -52,20 +55,16 @@ _EXCHANGE = 2
 class Session:
     """A core with its ledger, and what a kernel would remember of it."""
 
-    def __init__(self, root: Path, base: Path, rewrite_from_bytes: int) -> None:
+    def __init__(self, root: Path, base: Path, full_bytes: int, inherited: Inherited | None = None) -> None:
         self._fd = os.open(root, os.O_PATH)
-        self.ledger = Ledger(base, rewrite_from_bytes=rewrite_from_bytes)
+        self._made = root, base, full_bytes
+        self.ledger = Ledger(base, inherited=inherited, full_bytes=full_bytes)
         self.ledger.begin(45, 7, 1 << 20)
-        self.core = OverlayCore(self._fd, session="s", ledger=self.ledger)
-        self.book = HandleBook(self.ledger)
-        self.ledger.rewrites_from(self._records)
+        self.core = OverlayCore(self._fd, session="s", ledger=self.ledger, inherited=inherited)
+        self.book = HandleBook(self.ledger, inherited)
         self.folders = [ROOT_ID]
         self.known: dict[int, int] = {ROOT_ID: 1}
         """Node → how often it was looked up."""
-
-    def _records(self) -> Iterator[bytes]:
-        yield from self.core.records()
-        yield from self.book.records()
 
     def do(self, step: Step) -> None:
         kind, one, name, other, other_name = step
@@ -124,6 +123,12 @@ class Session:
         if self.book.closed(handle):
             self.core.release(handle)
 
+    def succeeded(self, inherited: Inherited) -> Session:
+        """Killed; a successor goes on."""
+        after = Session(*self._made, inherited)
+        after.folders, after.known = self.folders, self.known
+        return after
+
     def answers(self) -> dict[int, tuple[int, int, int] | None]:
         """What a kernel would be told of each node that it remembers."""
         nodes = self.known.keys() | {opened.node for opened in self.book.files.values()}
@@ -144,11 +149,11 @@ def answer(core: OverlayCore, node: int) -> tuple[int, int, int] | None:
 
 
 @contextlib.contextmanager
-def session(rewrite_from_bytes: int) -> Iterator[tuple[Session, Path, Path]]:
+def session(full_bytes: int) -> Iterator[tuple[Session, Path, Path]]:
     with tempfile.TemporaryDirectory() as top:
         root, base = Path(top, "root"), Path(top, "ledger")
         root.mkdir()
-        made = Session(root, base, rewrite_from_bytes)
+        made = Session(root, base, full_bytes)
         try:
             yield made, root, base
         finally:
@@ -156,43 +161,102 @@ def session(rewrite_from_bytes: int) -> Iterator[tuple[Session, Path, Path]]:
 
 
 def settle(written: Ledger) -> None:
-    """A rewrite that was begun is over."""
+    """What was being taken into the archive is in."""
     deadline = time.monotonic() + 30
-    while written.rewriting and time.monotonic() < deadline:
+    while written.absorbing and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("rewrite_from_bytes", [1 << 20, 600])
-@settings(max_examples=100, deadline=None)
-@given(steps=STEPS)
-def test_a_successor_answers_as_its_predecessor(rewrite_from_bytes: int, steps: list[Step]) -> None:
-    """Every node that the kernel remembers is the same inode, every handle is open on it, also when the ledger was rewritten."""
-    with session(rewrite_from_bytes) as (before, root, base):
+@pytest.mark.parametrize("full_bytes", [1 << 20, 600])
+@settings(max_examples=80, deadline=None)
+@given(lives=st.lists(STEPS, min_size=1, max_size=3))
+def test_a_successor_answers_as_its_predecessor(full_bytes: int, lives: list[list[Step]]) -> None:
+    """Every node that the kernel remembers is the same inode, every handle is open on it, also when files of the ledger are in
+    the archive, and also for the successor of a successor."""
+    with session(full_bytes) as (made, _, base):
+        before = made
+        for steps in lives:
+            for step in steps:
+                before.do(step)
+            settle(before.ledger)
+            expected, open_files = before.answers(), before.book.files
+            inherited = ledger_writer.replay(base)
+            assert inherited is not None
+            assert (inherited.minor, inherited.flags) == (45, 7)
+            assert inherited.files == open_files
+            lost = {node for node in expected if _leads_nowhere(inherited, node)}
+            after = before.succeeded(inherited)
+            for node, told in expected.items():
+                if told is not None and node not in lost:
+                    assert answer(after.core, node) == told, node
+            for opened in open_files.values():
+                assert os.fstat(after.core.descriptor(opened.handle)).st_ino == expected[opened.node][0]  # type: ignore[index]
+            before = after
+        before.end()
+
+
+def _leads_nowhere(inherited: Inherited, node: int) -> bool:
+    """A directory that was removed, after the death of who had it open: nothing can be done in it."""
+    facts = inherited.node(node)
+    return facts is not None and facts.gone and node not in {file.node for file in inherited.files.values()}
+
+
+@settings(max_examples=30, deadline=None, phases=[Phase.generate])
+@given(steps=STEPS, slices=st.integers(0, 6))
+def test_an_archive_that_was_being_written_says_nothing_of_it(steps: list[Step], slices: int) -> None:
+    """Ended anywhere between two transactions' ends, file and archive together say what the file says alone."""
+    with session(1 << 20) as (before, _, base):
         for step in steps:
             before.do(step)
-        settle(before.ledger)
-        expected, open_files = before.answers(), before.book.files
-        inherited = ledger.replay(base)
-        assert inherited is not None
-        assert (inherited.minor, inherited.flags) == (45, 7)
-        assert inherited.files == open_files
-        fd = os.open(root, os.O_PATH)
-        after = OverlayCore(fd, session="t", ledger=Ledger(base.with_name("other")), inherited=inherited)
-        try:
-            removed = {node for node, facts in inherited.nodes.items() if facts.gone}
-            for node, told in expected.items():
-                # A directory that was removed leads nowhere after the death of who had it open: nothing can be done in it.
-                if told is not None and not (node in removed and node not in _open_nodes(inherited)):
-                    assert answer(after, node) == told, node
-            for opened in open_files.values():
-                assert os.fstat(after.descriptor(opened.handle)).st_ino == expected[opened.node][0]  # type: ignore[index]
-        finally:
-            after.close()
-            os.close(fd)
+        base.with_name("ledger.2").write_bytes(ledger.begin_record(45, 7, 1 << 20))
+        whole = ledger_writer.replay(base)
+        archive = Archive(base.with_name("ledger.archive-test"))
+        for _ in islice(archive.absorb(1, base.with_name("ledger.1").read_bytes()), slices):
+            pass
+        archive.close()
+        both = ledger_writer.replay(base)
+        assert whole is not None
+        assert both is not None
+        for node in before.known:
+            assert _told(both, node) == _told(whole, node), node
+        assert (both.files, both.directories, both.intents) == (whole.files, whole.directories, whole.intents)
 
 
-def _open_nodes(inherited: Inherited) -> set[int]:
-    return {opened.node for opened in inherited.files.values()}
+def _told(inherited: Inherited, node: int) -> tuple[object, ...] | None:
+    facts = inherited.node(node)
+    return facts and (facts.key, facts.kind, facts.name, facts.aliases, facts.gone)
+
+
+def test_an_archive_tells_what_was_left_to_a_worker_from_what_it_wrote_itself(tmp_path: Path) -> None:
+    """A node that this worker made and dropped again does not come back from the archive."""
+    first = Archive(tmp_path / "l.archive-test")
+    list(first.absorb(1, ledger.node_record(5, 1, 5, 1, 0o100000, b"old")))
+    first.close()
+    second = Archive(tmp_path / "l.archive-test")
+    own = Archive(tmp_path / "l.archive-test", generation=second.generation)
+    list(own.absorb(2, ledger.node_record(6, 1, 6, 1, 0o100000, b"new")))
+    assert second.node(5) is not None
+    assert second.node(6) is None
+    third = Archive(tmp_path / "l.archive-test")
+    assert third.node(6) is not None
+    for archive in (second, own, third):
+        archive.close()
+
+
+def test_inodes_whose_number_is_not_their_nodes_id_are_found(tmp_path: Path) -> None:
+    """On file systems mounted below, and after a number was used again: from the newest file and from the archive."""
+    data = ledger.node_record(1 << 62, 9, 5, 1, 0o100000, b"elsewhere")
+    data += ledger.node_record(7, 1, 7, 1, 0o100000, b"a") + ledger.replaced_record(7, 1, 8)
+    newest = Inherited()
+    list(newest.apply(data))
+    archive = Archive(tmp_path / "l.archive-test")
+    list(archive.absorb(1, data))
+    archive.close()
+    archive = Archive(tmp_path / "l.archive-test")
+    for inherited in (newest, Inherited(archive)):
+        assert (inherited.odd(9, 5), inherited.odd(1, 8), inherited.odd(1, 7)) == (1 << 62, 7, None)
+        assert inherited.last_node == 1 << 62
+    archive.close()
 
 
 def test_a_torn_ledger_is_believed_up_to_its_last_whole_record(tmp_path: Path) -> None:
@@ -210,7 +274,7 @@ def test_a_torn_ledger_is_believed_up_to_its_last_whole_record(tmp_path: Path) -
     seen = 0
     for length in range(len(whole) + 1):
         (tmp_path / "l.1").write_bytes(whole[:length])
-        inherited = ledger.replay(tmp_path / "l")
+        inherited = ledger_writer.replay(tmp_path / "l")
         if inherited is not None:
             size = (
                 len(inherited.nodes) + len(inherited.files) + len(inherited.listings) + len(inherited.intents)
@@ -228,4 +292,4 @@ def test_a_ledger_that_cannot_be_written_is_given_up(tmp_path: Path) -> None:
     written._fd = os.open("/dev/full", os.O_WRONLY)
     written.append(ledger.dropped_record(5))
     assert not written.kept
-    assert ledger.replay(tmp_path / "l") is None
+    assert ledger_writer.replay(tmp_path / "l") is None

@@ -1,0 +1,166 @@
+"""The archive: what the files of a ledger said that were removed since, as a table in which a successor finds a node by its id.
+
+An SQLite database in the runtime directory (memory), because a worker may be killed in the middle of a change to it: a
+transaction is there or not, and who comes next finds a node among millions in microseconds without reading the others.
+Nothing in here is synced; a machine that fails takes the session with it.
+
+Guarantees: what one file of the ledger says becomes true at once, together with the note that the file is in. A row says
+which worker of the session (``generation``) was the last to write it, so that a worker can tell rows that were left to it
+from rows that it wrote itself, whose nodes it knows better.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ciuic.fuse_layer.ledger import INTENTS_KEPT, Inherited, NodeFacts, Opened, OpenedDirectory, records_of
+
+_SLICE_ROWS: Final = 128
+_WAIT_SECONDS: Final = 5.0
+_LOG_BYTES: Final = 4 << 20
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS nodes (id INTEGER PRIMARY KEY, generation INTEGER NOT NULL, records BLOB NOT NULL, key BLOB);
+CREATE INDEX IF NOT EXISTS odd ON nodes (key) WHERE key IS NOT NULL;
+CREATE TABLE IF NOT EXISTS state (one INTEGER PRIMARY KEY, absorbed INTEGER NOT NULL, generation INTEGER NOT NULL, rest BLOB NOT NULL);
+"""
+
+
+class _Rest(msgspec.Struct, array_like=True):
+    """Everything but the nodes."""
+
+    files: list[Opened]
+    directories: list[OpenedDirectory]
+    listings: dict[int, list[bytes]]
+    intents: dict[int, int]
+    lingering: set[int]
+
+
+class Archive:
+    """One connection to the archive of a session. Not for several threads at once."""
+
+    def __init__(self, path: Path, *, generation: int = 0) -> None:
+        self.path = path
+        self._database = sqlite3.connect(
+            path, timeout=_WAIT_SECONDS, isolation_level=None, check_same_thread=False
+        )
+        self._database.execute("PRAGMA journal_mode = WAL")
+        self._database.execute("PRAGMA synchronous = OFF")
+        self._database.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
+        self._database.executescript(_SCHEMA)
+        row = self._database.execute("SELECT absorbed, generation, rest FROM state").fetchone()
+        found: tuple[int, int, bytes] = row if row is not None else (0, 0, b"")
+        self.absorbed, written_by, self._rest = found
+        """``absorbed``: files of the ledger up to this one are in."""
+        self.generation = generation or written_by + 1
+        """Of the worker that reads or writes: it sees what older ones wrote."""
+        odd = self._database.execute("SELECT max(id) FROM nodes WHERE key IS NOT NULL").fetchone()
+        self._last_odd: int = odd[0] or 0
+
+    def close(self) -> None:
+        """Nothing is asked afterwards."""
+        self._database.close()
+
+    # -- for a successor ------------------------------------------------------------------------------
+
+    @property
+    def last_odd(self) -> int:
+        """No node that is not found by its inode number has a greater id; 0: there was none when this was opened."""
+        return self._last_odd
+
+    def node(self, node_id: int) -> bytes | None:
+        """Its records, unless this generation has written them itself."""
+        if node_id >> 63:
+            return None  # an inode number that is no node's id
+        row = self._database.execute(
+            "SELECT records FROM nodes WHERE id = ? AND generation < ?", (node_id, self.generation)
+        ).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def odd(self, dev: int, ino: int) -> int | None:
+        """The node of an inode whose number is not the node's id."""
+        if not self._last_odd:
+            return None
+        row = self._database.execute(
+            "SELECT id FROM nodes WHERE key = ? AND generation < ?", (_key(dev, ino), self.generation)
+        ).fetchone()
+        return None if row is None else int(row[0])
+
+    def restore(self, to: Inherited) -> None:
+        """Everything but the nodes."""
+        if self._rest:
+            rest = msgspec.msgpack.decode(self._rest, type=_Rest)
+            to.files = {opened.handle: opened for opened in rest.files}
+            to.directories = {opened.handle: opened for opened in rest.directories}
+            to.listings, to.intents, to.lingering = rest.listings, rest.intents, rest.lingering
+
+    # -- for a worker ---------------------------------------------------------------------------------
+
+    def absorb(self, number: int, data: bytes) -> Iterator[None]:
+        """Takes the records of a file in; stops now and then for who has other things to do."""
+        found = Inherited(_All(self._database))
+        self.restore(found)
+        yield from found.apply(data)
+        for unique in list(islice(found.intents, max(0, len(found.intents) - INTENTS_KEPT))):
+            del found.intents[unique]
+        rest = msgspec.msgpack.encode(
+            _Rest(
+                list(found.files.values()),
+                list(found.directories.values()),
+                found.listings,
+                found.intents,
+                found.lingering,
+            )
+        )
+        database = self._database
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            gone = iter([(node_id,) for node_id in found.dropped if node_id not in found.nodes])
+            while some := list(islice(gone, _SLICE_ROWS)):
+                database.executemany("DELETE FROM nodes WHERE id = ?", some)
+                yield
+            rows = (self._row(*item) for item in sorted(found.nodes.items(), key=lambda item: item[0]))
+            while written := list(islice(rows, _SLICE_ROWS)):
+                database.executemany("INSERT OR REPLACE INTO nodes VALUES (?, ?, ?, ?)", written)
+                yield
+            database.execute(
+                "INSERT OR REPLACE INTO state VALUES (1, ?, ?, ?)", (number, self.generation, rest)
+            )
+            database.execute("COMMIT")
+        except BaseException:
+            database.execute("ROLLBACK")
+            raise
+        self.absorbed, self._rest = number, rest
+
+    def _row(self, node_id: int, node: bytes | NodeFacts) -> tuple[int, int, bytes, bytes | None]:
+        records = records_of(node)
+        ino = int.from_bytes(records[21:29], "little")
+        gone = isinstance(node, NodeFacts) and node.gone
+        key = None if ino == node_id or gone else records[13:29]
+        return node_id, self.generation, records, key
+
+
+class _All:
+    """Every row, whoever wrote it."""
+
+    last_odd = 0
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def node(self, node_id: int) -> bytes | None:
+        row = self._database.execute("SELECT records FROM nodes WHERE id = ?", (node_id,)).fetchone()
+        return None if row is None else bytes(row[0])
+
+    def odd(self, dev: int, ino: int) -> int | None:
+        return None
+
+
+def _key(dev: int, ino: int) -> bytes:
+    """As it is in a node's record."""
+    return dev.to_bytes(8, "little") + ino.to_bytes(8, "little")
