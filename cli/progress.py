@@ -31,6 +31,9 @@ class Reporter:
     or ``step``, ``done`` and ``total`` where what is counted changes from step to step.
     """
 
+    shows = True
+    """Whether anybody sees it."""
+
     def __init__(self, task: str, interval_seconds: float) -> None:
         self.task = task
         self.began = time.monotonic()
@@ -58,6 +61,8 @@ class Reporter:
 
 
 class _Silent(Reporter):
+    shows = False
+
     def __init__(self) -> None:
         super().__init__("", float("inf"))
 

@@ -67,7 +67,9 @@ def await_commit(session: Session, snapshot_id: str) -> SnapshotState:
     try:
         with progress(f"capture {snapshot_id}") as reporter:
             while True:
-                state = session.control.snapshot_state(snapshot_id)
+                # Where nobody looks at the progress, the answer comes with the commit, not with the next poll after it.
+                ask = session.control.snapshot_state if reporter.shows else session.control.wait_snapshot
+                state = ask(snapshot_id)
                 if state.state == "failed":
                     raise failure_of(state)
                 if state.state == "committed":

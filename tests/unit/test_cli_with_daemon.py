@@ -202,6 +202,20 @@ def test_snapshot_prints_the_id_alone(config: Path, daemon: FakeDaemon) -> None:
 def test_snapshot_wait_returns_when_committed(config: Path, daemon: FakeDaemon) -> None:
     """With --wait the id is printed once the daemon says committed, and not before."""
     daemon.answers["POST /v1/snapshots"] = lambda _: (202, SnapshotState(id="cs-abc123", state="pending"))
+    daemon.answers["GET /v1/snapshots/cs-abc123?wait=1"] = lambda _: (
+        200,
+        SnapshotState(id="cs-abc123", state="committed"),
+    )
+    result = ciuic(config, "snapshot", "--wait")
+    assert (result.exit_code, result.stdout) == (0, "cs-abc123\n")
+
+
+def test_snapshot_wait_asks_for_progress_where_it_is_shown(
+    config: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who wants progress is told it again and again until the daemon says committed."""
+    monkeypatch.setenv("CIUIC_PROGRESS", "json")
+    daemon.answers["POST /v1/snapshots"] = lambda _: (202, SnapshotState(id="cs-abc123", state="pending"))
     states = iter(["capturing", "capturing", "committed"])
     daemon.answers["GET /v1/snapshots/cs-abc123"] = lambda _: (
         200,
@@ -215,7 +229,7 @@ def test_snapshot_wait_returns_when_committed(config: Path, daemon: FakeDaemon) 
 def test_snapshot_that_fails_has_its_code(config: Path, daemon: FakeDaemon) -> None:
     """A capture that failed leaves with the failure's own exit code, and prints no id."""
     daemon.answers["POST /v1/snapshots"] = lambda _: (202, SnapshotState(id="cs-abc123", state="pending"))
-    daemon.answers["GET /v1/snapshots/cs-abc123"] = lambda _: (
+    daemon.answers["GET /v1/snapshots/cs-abc123?wait=1"] = lambda _: (
         200,
         SnapshotState(id="cs-abc123", state="failed", error="store is damaged", hint="ciuic check", code=4),
     )
