@@ -24,6 +24,7 @@ from benchmarks.timing import preparation
 from benchmarks.workloads.training import captures
 
 _SMALL_FILES = (1_000, 5_000, 100_000, 1_000_000)
+_RESTORED_SMALL_FILES = (5_000, 100_000)
 _SNAPSHOTS = 200
 _HISTORY_FILES = 100
 _HISTORY_FILE_BYTES = 256 << 10
@@ -248,6 +249,8 @@ def _small_files() -> Suite:
         steps.append(preparation(grow, limit_seconds=_STEP_SECONDS) if start else _anew(grow))
         steps.append(_capture(f"capture up to {stop:,} small files", first=not start, before="settled"))
         steps.append(_nothing_changed(f"nothing changed, {stop:,} files"))
+        if stop in _RESTORED_SMALL_FILES:
+            steps.append(_restore(f"restore of {stop:,} small files", Restore("")))
     return Suite("small-files", tuple(steps), only=STORES, places=PLACES)
 
 

@@ -57,7 +57,9 @@ class _Commands:
 
     def __init__(self, job: Job, **environment: str) -> None:
         self._job = job
-        self._environment = {**os.environ, **environment}
+        temporary = f"{job.beside}/tmp"  # restic writes its packs there first: it must be the same disk
+        os.makedirs(temporary, exist_ok=True)
+        self._environment = {**os.environ, "TMPDIR": temporary, **environment}
         for name in ("CIUIC_REPO", "CIUIC_PROGRESS", "NOTIFY_SOCKET"):
             self._environment.pop(name, None)
 
