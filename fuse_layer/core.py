@@ -104,7 +104,7 @@ class OverlayCore:
 
     def _inherit(self, inherited: Inherited) -> None:
         """Take over what the kernel remembers of a predecessor, whose handles keep their numbers. What cannot be opened any
-        more answers EBADF."""
+        more answers EBADF (``has_file``)."""
         self._state.nodes.inherit(inherited)
         self._state.inherit_handles(inherited.last_handle)
         lost = 0
@@ -202,6 +202,14 @@ class OverlayCore:
     @held_by_kernel.setter
     def held_by_kernel(self, told: Callable[[int], bool]) -> None:
         self._state.held_by_kernel = told
+
+    def has_file(self, handle: int) -> bool:
+        """Whether the handle leads to an open file; of a predecessor's it may not."""
+        return handle in self._state.files
+
+    def has_directory(self, handle: int) -> bool:
+        """The same for a directory."""
+        return self._listings.has(handle)
 
     def descriptor(self, handle: int) -> int:
         """The backing descriptor of an open handle; it closes with the handle."""

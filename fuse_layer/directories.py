@@ -43,6 +43,10 @@ class Directories:
         self._open[handle] = opened = _OpenDirectory(node, Descriptor(fd))
         opened.names = names
 
+    def has(self, handle: int) -> bool:
+        """Whether it is open."""
+        return handle in self._open
+
     def opendir(self, node_id: int) -> int:
         node = self._nodes.get(node_id)
         fd = os.open(b".", _LISTING_FLAGS, dir_fd=self._nodes.directory(node).fd)

@@ -291,8 +291,11 @@ class KernelDriver:
     def _open(self, request: Request, data: memoryview) -> Reply:
         flags, open_flags = p.OPEN_IN.unpack_from(data)
         node = request.node
-        if request.resent and (before := self.book.file_of(request.unique & ~p.UNIQUE_RESEND)) is not None:
+        before, lost = self._opened_before(request)
+        if before is not None:
             return p.OPEN_OUT.pack(before.handle, before.open_flags, before.backing_id)
+        if lost:
+            flags &= ~os.O_TRUNC  # that was done, and others may have written since
         fresh = bool(flags & os.O_TRUNC)
         if fresh and self.core.pending:
             self.session.hand_on()
@@ -302,6 +305,15 @@ class KernelDriver:
                 node, flags, keeps_privileges=not open_flags & p.OPEN_KILL_SUIDGID, unseen=plan.unseen
             )
             return self._opened(request, node, handle, plan, flags)
+
+    def _opened_before(self, request: Request) -> tuple[Opened | None, bool]:
+        """What a predecessor opened for a request that comes again. Where it was opened, and this process could not open it too
+        (True), nobody has been told of that handle: it is given up, and another one is opened."""
+        before = self.book.file_of(request.unique & ~p.UNIQUE_RESEND) if request.resent else None
+        if before is None or self.core.has_file(before.handle):
+            return before, False
+        self._let_go(before.node, before.handle)
+        return None, True
 
     def _opened(self, request: Request, node: int, handle: int, plan: Plan, flags: int) -> bytes:
         write_only = flags & os.O_ACCMODE == os.O_WRONLY
@@ -324,11 +336,11 @@ class KernelDriver:
     def _create(self, request: Request, data: memoryview) -> Reply:
         flags, mode, umask, _ = p.CREATE_IN.unpack_from(data)
         name = p.name_of(data[p.CREATE_IN.size :])
+        before, _ = self._opened_before(request)
+        if before is not None:
+            return self._created_before(before)
         if request.resent:
-            before = self.book.file_of(request.unique & ~p.UNIQUE_RESEND)
-            if before is not None:
-                return self._created_before(before)
-            flags &= ~os.O_EXCL
+            flags &= ~(os.O_EXCL | os.O_TRUNC)  # as ``_once``; what was made then was empty
         attr, handle = self.core.create(request.node, name, mode, flags, self._caller(request, umask))
         return self._created(request, data, flags, attr, handle)
 
@@ -338,7 +350,8 @@ class KernelDriver:
 
     def _tmpfile(self, request: Request, data: memoryview) -> Reply:
         flags, mode, umask, _ = p.CREATE_IN.unpack_from(data)
-        if request.resent and (before := self.book.file_of(request.unique & ~p.UNIQUE_RESEND)) is not None:
+        before, _ = self._opened_before(request)
+        if before is not None:
             return self._created_before(before)
         attr, handle = self.core.tmpfile(request.node, mode, flags, self._caller(request, umask))
         return self._created(request, data, flags, attr, handle)
@@ -452,7 +465,9 @@ class KernelDriver:
     def _opendir(self, request: Request, data: memoryview) -> Reply:
         unique = request.unique & ~p.UNIQUE_RESEND
         if request.resent and (before := self.book.directory_of(unique)) is not None:
-            return p.OPEN_OUT.pack(before.handle, _CACHED_LISTING, 0)
+            if self.core.has_directory(before.handle):
+                return p.OPEN_OUT.pack(before.handle, _CACHED_LISTING, 0)
+            self.book.directory_closed(before.handle)  # as ``_opened_before``
         handle = self.core.opendir(request.node)
         self.book.directory_opened(OpenedDirectory(handle, request.node, unique))
         return p.OPEN_OUT.pack(handle, _CACHED_LISTING, 0)
