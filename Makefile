@@ -11,13 +11,16 @@ PYTEST := $(PY) -m pytest --timeout=300 --timeout-method=thread
 
 # What is run on the other driver as well; all that mounts would take twice the time.
 BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/test_daemon_mounts.py
+# And on the kernel driver as on a kernel without passthrough (before 6.9), where everything is cached.
+CACHED := tests/conformance tests/property/test_mount_exact.py \
+	tests/e2e/test_survival.py::test_a_job_does_not_notice_that_its_worker_is_killed
 
 .PHONY: help rescue test check unit torture bench bench-store setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
 	@echo "make check    formatting, lint, types, layers (no root needed)"
-	@echo "make torture  tries to break every promise for SECONDS=600 with SEED=… DRIVER=kernel and prints one table of figures"
+	@echo "make torture  tries to break every promise for SECONDS=600 with SEED=… DRIVER=kernel (or pyfuse3, kernel-cached) and prints one table of figures"
 	@echo "make bench    measures ciuic next to the plain directory; a table and a plot in benchmarks/results (docs/benchmarks.md)"
 	@echo "make bench-store  measures snapshots next to restic, borg and cp (docs/benchmarks.md)"
 	@echo "make clean    removes the virtual environment and all caches"
@@ -34,6 +37,7 @@ test: preflight-test
 	@$(MAKE) --no-print-directory check
 	$(PYTEST) $(ARGS)
 	CIUIC_TEST_DRIVER=pyfuse3 $(PYTEST) $(BOTH_DRIVERS)
+	CIUIC_TEST_DRIVER=kernel-cached $(PYTEST) $(CACHED)
 
 check:
 	@.ci/setup test

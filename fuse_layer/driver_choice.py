@@ -21,6 +21,8 @@ from ciuic import privileges
 from ciuic.fuse_layer import kernel_protocol as p
 from ciuic.fuse_layer import kernel_session
 
+WITHOUT_PASSTHROUGH: Final = "CIUIC_WITHOUT_PASSTHROUGH"
+"""An environment variable: where it is set, the kernel is taken for one that lacks passthrough (before 6.9)."""
 _FSOPEN, _FSCONFIG = 430, 431  # the same on every architecture
 _FSOPEN_CLOEXEC, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 1, 6
 _PASSTHROUGH_KERNEL: Final = (6, 9)
@@ -67,7 +69,13 @@ def choose(wanted: str, offer: Offer) -> Choice:
 
 def ask_kernel(directory: int | None, *, release: str | None = None) -> Offer:
     """What the kernel offers for files in ``directory`` (a descriptor, O_PATH suffices); without one, for files as such."""
-    release = os.uname().release if release is None else release
+    offer = _offer(directory, os.uname().release if release is None else release)
+    if os.environ.get(WITHOUT_PASSTHROUGH):
+        return offer._replace(passthrough=False, reason=f"{WITHOUT_PASSTHROUGH} is set")
+    return offer
+
+
+def _offer(directory: int | None, release: str) -> Offer:
     offer = Offer("", False, False, 1, "")
     for depth in range(1, _DEEPEST + 1):
         try:

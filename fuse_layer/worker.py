@@ -119,9 +119,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--session-fd", type=int, help="with the kernel driver: the connection of a predecessor to go on with"
     )
     parser.add_argument("--plain", action="store_true", help="serve, and track nothing: no snapshots")
-    parser.add_argument(
-        "--no-passthrough", action="store_true", help="with the kernel driver: as on a kernel that lacks it"
-    )
     parser.add_argument("--block-size", type=int, default=256 << 10, help="bytes; a power of two")
     parser.add_argument("--undo-limit", type=int, default=64 << 30, help="bytes of undo log at most")
     parser.add_argument("--ready-fd", type=int, help="where to write 'ready' once the mount answers")
@@ -130,8 +127,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def _choose(arguments: argparse.Namespace, backing_fd: int) -> Choice:
     offer = ask_kernel(backing_fd)
-    if arguments.no_passthrough:
-        offer = offer._replace(passthrough=False, reason="it is switched off")
     choice = choose(arguments.driver, offer)
     log.info(
         "driver_chosen", root=arguments.root, wanted=arguments.driver, driver=choice.driver, why=choice.why

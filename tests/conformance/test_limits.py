@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.actor import ALICE, BOB, Actor
+from support.actor import ALICE, BOB, ROOT, Actor
 from support.ci import needs
+from support.driver import DRIVER
 from support.faults import MIB, Disk, command
 from support.overlay import Overlay, overlay_over
 from support.sides import tree
@@ -173,6 +174,37 @@ def test_no_inodes(disk: Disk, sides: tuple[Path, Overlay]) -> None:
         shutil.rmtree(filler)
     assert ("create", "ENOSPC") in results[0]
     assert results[1] == results[0]
+
+
+@pytest.mark.skipif(DRIVER == "pyfuse3", reason="its sessions end with their worker")
+def test_a_session_is_handed_over_on_a_full_disk(disk: Disk, sides: tuple[Path, Overlay]) -> None:
+    """Tracking that cannot be written down is lost, and nothing else: the successor serves what the job has open, and counts
+    what changed from its own beginning."""
+    _, overlay = sides
+    root = overlay.root
+    _furnish(root)
+    with Actor(ROOT) as job:
+        for slot, name in enumerate(("kept", "gone")):
+            assert job.do(root, "open", (name, os.O_RDWR | os.O_CREAT, 0o644, slot)) == ("done", None)
+            assert job.do(root, "pwrite", (slot, 0, PIECE)) == ("done", len(PIECE))
+            assert job.do(root, "fsync", (slot,)) == ("done", None)
+        assert job.do(root, "unlink", ("gone",)) == ("done", None)
+        overlay.keep_session()
+        session = overlay.client.status().session
+        with disk.filled():
+            overlay.client.hand_over()
+            overlay.succeed()
+            assert "tracking_not_handed_over" in overlay.log()
+            for slot in (0, 1):
+                assert job.do(root, "pread", (slot, 2 * len(PIECE), 0)) == ("done", PIECE)
+            assert sorted(os.listdir(root)) == ["fifo", "file", "folder", "kept", "link"]
+            assert _errno_of(lambda top: _write_all(top / "more", MIB), root) == "ENOSPC"
+        for slot in (0, 1):
+            assert job.do(root, "pwrite", (slot, len(PIECE), b"more")) == ("done", 4)
+            assert job.do(root, "pread", (slot, 2 * len(PIECE), 0)) == ("done", PIECE + b"more")
+    assert overlay.client.status().session != session
+    _write_all(root / "more", MIB)
+    overlay.client.committed(overlay.client.cut().epoch)
 
 
 def test_file_size_limit_of_a_process(sides: tuple[Path, Overlay]) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.overlay import DRIVER, Overlay
+from support.driver import DRIVER, PASSES
+from support.overlay import Overlay
 
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_client import WorkerUnreachable
@@ -48,6 +49,7 @@ def test_mounting_in_place_shows_what_is_there(overlay: Overlay, root: Path) -> 
     assert (status.driver, status.epoch, len(status.session)) == (DRIVER, 1, 32)
     assert status.mounted_ns > 0
     assert status.requests > 0
+    assert not status.passthrough or PASSES
 
 
 def test_the_reserved_name_cannot_be_had(overlay: Overlay, root: Path) -> None:

@@ -156,7 +156,7 @@ class BreakingDisk(Disk):
 
 def _fill(fd: int, leave_bytes: int) -> None:
     at, piece = 0, 8 * MIB
-    while piece >= 4096:
+    while piece >= 1024:  # the least block that a small ext4 has
         room = os.fstatvfs(fd).f_bavail * os.fstatvfs(fd).f_frsize - leave_bytes
         if room < piece:
             piece //= 2

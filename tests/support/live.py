@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support import leftovers
+from support.driver import DRIVER
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 60.0
@@ -94,8 +95,8 @@ class Live:
         timeout_seconds: float = 120,
     ) -> subprocess.CompletedProcess[bytes]:
         """Runs an installed command; ``expect`` is the exit code it must end with, None for any."""
-        if arguments[:1] == ("protect",) and (driver := os.environ.get("CIUIC_TEST_DRIVER")):
-            arguments = ("protect", "--driver", driver, *arguments[1:])
+        if arguments[:1] == ("protect",) and "CIUIC_TEST_DRIVER" in os.environ:
+            arguments = ("protect", "--driver", DRIVER, *arguments[1:])
         command: Sequence[str | bytes] = [str(installed(program)), *arguments]
         done = subprocess.run(
             command, env=self.env, cwd="/", check=False, stdin=subprocess.DEVNULL, capture_output=True,

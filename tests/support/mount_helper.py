@@ -22,12 +22,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from support.overlay import DRIVER
+from support.driver import DRIVER
 
 from ciuic.fuse_layer import mounts
 
 _READY_SECONDS = 60
 _MS_RDONLY = 1
+_OPTIONS = {"nosuid": "suid", "nodev": "dev", "noexec": "exec", "noatime": "relatime"}
 
 
 def main() -> int:
@@ -43,7 +44,14 @@ def main() -> int:
         return subprocess.run(
             ["mount", "-i", "-o", arguments.options, arguments.directory], check=False
         ).returncode
+    _set_below(arguments.directory, options)
     return 0 if _started(arguments.device, arguments.directory, "ro" in options) else 32
+
+
+def _set_below(directory: str, options: set[str]) -> None:
+    """An overlay has no options of its own: those of the mount that it lies over count, and it takes them over."""
+    wanted = [option if option in options else usual for option, usual in _OPTIONS.items()]
+    subprocess.run(["mount", "-o", ",".join(["remount,bind", *wanted]), directory], check=False)
 
 
 def _started(device: str, directory: str, read_only: bool) -> bool:

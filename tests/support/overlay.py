@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from support.driver import DRIVER
+
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_client import ControlClient
 
-DRIVER = os.environ.get("CIUIC_TEST_DRIVER", "kernel")
-"""What serves the mounts of these tests."""
 _READY_SECONDS = 60
 _STOP_SECONDS = 60
 
@@ -101,7 +101,8 @@ class Overlay:
         self.session_fd = self.client.session_fd()
 
     def succeed(self) -> None:
-        """Start a worker that goes on with the session of the one that ended."""
+        """Start a worker that goes on with the session of the one that ended. The caller has nothing open below the root: the
+        new process would wait for itself when it closes its copies."""
         self.process.wait(_STOP_SECONDS)
         self.client.close()
         self._start("--session-fd", str(self.session_fd))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.overlay import DRIVER
+from support.driver import DRIVER
 
 from ciuic import mountinfo
 from ciuic.control import ControlClient
