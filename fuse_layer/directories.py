@@ -69,7 +69,7 @@ class Directories:
         for index in range(offset, len(names)):
             way = Way(opened.descriptor, names[index])
             try:
-                _, attr = self._state.adopt(opened.node, names[index], way, count=0)
+                _, attr = self._state.adopt(opened.node, names[index], way.stat, count=0)
             except FileNotFoundError:
                 continue
             yield names[index], attr, index + 1

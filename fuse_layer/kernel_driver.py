@@ -59,8 +59,12 @@ class KernelDriver:
         self._negotiated = negotiated
         self._writeback = negotiated.writeback
         self.session = Session(
-            fuse_fd, self._handlers(), unread={p.OPEN: self._unopened, p.CREATE: self._uncreated, p.TMPFILE: self._uncreated}
-        )  # fmt: skip
+            fuse_fd,
+            self._handlers(),
+            # chattr, fs-verity and project quota change what the overlay could neither track nor restore.
+            refused={p.IOCTL: errno.ENOTTY},
+            unread={p.OPEN: self._unopened, p.CREATE: self._uncreated, p.TMPFILE: self._uncreated},
+        )
 
     def _handlers(self) -> Mapping[int, Any]:
         return {
@@ -96,7 +100,6 @@ class KernelDriver:
             p.READDIRPLUS: self._readdirplus,
             p.RELEASEDIR: self._releasedir,
             p.FSYNCDIR: self._fsyncdir,
-            p.IOCTL: self._ioctl,
             p.FALLOCATE: self._fallocate,
             p.LSEEK: self._lseek,
             p.COPY_FILE_RANGE: self._copy_file_range,
@@ -455,10 +458,6 @@ class KernelDriver:
 
     def _copy_file_range_64(self, request: Request, data: memoryview) -> Reply:
         return p.COPY_FILE_RANGE_OUT.pack(self._copied(data))
-
-    def _ioctl(self, request: Request, data: memoryview) -> Reply:
-        # chattr, fs-verity and project quota change what the overlay could neither track nor restore.
-        raise OSError(errno.ENOTTY, os.strerror(errno.ENOTTY))
 
     # -- directories ----------------------------------------------------------------------------------
 

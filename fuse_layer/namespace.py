@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from ciuic.fuse_layer import syscalls
@@ -62,7 +63,7 @@ class Namespace:
             return self._counted(parent)
         if name == b"..":
             return self._counted(parent.parent or self._nodes.root)
-        return self._state.adopt(parent, name, self._way(parent, name), count=1)[1]
+        return self._state.adopt(parent, name, self._way(parent, name).stat, count=1)[1]
 
     def _counted(self, node: Node) -> Attr:
         attr = self._state.attr(node)
@@ -113,10 +114,10 @@ class Namespace:
                     make(way, masked)
 
             self._state.with_space(change)
-            return self._made(parent, name, way)[1]
+            return self._made(parent, name, way.stat)[1]
 
-    def _made(self, parent: Node, name: bytes, way: Way) -> tuple[Node, Attr]:
-        node, attr = self._state.adopt(parent, name, way, count=1)
+    def _made(self, parent: Node, name: bytes, read: Callable[[], os.stat_result]) -> tuple[Node, Attr]:
+        node, attr = self._state.adopt(parent, name, read, count=1)
         if self._state.tracked(parent):
             self._state.tracker.mark_created(parent, name, node.ino)
         return node, attr
@@ -158,19 +159,21 @@ class Namespace:
                     raise
                 is_new, fd = False, self._created(way, want, masked, caller)
             file = OpenFile(parent, fd, flags)
+            read = partial(os.fstat, fd)
             if is_new:
-                file.node, attr = self._made(parent, name, way)
+                file.node, attr = self._made(parent, name, read)
             else:
-                file.node, attr = self._state.adopt(parent, name, way, count=1)
+                file.node, attr = self._state.adopt(parent, name, read, count=1)
             return attr, self._state.add_file(file)
 
     def _created(self, way: Way, flags: int, mode: int, caller: Caller) -> int:
-        def change() -> int:
-            name = way.name or b""
-            if caller.uid == 0 and caller.gid == 0:
-                return os.open(name, flags, mode, dir_fd=way.dir_fd)
+        create = partial(os.open, way.name or b"", flags, mode, dir_fd=way.dir_fd)
+        if caller.uid == 0 and caller.gid == 0:
+            return self._state.with_space(create)
+
+        def change() -> int:  # its space is made by root, not by the caller
             with acting_as(caller):
-                return os.open(name, flags, mode, dir_fd=way.dir_fd)
+                return create()
 
         return self._state.with_space(change)
 
@@ -223,7 +226,7 @@ class Namespace:
                         known_parent, known_name
                     )  # one name becomes several: each entry changes its form
                 state.tracker.mark_attrs(node)
-            return state.adopt(parent, new_name, way, count=1)[1]
+            return state.adopt(parent, new_name, way.stat, count=1)[1]
 
     def _source_of_link(self, node: Node) -> Way:
         """How to reach what gets one more name: by a name, or, made by O_TMPFILE, by an open handle. The system refuses the
@@ -315,7 +318,7 @@ class Namespace:
                 self._unbound(new_parent, new_name, replaced, keep)
             self._moved(parent, name, source, new_parent, new_name, replaced)
             if flags & syscalls.RENAME_WHITEOUT:
-                self._nodes.forget(self._made(parent, name, way)[0].id, 1)
+                self._nodes.forget(self._made(parent, name, way.stat)[0].id, 1)
 
     def _target_or_none(self, way: Way) -> _Target | None:
         try:

@@ -145,10 +145,12 @@ class OverlayState:
         have 1)."""
         return nlink - 1 if node is self.nodes.root and nlink > 2 else nlink
 
-    def adopt(self, parent: Node, name: bytes, way: Way, *, count: int) -> tuple[Node, Attr]:
-        """The node under this name with its attributes, made if new. FileNotFoundError when the name is
+    def adopt(
+        self, parent: Node, name: bytes, read: Callable[[], os.stat_result], *, count: int
+    ) -> tuple[Node, Attr]:
+        """The node under this name with its attributes, which ``read`` reads, made if new. FileNotFoundError when the name is
         free."""
-        st, nlink = self.undo.links(way.stat)
+        st, nlink = self.undo.links(read)
         node = self.nodes.adopt(parent, name, st, count=count)
         return node, Attr(node.id, 0, st, nlink, node.writers > 0)
 

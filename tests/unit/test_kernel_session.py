@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -41,15 +42,17 @@ class Kernel:
         patch.setattr(os, "readv", readv)
         self.refused = 0
         """So many of the next answers are refused with EINVAL."""
-        writev = os.writev
+        for name in ("write", "writev"):
+            patch.setattr(os, name, self._refusing(getattr(os, name)))
 
-        def written(fd: int, buffers: list[bytes]) -> int:
+    def _refusing(self, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
+        def written(fd: int, answer: Any) -> int:
             if fd == self.fd and self.refused:
                 self.refused -= 1
                 raise OSError(errno.EINVAL, "refused")
-            return writev(fd, buffers)
+            return write(fd, answer)
 
-        patch.setattr(os, "writev", written)
+        return written
 
     def send(self, opcode: int, unique: int, body: bytes = b"") -> None:
         self.sock.send(
@@ -86,7 +89,7 @@ def serve(kernel: Kernel) -> Iterator[Callable[..., Session]]:
         handlers: Mapping[int, Callable[[Request, memoryview], Reply]],
         unread: Mapping[int, Callable[[Request, Reply], None]] | None = None,
     ) -> Session:
-        session = Session(kernel.fd, handlers, unread=unread or {})
+        session = Session(kernel.fd, handlers, refused={}, unread=unread or {})
         sessions.append(session)
         session.begin()
         return session
@@ -193,7 +196,7 @@ def test_any_mixture_is_answered_once_each(kinds: list[str]) -> None:
             raise OSError(errno.EACCES, "no")
 
         session = Session(
-            kernel.fd, {ANSWER: echo, WAIT: wait, 1003: hand_on, 1004: fail, p.FORGET: lambda request, data: None}, unread={}
+            kernel.fd, {ANSWER: echo, WAIT: wait, 1003: hand_on, 1004: fail, p.FORGET: lambda request, data: None}, refused={}, unread={}
         )  # fmt: skip
         session.begin()
         for number, kind in enumerate(kinds, 1):
