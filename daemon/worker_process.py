@@ -25,12 +25,13 @@ import ciuic
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.control_client import ControlClient, WorkerRefused, WorkerUnreachable
 from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, connect
-from ciuic.fuse_layer.standby import FIRST_PASSED_FD, SpareProcess
+from ciuic.fuse_layer.standby import FIRST_PASSED_FD, ForkedWorker, SpareProcess
 
 READY_TIMEOUT_SECONDS = 30.0
 CONTROL_TIMEOUT_SECONDS = 30.0
 EXPENDABLE_OOM_SCORE_ADJ = "500"
 T = TypeVar("T")
+Child = subprocess.Popen[bytes] | ForkedWorker
 log = structlog.get_logger(__name__)
 
 # Control calls wait in threads of their own: workers that hang must not use up the threads that everything else needs.
@@ -82,7 +83,7 @@ class Worker:
         session: str,
         connect: Callable[[], WorkerClient],
         *,
-        child: subprocess.Popen[bytes] | None = None,
+        child: Child | None = None,
         adopted: bool = False,
         session_fd: int | None = None,
         version: str = ciuic.__version__,
@@ -158,15 +159,17 @@ async def start_worker(
     """Starts a worker over ``backing_fd`` and waits until it serves. Takes ``backing_fd`` over in every case.
 
     ``session_fd``: the connection of a predecessor to go on with; it stays the caller's. ``spare``: a process that has
-    everything imported already becomes the worker, which saves the job the wait for it.
+    everything imported already forks the worker, which saves the job the wait for it.
 
     WorkerDied when it ends first or is not ready in time (it is killed then); its own log says why.
     """
     ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
     try:
         try:
-            # Blocks for the milliseconds of a vfork; trio's own process type cannot outlive its parent quietly.
-            child = _become_worker(spare, options, backing_fd, ready_write, session_fd)
+            # In a thread: who is to fork it may be starting itself.
+            child = await trio.to_thread.run_sync(
+                _become_worker, spare, options, backing_fd, ready_write, session_fd, limiter=_control_threads
+            )
         finally:
             os.close(ready_write)
         try:
@@ -193,7 +196,7 @@ def _become_worker(
     backing_fd: int,
     ready_fd: int,
     session_fd: int | None,
-) -> subprocess.Popen[bytes]:
+) -> Child:
     fds = (backing_fd, ready_fd) if session_fd is None else (backing_fd, ready_fd, session_fd)
     if spare is not None:
         arguments = _arguments(options, *(FIRST_PASSED_FD + index for index in range(len(fds))))
@@ -291,7 +294,7 @@ def _arguments(
     ]
 
 
-async def _wait_ready(ready_read: int, child: subprocess.Popen[bytes], root: str) -> None:
+async def _wait_ready(ready_read: int, child: Child, root: str) -> None:
     os.set_blocking(ready_read, False)
     with trio.move_on_after(READY_TIMEOUT_SECONDS):
         await trio.lowlevel.wait_readable(ready_read)
@@ -308,7 +311,7 @@ async def _wait_ready(ready_read: int, child: subprocess.Popen[bytes], root: str
     )
 
 
-async def _reap(child: subprocess.Popen[bytes]) -> int | None:
+async def _reap(child: Child) -> int | None:
     """The exit status of a process that is ending; None if it takes its time (uninterruptible I/O). Not cancelled."""
     with trio.move_on_after(5, shield=True):
         return await trio.to_thread.run_sync(child.wait, abandon_on_cancel=True)
