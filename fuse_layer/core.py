@@ -45,6 +45,7 @@ from ciuic.fuse_layer.times import KernelTimes
 from ciuic.fuse_layer.tracking import Tracker
 from ciuic.fuse_layer.undo import UNDO_DIR, UndoLog
 from ciuic.fuse_layer.unseen import UnseenWriters
+from ciuic.fuse_layer.ways import Descriptor
 
 log = structlog.get_logger(__name__)
 
@@ -52,6 +53,7 @@ __all__ = ["ROOT_ID", "Attr", "Caller", "Cut", "GateHeld", "HoldExpired", "Overl
 
 _TRACKING_NAME: Final = b"tracking"
 _SUCCESSION_NAME: Final = b"succession"
+_NOWHERE_NAME: Final = b"nowhere"
 DEFAULT_UNDO_LIMIT_BYTES: Final = 1 << 40
 
 
@@ -78,6 +80,7 @@ class OverlayCore:
     ) -> None:
         self._state_fd = _state_directory(backing_fd)
         self._plain = plain
+        self._removed: Descriptor | None = None
         nodes = NodeTable(backing_fd)
         undo = UndoLog(
             self._state_fd, block_size=block_size, limit_bytes=undo_limit_bytes, on_abandon=self._on_abandon
@@ -105,6 +108,7 @@ class OverlayCore:
     def _inherit(self, inherited: Inherited) -> None:
         """Take over what the kernel remembers of a predecessor, whose handles keep their numbers. What cannot be opened any
         more answers EBADF (``has_file``)."""
+        self._state.nodes.nowhere = self._nowhere
         self._state.nodes.inherit(inherited)
         self._state.inherit_handles(inherited.last_handle)
         lost = 0
@@ -314,6 +318,17 @@ class OverlayCore:
         self._unseen.close()
         self._state.undo.let_orphans_go()
         os.close(self._state_fd)
+
+    def _nowhere(self) -> Descriptor:
+        """A removed directory, the same for all; open to everybody, so that what is tried in it fails as it does natively."""
+        if self._removed is None:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(_NOWHERE_NAME, 0o777, dir_fd=self._state_fd)
+            flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            removed = Descriptor(os.open(_NOWHERE_NAME, flags, dir_fd=self._state_fd))
+            os.rmdir(_NOWHERE_NAME, dir_fd=self._state_fd)
+            self._removed = removed
+        return self._removed
 
     def _open_inodes(self) -> set[int]:
         return {file.node.ino for file in list(self._state.files.values())}

@@ -30,8 +30,8 @@ FULL_BYTES: Final = 512 << 10
 """Of files that are not in the archive: some ten thousand records, which a successor applies in some ten milliseconds."""
 _MOST_FILES: Final = 16
 _SLICE_PAUSE_SECONDS: Final = 0.001
-_PATIENT_FILES: Final = 8
-"""Up to so many files wait to be taken in, the job goes first."""
+_PATIENT_BYTES: Final = 3 << 20
+"""Up to so much waits to be taken in, the job goes first."""
 _ARCHIVE: Final = ".archive-"
 
 
@@ -146,7 +146,7 @@ class Ledger:
             for _ in archive.absorb(number, data):
                 if not self.kept:
                     return
-                if len(self._numbers) < _PATIENT_FILES:
+                if self._size < _PATIENT_BYTES:
                     time.sleep(_SLICE_PAUSE_SECONDS)
         with self._lock:
             self._numbers.remove(number)

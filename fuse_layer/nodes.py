@@ -17,6 +17,8 @@ import os
 import stat
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from ciuic.fuse_layer import ledger
@@ -110,6 +112,8 @@ class NodeTable:
         self._next_synthetic = _SYNTHETIC_IDS_FROM
         self._directories: OrderedDict[int, Descriptor] = OrderedDict()
         self._removed: OrderedDict[int, Node] = OrderedDict()
+        self.nowhere: Callable[[], Descriptor] | None = None
+        """Opens an empty directory that was removed: what is left of a predecessor's removed directories."""
         self._inherited: Inherited | None = None
         """Where nodes of a predecessor are that nobody has asked for yet."""
 
@@ -312,6 +316,12 @@ class NodeTable:
         self._by_id[known.id] = node
         if not known.gone:
             self._set_key(node)
+        elif node.is_dir and self.nowhere is not None:
+            # The inode went with the predecessor; nothing was in it, and nothing can come into it.
+            with suppress(OSError):
+                node.removed = self.nowhere()
+                st = os.fstat(node.removed.fd)
+                node.dev, node.ino = st.st_dev, st.st_ino
         return node
 
     def _inherit_names(self, node: Node, known: NodeFacts) -> None:

@@ -75,6 +75,7 @@ class Job:
         self._nameless = timed.open(top, os.O_TMPFILE | os.O_RDWR)
         timed.write(self._nameless, b"nameless")
         self._unlinked = self._unlinked_file()
+        self._removed = self._removed_directory()
         self._table = timed.open(top / f"table{number}", os.O_RDWR | os.O_CREAT)
         timed.ftruncate(self._table, 8192)
         self._map = mmap.mmap(self._table, 8192)
@@ -91,11 +92,19 @@ class Job:
         timed.unlink(path)
         return fd
 
+    def _removed_directory(self) -> int:
+        path = self._top / f"removed{self._number}"
+        timed.mkdir(path)
+        fd = timed.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        timed.rmdir(path)
+        return fd
+
     def round(self) -> None:
         """Everything once."""
         self._checkpoint()
         self._names()
         self._open_files()
+        self._gone_directory()
         if self._rounds % 8 == 0:
             self._listing()
         self._rounds += 1
@@ -143,6 +152,21 @@ class Job:
         if self._rounds % 16 == 0:
             timed.close(self._unlinked)
             self._unlinked = self._unlinked_file()
+
+    def _gone_directory(self) -> None:
+        """As on any file system: it can be asked for its attributes, entered, and nothing else."""
+        fd = self._removed
+        assert timed.fstat(fd).st_nlink == 0
+        expect(errno.ENOENT, lambda: timed.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+        expect(errno.ENOENT, lambda: timed.stat("x", dir_fd=fd))
+        assert timed.listdir(fd) == []
+        timed.fchdir(fd)
+        expect(errno.ENOENT, lambda: timed.mkdir("y"))
+        timed.close(timed.open(".", os.O_RDONLY | os.O_DIRECTORY))
+        timed.chdir("/")
+        if self._rounds % 16 == 0:
+            timed.close(fd)
+            self._removed = self._removed_directory()
 
     def _listing(self) -> None:
         """Read slowly, so that a listing is in work when the worker dies: nothing that stays is lost or doubled."""
