@@ -28,7 +28,13 @@ from ciuic.fuse_layer import mounts
 
 _READY_SECONDS = 60
 _MS_RDONLY = 1
-_OPTIONS = {"nosuid": "suid", "nodev": "dev", "noexec": "exec", "noatime": "relatime"}
+_OPTIONS = {
+    "suid": ["nosuid"],
+    "dev": ["nodev"],
+    "exec": ["noexec"],
+    "relatime": ["noatime", "strictatime"],
+    "diratime": ["nodiratime"],
+}
 
 
 def main() -> int:
@@ -50,8 +56,15 @@ def main() -> int:
 
 def _set_below(directory: str, options: set[str]) -> None:
     """An overlay has no options of its own: those of the mount that it lies over count, and it takes them over."""
-    wanted = [option if option in options else usual for option, usual in _OPTIONS.items()]
-    subprocess.run(["mount", "-o", ",".join(["remount,bind", *wanted]), directory], check=False)
+    wanted = [
+        next((option for option in others if option in options), usual) for usual, others in _OPTIONS.items()
+    ]
+    # Some tests unmount what is below as well; it is then the host's directory, which has its own options.
+    subprocess.run(
+        ["mount", "-o", ",".join(["remount,bind", *wanted]), directory],
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )
 
 
 def _started(device: str, directory: str, read_only: bool) -> bool:
