@@ -1,11 +1,13 @@
 """Where is measured: a tmpfs, the disk as it is, or a file system of a chosen kind in a file on that disk.
 
 A file system in a file is reached past the page cache of the one below it (the loop device does direct I/O), so that
-nothing is cached twice and "cold" means cold. The file is sparse: it takes what is written.
+nothing is cached twice and "cold" means cold. Its space is taken from the disk at once: what others write there meanwhile
+must not become an I/O error in the middle of a session.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
@@ -15,18 +17,29 @@ from pathlib import Path
 
 TMPFS, DISK, EXT4, XFS = "tmpfs", "disk", "ext4", "xfs"
 IN_A_FILE = (EXT4, XFS)
-_IMAGE_BYTES = 96 << 30
+_IMAGE_BYTES, _LEAST_IMAGE_BYTES = 52 << 30, 2 << 30
+"""At scale 1, and in addition at any."""
 # Inodes for a million files of each contender; tables that the kernel would else fill in the background are left alone.
 _MAKE = {
-    EXT4: ["mkfs.ext4", "-q", "-F", "-m", "0", "-i", "8192", "-E", "lazy_itable_init=1,lazy_journal_init=1"],
-    XFS: ["mkfs.xfs", "-q", "-m", "reflink=1"],
+    EXT4: [
+        "mkfs.ext4",
+        "-q",
+        "-F",
+        "-m",
+        "0",
+        "-i",
+        "8192",
+        "-E",
+        "nodiscard,lazy_itable_init=1,lazy_journal_init=1",
+    ],
+    XFS: ["mkfs.xfs", "-q", "-K", "-m", "reflink=1"],
 }
 _MOUNT = {EXT4: "noatime,noinit_itable", XFS: "noatime"}
 
 
 @contextmanager
-def directory(name: str, own: Path, disk: Path) -> Iterator[Path]:
-    """A directory to work in, there; gone afterwards with all that it took."""
+def directory(name: str, own: Path, disk: Path, scale: float = 1.0) -> Iterator[Path]:
+    """A directory to work in, there; gone afterwards with all that it took. OSError where the disk has no room for it."""
     top = Path(tempfile.mkdtemp(prefix="place-", dir=own if name == TMPFS else disk))
     try:
         if name == TMPFS:
@@ -34,7 +47,7 @@ def directory(name: str, own: Path, disk: Path) -> Iterator[Path]:
             how = "size=90%,nr_inodes=0,mode=755"
             _run("mount", "-t", "tmpfs", "-o", how, "ciuic-bench", str(top))
         if name in IN_A_FILE:
-            with _in_a_file(name, top) as point:
+            with _in_a_file(name, top, _LEAST_IMAGE_BYTES + round(_IMAGE_BYTES * scale)) as point:
                 yield point
         else:
             yield top
@@ -45,11 +58,11 @@ def directory(name: str, own: Path, disk: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _in_a_file(kind: str, top: Path) -> Iterator[Path]:
+def _in_a_file(kind: str, top: Path, size_bytes: int) -> Iterator[Path]:
     image, point = top / "image", top / "place"
     point.mkdir()
     with image.open("wb") as file:
-        file.truncate(_IMAGE_BYTES)
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
     _run(*_MAKE[kind], str(image))
     device = _run("losetup", "--find", "--show", "--direct-io=on", str(image)).strip()
     try:

@@ -58,7 +58,7 @@ class Session:
     def run(self, suites: Sequence[Suite]) -> None:
         """Measures everything that can be measured; what fails is noted and does not keep the rest from it."""
         for name in self._options.places:
-            with directory(name, self._options.own, self._options.disk) as top:
+            with directory(name, self._options.own, self._options.disk, self._options.scale) as top:
                 for suite in suites:
                     if name in suite.places:
                         self._suite(suite, name, top)

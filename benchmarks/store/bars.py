@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from benchmarks.bars import Bar
 from benchmarks.places import DISK, EXT4, XFS
-from benchmarks.store.suites import CAPTURE_MEMORY, PLACES
+from benchmarks.store.suites import CAPTURE_MEMORY, PLACES, nothing_changed
 from benchmarks.store.tools import BORG, CIUIC, COPY, RESTIC
 
 _OF = (CIUIC,)
-_UNCHANGED = "nothing changed, 1,000,000 files"
+_UNCHANGED = nothing_changed(1_000_000)
 
 
 def _at_most(
@@ -30,7 +30,7 @@ BARS: tuple[Bar, ...] = (
     *_at_most(0.5, "incremental", RESTIC, BORG, places=(EXT4, DISK)),
     *_at_most(0.1, "incremental", RESTIC, BORG, places=(XFS,)),
     *_at_most(0.05, _UNCHANGED),
-    *_at_most(1.1, _UNCHANGED, figure_of_its_own="nothing changed, 1,000 files"),
+    *_at_most(1.1, _UNCHANGED, figure_of_its_own=nothing_changed(1_000)),
     *_at_most(1.1, "restore", COPY, places=(EXT4, DISK)),
     *_at_most(0.5, "restore", RESTIC, BORG),
     *_at_most(1.0, "restore", places=(XFS,)),

@@ -1,4 +1,4 @@
-"""The session as a picture: how many seconds each command took, one panel a place."""
+"""The session as a picture: how many seconds each command took, one panel a place; below it, what grows with the number of files."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.samples import Table
-from benchmarks.store.suites import ALL
+from benchmarks.store.suites import ALL, SMALL_FILES, nothing_changed
 
 _COLOURS = ("#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#718096")
 _LEGEND_INCHES = 0.4
 _LINE_INCHES = 0.55
+_GROWTH_INCHES = 4.0
 
 
 def draw(table: Table, path: Path) -> bool:
@@ -24,20 +25,13 @@ def draw(table: Table, path: Path) -> bool:
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     places = list(dict.fromkeys(cell.place for cell in rows))
     lines = list(dict.fromkeys(cell.figure for cell in rows))
+    heights = (1 + _LINE_INCHES * len(lines), _GROWTH_INCHES)
     figure, panels = pyplot.subplots(
-        1, len(places), squeeze=False, sharex=True,
-        figsize=(8 * len(places), 1.5 + _LINE_INCHES * len(lines)),
+        2, len(places), squeeze=False, figsize=(8 * len(places), sum(heights) + _LEGEND_INCHES), height_ratios=heights,
     )  # fmt: skip
-    for place, panel in zip(places, panels[0], strict=True):
-        for number, name in enumerate(ALL):
-            _bars(panel, table, place, lines, name, number)
-        panel.set_xscale("log")
-        panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        panel.set_yticks(range(len(lines)), lines, fontsize=8)
-        panel.set_ylim(len(lines) - 0.5, -0.5)
-        panel.set_title(f"{place} (medians; whiskers: quartiles)", fontsize=10)
-        panel.set_xlabel("seconds; shorter is better")
-        panel.grid(axis="x", alpha=0.3)
+    for column, place in enumerate(places):
+        _times(panels[0][column], table, place, lines)
+        _growth(panels[1][column], table, place)
     handles = {
         name: handle
         for panel in panels[0]
@@ -48,6 +42,37 @@ def draw(table: Table, path: Path) -> bool:
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
     return True
+
+
+def _times(panel: Any, table: Table, place: str, lines: list[str]) -> None:
+    for number, name in enumerate(ALL):
+        _bars(panel, table, place, lines, name, number)
+    panel.set_xscale("log")
+    panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set_yticks(range(len(lines)), lines, fontsize=8)
+    panel.set_ylim(len(lines) - 0.5, -0.5)
+    panel.set_title(f"{place} (medians; whiskers: quartiles)", fontsize=10)
+    panel.set_xlabel("seconds; shorter is better")
+    panel.grid(axis="x", alpha=0.3)
+
+
+def _growth(panel: Any, table: Table, place: str) -> None:
+    """What a capture of nothing grows with: the number of files that are there (at scale 1)."""
+    for number, name in enumerate(ALL):
+        points = {
+            files: row[name].median
+            for files in SMALL_FILES
+            for cell, row in table.items()
+            if cell.place == place and cell.figure == nothing_changed(files) and name in row
+        }
+        if points:
+            panel.plot(list(points), list(points.values()), marker="o", color=_COLOURS[number])
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.set_xlabel("files in the tree at scale 1, none of them changed")
+    panel.set_ylabel("seconds")
+    panel.grid(alpha=0.3)
 
 
 def _is_a_time(figure: str) -> bool:

@@ -23,7 +23,7 @@ from benchmarks.suite import Before, Figure, Job, Measured, Step, Suite
 from benchmarks.timing import preparation
 from benchmarks.workloads.training import captures
 
-_SMALL_FILES = (1_000, 5_000, 100_000, 1_000_000)
+SMALL_FILES = (1_000, 5_000, 100_000, 1_000_000)
 _RESTORED_SMALL_FILES = (5_000, 100_000)
 _SNAPSHOTS = 200
 _HISTORY_FILES = 100
@@ -48,6 +48,11 @@ def figures(what: str, *, capture: bool = False) -> tuple[Figure, ...]:
         found.append(Figure(f"{what}{CAPTURE_MEMORY}", "MB", False))
         found.append(Figure(f"{what}, from cut to commit", "s", False))
     return tuple(found)
+
+
+def nothing_changed(files: int) -> str:
+    """The name of the figure: a capture of nothing in a tree of so many (at scale 1)."""
+    return f"nothing changed, {files:,} files"
 
 
 def _values(used: Used | None, *, capture: bool = False, job: Job | None = None) -> list[float | None]:
@@ -244,11 +249,11 @@ def _small_files() -> Suite:
         return grow
 
     steps: list[Step] = []
-    for start, stop in zip((0, *_SMALL_FILES), _SMALL_FILES, strict=False):
+    for start, stop in zip((0, *SMALL_FILES), SMALL_FILES, strict=False):
         grow = growth(start, stop)
         steps.append(preparation(grow, limit_seconds=_STEP_SECONDS) if start else _anew(grow))
         steps.append(_capture(f"capture up to {stop:,} small files", first=not start, before="settled"))
-        steps.append(_nothing_changed(f"nothing changed, {stop:,} files"))
+        steps.append(_nothing_changed(nothing_changed(stop)))
         if stop in _RESTORED_SMALL_FILES:
             steps.append(_restore(f"restore of {stop:,} small files", Restore("")))
     return Suite("small-files", tuple(steps), only=STORES, places=PLACES)
