@@ -25,13 +25,17 @@ def draw(table: Table, path: Path) -> bool:
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     places = list(dict.fromkeys(cell.place for cell in rows))
     lines = list(dict.fromkeys(cell.figure for cell in rows))
-    heights = (1 + _LINE_INCHES * len(lines), _GROWTH_INCHES)
+    heights = [1 + _LINE_INCHES * len(lines)]
+    if any(_growth_points(table, place, name) for place in places for name in ALL):
+        heights.append(_GROWTH_INCHES)
     figure, panels = pyplot.subplots(
-        2, len(places), squeeze=False, figsize=(8 * len(places), sum(heights) + _LEGEND_INCHES), height_ratios=heights,
+        len(heights), len(places), squeeze=False, height_ratios=heights,
+        figsize=(8 * len(places), sum(heights) + _LEGEND_INCHES),
     )  # fmt: skip
     for column, place in enumerate(places):
         _times(panels[0][column], table, place, lines)
-        _growth(panels[1][column], table, place)
+        if len(heights) > 1:
+            _growth(panels[1][column], table, place)
     handles = {
         name: handle
         for panel in panels[0]
@@ -56,15 +60,19 @@ def _times(panel: Any, table: Table, place: str, lines: list[str]) -> None:
     panel.grid(axis="x", alpha=0.3)
 
 
+def _growth_points(table: Table, place: str, name: str) -> dict[int, float]:
+    return {
+        files: row[name].median
+        for files in SMALL_FILES
+        for cell, row in table.items()
+        if cell.place == place and cell.figure == nothing_changed(files) and name in row
+    }
+
+
 def _growth(panel: Any, table: Table, place: str) -> None:
     """What a capture of nothing grows with: the number of files that are there (at scale 1)."""
     for number, name in enumerate(ALL):
-        points = {
-            files: row[name].median
-            for files in SMALL_FILES
-            for cell, row in table.items()
-            if cell.place == place and cell.figure == nothing_changed(files) and name in row
-        }
+        points = _growth_points(table, place, name)
         if points:
             panel.plot(list(points), list(points.values()), marker="o", color=_COLOURS[number])
     panel.set_xscale("log")
