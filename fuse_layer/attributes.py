@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.data import Data
-from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import Attr, OverlayState
 from ciuic.fuse_layer.times import KernelTimes
 

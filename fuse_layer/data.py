@@ -16,7 +16,7 @@ from typing import Final
 
 from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.namespace import backing_flags, writes
-from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OpenFile, OverlayState
 from ciuic.fuse_layer.times import KernelTimes
 from ciuic.fuse_layer.undo import read_xattrs
@@ -127,7 +127,7 @@ class Data:
                 self._state.files.pop(handle, None)
                 if file.unseen:
                     self._unseen.closed(handle, file)
-                self._nodes.close_handle(file.node, handle, writes=file.writes)
+                self._nodes.close_handle(file.node, handle)
                 if file.node.handles is None:
                     self._state.undo.let_orphan_go(file.node.ino)
 

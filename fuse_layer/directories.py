@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 
-from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import Attr, OverlayState, is_reserved
 from ciuic.fuse_layer.ways import Descriptor, Way
 

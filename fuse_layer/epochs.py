@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.fuse_layer import undo_format
-from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OverlayState
 from ciuic.fuse_layer.tracking import Change, ChangeSet
 from ciuic.fuse_layer.undo import Abandoned

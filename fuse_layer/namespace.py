@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.caller import Caller, acting_as
-from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import Attr, OpenFile, OverlayState, is_reserved
 from ciuic.fuse_layer.tracking import ABSENT
 from ciuic.fuse_layer.ways import Descriptor, Way

@@ -24,6 +24,7 @@ from typing import Final
 from ciuic.fuse_layer import ledger
 from ciuic.fuse_layer.ledger import Inherited, NodeFacts
 from ciuic.fuse_layer.ledger_writer import Ledger
+from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.ways import Descriptor, Way, stale, wait_for_rename
 
 ROOT_ID: Final = 1
@@ -35,59 +36,6 @@ _LOOKED_UP_FOR_EVER: Final = 1 << 60
 _RENAME_RETRIES: Final = 12
 _ANOTHER_THING: Final = (errno.ENOENT, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EAGAIN)
 """What opening a name for writing says that no longer leads to a file, and what a lease held for a moment says (unseen.py)."""
-_KINDS: Final = {
-    kind: kind
-    for kind in (
-        stat.S_IFREG,
-        stat.S_IFDIR,
-        stat.S_IFLNK,
-        stat.S_IFIFO,
-        stat.S_IFSOCK,
-        stat.S_IFCHR,
-        stat.S_IFBLK,
-    )
-}
-
-
-class Node:
-    """One backing inode. Fields change under the table's lock."""
-
-    __slots__ = (
-        "aliases", "below", "dev", "handles", "id", "ino", "kept_mtime_ns", "keyed", "kind", "lookups", "name", "parent", "privileged", "removed", "writers",
-    )  # fmt: skip
-
-    def __init__(self, node_id: int, dev: int, ino: int, kind: int, parent: Node | None, name: bytes) -> None:
-        self.id = node_id
-        self.dev = dev
-        self.ino = ino
-        self.kind = _KINDS.get(kind, kind)
-        self.keyed = False
-        """Is the one that is found by its inode number."""
-        self.parent = parent
-        """None for the root, and for a node all of whose known names are gone."""
-        self.name = name
-        self.aliases: set[tuple[Node, bytes]] | None = None
-        """Further known names of the same inode."""
-        self.lookups = 0
-        self.below = 0
-        self.handles: set[int] | None = None
-        """Handle numbers open on it."""
-        self.writers = 0
-        self.privileged = False
-        """Had a set-user-id or set-group-id bit when its attributes were last read."""
-        self.kept_mtime_ns: int | None = None
-        """Modification time that the kernel believes in, where our writes may have moved the backing file's (times.py)."""
-        self.removed: Descriptor | None = None
-        """Still reachable by this alone: its last name is gone."""
-
-    @property
-    def is_dir(self) -> bool:
-        return self.kind == stat.S_IFDIR
-
-    def names(self) -> list[tuple[Node, bytes]]:
-        """Every (parent, name) known to lead here."""
-        own = [(self.parent, self.name)] if self.parent is not None else []
-        return own + list(self.aliases or ())
 
 
 class NodeTable:
@@ -111,7 +59,10 @@ class NodeTable:
         self._set_key(self.root)
         self._next_synthetic = _SYNTHETIC_IDS_FROM
         self._directories: OrderedDict[int, Descriptor] = OrderedDict()
-        self._removed: OrderedDict[int, Node] = OrderedDict()
+        self._removed: OrderedDict[int, Descriptor] = OrderedDict()
+        """By node id: ways to what lost its last name while the kernel remembers it."""
+        self._emptied: dict[int, Descriptor] = {}
+        """By node id: what stands for directories that were removed in a predecessor's time."""
         self.nowhere: Callable[[], Descriptor] | None = None
         """Opens an empty directory that was removed: what is left of a predecessor's removed directories."""
         self._inherited: Inherited | None = None
@@ -163,6 +114,9 @@ class NodeTable:
 
     def _unkey(self, node: Node) -> None:
         node.keyed = False
+        self._forget_key(node)
+
+    def _forget_key(self, node: Node) -> None:
         if self._by_key.get((node.dev, node.ino)) is node:
             del self._by_key[node.dev, node.ino]
 
@@ -246,17 +200,15 @@ class NodeTable:
     def open_handle(self, node: Node, handle: int, *, writes: bool) -> None:
         with self._lock:
             if node.handles is None:
-                node.handles = set()
-            node.handles.add(handle)
-            node.writers += writes
+                node.handles = {}
+            node.handles[handle] = writes
 
-    def close_handle(self, node: Node, handle: int, *, writes: bool) -> None:
+    def close_handle(self, node: Node, handle: int) -> None:
         with self._lock:
             if node.handles is not None:
-                node.handles.discard(handle)
+                node.handles.pop(handle, None)
                 if not node.handles:
                     node.handles = None
-            node.writers -= writes
             self._maybe_drop(node)
 
     def _maybe_drop(self, node: Node) -> None:
@@ -266,10 +218,10 @@ class NodeTable:
             self.without_default_acl.discard(node.id)
             if self.ledger is not None:
                 self.ledger.append(ledger.dropped_record(node.id))
-            self._unkey(node)
+            self._forget_key(node)
             self._directories.pop(node.id, None)
             self._removed.pop(node.id, None)
-            node.removed = None
+            self._emptied.pop(node.id, None)
             names = node.names()
             node.parent, node.aliases = None, None
             for parent, _ in names[1:]:
@@ -313,14 +265,15 @@ class NodeTable:
         ino = known.id if known.ino == known.id else known.ino
         node = Node(known.id, dev, ino, known.kind, None, known.name[1] if known.name else b"")
         node.lookups = _LOOKED_UP_FOR_EVER
+        node.keyed = not known.gone
         self._by_id[known.id] = node
         if not known.gone:
             self._set_key(node)
         elif node.is_dir and self.nowhere is not None:
             # The inode went with the predecessor; nothing was in it, and nothing can come into it.
             with suppress(OSError):
-                node.removed = self.nowhere()
-                st = os.fstat(node.removed.fd)
+                nowhere = self._emptied[known.id] = self.nowhere()
+                st = os.fstat(nowhere.fd)
                 node.dev, node.ino = st.st_dev, st.st_ino
         return node
 
@@ -374,13 +327,12 @@ class NodeTable:
             self._maybe_drop(node)
 
     def _keep_removed(self, node: Node, keep: Descriptor | None) -> None:
-        node.removed = keep
-        self._removed[node.id] = node
-        if (
-            len(self._removed) > _KEPT_REMOVED
-        ):  # the kernel forgets removed things soon; a burst must not cost descriptors
-            _, oldest = self._removed.popitem(last=False)
-            oldest.removed = None
+        if keep is None:
+            return
+        self._removed[node.id] = keep
+        if len(self._removed) > _KEPT_REMOVED:
+            # the kernel forgets removed things soon; a burst must not cost descriptors
+            self._removed.popitem(last=False)
 
     def replaced(self, node: Node, st: os.stat_result) -> None:
         """The node's name was given a new inode; id and handles stay."""
@@ -418,7 +370,7 @@ class NodeTable:
             if found is not None:
                 self._directories.move_to_end(node.id)
                 return found
-            return node.removed
+            return self._removed.get(node.id) or self._emptied.get(node.id)
 
     def _walk(self, node: Node) -> Descriptor:
         chain: list[tuple[Node, bytes]] = []
@@ -457,7 +409,11 @@ class NodeTable:
         if node is self.root:
             return Way(self.root_directory, b".")
         with self._lock:
-            parent, name, removed = node.parent, node.name, node.removed
+            parent, name, removed = (
+                node.parent,
+                node.name,
+                self._removed.get(node.id) or self._emptied.get(node.id),
+            )
         if parent is not None:
             return Way(self.directory(parent), name)
         if removed is not None:

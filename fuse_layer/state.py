@@ -21,7 +21,8 @@ from typing import NamedTuple, TypeVar
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer.gate import Gate
-from ciuic.fuse_layer.nodes import Node, NodeTable
+from ciuic.fuse_layer.node import Node
+from ciuic.fuse_layer.nodes import NodeTable
 from ciuic.fuse_layer.tracking import Tracker
 from ciuic.fuse_layer.undo import UndoLog
 from ciuic.fuse_layer.ways import Descriptor, Way, stale
@@ -138,7 +139,7 @@ class OverlayState:
         if st.st_ino != node.ino:
             raise stale()
         node.privileged = bool(st.st_mode & (stat.S_ISUID | stat.S_ISGID))
-        return Attr(node.id, 0, st, self._visible_links(node, nlink), node.writers > 0)
+        return Attr(node.id, 0, st, self._visible_links(node, nlink), node.is_written)
 
     def _visible_links(self, node: Node, nlink: int) -> int:
         """The state directory is hidden, so the root's link count must not count it (btrfs directories always
@@ -152,7 +153,7 @@ class OverlayState:
         free."""
         st, nlink = self.undo.links(read)
         node = self.nodes.adopt(parent, name, st, count=count)
-        return node, Attr(node.id, 0, st, nlink, node.writers > 0)
+        return node, Attr(node.id, 0, st, nlink, node.is_written)
 
     # -- saving and marking -------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ciuic.fuse_layer import syscalls
-from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OverlayState
 
 _LOCK_STRIPES: Final = 64

@@ -23,7 +23,7 @@ import time
 from typing import Final
 
 from ciuic.fuse_layer import ledger, syscalls
-from ciuic.fuse_layer.nodes import Node
+from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OpenFile, OverlayState
 
 CLONE_IN_HOLD_PAGES: Final = 256

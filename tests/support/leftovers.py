@@ -98,12 +98,16 @@ def _new_children(before: Stock) -> dict[int, str]:
     return {pid: command for pid, command in _children().items() if pid not in before.children}
 
 
+def _new_loops(before: Stock, below: Iterable[Path]) -> dict[str, str]:
+    return {loop: file for loop, file in _loops_below(below).items() if loop not in before.loops}
+
+
 def remove_new(before: Stock, below: Iterable[Path]) -> list[str]:
     """Removes what is there now and was not before; one line for each thing, nothing when all is clean."""
     below = tuple(below)
     # What has been told to end may still be ending: only what outlives the grace is left behind.
     deadline = time.monotonic() + _GRACE_SECONDS
-    while (orphans := _new_children(before)) and time.monotonic() < deadline:
+    while ((orphans := _new_children(before)) or _new_loops(before, below)) and time.monotonic() < deadline:
         time.sleep(0.02)
     left = []
     for pid, command in orphans.items():
@@ -114,10 +118,9 @@ def remove_new(before: Stock, below: Iterable[Path]) -> list[str]:
         if mount_id not in before.mounts:
             left.append(f"mount {point}")
             _unmount(point)
-    for loop, file in _loops_below(below).items():
-        if loop not in before.loops:
-            left.append(f"/dev/{loop} on {file}")
-            subprocess.run(["losetup", "-d", f"/dev/{loop}"], check=False, timeout=30)
+    for loop, file in _new_loops(before, below).items():
+        left.append(f"/dev/{loop} on {file}")
+        subprocess.run(["losetup", "-d", f"/dev/{loop}"], check=False, timeout=30)
     _collect_zombies(before)
     return left
 
