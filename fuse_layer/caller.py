@@ -27,6 +27,19 @@ class Caller(NamedTuple):
 ROOT = Caller(0, 0)
 
 
+def is_outside(group: int, gid: int, pid: int) -> bool:
+    """Whether a process that asks with ``gid`` is in ``group`` neither by that nor by its supplementary groups. One that is gone, or
+    of another process namespace, is: a set-id bit too few is safe."""
+    if group == gid:
+        return False
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            groups = next((line for line in file if line.startswith(b"Groups:")), b"")
+    except OSError:
+        return True
+    return group not in map(int, groups.split()[1:])
+
+
 @contextmanager
 def acting_as(caller: Caller) -> Iterator[None]:
     """The calling thread creates files as ``caller`` inside the block."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Final
@@ -231,13 +232,15 @@ class Data:
         self._state.undo.keep_inode(os.fstat(fd), fd)
         self._state.undo.keep_blocks(fd, node.ino, offset, length)
 
-    def _clear_privileges(self, node: Node, fd: int) -> None:
+    def _clear_privileges(self, node: Node, fd: int, is_outside: Callable[[int], bool] | None = None) -> None:
         """A write takes set-user-id, and set-group-id of an executable, away (POSIX write(2)). The kernel
         leaves that to us, and with its write cache on nobody can say here whether the writer was root, who
-        would keep them: they go."""
-        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        would keep them: they go. ``is_outside``, where it can be said of him: whether he is outside a group,
+        which takes set-group-id of what the group cannot execute as well."""
+        st = os.fstat(fd)
+        mode = stat.S_IMODE(st.st_mode)
         cleared = mode & ~stat.S_ISUID
-        if mode & stat.S_IXGRP:
+        if mode & stat.S_IXGRP or (mode & stat.S_ISGID and is_outside is not None and is_outside(st.st_gid)):
             cleared &= ~stat.S_ISGID
         if cleared != mode:
             self._state.keep_inode(node)
@@ -358,8 +361,18 @@ class Data:
         finally:
             os.close(reopened)
 
-    def fallocate(self, handle: int, mode: int, offset: int, length: int) -> None:
-        """fallocate(2), every mode that the backing file system has."""
+    def fallocate(
+        self,
+        handle: int,
+        mode: int,
+        offset: int,
+        length: int,
+        *,
+        keeps_privileges: bool = False,
+        is_outside: Callable[[int], bool] | None = None,
+    ) -> None:
+        """fallocate(2), every mode that the backing file system has. ``keeps_privileges`` as in ``write``; ``is_outside``: see
+        ``_clear_privileges``."""
         file = self._state.file(handle)
         node, state = file.node, self._state
         with state.gate:
@@ -379,8 +392,8 @@ class Data:
                 else:
                     state.tracker.mark_attrs(node)
                 state.with_space(lambda: syscalls.fallocate(file.fd, mode, offset, length))
-                if node.privileged:
-                    self._clear_privileges(node, file.fd)
+                if node.privileged and not keeps_privileges:
+                    self._clear_privileges(node, file.fd, is_outside)
 
     def copy_file_range(
         self, source: int, source_offset: int, target: int, target_offset: int, length: int

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ciuic.fuse_layer import kernel_protocol as p
 from ciuic.fuse_layer import syscalls
-from ciuic.fuse_layer.caller import Caller
+from ciuic.fuse_layer.caller import Caller, is_outside
 from ciuic.fuse_layer.core import Attr, OverlayCore, SetAttr
 from ciuic.fuse_layer.handle_book import HandleBook
 from ciuic.fuse_layer.kernel_modes import Modes, Plan
@@ -437,7 +437,11 @@ class KernelDriver:
             if request.resent and self.book.intent_of(unique) not in (None, size):
                 return b""
             self.book.intends(unique, size)
-        self.core.fallocate(handle, mode, offset, length)
+        self.core.fallocate(
+            *(handle, mode, offset, length),
+            keeps_privileges=request.uid == 0,
+            is_outside=lambda group: is_outside(group, request.gid, request.pid),
+        )
         return b""
 
     def _lseek(self, request: Request, data: memoryview) -> Reply:

@@ -14,8 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.actor import ALICE, BOB, CAROL, NOBODY, ROOT, Actor
+from support.driver import DRIVER
 from support.overlay import Overlay, overlay_over
 from support.sides import tree
+
+from ciuic.fuse_layer import syscalls
 
 pytestmark = pytest.mark.mount
 
@@ -175,6 +178,31 @@ def test_chown_of_nothing_takes_set_id_bits_away(sides: tuple[Path, Overlay], ac
                 seen.append([actor.do(top, "chown", (name, -1, -1)) for name in ("file", "folder")])
                 seen[-1].append(tree(os.fspath(top)))
             assert seen[1] == seen[0], f"{user} {mode:o}"
+
+
+@pytest.mark.skipif(DRIVER == "pyfuse3", reason="it carries no fallocate")
+@pytest.mark.parametrize("kind", [0, syscalls.FALLOC_FL_PUNCH_HOLE | syscalls.FALLOC_FL_KEEP_SIZE])
+def test_allocating_takes_set_id_bits_as_on_a_plain_file(
+    sides: tuple[Path, Overlay], actors: list[Actor], kind: int
+) -> None:
+    """Root keeps them; of others, who is in the file's group keeps set-group-id where the group cannot execute."""
+    plain, overlay = sides
+    kept = set()
+    for user, actor in zip(USERS, actors, strict=True):
+        for mode in (0o2666, 0o2676, 0o6767, 0o6766, 0o6777):
+            seen = []
+            for top in (plain, overlay.root):
+                path = top / f"{next(_case)}"
+                path.write_bytes(b"x" * 10_000)
+                os.chown(path, CAROL.uid, ALICE.groups[1])
+                path.chmod(mode)
+                assert actor.do(top, "open", (path.name, os.O_RDWR, 0, 0)) == ("done", None)
+                assert actor.do(top, "allocate", (0, kind, 0, 4096)) == ("done", None)
+                actor.close_all()
+                seen.append(stat.S_IMODE(path.stat().st_mode))
+            assert seen[1] == seen[0], f"{user}, {mode:o}"
+            kept.add((user.uid == 0, bool(seen[1] & stat.S_ISGID)))
+    assert kept == {(True, True), (False, True), (False, False)}
 
 
 def test_a_write_of_a_stranger_takes_set_id_bits_away(

@@ -241,6 +241,9 @@ class Side:
     def do_copy_range(self, source: int, target: int, count: int, source_at: int, target_at: int) -> int:
         return os.copy_file_range(self.cached(source), self.cached(target), count, source_at, target_at)
 
+    def do_allocate(self, slot: int, mode: int, offset: int, length: int) -> None:
+        syscalls.fallocate(self.fd(slot), mode, offset, length)
+
     def do_seek_end(self, slot: int) -> int:
         return os.lseek(self.fd(slot), 0, os.SEEK_END)
 
