@@ -32,7 +32,7 @@ _AT_ONCE = 25
 _LIMIT_SECONDS = 1200
 
 KNOWN = {
-    "generic/003": "access times of what is read from the kernel's cache; change times after it is written back",
+    "generic/003": "pyfuse3: access times of what is read from the kernel's cache; change times after it is written back",
     "generic/020": "the suite supposes that a FUSE file system holds a thousand attributes; ext4 behind it does not",
     "generic/426": "no file handles for export",
     "generic/451": "the kernel leaves stale pages after an asynchronous O_DIRECT write into a file that is read cached",
