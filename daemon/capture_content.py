@@ -1,7 +1,8 @@
 """File content at the cut, into chunks and a block map.
 
 Data is read in runs, the log is polled after each, and blocks that the log has replace what was read. Holes are looked for
-with SEEK_DATA, so a sparse file costs what it holds. Memory is one run and one batch of chunk ids, whatever the file's size.
+with SEEK_DATA, so a sparse file costs what it holds. Memory is one run and one batch of chunk ids, whatever the file's size,
+and the page cache holds of each file afterwards what it held before.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Final, NamedTuple
 
 from ciuic.daemon.capture_view import SealedView, Thing, Unreadable
 from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_runs, blocks_name
+from ciuic.page_cache import DropBehind, forbid_readahead
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.ids import is_zero
 from ciuic.repository.writer import Writer
@@ -45,6 +47,11 @@ class ContentReader:
         self._block_size = block_size
         self._tick = tick
         self._run_blocks = max(1, _RUN_BYTES // block_size)
+        self._drop_behind = DropBehind()
+
+    def close(self) -> None:
+        """The last of what was read leaves the page cache."""
+        self._drop_behind.close()
 
     def whole(self, thing: Thing) -> Stored:
         """The whole file. Unreadable; OSError from the repository."""
@@ -70,6 +77,8 @@ class ContentReader:
         changes: dict[int, ChunkId] = {}
         fd = self._view.open_content(thing)
         try:
+            if thing.stat.size > _RUN_BYTES:
+                forbid_readahead(fd)
             for first, stop in runs:
                 for piece_first, piece_stop, has_data in self._pieces(fd, first, stop, most_blocks):
                     if over_base:
@@ -166,9 +175,11 @@ class ContentReader:
         parts = []
         have = 0
         try:
+            spans = self._drop_behind.begin(fd, offset, wanted)
             while have < wanted and (part := os.pread(fd, wanted - have, offset + have)):
                 parts.append(part)
                 have += len(part)
+            self._drop_behind.end(fd, spans)
         except OSError as error:
             raise Unreadable(error) from error
         if have < wanted:

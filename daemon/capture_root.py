@@ -264,3 +264,5 @@ def _walk(
         return walker.run()
     except Unreadable as error:
         raise CiuicError(f"{os.fsdecode(job.path)} cannot be read: {error}") from error
+    finally:
+        content.close()

@@ -142,6 +142,8 @@ class Appender:
         except OSError as error:
             self._fail(error, self._end)
             raise
+        if self._kind == "data":
+            self._disk.start_writing(self._fd, offset, end - offset)
         self.grown_bytes += end - self._end
         self._end = end
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from ciuic import page_cache
 from ciuic.repository.ids import Bytes
 
 _IOVECS = 512  # the kernel takes 1024 at most (UIO_MAXIOV)
@@ -53,6 +54,10 @@ class Disk:
 
     def sync(self, fd: int) -> None:
         os.fsync(fd)
+
+    def start_writing(self, fd: int, offset: int, length: int) -> None:
+        """Begins to write the range out, so that `sync` does not send everything at once. Makes nothing durable."""
+        page_cache.start_writing(fd, offset, length)
 
     def uncache(self, fd: int, offset: int, length: int) -> None:
         """Lets the page cache drop what was synced: it belongs to the job, and packs are hardly read again soon."""
