@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -151,7 +152,16 @@ def failure(error: BaseException, repository: str) -> Failed:
 def main(arguments: list[str] | None = None) -> int:
     """The process: exit status."""
     options = _parser().parse_args(arguments)
-    output = _Output()
+    return _capture(lambda: _offline_job(options) if options.offline else _read_job(0), 1, options.repo or "")
+
+
+def serve(job_fd: int, words_fd: int) -> int:
+    """The process when it was forked: exit status."""
+    return _capture(lambda: _read_job(job_fd), words_fd, "")
+
+
+def _capture(find_job: Callable[[], CaptureJob], words_fd: int, repository: str) -> int:
+    output = _Output(words_fd)
     logs.configure(as_json=True)  # on standard error: standard output is for messages alone
     report = Report(output.tell)
 
@@ -160,9 +170,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    repository = options.repo or ""
     try:
-        job = _offline_job(options) if options.offline else decode_job(sys.stdin.buffer.read())
+        job = find_job()
         repository = job.repository
         _be_humble(job.io_priority)
         _be_weak(repository)
@@ -180,22 +189,26 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _read_job(fd: int) -> CaptureJob:
+    with open(fd, "rb", closefd=fd > 0) as file:
+        return decode_job(file.read())
+
+
 class _Output:
     """Standard output, which may close while we work: the daemon can go away, the snapshot is made all the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         self._open = True
 
     def tell(self, message: Message) -> None:
         if self._open:
             try:
-                sys.stdout.buffer.write(encode_message(message))
-                sys.stdout.buffer.flush()
+                left = encode_message(message)
+                while left:
+                    left = left[os.write(self._fd, left) :]
             except BrokenPipeError:
                 self._open = False
-                os.dup2(
-                    os.open(os.devnull, os.O_WRONLY), 1
-                )  # so that the flush at exit does not fail as well
 
 
 def _be_humble(io_priority: str) -> None:

@@ -57,5 +57,5 @@ def configure(*, verbose: bool = False, stream: TextIO | None = None, as_json: b
     root.handlers[:] = [handler]
     # Libraries speak up only when something is wrong: the default run is quiet.
     root.setLevel(logging.DEBUG if verbose else logging.WARNING)
-    for chatty in ("httpx", "httpcore", "hypercorn.access", "apscheduler"):
+    for chatty in ("hypercorn.access", "apscheduler"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -31,7 +31,7 @@ from ciuic.control_types import (
 )
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.api import make_app
-from ciuic.daemon.capture_process import CAPTURE_COMMAND, CaptureProcess, wait_for_stranger
+from ciuic.daemon.capture_process import Captures, wait_for_stranger
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.housekeeping import Housekeeping
 from ciuic.daemon.metrics import Metrics
@@ -82,6 +82,7 @@ class Daemon:
         self.runtime = RuntimeDirectory(self.settings.runtime_dir)
         self.store = Store(self.settings.repository, block_bytes=self.settings.block_bytes)
         self.schedule = Schedule(self.settings.interval_seconds)
+        self._captures = Captures(self.runtime.path, command_prefix)
         self.snapshots = Snapshots(
             Context(
                 settings=lambda: self.settings,
@@ -92,9 +93,7 @@ class Daemon:
                 events=self.events,
                 now_ns=now_ns,
                 host=os.uname().nodename,
-                new_capture=lambda: CaptureProcess(
-                    cwd=self.runtime.path, command=[*command_prefix, *CAPTURE_COMMAND]
-                ),
+                new_capture=self._captures.new,
             )
         )
         self.sessions = SessionStore(notifier, self._stored_fds)
@@ -157,6 +156,7 @@ class Daemon:
     async def _work(self, nursery: trio.Nursery, working: trio.CancelScope) -> None:
         """Brings everything up and keeps it going until ``working`` is cancelled."""
         with working:
+            await trio.to_thread.run_sync(self._captures.prepare)
             records = await trio.to_thread.run_sync(self.runtime.read_pending)
             await end_orphaned_captures(records, self.runtime)
             for root in self.settings.roots:
@@ -216,6 +216,7 @@ class Daemon:
         await self.snapshots.stopped()
         await (self.roots.leave_all() if leaving else self.roots.stop_all())
         self.roots.close()
+        await trio.to_thread.run_sync(self._captures.close)
         self.events.close()
         self._served.set()
 

@@ -25,13 +25,13 @@ import ciuic
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.control_client import ControlClient, WorkerRefused, WorkerUnreachable
 from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, connect
-from ciuic.fuse_layer.standby import FIRST_PASSED_FD, ForkedWorker, SpareProcess
+from ciuic.fuse_layer.standby import FIRST_PASSED_FD, ForkedProcess, SpareProcess
 
 READY_TIMEOUT_SECONDS = 30.0
 CONTROL_TIMEOUT_SECONDS = 30.0
 EXPENDABLE_OOM_SCORE_ADJ = "500"
 T = TypeVar("T")
-Child = subprocess.Popen[bytes] | ForkedWorker
+Child = subprocess.Popen[bytes] | ForkedProcess
 log = structlog.get_logger(__name__)
 
 # Control calls wait in threads of their own: workers that hang must not use up the threads that everything else needs.

@@ -1,19 +1,21 @@
-"""A process that has imported everything that a worker needs, and forks one whenever it is asked to.
+"""A process that has imported everything that a program of ours needs, and forks one whenever it is asked to.
 
 When a worker dies the job waits for its successor, and most of that wait would be the start of an interpreter (0.2 s of
 processor time, more on a busy host). So one process is kept ready for whichever root needs it: a fork takes milliseconds,
-also of the second worker within a second.
+also of the second worker within a second. Captures, of which a snapshot takes one, are forked by another such process.
 
-    python -m ciuic.fuse_layer.standby        (standard input: a socket on which requests and descriptors come)
+    python -m ciuic.fuse_layer.standby MODULE     (standard input: a socket on which requests and descriptors come)
 
-Guarantees: it ends when whoever started it goes away; its workers do not. Each is its child, so it is asked how they ended.
-Requests (JSON, one a packet): a list of arguments with the descriptors → the worker's process number, 0 where none can be
-forked; a process number → its exit status as of Popen, null while it lives.
+Guarantees: it ends when whoever started it goes away; what it forked does not. Each is its child, so it is asked how they
+ended. Requests (JSON, one a packet): a list of arguments for ``MODULE.main`` with the descriptors → the process number, 0 where
+none can be forked; a process number → its exit status as of Popen, null while it lives.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -24,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -32,30 +35,33 @@ import structlog
 FIRST_PASSED_FD: Final = 100
 """The descriptors that come get the numbers from here on."""
 _MESSAGE_BYTES: Final = 65536
-_MAX_FDS: Final = 8
+_MAX_FDS: Final = 250
+"""SCM_MAX_FD of the kernel is 253."""
 _ANSWER_SECONDS: Final = 10.0
 """So long it may take to import everything, on a busy host."""
 _POLL_SECONDS: Final = 0.005
 _UNKNOWN_STATUS: Final = 255
+WORKER: Final = "ciuic.fuse_layer.worker"
 log = structlog.get_logger(__name__)
 
 
-class ForkedWorker:
+class ForkedProcess:
     """A child of the standby process; to be used as a Popen."""
 
     def __init__(self, standby: SpareProcess, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._standby = standby
-        self._pidfd = os.pidfd_open(pid)
+        self.pidfd = os.pidfd_open(pid)
+        """Readable when it has ended."""
 
     def __del__(self) -> None:
-        if hasattr(self, "_pidfd"):
-            os.close(self._pidfd)
+        if hasattr(self, "pidfd"):
+            os.close(self.pidfd)
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; None while it lives."""
-        if self.returncode is None and select.select([self._pidfd], [], [], 0)[0]:
+        if self.returncode is None and select.select([self.pidfd], [], [], 0)[0]:
             self.returncode = self._standby.status_of(self.pid)
         return self.returncode
 
@@ -68,13 +74,24 @@ class ForkedWorker:
     def kill(self) -> None:
         """SIGKILL, if it lives."""
         if self.poll() is None:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
 
 class SpareProcess:
     """The starting side. Thread-safe."""
 
-    def __init__(self, cwd: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        cwd: Path,
+        environment: Mapping[str, str],
+        module: str = WORKER,
+        *,
+        prefix: Sequence[str] = (),
+        oom_score_adj: str = "",
+    ) -> None:
+        """``prefix`` goes before the command, as slices.py has it; ``oom_score_adj`` is what it and its children start with."""
+        self._command = [*prefix, sys.executable, "-m", "ciuic.fuse_layer.standby", module]
+        self._oom_score_adj = oom_score_adj
         self._cwd = cwd
         self._environment = dict(environment)
         self._lock = threading.Lock()
@@ -91,7 +108,7 @@ class SpareProcess:
             ours.settimeout(_ANSWER_SECONDS)
             try:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-m", "ciuic.fuse_layer.standby"],
+                    self._command,
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
@@ -99,25 +116,26 @@ class SpareProcess:
                     env=self._environment,
                 )
                 self._socket = ours
+                self._weigh(self._child.pid)
             except OSError as error:
                 ours.close()
-                log.warning("no_spare_worker", error=str(error))
+                log.warning("no_spare_process", command=self._command[-1], error=str(error))
             finally:
                 theirs.close()
 
-    def become(self, arguments: Sequence[str], fds: Sequence[int]) -> ForkedWorker | None:
-        """A worker with these arguments, in which descriptor number ``fds[i]`` is FIRST_PASSED_FD + i. None when there is
+    def become(self, arguments: Sequence[str], fds: Sequence[int]) -> ForkedProcess | None:
+        """A process with these arguments, in which descriptor number ``fds[i]`` is FIRST_PASSED_FD + i. None when there is
         nobody who could fork it. Waits for one that is still starting."""
-        pid = self._ask(list(arguments), fds)
+        pid = self._ask(list(arguments), fds) if len(fds) <= _MAX_FDS else 0
         if not pid:
             return None
         try:
-            return ForkedWorker(self, pid)
+            return ForkedProcess(self, pid)
         except ProcessLookupError:  # it has ended, and who forked it as well
             return None
 
     def status_of(self, pid: int) -> int:
-        """How a worker that has ended did so."""
+        """How one that has ended did so."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         while (status := self._ask(pid)) is None and self._socket is not None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)  # its end is seen a moment before its parent may collect it
@@ -131,7 +149,7 @@ class SpareProcess:
                 socket.send_fds(self._socket, [json.dumps(what).encode()], list(fds))
                 answer = self._socket.recv(_MESSAGE_BYTES)
             except OSError as error:  # ended, or hangs: another one is started when it is needed again
-                log.warning("spare_worker_lost", error=str(error))
+                log.warning("spare_process_lost", command=self._command[-1], error=str(error))
                 answer = b""
             if not answer:
                 self._socket.close()
@@ -141,9 +159,14 @@ class SpareProcess:
             return status
 
     def close(self) -> None:
-        """It ends; its workers do not."""
+        """It ends; what it forked does not."""
         with self._lock:
             self._let_go()
+
+    def _weigh(self, pid: int) -> None:
+        if self._oom_score_adj:
+            with suppress(OSError):  # it has ended, or /proc is not what it should be
+                Path(f"/proc/{pid}/oom_score_adj").write_text(self._oom_score_adj)
 
     def _let_go(self) -> None:
         child, self._child = self._child, None
@@ -158,19 +181,21 @@ class SpareProcess:
                 child.wait()
 
 
-def main() -> int:
-    """Fork workers until nobody asks any more; in a worker, its exit status."""
+def main(module: str) -> int:
+    """Fork processes until nobody asks any more; in one of them, its exit status."""
     # Imported here, so that whoever only starts this does not import a worker.
-    from ciuic.fuse_layer import worker
-
+    program = importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # what all workers share is not written to by their collectors
+    gc.freeze()  # what all of them share is not written to by their collectors
     arguments = _serve()
-    return 0 if arguments is None else worker.main(arguments)
+    if arguments is None:
+        return 0
+    status: int = program.main(arguments)
+    return status
 
 
 def _serve() -> list[str] | None:
-    """None at the end; returns in each worker as well, with its arguments."""
+    """None at the end; returns in each process that is forked as well, with its arguments."""
     with socket.socket(fileno=os.dup(0)) as come:
         while True:
             message, fds, _, _ = socket.recv_fds(come, _MESSAGE_BYTES, _MAX_FDS)
@@ -192,11 +217,11 @@ def _serve() -> list[str] | None:
 
 
 def _forked() -> int | None:
-    """The worker's process number, 0 where there can be none; None in the worker."""
+    """The new process's number, 0 where there can be none; None in the new one."""
     try:
         return os.fork() or None
     except OSError as error:
-        log.warning("worker_not_forked", error=str(error))
+        log.warning("process_not_forked", error=str(error))
         return 0
 
 
@@ -210,7 +235,7 @@ def _status(pid: int) -> int | None:
 
 
 def _settle(fds: Sequence[int]) -> None:
-    """In a new worker: nothing of whom it was forked from, and the descriptors where it expects them."""
+    """In a new process: nothing of whom it was forked from, and the descriptors where it expects them."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -220,5 +245,21 @@ def _settle(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
+def rename(module: str) -> None:
+    """Shows this process in the list of processes as ``python -m module``, for people and their scripts.
+
+    What the kernel shows as the command line is memory of the process itself (proc_pid_cmdline(5)), whose place and size
+    are fields 48 and 49 of proc_pid_stat(5): it can be written over, and not made longer.
+    """
+    shown = b"\0".join((os.fsencode(sys.executable), b"-m", os.fsencode(module)))
+    try:
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return
+    start, end = int(fields[45]), int(fields[46])
+    if 0 < start < end - len(shown):
+        ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

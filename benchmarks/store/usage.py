@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _POLL_SECONDS = 0.01
-_CAPTURE = b"ciuic.daemon.capture\0"
+_CAPTURE = b"-m\0ciuic.daemon.capture\0"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 

@@ -67,7 +67,7 @@ def _worker_pid(live: Live) -> int:
 
 
 def _captures(live: Live) -> list[int]:
-    return [pid for pid, command in live.processes().items() if "ciuic.daemon.capture" in command]
+    return [pid for pid, command in live.processes().items() if "-m ciuic.daemon.capture " in command]
 
 
 def _works_again(live: Live, root: Path, into: Path) -> None:

@@ -353,7 +353,7 @@ class Site:
         return int(self.status()["roots"][0]["worker_pid"])
 
     def captures(self) -> list[int]:
-        return [pid for pid, words in self.live.processes().items() if "ciuic.daemon.capture" in words]
+        return [pid for pid, words in self.live.processes().items() if "-m ciuic.daemon.capture " in words]
 
     def _await(self, what: str, condition: Callable[[], Any]) -> Any:
         try:

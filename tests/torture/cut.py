@@ -113,7 +113,7 @@ class Site:
         rng = random.Random(self.seed + 2000)
         while not self.over.wait(rng.random() * 1.5):
             captures = [
-                pid for pid, command in self.live.processes().items() if "ciuic.daemon.capture" in command
+                pid for pid, command in self.live.processes().items() if "-m ciuic.daemon.capture " in command
             ]
             for pid in captures:
                 try:

@@ -199,4 +199,4 @@ class Killing:
         return int(status["roots"][0]["worker_pid"] or 0) if status else 0
 
     def _captures(self) -> list[int]:
-        return [pid for pid, line in self._live.processes().items() if "ciuic.daemon.capture" in line]
+        return [pid for pid, line in self._live.processes().items() if "-m ciuic.daemon.capture " in line]

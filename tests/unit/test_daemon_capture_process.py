@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from ciuic.daemon.capture_job import EXIT_INTERRUPTED, CaptureJob, Done, Failed, Progress
-from ciuic.daemon.capture_process import CODE_KILLED, CaptureProcess, wait_for_stranger
+from ciuic.daemon.capture_job import EXIT_INTERRUPTED, CaptureJob, Done, Failed, Progress, RootJob
+from ciuic.daemon.capture_process import CODE_KILLED, CaptureProcess, Captures, wait_for_stranger
 from ciuic.daemon.runtime import process_start_ticks
+from ciuic.repository import Repository
 
 JOB = CaptureJob(repository="/r", id="cs-123456", time_ns=1, host="h", roots=())
 HEAD = """
@@ -173,3 +174,78 @@ def test_strangers_are_waited_for_by_identity(tmp_path: Path) -> None:
     trio.run(main)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     trio.run(wait_for_stranger, pid, ticks)
+
+
+class Forked:
+    """Captures by forks, each seen as the list of processes shows it."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.captures = Captures(tmp_path)
+        self.shown: list[str] = []
+        self.standby: list[int] = []
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.captures.close()
+
+    async def run(self, job: CaptureJob, fds: tuple[int, ...] = ()) -> Done | Failed:
+        process = self.captures.new()
+        with trio.fail_after(30):
+            return await process.run(
+                job, fds, on_start=self._look, on_progress=lambda _: self._look(process.pid)
+            )
+
+    def _look(self, pid: int) -> None:
+        self.shown.append(
+            Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()
+        )
+        self.standby.append(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]))
+
+
+def _job(repository: Path, fd: int, snapshot: str) -> CaptureJob:
+    root = RootJob(path=b"/root", backing_fd=fd)
+    return CaptureJob(repository=str(repository), id=snapshot, time_ns=1, host="h", roots=(root,))
+
+
+def test_a_forked_capture_is_a_capture_like_any_other(tmp_path: Path) -> None:
+    """It gets its job and its descriptors, says Done when the snapshot is there, and is shown as what it is."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/file").write_bytes(b"content")
+    Repository.create(tmp_path / "repository").close()
+    fd = os.open(tmp_path / "root", os.O_PATH | os.O_DIRECTORY)
+    try:
+        with Forked(tmp_path) as forked:
+            for number in range(2):
+                outcome = trio.run(forked.run, _job(tmp_path / "repository", fd, f"cs-00000{number}"), (fd,))
+                assert isinstance(outcome, Done), outcome
+                assert outcome.files == 1
+            assert forked.shown[-1] == f"{sys.executable} -m ciuic.daemon.capture"
+            assert len(set(forked.standby)) == 1
+            assert forked.standby[0] != os.getpid()
+    finally:
+        os.close(fd)
+    with Repository.open(tmp_path / "repository") as repository:
+        assert set(repository.snapshots.ids()) == {"cs-000000", "cs-000001"}
+
+
+def test_a_forked_capture_that_fails_says_why(tmp_path: Path) -> None:
+    """Its last word and its exit status come through."""
+    with Forked(tmp_path) as forked:
+        outcome = trio.run(forked.run, _job(tmp_path / "missing", -1, "cs-000000"))
+    assert isinstance(outcome, Failed)
+    assert outcome.code == 3
+
+
+def test_captures_go_on_without_the_process_that_forks_them(tmp_path: Path) -> None:
+    """Killed for want of memory, it is replaced when the next capture is due."""
+    Repository.create(tmp_path / "repository").close()
+    with Forked(tmp_path) as forked:
+        trio.run(forked.run, _job(tmp_path / "missing", -1, "cs-000000"))
+        os.kill(forked.standby[0], signal.SIGKILL)
+        os.waitid(os.P_PID, forked.standby[0], os.WEXITED | os.WNOWAIT)
+        outcome = trio.run(forked.run, _job(tmp_path / "missing", -1, "cs-000000"))
+        assert isinstance(outcome, Failed)
+        assert outcome.code == 3
+        assert forked.standby[0] not in (forked.standby[-1], os.getpid())
