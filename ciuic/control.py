@@ -7,11 +7,10 @@ Left to others: what the documents mean (control_types.py), what the daemon does
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,22 +22,20 @@ from ciuic.control_types import (
     SnapshotState,
     StatusDocument,
 )
-from ciuic.errors import BY_EXIT_CODE, CiuicError, NotPermitted, Unreachable
-
-if TYPE_CHECKING:
-    import httpx
+from ciuic.errors import BY_EXIT_CODE, CiuicError, Unreachable
+from ciuic.socket_http import Answer, Connection
 
 DEFAULT_SOCKET = Path("/run/ciuic/control.sock")
+_FIRST_ERROR = 400
 T = TypeVar("T")
 
 
 class ControlClient:
-    """One connection pool to the daemon behind ``socket_path``. A context manager; not shared between threads."""
+    """The daemon behind ``socket_path``. A context manager."""
 
     def __init__(self, socket_path: Path | str = DEFAULT_SOCKET, *, timeout_seconds: float = 30.0) -> None:
         self.socket = Path(socket_path)
         self._timeout_seconds = timeout_seconds
-        self._client: httpx.Client | None = None
 
     def __enter__(self) -> ControlClient:
         return self
@@ -49,10 +46,7 @@ class ControlClient:
         self.close()
 
     def close(self) -> None:
-        """Ends the connections. The client may be used again afterwards."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        """Each call has had a connection of its own: nothing is left open."""
 
     # -- calls
 
@@ -108,21 +102,18 @@ class ControlClient:
 
     def metrics(self) -> str:
         """Prometheus text."""
-        return self._request("GET", "/metrics").text
+        return self._request("GET", "/metrics").body.decode()
 
     def events(self) -> Iterator[Event]:
         """State changes as they happen, until the daemon stops or the caller closes the generator."""
         decoder = msgspec.json.Decoder(Event)
-        try:
-            with self._http().stream("GET", "/v1/events", timeout=self._timeout(None)) as response:
-                if response.is_error:
-                    response.read()
-                    raise _refusal(response)
-                for line in response.iter_lines():
-                    if line.startswith("data:"):
-                        yield decoder.decode(line[5:])
-        except self._transport_errors() as error:
-            raise self._unreachable(error) from error
+        with self._connect() as connection:
+            status, lines = connection.lines("/v1/events")
+            if status >= _FIRST_ERROR:
+                raise _refusal(Answer(status, b"\n".join(lines)))
+            for line in lines:
+                if line.startswith(b"data:"):
+                    yield decoder.decode(line[5:])
 
     def is_running(self) -> bool:
         """Whether a daemon answers. NotPermitted when the socket is there but may not be opened."""
@@ -145,7 +136,7 @@ class ControlClient:
     ) -> T:
         response = self._request(method, path, body, answer_seconds=answer_seconds)
         try:
-            return msgspec.json.decode(response.content, type=reply)
+            return msgspec.json.decode(response.body, type=reply)
         except msgspec.DecodeError as error:
             raise CiuicError(
                 f"the daemon's answer to {method} {path} cannot be read: {error}",
@@ -159,67 +150,25 @@ class ControlClient:
         body: dict[str, Any] | None = None,
         *,
         answer_seconds: float | None = -1.0,
-    ) -> httpx.Response:
-        try:
-            response = self._http().request(method, path, json=body, timeout=self._timeout(answer_seconds))
-        except self._transport_errors() as error:
-            raise self._unreachable(error) from error
-        if response.is_error:
-            raise _refusal(response)
-        return response
-
-    def _http(self) -> httpx.Client:
-        if self._client is None:
-            self._knock()
-            import httpx  # 60 ms: paid only by commands that talk to the daemon, and only if there is one
-
-            transport = httpx.HTTPTransport(uds=str(self.socket))
-            self._client = httpx.Client(transport=transport, base_url="http://ciuic", trust_env=False)
-        return self._client
-
-    def _knock(self) -> None:
-        """Connects once by hand: httpx says neither which errno it met nor closes the socket it met it with."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knocking:
-            knocking.settimeout(self._timeout_seconds)
-            try:
-                knocking.connect(str(self.socket))
-            except PermissionError as error:
-                raise NotPermitted(
-                    f"not permitted to open the daemon's control socket {self.socket}",
-                    hint="run as root, or let the daemon's [control] group include you",
-                ) from error
-            except OSError as error:
-                raise Unreachable(
-                    f"no daemon answers on {self.socket}",
-                    hint="start it: systemctl start ciuic, or run: ciuic daemon",
-                ) from error
-
-    def _timeout(self, answer_seconds: float | None) -> httpx.Timeout:
-        import httpx
-
+    ) -> Answer:
         seconds = (
             self._timeout_seconds if answer_seconds is not None and answer_seconds < 0 else answer_seconds
         )
-        return httpx.Timeout(self._timeout_seconds, read=seconds)
+        content = None if body is None else msgspec.json.encode(body)
+        with self._connect() as connection:
+            answer = connection.ask(method, path, content, answer_seconds=seconds)
+        if answer.status >= _FIRST_ERROR:
+            raise _refusal(answer)
+        return answer
 
-    @staticmethod
-    def _transport_errors() -> tuple[type[Exception], ...]:
-        import httpx
-
-        return (httpx.TransportError,)
-
-    def _unreachable(self, error: Exception) -> Unreachable:
-        """The daemon was there, and went away or fell silent."""
-        return Unreachable(
-            f"the daemon behind {self.socket} did not answer: {str(error) or type(error).__name__}",
-            hint="see its log: journalctl -u ciuic",
-        )
+    def _connect(self) -> Connection:
+        return Connection(str(self.socket), connect_seconds=self._timeout_seconds)
 
 
-def _refusal(response: httpx.Response) -> CiuicError:
+def _refusal(answer: Answer) -> CiuicError:
     """The error that the daemon answered with, as the class that has its exit code."""
     try:
-        document = msgspec.json.decode(response.content, type=ErrorDocument)
+        document = msgspec.json.decode(answer.body, type=ErrorDocument)
     except msgspec.DecodeError:
-        return CiuicError(f"the daemon answered {response.status_code} {response.reason_phrase}")
+        return CiuicError(f"the daemon answered {answer.status}")
     return BY_EXIT_CODE.get(document.code, CiuicError)(document.error, hint=document.hint)

@@ -28,11 +28,6 @@ from ciuic.control_types import (
     StatusDocument,
 )
 
-# httpcore drops a unix socket that could not connect without closing it; the collector does.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"
-)
-
 Answer = Callable[[Any], tuple[int, Any]]
 
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import msgspec
 import pytest
 import trio
 from support.served_api import FakeOperations, served
@@ -19,6 +19,7 @@ from ciuic.control_types import SnapshotRequest
 from ciuic.daemon import api
 from ciuic.daemon.api import MAX_BODY_BYTES
 from ciuic.errors import BY_EXIT_CODE, CiuicError, Damaged, NotFound, NotPermitted, Unreachable, UsageError
+from ciuic.socket_http import Connection
 
 
 @pytest.fixture
@@ -102,10 +103,10 @@ def test_requests_that_cannot_be_meant_are_refused(
     client: ControlClient, operations: FakeOperations, body: bytes
 ) -> None:
     """Malformed, mistyped, unknown, missing and oversized bodies are wrong usage, and nothing is done."""
-    with httpx.Client(transport=httpx.HTTPTransport(uds=str(client.socket)), base_url="http://x") as raw:
-        answer = raw.post("/v1/roots", content=body)
-    assert answer.status_code == 400
-    assert answer.json()["code"] == UsageError.exit_code
+    with Connection(str(client.socket), connect_seconds=5) as connection:
+        answer = connection.ask("POST", "/v1/roots", body, answer_seconds=30)
+    assert answer.status == 400
+    assert msgspec.json.decode(answer.body)["code"] == UsageError.exit_code
     assert operations.calls == []
 
 
@@ -167,10 +168,9 @@ def test_a_daemon_that_goes_away_in_the_middle_is_unreachable(short_tmp: Path) -
         listener.listen()
 
         def hang_up() -> None:
-            for _ in range(2):  # the client knocks before it asks
-                connection, _ = listener.accept()
-                connection.recv(10)
-                connection.close()
+            connection, _ = listener.accept()
+            connection.recv(10)
+            connection.close()
 
         thread = threading.Thread(target=hang_up)
         thread.start()
