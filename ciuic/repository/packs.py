@@ -62,6 +62,10 @@ class Packs:
                         continue  # garbage collection removed it meanwhile
         return dict(sorted(sizes.items()))
 
+    def numbers(self) -> list[int]:
+        """Of all packs, in no order."""
+        return [int(match[1], 16) for match in map(_NAME.match, os.listdir(self.directory)) if match]
+
     def facts(self, number: int) -> PackInfo:
         """NotFound."""
         kind = self.kind(number)

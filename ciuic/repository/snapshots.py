@@ -30,6 +30,7 @@ _NAME = re.compile(r"cs-[0-9a-f]{6,32}\Z")
 _Infos = list[SnapshotInfo]  # inside the class `list` is the method
 _Ids = list[SnapshotId]
 _Texts = list[str]
+_Snapshots = list[Snapshot]
 _Unreadables = list[UnreadableSnapshot]
 
 
@@ -131,17 +132,22 @@ class SnapshotStore:
 
         Names that are no snapshot ids are reported too, temporary files (*.tmp) excepted.
         """
-        found = []
+        return self.load_all()[1]
+
+    def load_all(self) -> tuple[_Snapshots, _Unreadables]:
+        """Every snapshot from its own file, newest first, and what `unreadable` returns: each file is read once."""
+        loaded, unreadable = [], []
         for name in sorted(os.listdir(f"{self._directory}/{SNAPSHOTS_DIR}")):
             if name.endswith(".tmp"):
                 continue
             try:
-                self.load(SnapshotId.parse(name))
+                loaded.append(self.load(SnapshotId.parse(name)))
             except NotFound:
                 continue  # removed meanwhile
             except (CiuicError, ValueError) as error:
-                found.append(UnreadableSnapshot(name, self.path(name), str(error)))
-        return found
+                unreadable.append(UnreadableSnapshot(name, self.path(name), str(error)))
+        loaded.sort(key=lambda snapshot: (-snapshot.time_ns, snapshot.id))
+        return loaded, unreadable
 
     def new_id(self, taken: Collection[str] = ()) -> SnapshotId:
         """A fresh id, neither in use nor in ``taken`` (cut but not yet committed)."""

@@ -53,7 +53,7 @@ class ChunkStore:
         self._buffered: dict[bytes, tuple[Bytes, int, int]] = {}
         self._written: dict[bytes, ChunkLocation] = {}
         self._sealed: set[int] = set()
-        self._last_number = max([index.last_pack(), *packs.sizes()])
+        self._last_number = max([index.last_pack(), *packs.numbers()])
         self._compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
         self._sampler = zstandard.ZstdCompressor(level=1)
         self._reader = ChunkReader(packs, self, seed)

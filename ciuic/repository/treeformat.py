@@ -24,6 +24,9 @@ _MAGIC = b"CT"
 _DIRECTORY, _LINKS = b"d", b"l"
 _HEAD_BYTES = 4
 LINK_KEY_BYTES = 8
+_16, _32, _63, _64 = 1 << 16, 1 << 32, 1 << 63, 1 << 64
+_HEIGHTS = 7
+_CONTENT_LENGTHS = (0, CHUNK_ID_BYTES)
 
 
 class NodeRef(msgspec.Struct, frozen=True, array_like=True):
@@ -103,18 +106,45 @@ def attributes_problem(entry: Entry) -> str:
     Numbers beyond what the kernel has for them would reach system calls, SQLite and the clock, which refuse them in
     ways of their own.
     """
-    if len(entry.content) not in (0, CHUNK_ID_BYTES):
+    # Asked of every entry that is ever read: one expression, a tenth of the time of finding out what is wrong.
+    if (
+        0 <= entry.mode < _16
+        and 0 <= entry.uid < _32
+        and 0 <= entry.gid < _32
+        and 0 <= entry.flags < _32
+        and 0 <= entry.rdev < _64
+        and 0 <= entry.ino < _64
+        and 0 <= entry.link < _64
+        and 0 <= entry.size_bytes < _63
+        and 0 <= entry.total_files < _63
+        and 0 <= entry.total_bytes < _63
+        and 0 <= entry.map_height < _HEIGHTS
+        and -_63 < entry.mtime_ns < _63
+        and -_63 < entry.ctime_ns < _63
+        and -_63 < entry.atime_ns < _63
+        and len(entry.content) in _CONTENT_LENGTHS
+        and not entry.xattrs
+        and not entry.flags & FLAG_XATTRS_CHUNK
+        and b"\0" not in entry.target
+    ):
+        return ""
+    return _attributes_problem(entry)
+
+
+def _attributes_problem(entry: Entry) -> str:
+    """In words."""
+    if len(entry.content) not in _CONTENT_LENGTHS:
         return f"the content id of {entry.name!r} has {len(entry.content)} bytes"
     numbers = (
-        (entry.mode, 1 << 16),
-        *((number, 1 << 32) for number in (entry.uid, entry.gid, entry.flags)),
-        *((number, 1 << 64) for number in (entry.rdev, entry.ino, entry.link)),
-        *((number, 1 << 63) for number in (entry.size_bytes, entry.total_files, entry.total_bytes)),
-        (entry.map_height, 7),
+        (entry.mode, _16),
+        *((number, _32) for number in (entry.uid, entry.gid, entry.flags)),
+        *((number, _64) for number in (entry.rdev, entry.ino, entry.link)),
+        *((number, _63) for number in (entry.size_bytes, entry.total_files, entry.total_bytes)),
+        (entry.map_height, _HEIGHTS),
     )
     if any(not 0 <= number < limit for number, limit in numbers):
         return f"{entry.name!r} has an impossible number"
-    if any(abs(time_ns) >= 1 << 63 for time_ns in (entry.mtime_ns, entry.ctime_ns, entry.atime_ns)):
+    if any(abs(time_ns) >= _63 for time_ns in (entry.mtime_ns, entry.ctime_ns, entry.atime_ns)):
         return f"{entry.name!r} has an impossible time"
     if b"\0" in entry.target:
         return f"{entry.name!r} has an impossible target"
@@ -157,8 +187,12 @@ def _check(chunk: ChunkId, node: Node, links: bool) -> None:
     names = [item.name for item in (node.refs if node.level else node.entries)]
     if any(first >= second for first, second in pairwise(names)):
         raise DamagedTree(chunk, "its names are not in order")
-    problems = (entry_problem(entry, links) for entry in node.entries)
-    problem = next(filter(None, problems), "") or next(
+    problem = ""
+    for entry in node.entries:
+        problem = entry_problem(entry, links)
+        if problem:
+            break
+    problem = problem or next(
         (
             f"a child has an impossible reference {ref.id.hex()}"
             for ref in node.refs

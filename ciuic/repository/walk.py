@@ -107,12 +107,17 @@ class _Walk:
                 continue
             stack.extend((ref.id, path, directory) for ref in reversed(node.refs))
             for entry in node.entries:
-                place = self._place(path, entry, links)
-                yield from self.attributes(entry, place)
-                if entry.is_dir and entry.content:
-                    stack.append((ChunkId(entry.content), place, entry))
-                elif entry.is_file and entry.content:
-                    yield from self._content(entry, place)
+                # Most of what is read again has been seen: it should cost one look-up and no more.
+                if entry.flags & FLAG_XATTRS_CHUNK:
+                    yield from self.attributes(entry, self._place(path, entry, links))
+                content = ChunkId(entry.content)
+                if not content:
+                    continue
+                if entry.is_dir:
+                    if content not in self._seen:
+                        stack.append((content, self._place(path, entry, links), entry))
+                elif entry.is_file and content not in (self._seen if entry.map_height else self._seen_data):
+                    yield from self._content(entry, self._place(path, entry, links))
 
     def attributes(self, entry: Entry, path: bytes) -> Iterator[Reached]:
         """The chunk of its extended attributes, if it has one."""
