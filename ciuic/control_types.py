@@ -32,6 +32,12 @@ class Progress(_Document):
     bytes_total: int = 0
     new_bytes: int = 0
     path: str = ""
+    share: float = 1.0
+    """Of the time that the capture works in: below 1 it is slowed down, because others wait for the disk."""
+    others_waiting: float = 0.0
+    """The share of the time in which others waited for the disk lately."""
+    paused_seconds: float = 0.0
+    """What the capture has spent listening and making way so far."""
 
 
 class SnapshotState(_Document):
@@ -108,6 +114,8 @@ class RootStatus(_Document):
     undo_bytes: int = 0
     open_files: int = 0
     requests: int = 0
+    waited_seconds: float = 0.0
+    """The time in which at least one request of the job has waited in the overlay, for the disk as a rule. Kernel driver."""
     worker_pid: int = 0
     restarts: int = 0
     mounted_since: str = ""

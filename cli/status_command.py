@@ -169,7 +169,12 @@ def _capture_line(capture: SnapshotState) -> str:
         return f"{text}: {shown_text(capture.error)}"
     done = capture.progress
     if done is not None and done.bytes_total:
-        return f"{text}, {done.bytes_done / done.bytes_total:.0%} of {human_size(done.bytes_total)}"
+        text += f", {done.bytes_done / done.bytes_total:.0%} of {human_size(done.bytes_total)}"
+    if done is not None and done.share < 1:
+        text += (
+            f", slowed down to {done.share * 100:.2g}% of its time: others wait for the disk {done.others_waiting:.0%} "
+            f"of theirs (made way for {human_duration(done.paused_seconds)} so far)"
+        )
     return text
 
 

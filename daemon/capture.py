@@ -42,13 +42,12 @@ from ciuic.daemon.capture_root import Interrupted, Report, capture_root
 from ciuic.errors import Busy, CiuicError, UsageError
 from ciuic.excludes import effective_patterns
 from ciuic.fuse_layer.undo_format import UndoDamaged, UndoLost
-from ciuic.ioprio import IoPriority, set_io_priority
+from ciuic.pace import Pace, gauges, waits_files, yield_to_others
 from ciuic.privileges import limit_capture
 from ciuic.repository import Repository, Writer
 from ciuic.types import RootRecord, Snapshot, SnapshotDraft, SnapshotId
 
 _log = structlog.get_logger(__name__)
-_NICE: Final = 19
 _LOCK_POLL_SECONDS: Final = 0.5
 _PATHS_IN_MESSAGE: Final = 3
 _OOM_SCORE_ADJ: Final = "500"
@@ -174,6 +173,8 @@ def _capture(find_job: Callable[[], CaptureJob], words_fd: int, repository: str)
         job = find_job()
         repository = job.repository
         _be_humble(job.io_priority)
+        heard = gauges(waits_files(job.runtime_dir) if job.runtime_dir else ())
+        report.pace = Pace(heard, min_share=job.min_share, on_pause=report.paused)
         _be_weak(repository)
         done = run_job(job, report)
     except msgspec.MsgspecError as error:
@@ -213,8 +214,7 @@ class _Output:
 
 def _be_humble(io_priority: str) -> None:
     """Yield to the job in CPU, I/O and memory; have descriptors enough for deep trees."""
-    os.nice(_NICE - os.nice(0))
-    set_io_priority(IoPriority.parse(io_priority))
+    yield_to_others(io_priority)
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -250,6 +250,9 @@ def _parser() -> argparse.ArgumentParser:
         "--wait", metavar="SECONDS", type=float, default=0.0, help="for the repository's lock"
     )
     parser.add_argument("--io-priority", metavar="CLASS", default="idle")
+    parser.add_argument(
+        "--min-share", metavar="SHARE", type=float, default=1.0, help="as in the configuration, 0.01 for 1%%"
+    )
     return parser
 
 
@@ -278,6 +281,7 @@ def _offline_job(options: argparse.Namespace) -> CaptureJob:
         hold=options.hold,
         lock_wait_seconds=options.wait,
         io_priority=options.io_priority,
+        min_share=options.min_share,
     )
 
 

@@ -14,6 +14,8 @@ from typing import TypeVar
 
 import msgspec
 
+from ciuic.pace import PaceState
+
 EXIT_UNDO_LOST = 20
 """The sealed state was given up or cannot be read exactly any more; nothing was committed, and trying again is useless."""
 EXIT_INTERRUPTED = 130
@@ -57,6 +59,10 @@ class CaptureJob(msgspec.Struct, kw_only=True, frozen=True):
     """How long to wait for another writer to the repository before Busy (75)."""
     io_priority: str = "idle"
     """idle, best-effort:N or none."""
+    min_share: float = 1.0
+    """Of the time, that is worked in at least while others wait for the disk (ciuic.pace)."""
+    runtime_dir: str = ""
+    """Where the workers have their sockets; empty where nothing is to be heard of them."""
 
 
 class Progress(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="progress"):
@@ -72,6 +78,7 @@ class Progress(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag
     """0 where nobody knows: a first capture."""
     bytes_expected: int = 0
     """0 where nobody knows: everything but changes in parts of files."""
+    pace: PaceState = PaceState()
     path: bytes = b""
     """Relative to the root: the last directory or large file that was begun."""
 

@@ -24,6 +24,7 @@ from ciuic.daemon.capture_walk import TrackingBroken, Walked, Walker
 from ciuic.errors import CiuicError, Damaged
 from ciuic.excludes import ExcludeMatcher
 from ciuic.fuse_layer.undo_format import Sealed, UndoLost, read_sealed, sealed_name
+from ciuic.pace import Pace
 from ciuic.repository import Repository, Writer
 from ciuic.types import RootMode, RootRecord
 
@@ -57,6 +58,7 @@ class Report:
         self._told_at = clock()
         self._path = b""
         self._path_was_read = True
+        self.pace = Pace(())
 
     def begin(self, root: bytes, entries_expected: int, bytes_expected: int) -> None:
         """A root is next; what it is expected to take comes on top of what is done, 0 for unknown."""
@@ -70,6 +72,11 @@ class Report:
         self._path = path
         self._path_was_read = False
         self._tick()
+
+    def paused(self) -> None:
+        """The pace is waiting: whoever waits for us hears that, and may stop us."""
+        self.check()
+        self._tell_if_due()
 
     def read(self, size_bytes: int) -> None:
         if size_bytes:
@@ -93,6 +100,10 @@ class Report:
 
     def _tick(self) -> None:
         self.check()
+        self.pace.step()
+        self._tell_if_due()
+
+    def _tell_if_due(self) -> None:
         if self._clock() - self._told_at >= _PROGRESS_SECONDS:
             self._emit()
 
@@ -107,6 +118,7 @@ class Report:
                 new_bytes=self.new_bytes(),
                 entries_expected=self.entries_expected,
                 bytes_expected=self.bytes_expected,
+                pace=self.pace.state,
                 path=self._path,
             )
         )

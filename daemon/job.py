@@ -44,6 +44,8 @@ def make_job(
         hold_reason=record.message if record.hold else "",
         lock_wait_seconds=LOCK_WAIT_SECONDS,
         io_priority=settings.io_priority,
+        min_share=settings.min_share,
+        runtime_dir=str(settings.runtime_dir),
     )
     return job, fds
 

@@ -10,7 +10,7 @@ from datetime import datetime
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ciuic.control_types import RootStatus, StatusDocument
+from ciuic.control_types import Progress, RootStatus, StatusDocument
 
 _ROOT_GAUGES = (
     ("dirty_bytes", "ciuic_root_dirty_bytes", "Upper bound of what the next snapshot reads"),
@@ -19,6 +19,11 @@ _ROOT_GAUGES = (
     ("epoch", "ciuic_root_epoch", "Current epoch"),
     ("restarts", "ciuic_root_worker_restarts", "Times the overlay worker died under this daemon"),
     ("requests", "ciuic_root_requests", "FUSE requests served by the current worker"),
+    (
+        "waited_seconds",
+        "ciuic_root_waited_seconds",
+        "Time in which requests have waited in the current worker, for the disk as a rule (kernel driver)",
+    ),
 )
 
 
@@ -42,6 +47,17 @@ class Metrics:
         self._mounted = self._gauge("ciuic_root_mounted", "1 if the overlay is over the root", ["root"])
         self._roots = {field: self._gauge(name, text, ["root"]) for field, name, text in _ROOT_GAUGES}
         self._pending = self._gauge("ciuic_snapshots_pending", "Snapshots cut and not yet committed")
+        self._share = self._gauge(
+            "ciuic_capture_share",
+            "Share of its time that the capture works in; below 1 it makes way for others",
+        )
+        self._others = self._gauge(
+            "ciuic_capture_others_waiting",
+            "Share of the time in which others lately waited for the disk, as the running capture heard it",
+        )
+        self._paused = self._gauge(
+            "ciuic_capture_paused_seconds", "What the running capture has spent listening and making way"
+        )
         self._last = self._gauge(
             "ciuic_last_snapshot_timestamp_seconds", "Cut of the newest committed snapshot"
         )
@@ -60,6 +76,11 @@ class Metrics:
         for root in status.roots:
             self._set_root(root)
         self._pending.set(sum(state.state in ("pending", "capturing") for state in status.captures))
+        running = [state.progress for state in status.captures if state.progress is not None]
+        pace = running[0] if running else Progress()
+        self._share.set(pace.share)
+        self._others.set(pace.others_waiting)
+        self._paused.set(pace.paused_seconds)
         if status.last_snapshot is not None:
             self._last.set(datetime.fromisoformat(status.last_snapshot.time).timestamp())
         self._stored.set(status.repository.size_bytes)

@@ -103,6 +103,9 @@ class PendingSnapshot:
             bytes_total=message.bytes_expected,
             new_bytes=message.new_bytes,
             path=message.path.decode("utf-8", "backslashreplace"),
+            share=message.pace.share,
+            others_waiting=message.pace.waiting,
+            paused_seconds=message.pace.paused_seconds,
         )
         self._announce("snapshot_progress", self.state)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ciuic.config import Config, MinFree, repository_path
+from ciuic.pace import MIN_SHARE
 from ciuic.retention import RetentionPolicy
 
 
@@ -33,6 +34,7 @@ class Settings(NamedTuple):
     roots: tuple[RootSettings, ...] = ()
     interval_seconds: int = 3600
     io_priority: str = "idle"
+    min_share: float = MIN_SHARE
     retention: RetentionPolicy = RetentionPolicy()
     min_free: MinFree | None = None
     block_bytes: int = 256 * 1024
@@ -57,6 +59,7 @@ def settings_of(config: Config) -> Settings:
         ),
         interval_seconds=config.schedule.interval_seconds,
         io_priority=str(config.capture.io_priority),
+        min_share=config.capture.min_share,
         retention=config.retention,
         min_free=config.min_free,
         block_bytes=config.repository.block_size_bytes,

@@ -382,6 +382,7 @@ class RootSupervisor:
             "requests",
         ):
             setattr(document, name, getattr(facts, name))
+        document.waited_seconds = facts.waited_us / 1e6
         document.pending = list(facts.pending)
         document.tracking = facts.since > 0 and not self.untrusted
         document.mounted_since = rfc3339(facts.mounted_ns) if facts.mounted_ns else ""

@@ -92,6 +92,8 @@ class Upkeep:
             min_free=settings.min_free,
             dry_run=dry_run,
             io_priority=settings.io_priority,
+            min_share=settings.min_share,
+            runtime_dir=str(settings.runtime_dir),
         )
         async with self._lock:
             report = await self._run_process(job)

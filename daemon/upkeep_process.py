@@ -6,7 +6,6 @@ A process of its own, so that I/O class and nice value apply and marking never h
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -19,6 +18,7 @@ import msgspec
 from ciuic.config import MinFree
 from ciuic.control_types import ErrorDocument, PrunedSnapshot, PruneReport, rfc3339
 from ciuic.errors import CiuicError
+from ciuic.pace import Pace, gauges, waits_files, yield_to_others
 from ciuic.retention import RetentionPolicy
 
 LOCK_WAIT_SECONDS = 60.0
@@ -32,6 +32,8 @@ class UpkeepJob(msgspec.Struct, kw_only=True, frozen=True):
     min_free: MinFree | None = None
     dry_run: bool = False
     io_priority: str = "idle"
+    min_share: float = 1.0
+    runtime_dir: str = ""
 
 
 def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) -> PruneReport:
@@ -66,20 +68,26 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
 
 def main() -> int:
     """The process."""
-    from ciuic.ioprio import IoPriority, set_io_priority
     from ciuic.privileges import limit_upkeep
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     try:
         job = msgspec.json.decode(sys.stdin.buffer.read(), type=UpkeepJob)
-        os.nice(19)
-        set_io_priority(IoPriority.parse(job.io_priority))
+        yield_to_others(job.io_priority)
+        heard = gauges(waits_files(job.runtime_dir) if job.runtime_dir else ())
+        pace = Pace(heard, min_share=job.min_share)
         with suppress(OSError):  # where it cannot be written, we are a process like any other
             Path("/proc/self/oom_score_adj").write_text("500")
         with suppress(OSError):  # a filter of system calls: full disks are worse than this
             limit_upkeep(job.repository)
-        answer: PruneReport | ErrorDocument = run_job(job, should_stop=stop.is_set)
+
+        def asked_to_stop() -> bool:  # it asks between any two pieces of work
+            if not job.dry_run:  # somebody waits for that
+                pace.step()
+            return stop.is_set()
+
+        answer: PruneReport | ErrorDocument = run_job(job, should_stop=asked_to_stop)
         code = 0
     except CiuicError as error:
         answer, code = (

@@ -50,6 +50,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     mounted_ns: int = 0
     abandoned: tuple[Abandoned, ...] = ()
     requests: int = 0
+    waited_us: int = 0
+    """Time in which at least one request was waiting (waits.py); 0 from a driver that does not count it."""
     survives: bool = False
     """Whether a successor can go on with its session."""
     version: str = ""

@@ -25,6 +25,7 @@ import structlog
 
 from ciuic.fuse_layer import kernel_protocol as p
 from ciuic.fuse_layer.kernel_protocol import Request
+from ciuic.fuse_layer.waits import Waits
 
 log = structlog.get_logger(__name__)
 
@@ -146,8 +147,8 @@ class _Server(threading.Thread):
     def __init__(self, session: Session) -> None:
         super().__init__(name="fuse", daemon=True)
         self._session = session
-        self.busy = False
-        """A request was read and is not answered."""
+        self.busy = 0
+        """The number of a request that was read and is not answered; 0 while there is none."""
 
     def run(self) -> None:
         self._session.serve(self)
@@ -175,6 +176,7 @@ class Session:
         self._refused = dict(refused)
         self._unread = dict(unread)
         self.requests = 0
+        self.waits = Waits()
         self._turn = threading.Lock()
         self._owner: _Server | None = None
         self._lock = threading.Lock()
@@ -269,7 +271,7 @@ class Session:
         while self._queue(server):
             while self._owner is server:
                 goes_on = self._one_guarded(server, view)
-                server.busy = False
+                server.busy = 0
                 if not goes_on:
                     self._finish(server)
                     return
@@ -304,11 +306,16 @@ class Session:
             self._turn.release()
 
     def _watch(self) -> None:
-        """Takes the turn away from whoever is found with the same request twice."""
+        """Takes the turn away from whoever is found with the same request twice, and looks who waits without one."""
         seen, quiet_since = -1, time.monotonic()
+        looked_at = quiet_since
         while not self._over.is_set():
             time.sleep(WATCH_SECONDS)
             now, owner = self.requests, self._owner
+            waiting = frozenset(s.busy for s in list(self._servers) if s.busy and s is not owner)
+            waited_since, looked_at = looked_at, time.monotonic()
+            if self.waits.saw(waiting, looked_at - waited_since):
+                quiet_since = looked_at
             if owner is not None and owner.busy and now == seen:
                 self._give_turn(owner)
             elif now != seen:
@@ -317,7 +324,7 @@ class Session:
                 self._active.clear()
                 if self.requests == now:
                     self._active.wait()
-                quiet_since = time.monotonic()
+                quiet_since = looked_at = time.monotonic()
             seen = now
 
     # -- one request ----------------------------------------------------------------------------------
@@ -333,7 +340,7 @@ class Session:
 
     def _one(self, server: _Server, view: memoryview) -> bool:
         """Reads, carries out and answers one request; False at the end of the connection."""
-        server.busy = False
+        server.busy = 0
         try:
             length = os.readv(self._fd, [view])
         except OSError as error:
@@ -344,8 +351,8 @@ class Session:
             raise
         if self._parked:
             threading.Event().wait()  # unanswered on purpose, see ``park``
-        server.busy = True
         self.requests += 1
+        server.busy = self.requests
         if not self._active.is_set():
             self._active.set()
         _, opcode, unique, node, uid, gid, pid, extension, _ = p.IN_HEADER.unpack_from(view)

@@ -28,6 +28,7 @@ from ciuic.fuse_layer.kernel_session import Negotiated
 from ciuic.fuse_layer.ledger import Inherited
 from ciuic.fuse_layer.ledger_writer import Ledger
 from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, CoreFactory, Place, detach_own
+from ciuic.pace import WAITS_SUFFIX
 
 log = structlog.get_logger(__name__)
 
@@ -149,6 +150,7 @@ class KernelWorker:
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
             threading.Thread(target=_collect_garbage, name="garbage", daemon=True).start()
+            driver.session.waits.publish(f"{self._place.control}{WAITS_SUFFIX}")
             driver.session.begin()
             server.start()
             log.info(
@@ -163,6 +165,8 @@ class KernelWorker:
             if not self._handed_over:
                 detach_own(self._place.root, self._device, has_served=driver.session.is_over)
             server.close()
+            if not self._handed_over:
+                driver.session.waits.unpublish()
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the end has begun: a second request must not tear it
         if self._handed_over:
@@ -195,6 +199,7 @@ class KernelWorker:
             "survives": self._ledger is not None and self._ledger.kept,
             "mounted_ns": self._mounted_ns,
             "requests": self._driver.session.requests,
+            "waited_us": self._driver.session.waits.microseconds,
         }
 
     def _on_signal(self, number: int, frame: object) -> None:

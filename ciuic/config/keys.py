@@ -21,6 +21,7 @@ from ciuic.units import format_duration, format_size, parse_duration, parse_shar
 
 MIN_BLOCK_SIZE_BYTES = 4096
 MAX_BLOCK_SIZE_BYTES = 8 << 20
+_LEAST_SHARE = 0.0001
 _MAX_COUNT = 1_000_000
 _TAG = re.compile(r"[^\s,|]+\Z")
 _GROUP = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?\Z")
@@ -73,6 +74,17 @@ def _undo_limit(value: object) -> int:
     if size_bytes < 1 << 20:
         raise ValueError("must be at least 1MiB: a snapshot could never be finished under a writing job")
     return size_bytes
+
+
+def _min_share(value: object) -> float:
+    share = parse_share(_text(value))
+    if share < _LEAST_SHARE:
+        raise ValueError("must be at least 0.01%: a snapshot has to end")
+    return share
+
+
+def _show_share(value: float) -> str:
+    return f"{value * 100:g}%"
 
 
 def _block_size(value: object) -> int:
@@ -248,6 +260,14 @@ KEYS: dict[str, Key] = {
             "idle",
             "I/O class of the capture process: idle, best-effort:N (0 to 7), none.",
             "io_priority",
+        ),
+        Key(
+            "capture.min_share",
+            _min_share,
+            "1%",
+            "How much of the time captures and upkeep work at least while others wait for the disk; doubled with every 10 "
+            "minutes that one lasts. 100%: they are never slowed down.",
+            show=_show_share,
         ),
         Key(
             "capture.undo_limit",

@@ -275,7 +275,9 @@ class _Draft:
                 **{name: values[f"retention.{name}"] for name in _POLICY_NAMES},
             ),
             min_free=values["retention.min_free"],
-            capture=CaptureConfig(values["capture.io_priority"], values["capture.undo_limit"]),
+            capture=CaptureConfig(
+                values["capture.io_priority"], values["capture.min_share"], values["capture.undo_limit"]
+            ),
             control=ControlConfig(values["control.socket"], values["control.group"]),
             runtime_dir=values["daemon.runtime_dir"],
             log=LogConfig(values["log.level"], values["log.format"]),

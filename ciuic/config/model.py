@@ -9,6 +9,7 @@ from typing import Literal
 
 from ciuic.errors import CiuicError, ConfigError
 from ciuic.excludes import ExcludeMatcher, effective_patterns
+from ciuic.pace import MIN_SHARE
 from ciuic.retention import MinFree, RetentionPolicy
 
 Driver = Literal["auto", "kernel", "pyfuse3"]
@@ -92,6 +93,8 @@ class IoPriority:
 @dataclass(frozen=True)
 class CaptureConfig:
     io_priority: IoPriority = IoPriority()
+    min_share: float = MIN_SHARE
+    """Of its time, that work beside the job goes on for at least while others wait for the disk (ciuic.pace)."""
     undo_limit_bytes: int = 16 << 30
     """A root's undo log may grow to this; beyond it the snapshot in progress is given up, never the job."""
 

@@ -33,6 +33,7 @@ _VALUE_OF: dict[str, Callable[[Config], Any]] = {
     "retention.keep_tags": lambda config: config.retention.keep_tags,
     "retention.min_free": lambda config: config.min_free,
     "capture.io_priority": lambda config: config.capture.io_priority,
+    "capture.min_share": lambda config: config.capture.min_share,
     "capture.undo_limit": lambda config: config.capture.undo_limit_bytes,
     "control.socket": lambda config: config.control.socket,
     "control.group": lambda config: config.control.group,

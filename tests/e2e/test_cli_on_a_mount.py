@@ -30,7 +30,7 @@ class Host:
             directory.mkdir()
         self.config = top / "c.toml"
         self.config.write_text(
-            f'[repository]\npath = "{top}/repo"\n[daemon]\nruntime_dir = "{top}/run"\n[schedule]\ninterval = "1h"\n'
+            f'[repository]\npath = "{top}/repo"\n[daemon]\nruntime_dir = "{top}/run"\n[schedule]\ninterval = "1h"\n[capture]\nmin_share = "100%"\n'
         )
         self.environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("CIUIC")},

@@ -28,6 +28,9 @@ interval = "{interval}"
 
 [daemon]
 runtime_dir = "{top}/run"
+
+[capture]
+min_share = "100%"
 """
 
 

@@ -73,7 +73,7 @@ class Site:
     def write_config(self) -> None:
         tables = "".join(f'[[root]]\npath = "{path}"\ndriver = "{self.driver}"\n' for path in self.roots)
         self.config.write_text(
-            f'[repository]\npath = "{self.top}/repository"\n[daemon]\nruntime_dir = "{self.top}/run"\n{tables}'
+            f'[repository]\npath = "{self.top}/repository"\n[daemon]\nruntime_dir = "{self.top}/run"\n[capture]\nmin_share = "100%"\n{tables}'
         )
 
     def launch(self) -> subprocess.Popen[bytes]:

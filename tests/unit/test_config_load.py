@@ -72,6 +72,7 @@ keep_tags = ["good", "paper"]
 min_free = "5%"
 [capture]
 io_priority = "best-effort:5"
+min_share = "2.5%"
 undo_limit = "2GiB"
 [control]
 group = "ml"
@@ -95,6 +96,7 @@ exclude = ["/cache"]
     assert config.min_free == MinFree(share=0.05)
     assert config.min_free.floor_bytes(1000) == 50
     assert config.capture.io_priority == IoPriority("best-effort", 5)
+    assert config.capture.min_share == 0.025
     assert config.capture.undo_limit_bytes == 2 << 30
     assert config.control.socket == Path("/run/other/control.sock")
     assert config.roots[0].path == Path("/opt/train")
@@ -146,6 +148,8 @@ def test_a_converted_file_means_what_it_meant() -> None:
         ('[repository]\npath = "store"', 2, "absolute"),
         ('[repository]\nblock_size = "100KiB"', 2, "power of two"),
         ('[capture]\nio_priority = "best-effort:8"', 2, "best-effort:7"),
+        ('[capture]\nmin_share = "0%"', 2, "at least 0.01%"),
+        ("[capture]\nmin_share = 0.5", 2, "text in quotes"),
         ('exclude = "*.tmp"', 1, "list"),
         ('exclude = ["[a"]', 1, "[a"),
         ('[schedule]\ninterval = "1h"\nexclude = ["a"]', 3, "above the first [table]"),

@@ -7,7 +7,9 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from ciuic.fuse_layer import kernel_protocol as p
 from ciuic.fuse_layer import kernel_session
 from ciuic.fuse_layer.kernel_protocol import Malformed, Request
 from ciuic.fuse_layer.kernel_session import NotSpoken, Reply, Session, negotiate
+from ciuic.fuse_layer.waits import Waits
 
 _PATIENCE_SECONDS = 30
 ANSWER, WAIT = 1001, 1002
@@ -216,6 +219,51 @@ def test_any_mixture_is_answered_once_each(kinds: list[str]) -> None:
         session.wait()
         wait_for("the end of the session's threads", lambda: not _threads(), _PATIENCE_SECONDS)
         kernel.close()
+
+
+def test_the_time_that_requests_wait_is_counted_and_published(
+    kernel: Kernel, serve: Callable[..., Session], tmp_path: Path
+) -> None:
+    """Those that meet a disk, for as long as they are at it, however many at once; not those that are answered at once."""
+    over = threading.Event()
+
+    def waiting(request: Request, data: memoryview) -> Reply:
+        over.wait(_PATIENCE_SECONDS)
+        return b""
+
+    session = serve({ANSWER: echo, WAIT: waiting})
+    published = tmp_path / "waits"
+    session.waits.publish(str(published))
+    for unique in range(2, 102):
+        kernel.send(ANSWER, unique)
+        kernel.answer()
+    began = time.monotonic()
+    for unique in (200, 201, 202):
+        kernel.send(WAIT, unique)
+    wait_for("half a second of waiting", lambda: session.waits.microseconds > 500_000, _PATIENCE_SECONDS)
+    assert session.waits.microseconds <= (time.monotonic() - began) * 1e6
+    over.set()
+    for _ in range(3):
+        kernel.answer()
+    wait_for("the published figure", lambda: _published(published) == session.waits.microseconds, 5)
+    assert _published(published) >= 500_000
+    session.waits.unpublish()
+    assert not published.exists()
+
+
+def _published(path: Path) -> int:
+    return int.from_bytes(path.read_bytes(), "little")
+
+
+def test_figures_that_cannot_be_published_are_kept_all_the_same(tmp_path: Path) -> None:
+    """A runtime directory that is full or gone costs captures their manners, not the job its files."""
+    waits = Waits()
+    waits.publish(str(tmp_path / "nowhere" / "waits"))
+    assert not waits.saw(frozenset({1}), 0.003)
+    assert waits.saw(frozenset({1, 2}), 0.003)
+    assert not waits.saw(frozenset({3}), 0.003)
+    assert waits.microseconds == 3000
+    waits.unpublish()
 
 
 def test_an_answer_that_is_refused_becomes_an_error(kernel: Kernel, serve: Callable[..., Session]) -> None:

@@ -1,0 +1,235 @@
+"""How fast work beside the job goes: at the disk's speed while nobody else waits for it, and next to nothing while somebody does.
+
+The idle I/O class does nothing under the `none` scheduler, so whoever works in the background listens. Between pieces of
+work it pauses, and what /proc/pressure/io counts meanwhile, others have waited: itself it sleeps. The overlay's own
+figure (how long requests of the job have waited there) counts at all times, for none of them is ours. Somebody waits:
+the *share* of the time that is spent working falls to a quarter, several times within a second. Nobody does: it doubles, from
+the least to the whole disk in half a second.
+
+Guarantees: the share never falls below a least one, which doubles with every ten minutes that the work lasts, so that the
+work ends: what takes ten seconds alone takes eleven minutes at worst, and what takes a thousand seventy. The whole disk is
+used but for the pauses, a twentieth of the time. Where nothing can be listened to, nothing is slowed down.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from ciuic.ioprio import IoPriority, set_io_priority
+
+_NICE: Final = 19
+WAITS_SUFFIX: Final = ".waits"
+"""Beside a worker's control socket: a file of one u64, microseconds in which requests of the job have waited there."""
+MIN_SHARE: Final = 0.01
+_PRESSURE: Final = "/proc/pressure/io"
+_WAITS: Final = struct.Struct("<Q")
+
+_BUSY: Final = 0.05
+"""Share of the time that others wait from which on we slow down. Below it are the machine's own habits: logs, commits."""
+_QUIET: Final = 0.01
+_FALL: Final = 4
+_RISE: Final = 2
+_WORK_SECONDS: Final = 0.1
+_SHORT_WORK_SECONDS: Final = 0.01
+"""The pieces of work between two pauses, while the share is whole and while it is not."""
+_LISTEN_SECONDS: Final = 0.005
+_SLICE_SECONDS: Final = 0.05
+_MOST_COUNTED_SECONDS: Final = 0.5
+"""A longer piece of work counts as this long: a pause must not last for minutes because one fsync did for seconds."""
+_PATIENCE_SECONDS: Final = 600.0
+
+
+class Gauge(NamedTuple):
+    """Something that counts for how long others have waited."""
+
+    read: Callable[[], float]
+    """Seconds so far; OSError and ValueError where it is gone."""
+    counts_us: bool
+    """Our own waits are in it as well: it says something only while we sleep."""
+
+
+class PaceState(NamedTuple):
+    """What the pace does, for people to look at."""
+
+    share: float = 1.0
+    """Of the time that is worked in."""
+    waiting: float = 0.0
+    """Share of the time in which others lately waited for the disk."""
+    paused_seconds: float = 0.0
+
+
+class Pace:
+    """The pace of one process. ``step`` between any two pieces of work; threads that come during a pause wait for its end.
+
+    ``on_pause`` is called several times a second during a pause, and ends it by raising.
+    """
+
+    def __init__(
+        self,
+        gauges: Sequence[Gauge],
+        *,
+        min_share: float = MIN_SHARE,
+        on_pause: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        we_wait: Callable[[], bool] | None = None,
+    ) -> None:
+        self._ears = [_Ear(gauge) for gauge in gauges]
+        self._least = min_share
+        self._on_pause = on_pause
+        self._clock = clock
+        self._sleep = sleep
+        self._we_wait = we_wait or other_threads_wait
+        self._share = 1.0
+        self._waiting = 0.0
+        self._paused_seconds = 0.0
+        self._begun = self._since = clock()
+        self._lock = threading.Lock()
+
+    @property
+    def state(self) -> PaceState:
+        return PaceState(self._share, self._waiting, self._paused_seconds)
+
+    def step(self) -> None:
+        """Pauses if it is time to. Costs a tenth of a microsecond if it is not."""
+        if self._worked() < 0:
+            return
+        with self._lock:
+            worked = self._worked()
+            if worked >= 0 and self._ears and self._floor() < 1:
+                self._pause(min(worked, _MOST_COUNTED_SECONDS))
+            if worked >= 0:
+                self._since = self._clock()
+
+    def _worked(self) -> float:
+        """Seconds since the last pause; negative while none is due."""
+        worked = self._clock() - self._since
+        return worked if worked >= (_WORK_SECONDS if self._share >= 1 else _SHORT_WORK_SECONDS) else -1.0
+
+    def _floor(self) -> float:
+        return min(1.0, self._least * 2 ** ((self._clock() - self._begun) / _PATIENCE_SECONDS))
+
+    def _pause(self, worked: float) -> None:
+        began = self._clock()
+        owed = _LISTEN_SECONDS
+        while owed > 0:
+            self._listen(min(max(owed, _LISTEN_SECONDS), _SLICE_SECONDS))
+            self._on_pause()
+            owed = worked * (1 / self._share - 1) - (self._clock() - began)
+        self._paused_seconds += self._clock() - began
+
+    def _listen(self, seconds: float) -> None:
+        """Sleeps for so long, and judges by what was to be heard."""
+        began, waited_before = self._clock(), self._we_wait()
+        for ear in self._ears:
+            ear.begin(began)
+        self._sleep(seconds)
+        now, we_waited = self._clock(), self._we_wait() or waited_before
+        heard = [
+            share
+            for ear in self._ears
+            if not (we_waited and ear.gauge.counts_us) and (share := ear.heard(now)) is not None
+        ]
+        if heard:
+            self._judge(max(heard))
+
+    def _judge(self, waiting: float) -> None:
+        self._waiting += (waiting - self._waiting) / 4
+        if waiting > _BUSY:
+            self._share = max(self._floor(), self._share / _FALL)
+        elif waiting < _QUIET:
+            self._share = min(1.0, self._share * _RISE)
+        else:
+            self._share = max(self._floor(), self._share)
+
+
+class _Ear:
+    """One gauge, and what it said last."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self.gauge = gauge
+        self._value: float | None = None
+        self._at = 0.0
+
+    def begin(self, now: float) -> None:
+        if self.gauge.counts_us or self._value is None:
+            self._value, self._at = self._read(), now
+
+    def heard(self, now: float) -> float | None:
+        """The share of the time since it was listened to last that others waited; None where it says nothing."""
+        before, value, seconds = self._value, self._read(), now - self._at
+        self._value, self._at = value, now
+        if before is None or value is None or value < before or seconds <= 0:
+            return None
+        return min(1.0, (value - before) / seconds)
+
+    def _read(self) -> float | None:
+        try:
+            return self.gauge.read()
+        except (OSError, ValueError):
+            return None
+
+
+def yield_to_others(io_priority: str) -> None:
+    """Makes the calling process, with the threads it starts later, the last in line for processor and disk. OSError.
+
+    SCHED_BATCH besides the nice value: waking up, we take the processor from nobody. SCHED_IDLE would starve us on a busy
+    machine, and with us whoever needs a lock of the file system that we hold just then.
+    """
+    os.nice(_NICE - os.nice(0))
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    set_io_priority(IoPriority.parse(io_priority))
+
+
+def gauges(waits: Iterable[str]) -> list[Gauge]:
+    """What there is to listen to on this machine: the kernel's figure, where it keeps one, and the workers' at ``waits``.
+
+    To be called before privileges are given up. The descriptors stay open as long as the process.
+    """
+    found = []
+    with suppress(OSError, ValueError):
+        pressure = os.open(_PRESSURE, os.O_RDONLY | os.O_CLOEXEC)
+        _pressure_seconds(pressure)  # EOPNOTSUPP where the kernel was told not to keep it
+        found.append(Gauge(lambda: _pressure_seconds(pressure), counts_us=True))
+    for path in waits:
+        with suppress(OSError, ValueError):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            found.append(Gauge(lambda fd=fd: _waits_seconds(fd), counts_us=False))  # type: ignore[misc]
+    return found
+
+
+def waits_files(runtime_dir: str) -> list[str]:
+    """Those of all workers that have their control sockets there."""
+    return glob.glob(os.path.join(glob.escape(runtime_dir), f"worker-*{WAITS_SUFFIX}"))
+
+
+def other_threads_wait() -> bool:
+    """Whether a thread of this process other than the calling one waits for a disk right now."""
+    if threading.active_count() == 1:
+        return False
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{task}/stat", "rb") as file:
+            if file.read().rpartition(b")")[2].split()[0] == b"D":
+                return True
+    return False
+
+
+def _pressure_seconds(fd: int) -> float:
+    """`some avg10=… total=MICROSECONDS`, the first line: at least one task waited for I/O."""
+    line = os.pread(fd, 256, 0).partition(b"\n")[0]
+    return int(line.rpartition(b"total=")[2]) / 1e6
+
+
+def _waits_seconds(fd: int) -> float:
+    data = os.pread(fd, _WAITS.size, 0)
+    if len(data) < _WAITS.size:
+        raise ValueError("the file is empty")
+    return float(_WAITS.unpack(data)[0]) / 1e6

@@ -1,0 +1,198 @@
+"""The pace of work beside the job, in a world whose clock and whose waiting are made up."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ciuic.pace import Gauge, Pace, gauges, other_threads_wait, waits_files
+
+_STEP_SECONDS = 0.004
+"""What a piece of work takes: a few megabytes."""
+
+
+class World:
+    """A clock, and a job that waits for the disk whenever ``waits(now)`` says so, for that share of the time."""
+
+    def __init__(self, waits: Callable[[float], float], *, own_waits: float = 0.0) -> None:
+        self.now = 1000.0
+        self.worked = 0.0
+        self.heard = 0.0
+        self.own = 0.0
+        self._waits = waits
+        self._own_waits = own_waits
+
+    def sleep(self, seconds: float) -> None:
+        while seconds > 1e-9:
+            part = min(seconds, 0.001)
+            self.heard += part * self._waits(self.now)
+            self.now += part
+            seconds -= part
+
+    def work(self) -> None:
+        self.sleep(_STEP_SECONDS)
+        self.own += _STEP_SECONDS * self._own_waits
+        self.worked += _STEP_SECONDS
+
+    def pace(
+        self,
+        *,
+        counts_us: bool = True,
+        min_share: float = 0.01,
+        we_wait: bool = False,
+        on_pause: Callable[[], None] = lambda: None,
+    ) -> Pace:
+        def read() -> float:
+            return self.heard + self.own
+
+        return Pace(
+            [Gauge(read, counts_us)],
+            min_share=min_share,
+            on_pause=on_pause,
+            clock=lambda: self.now,
+            sleep=self.sleep,
+            we_wait=lambda: we_wait,
+        )
+
+    def run(self, pace: Pace, until: float) -> float:
+        """Works until then; the share of the time that it worked in."""
+        began, worked = self.now, self.worked
+        while self.now < until:
+            self.work()
+            pace.step()
+        return (self.worked - worked) / (self.now - began)
+
+
+@pytest.mark.parametrize("counts_us", [True, False])
+def test_it_makes_way_within_a_second_and_comes_back_within_one(counts_us: bool) -> None:
+    """A job that waits for the disk from the tenth second to the twentieth."""
+    world = World(lambda now: 0.6 if 1010 <= now < 1020 else 0.0)
+    history: list[tuple[float, float, float]] = []
+    pace = world.pace(counts_us=counts_us, on_pause=lambda: history.append(_moment(world, pace)))
+    world.run(pace, 1030)
+
+    def at(time: float) -> tuple[float, float]:
+        """(share, worked so far)"""
+        return next((share, worked) for now, share, worked in reversed(history) if now <= time)
+
+    assert at(1010)[1] > 9
+    assert at(1011)[0] <= 0.011
+    assert at(1020)[1] - at(1011)[1] < 0.2
+    assert at(1021)[0] == 1
+    assert at(1030)[1] - at(1021)[1] > 8
+
+
+def _moment(world: World, pace: Pace) -> tuple[float, float, float]:
+    return world.now, pace.state.share, world.worked
+
+
+def test_its_own_waiting_is_not_taken_for_somebody_elses() -> None:
+    """The kernel's figure counts the work itself, which is always waiting for the disk; the pauses are quiet."""
+    world = World(lambda now: 0.0, own_waits=1.0)
+    pace = world.pace()
+    assert world.run(pace, 1020) > 0.9
+    assert pace.state.share == 1
+
+
+def test_threads_of_its_own_that_wait_make_it_deaf_not_slow() -> None:
+    """An fsync in another thread: what is heard then says nothing of others. The overlay's figure still does."""
+    world = World(lambda now: 0.9)
+    pace = world.pace(we_wait=True)
+    assert world.run(pace, 1005) > 0.9
+    pace = world.pace(we_wait=True, counts_us=False)
+    assert world.run(pace, 1010) < 0.1
+
+
+@given(busy=st.floats(0.0, 1.0), period=st.floats(0.01, 3.0), duty=st.floats(0.0, 1.0))
+def test_it_goes_on_whatever_the_job_does(busy: float, period: float, duty: float) -> None:
+    """Never less than the least share of the time, and never more than all of it."""
+    world = World(lambda now: busy if now % period < duty * period else 0.0)
+    pace = world.pace(min_share=0.05)
+    share = world.run(pace, 1010)
+    assert 0.045 < share <= 1
+    assert 0.05 <= pace.state.share <= 1
+
+
+def test_it_ends_in_bounded_time() -> None:
+    """Ten seconds of work, beside a job that never stops waiting, take eleven minutes."""
+    world = World(lambda now: 1.0)
+    pace = world.pace()
+    while world.worked < 10:
+        world.work()
+        pace.step()
+    assert 300 < world.now - 1000 < 12 * 60
+
+
+def test_whoever_wants_no_slowing_gets_none() -> None:
+    """A least share of the whole: not even the pauses to listen."""
+    world = World(lambda now: 1.0)
+    assert world.run(world.pace(min_share=1.0), 1005) == pytest.approx(1.0)
+
+
+def test_a_pause_can_be_ended() -> None:
+    """Who asks the work to stop need not wait for its turn."""
+
+    class Stop(Exception):
+        pass
+
+    def stop() -> None:
+        if world.now > 1003:
+            raise Stop
+
+    world = World(lambda now: 1.0)
+    pace = Pace([Gauge(lambda: world.heard, True)], on_pause=stop, clock=lambda: world.now, sleep=world.sleep)
+    with pytest.raises(Stop):
+        world.run(pace, 1100)
+    assert world.now < 1003.2
+
+
+def test_a_gauge_that_goes_or_begins_anew_says_nothing() -> None:
+    """A worker that ended, and its successor that counts from nothing."""
+    world = World(lambda now: 0.0)
+    values = iter([5.0, 1.0])
+
+    def read() -> float:
+        try:
+            return next(values)
+        except StopIteration:
+            raise ValueError from None
+
+    pace = Pace([Gauge(read, False)], clock=lambda: world.now, sleep=world.sleep)
+    assert world.run(pace, 1005) > 0.9
+
+
+def test_what_there_is_to_listen_to(tmp_path: Path) -> None:
+    """The workers' files by their place, in seconds; what cannot be read is left out."""
+    (tmp_path / "worker-1.sock.waits").write_bytes(struct.pack("<Q", 2_500_000))
+    (tmp_path / "worker-2.sock.waits").write_bytes(b"")
+    (tmp_path / "worker-1.sock").touch()
+    found = waits_files(str(tmp_path))
+    assert len(found) == 2
+    ours = [gauge for gauge in gauges([*found, str(tmp_path / "none")]) if not gauge.counts_us]
+    said = []
+    for gauge in ours:
+        try:
+            said.append(gauge.read())
+        except ValueError:
+            said.append(-1.0)
+    assert sorted(said) == [-1.0, 2.5]
+    for gauge in gauges([]):  # where the kernel keeps the figure
+        assert gauge.read() >= 0
+
+
+def test_a_thread_that_sleeps_waits_for_no_disk() -> None:
+    """Only uninterruptible sleep is waiting for a disk."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        assert not other_threads_wait()
+    finally:
+        over.set()
+        thread.join()
