@@ -95,15 +95,20 @@ def verify_snapshots(
     With ``checksum`` every byte that they need is read, and with None (or where the repository is small) every byte of
     the packs, needed or not. NotFound for an id that is not there. Damage never raises.
     """
-    return _Verification(repository, checksum, progress).run(ids)
+    return Verification(repository, checksum, progress).run(ids)
 
 
-class _Verification:
-    """One verification. First find bad chunks, then name whose they are."""
+class Verification:
+    """One verification. First find bad chunks, then name whose they are. verify_slice.py does it in parts."""
 
     def __init__(
-        self, repository: Repository, checksum: bool, progress: Callable[[VerifyProgress], None] | None
+        self,
+        repository: Repository,
+        checksum: bool,
+        progress: Callable[[VerifyProgress], None] | None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
+        self._between = between
         self.repository = repository
         self.result = VerifyResult(checksum=checksum)
         self._progress = progress
@@ -198,14 +203,16 @@ class _Verification:
             os.close(fd)
         return False
 
-    def _scrub(self) -> None:
+    def _scrub(self, *, after: int = -1, goes_on: Callable[[int], bool] = lambda number: True) -> None:
         """Every byte of every pack; what is bad and has a good copy elsewhere is damage of the pack alone."""
+        skipped = sum(size for number, size in _pack_sizes(self.repository).items() if number <= after)
 
         def progress(done: int, total: int) -> None:
-            self.result.bytes_read, self._bytes_total = done, total
+            self.result.bytes_read, self._bytes_total = max(0, done - skipped), max(0, total - skipped)
             self._tell(b"")
 
-        for found in self.repository.scrub(progress):
+        scrub = self.repository.scrub(progress, after=after, goes_on=goes_on, between=self._between)
+        for found in scrub:
             where = f"at offset {found.offset}: {found.reason}"
             file = str(self.repository.path / "packs" / f"{found.pack:016x}.pack")
             if found.chunk is None:
@@ -221,7 +228,13 @@ class _Verification:
 
     # -- what snapshots need
 
-    def _look_at(self, snapshots: list[Snapshot], *, read: bool) -> None:
+    def _look_at(
+        self,
+        snapshots: list[Snapshot],
+        *,
+        read: bool,
+        goes_on: Callable[[SnapshotId], bool] = lambda id_: True,
+    ) -> None:
         walker = Walker(self.repository, seen_data=ChunkSet())
         self._pack_bytes = _pack_sizes(self.repository)
         if read:
@@ -233,6 +246,8 @@ class _Verification:
                     for reached in walker.walk(snapshot, on_damage=self._node_damaged):
                         pool.check()
                         self._look_at_chunk(snapshot, reached, pool if read else None)
+                    if not goes_on(snapshot.id):
+                        break
                 self._read_batch(pool)
                 pool.wait(pool.idle)
             except BaseException:
@@ -255,6 +270,7 @@ class _Verification:
             self._bad.setdefault(getattr(error, "chunk", reached.id), error.message)
 
     def _look_at_node(self, snapshot: Snapshot, reached: Reached) -> None:
+        self._between()
         trees, links = self.repository.trees, reached.kind == "links"
         try:
             node = trees.node(reached.id, links=links)

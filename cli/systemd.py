@@ -18,8 +18,9 @@ from typing import Any, Final
 
 from ciuic.errors import CiuicError, NotPermitted
 
-UNITS: Final = ("ciuic.service", "ciuic-capture.slice")
-_DROP_IN: Final = "ciuic.service.d/config.conf"
+UNITS: Final = ("ciuic.service", "ciuic-capture.slice", "ciuic-scrub.service", "ciuic-scrub.timer")
+_ENABLED: Final = ("ciuic.service", "ciuic-scrub.timer")
+_DROP_INS: Final = ("ciuic.service.d/config.conf", "ciuic-scrub.service.d/config.conf")
 
 
 @dataclass(frozen=True)
@@ -50,29 +51,30 @@ class Systemd:
             text = for_program(unit_text(name), program)
             self._replace(self.unit_dir / name, text)
             written.append(self.unit_dir / name)
-        drop_in = self.unit_dir / _DROP_IN
-        if config is not None:
-            self._replace(drop_in, f"[Service]\nEnvironment={_quoted(f'CIUIC_CONFIG={config}')}\n")
-            written.append(drop_in)
-        elif drop_in.exists():
-            drop_in.unlink()
+        for drop_in in (self.unit_dir / name for name in _DROP_INS):
+            if config is not None:
+                self._replace(drop_in, f"[Service]\nEnvironment={_quoted(f'CIUIC_CONFIG={config}')}\n")
+                written.append(drop_in)
+            elif drop_in.exists():
+                drop_in.unlink()
         self.call("daemon-reload")
-        self.call("enable", "ciuic.service")
+        self.call("enable", *_ENABLED)
         if start:
-            self.call("restart", "ciuic.service")
+            self.call("restart", *_ENABLED)
         return written
 
     def uninstall(self) -> list[Path]:
         """Stops and disables the service and removes the units. Returns what was removed."""
-        present = [path for path in (self.unit_dir / name for name in (*UNITS, _DROP_IN)) if path.exists()]
+        present = [path for path in (self.unit_dir / name for name in (*UNITS, *_DROP_INS)) if path.exists()]
         if not present:
             return []
-        self.call("disable", "--now", "ciuic.service")
+        self.call("disable", "--now", *(name for name in _ENABLED if self.unit_dir / name in present))
         for path in present:
             self._unlink(path)
-        drop_in_dir = (self.unit_dir / _DROP_IN).parent
-        if drop_in_dir.is_dir() and not any(drop_in_dir.iterdir()):
-            drop_in_dir.rmdir()
+        for name in _DROP_INS:
+            drop_in_dir = (self.unit_dir / name).parent
+            if drop_in_dir.is_dir() and not any(drop_in_dir.iterdir()):
+                drop_in_dir.rmdir()
         self.call("daemon-reload")
         return present
 

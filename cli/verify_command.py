@@ -5,6 +5,8 @@ Guarantees: damage is named with path, block and every snapshot that shares it; 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -25,23 +27,61 @@ if TYPE_CHECKING:
 @click.argument("ids", metavar="ID...", nargs=-1, type=ID)
 @click.option("--all", "everything", is_flag=True, help="All snapshots, and the repository's own files.")
 @click.option("--checksum", is_flag=True, help="Read every byte and compare it with its checksum.")
+@click.option(
+    "--max-duration",
+    metavar="DURATION",
+    help="Stop after so long (30m); the next run goes on there. With --checksum, and for all snapshots.",
+)
+@click.option("--restart", is_flag=True, help="With --max-duration: from the beginning.")
 @json_option
-def command(ids: tuple[str, ...], everything: bool, checksum: bool, as_json: bool) -> int:
+def command(
+    ids: tuple[str, ...],
+    everything: bool,
+    checksum: bool,
+    max_duration: str | None,
+    restart: bool,
+    as_json: bool,
+) -> int:
     """Verify snapshots: everything there and, with --checksum, every byte right. Exit 4 on damage."""
+    if max_duration is not None:
+        if ids or not checksum:
+            raise click.UsageError("--max-duration goes with --checksum, for all snapshots: name none")
+        from ciuic.cli.verify_slices import verify_for
+
+        return verify_for(current(), _seconds(max_duration), restart=restart, as_json=as_json)
+    if restart:
+        raise click.UsageError("--restart goes with --max-duration")
     if bool(ids) == everything:
         raise click.UsageError("name snapshots, or give --all")
     session = current()
     result = _verify(session, None if everything else resolve_all(session, ids), checksum)
     if as_json:
-        out_json(_document(result))
+        out_json(as_document(result))
     else:
         _print(result, everything)
     return Damaged.exit_code if result.damaged else 0
 
 
+def _seconds(duration: str) -> int:
+    from ciuic.units import parse_duration
+
+    try:
+        return parse_duration(duration)
+    except ValueError as error:
+        raise click.UsageError(f"--max-duration: {error}") from error
+
+
 def _verify(session: Session, ids: list[SnapshotId] | None, checksum: bool) -> VerifyResult:
-    from ciuic.cli.progress import progress
     from ciuic.verify import verify_snapshots
+
+    with reporting() as report:
+        return verify_snapshots(session.repository, ids, checksum=checksum, progress=report)
+
+
+@contextmanager
+def reporting() -> Iterator[Callable[[VerifyProgress], None]]:
+    """Progress of a verification, as the command shows it."""
+    from ciuic.cli.progress import progress
 
     with progress("verify") as reporter:
 
@@ -53,10 +93,10 @@ def _verify(session: Session, ids: list[SnapshotId] | None, checksum: bool) -> V
                 path=state.path,
             )
 
-        return verify_snapshots(session.repository, ids, checksum=checksum, progress=report)
+        yield report
 
 
-def _document(result: VerifyResult) -> dict[str, Any]:
+def as_document(result: VerifyResult) -> dict[str, Any]:
     return {
         "snapshots": [str(snapshot_id) for snapshot_id in result.snapshots],
         "checksum": result.checksum,
@@ -85,9 +125,7 @@ def _damage(damage: Damage) -> dict[str, Any]:
 def _print(result: VerifyResult, everything: bool) -> None:
     from ciuic.units import human_size
 
-    for damage in result.damages:
-        out("damaged ", newline=False, fg="red")
-        out(_line(damage))
+    print_damages(result)
     number = len(result.snapshots)
     subject = ", ".join(result.snapshots) if number and not everything else f"{number} snapshots"
     looked = f"{result.files} files, {result.chunks} chunks"
@@ -100,6 +138,12 @@ def _print(result: VerifyResult, everything: bool) -> None:
             "every byte is right" if result.checksum else "everything is there (--checksum reads every byte)"
         )
     out(f"{subject}: {verdict}; {looked}", fg="red" if result.damaged else "green")
+
+
+def print_damages(result: VerifyResult) -> None:
+    for damage in result.damages:
+        out("damaged ", newline=False, fg="red")
+        out(_line(damage))
 
 
 def _line(damage: Damage) -> str:

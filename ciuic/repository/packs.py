@@ -12,8 +12,10 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
+from ciuic import page_cache
 from ciuic.errors import NotFound
 from ciuic.repository import packformat as pf
 from ciuic.repository.errors import DamagedPack
@@ -141,6 +143,17 @@ class Packs:
                 segment = Segment(offset, reached, [], damage)
             yield segment
             offset = pf.align(segment.end)
+
+    @contextmanager
+    def left_as_found(self, number: int) -> Iterator[None]:
+        """What of the pack was not in the page cache before is not there afterwards. NotFound."""
+        fd = os.dup(self._fd(number))  # ours may be closed meanwhile
+        try:
+            spans = page_cache.cold_spans(fd, 0, os.fstat(fd).st_size)
+            yield
+            page_cache.drop(fd, spans)
+        finally:
+            os.close(fd)
 
     def forget(self, number: int) -> None:
         """Closes the descriptor of a pack, for instance because it has been deleted."""

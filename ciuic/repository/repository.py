@@ -204,13 +204,25 @@ class Repository:
         """Size of all packs together."""
         return sum(self._pack_files().sizes().values())
 
-    def scrub(self, progress: Callable[[int, int], None] | None = None) -> Iterator[PackDamage]:
+    def scrub(
+        self,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        after: int = -1,
+        goes_on: Callable[[int], bool] = lambda number: True,
+        between: Callable[[], None] = lambda: None,
+    ) -> Iterator[PackDamage]:
         """Reads every byte of every pack and checks it, referred to or not. ``progress(bytes done, bytes in
         all)``.
+
+        ``after``: only packs with higher numbers. ``goes_on`` is told each pack that is done, lowest number first, and ends
+        the work by a no. ``between`` is called often. What was not in the page cache is not left there.
         """
         from ciuic.repository.scrub import scrub
 
-        return scrub(self._pack_files(), f"{self.path}/{INDEX_NAME}", self._seed, progress)
+        return scrub(
+            self._pack_files(), f"{self.path}/{INDEX_NAME}", self._seed, progress, after, goes_on, between
+        )
 
     def check_index(self) -> list[str]:
         """What the index says that packs do not, or the other way round, and where the catalogue differs from the

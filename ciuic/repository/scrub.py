@@ -19,19 +19,29 @@ from ciuic.repository.packs import Packs, Segment
 Progress = Callable[[int, int], None]
 
 
-def scrub(packs: Packs, index_path: str, seed: int, progress: Progress | None) -> Iterator[PackDamage]:
+def scrub(
+    packs: Packs,
+    index_path: str,
+    seed: int,
+    progress: Progress | None,
+    after: int,
+    goes_on: Callable[[int], bool],
+    between: Callable[[], None],
+) -> Iterator[PackDamage]:
     """See Repository.scrub."""
     sizes = packs.sizes()
     covered, newest = _covered(index_path)
     total, done = sum(sizes.values()), 0
     for number, size_bytes in sizes.items():
-        with suppress(NotFound):  # garbage collection may drop it meanwhile
-            yield from _scrub_pack(
-                packs, number, seed, covered.get(number, (-1, False)), fresh=number > newest
-            )
+        if number > after:
+            facts = covered.get(number, (-1, False))
+            with suppress(NotFound), packs.left_as_found(number):  # garbage collection may drop it meanwhile
+                yield from _scrub_pack(packs, number, seed, facts, fresh=number > newest, between=between)
         done += size_bytes
         if progress is not None:
             progress(done, total)
+        if number > after and not goes_on(number):
+            return
 
 
 def _covered(index_path: str) -> tuple[dict[int, tuple[int, bool]], float]:
@@ -51,7 +61,13 @@ def _covered(index_path: str) -> tuple[dict[int, tuple[int, bool]], float]:
 
 
 def _scrub_pack(
-    packs: Packs, number: int, seed: int, covered: tuple[int, bool], *, fresh: bool
+    packs: Packs,
+    number: int,
+    seed: int,
+    covered: tuple[int, bool],
+    *,
+    fresh: bool,
+    between: Callable[[], None],
 ) -> Iterator[PackDamage]:
     """``fresh``: newer than all that the index knows, so a writer is at it, or died at it before a commit."""
     fresh = fresh and packs.unfinished(number)
@@ -70,6 +86,7 @@ def _scrub_pack(
             yield PackDamage(number, packs.size(number), None, "the footer is damaged or missing")
     found: list[PackRecord] = []
     for segment in packs.scan(number):
+        between()
         # What an unsealed pack has beyond the indexed end is a writer's business: at work now, or dead and
         # soon redone.
         if listed is None and 0 < covered[0] <= segment.offset:

@@ -39,7 +39,11 @@ def test_install_writes_enables_and_starts(system: Systemd) -> None:
     written = system.install(PROGRAM, config=None, start=True)
     assert [path.name for path in written] == list(UNITS)
     assert 'ExecStart="/opt/venv one/bin/ciuic" daemon' in written[0].read_text()
-    assert calls(system) == ["daemon-reload", "enable ciuic.service", "restart ciuic.service"]
+    assert calls(system) == [
+        "daemon-reload",
+        "enable ciuic.service ciuic-scrub.timer",
+        "restart ciuic.service ciuic-scrub.timer",
+    ]
 
 
 def test_install_twice_is_install_once(system: Systemd) -> None:
@@ -54,18 +58,21 @@ def test_install_twice_is_install_once(system: Systemd) -> None:
 def test_configuration_named_at_install_is_kept(system: Systemd) -> None:
     """`ciuic --config FILE service install` makes the service read that file; installing without it takes that back."""
     system.install(PROGRAM, config=Path("/srv/my ciuic.toml"), start=False)
-    drop_in = system.unit_dir / "ciuic.service.d" / "config.conf"
-    assert 'Environment="CIUIC_CONFIG=/srv/my ciuic.toml"' in drop_in.read_text()
+    drop_ins = [
+        system.unit_dir / f"{unit}.d" / "config.conf" for unit in ("ciuic.service", "ciuic-scrub.service")
+    ]
+    for drop_in in drop_ins:
+        assert 'Environment="CIUIC_CONFIG=/srv/my ciuic.toml"' in drop_in.read_text()
     system.install(PROGRAM, config=None, start=False)
-    assert not drop_in.exists()
+    assert not any(drop_in.exists() for drop_in in drop_ins)
 
 
 def test_uninstall_removes_what_install_wrote(system: Systemd) -> None:
     """After uninstall nothing of ours is left, and a second uninstall finds nothing to do."""
     system.install(PROGRAM, config=Path("/etc/x.toml"), start=True)
-    assert len(system.uninstall()) == 3
+    assert len(system.uninstall()) == 6
     assert list(system.unit_dir.iterdir()) == []
-    assert calls(system)[-2:] == ["disable --now ciuic.service", "daemon-reload"]
+    assert calls(system)[-2:] == ["disable --now ciuic.service ciuic-scrub.timer", "daemon-reload"]
     assert system.uninstall() == []
 
 

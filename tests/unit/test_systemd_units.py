@@ -100,6 +100,19 @@ def test_the_workers_are_not_throttled_and_captures_are() -> None:
     assert (capture["CPUWeight"], capture["IOWeight"]) == ("1", "1")
 
 
+def test_the_scrub_is_last_in_line_and_goes_on_where_it_stopped() -> None:
+    """A slice a night, in the slice of captures, at idle priority; a repository that is not there yet is no failure."""
+    scrub, timer = dict(settings("ciuic-scrub.service")), dict(settings("ciuic-scrub.timer"))
+    assert scrub["ExecStart"].endswith(" verify --checksum --max-duration 30m")
+    assert (scrub["Slice"], scrub["Nice"], scrub["IOSchedulingClass"]) == (
+        "ciuic-capture.slice",
+        "19",
+        "idle",
+    )
+    assert set(scrub["SuccessExitStatus"].split()) == {"3", "75"}
+    assert timer["Persistent"] == "true"
+
+
 def test_the_service_waits_for_readiness_and_is_watched() -> None:
     """systemd knows when the roots are mounted, and notices a hanging event loop."""
     values = dict(settings("ciuic.service"))
