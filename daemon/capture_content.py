@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from ciuic.daemon.capture_view import SealedView, Thing, Unreadable
 from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_runs, blocks_name
-from ciuic.page_cache import DropBehind, forbid_readahead
+from ciuic.page_cache import DropBehind, Span, forbid_readahead
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.ids import is_zero
 from ciuic.repository.writer import Writer
@@ -36,6 +36,18 @@ class Stored(NamedTuple):
     map: MapRef
     torn: bool
     """Somebody changed it meanwhile and no overlay saw it: the content may never have existed as a whole."""
+
+
+class _Begun(NamedTuple):
+    """A piece that is being read in."""
+
+    first: int
+    stop: int
+    offset: int
+    length: int
+    """0: it holds no data."""
+    spans: list[Span]
+    """What was not in the page cache."""
 
 
 class ContentReader:
@@ -79,31 +91,44 @@ class ContentReader:
         try:
             if thing.stat.size > _RUN_BYTES:
                 forbid_readahead(fd)
-            for first, stop in runs:
-                for piece_first, piece_stop, has_data in self._pieces(fd, first, stop, most_blocks):
-                    if over_base:
-                        changes.update(dict.fromkeys(range(piece_first, piece_stop), HOLE))
-                    self._store_piece(fd, thing, piece_first, piece_stop, has_data, changes)
-                    if len(changes) >= _BATCH_BLOCKS:
-                        base = self._writer.update_block_map(base, blocks, changes)
-                        changes.clear()
+            for first, stop, data in self._read(fd, thing, runs, most_blocks):
+                if over_base:
+                    changes.update(dict.fromkeys(range(first, stop), HOLE))
+                self._store_piece(thing, first, stop, data, changes)
+                if len(changes) >= _BATCH_BLOCKS:
+                    base = self._writer.update_block_map(base, blocks, changes)
+                    changes.clear()
             torn = self._changed_unseen(fd, thing)
         finally:
             os.close(fd)
         return Stored(self._writer.update_block_map(base, blocks, changes), torn)
 
+    def _read(
+        self, fd: int, thing: Thing, runs: Iterable[tuple[int, int]], most_blocks: int
+    ) -> Iterator[tuple[int, int, bytes]]:
+        """The pieces of the runs with what is in them now (nothing, when that is a hole).
+
+        The disk reads the next piece while the caller has this one; what is read only then is all the better.
+        """
+        before: _Begun | None = None
+        for first, stop in runs:
+            for piece in self._pieces(fd, first, stop, most_blocks):
+                begun = self._begin(fd, thing, *piece)
+                if before is not None:
+                    yield before.first, before.stop, self._pread(fd, before)
+                before = begun
+        if before is not None:
+            yield before.first, before.stop, self._pread(fd, before)
+
     def _store_piece(
-        self, fd: int, thing: Thing, first: int, stop: int, has_data: bool, changes: dict[int, ChunkId]
+        self, thing: Thing, first: int, stop: int, data: bytes, changes: dict[int, ChunkId]
     ) -> None:
-        """Blocks [first, stop) at the cut that are not all zero, into `changes`."""
-        data = self._pread(fd, thing, first, stop) if has_data else b""
+        """Blocks [first, stop) at the cut that are not all zero, into `changes`. `data`: as they were read just now."""
         self._view.log.poll()
         patches = self._view.log.blocks(thing.ino, first, stop)
         if data:
             patched = {index for run in patches for index in range(run.first, run.stop)}
-            for index in range(first, stop):
-                if index not in patched:
-                    self._put(index, data, (index - first) * self._block_size, changes)
+            self._put(data, first, [index for index in range(first, stop) if index not in patched], changes)
         self._tick(len(data))
         for run in patches:
             self._store_old_blocks(thing, run, changes)
@@ -120,18 +145,23 @@ class ContentReader:
             self._view.log.poll()  # raises when the reason is that the epoch was given up
             raise UndoLost(f"old blocks of inode {thing.ino} are gone: {error}") from error
         try:
-            for first, stop, has_data in self._pieces(fd, run.first, run.stop):
-                data = self._pread(fd, thing, first, stop) if has_data else b""
-                for index in range(first, stop) if data else ():
-                    self._put(index, data, (index - first) * self._block_size, changes)
+            for first, stop, data in self._read(fd, thing, [(run.first, run.stop)], _ANY_NUMBER):
+                if data:
+                    self._put(data, first, range(first, stop), changes)
                 self._tick(len(data))
         finally:
             os.close(fd)
 
-    def _put(self, index: int, data: bytes, at: int, changes: dict[int, ChunkId]) -> None:
-        block = data[at : at + self._block_size]
-        if not is_zero(block):
-            changes[index] = self._writer.put_chunk(block)
+    def _put(self, data: bytes, first: int, indexes: Iterable[int], changes: dict[int, ChunkId]) -> None:
+        """Stores these blocks of `data`, which begins with block `first`."""
+        whole = memoryview(data)
+        blocks = {}
+        for index in indexes:
+            at = (index - first) * self._block_size
+            block = whole[at : at + self._block_size]
+            if not is_zero(block):
+                blocks[index] = block
+        changes.update(zip(blocks, self._writer.put_chunks(list(blocks.values())), strict=True))
 
     def _pieces(
         self, fd: int, first: int, stop: int, most_blocks: int = _ANY_NUMBER
@@ -168,18 +198,24 @@ class ContentReader:
             raise Unreadable(error) from error
         return max(block + 1, blocks_of(end, self._block_size))
 
-    def _pread(self, fd: int, thing: Thing, first: int, stop: int) -> bytes:
-        """Bytes of [first, stop), cut off at the size at the cut and filled with zeros to it where the file ends now."""
+    def _begin(self, fd: int, thing: Thing, first: int, stop: int, has_data: bool) -> _Begun:
+        """Asks the disk for [first, stop), cut off at the size at the cut."""
         offset = first * self._block_size
-        wanted = min(stop * self._block_size, thing.stat.size) - offset
+        length = min(stop * self._block_size, thing.stat.size) - offset if has_data else 0
+        return _Begun(
+            first, stop, offset, length, self._drop_behind.begin(fd, offset, length) if length else []
+        )
+
+    def _pread(self, fd: int, begun: _Begun) -> bytes:
+        """The bytes, filled with zeros where the file ends now."""
         parts = []
         have = 0
+        wanted = begun.length
         try:
-            spans = self._drop_behind.begin(fd, offset, wanted)
-            while have < wanted and (part := os.pread(fd, wanted - have, offset + have)):
+            while have < wanted and (part := os.pread(fd, wanted - have, begun.offset + have)):
                 parts.append(part)
                 have += len(part)
-            self._drop_behind.end(fd, spans)
+            self._drop_behind.end(fd, begun.spans)
         except OSError as error:
             raise Unreadable(error) from error
         if have < wanted:

@@ -1,6 +1,7 @@
 """Appending to the packs of one kind: buffers records, writes them as segments, seals a pack when it is full.
 
-A failed write or sync cuts the pack back to what was good before and ends the appender: after a failed fsync
+Large segments are written behind the caller's back, two at most; syncs, and all that changes which file is written, wait
+for them. A failed write or sync cuts the pack back to what was good before and ends the appender: after a failed fsync
 nobody knows what is on the disk, and a retry would be told that all is well.
 """
 
@@ -8,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from ciuic.repository import packformat as pf
+from ciuic.repository.behind import Behind
 from ciuic.repository.disk import Disk
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import PackKind, PackRecord
+from ciuic.repository.packing import Packed
 from ciuic.repository.packs import Packs
 from ciuic.repository.recovery import Tail
 from ciuic.types import ChunkId
@@ -21,6 +25,7 @@ SEGMENT_BYTES = 4 << 20
 SEGMENT_RECORDS = 1024
 PACK_BYTES: dict[PackKind, int] = {"data": 512 << 20, "meta": 64 << 20}
 """A pack is sealed when it is at least this long."""
+_BEHIND_FROM_BYTES = 1 << 20
 
 Durable = Callable[[int, int, bool, list[PackRecord]], None]
 """(pack, its size, sealed, records): told when these are durable."""
@@ -50,9 +55,12 @@ class Appender:
         self._named = True
         """Whether the pack's name is durable."""
         self.number = tail.number if tail else 0
-        self._end = self._synced_end = tail.end if tail else 0
-        self._buffer: list[tuple[ChunkId, Bytes, int, int]] = []
+        self._end = self._written_end = self._synced_end = tail.end if tail else 0
+        self._buffer: list[tuple[ChunkId, int, Packed]] = []
         self._buffered_bytes = 0
+        self._behind = Behind()
+        self._written: list[tuple[int, PackRecord]] = []
+        """Records whose writing has ended and of which the caller does not know yet."""
         self._unsynced: list[PackRecord] = []
         self._failure: OSError | None = None
         self.grown_bytes = 0
@@ -65,49 +73,69 @@ class Appender:
     def unsynced_records(self) -> int:
         return len(self._unsynced)
 
-    def append(
-        self, chunk: ChunkId, stored: Bytes, raw_bytes: int, flags: int
-    ) -> list[tuple[int, PackRecord]]:
-        """Takes a record; returns the records (with their pack) that this caused to be written, if any.
-        OSError.
+    def append(self, chunk: ChunkId, raw_bytes: int, packed: Packed) -> list[tuple[int, PackRecord]]:
+        """Takes a record; returns the records (with their pack) whose writing has ended meanwhile, if any.
+        OSError, also of an earlier segment.
         """
         self._raise_failure()
-        self._buffer.append((chunk, stored, raw_bytes, flags))
-        self._buffered_bytes += len(stored)
+        self._buffer.append((chunk, raw_bytes, packed))
+        self._buffered_bytes += len(packed.stored)
         if self._buffered_bytes >= SEGMENT_BYTES or len(self._buffer) >= SEGMENT_RECORDS:
-            return self.flush()
-        return []
+            self._begin_segment()
+            self._settle(wait=False)
+        return self._take_written()
 
     def flush(self) -> list[tuple[int, PackRecord]]:
-        """Writes what is buffered as one segment (not yet durable); returns its records."""
+        """Writes what is buffered (not yet durable); returns all records that were written and not returned before."""
         self._raise_failure()
-        if not self._buffer:
-            return []
+        if self._buffer:
+            self._begin_segment()
+        self._settle(wait=True)
+        return self._take_written()
+
+    def _begin_segment(self) -> None:
+        """Begins to write what is buffered as one segment."""
         self._open()
         start = pf.align(self._end)
         table_end = start + pf.SEGMENT_HEAD_BYTES + len(self._buffer) * pf.RECORD_BYTES + 8
         records: list[PackRecord] = []
         parts: list[Bytes] = []
         at = table_end
-        for chunk, stored, raw_bytes, flags in self._buffer:
+        for chunk, raw_bytes, (stored, flags, checksum) in self._buffer:
             if not flags and len(stored) >= pf.ALIGN_PAYLOAD_FROM_BYTES:
                 parts.append(bytes(pf.align(at) - at))
                 at = pf.align(at)
-            records.append(PackRecord(chunk, at, len(stored), raw_bytes, flags, pf.checksum(stored)))
+            records.append(PackRecord(chunk, at, len(stored), raw_bytes, flags, checksum))
             parts.append(stored)
             at += len(stored)
-        self._write([pf.encode_table(start, records, at - table_end), *parts], start)
+        parts.insert(0, pf.encode_table(start, records, at - table_end))
+        worth_a_thread = self._buffered_bytes >= _BEHIND_FROM_BYTES
         self._buffer.clear()
         self._buffered_bytes = 0
-        self._unsynced += records
-        number = self.number
+        self._end = at
+        self._write(parts, start, partial(self._segment_written, records), worth_a_thread)
         if self._end >= self._pack_bytes:
+            self._settle(wait=True)
             self._seal()
-        return [(number, record) for record in records]
+
+    def _segment_written(self, records: list[PackRecord], end: int) -> None:
+        self._grow(end)
+        self._unsynced += records
+        self._written += [(self.number, record) for record in records]
+
+    def _take_written(self) -> list[tuple[int, PackRecord]]:
+        written, self._written = self._written, []
+        return written
+
+    def _settle(self, *, wait: bool) -> None:
+        try:
+            self._behind.settle(wait=wait)
+        except OSError as error:
+            self._fail(error, self._written_end)
+            raise
 
     def sync(self) -> None:
-        """Everything appended is durable on return, and `durable` has been told. OSError."""
-        self.flush()
+        """Everything appended is durable on return, and `durable` has been told. `flush` before. OSError."""
         if not self._unsynced:
             return
         self._sync_file()
@@ -117,11 +145,13 @@ class Appender:
         """Lets go of the pack, so that the next record begins another. Call `sync` before."""
         if self._fd >= 0:
             self._disk.close(self._fd)
-        self._fd, self.number, self._end, self._synced_end = -1, 0, 0, 0
+        self._fd, self.number = -1, 0
+        self._end = self._written_end = self._synced_end = 0
 
     def close(self) -> None:
         """Closes without writing what is still buffered."""
         self._buffer.clear()
+        self._behind.close()
         self.close_pack()
 
     def _open(self) -> None:
@@ -132,20 +162,33 @@ class Appender:
             return
         number = self._new_number()
         self._fd = self._disk.create(self._packs.path(number))
-        self.number, self._end, self._synced_end, self._named = number, 0, 0, False
-        header = pf.PackHeader(number, self._kind, self._packs.repository_id)
-        self._write([pf.encode_header(header)], 0)
+        self.number, self._named = number, False
+        self._end = self._written_end = self._synced_end = 0
+        header = pf.encode_header(pf.PackHeader(number, self._kind, self._packs.repository_id))
+        self._end = len(header)
+        self._write([header], 0, self._grow)
 
-    def _write(self, parts: list[Bytes], offset: int) -> None:
+    def _write(
+        self, parts: list[Bytes], offset: int, then: Callable[[int], None], worth_a_thread: bool = False
+    ) -> None:
+        """Writes the parts in their turn; ``then`` gets the offset behind them."""
         try:
-            end = self._disk.write_at(self._fd, parts, offset)
+            self._behind.submit(
+                partial(self._write_now, self._fd, parts, offset), then, worth_a_thread=worth_a_thread
+            )
         except OSError as error:
-            self._fail(error, self._end)
+            self._fail(error, self._written_end)
             raise
+
+    def _write_now(self, fd: int, parts: list[Bytes], offset: int) -> int:
+        end = self._disk.write_at(fd, parts, offset)
         if self._kind == "data":
-            self._disk.start_writing(self._fd, offset, end - offset)
-        self.grown_bytes += end - self._end
-        self._end = end
+            self._disk.start_writing(fd, offset, end - offset)
+        return end
+
+    def _grow(self, end: int) -> None:
+        self.grown_bytes += end - self._written_end
+        self._written_end = end
 
     def _sync_file(self) -> None:
         try:
@@ -163,7 +206,9 @@ class Appender:
     def _seal(self) -> None:
         self._sync_file()  # a footer vouches for what stands before it
         records = [record for segment in self._packs.scan(self.number) for record in segment.records]
-        self._write([pf.encode_footer(self._end, records)], self._end)
+        footer = pf.encode_footer(self._end, records)
+        self._write([footer], self._end, self._grow)
+        self._end += len(footer)
         self._sync_file()
         self._told(sealed=True)
         self.close_pack()
@@ -175,6 +220,7 @@ class Appender:
     def _fail(self, error: OSError, good_end: int) -> None:
         self._failure = error
         self._buffer.clear()
+        self._behind.close()  # whatever it is at must not come behind what is cut off
         with suppress(OSError):  # the next writer cuts it off if this fails
             self._disk.truncate(self._fd, good_end)
 

@@ -21,6 +21,8 @@ INDEX_NAME = "index.sqlite"
 DAMAGED: Final = 1 << 31
 """In the flags of a row: the copy was read and found bad. Not a flag of the pack format."""
 
+_MOST_PARAMETERS: Final = 512
+"""Of one statement; SQLite before 3.32 takes 999."""
 _SCHEMA_VERSION = 1
 _SCHEMA = """
 CREATE TABLE packs (
@@ -131,6 +133,17 @@ class Index:
         if len(rows) > 1:
             rows.sort(key=lambda row: (bool(row[4] & DAMAGED), -row[0], -row[1]))
         return [ChunkLocation._make(row) for row in rows]
+
+    def good_among(self, chunks: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        """(chunk, pack) of every copy of these that was not found damaged."""
+        found: list[tuple[bytes, int]] = []
+        for start in range(0, len(chunks), _MOST_PARAMETERS):
+            some = chunks[start : start + _MOST_PARAMETERS]
+            found += self.db.execute(
+                f"SELECT id, pack FROM chunks WHERE id IN ({','.join('?' * len(some))}) AND NOT flags & {DAMAGED}",
+                some,
+            )
+        return found
 
     def packs(self) -> dict[int, tuple[int, bool]]:
         """Number → (bytes covered, sealed)."""

@@ -1,13 +1,17 @@
 """Chunks as the writer sees them: what is stored already is not stored again, what is buffered can be read
 back.
 
-Memory: about the segment that is being filled, plus one small entry for each chunk that is written and not
-yet synced (bounded by SYNC_BYTES and SYNC_RECORDS).
+Chunks are packed (packing.py) and segments written (appender.py) in other threads; where each comes to lie depends on the order
+of the calls alone. Memory: what waits to be packed, the segment that is being filled and two that are being written, plus one
+small entry for each chunk that is written and not yet synced (bounded by SYNC_BYTES and SYNC_RECORDS).
 """
 
 from __future__ import annotations
 
-import zstandard
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 from ciuic.repository import packformat as pf
 from ciuic.repository.appender import Appender
@@ -15,6 +19,7 @@ from ciuic.repository.chunks import ChunkReader, chunk_id, location_of, unpack
 from ciuic.repository.disk import Disk
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
+from ciuic.repository.packing import Packed, Packer
 from ciuic.repository.packs import Packs
 from ciuic.repository.recovery import Tail
 from ciuic.repository.writerindex import WriterIndex
@@ -25,13 +30,20 @@ SYNC_RECORDS = 1 << 15
 """So much may be written and not synced: it bounds memory, and what an interrupted first capture has to
 repeat.
 """
-_SAMPLE_BYTES = 4096
-_MIN_COMPRESS_BYTES = 256
-_WORTH_NUMERATOR, _WORTH_DENOMINATOR = 9, 10
-"""Compressed data is kept below nine tenths: an optimizer's checkpoint yields 0.94, and is then paid for at
-every read.
-"""
-_ZSTD_LEVEL = 3
+_PENDING_BYTES = 16 << 20
+"""So much content may wait for being packed or be on its way through."""
+_GROUP_BYTES = 1 << 20
+"""Handed over to one thread at once."""
+
+
+class _Pending(NamedTuple):
+    """Chunks that are being packed, in the order in which they will be appended."""
+
+    chunks: list[tuple[ChunkId, int]]
+    """(id, bytes of content)."""
+    kind: PackKind
+    size_bytes: int
+    packed: Future[list[Packed]]
 
 
 class ChunkStore:
@@ -54,8 +66,9 @@ class ChunkStore:
         self._written: dict[bytes, ChunkLocation] = {}
         self._sealed: set[int] = set()
         self._last_number = max([index.last_pack(), *packs.numbers()])
-        self._compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
-        self._sampler = zstandard.ZstdCompressor(level=1)
+        self._packer = Packer()
+        self._pending: deque[_Pending] = deque()
+        self._pending_bytes = 0
         self._reader = ChunkReader(packs, self, seed)
         self.appenders: dict[PackKind, Appender] = {
             kind: Appender(
@@ -75,26 +88,81 @@ class ChunkStore:
 
     def put(self, data: Bytes, kind: PackKind) -> ChunkId:
         """Stores unless there. ValueError over 16 MiB; OSError."""
-        if memoryview(data).nbytes > pf.MAX_CHUNK_BYTES:
-            raise ValueError(f"a chunk of {memoryview(data).nbytes} bytes is too large")
-        chunk = self.id_of(data)
-        if chunk in self._buffered or chunk in self._written or self.index.has_good(chunk):
-            return chunk
-        content = bytes(data)  # the caller may use its buffer again; no copy when it is bytes
-        packed = self._compress(content, kind)
-        if packed is None:
-            self.append(chunk, content, len(content), 0, kind)
-        else:
-            self.append(chunk, packed, len(content), pf.FLAG_ZSTD, kind)
-        return chunk
+        return self.put_all((data,), kind)[0]
+
+    def put_all(self, contents: Sequence[Bytes], kind: PackKind) -> list[ChunkId]:
+        """Stores what is not there; the ids of all. ValueError over 16 MiB; OSError, also of what was put before."""
+        for data in contents:
+            if memoryview(data).nbytes > pf.MAX_CHUNK_BYTES:
+                raise ValueError(f"a chunk of {memoryview(data).nbytes} bytes is too large")
+        ids = [self.id_of(data) for data in contents]
+        new = {
+            id_: data
+            for id_, data in zip(ids, contents, strict=True)
+            if id_ not in self._buffered and id_ not in self._written
+        }
+        if new:
+            for id_ in self.index.good_among(list(new)):
+                del new[ChunkId(id_)]
+            self._take(new, kind)
+        return ids
 
     def append(self, chunk: ChunkId, stored: Bytes, raw_bytes: int, flags: int, kind: PackKind) -> None:
         """Stores these bytes whether or not the chunk is there already."""
-        self._buffered[chunk] = (stored, raw_bytes, flags)
+        self._settle_packing()
+        self._append(chunk, raw_bytes, Packed(stored, flags, pf.checksum(stored)), kind)
+
+    def _take(self, new: dict[ChunkId, Bytes], kind: PackKind) -> None:
+        """Packs and appends chunks of which none is there."""
+        group: list[tuple[ChunkId, Bytes]] = []
+        group_bytes = 0
+        kept_bytes = sum(len(data) for data in new.values())
+        for chunk, data in new.items():
+            content = _kept(data, kept_bytes)
+            self._buffered[chunk] = (content, len(content), 0)
+            if not self._pending and not group and not self._packer.worth_a_thread(len(content)):
+                self._append(chunk, len(content), self._packer.pack(content, kind), kind)
+                continue
+            group.append((chunk, content))
+            group_bytes += len(content)
+            if group_bytes >= _GROUP_BYTES:
+                self._hand_over(group, group_bytes, kind)
+                group, group_bytes = [], 0
+        if group:
+            self._hand_over(group, group_bytes, kind)
+
+    def _hand_over(self, group: list[tuple[ChunkId, Bytes]], size_bytes: int, kind: PackKind) -> None:
+        while self._pending and (
+            self._pending_bytes + size_bytes > _PENDING_BYTES or self._pending[0].packed.done()
+        ):
+            self._settle_packed()
+        chunks = [(chunk, len(content)) for chunk, content in group]
+        packed = self._packer.begin([content for _, content in group], kind)
+        self._pending.append(_Pending(chunks, kind, size_bytes, packed))
+        self._pending_bytes += size_bytes
+
+    def _settle_packing(self) -> None:
+        """Everything that was put is with its appender."""
+        while self._pending:
+            self._settle_packed()
+
+    def _settle_packed(self) -> None:
+        """Appends what was handed over first."""
+        pending = self._pending[0]
+        all_packed = (
+            pending.packed.result()
+        )  # if this raises, it raises again: nothing after it may be committed
+        self._pending.popleft()
+        self._pending_bytes -= pending.size_bytes
+        for (chunk, raw_bytes), packed in zip(pending.chunks, all_packed, strict=True):
+            self._append(chunk, raw_bytes, packed, pending.kind)
+
+    def _append(self, chunk: ChunkId, raw_bytes: int, packed: Packed, kind: PackKind) -> None:
+        self._buffered[chunk] = (packed.stored, raw_bytes, packed.flags)
         appender = self.appenders[kind]
-        self._moved(appender.append(chunk, stored, raw_bytes, flags))
+        self._moved(appender.append(chunk, raw_bytes, packed))
         if appender.unsynced_bytes >= SYNC_BYTES or appender.unsynced_records >= SYNC_RECORDS:
-            self.sync()
+            self._sync()
 
     def get(self, chunk: ChunkId) -> bytes:
         """The content, also of what is only buffered. MissingChunk, DamagedChunk."""
@@ -115,29 +183,21 @@ class ChunkStore:
 
     def sync(self) -> None:
         """Everything stored is durable on return. OSError."""
-        for appender in self.appenders.values():
-            self._moved(appender.flush())
-            appender.sync()
+        self._settle_packing()
+        self._sync()
 
     def close(self) -> None:
+        self._packer.close()
+        self._pending.clear()
         for appender in self.appenders.values():
             appender.close()
         self._buffered.clear()
 
-    def _compress(self, content: bytes, kind: PackKind) -> bytes | None:
-        """Compressed content, or None where that is not worth it: a sample decides before the whole is tried."""
-        size_bytes = len(content)
-        if size_bytes < _MIN_COMPRESS_BYTES:
-            return None
-        if kind == "data" and size_bytes > 4 * _SAMPLE_BYTES:
-            middle = size_bytes // 2
-            sample = (
-                content[:_SAMPLE_BYTES] + content[middle : middle + _SAMPLE_BYTES] + content[-_SAMPLE_BYTES:]
-            )
-            if not _worth(len(self._sampler.compress(sample)), len(sample)):
-                return None
-        packed = self._compressor.compress(content)
-        return packed if _worth(len(packed), size_bytes) else None
+    def _sync(self) -> None:
+        """What the appenders have is durable on return."""
+        for appender in self.appenders.values():
+            self._moved(appender.flush())
+            appender.sync()
 
     def _moved(self, records: list[tuple[int, PackRecord]]) -> None:
         for number, record in records:
@@ -158,5 +218,11 @@ class ChunkStore:
             self._written.pop(record.id, None)
 
 
-def _worth(packed_bytes: int, raw_bytes: int) -> bool:
-    return packed_bytes * _WORTH_DENOMINATOR < raw_bytes * _WORTH_NUMERATOR
+def _kept(data: Bytes, kept_bytes: int) -> Bytes:
+    """Content that stays as it is while it waits. A part of something that nobody can change is kept as such, unless most
+    of that would be kept for the sake of a small part."""
+    if isinstance(data, bytes):
+        return data
+    if isinstance(data, memoryview) and isinstance(data.obj, bytes) and 2 * kept_bytes >= len(data.obj):
+        return data
+    return bytes(data)

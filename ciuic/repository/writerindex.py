@@ -77,10 +77,16 @@ class WriterIndex:
             found += [location_of(number, record) for record in records if record.id == chunk]
         return found
 
-    def has_good(self, chunk: bytes) -> bool:
-        """Whether some copy is there that was not found damaged."""
-        found = self.find(chunk)
-        return bool(found) and not found[0].flags & DAMAGED
+    def good_among(self, chunks: Sequence[bytes]) -> set[bytes]:
+        """Those of which some copy is there that was not found damaged."""
+        good: set[bytes] = set()
+        for index in (self._disk, self._memory):
+            if index is not None:
+                try:
+                    good.update(id_ for id_, pack in index.good_among(chunks) if pack not in self._dropped)
+                except sqlite3.Error as error:
+                    self._failed("index_unreadable", error)
+        return good
 
     def add(
         self,

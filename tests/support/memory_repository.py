@@ -6,7 +6,7 @@ It hashes what it is given, so equal trees have equal ids; it stores nothing and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +61,9 @@ class _Writer:
         assert len(data) <= self._repository.block_size
         self._repository.chunks[chunk] = bytes(data)
         return chunk
+
+    def put_chunks(self, blocks: Sequence[bytes]) -> list[ChunkId]:
+        return [self.put_chunk(block) for block in blocks]
 
     def put_xattrs(self, pairs: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[tuple[bytes, bytes], ...], int]:
         return tuple(sorted(pairs)), 0
