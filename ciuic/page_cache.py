@@ -31,6 +31,7 @@ _PAGE_BYTES: Final = mmap.PAGESIZE
 _FAILED: Final = ctypes.c_void_p(-1).value
 _NR_CACHESTAT: Final = 451
 _SYNC_FILE_RANGE_WRITE: Final = 2
+_SYNC_FILE_RANGE_ALL: Final = 7
 _LAG_BYTES: Final = 4 << 20
 _LAG_SPANS: Final = 128
 _ABSENT: Final = re.compile(rb"[\x00\x02\x04\x06\x08\x0a\x0c\x0e]+")
@@ -152,3 +153,8 @@ def start_writing(fd: int, offset: int, length: int) -> None:
     does not put a second's worth of writes before everybody else's at once. No promise of anything durable.
     """
     _sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+
+def write_out(fd: int, offset: int, length: int) -> None:
+    """The dirty pages of the range are written to disk on return; not durable for that."""
+    _sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_ALL)

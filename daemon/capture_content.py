@@ -1,7 +1,8 @@
 """File content at the cut, into chunks and a block map.
 
 Data is read in runs, the log is polled after each, and blocks that the log has replace what was read. Holes are looked for
-with SEEK_DATA, so a sparse file costs what it holds. Memory is one run and one batch of chunk ids, whatever the file's size,
+with SEEK_DATA, so a sparse file costs what it holds. New files share their extents with the repository where the file system
+can (repository/sharing.py): what is read and stored then is a clone, which nobody changes. Memory is one run and one batch of chunk ids, whatever the file's size,
 and the page cache holds of each file afterwards what it held before.
 """
 
@@ -17,6 +18,8 @@ from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_runs, blocks
 from ciuic.page_cache import DropBehind, Span, forbid_readahead
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.ids import is_zero
+from ciuic.repository.packing import Content
+from ciuic.repository.sharing import Place
 from ciuic.repository.writer import Writer
 from ciuic.types import HOLE, ChunkId, Entry, MapRef
 
@@ -43,11 +46,21 @@ class _Begun(NamedTuple):
 
     first: int
     stop: int
-    offset: int
     length: int
     """0: it holds no data."""
     spans: list[Span]
     """What was not in the page cache."""
+    staged: Place | None
+    """Where its whole blocks are to be read, if not in the file itself."""
+
+
+class _Piece(NamedTuple):
+    """Blocks [first, stop) as they were when they were read; no data: a hole."""
+
+    first: int
+    stop: int
+    data: bytes
+    staged: Place | None
 
 
 class ContentReader:
@@ -65,12 +78,15 @@ class ContentReader:
         """The last of what was read leaves the page cache."""
         self._drop_behind.close()
 
-    def whole(self, thing: Thing) -> Stored:
-        """The whole file. Unreadable; OSError from the repository."""
-        return self._store(thing, EMPTY_MAP, [(0, blocks_of(thing.stat.size, self._block_size))])
+    def whole(self, thing: Thing, *, may_share: bool) -> Stored:
+        """The whole file. `may_share`: its extents, with the repository. Unreadable; OSError from the repository."""
+        return self._store(thing, EMPTY_MAP, [(0, blocks_of(thing.stat.size, self._block_size))], may_share)
 
     def changed(self, thing: Thing, previous: Entry, bitmap: bytes) -> Stored:
-        """The blocks of `bitmap`, over what the previous snapshot has of the file. Unreadable; OSError."""
+        """The blocks of `bitmap`, over what the previous snapshot has of the file. Unreadable; OSError.
+
+        They share nothing: a file that is changed in place would have to find new room for its next changes.
+        """
         size = thing.stat.size
         wanted = list(bitmap_runs(bitmap))
         if size != previous.size_bytes:  # the last block is as long as the file says
@@ -79,7 +95,9 @@ class ContentReader:
         runs = _united(wanted, blocks_of(size, self._block_size))
         return self._store(thing, MapRef(previous.content, previous.map_height), runs)
 
-    def _store(self, thing: Thing, base: MapRef, runs: Iterable[tuple[int, int]]) -> Stored:
+    def _store(
+        self, thing: Thing, base: MapRef, runs: Iterable[tuple[int, int]], may_share: bool = False
+    ) -> Stored:
         if thing.stat.size == 0:
             return Stored(EMPTY_MAP, False)
         blocks = blocks_of(thing.stat.size, self._block_size)
@@ -91,10 +109,10 @@ class ContentReader:
         try:
             if thing.stat.size > _RUN_BYTES:
                 forbid_readahead(fd)
-            for first, stop, data in self._read(fd, thing, runs, most_blocks):
+            for piece in self._read(fd, thing, runs, most_blocks, may_share):
                 if over_base:
-                    changes.update(dict.fromkeys(range(first, stop), HOLE))
-                self._store_piece(thing, first, stop, data, changes)
+                    changes.update(dict.fromkeys(range(piece.first, piece.stop), HOLE))
+                self._store_piece(thing, piece, changes)
                 if len(changes) >= _BATCH_BLOCKS:
                     base = self._writer.update_block_map(base, blocks, changes)
                     changes.clear()
@@ -104,32 +122,35 @@ class ContentReader:
         return Stored(self._writer.update_block_map(base, blocks, changes), torn)
 
     def _read(
-        self, fd: int, thing: Thing, runs: Iterable[tuple[int, int]], most_blocks: int
-    ) -> Iterator[tuple[int, int, bytes]]:
-        """The pieces of the runs with what is in them now (nothing, when that is a hole).
+        self,
+        fd: int,
+        thing: Thing,
+        runs: Iterable[tuple[int, int]],
+        most_blocks: int,
+        may_share: bool = False,
+    ) -> Iterator[_Piece]:
+        """The pieces of the runs with what is in them now.
 
-        The disk reads the next piece while the caller has this one; what is read only then is all the better.
+        The disk reads the next piece while the caller has this one.
         """
         before: _Begun | None = None
         for first, stop in runs:
             for piece in self._pieces(fd, first, stop, most_blocks):
-                begun = self._begin(fd, thing, *piece)
+                begun = self._begin(fd, thing, *piece, may_share)
                 if before is not None:
-                    yield before.first, before.stop, self._pread(fd, before)
+                    yield self._finish(fd, before)
                 before = begun
         if before is not None:
-            yield before.first, before.stop, self._pread(fd, before)
+            yield self._finish(fd, before)
 
-    def _store_piece(
-        self, thing: Thing, first: int, stop: int, data: bytes, changes: dict[int, ChunkId]
-    ) -> None:
-        """Blocks [first, stop) at the cut that are not all zero, into `changes`. `data`: as they were read just now."""
+    def _store_piece(self, thing: Thing, piece: _Piece, changes: dict[int, ChunkId]) -> None:
+        """Its blocks at the cut that are not all zero, into `changes`. It was read just now."""
         self._view.log.poll()
-        patches = self._view.log.blocks(thing.ino, first, stop)
-        if data:
+        patches = self._view.log.blocks(thing.ino, piece.first, piece.stop)
+        if piece.data:
             patched = {index for run in patches for index in range(run.first, run.stop)}
-            self._put(data, first, [index for index in range(first, stop) if index not in patched], changes)
-        self._tick(len(data))
+            self._put(piece, [at for at in range(piece.first, piece.stop) if at not in patched], changes)
+        self._tick(len(piece.data))
         for run in patches:
             self._store_old_blocks(thing, run, changes)
 
@@ -145,22 +166,25 @@ class ContentReader:
             self._view.log.poll()  # raises when the reason is that the epoch was given up
             raise UndoLost(f"old blocks of inode {thing.ino} are gone: {error}") from error
         try:
-            for first, stop, data in self._read(fd, thing, [(run.first, run.stop)], _ANY_NUMBER):
-                if data:
-                    self._put(data, first, range(first, stop), changes)
-                self._tick(len(data))
+            for piece in self._read(fd, thing, [(run.first, run.stop)], _ANY_NUMBER):
+                if piece.data:
+                    self._put(piece, range(piece.first, piece.stop), changes)
+                self._tick(len(piece.data))
         finally:
             os.close(fd)
 
-    def _put(self, data: bytes, first: int, indexes: Iterable[int], changes: dict[int, ChunkId]) -> None:
-        """Stores these blocks of `data`, which begins with block `first`."""
-        whole = memoryview(data)
+    def _put(self, piece: _Piece, indexes: Iterable[int], changes: dict[int, ChunkId]) -> None:
+        """Stores these blocks of the piece."""
+        whole = memoryview(piece.data)
         blocks = {}
         for index in indexes:
-            at = (index - first) * self._block_size
+            at = (index - piece.first) * self._block_size
             block = whole[at : at + self._block_size]
             if not is_zero(block):
-                blocks[index] = block
+                place = None
+                if piece.staged is not None and len(block) == self._block_size:
+                    place = piece.staged._replace(offset=piece.staged.offset + at)
+                blocks[index] = Content(block, place)
         changes.update(zip(blocks, self._writer.put_chunks(list(blocks.values())), strict=True))
 
     def _pieces(
@@ -198,29 +222,39 @@ class ContentReader:
             raise Unreadable(error) from error
         return max(block + 1, blocks_of(end, self._block_size))
 
-    def _begin(self, fd: int, thing: Thing, first: int, stop: int, has_data: bool) -> _Begun:
+    def _begin(self, fd: int, thing: Thing, first: int, stop: int, has_data: bool, may_share: bool) -> _Begun:
         """Asks the disk for [first, stop), cut off at the size at the cut."""
+        if not has_data:
+            return _Begun(first, stop, 0, [], None)
         offset = first * self._block_size
-        length = min(stop * self._block_size, thing.stat.size) - offset if has_data else 0
-        return _Begun(
-            first, stop, offset, length, self._drop_behind.begin(fd, offset, length) if length else []
-        )
-
-    def _pread(self, fd: int, begun: _Begun) -> bytes:
-        """The bytes, filled with zeros where the file ends now."""
-        parts = []
-        have = 0
-        wanted = begun.length
+        length = min(stop * self._block_size, thing.stat.size) - offset
+        whole_length = length - length % self._block_size
+        staged = self._writer.stage.take(fd, offset, whole_length) if may_share else None
         try:
-            while have < wanted and (part := os.pread(fd, wanted - have, begun.offset + have)):
-                parts.append(part)
-                have += len(part)
-            self._drop_behind.end(fd, begun.spans)
+            if staged is None:
+                return _Begun(first, stop, length, self._drop_behind.begin(fd, offset, length), None)
+            spans = self._drop_behind.begin(staged.file.fd, staged.offset, whole_length)
         except OSError as error:
             raise Unreadable(error) from error
-        if have < wanted:
-            parts.append(bytes(wanted - have))
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return _Begun(first, stop, length, spans, staged)
+
+    def _finish(self, fd: int, begun: _Begun) -> _Piece:
+        """The piece; filled with zeros where the file ends now."""
+        parts: list[bytes] = []
+        offset = begun.first * self._block_size
+        have = 0
+        try:
+            if begun.staged is not None:
+                whole_length = begun.length - begun.length % self._block_size
+                have = _read_into(parts, begun.staged.file.fd, begun.staged.offset, whole_length)
+            have += _read_into(parts, fd, offset + have, begun.length - have)
+            self._drop_behind.end(begun.staged.file.fd if begun.staged is not None else fd, begun.spans)
+        except OSError as error:
+            raise Unreadable(error) from error
+        if have < begun.length:
+            parts.append(bytes(begun.length - have))
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        return _Piece(begun.first, begun.stop, data, begun.staged)
 
     def _changed_unseen(self, fd: int, thing: Thing) -> bool:
         """Whether the file is no longer as it was when its attributes were read, and no record accounts for that."""
@@ -231,6 +265,15 @@ class ContentReader:
             return True
         # Under an overlay ctime also moves when a hold link is dropped, which changes no content.
         return not self._view.exact and now.st_ctime_ns != thing.stat.ctime_ns
+
+
+def _read_into(parts: list[bytes], fd: int, offset: int, length: int) -> int:
+    """Appends what is there of the range; how much that is."""
+    have = 0
+    while have < length and (part := os.pread(fd, length - have, offset + have)):
+        parts.append(part)
+        have += len(part)
+    return have
 
 
 def _united(runs: list[tuple[int, int]], blocks: int) -> Iterator[tuple[int, int]]:

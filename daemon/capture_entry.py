@@ -86,18 +86,22 @@ class EntryMaker:
             return Stored(EMPTY_MAP, False)
         change = self._changes.get(thing.ino)
         if previous is None:
-            return self._content.whole(thing)
+            return self._whole(thing)
         taken_over = Stored(MapRef(previous.content, previous.map_height), False)
         if not self._trusted:
             if change is None and self._is_same(thing, previous):
                 return taken_over
-            return self._content.whole(thing)
+            return self._whole(thing)
         data = change.data if change is not None else 0
         if isinstance(data, bytes):
             return self._content.changed(thing, previous, data)
         if data == 0 and thing.stat.size == previous.size_bytes:
             return taken_over
-        return self._content.whole(thing)
+        return self._whole(thing)
+
+    def _whole(self, thing: Thing) -> Stored:
+        # Whoever writes goes on doing so, and in a shared extent that means finding new room for each block.
+        return self._content.whole(thing, may_share=thing.ino not in self._open_for_write)
 
     def _is_same(self, thing: Thing, previous: Entry) -> bool:
         st = thing.stat

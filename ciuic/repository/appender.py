@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from ciuic.repository import packformat as pf
 from ciuic.repository.behind import Behind
@@ -19,6 +20,7 @@ from ciuic.repository.model import PackKind, PackRecord
 from ciuic.repository.packing import Packed
 from ciuic.repository.packs import Packs
 from ciuic.repository.recovery import Tail
+from ciuic.repository.sharing import Place
 from ciuic.types import ChunkId
 
 SEGMENT_BYTES = 4 << 20
@@ -26,6 +28,18 @@ SEGMENT_RECORDS = 1024
 PACK_BYTES: dict[PackKind, int] = {"data": 512 << 20, "meta": 64 << 20}
 """A pack is sealed when it is at least this long."""
 _BEHIND_FROM_BYTES = 1 << 20
+
+
+class _Shared(NamedTuple):
+    """A payload whose bytes are staged."""
+
+    offset: int
+    """In the pack."""
+    length: int
+    part: int
+    """Its number among the parts."""
+    place: Place
+
 
 Durable = Callable[[int, int, bool, list[PackRecord]], None]
 """(pack, its size, sealed, records): told when these are durable."""
@@ -101,11 +115,15 @@ class Appender:
         records: list[PackRecord] = []
         parts: list[Bytes] = []
         at = table_end
-        for chunk, raw_bytes, (stored, flags, checksum) in self._buffer:
-            if not flags and len(stored) >= pf.ALIGN_PAYLOAD_FROM_BYTES:
+        shared: list[_Shared] = []
+        for chunk, raw_bytes, packed in self._buffer:
+            stored = packed.stored
+            if not packed.flags and len(stored) >= pf.ALIGN_PAYLOAD_FROM_BYTES:
                 parts.append(bytes(pf.align(at) - at))
                 at = pf.align(at)
-            records.append(PackRecord(chunk, at, len(stored), raw_bytes, flags, checksum))
+                if packed.place is not None and len(stored) % pf.ALIGN_BYTES == 0:
+                    shared.append(_Shared(at, len(stored), len(parts), packed.place))
+            records.append(PackRecord(chunk, at, len(stored), raw_bytes, packed.flags, packed.checksum))
             parts.append(stored)
             at += len(stored)
         parts.insert(0, pf.encode_table(start, records, at - table_end))
@@ -113,7 +131,8 @@ class Appender:
         self._buffer.clear()
         self._buffered_bytes = 0
         self._end = at
-        self._write(parts, start, partial(self._segment_written, records), worth_a_thread)
+        write = partial(self._write_sharing, self._fd, parts, start, shared) if shared else None
+        self._write(parts, start, partial(self._segment_written, records), worth_a_thread, write)
         if self._end >= self._pack_bytes:
             self._settle(wait=True)
             self._seal()
@@ -169,13 +188,17 @@ class Appender:
         self._write([header], 0, self._grow)
 
     def _write(
-        self, parts: list[Bytes], offset: int, then: Callable[[int], None], worth_a_thread: bool = False
+        self,
+        parts: list[Bytes],
+        offset: int,
+        then: Callable[[int], None],
+        worth_a_thread: bool = False,
+        write: Callable[[], int] | None = None,
     ) -> None:
-        """Writes the parts in their turn; ``then`` gets the offset behind them."""
+        """Writes the parts in their turn, by ``write`` if given; ``then`` gets the offset behind them."""
+        write = write or partial(self._write_now, self._fd, parts, offset)
         try:
-            self._behind.submit(
-                partial(self._write_now, self._fd, parts, offset), then, worth_a_thread=worth_a_thread
-            )
+            self._behind.submit(write, then, worth_a_thread=worth_a_thread)
         except OSError as error:
             self._fail(error, self._written_end)
             raise
@@ -185,6 +208,26 @@ class Appender:
         if self._kind == "data":
             self._disk.start_writing(fd, offset, end - offset)
         return end
+
+    def _write_sharing(self, fd: int, parts: list[Bytes], offset: int, shared: list[_Shared]) -> int:
+        """As `_write_now`, but what is shared is not written, where that can be."""
+        taken: set[int] = set()
+        for run in _contiguous(shared):
+            first = run[0]
+            length = sum(item.length for item in run)
+            if self._disk.share(first.place.file.fd, first.place.offset, length, fd, first.offset):
+                taken.update(item.part + 1 for item in run)  # the table stands before all of them
+        run_parts: list[Bytes] = []
+        run_start = at = offset
+        for number, part in enumerate(parts):
+            if number in taken:
+                if run_parts:
+                    self._write_now(fd, run_parts, run_start)
+                run_parts, run_start = [], at + len(part)
+            else:
+                run_parts.append(part)
+            at += len(part)
+        return self._write_now(fd, run_parts, run_start) if run_parts else at
 
     def _grow(self, end: int) -> None:
         self.grown_bytes += end - self._written_end
@@ -227,3 +270,20 @@ class Appender:
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise OSError(self._failure.errno, f"an earlier write failed: {self._failure.strerror}")
+
+
+def _contiguous(shared: list[_Shared]) -> list[list[_Shared]]:
+    """Runs that one clone can take over."""
+    runs: list[list[_Shared]] = []
+    for item in shared:
+        last = runs[-1][-1] if runs else None
+        if (
+            last is not None
+            and item.place.file is last.place.file
+            and item.offset == last.offset + last.length
+            and item.place.offset == last.place.offset + last.length
+        ):
+            runs[-1].append(item)
+        else:
+            runs.append([item])
+    return runs

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from ciuic import page_cache
 from ciuic.repository.ids import Bytes
+from ciuic.repository.sharing import clone_range
 
 _IOVECS = 512  # the kernel takes 1024 at most (UIO_MAXIOV)
 
@@ -48,6 +49,14 @@ class Disk:
                     break
                 written -= len(head)
         return offset
+
+    def share(self, source: int, offset: int, length: int, fd: int, target_offset: int) -> bool:
+        """Makes the range of ``fd`` share the extents of the source's range; False where that cannot be."""
+        try:
+            clone_range(source, offset, length, fd, target_offset)
+        except OSError:
+            return False  # the bytes are written instead, and say what is wrong if that is more than this
+        return True
 
     def truncate(self, fd: int, size_bytes: int) -> None:
         os.ftruncate(fd, size_bytes)

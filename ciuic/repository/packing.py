@@ -17,17 +17,27 @@ import zstandard
 from ciuic.repository import packformat as pf
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import PackKind
+from ciuic.repository.sharing import Place
 
 _SAMPLE_BYTES: Final = 4096
 _MIN_COMPRESS_BYTES: Final = 256
-_WORTH_NUMERATOR, _WORTH_DENOMINATOR = 9, 10
+_WORTH: Final = 9, 10
 """Compressed data is kept below nine tenths: an optimizer's checkpoint yields 0.94, and is then paid for at
 every read.
 """
+_WORTH_INSTEAD_OF_SHARING: Final = 1, 2
+"""What is shared takes no space while the file is there: only what yields half of it is compressed all the same."""
 _ZSTD_LEVEL: Final = 3
 _HAND_OVER_BYTES: Final = 64 << 10
 """Handing over takes some 50 us, compressing this much 100 to 200."""
 _MOST_THREADS: Final = 8
+
+
+class Content(NamedTuple):
+    """What is to be stored, and where it is staged, if anywhere."""
+
+    data: Bytes
+    place: Place | None = None
 
 
 class Packed(NamedTuple):
@@ -36,6 +46,8 @@ class Packed(NamedTuple):
     stored: Bytes
     flags: int
     checksum: int
+    place: Place | None = None
+    """Where the same bytes lie, so that their extents can be shared."""
 
 
 class Packer:
@@ -49,30 +61,31 @@ class Packer:
     def worth_a_thread(self, size_bytes: int) -> bool:
         return self._processors > 1 and size_bytes >= _HAND_OVER_BYTES
 
-    def begin(self, contents: Sequence[Bytes], kind: PackKind) -> Future[list[Packed]]:
-        """Packs them in a thread. No thread holds more than one of what is handed over at a time."""
+    def begin(self, contents: Sequence[Content], kind: PackKind) -> Future[list[Packed]]:
+        """Packs them in a thread."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(min(self._processors, _MOST_THREADS), "ciuic-pack")
         return self._threads.submit(self._pack_all, contents, kind)
 
-    def pack(self, content: Bytes, kind: PackKind) -> Packed:
+    def pack(self, content: Content, kind: PackKind) -> Packed:
         """Compressed, or as it is where that is not worth it."""
-        stored, flags = content, 0
-        if len(content) >= _MIN_COMPRESS_BYTES and (kind != "data" or self._promises(content)):
-            packed = self._compressor("whole", _ZSTD_LEVEL).compress(content)
-            if _worth(len(packed), len(content)):
-                stored, flags = packed, pf.FLAG_ZSTD
-        return Packed(stored, flags, pf.checksum(stored))
+        data, place = content
+        worth = _WORTH if place is None else _WORTH_INSTEAD_OF_SHARING
+        if len(data) >= _MIN_COMPRESS_BYTES and (kind != "data" or self._promises(data, worth)):
+            packed = self._compressor("whole", _ZSTD_LEVEL).compress(data)
+            if _is_worth(len(packed), len(data), worth):
+                return Packed(packed, pf.FLAG_ZSTD, pf.checksum(packed))
+        return Packed(data, 0, pf.checksum(data), place)
 
     def close(self) -> None:
         if self._threads is not None:
             self._threads.shutdown(wait=True, cancel_futures=True)
         self._threads = None
 
-    def _pack_all(self, contents: Sequence[Bytes], kind: PackKind) -> list[Packed]:
+    def _pack_all(self, contents: Sequence[Content], kind: PackKind) -> list[Packed]:
         return [self.pack(content, kind) for content in contents]
 
-    def _promises(self, content: Bytes) -> bool:
+    def _promises(self, content: Bytes, worth: tuple[int, int]) -> bool:
         """Whether a sample of it compresses."""
         size_bytes = len(content)
         if size_bytes <= 4 * _SAMPLE_BYTES:
@@ -81,7 +94,7 @@ class Packer:
         sample = b"".join(
             (content[:_SAMPLE_BYTES], content[middle : middle + _SAMPLE_BYTES], content[-_SAMPLE_BYTES:])
         )
-        return _worth(len(self._compressor("sample", 1).compress(sample)), len(sample))
+        return _is_worth(len(self._compressor("sample", 1).compress(sample)), len(sample), worth)
 
     def _compressor(self, name: str, level: int) -> zstandard.ZstdCompressor:
         """Of this thread: one is not for two at once."""
@@ -92,5 +105,5 @@ class Packer:
         return found
 
 
-def _worth(packed_bytes: int, raw_bytes: int) -> bool:
-    return packed_bytes * _WORTH_DENOMINATOR < raw_bytes * _WORTH_NUMERATOR
+def _is_worth(packed_bytes: int, raw_bytes: int, worth: tuple[int, int]) -> bool:
+    return packed_bytes * worth[1] < raw_bytes * worth[0]

@@ -19,7 +19,7 @@ from ciuic.repository.chunks import ChunkReader, chunk_id, location_of, unpack
 from ciuic.repository.disk import Disk
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
-from ciuic.repository.packing import Packed, Packer
+from ciuic.repository.packing import Content, Packed, Packer
 from ciuic.repository.packs import Packs
 from ciuic.repository.recovery import Tail
 from ciuic.repository.writerindex import WriterIndex
@@ -88,17 +88,17 @@ class ChunkStore:
 
     def put(self, data: Bytes, kind: PackKind) -> ChunkId:
         """Stores unless there. ValueError over 16 MiB; OSError."""
-        return self.put_all((data,), kind)[0]
+        return self.put_all((Content(data),), kind)[0]
 
-    def put_all(self, contents: Sequence[Bytes], kind: PackKind) -> list[ChunkId]:
+    def put_all(self, contents: Sequence[Content], kind: PackKind) -> list[ChunkId]:
         """Stores what is not there; the ids of all. ValueError over 16 MiB; OSError, also of what was put before."""
-        for data in contents:
+        for data, _ in contents:
             if memoryview(data).nbytes > pf.MAX_CHUNK_BYTES:
                 raise ValueError(f"a chunk of {memoryview(data).nbytes} bytes is too large")
-        ids = [self.id_of(data) for data in contents]
+        ids = [self.id_of(data) for data, _ in contents]
         new = {
-            id_: data
-            for id_, data in zip(ids, contents, strict=True)
+            id_: content
+            for id_, content in zip(ids, contents, strict=True)
             if id_ not in self._buffered and id_ not in self._written
         }
         if new:
@@ -112,31 +112,32 @@ class ChunkStore:
         self._settle_packing()
         self._append(chunk, raw_bytes, Packed(stored, flags, pf.checksum(stored)), kind)
 
-    def _take(self, new: dict[ChunkId, Bytes], kind: PackKind) -> None:
+    def _take(self, new: dict[ChunkId, Content], kind: PackKind) -> None:
         """Packs and appends chunks of which none is there."""
-        group: list[tuple[ChunkId, Bytes]] = []
+        group: list[tuple[ChunkId, Content]] = []
         group_bytes = 0
-        kept_bytes = sum(len(data) for data in new.values())
-        for chunk, data in new.items():
-            content = _kept(data, kept_bytes)
-            self._buffered[chunk] = (content, len(content), 0)
-            if not self._pending and not group and not self._packer.worth_a_thread(len(content)):
-                self._append(chunk, len(content), self._packer.pack(content, kind), kind)
+        kept_bytes = sum(len(content.data) for content in new.values())
+        for chunk, given in new.items():
+            content = Content(_kept(given.data, kept_bytes), given.place)
+            size_bytes = len(content.data)
+            self._buffered[chunk] = (content.data, size_bytes, 0)
+            if not self._pending and not group and not self._packer.worth_a_thread(size_bytes):
+                self._append(chunk, size_bytes, self._packer.pack(content, kind), kind)
                 continue
             group.append((chunk, content))
-            group_bytes += len(content)
+            group_bytes += size_bytes
             if group_bytes >= _GROUP_BYTES:
                 self._hand_over(group, group_bytes, kind)
                 group, group_bytes = [], 0
         if group:
             self._hand_over(group, group_bytes, kind)
 
-    def _hand_over(self, group: list[tuple[ChunkId, Bytes]], size_bytes: int, kind: PackKind) -> None:
+    def _hand_over(self, group: list[tuple[ChunkId, Content]], size_bytes: int, kind: PackKind) -> None:
         while self._pending and (
             self._pending_bytes + size_bytes > _PENDING_BYTES or self._pending[0].packed.done()
         ):
             self._settle_packed()
-        chunks = [(chunk, len(content)) for chunk, content in group]
+        chunks = [(chunk, len(content.data)) for chunk, content in group]
         packed = self._packer.begin([content for _, content in group], kind)
         self._pending.append(_Pending(chunks, kind, size_bytes, packed))
         self._pending_bytes += size_bytes

@@ -22,8 +22,10 @@ from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.ids import Bytes
 from ciuic.repository.index import INDEX_NAME
 from ciuic.repository.lock import Lock
+from ciuic.repository.packing import Content
 from ciuic.repository.packs import Packs
 from ciuic.repository.recovery import reconcile
+from ciuic.repository.sharing import Stage
 from ciuic.repository.snapformat import Marks, decode_marks, encode_marks, encode_snapshot
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR
 from ciuic.repository.store import ChunkStore
@@ -78,6 +80,7 @@ class Writer:
             self._index.close()
             raise
         self._store = ChunkStore(disk, packs, self._index, seed, tails, pack_bytes=pack_bytes)
+        self._stage = Stage(packs.directory)
         self._packs = packs
         self._seed = seed
         self._pack_bytes = pack_bytes
@@ -107,6 +110,7 @@ class Writer:
             last.callback(self._packs.close)
             last.callback(self._index.close)
             last.callback(self._store.close)
+            last.callback(self._stage.close)
             with suppress(OSError):  # nothing of this was promised; an interrupted first capture gains by it
                 self._store.sync()
 
@@ -140,10 +144,15 @@ class Writer:
         """
         return self._store.put(data, "data")
 
-    def put_chunks(self, blocks: Sequence[Bytes]) -> list[ChunkId]:
-        """As `put_chunk` for each, and faster. Views of `bytes` are kept as they are until they are written; of
-        anything else the content is copied."""
+    def put_chunks(self, blocks: Sequence[Content]) -> list[ChunkId]:
+        """As `put_chunk` for each, and faster. Views of `bytes` are kept as they are until they are written, and what is
+        staged is shared if it is stored as it is; of anything else the content is copied."""
         return self._store.put_all(blocks, "data")
+
+    @property
+    def stage(self) -> Stage:
+        """Where content is staged that may share its extents with the packs."""
+        return self._stage
 
     def chunk_id(self, data: Bytes) -> ChunkId:
         """The id that `put_chunk` would return; stores nothing."""

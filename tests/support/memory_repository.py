@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ciuic.repository.packing import Content
+from ciuic.repository.sharing import Stage
 from ciuic.types import HOLE, ChunkId, Entry, MapRef, Snapshot, SnapshotDraft, SnapshotId, TreeRef
 
 
@@ -55,6 +57,7 @@ class _Writer:
     def __init__(self, repository: MemoryRepository) -> None:
         self._repository = repository
         self.new_bytes = 0
+        self.stage = Stage("")
 
     def put_chunk(self, data: bytes) -> ChunkId:
         chunk = _id(data)
@@ -62,8 +65,8 @@ class _Writer:
         self._repository.chunks[chunk] = bytes(data)
         return chunk
 
-    def put_chunks(self, blocks: Sequence[bytes]) -> list[ChunkId]:
-        return [self.put_chunk(block) for block in blocks]
+    def put_chunks(self, blocks: Sequence[Content]) -> list[ChunkId]:
+        return [self.put_chunk(bytes(block.data)) for block in blocks]
 
     def put_xattrs(self, pairs: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[tuple[bytes, bytes], ...], int]:
         return tuple(sorted(pairs)), 0

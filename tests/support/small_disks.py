@@ -14,7 +14,11 @@ from support.live import wait_for
 
 _PATIENCE_SECONDS = 20.0
 _BYTES = 320 << 20  # the least that mkfs.xfs takes is 300 MiB; sparse
-_MAKE = {"xfs": ["mkfs.xfs", "-q", "-m", "reflink=1"], "ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"]}
+_MAKE = {
+    "xfs": ["mkfs.xfs", "-q", "-m", "reflink=1"],
+    "btrfs": ["mkfs.btrfs", "-q"],
+    "ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"],
+}
 
 
 def missing(kind: str) -> str:

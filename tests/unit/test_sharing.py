@@ -1,0 +1,160 @@
+"""Captures on file systems that share extents: what the packs hold lies where the file lies, and is right all the same."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.ci import needs
+from support.small_disks import missing, small_disk
+
+from ciuic.daemon.capture import run_job
+from ciuic.daemon.capture_job import CaptureJob, RootJob
+from ciuic.daemon.capture_root import Report
+from ciuic.repository import Repository
+from ciuic.repository.blockmaps import blocks_of
+from ciuic.repository.disk import Disk
+from ciuic.types import SnapshotId
+
+pytestmark = pytest.mark.mount  # a loop device, that is
+
+_FIEMAP = 0xC020660B
+_SHARED = 0x2000
+_MIB = 1 << 20
+_BLOCK = 256 << 10
+
+
+@pytest.fixture(scope="module", params=["xfs", "btrfs"])
+def disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    needs(missing(request.param))
+    with small_disk(tmp_path_factory.mktemp("disk"), request.param) as point:
+        yield point
+
+
+@pytest.fixture
+def place(disk: Path, request: pytest.FixtureRequest) -> Path:
+    """A root and a repository of their own."""
+    place = disk / str(abs(hash(request.node.name)))
+    (place / "root").mkdir(parents=True)
+    Repository.create(place / "repository").close()
+    return place
+
+
+def _capture(place: Path, number: int = 1) -> bytes:
+    """The content of "file" in the snapshot that is made."""
+    id_ = f"cs-00000{number}"
+    root = os.fsencode(place / "root")
+    job = CaptureJob(
+        repository=str(place / "repository"),
+        id=id_,
+        time_ns=number,
+        host="",
+        roots=(RootJob(path=root, excludes=()),),
+    )
+    run_job(job, Report(lambda _progress: None))
+    with Repository.open(place / "repository") as repository:
+        assert list(repository.scrub()) == []
+        entry = repository.trees.entry(
+            repository.snapshots.load(SnapshotId(id_)).roots[0].entry.content, b"file"
+        )
+        assert entry is not None
+        count = blocks_of(entry.size_bytes, _BLOCK)
+        ids = repository.block_maps.ids(entry.content, entry.map_height, count, 0, count)
+        data = bytearray(entry.size_bytes)
+        for index, chunk in ids:
+            data[index * _BLOCK : (index + 1) * _BLOCK] = repository.chunks.get(chunk)
+        return bytes(data)
+
+
+def _shared(path: Path) -> list[tuple[int, int]]:
+    """(physical offset, length) of what the file shares with others."""
+    found, start = [], 0
+    with path.open("rb") as file:
+        while True:
+            head = struct.pack("=QQIIII", start, 1 << 62, 1, 0, 64, 0)
+            reply = bytearray(head + bytes(64 * 56))
+            fcntl.ioctl(file.fileno(), _FIEMAP, reply)
+            count = struct.unpack_from("=I", reply, 20)[0]
+            for at in range(count):
+                logical, physical, length, _, _, flags = struct.unpack_from("=QQQQQI", reply, 32 + at * 56)
+                start = logical + length
+                if flags & _SHARED:
+                    found.append((physical, length))
+            if count < 64:
+                return found
+
+
+def _overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
+    return sum(
+        max(0, min(a + length_a, b + length_b) - max(a, b)) for a, length_a in one for b, length_b in other
+    )
+
+
+def _packs(place: Path) -> list[tuple[int, int]]:
+    return [extent for pack in (place / "repository/packs").iterdir() for extent in _shared(pack)]
+
+
+def test_what_is_stored_as_it_is_lies_where_the_file_lies(place: Path) -> None:
+    """All whole blocks of a new file of noise, by the maps of extents of both; the packs prove whole, and keep the content
+    when the file changes."""
+    file = place / "root/file"
+    data = os.urandom(9 * _MIB + 5000)
+    file.write_bytes(data)
+    assert _capture(place) == data
+    whole_bytes = len(data) // _BLOCK * _BLOCK
+    assert _overlap(_packs(place), _shared(file)) >= whole_bytes
+    with file.open("r+b") as writing:
+        writing.write(bytes(len(data)))
+        os.fsync(writing.fileno())
+    with Repository.open(place / "repository") as repository:
+        assert list(repository.scrub()) == []
+    assert _capture(place, 2) == bytes(len(data))
+
+
+def test_what_compresses_well_is_compressed_all_the_same(place: Path) -> None:
+    """Text takes a fraction of its size in the packs."""
+    data = b"step 1000 loss 0.125\n" * 200_000
+    (place / "root/file").write_bytes(data)
+    assert _capture(place) == data
+    assert _packs(place) == []
+    assert sum(pack.stat().st_size for pack in (place / "repository/packs").iterdir()) < len(data) // 10
+
+
+def test_where_nothing_can_be_shared_everything_is_written(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clone that is refused at the last moment."""
+    data = os.urandom(5 * _MIB)
+    (place / "root/file").write_bytes(data)
+    monkeypatch.setattr(Disk, "share", lambda *_: False)
+    assert _capture(place) == data
+    assert _overlap(_packs(place), _shared(place / "root/file")) == 0
+
+
+def test_a_file_that_changes_meanwhile_is_stored_as_it_was_read(place: Path) -> None:
+    """Id and bytes agree, whoever writes: every chunk proves whole in `_capture`."""
+    file = place / "root/file"
+    file.write_bytes(os.urandom(24 * _MIB))
+    over = threading.Event()
+
+    def write() -> None:
+        fd = os.open(file, os.O_WRONLY)
+        at = 0
+        while not over.is_set():
+            os.pwrite(fd, os.urandom(64 << 10), at % (24 * _MIB))
+            at += 64 << 10
+        os.close(fd)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for number in (1, 2, 3):
+            assert len(_capture(place, number)) == 24 * _MIB
+    finally:
+        over.set()
+        writer.join()
