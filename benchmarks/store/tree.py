@@ -43,7 +43,7 @@ def make(top: str, job: Job, share: float) -> None:
     for number in range(logs(job, share)):
         with open(f"{top}/tree/logs/{number}.jsonl", "wb") as file:
             file.write(
-                _log_lines(number, random.Random(number).randrange(_LOG_BYTES // 2, 3 * _LOG_BYTES // 2))
+                log_lines(number, random.Random(number).randrange(_LOG_BYTES // 2, 3 * _LOG_BYTES // 2))
             )
 
 
@@ -55,7 +55,7 @@ def change(job: Job, share: float) -> None:
         _copy(f"{job.source}/{NEXT}/{name}", f"{new}/{name}")
     for number in range(0, logs(job, share), max(1, logs(job, share) // _APPENDED_LOGS)):
         with open(job.path(f"logs/{number}.jsonl"), "ab") as file:
-            file.write(_log_lines(-number - 1, 1000))
+            file.write(log_lines(-number - 1, 1000))
     size = os.stat(job.path("checkpoints/step-0/optimizer.f32")).st_size
     amount = min(_OVERWRITTEN_BYTES, size // 4)
     with open(job.path("checkpoints/step-0/optimizer.f32"), "r+b") as file:
@@ -88,7 +88,7 @@ def _checkpoint(folder: str, seed: int, size: int) -> None:
                 left -= file.write(values.tobytes()[:left])
 
 
-def _log_lines(seed: int, size: int) -> bytes:
+def log_lines(seed: int, size: int) -> bytes:
     chosen = random.Random(seed)
     lines, written, step = [], 0, 0
     while written < size:

@@ -27,7 +27,7 @@ every read.
 """
 _WORTH_INSTEAD_OF_SHARING: Final = 1, 2
 """What is shared takes no space while the file is there: only what yields half of it is compressed all the same."""
-_ZSTD_LEVEL: Final = 3
+_ZSTD_LEVEL: Final = 1
 _HAND_OVER_BYTES: Final = 64 << 10
 """Handing over takes some 50 us, compressing this much 100 to 200."""
 _MOST_THREADS: Final = 8

@@ -328,7 +328,7 @@ def test_a_full_repository_fails_with_a_hint(stage: Stage, monkeypatch: pytest.M
     def full(*_: object) -> object:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("ciuic.repository.writer.Writer.put_chunk", full)
+    monkeypatch.setattr("ciuic.repository.writer.Writer.put_chunks", full)
     with pytest.raises(OSError, match="No space") as caught:
         capture.run_job(job, Report(lambda _: None))
     told = capture.failure(caught.value, job.repository)
