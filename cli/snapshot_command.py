@@ -7,6 +7,7 @@ Interrupting the wait interrupts nothing else: the capture goes on in the daemon
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -49,9 +50,14 @@ def command(message: str, tags: tuple[str, ...], hold: bool, wait: bool, as_json
         if not wait:
             note(f"{state.id} is cut and being captured; `ciuic status` shows how far it is")
     if state.incomplete:
-        warn(f"{state.id} is incomplete: {len(state.incomplete)} could not be read")
-        for line in state.incomplete[:20]:
-            complain(f"  {line}")
+        warn_incomplete(state.id, state.incomplete)
+
+
+def warn_incomplete(snapshot_id: str, lines: Sequence[str]) -> None:
+    """Names what could not be read, and so is not in the snapshot."""
+    warn(f"{snapshot_id} is incomplete: {len(lines)} could not be read")
+    for line in lines[:20]:
+        complain(f"  {line}")
 
 
 def check_tag(tag: str) -> None:
