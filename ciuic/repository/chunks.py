@@ -21,6 +21,9 @@ from ciuic.repository.packformat import FLAG_ZSTD, MAX_CHUNK_BYTES
 from ciuic.repository.packs import Packs
 from ciuic.types import ChunkId
 
+READ_ERRORS = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EOVERFLOW, errno.EINVAL)
+"""Of a bad disk, or a bad place in the index: another copy may do."""
+
 
 class Finder(Protocol):
     """Where chunks are."""
@@ -103,7 +106,7 @@ def read_stored(packs: Packs, location: ChunkLocation) -> bytes:
     except NotFound:
         raise BadCopyError("its pack is gone") from None
     except OSError as error:
-        if error.errno not in (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EOVERFLOW, errno.EINVAL):
+        if error.errno not in READ_ERRORS:
             raise
         raise BadCopyError(f"it cannot be read: {error.strerror}") from None
     if len(data) != location.stored_bytes:
@@ -111,14 +114,19 @@ def read_stored(packs: Packs, location: ChunkLocation) -> bytes:
     return data
 
 
-def unpack(data: bytes, raw_bytes: int, flags: int) -> bytes:
-    """Stored bytes → content; never more than ``raw_bytes``, whatever the frame claims. BadCopyError."""
+def unpack(
+    data: Bytes, raw_bytes: int, flags: int, decompressor: zstandard.ZstdDecompressor | None = None
+) -> bytes:
+    """Stored bytes → content; never more than ``raw_bytes``, whatever the frame claims. BadCopyError.
+
+    A decompressor that is kept spares making one for every chunk.
+    """
     if not flags & FLAG_ZSTD:
-        return data
+        return bytes(data)
     try:
         if raw_bytes > MAX_CHUNK_BYTES or zstandard.get_frame_parameters(data).content_size != raw_bytes:
             raise BadCopyError("the compressed frame has another length than its record")
-        return zstandard.ZstdDecompressor().decompress(data, max_output_size=raw_bytes)
+        return (decompressor or zstandard.ZstdDecompressor()).decompress(data, max_output_size=raw_bytes)
     except zstandard.ZstdError as error:
         raise BadCopyError(f"it cannot be decompressed: {error}") from None
 

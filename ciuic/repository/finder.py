@@ -5,6 +5,7 @@ matters.
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 
 from ciuic.errors import NotFound
 from ciuic.repository import log
@@ -29,6 +30,19 @@ class ReaderFinder:
         found = self._in_index(chunk)
         if self._extra is not None:
             found += [location for location in self._extra.find(chunk) if location not in found]
+        return found
+
+    def find_many(self, chunks: Sequence[bytes]) -> dict[bytes, ChunkLocation]:
+        """The copy of each that is to be read first; without those of which none is known yet."""
+        index = self._open()
+        found: dict[bytes, ChunkLocation] = {}
+        if index is not None:
+            try:
+                found = index.find_many(chunks)
+            except sqlite3.Error as error:
+                self._give_up(index, error)
+        if self._extra is not None:
+            found |= self._extra.find_many([chunk for chunk in chunks if chunk not in found])
         return found
 
     def search(self, chunk: bytes, failed: list[ChunkLocation]) -> list[ChunkLocation]:
@@ -61,10 +75,13 @@ class ReaderFinder:
         try:
             return index.find(chunk)
         except sqlite3.Error as error:
-            log.warning("index_unreadable", error=str(error))
-            index.close()
-            self._index = None
+            self._give_up(index, error)
             return []
+
+    def _give_up(self, index: Index, error: sqlite3.Error) -> None:
+        log.warning("index_unreadable", error=str(error))
+        index.close()
+        self._index = None
 
     def _open(self) -> Index | None:
         if not self._opened:

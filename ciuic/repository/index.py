@@ -130,9 +130,35 @@ class Index:
         rows = self.db.execute(
             "SELECT pack, offset, stored, raw, flags FROM chunks WHERE id=?", (chunk,)
         ).fetchall()
-        if len(rows) > 1:
-            rows.sort(key=lambda row: (bool(row[4] & DAMAGED), -row[0], -row[1]))
-        return [ChunkLocation._make(row) for row in rows]
+        found = [ChunkLocation._make(row) for row in rows]
+        if len(found) > 1:
+            found.sort(key=_preference)
+        return found
+
+    def find_many(self, chunks: Sequence[bytes]) -> dict[bytes, ChunkLocation]:
+        """The copy to read first, of each that is there."""
+        found: dict[bytes, ChunkLocation] = {}
+        for start in range(0, len(chunks), _MOST_PARAMETERS):
+            asked = tuple(chunks[start : start + _MOST_PARAMETERS])
+            marks = ",".join("?" * len(asked))
+            query = f"SELECT id, pack, offset, stored, raw, flags FROM chunks WHERE id IN ({marks})"
+            for chunk, *row in self.db.execute(query, asked):
+                location = ChunkLocation._make(row)
+                other = found.get(chunk)
+                if other is None or _preference(location) < _preference(other):
+                    found[chunk] = location
+        return found
+
+    def copies_in(self, number: int, chunks: Sequence[bytes]) -> set[tuple[bytes, ChunkLocation]]:
+        """Where it says that these lie in that pack; not whether they are damaged."""
+        found = set()
+        for start in range(0, len(chunks), _MOST_PARAMETERS):
+            asked = tuple(chunks[start : start + _MOST_PARAMETERS])
+            marks = ",".join("?" * len(asked))
+            query = f"SELECT id, offset, stored, raw, flags & ~{DAMAGED} FROM chunks WHERE pack=? AND id IN ({marks})"
+            for chunk, *row in self.db.execute(query, (number, *asked)):
+                found.add((chunk, ChunkLocation(number, *row)))
+        return found
 
     def good_among(self, chunks: Sequence[bytes]) -> list[tuple[bytes, int]]:
         """(chunk, pack) of every copy of these that was not found damaged."""
@@ -201,6 +227,10 @@ class Index:
 
     def close(self) -> None:
         self.db.close()
+
+
+def _preference(location: ChunkLocation) -> tuple[bool, int, int]:
+    return bool(location.flags & DAMAGED), -location.pack, -location.offset
 
 
 class Transaction:

@@ -98,6 +98,21 @@ class Packs:
             data += more
         return data
 
+    def read_into(self, number: int, offset: int, target: memoryview) -> int:
+        """Fills the target; how much of it (less only at the end of the file). NotFound when the pack is gone."""
+        fd = self._fd(number)
+        done = 0
+        while done < len(target):
+            got = os.preadv(fd, [target[done:]], offset + done)
+            if not got:
+                break
+            done += got
+        return done
+
+    def will_need(self, number: int, offset: int, length: int) -> None:
+        """Lets the kernel begin to read. NotFound; OSError where it takes no advice."""
+        os.posix_fadvise(self._fd(number), offset, length, os.POSIX_FADV_WILLNEED)
+
     def records(self, number: int) -> list[PackRecord]:
         """What the pack holds, in the order of their places: from the footer, or by a scan. NotFound."""
         try:

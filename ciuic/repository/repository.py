@@ -33,6 +33,7 @@ from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, SnapshotStore
 
 if TYPE_CHECKING:
     from ciuic.repository.blockmaps import BlockMaps
+    from ciuic.repository.bulk import BulkReader
     from ciuic.repository.chunks import ChunkReader
     from ciuic.repository.finder import ReaderFinder
     from ciuic.repository.packs import Packs
@@ -59,6 +60,7 @@ class Repository:
         self._packs: Packs | None = None
         self._finder: ReaderFinder | None = None
         self._chunks: ChunkReader | None = None
+        self._bulk: BulkReader | None = None
         self._trees: Trees | None = None
         self._block_maps: BlockMaps | None = None
 
@@ -108,7 +110,7 @@ class Repository:
             self._finder.close()
         if self._packs is not None:
             self._packs.close()
-        self._packs = self._finder = self._chunks = self._trees = self._block_maps = None
+        self._packs = self._finder = self._chunks = self._bulk = self._trees = self._block_maps = None
 
     def __enter__(self) -> Repository:
         return self
@@ -123,12 +125,18 @@ class Repository:
         """Chunks by id. What a writer has put and not committed may not be visible here."""
         if self._chunks is None:
             from ciuic.repository.chunks import ChunkReader
-            from ciuic.repository.finder import ReaderFinder
 
-            packs = self._pack_files()
-            self._finder = ReaderFinder(packs, f"{self.path}/{INDEX_NAME}")
-            self._chunks = ChunkReader(packs, self._finder, self._seed)
+            self._chunks = ChunkReader(self._pack_files(), self._find(), self._seed)
         return self._chunks
+
+    @property
+    def bulk(self) -> BulkReader:
+        """Many chunks at once."""
+        if self._bulk is None:
+            from ciuic.repository.bulk import BulkReader
+
+            self._bulk = BulkReader(self._pack_files(), self._find(), self._seed)
+        return self._bulk
 
     @property
     def trees(self) -> Trees:
@@ -242,6 +250,13 @@ class Repository:
     @property
     def _seed(self) -> int:
         return int(self.config.seed, 16)
+
+    def _find(self) -> ReaderFinder:
+        if self._finder is None:
+            from ciuic.repository.finder import ReaderFinder
+
+            self._finder = ReaderFinder(self._pack_files(), f"{self.path}/{INDEX_NAME}")
+        return self._finder
 
     def _pack_files(self) -> Packs:
         if self._packs is None:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from ciuic.errors import NotFound
-from ciuic.repository import packformat as pf
-from ciuic.repository.chunks import BadCopyError, location_of, read_copy, read_stored
+from ciuic.repository.chunks import location_of
 from ciuic.repository.errors import DamagedPack, UnsupportedFormat
-from ciuic.repository.index import DAMAGED, Index
+from ciuic.repository.index import Index
 from ciuic.repository.maintenance import strict_records
 from ciuic.repository.model import PackDamage, PackRecord
 from ciuic.repository.packs import Packs, Segment
+from ciuic.repository.segmentcheck import Checker, check_record
 
 Progress = Callable[[int, int], None]
 
@@ -32,16 +32,22 @@ def scrub(
     sizes = packs.sizes()
     covered, newest = _covered(index_path)
     total, done = sum(sizes.values()), 0
-    for number, size_bytes in sizes.items():
-        if number > after:
-            facts = covered.get(number, (-1, False))
-            with suppress(NotFound), packs.left_as_found(number):  # garbage collection may drop it meanwhile
-                yield from _scrub_pack(packs, number, seed, facts, fresh=number > newest, between=between)
-        done += size_bytes
-        if progress is not None:
-            progress(done, total)
-        if number > after and not goes_on(number):
-            return
+    with Checker(packs, seed) as checker:
+        for number, size_bytes in sizes.items():
+            if number > after:
+                facts = covered.get(number, (-1, False))
+                with (
+                    suppress(NotFound),
+                    packs.left_as_found(number),
+                ):  # garbage collection may drop it meanwhile
+                    yield from _scrub_pack(
+                        packs, checker, number, seed, facts, fresh=number > newest, between=between
+                    )
+            done += size_bytes
+            if progress is not None:
+                progress(done, total)
+            if number > after and not goes_on(number):
+                return
 
 
 def _covered(index_path: str) -> tuple[dict[int, tuple[int, bool]], float]:
@@ -62,6 +68,7 @@ def _covered(index_path: str) -> tuple[dict[int, tuple[int, bool]], float]:
 
 def _scrub_pack(
     packs: Packs,
+    checker: Checker,
     number: int,
     seed: int,
     covered: tuple[int, bool],
@@ -85,15 +92,11 @@ def _scrub_pack(
         if listed is None and covered[1]:
             yield PackDamage(number, packs.size(number), None, "the footer is damaged or missing")
     found: list[PackRecord] = []
-    for segment in packs.scan(number):
+    for segment in checker.ahead(number, _segments(packs, number, covered if listed is None else None)):
         between()
-        # What an unsealed pack has beyond the indexed end is a writer's business: at work now, or dead and
-        # soon redone.
-        if listed is None and 0 < covered[0] <= segment.offset:
-            break
         if segment.damage is not None and not fresh:
             yield PackDamage(number, segment.offset, None, segment.damage.reason)
-        yield from _scrub_segment(packs, number, seed, segment)
+        yield from checker.result()
         found += segment.records
     if listed is not None and listed != found:
         yield PackDamage(
@@ -102,34 +105,15 @@ def _scrub_pack(
         # Records in a segment whose table is damaged are still found through the footer.
         for record in listed:
             if record not in found:
-                yield from _scrub_record(packs, number, seed, record)
+                yield from check_record(packs, number, seed, record)
 
 
-def _scrub_segment(packs: Packs, number: int, seed: int, segment: Segment) -> Iterator[PackDamage]:
-    at = segment.offset + pf.SEGMENT_HEAD_BYTES + len(segment.records) * pf.RECORD_BYTES + 8
-    for record in segment.records:
-        if segment.damage is None:
-            yield from _scrub_padding(packs, number, at, record.offset)
-        yield from _scrub_record(packs, number, seed, record)
-        at = record.offset + record.stored_bytes
-    if segment.damage is None:
-        end = min(pf.align(segment.end), packs.footer_offset(number))
-        yield from _scrub_padding(packs, number, segment.end, end)
-
-
-def _scrub_padding(packs: Packs, number: int, start: int, end: int) -> Iterator[PackDamage]:
-    if end > start and any(packs.read(number, start, end - start)):
-        yield PackDamage(number, start, None, "padding is not zero")
-
-
-def _scrub_record(packs: Packs, number: int, seed: int, record: PackRecord) -> Iterator[PackDamage]:
-    location = location_of(number, record)
-    try:
-        if pf.checksum(read_stored(packs, location)) != record.checksum:
-            raise BadCopyError("its bytes do not match their checksum")
-        read_copy(packs, location, record.id, seed)
-    except BadCopyError as error:
-        yield PackDamage(number, record.offset, record.id, str(error))
+def _segments(packs: Packs, number: int, covered: tuple[int, bool] | None) -> Iterator[Segment]:
+    """What an unsealed pack has beyond the indexed end is a writer's business: at work now, or dead and soon redone."""
+    for segment in packs.scan(number):
+        if covered is not None and 0 < covered[0] <= segment.offset:
+            return
+        yield segment
 
 
 def index_problems(packs: Packs, index_path: str) -> list[str]:
@@ -164,11 +148,8 @@ def _compare(packs: Packs, index: Index) -> list[str]:
             unlisted = True  # a matter of the pack, which scrub reports
             continue
         expected_rows += len(records)
-        wrong = sum(
-            location_of(number, record)
-            not in [found._replace(flags=found.flags & ~DAMAGED) for found in index.find(record.id)]
-            for record in records
-        )
+        listed = index.copies_in(number, [record.id for record in records])
+        wrong = sum((record.id, location_of(number, record)) not in listed for record in records)
         if wrong:
             problems.append(f"the index lacks {wrong} chunks of pack {number:016x}")
     rows = index.db.execute("SELECT count(*) FROM chunks").fetchone()[0]

@@ -1,32 +1,37 @@
 """The bytes of a regular file: from chunks into a new file, and compared with a file that is there.
 
 Guarantees: every chunk is checked against its id before a byte of it is written, and against the length that its place
-in the file gives it; zeros become holes; memory is one block at a time.
+in the file gives it; zeros become holes; memory is one buffer, whatever the size of the file.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from ciuic.errors import Damaged
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.errors import DamagedTree
 from ciuic.repository.ids import is_zero
 from ciuic.types import ChunkId, Entry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ciuic.repository import Repository
+    from ciuic.repository.bulk import Piece
 
-BATCH_BLOCKS = 128
-"""Blocks in one piece of work: 32 MiB of the default block size."""
+_BATCH_BYTES = 8 << 20
+_BATCH_BLOCKS = 128
 _PAGE_BYTES = 4096
+_SYNC_FILE_RANGE_WRITE = 2
 _ZERO_PAGE = bytes(_PAGE_BYTES)
 _READ_BYTES = 1 << 20
 _ZEROS_WORTH_READING_BYTES = 64 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 class Batch(NamedTuple):
@@ -39,19 +44,46 @@ class Batch(NamedTuple):
     blocks: list[tuple[int, ChunkId]]
 
 
+def batch_blocks(block_size: int) -> int:
+    """Blocks in one piece of work: what is written at once, and what a thread has in hand."""
+    return max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // block_size))
+
+
 def batches(repository: Repository, entry: Entry) -> Iterator[Batch]:
     """The whole file, cut into pieces; a file without data is one piece without blocks."""
     size, block_size = entry.size_bytes, repository.block_size
     ids = repository.block_maps.ids(entry.content, entry.map_height, blocks_of(size, block_size))
+    most = batch_blocks(block_size)
     start, blocks = 0, []
     for block, chunk in ids:
         blocks.append((block, chunk))
-        if len(blocks) == BATCH_BLOCKS:
+        if len(blocks) == most:
             end = min((block + 1) * block_size, size)
             yield Batch(start, end, blocks)
             start, blocks = end, []
     if blocks or start < size:
         yield Batch(start, size, blocks)
+
+
+class File(Protocol):
+    """One that is being written."""
+
+    @property
+    def fd(self) -> int:
+        """-1 when it is given up."""
+        ...
+
+    def fail(self, error: OSError | Damaged) -> None: ...
+
+
+class Part(NamedTuple):
+    """A block on its way into a file."""
+
+    file: File
+    offset: int
+    length: int
+    block: int
+    chunk: ChunkId
 
 
 class Worker:
@@ -62,20 +94,29 @@ class Worker:
         self.check = check
         """Called between blocks; raises when the work is to end."""
 
-    def block(self, entry: Entry, block: int, chunk: ChunkId) -> bytes:
-        """The content of a block, as long as it must be. DamagedChunk, MissingChunk, DamagedTree."""
-        data = self.repository.chunks.get(chunk)
-        block_size = self.repository.block_size
-        wanted = min(block_size, entry.size_bytes - block * block_size)
-        if len(data) != wanted:
-            raise DamagedTree(chunk, f"block {block} has {len(data)} bytes, not {wanted}")
-        return data
+    def write(self, parts: Sequence[Part]) -> None:
+        """Writes blocks into files that read as zeros so far, in the order in which they are stored.
 
-    def write(self, fd: int, entry: Entry, batch: Batch) -> None:
-        """Writes the blocks of the batch into a file that reads as zeros so far."""
-        for block, chunk in batch.blocks:
-            self.check()
-            write_sparse(fd, self.block(entry, block, chunk), block * self.repository.block_size)
+        What is wrong with one file is told to it, and the others go on. OSError of the repository's own disk.
+        """
+        chunks = [part.chunk for part in parts]
+        for piece in self.repository.bulk.read(chunks):
+            part = parts[piece.position]
+            if part.file.fd < 0:
+                continue  # it has failed, and its descriptor may be another file's by now
+            try:
+                self._write(part, piece)
+            except (OSError, Damaged) as error:
+                part.file.fail(error)
+
+    def _write(self, part: Part, piece: Piece) -> None:
+        source, start, end = piece.source, piece.start, piece.end
+        if source is None:
+            source = self.repository.chunks.get(part.chunk)
+            start, end = 0, len(source)
+        if end - start != part.length:
+            raise DamagedTree(part.chunk, f"block {part.block} has {end - start} bytes, not {part.length}")
+        write_sparse(part.file.fd, source, start, end, part.offset)
 
     def equal(self, fd: int, entry: Entry, batch: Batch, *, patient: bool = False) -> bool:
         """Whether the file has this content there. Unless ``patient``, False also where much data would have to be read
@@ -96,19 +137,32 @@ class Worker:
         return zeros(fd, at, batch.end, limit)
 
 
-def write_sparse(fd: int, data: bytes, offset: int) -> None:
-    """Writes all of it, except that pages of zeros are left as the holes they are."""
-    if _ZERO_PAGE not in data:
-        _write_all(fd, memoryview(data), offset)
+def parts(file: File, entry: Entry, batch: Batch, block_size: int) -> Iterator[Part]:
+    """What the blocks of a batch are in a file."""
+    for block, chunk in batch.blocks:
+        offset = block * block_size
+        yield Part(file, offset, min(block_size, entry.size_bytes - offset), block, chunk)
+
+
+def write_sparse(fd: int, source: bytes | bytearray, start: int, end: int, offset: int) -> None:
+    """Writes source[start:end], except that pages of zeros are left as the holes they are."""
+    view = memoryview(source)
+    if source.find(_ZERO_PAGE, start, end) < 0:
+        _write_all(fd, view[start:end], offset)
         return
-    view = memoryview(data)
-    start = at = 0
-    while at < len(data):
-        if data.startswith(_ZERO_PAGE, at):
-            _write_all(fd, view[start:at], offset + start)
+    shift = offset - start
+    at = start
+    while at < end:
+        if source.startswith(_ZERO_PAGE, at, end):
+            _write_all(fd, view[start:at], start + shift)
             start = at + _PAGE_BYTES
         at += _PAGE_BYTES
-    _write_all(fd, view[start:], offset + start)
+    _write_all(fd, view[start:end], start + shift)
+
+
+def start_writing_out(fd: int, offset: int, length: int) -> None:
+    """The disk begins with what was written there, so that a later sync finds little left to do."""
+    _libc.sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE)  # an error comes back from the sync
 
 
 def zeros(fd: int, start: int, end: int, limit_bytes: int) -> bool:

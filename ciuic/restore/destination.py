@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import secrets
+import random
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +22,9 @@ OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_NOREPLACE = 1
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
+_chosen = random.Random(os.urandom(32))
+"""Names need only differ: asking the kernel for each cost more than making some of the files."""
+os.register_at_fork(after_in_child=lambda: _chosen.seed(os.urandom(32)))
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -57,7 +60,7 @@ def proc_path(fd: int) -> bytes:
 
 def new_temporary_name(run: str) -> bytes:
     """A hidden name that no other restore uses; those of one run share a prefix."""
-    return TEMPORARY_PREFIX + f"{run}-{secrets.token_hex(4)}".encode("ascii")
+    return TEMPORARY_PREFIX + f"{run}-{_chosen.getrandbits(48):012x}".encode("ascii")
 
 
 def is_temporary(name: bytes, run: str) -> bool:

@@ -12,7 +12,7 @@ from functools import partial
 
 from ciuic.errors import Damaged
 from ciuic.repository import Repository
-from ciuic.restore.content import Batch, Worker, batches
+from ciuic.restore.content import Batch, Worker, batches, parts, start_writing_out
 from ciuic.restore.leaf import READ_FILE, Leaf
 from ciuic.restore.pool import Pool, Stopped
 from ciuic.restore.tally import Tally
@@ -44,9 +44,15 @@ class LargeFile:
     def write(self, worker: Worker, batch: Batch) -> None:
         try:
             if self.error is None:
-                worker.write(self.fd, self.leaf.entry, batch)
+                worker.check()
+                worker.write(list(parts(self, self.leaf.entry, batch, worker.repository.block_size)))
+                start_writing_out(self.fd, batch.start, batch.end - batch.start)
         except BaseException as error:
             self.error = self.error or error
+
+    def fail(self, error: BaseException) -> None:
+        """One of its blocks cannot be had or written."""
+        self.error = self.error or error
 
 
 class Feeder:
@@ -95,11 +101,11 @@ class Feeder:
 
     def write(self, leaf: Leaf) -> None:
         if self._dry_run:
-            leaf.end(leaf, "restored", [], None)
+            leaf.done("restored", [])
             return
         large = LargeFile(leaf)
         try:
-            large.fd = leaf.begin()
+            large.fd = leaf.make()
         except OSError as error:
             leaf.fail(error)
             return
@@ -109,7 +115,9 @@ class Feeder:
         if large.error is not None or self._pool.stopping:
             large.leaf.fail(large.error or Stopped())
         else:
-            large.leaf.finish()
+            large.leaf.dress()
+            if not large.leaf.ended:
+                large.leaf.finish()
 
     def _feed(
         self, large: LargeFile, work: Callable[[Worker, Batch], None], then: Callable[[LargeFile], None]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ciuic.errors import Damaged
 from ciuic.restore import attributes
 from ciuic.restore.attributes import Xattrs
-from ciuic.restore.content import Batch, Worker
+from ciuic.restore.content import start_writing_out
 from ciuic.restore.destination import (
     Remover,
     new_temporary_name,
@@ -66,6 +66,9 @@ class Leaf:
         """(device, inode) under the final name, when it is there."""
         self.counted_bytes = 0
         """Of its size, already in the progress."""
+        self.ended = False
+        """Whether `end` was called."""
+        self._problems: list[str] = []
         self._temporary = b""
         self._fd = -1
 
@@ -94,7 +97,8 @@ class Leaf:
                 return False
             differs = attributes.differ(at, now, self.entry, self.xattrs)
             # Another name may show this inode: it is not ours to change (and here it must not have another name).
-            if now.st_nlink > 1 and (differs or not self.entry.link):
+            # That name may have been removed since the walk saw this one: what is done must not depend on who was first.
+            if max(now.st_nlink, self.existing.st_nlink) > 1 and (differs or not self.entry.link):
                 return False
             # Size and time can be made to agree: believed alone they must not give somebody else's file away.
             believed = content_equal is None and compared != (now.st_dev, now.st_ino)
@@ -110,7 +114,7 @@ class Leaf:
                     self._sync_name(self.entry.name)
         finally:
             os.close(fd)
-        self.end(self, "attributes" if differs else "skipped", problems, None)
+        self.done("attributes" if differs else "skipped", problems)
         return True
 
     def _same_kind(self, now: os.stat_result) -> bool:
@@ -136,74 +140,69 @@ class Leaf:
 
     # -- making it
 
-    def begin(self) -> int:
-        """A new, empty file under a temporary name, for content; its descriptor. OSError."""
-        self._temporary = new_temporary_name(self.run)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._fd = os.open(self._temporary, flags, 0o600, dir_fd=self.folder.fd)
+    @property
+    def fd(self) -> int:
+        """Of the new file, -1 when there is none (any more)."""
         return self._fd
 
-    def write_whole(self, worker: Worker, batches: list[Batch]) -> None:
-        """A small file, or anything without content, from beginning to end in one thread."""
-        if self.dry_run:
-            self.end(self, "restored", [], None)
-            return
+    def make(self) -> int:
+        """It, new and without content, under a temporary name; its descriptor. OSError."""
+        name = new_temporary_name(self.run)
+        entry, folder = self.entry, self.folder.fd
+        if entry.is_file:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._fd = os.open(name, flags, 0o600, dir_fd=folder)
+            self._temporary = name
+            return self._fd
+        if entry.is_symlink:
+            os.symlink(entry.target, name, dir_fd=folder)
+        else:
+            os.mknod(name, stat.S_IFMT(entry.mode) | 0o600, entry.rdev, dir_fd=folder)
+        self._temporary = name
+        self._fd = os.open(name, _INODE, dir_fd=folder)
+        return self._fd
+
+    def dress(self) -> None:
+        """All content is written: size and attributes, and what is written is sent on its way to the disk."""
+        fd = self._fd
         try:
             if self.entry.is_file:
-                fd = self.begin()
-                for batch in batches:
-                    worker.write(fd, self.entry, batch)
-            else:
-                self._make_special()
-            problems = self._complete()
+                os.ftruncate(fd, self.entry.size_bytes)
+            at: int | bytes = fd if self.entry.is_file else proc_path(fd)
+            self._problems = attributes.apply(at, os.fstat(fd), self.entry, self.xattrs)
+            if self.entry.is_file:
+                start_writing_out(fd, 0, self.entry.size_bytes)
         except BaseException as error:
             self.fail(error)
-            return
-        self.end(self, "restored", problems, None)
 
     def finish(self) -> None:
-        """All content is written."""
+        """Synced, then named: in this order, so that the name never shows anything less."""
+        fd = self._fd
         try:
-            problems = self._complete()
+            if self.entry.is_file:
+                os.fsync(fd)
+            st = os.fstat(fd)
+            self.inode = (st.st_dev, st.st_ino)
+            self.place(self._temporary)
+            self._fd, self._temporary = -1, b""
+            os.close(fd)
         except BaseException as error:
             self.fail(error)
             return
-        self.end(self, "restored", problems, None)
+        self.done("restored", self._problems)
+
+    def done(self, action: Action, problems: list[str]) -> None:
+        """Reports that all is well; attributes that could not be set are ``problems``."""
+        self.ended = True
+        self.end(self, action, problems, None)
 
     def fail(self, error: BaseException) -> None:
         """Cleans up and reports; what is neither the disk's nor the repository's fault goes on up."""
         self._discard()
+        self.ended = True
         self.end(self, "failed", [], error)
         if not isinstance(error, OSError | Damaged | Stopped):
             raise error
-
-    def _make_special(self) -> None:
-        """A symbolic link, fifo, socket or device under a temporary name."""
-        name = new_temporary_name(self.run)
-        if self.entry.is_symlink:
-            os.symlink(self.entry.target, name, dir_fd=self.folder.fd)
-        else:
-            os.mknod(name, stat.S_IFMT(self.entry.mode) | 0o600, self.entry.rdev, dir_fd=self.folder.fd)
-        self._temporary = name
-        self._fd = os.open(name, _INODE, dir_fd=self.folder.fd)
-
-    def _complete(self) -> list[str]:
-        """Size, attributes, sync, name: in this order, so that the name never shows anything less."""
-        fd = self._fd
-        at: int | bytes = fd
-        if self.entry.is_file:
-            os.ftruncate(fd, self.entry.size_bytes)
-        else:
-            at = proc_path(fd)
-        problems = attributes.apply(at, os.fstat(fd), self.entry, self.xattrs)
-        if self.entry.is_file:
-            os.fsync(fd)
-        st = os.fstat(fd)
-        self.inode = (st.st_dev, st.st_ino)
-        self.place(self._temporary)
-        self._fd, self._temporary = -1, b""
-        os.close(fd)
-        return problems
 
     def place(self, temporary: bytes) -> None:
         """Gives what has the temporary name its own, in one step where nothing or no directory is in the way."""

@@ -11,6 +11,7 @@ from ciuic.restore.destination import new_temporary_name, open_below, unlink_if_
 from ciuic.restore.large import Feeder
 from ciuic.restore.leaf import Leaf
 from ciuic.restore.pool import Pool
+from ciuic.restore.small import SmallFiles
 from ciuic.restore.tally import Tally
 
 NOT_LINKABLE = (errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -55,8 +56,9 @@ class LinkGroup:
 class Linker:
     """All groups of a run; for the walk's thread."""
 
-    def __init__(self, pool: Pool, feeder: Feeder, tally: Tally, *, dry_run: bool) -> None:
+    def __init__(self, pool: Pool, small: SmallFiles, feeder: Feeder, tally: Tally, *, dry_run: bool) -> None:
         self._pool = pool
+        self._small = small
         self._feeder = feeder
         self._tally = tally
         self._dry_run = dry_run
@@ -75,6 +77,8 @@ class Linker:
         return False
 
     def _is_there(self, group: LinkGroup) -> bool:
+        if group.state == "working":
+            self._small.flush()
         while group.state == "working":
             self._pool.wait(lambda: group.state != "working" or bool(self._feeder.again))
             self._feeder.write_again()
@@ -83,7 +87,7 @@ class Linker:
     def _link_to(self, group: LinkGroup, leaf: Leaf) -> bool:
         st = leaf.existing
         if st is not None and (st.st_dev, st.st_ino) == group.inode:
-            leaf.end(leaf, "skipped", [], None)
+            leaf.done("skipped", [])
             return True
         try:
             if not self._dry_run:
@@ -96,5 +100,5 @@ class Linker:
                 problem = f"a file of its own: it could not be linked to the others ({error.strerror})"
                 self._tally.problems(leaf.path, [problem])
             return False
-        leaf.end(leaf, "linked", [], None)
+        leaf.done("linked", [])
         return True

@@ -11,7 +11,6 @@ import posixpath
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 
@@ -20,7 +19,7 @@ from ciuic.errors import Damaged
 from ciuic.lookup import join, resolve
 from ciuic.restore import attributes
 from ciuic.restore import journal as journals
-from ciuic.restore.content import BATCH_BLOCKS, Batch, Worker, batches
+from ciuic.restore.content import batch_blocks
 from ciuic.restore.destination import (
     Remover,
     is_temporary,
@@ -35,6 +34,7 @@ from ciuic.restore.leaf import Leaf
 from ciuic.restore.links import Linker
 from ciuic.restore.model import Action, Item, Overwrite, Plan, Progress, Result, Target
 from ciuic.restore.pool import Pool, Stopped
+from ciuic.restore.small import SmallFiles
 from ciuic.restore.tally import Tally
 from ciuic.restore.targets import open_parent
 from ciuic.types import FLAG_MOUNTPOINT, Entry
@@ -66,7 +66,9 @@ class Run:
         self.pool = Pool(plan.repository.path)
         self.tally = Tally(plan, dry_run, progress, report)
         self.feeder = Feeder(plan.repository, self.pool, self.tally, dry_run=dry_run)
-        self.linker = Linker(self.pool, self.feeder, self.tally, dry_run=dry_run)
+        self.small = SmallFiles(self.pool, self._believed)
+        self.linker = Linker(self.pool, self.small, self.feeder, self.tally, dry_run=dry_run)
+        self._small_bytes = batch_blocks(plan.repository.block_size) * plan.repository.block_size
         self._target = plan.targets[0]
         self._base = NOT_THERE
         self._bases: list[int] = []
@@ -151,6 +153,7 @@ class Run:
             journal.finish()
 
     def _finish_work(self) -> None:
+        self.small.flush()
         while True:
             self.pool.wait(lambda: bool(self.feeder.again) or self.pool.idle())
             if not self.feeder.write_again():
@@ -346,41 +349,17 @@ class Run:
 
     def _do(self, leaf: Leaf) -> None:
         entry, st = leaf.entry, leaf.existing
-        if not entry.is_file or entry.size_bytes <= BATCH_BLOCKS * self.plan.repository.block_size:
-            self.pool.submit(partial(self._small, leaf))
+        if not entry.is_file or entry.size_bytes <= self._small_bytes:
+            self.small.add(leaf)
         elif st is None or not stat.S_ISREG(st.st_mode) or st.st_size != entry.size_bytes:
             self.feeder.write(leaf)
-        elif self._believes and believed_equal(entry, st):
-            self.pool.submit(partial(self._small, leaf))
+        elif self._believed(leaf):
+            self.small.add(leaf)
         else:
             self.feeder.compare(leaf)
 
-    def _small(self, leaf: Leaf, worker: Worker) -> None:
-        if self.pool.stopping:
-            leaf.fail(Stopped())
-            return
-        pieces: list[Batch] = []
-        try:
-            if leaf.entry.is_file:
-                pieces = list(batches(worker.repository, leaf.entry))
-            if leaf.existing is not None and self._kept(leaf, worker, pieces):
-                return
-        except (OSError, Damaged, Stopped) as error:
-            leaf.fail(error)
-            return
-        leaf.write_whole(worker, pieces)
-
-    def _kept(self, leaf: Leaf, worker: Worker, pieces: list[Batch]) -> bool:
-        assert leaf.existing is not None
-
-        def equal(fd: int) -> bool:
-            return all(worker.equal(fd, leaf.entry, piece) for piece in pieces)
-
-        believe = self._believes and believed_equal(leaf.entry, leaf.existing)
-        try:
-            return leaf.keep(content_equal=None if believe else equal)
-        except OSError:
-            return False  # what cannot be read is replaced, which tells what is wrong if it cannot be done
+    def _believed(self, leaf: Leaf) -> bool:
+        return self._believes and leaf.existing is not None and believed_equal(leaf.entry, leaf.existing)
 
     @property
     def _believes(self) -> bool:

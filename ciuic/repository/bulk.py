@@ -1,0 +1,148 @@
+"""Reading many chunks at once: looked up together, in the order of their places, neighbours with one read.
+
+Guarantees: every byte handed out matches its chunk's id, as with `ChunkReader.get`; whatever is not right, or not where the index
+says, is left to `get`, which looks further. Memory is one buffer, used again, and one decompressed chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+import zstandard
+
+from ciuic.errors import NotFound
+from ciuic.repository.chunks import READ_ERRORS, BadCopyError, chunk_id, unpack
+from ciuic.repository.model import ChunkLocation
+from ciuic.repository.packformat import FLAG_ZSTD, MAX_CHUNK_BYTES
+from ciuic.repository.packs import Packs
+from ciuic.types import ChunkId
+
+RUN_BYTES = 1 << 20
+"""One read: large enough that calls cost nothing, small enough to be in the processor's cache when it is checked and written."""
+_GAP_BYTES = 4096
+"""Between two payloads; what lies there is read and left, which is cheaper than a second call."""
+
+
+class Piece(NamedTuple):
+    """The content of one of the chunks asked for, good until the next is taken."""
+
+    position: int
+    """In the sequence that was asked for."""
+    source: bytes | bytearray | None
+    """What holds it; None where only `ChunkReader.get` can tell."""
+    start: int
+    end: int
+    location: ChunkLocation | None
+    """Where the bytes that were checked lie."""
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether it stands in the pack as it is."""
+        return self.location is not None and not self.location.flags & FLAG_ZSTD
+
+
+class ManyFinder(Protocol):
+    """Where chunks are, asked for many at once."""
+
+    def find_many(self, chunks: Sequence[bytes]) -> dict[bytes, ChunkLocation]:
+        """The copy of each that is to be read first; without those of which none is known."""
+        ...
+
+
+_Wanted = tuple[ChunkLocation, int]
+
+
+class BulkReader:
+    """For one thread, and one `read` at a time."""
+
+    def __init__(self, packs: Packs, finder: ManyFinder, seed: int) -> None:
+        self._packs = packs
+        self._finder = finder
+        self._seed = seed
+        self._buffer = bytearray(RUN_BYTES)
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    def read(self, chunks: Sequence[ChunkId]) -> Iterator[Piece]:
+        """Each of them, the order is that of their places. OSError other than of a bad disk."""
+        found = self._finder.find_many(chunks)
+        placed: list[_Wanted] = []
+        for position, chunk in enumerate(chunks):
+            location = found.get(chunk)
+            if location is None or not _possible(location):
+                yield Piece(position, None, 0, 0, None)
+            else:
+                placed.append((location, position))
+        placed.sort(key=lambda wanted: (wanted[0].pack, wanted[0].offset))
+        runs = list(_runs(placed))
+        if len(runs) > 1:
+            self._announce(runs)
+        for run in runs:
+            yield from self._read_run(run, chunks)
+
+    def _announce(self, runs: list[list[_Wanted]]) -> None:
+        """The kernel begins to read all of it while the first is worked on."""
+        for run in runs:
+            start, end = _span(run)
+            with suppress(OSError, NotFound):  # only advice
+                self._packs.will_need(run[0][0].pack, start, end - start)
+
+    def _read_run(self, run: list[_Wanted], chunks: Sequence[ChunkId]) -> Iterator[Piece]:
+        start, end = _span(run)
+        if end - start > len(self._buffer):
+            self._buffer = bytearray(end - start)
+        try:
+            length = self._packs.read_into(run[0][0].pack, start, memoryview(self._buffer)[: end - start])
+        except NotFound:
+            length = 0
+        except OSError as error:
+            if error.errno not in READ_ERRORS:
+                raise
+            length = 0  # one by one then: perhaps one block of it is bad
+        for location, position in run:
+            at = location.offset - start
+            upto = at + location.stored_bytes
+            piece = Piece(position, None, 0, 0, None)
+            if upto <= length:
+                with suppress(BadCopyError):
+                    piece = self._checked(position, chunks[position], location, at, upto)
+            yield piece
+
+    def _checked(self, position: int, chunk: ChunkId, location: ChunkLocation, at: int, upto: int) -> Piece:
+        stored = memoryview(self._buffer)[at:upto]
+        if not location.flags & FLAG_ZSTD:
+            if chunk_id(stored, self._seed) != chunk:
+                raise BadCopyError("its bytes do not match their id")
+            return Piece(position, self._buffer, at, upto, location)
+        content = unpack(stored, location.raw_bytes, location.flags, self._decompressor)
+        if chunk_id(content, self._seed) != chunk:
+            raise BadCopyError("its bytes do not match their id")
+        return Piece(position, content, 0, len(content), location)
+
+
+def _possible(location: ChunkLocation) -> bool:
+    return 0 <= location.stored_bytes <= MAX_CHUNK_BYTES and location.offset >= 0
+
+
+def _runs(placed: list[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Neighbours together, as many as one read is for."""
+    run: list[_Wanted] = []
+    start = end = 0
+    for wanted in placed:
+        location = wanted[0]
+        upto = location.offset + location.stored_bytes
+        near = bool(run) and location.pack == run[0][0].pack and location.offset <= end + _GAP_BYTES
+        if near and upto - start <= RUN_BYTES:
+            run.append(wanted)
+            end = max(end, upto)
+            continue
+        if run:
+            yield run
+        run, start, end = [wanted], location.offset, upto
+    if run:
+        yield run
+
+
+def _span(run: list[_Wanted]) -> tuple[int, int]:
+    return run[0][0].offset, max(location.offset + location.stored_bytes for location, _ in run)
