@@ -81,6 +81,10 @@ class BulkReader:
         for run in runs:
             yield from self._read_run(run, chunks)
 
+    def pack_descriptor(self, number: int) -> int:
+        """For sharing extents: good until the next call of anything here. NotFound."""
+        return self._packs.descriptor(number)
+
     def _announce(self, runs: list[list[_Wanted]]) -> None:
         """The kernel begins to read all of it while the first is worked on."""
         for run in runs:

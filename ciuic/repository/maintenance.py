@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from typing import TYPE_CHECKING
 
 from ciuic.errors import NotFound
 from ciuic.repository.chunks import BadCopyError, location_of, read_copy, read_stored
-from ciuic.repository.disk import Disk
 from ciuic.repository.errors import DamagedChunk, DamagedPack
 from ciuic.repository.index import DAMAGED
 from ciuic.repository.model import ChunkLocation, PackRecord
 from ciuic.repository.packs import Packs
-from ciuic.repository.store import ChunkStore
 from ciuic.types import ChunkId
+
+if TYPE_CHECKING:
+    from ciuic.repository.disk import Disk
+    from ciuic.repository.store import ChunkStore
 
 
 def strict_records(packs: Packs, number: int) -> list[PackRecord]:

@@ -109,6 +109,10 @@ class Packs:
             done += got
         return done
 
+    def descriptor(self, number: int) -> int:
+        """For sharing its extents: ours, and good until another pack is asked for. NotFound."""
+        return self._fd(number)
+
     def will_need(self, number: int, offset: int, length: int) -> None:
         """Lets the kernel begin to read. NotFound; OSError where it takes no advice."""
         os.posix_fadvise(self._fd(number), offset, length, os.POSIX_FADV_WILLNEED)

@@ -4,13 +4,27 @@ Guarantees: nothing is changed before every conflict is known; a file appears un
 against its hashes, synced and with its attributes, or not at all; what is restored already is not restored again;
 interrupted or killed at any point, it can be run again. Plain file operations only, so the destination may be any
 file system, a ciuic mount included. Leaves to others: the safety snapshot, and telling a person.
+
+Names are imported when first used, because verification and comparison use a part of this only.
 """
 
 from __future__ import annotations
 
-from ciuic.restore.execute import execute
-from ciuic.restore.model import Action, Failure, Item, Overwrite, Plan, Progress, Result, Target
-from ciuic.restore.plan import plan_restore
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ciuic.restore.execute import execute
+    from ciuic.restore.model import Action, Failure, Item, Overwrite, Plan, Progress, Result, Target
+    from ciuic.restore.plan import plan_restore
+
+_HOME = {
+    "execute": "execute",
+    "plan_restore": "plan",
+    **dict.fromkeys(
+        ("Action", "Failure", "Item", "Overwrite", "Plan", "Progress", "Result", "Target"), "model"
+    ),
+}
 
 __all__ = [
     "Action",
@@ -24,3 +38,12 @@ __all__ = [
     "execute",
     "plan_restore",
 ]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value

@@ -12,15 +12,17 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ciuic.errors import Damaged
+from ciuic.errors import Damaged, NotFound
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.errors import DamagedTree
 from ciuic.repository.ids import is_zero
+from ciuic.restore.sharing import ALIGN_BYTES, Sharing
 from ciuic.types import ChunkId, Entry
 
 if TYPE_CHECKING:
     from ciuic.repository import Repository
     from ciuic.repository.bulk import Piece
+    from ciuic.repository.model import ChunkLocation
 
 _BATCH_BYTES = 8 << 20
 _BATCH_BLOCKS = 128
@@ -86,6 +88,14 @@ class Part(NamedTuple):
     chunk: ChunkId
 
 
+class _Unshared(NamedTuple):
+    """A block that was read and found right, and comes as extents of its pack."""
+
+    part: Part
+    location: ChunkLocation
+    length: int
+
+
 class Worker:
     """Reads one repository's chunks; for one thread."""
 
@@ -93,21 +103,25 @@ class Worker:
         self.repository = repository
         self.check = check
         """Called between blocks; raises when the work is to end."""
+        self._sharing = Sharing()
+        self._unshared: list[_Unshared] = []
+        """Neighbours, in the pack and in the file."""
 
     def write(self, parts: Sequence[Part]) -> None:
         """Writes blocks into files that read as zeros so far, in the order in which they are stored.
 
         What is wrong with one file is told to it, and the others go on. OSError of the repository's own disk.
         """
-        chunks = [part.chunk for part in parts]
-        for piece in self.repository.bulk.read(chunks):
+        for piece in self.repository.bulk.read([part.chunk for part in parts]):
             part = parts[piece.position]
+            # A file that has failed is closed, and its descriptor may be another file's by now.
             if part.file.fd < 0:
-                continue  # it has failed, and its descriptor may be another file's by now
+                continue
             try:
                 self._write(part, piece)
             except (OSError, Damaged) as error:
                 part.file.fail(error)
+        self._share_waiting()
 
     def _write(self, part: Part, piece: Piece) -> None:
         source, start, end = piece.source, piece.start, piece.end
@@ -116,7 +130,57 @@ class Worker:
             start, end = 0, len(source)
         if end - start != part.length:
             raise DamagedTree(part.chunk, f"block {part.block} has {end - start} bytes, not {part.length}")
-        write_sparse(part.file.fd, source, start, end, part.offset)
+        shared = self._sharable(part, piece)
+        if shared:
+            assert piece.location is not None
+            self._wait_to_be_shared(part, piece.location, shared)
+        if shared < part.length:
+            write_sparse(part.file.fd, source, start + shared, end, part.offset + shared)
+
+    def _sharable(self, part: Part, piece: Piece) -> int:
+        """How many of its bytes, from its first on, can come as extents of the pack."""
+        location, source = piece.location, piece.source
+        if location is None or not piece.is_raw or source is None:
+            return 0
+        if location.offset % ALIGN_BYTES or part.offset % ALIGN_BYTES or part.length < ALIGN_BYTES:
+            return 0
+        if not self._sharing.may(part.file.fd) or source.find(_ZERO_PAGE, piece.start, piece.end) >= 0:
+            return 0
+        if self._sharing.is_known(part.file.fd) or self._share(part, location, ALIGN_BYTES):
+            return part.length - part.length % ALIGN_BYTES
+        return 0
+
+    def _wait_to_be_shared(self, part: Part, location: ChunkLocation, length: int) -> None:
+        """Neighbours are shared with one call."""
+        last = self._unshared[-1] if self._unshared else None
+        if last is not None and not (
+            last.part.file is part.file
+            and last.location.pack == location.pack
+            and last.location.offset + last.length == location.offset
+            and last.part.offset + last.length == part.offset
+        ):
+            self._share_waiting()
+        self._unshared.append(_Unshared(part, location, length))
+
+    def _share_waiting(self) -> None:
+        waiting, self._unshared = self._unshared, []
+        if not waiting or waiting[0].part.file.fd < 0:
+            return
+        first = waiting[0]
+        try:
+            if not self._share(first.part, first.location, sum(unshared.length for unshared in waiting)):
+                for part, _, length in waiting:
+                    data = self.repository.chunks.get(part.chunk)
+                    write_sparse(part.file.fd, data, 0, length, part.offset)
+        except (OSError, Damaged) as error:
+            first.part.file.fail(error)
+
+    def _share(self, part: Part, location: ChunkLocation, length: int) -> bool:
+        try:
+            pack = self.repository.bulk.pack_descriptor(location.pack)
+        except NotFound:  # removed meanwhile: what is live in it is elsewhere by now
+            return False
+        return self._sharing.share(pack, location.offset, part.file.fd, part.offset, length)
 
     def equal(self, fd: int, entry: Entry, batch: Batch, *, patient: bool = False) -> bool:
         """Whether the file has this content there. Unless ``patient``, False also where much data would have to be read

@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import stat
 from dataclasses import dataclass
 
@@ -62,7 +61,7 @@ def read_mark(folder: int) -> Mark | None:
 
 
 def new_run() -> str:
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 class Journal:

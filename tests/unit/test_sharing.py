@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.ci import needs
+from support.extents import overlap_bytes, shared_extents
 from support.small_disks import missing, small_disk
 
 from ciuic.daemon.capture import run_job
@@ -23,8 +22,6 @@ from ciuic.types import SnapshotId
 
 pytestmark = pytest.mark.mount  # a loop device, that is
 
-_FIEMAP = 0xC020660B
-_SHARED = 0x2000
 _MIB = 1 << 20
 _BLOCK = 256 << 10
 
@@ -71,32 +68,8 @@ def _capture(place: Path, number: int = 1) -> bytes:
         return bytes(data)
 
 
-def _shared(path: Path) -> list[tuple[int, int]]:
-    """(physical offset, length) of what the file shares with others."""
-    found, start = [], 0
-    with path.open("rb") as file:
-        while True:
-            head = struct.pack("=QQIIII", start, 1 << 62, 1, 0, 64, 0)
-            reply = bytearray(head + bytes(64 * 56))
-            fcntl.ioctl(file.fileno(), _FIEMAP, reply)
-            count = struct.unpack_from("=I", reply, 20)[0]
-            for at in range(count):
-                logical, physical, length, _, _, flags = struct.unpack_from("=QQQQQI", reply, 32 + at * 56)
-                start = logical + length
-                if flags & _SHARED:
-                    found.append((physical, length))
-            if count < 64:
-                return found
-
-
-def _overlap(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> int:
-    return sum(
-        max(0, min(a + length_a, b + length_b) - max(a, b)) for a, length_a in one for b, length_b in other
-    )
-
-
 def _packs(place: Path) -> list[tuple[int, int]]:
-    return [extent for pack in (place / "repository/packs").iterdir() for extent in _shared(pack)]
+    return [extent for pack in (place / "repository/packs").iterdir() for extent in shared_extents(pack)]
 
 
 def test_what_is_stored_as_it_is_lies_where_the_file_lies(place: Path) -> None:
@@ -107,7 +80,7 @@ def test_what_is_stored_as_it_is_lies_where_the_file_lies(place: Path) -> None:
     file.write_bytes(data)
     assert _capture(place) == data
     whole_bytes = len(data) // _BLOCK * _BLOCK
-    assert _overlap(_packs(place), _shared(file)) >= whole_bytes
+    assert overlap_bytes(_packs(place), shared_extents(file)) >= whole_bytes
     with file.open("r+b") as writing:
         writing.write(bytes(len(data)))
         os.fsync(writing.fileno())
@@ -133,7 +106,7 @@ def test_where_nothing_can_be_shared_everything_is_written(
     (place / "root/file").write_bytes(data)
     monkeypatch.setattr(Disk, "share", lambda *_: False)
     assert _capture(place) == data
-    assert _overlap(_packs(place), _shared(place / "root/file")) == 0
+    assert overlap_bytes(_packs(place), shared_extents(place / "root/file")) == 0
 
 
 def test_a_file_that_changes_meanwhile_is_stored_as_it_was_read(place: Path) -> None:
