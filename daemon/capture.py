@@ -53,8 +53,10 @@ _PATHS_IN_MESSAGE: Final = 3
 _OOM_SCORE_ADJ: Final = "500"
 
 
-def run_job(job: CaptureJob, report: Report) -> Done:
-    """Makes the snapshot; durable on return. Raises what capture_root raises, and Busy."""
+def run_job(job: CaptureJob, report: Report, committed: Callable[[Done], None] = lambda _: None) -> Done:
+    """Makes the snapshot; durable on return, and when ``committed`` is told, before the repository is let go of: what
+    is done then only spares others work. Raises what capture_root raises, and Busy.
+    """
     begun = time.monotonic()
     with Repository.open(job.repository) as repository, _writer(repository, job, report) as writer:
         report.new_bytes = lambda: writer.new_bytes
@@ -66,6 +68,12 @@ def run_job(job: CaptureJob, report: Report) -> Done:
             parent = parent or builds_on
         report.check()
         snapshot = _commit(job, tuple(records), parent, writer, report)
+        done = _done(snapshot, report, begun)
+        committed(done)
+    return done
+
+
+def _done(snapshot: Snapshot, report: Report, begun: float) -> Done:
     return Done(
         id=str(snapshot.id),
         new_bytes=snapshot.new_bytes,
@@ -74,7 +82,7 @@ def run_job(job: CaptureJob, report: Report) -> Done:
         entries=report.entries,
         files_read=report.files_read,
         bytes_read=report.bytes_read,
-        modes={printable(record.path): record.mode for record in records},
+        modes={printable(root.path): root.mode for root in snapshot.roots},
         seconds=round(time.monotonic() - begun, 3),
         errors=tuple(report.errors),
         errors_total=report.errors_total,
@@ -169,6 +177,12 @@ def _capture(find_job: Callable[[], CaptureJob], words_fd: int, repository: str)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+    done: list[Done] = []
+
+    def committed(last: Done) -> None:
+        done.append(last)
+        output.tell(last)
+
     try:
         job = find_job()
         repository = job.repository
@@ -176,17 +190,19 @@ def _capture(find_job: Callable[[], CaptureJob], words_fd: int, repository: str)
         heard = gauges(waits_files(job.runtime_dir) if job.runtime_dir else ())
         report.pace = Pace(heard, min_share=job.min_share, on_pause=report.paused)
         _be_weak(repository)
-        done = run_job(job, report)
+        run_job(job, report, committed)
     except msgspec.MsgspecError as error:
         output.tell(Failed(error=f"no capture job on standard input: {error}", code=UsageError.exit_code))
         return UsageError.exit_code
     except Exception as error:
+        if done:  # the snapshot is there all the same
+            _log.warning("repository_not_closed", error=str(error))
+            return 0
         failed = failure(error, repository)
         unexpected = not isinstance(error, CiuicError | UndoLost | UndoDamaged | Interrupted | OSError)
         _log.error("capture_failed", error=failed.error, code=failed.code, exc_info=unexpected)
         output.tell(failed)
         return failed.code
-    output.tell(done)
     return 0
 
 

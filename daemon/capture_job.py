@@ -4,7 +4,8 @@ The daemon starts `python -m ciuic.daemon.capture`, writes one `CaptureJob` as J
 The process answers with JSON lines on standard output: any number of `Progress`, then exactly one `Done` or `Failed`,
 unless it was killed. Logs go to standard error. Byte strings are base64 in JSON (msgspec does that by itself).
 
-The exit status is 0 exactly when the snapshot is committed and `Done` was written; otherwise the code of `Failed`.
+`Done` is written when the snapshot is committed, which is a moment before the process has let go of the repository and ended.
+The exit status is 0 when it was written; otherwise the code of `Failed`.
 """
 
 from __future__ import annotations

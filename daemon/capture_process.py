@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -109,8 +109,12 @@ class CaptureProcess:
         *,
         on_start: Callable[[int], None],
         on_progress: Callable[[Progress], None],
+        on_done: Callable[[Done], Awaitable[None]] | None = None,
     ) -> Done | Failed:
-        """Runs ``job``, which names ``fds`` by their numbers here. ``on_start`` gets the pid before the job is sent."""
+        """Runs ``job``, which names ``fds`` by their numbers here. ``on_start`` gets the pid before the job is sent,
+        ``on_done`` its last word when the snapshot is committed. On return the process has ended, and let go of the
+        repository.
+        """
         process: _Process | None = None
         if self._spare is not None:
             process = await _fork(self._spare, fds)
@@ -132,7 +136,7 @@ class CaptureProcess:
         try:
             if self._kill_reason:
                 process.kill()
-            last = await self._converse(process, encode_job(job), on_progress)
+            last = await self._converse(process, encode_job(job), on_progress, on_done)
             status = await process.wait()
         except BaseException:
             with trio.CancelScope(shield=True):
@@ -149,7 +153,11 @@ class CaptureProcess:
             self._process.kill()
 
     async def _converse(
-        self, process: _Process, job: bytes, on_progress: Callable[[Progress], None]
+        self,
+        process: _Process,
+        job: bytes,
+        on_progress: Callable[[Progress], None],
+        on_done: Callable[[Done], Awaitable[None]] | None,
     ) -> Done | Failed | None:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -174,12 +182,16 @@ class CaptureProcess:
                     continue
                 if isinstance(message, Progress):
                     on_progress(message)
-                else:
+                elif not isinstance(last, Done):
                     last = message
+                    if isinstance(message, Done) and on_done is not None:
+                        await on_done(message)
         return last
 
     def _outcome(self, last: Done | Failed | None, status: int) -> Done | Failed:
-        if isinstance(last, Done) and status == 0:
+        if isinstance(last, Done):
+            if status:
+                log.warning("capture_ended_badly", pid=self.pid, id=last.id, end=describe_exit(status))
             return last
         if self._kill_reason:
             return Failed(error=self._kill_reason, code=EXIT_INTERRUPTED)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import structlog
@@ -132,11 +133,11 @@ class Snapshots:
     def unfinished(self) -> list[SnapshotState]:
         """Oldest first; and the last failure, if nothing was committed since."""
         failure = [self.last_failure] if self.last_failure else []
-        return [*failure, *(pending.state for pending in self._queue)]
+        return [*failure, *(pending.state for pending in self._queue if not pending.finished.is_set())]
 
     def scheduled_is_waiting(self) -> bool:
         """Whether a snapshot that the schedule asked for is still on its way: another would only pile up."""
-        return any(pending.record.scheduled for pending in self._queue)
+        return any(pending.record.scheduled and not pending.finished.is_set() for pending in self._queue)
 
     async def _new_id(self, supervisors: Iterable[RootSupervisor]) -> str:
         store = self._context.store()
@@ -221,7 +222,6 @@ class Snapshots:
             async with self.repository_lock:
                 outcome = await self._attempt(pending)
             if isinstance(outcome, Done):
-                await self._commit(pending, outcome)
                 return
             if pending.is_lost():
                 continue
@@ -249,6 +249,7 @@ class Snapshots:
                 await pending.wake.wait()
 
     async def _attempt(self, pending: PendingSnapshot) -> Done | Failed:
+        """One capture. On Done the snapshot was seen to: whoever waits for it has been told before its process ended."""
         try:
             job, fds = make_job(pending, self._context.settings(), self._context.roots(), self._context.host)
         except CiuicError as error:
@@ -261,6 +262,7 @@ class Snapshots:
                 fds,
                 on_start=lambda pid: self._capture_started(pending, pid),
                 on_progress=pending.progressed,
+                on_done=partial(self._commit, pending),
             )
         except OSError as error:
             return Failed(error=f"the capture process cannot be started: {error}")
@@ -333,6 +335,8 @@ class Snapshots:
         return True
 
     async def _give_up(self, pending: PendingSnapshot, failure: Failed) -> None:
+        if pending.finished.is_set():  # committed, and only its process had not ended yet
+            return
         await self._tell_workers(pending, committed=False)
         pending.failed(failure)
         if pending.record.scheduled and pending.is_lost():

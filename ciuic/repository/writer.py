@@ -22,6 +22,7 @@ from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.ids import Bytes
 from ciuic.repository.index import INDEX_NAME
 from ciuic.repository.lock import Lock
+from ciuic.repository.model import SnapshotInfo
 from ciuic.repository.packing import Content
 from ciuic.repository.packs import Packs
 from ciuic.repository.recovery import reconcile
@@ -87,6 +88,8 @@ class Writer:
         self._trees = Trees(self._store)
         self._maps = BlockMaps(self._store)
         self._committed_bytes = 0
+        self._uncatalogued: dict[str, tuple[SnapshotInfo, str]] = {}
+        """Rows of snapshots made by this writer."""
         self._open = True
         self._refresh_catalogue()
 
@@ -111,6 +114,8 @@ class Writer:
             last.callback(self._index.close)
             last.callback(self._store.close)
             last.callback(self._stage.close)
+            if self._uncatalogued:
+                self._index.catalogue_put(self._uncatalogued.values())
             with suppress(OSError):  # nothing of this was promised; an interrupted first capture gains by it
                 self._store.sync()
 
@@ -217,7 +222,8 @@ class Writer:
         self._remove_quietly(self.repository.snapshots.marks_path(draft.id))
         self._disk.replace_file(path, encode_snapshot(snapshot, self.repository.id))
         self._committed_bytes = self._store.grown_bytes
-        self._index.catalogue_put([(info_of(snapshot), "")])
+        # Told at the end: SQLite syncs before it answers, and who waits for the snapshot should not wait for its row.
+        self._uncatalogued[snapshot.id] = (info_of(snapshot), "")
         return snapshot
 
     def _finished(self, draft: SnapshotDraft) -> Snapshot:
@@ -264,7 +270,11 @@ class Writer:
         )
         self._disk.replace_file(snapshots.marks_path(id_), encode_marks(marks))
         snapshot = snapshots.load(id_)
-        self._index.catalogue_put([(info_of(snapshot), snapshots.signatures().get(id_, ""))])
+        row = (info_of(snapshot), snapshots.signatures().get(id_, ""))
+        if id_ in self._uncatalogued:
+            self._uncatalogued[id_] = row
+        else:
+            self._index.catalogue_put([row])
         return snapshot
 
     def remove_snapshots(self, ids: Iterable[SnapshotId]) -> None:
@@ -285,6 +295,8 @@ class Writer:
         for id_ in chosen:
             self._remove_quietly(snapshots.marks_path(id_))
         self._index.catalogue_remove(chosen)
+        for id_ in chosen:
+            self._uncatalogued.pop(id_, None)
 
     def _remove_quietly(self, path: str) -> None:
         if os.path.lexists(path):

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,6 +198,7 @@ class FakeCapture:
         *,
         on_start: Callable[[int], None],
         on_progress: Callable[[Progress], None],
+        on_done: Callable[[Done], Awaitable[None]],
     ) -> Done | Failed:
         behaviour = self._behaviours[min(len(self._jobs), len(self._behaviours) - 1)]
         self._jobs.append(job)
@@ -215,6 +216,7 @@ class FakeCapture:
         if isinstance(outcome, Done):
             for root in job.roots:
                 self._store.epochs[(os.fsdecode(root.path), root.session, root.epoch)] = job.id
+            await on_done(outcome)
         return outcome
 
     def kill(self, reason: str) -> None:

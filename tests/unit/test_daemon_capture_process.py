@@ -67,15 +67,41 @@ def test_a_refusal_is_returned(tmp_path: Path) -> None:
         ("os.kill(os.getpid(), 9)", "SIGKILL"),
         ("sys.exit(3)", "exit status 3"),
         ("progress(1)", "exit status 0"),
-        ("done(); os.kill(os.getpid(), 9)", "SIGKILL"),
     ],
 )
 def test_an_end_without_a_word_is_no_success(tmp_path: Path, script: str, words: str) -> None:
-    """Killed, silent, or dead after its last word: only Done together with exit status 0 counts."""
+    """Killed, or silent: only Done counts."""
     outcome = trio.run(Run(script, tmp_path).go)
     assert isinstance(outcome, Failed)
     assert outcome.code == CODE_KILLED
     assert words in outcome.error
+
+
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(3)", "say(event='failed', error='no')"])
+def test_done_is_done_however_the_process_ends(tmp_path: Path, end: str) -> None:
+    """The snapshot was durable before it said so: nothing that happens then can make it a failure."""
+    assert isinstance(trio.run(Run(f"done(); {end}", tmp_path).go), Done)
+
+
+def test_done_is_heard_before_the_process_ends(tmp_path: Path) -> None:
+    """Who waits for the snapshot need not wait until the capture has tidied up; who wants the repository must."""
+    run = Run("done(); sys.stdin.close(); signal.pause()", tmp_path)
+    heard = trio.Event()
+
+    async def on_done(_: Done) -> None:
+        heard.set()
+        os.kill(run.pids[0], signal.SIGTERM)  # it is there, and waits
+
+    async def main() -> None:
+        with trio.fail_after(20):
+            outcome = await run.process.run(
+                JOB, (), on_start=run.pids.append, on_progress=lambda _: None, on_done=on_done
+            )
+        assert isinstance(outcome, Done)
+
+    trio.run(main)
+    assert heard.is_set()
+    assert not Path(f"/proc/{run.pids[0]}").exists()
 
 
 def test_noise_between_messages_does_no_harm(tmp_path: Path) -> None:
