@@ -7,10 +7,13 @@
     for key, value, origin in shown(config): …    # config show
 
 The keys are the table ``KEYS`` (and ``ROOT_KEYS`` of one ``[[root]]``); docs/configuration.md explains them.
-Nothing here mounts, captures or opens a repository.
+Nothing here mounts, captures or opens a repository. What only some commands need (edit, places, show) is imported when it is asked
+for: most commands read the configuration, wait for it, and need nothing else of it.
 """
 
-from ciuic.config.edit import add_roots, remove_roots, writable_file
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS, ROOT_KEYS, Key
 from ciuic.config.load import (
     CONFIG_VARIABLE,
@@ -38,19 +41,22 @@ from ciuic.config.model import (
     RootConfig,
     ScheduleConfig,
 )
-from ciuic.config.places import (
-    canonical_root,
-    check_overlaps,
-    check_places,
-    check_repository,
-    check_repository_beside,
-    check_root,
-    default_repository_path,
-    is_ciuic_mount,
-    repository_path,
-)
-from ciuic.config.show import ShownValue, shown
 from ciuic.retention import MinFree
+
+if TYPE_CHECKING:
+    from ciuic.config.edit import add_roots, remove_roots, writable_file
+    from ciuic.config.places import (
+        canonical_root,
+        check_overlaps,
+        check_places,
+        check_repository,
+        check_repository_beside,
+        check_root,
+        default_repository_path,
+        is_ciuic_mount,
+        repository_path,
+    )
+    from ciuic.config.show import ShownValue, shown
 
 __all__ = [
     "CONFIG_VARIABLE",
@@ -96,3 +102,29 @@ __all__ = [
     "shown",
     "writable_file",
 ]
+
+_LATE = {
+    **dict.fromkeys(("add_roots", "remove_roots", "writable_file"), "edit"),
+    **dict.fromkeys(
+        (
+            "canonical_root",
+            "check_overlaps",
+            "check_places",
+            "check_repository",
+            "check_repository_beside",
+            "check_root",
+            "default_repository_path",
+            "is_ciuic_mount",
+            "repository_path",
+        ),
+        "places",
+    ),
+    **dict.fromkeys(("ShownValue", "shown"), "show"),
+}
+
+
+def __getattr__(name: str) -> object:
+    module = _LATE.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), name)
