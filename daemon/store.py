@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,7 @@ class Store:
     def __init__(self, path: Path | None, *, block_bytes: int) -> None:
         self.path = path
         self._block_bytes = block_bytes
+        self._making = threading.Lock()
         self._seen = False
         """Whether the repository was there in this daemon's life."""
         self._marks: list[RepositoryMark] = []
@@ -78,7 +80,8 @@ class Store:
         """
         path, root_fds = self._known_path(), tuple(root_fds)
         self._marks = [mark for fd in root_fds if (mark := read_mark(fd)) is not None]
-        with _in_words(path):
+        # The daemon's start and the first snapshot ask for it at the same time, and only one of them may make it.
+        with self._making, _in_words(path):
             if not Repository.exists(path):
                 refusal = self._refusal(path)
                 if refusal is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,20 @@ def test_a_store_that_cannot_be_read_is_an_error_in_words(
     store = Store(tmp_path / "repository", block_bytes=4096)
     assert isinstance(outcome_of(ask, store), (CiuicError, type(None)))
     assert store.status().snapshots == 0
+
+
+def test_a_repository_that_many_ask_for_is_made_once(tmp_path: Path) -> None:
+    """The daemon's start and the first snapshot may both find none: each finds one in the end."""
+    store = Store(tmp_path / "new", block_bytes=65536)
+    together = threading.Barrier(8)
+
+    def ask(_: int) -> None:
+        together.wait()
+        store.ensure()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(ask, range(8)))
+    assert store.status().exists
 
 
 def test_a_missing_repository_is_made_once(tmp_path: Path) -> None:
