@@ -14,12 +14,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ciuic.restore.execute import execute
+    from ciuic.restore.carrying_out import execute
     from ciuic.restore.model import Action, Failure, Item, Overwrite, Plan, Progress, Result, Target
     from ciuic.restore.plan import plan_restore
 
 _HOME = {
-    "execute": "execute",
+    "execute": "carrying_out",
     "plan_restore": "plan",
     **dict.fromkeys(
         ("Action", "Failure", "Item", "Overwrite", "Plan", "Progress", "Result", "Target"), "model"
