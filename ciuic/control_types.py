@@ -33,9 +33,11 @@ class Progress(_Document):
     new_bytes: int = 0
     path: str = ""
     share: float = 1.0
-    """Of the time that the capture works in: below 1 it is slowed down, because others wait for the disk."""
+    """Of the time that the capture works in: below 1 it is slowed down, because others use the disk."""
     others_waiting: float = 0.0
     """The share of the time in which others waited for the disk lately."""
+    others_writing: float = 0.0
+    """Bytes per second that others wrote lately."""
     paused_seconds: float = 0.0
     """What the capture has spent listening and making way so far."""
 

@@ -2,9 +2,10 @@
 
 The idle I/O class does nothing under the `none` scheduler, so whoever works in the background listens. Between pieces of
 work it pauses, and what /proc/pressure/io counts meanwhile, others have waited: itself it sleeps. The overlay's own
-figure (how long requests of the job have waited there) counts at all times, for none of them is ours. Somebody waits:
-the *share* of the time that is spent working falls to a quarter, several times within a second. Nobody does: it doubles, from
-the least to the whole disk in half a second.
+figure (how long requests of the job have waited there) counts at all times, for none of them is ours. So does what others have
+written into the page cache, which is what the kernel counts less what we have: a checkpoint that is being saved waits for
+nothing until memory is full of it. Somebody waits or writes: the *share* of the time that is spent working falls to a
+quarter, several times within a second. Nobody does: it doubles, from the least to the whole disk in half a second.
 
 Guarantees: the share never falls below a least one, which doubles with every ten minutes that the work lasts, so that the
 work ends: what takes ten seconds alone takes eleven minutes at worst, and what takes a thousand seventy. The whole disk is
@@ -31,9 +32,17 @@ MIN_SHARE: Final = 0.01
 _PRESSURE: Final = "/proc/pressure/io"
 _WAITS: Final = struct.Struct("<Q")
 
-_BUSY: Final = 0.05
+_VMSTAT: Final = "/proc/vmstat"
+_OWN_IO: Final = "/proc/self/io"
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+_BUSY_WAITING: Final = 0.05
 """Share of the time that others wait from which on we slow down. Below it are the machine's own habits: logs, commits."""
-_QUIET: Final = 0.01
+_BUSY_WRITING: Final = 128 << 20
+"""Bytes per second that others write: what a stream of them does is felt (p99 of its writes 1.2 times as long), while logs stay
+far below."""
+_QUIET: Final = 0.2
+"""Of either: so little that it goes faster again."""
 _FALL: Final = 4
 _RISE: Final = 2
 _WORK_SECONDS: Final = 0.1
@@ -47,12 +56,14 @@ _PATIENCE_SECONDS: Final = 600.0
 
 
 class Gauge(NamedTuple):
-    """Something that counts for how long others have waited."""
+    """Something that counts for how long others have waited, or what they have written."""
 
     read: Callable[[], float]
-    """Seconds so far; OSError and ValueError where it is gone."""
+    """Seconds, or bytes, so far; OSError and ValueError where it is gone."""
     counts_us: bool
-    """Our own waits are in it as well: it says something only while we sleep."""
+    """What we do is in it as well: it says something only while we sleep."""
+    busy_at: float = _BUSY_WAITING
+    """What it counts in a second of busy others."""
 
 
 class PaceState(NamedTuple):
@@ -62,6 +73,8 @@ class PaceState(NamedTuple):
     """Of the time that is worked in."""
     waiting: float = 0.0
     """Share of the time in which others lately waited for the disk."""
+    writing: float = 0.0
+    """Bytes per second that others lately wrote."""
     paused_seconds: float = 0.0
 
 
@@ -88,14 +101,14 @@ class Pace:
         self._sleep = sleep
         self._we_wait = we_wait or other_threads_wait
         self._share = 1.0
-        self._waiting = 0.0
+        self._waiting = self._writing = 0.0
         self._paused_seconds = 0.0
         self._begun = self._since = clock()
         self._lock = threading.Lock()
 
     @property
     def state(self) -> PaceState:
-        return PaceState(self._share, self._waiting, self._paused_seconds)
+        return PaceState(self._share, self._waiting, self._writing, self._paused_seconds)
 
     def step(self) -> None:
         """Pauses if it is time to. Costs a tenth of a microsecond if it is not."""
@@ -133,18 +146,23 @@ class Pace:
         self._sleep(seconds)
         now, we_waited = self._clock(), self._we_wait() or waited_before
         heard = [
-            share
+            (ear.gauge.busy_at, rate)
             for ear in self._ears
-            if not (we_waited and ear.gauge.counts_us) and (share := ear.heard(now)) is not None
+            if not (we_waited and ear.gauge.counts_us) and (rate := ear.heard(now)) is not None
         ]
         if heard:
-            self._judge(max(heard))
+            self._judge(max(rate / busy_at for busy_at, rate in heard))
+            waiting = max(
+                (min(1.0, rate) for busy_at, rate in heard if busy_at == _BUSY_WAITING), default=0.0
+            )
+            writing = max((rate for busy_at, rate in heard if busy_at == _BUSY_WRITING), default=0.0)
+            self._waiting += (waiting - self._waiting) / 4
+            self._writing += (writing - self._writing) / 4
 
-    def _judge(self, waiting: float) -> None:
-        self._waiting += (waiting - self._waiting) / 4
-        if waiting > _BUSY:
+    def _judge(self, level: float) -> None:
+        if level > 1:
             self._share = max(self._floor(), self._share / _FALL)
-        elif waiting < _QUIET:
+        elif level < _QUIET:
             self._share = min(1.0, self._share * _RISE)
         else:
             self._share = max(self._floor(), self._share)
@@ -163,12 +181,12 @@ class _Ear:
             self._value, self._at = self._read(), now
 
     def heard(self, now: float) -> float | None:
-        """The share of the time since it was listened to last that others waited; None where it says nothing."""
+        """What it counted per second since it was listened to last; None where it says nothing."""
         before, value, seconds = self._value, self._read(), now - self._at
         self._value, self._at = value, now
         if before is None or value is None or value < before or seconds <= 0:
             return None
-        return min(1.0, (value - before) / seconds)
+        return (value - before) / seconds
 
     def _read(self) -> float | None:
         try:
@@ -199,6 +217,10 @@ def gauges(waits: Iterable[str]) -> list[Gauge]:
         pressure = os.open(_PRESSURE, os.O_RDONLY | os.O_CLOEXEC)
         _pressure_seconds(pressure)  # EOPNOTSUPP where the kernel was told not to keep it
         found.append(Gauge(lambda: _pressure_seconds(pressure), counts_us=True))
+    with suppress(OSError, ValueError):
+        vmstat, own = (os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in (_VMSTAT, _OWN_IO))
+        _written_by_others(vmstat, own)
+        found.append(Gauge(lambda: _written_by_others(vmstat, own), counts_us=False, busy_at=_BUSY_WRITING))
     for path in waits:
         with suppress(OSError, ValueError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -226,6 +248,13 @@ def _pressure_seconds(fd: int) -> float:
     """`some avg10=… total=MICROSECONDS`, the first line: at least one task waited for I/O."""
     line = os.pread(fd, 256, 0).partition(b"\n")[0]
     return int(line.rpartition(b"total=")[2]) / 1e6
+
+
+def _written_by_others(vmstat: int, own: int) -> float:
+    """Bytes that others have dirtied in the page cache; `nr_dirtied` counts pages, and `write_bytes` the same for us."""
+    pages = os.pread(vmstat, 1 << 16, 0).partition(b"\nnr_dirtied ")[2].partition(b"\n")[0]
+    ours = os.pread(own, 4096, 0).partition(b"\nwrite_bytes: ")[2].partition(b"\n")[0]
+    return float(int(pages) * _PAGE_BYTES - int(ours))
 
 
 def _waits_seconds(fd: int) -> float:

@@ -173,7 +173,8 @@ def _capture_line(capture: SnapshotState) -> str:
     if done is not None and done.share < 1:
         text += (
             f", slowed down to {done.share * 100:.2g}% of its time: others wait for the disk {done.others_waiting:.0%} "
-            f"of theirs (made way for {human_duration(done.paused_seconds)} so far)"
+            f"of theirs and write {human_size(round(done.others_writing))}/s (made way for "
+            f"{human_duration(done.paused_seconds)} so far)"
         )
     return text
 

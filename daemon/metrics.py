@@ -55,6 +55,10 @@ class Metrics:
             "ciuic_capture_others_waiting",
             "Share of the time in which others lately waited for the disk, as the running capture heard it",
         )
+        self._writing = self._gauge(
+            "ciuic_capture_others_writing_bytes_per_second",
+            "What others lately wrote, as the running capture heard it",
+        )
         self._paused = self._gauge(
             "ciuic_capture_paused_seconds", "What the running capture has spent listening and making way"
         )
@@ -80,6 +84,7 @@ class Metrics:
         pace = running[0] if running else Progress()
         self._share.set(pace.share)
         self._others.set(pace.others_waiting)
+        self._writing.set(pace.others_writing)
         self._paused.set(pace.paused_seconds)
         if status.last_snapshot is not None:
             self._last.set(datetime.fromisoformat(status.last_snapshot.time).timestamp())

@@ -105,6 +105,7 @@ class PendingSnapshot:
             path=message.path.decode("utf-8", "backslashreplace"),
             share=message.pace.share,
             others_waiting=message.pace.waiting,
+            others_writing=message.pace.writing,
             paused_seconds=message.pace.paused_seconds,
         )
         self._announce("snapshot_progress", self.state)

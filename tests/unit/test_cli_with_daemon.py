@@ -96,7 +96,16 @@ def test_status_says_what_an_operator_asks(config: Path, daemon: FakeDaemon) -> 
         seconds_since_last=37 * 60,
         captures=[
             SnapshotState(
-                id="cs-111111", state="capturing", progress=Progress(bytes_done=50, bytes_total=100)
+                id="cs-111111",
+                state="capturing",
+                progress=Progress(
+                    bytes_done=50,
+                    bytes_total=100,
+                    share=0.01,
+                    others_waiting=0.625,
+                    others_writing=5 << 20,
+                    paused_seconds=90,
+                ),
             )
         ],
         alerts=[
@@ -121,7 +130,8 @@ def test_status_says_what_an_operator_asks(config: Path, daemon: FakeDaemon) -> 
         "work at risk: 37m",
         "5.00 GiB of 10.0 GiB",
         "process 99",
-        "cs-111111 capturing, 50%",
+        "cs-111111 capturing, 50% of 100 B, slowed down to 1% of its time: others wait for the disk 62% of theirs and "
+        "write 5.00 MiB/s (made way for 1m so far)",
         "problem",
         "store full",
         "prune",

@@ -6,7 +6,15 @@ import pytest
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 
-from ciuic.control_types import Alert, RootStatus, SnapshotState, SnapshotSummary, StatusDocument, rfc3339
+from ciuic.control_types import (
+    Alert,
+    Progress,
+    RootStatus,
+    SnapshotState,
+    SnapshotSummary,
+    StatusDocument,
+    rfc3339,
+)
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.capture_job import EXIT_INTERRUPTED, EXIT_UNDO_LOST, Failed
 from ciuic.daemon.capture_process import CODE_KILLED
@@ -110,7 +118,10 @@ def test_metrics_are_those_of_the_status() -> None:
         now="",
         roots=[RootStatus(path='/a "x"', state="mounted", dirty_bytes=7)],
         last_snapshot=SnapshotSummary(id="cs-1", time=rfc3339(5 * 10**9)),
-        captures=[SnapshotState(id="a", state="capturing"), SnapshotState(id="b", state="failed")],
+        captures=[
+            SnapshotState(id="b", state="failed"),
+            SnapshotState(id="a", state="capturing", progress=Progress(share=0.25, paused_seconds=9)),
+        ],
         alerts=[Alert(key="k", severity="problem", since="", message="")],
     )
     metrics.snapshots.labels("committed").inc()
@@ -130,5 +141,8 @@ def test_metrics_are_those_of_the_status() -> None:
     assert seen["ciuic_last_snapshot_timestamp_seconds", ""] == 5
     assert seen["ciuic_snapshots_total", "committed"] == 1
     assert seen["ciuic_alerts", "problem"] == 1
+    assert (seen["ciuic_capture_share", ""], seen["ciuic_capture_paused_seconds", ""]) == (0.25, 9)
+    status.captures = []
+    assert samples(status)["ciuic_capture_share", ""] == 1
     status.roots = []
     assert not any(name.startswith("ciuic_root_") for name, _ in samples(status))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ci import needs
 
 from ciuic.pace import Gauge, Pace, gauges, other_threads_wait, waits_files
 
@@ -129,6 +133,17 @@ def test_it_ends_in_bounded_time() -> None:
     assert 300 < world.now - 1000 < 12 * 60
 
 
+def test_it_makes_way_for_a_stream_of_writes_and_not_for_a_log() -> None:
+    """A checkpoint that is being saved waits for nothing until memory is full of it."""
+    world = World(lambda now: 1000.0 if now < 1010 else 10.0)  # MiB/s
+    writes = Gauge(lambda: world.heard * (1 << 20), counts_us=False, busy_at=128 << 20)
+    pace = Pace([writes], clock=lambda: world.now, sleep=world.sleep)
+    assert world.run(pace, 1010) < 0.05
+    assert pace.state.writing > 500 << 20
+    world.run(pace, 1012)
+    assert world.run(pace, 1020) > 0.9
+
+
 def test_whoever_wants_no_slowing_gets_none() -> None:
     """A least share of the whole: not even the pauses to listen."""
     world = World(lambda now: 1.0)
@@ -174,7 +189,11 @@ def test_what_there_is_to_listen_to(tmp_path: Path) -> None:
     (tmp_path / "worker-1.sock").touch()
     found = waits_files(str(tmp_path))
     assert len(found) == 2
-    ours = [gauge for gauge in gauges([*found, str(tmp_path / "none")]) if not gauge.counts_us]
+    ours = [
+        gauge
+        for gauge in gauges([*found, str(tmp_path / "none")])
+        if not gauge.counts_us and gauge.busy_at < 1
+    ]
     said = []
     for gauge in ours:
         try:
@@ -182,8 +201,32 @@ def test_what_there_is_to_listen_to(tmp_path: Path) -> None:
         except ValueError:
             said.append(-1.0)
     assert sorted(said) == [-1.0, 2.5]
-    for gauge in gauges([]):  # where the kernel keeps the figure
+    for gauge in gauges([]):  # where the kernel keeps the figures
         assert gauge.read() >= 0
+
+
+def test_what_others_write_is_told_from_what_we_write(tmp_path: Path) -> None:
+    """Eight megabytes of ours are none of theirs, and eight of theirs are."""
+    writes = [gauge for gauge in gauges([]) if gauge.busy_at > 1]
+    needs("" if writes else "the kernel does not count what is written")
+    fd = os.open(tmp_path / "ours", os.O_WRONLY | os.O_CREAT)
+    try:
+        own_before = _own_write_bytes()
+        os.write(fd, bytes(8 << 20))
+        own = _own_write_bytes() - own_before
+    finally:
+        os.close(fd)
+    if not own:
+        pytest.skip("what is written here gets to no disk")
+    assert own == 8 << 20, "as the kernel counts pages that get dirty"
+    script = f"import os; os.write(os.open({str(tmp_path / 'theirs')!r}, os.O_WRONLY | os.O_CREAT), bytes(64 << 20))"
+    before = writes[0].read()
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert writes[0].read() - before > 32 << 20
+
+
+def _own_write_bytes() -> int:
+    return int(Path("/proc/self/io").read_text().partition("\nwrite_bytes: ")[2].split()[0])
 
 
 def test_a_thread_that_sleeps_waits_for_no_disk() -> None:
