@@ -32,7 +32,7 @@ repeat.
 """
 _PENDING_BYTES = 16 << 20
 """So much content may wait for being packed or be on its way through."""
-_GROUP_BYTES = 1 << 20
+_GROUP_BYTES = 2 << 20
 """Handed over to one thread at once."""
 
 
