@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from ciuic.daemon.capture_view import SealedView, Thing, Unreadable
 from ciuic.fuse_layer.undo_format import BlockRun, UndoLost, bitmap_runs, blocks_name
-from ciuic.page_cache import DropBehind, Span, forbid_readahead
+from ciuic.page_cache import DropBehind, Span, cold_spans, forbid_readahead
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.ids import is_zero
 from ciuic.repository.packing import Content
@@ -54,7 +54,9 @@ class _Begun(NamedTuple):
     spans: list[Span]
     """What was not in the page cache."""
     staged: Place | None
-    """Where its whole blocks are to be read, if not in the file itself."""
+    """Where its whole blocks are staged, if they are."""
+    cached: bool
+    """Staged, but all of it is in the page cache: it is read in the file first."""
 
 
 class _Piece(NamedTuple):
@@ -233,36 +235,47 @@ class ContentReader:
     def _begin(self, fd: int, thing: Thing, first: int, stop: int, has_data: bool, may_share: bool) -> _Begun:
         """Asks the disk for [first, stop), cut off at the size at the cut."""
         if not has_data:
-            return _Begun(first, stop, 0, [], None)
+            return _Begun(first, stop, 0, [], None, False)
         offset = first * self._block_size
         length = min(stop * self._block_size, thing.stat.size) - offset
         whole_length = length - length % self._block_size
         staged = self._writer.stage.take(fd, offset, whole_length) if may_share else None
         try:
             if staged is None:
-                return _Begun(first, stop, length, self._drop_behind.begin(fd, offset, length), None)
+                return _Begun(first, stop, length, self._drop_behind.begin(fd, offset, length), None, False)
+            if not cold_spans(fd, offset, whole_length):
+                return _Begun(first, stop, length, [], staged, True)
             spans = self._drop_behind.begin(staged.file.fd, staged.offset, whole_length)
+            return _Begun(first, stop, length, spans, staged, False)
         except OSError as error:
             raise Unreadable(error) from error
-        return _Begun(first, stop, length, spans, staged)
 
     def _finish(self, fd: int, begun: _Begun) -> _Piece:
         """The piece; filled with zeros where the file ends now."""
-        parts: list[bytes] = []
         offset = begun.first * self._block_size
-        have = 0
         try:
-            if begun.staged is not None:
-                whole_length = begun.length - begun.length % self._block_size
-                have = _read_into(parts, begun.staged.file.fd, begun.staged.offset, whole_length)
-            have += _read_into(parts, fd, offset + have, begun.length - have)
-            self._drop_behind.end(begun.staged.file.fd if begun.staged is not None else fd, begun.spans)
+            data = b"" if begun.staged is None else self._read_staged(fd, offset, begun, begun.staged)
+            parts = [data] if data else []
+            have = len(data) + _read_into(parts, fd, offset + len(data), begun.length - len(data))
+            if begun.staged is None:
+                self._drop_behind.end(fd, begun.spans)
         except OSError as error:
             raise Unreadable(error) from error
         if have < begun.length:
             parts.append(bytes(begun.length - have))
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        return _Piece(begun.first, begun.stop, data, begun.staged)
+        return _Piece(begun.first, begun.stop, parts[0] if len(parts) == 1 else b"".join(parts), begun.staged)
+
+    def _read_staged(self, fd: int, offset: int, begun: _Begun, staged: Place) -> bytes:
+        """The whole blocks of a piece that is staged."""
+        length = begun.length - begun.length % self._block_size
+        if begun.cached:
+            data = os.pread(fd, length, offset)
+            if len(data) == length and self._writer.stage.still(fd, offset, length, staged):
+                return data
+        parts: list[bytes] = []
+        _read_into(parts, staged.file.fd, staged.offset, length)
+        self._drop_behind.end(staged.file.fd, begun.spans)
+        return b"".join(parts)
 
     def _changed_unseen(self, fd: int, thing: Thing) -> bool:
         """Whether the file is no longer as it was when its attributes were read, and no record accounts for that."""
