@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ciuic.errors import Damaged, NotFound
@@ -28,11 +29,14 @@ _BATCH_BYTES = 8 << 20
 _BATCH_BLOCKS = 128
 _PAGE_BYTES = 4096
 _SYNC_FILE_RANGE_WRITE = 2
+_PUNCH_HOLE = 2 | 1
+"""FALLOC_FL_PUNCH_HOLE, with FALLOC_FL_KEEP_SIZE, as it must be."""
 _ZERO_PAGE = bytes(_PAGE_BYTES)
 _READ_BYTES = 1 << 20
 _ZEROS_WORTH_READING_BYTES = 64 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
@@ -103,6 +107,7 @@ class Worker:
         self.repository = repository
         self.check = check
         """Called between blocks; raises when the work is to end."""
+        self._buffer = bytearray()
         self._sharing = Sharing()
         self._unshared: list[_Unshared] = []
         """Neighbours, in the pack and in the file."""
@@ -186,19 +191,56 @@ class Worker:
         """Whether the file has this content there. Unless ``patient``, False also where much data would have to be read
         through for zeros, which costs more than writing anew.
         """
-        block_size, at = self.repository.block_size, batch.start
         limit = batch.end if patient else _ZEROS_WORTH_READING_BYTES
+        at = batch.start
+        will_need(fd, batch)
         for block, chunk in batch.blocks:
             self.check()
-            start = block * block_size
-            length = min(block_size, entry.size_bytes - start)
-            if not zeros(fd, at, start, limit):
+            start, end = self._extent(entry, block)
+            if not zeros(fd, at, start, limit) or not self._has(fd, start, end, chunk):
                 return False
-            data = os.pread(fd, length, start)
-            if len(data) != length or self.repository.chunks.id_of(data) != chunk:
-                return False
-            at = start + length
+            at = end
         return zeros(fd, at, batch.end, limit)
+
+    def repair(self, file: File, entry: Entry, batch: Batch) -> int:
+        """Makes the content there what it must be, in a file that is ours alone; how many bytes were something else."""
+        fd, at, wrong, wrong_bytes = file.fd, batch.start, [], 0
+        will_need(fd, batch)
+        for block, chunk in batch.blocks:
+            self.check()
+            start, end = self._extent(entry, block)
+            wrong_bytes += self._cleared(fd, at, start)
+            if not self._has(fd, start, end, chunk):
+                punch_hole(fd, start, end)
+                wrong.append((block, chunk))
+                wrong_bytes += end - start
+            at = end
+        wrong_bytes += self._cleared(fd, at, batch.end)
+        if wrong:
+            self.write(list(parts(file, entry, batch._replace(blocks=wrong), self.repository.block_size)))
+        return wrong_bytes
+
+    def replace(self, file: File, entry: Entry, batch: Batch) -> None:
+        """Writes all of it, without a look at what is there."""
+        punch_hole(file.fd, batch.start, batch.end)
+        self.write(list(parts(file, entry, batch, self.repository.block_size)))
+
+    def _extent(self, entry: Entry, block: int) -> tuple[int, int]:
+        start = block * self.repository.block_size
+        return start, min(start + self.repository.block_size, entry.size_bytes)
+
+    def _has(self, fd: int, start: int, end: int, chunk: ChunkId) -> bool:
+        """Whether the file has the content of this chunk there."""
+        if len(self._buffer) < end - start:
+            self._buffer = bytearray(end - start)
+        view = memoryview(self._buffer)[: end - start]
+        return os.preadv(fd, [view], start) == len(view) and self.repository.chunks.id_of(view) == chunk
+
+    def _cleared(self, fd: int, start: int, end: int) -> int:
+        if zeros(fd, start, end, _ZEROS_WORTH_READING_BYTES):
+            return 0
+        punch_hole(fd, start, end)
+        return end - start
 
 
 def parts(file: File, entry: Entry, batch: Batch, block_size: int) -> Iterator[Part]:
@@ -222,6 +264,19 @@ def write_sparse(fd: int, source: bytes | bytearray, start: int, end: int, offse
             start = at + _PAGE_BYTES
         at += _PAGE_BYTES
     _write_all(fd, view[start:end], start + shift)
+
+
+def will_need(fd: int, batch: Batch) -> None:
+    """The kernel begins to read it: several threads read a file in several places, which looks like no order to it."""
+    with suppress(OSError):  # only advice
+        os.posix_fadvise(fd, batch.start, batch.end - batch.start, os.POSIX_FADV_WILLNEED)
+
+
+def punch_hole(fd: int, start: int, end: int) -> None:
+    """The file reads as zeros there, and has no space for it. OSError."""
+    if end > start and _libc.fallocate(fd, _PUNCH_HOLE, start, end - start):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def start_writing_out(fd: int, offset: int, length: int) -> None:

@@ -7,6 +7,7 @@ name from whoever finishes last, and only if every batch went well.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from functools import partial
 
@@ -15,7 +16,10 @@ from ciuic.repository import Repository
 from ciuic.restore.content import Batch, Worker, batches, parts, start_writing_out
 from ciuic.restore.leaf import READ_FILE, Leaf
 from ciuic.restore.pool import Pool, Stopped
+from ciuic.restore.sharing import Sharing
 from ciuic.restore.tally import Tally
+
+_WORTH_LOOKING_BYTES = 32 << 20
 
 
 class LargeFile:
@@ -25,8 +29,12 @@ class LargeFile:
         self.leaf = leaf
         self.outstanding = 1
         self.different = False
+        self.wrong_bytes = 0
+        self.right_bytes = 0
         self.error: BaseException | None = None
         self.fd = -1
+        self.inode = (0, 0)
+        """(device, inode) of what was there, when that was cloned."""
 
     @property
     def abandoned(self) -> bool:
@@ -50,6 +58,25 @@ class LargeFile:
         except BaseException as error:
             self.error = self.error or error
 
+    def repair(self, worker: Worker, batch: Batch) -> None:
+        """Where much has turned out to differ, the rest is not even looked at."""
+        try:
+            if self.error is not None:
+                return
+            worker.check()
+            size = batch.end - batch.start
+            if self.wrong_bytes > max(_WORTH_LOOKING_BYTES, self.right_bytes):
+                worker.replace(self, self.leaf.entry, batch)
+                wrong = size
+            else:
+                wrong = worker.repair(self, self.leaf.entry, batch)
+            self.right_bytes += size - wrong
+            if wrong:  # adding nothing could undo what another thread adds
+                self.wrong_bytes += wrong
+                start_writing_out(self.fd, batch.start, size)
+        except BaseException as error:
+            self.error = self.error or error
+
     def fail(self, error: BaseException) -> None:
         """One of its blocks cannot be had or written."""
         self.error = self.error or error
@@ -63,6 +90,7 @@ class Feeder:
         self._pool = pool
         self._tally = tally
         self._dry_run = dry_run
+        self._sharing = Sharing()
         self.again: list[Leaf] = []
         """Turned out to differ: to be written."""
 
@@ -81,7 +109,43 @@ class Feeder:
         except OSError:  # what cannot be read is replaced, which tells what is wrong if it cannot be done
             self.write(leaf)
             return
-        self._feed(large, large.compare, self._compared)
+        if self._clone(large):
+            self._feed(large, large.repair, self._repaired)
+        elif os.fstat(large.fd).st_size == leaf.entry.size_bytes:
+            self._feed(large, large.compare, self._compared)
+        else:
+            os.close(large.fd)
+            self.write(leaf)
+
+    def _clone(self, large: LargeFile) -> bool:
+        """Whether there is a new file now that shares all extents with what is there; `fd` is that of it then.
+
+        It is compared in place of the old one, which others may be writing, and only what differs is written to it.
+        """
+        leaf, existing = large.leaf, large.fd
+        if self._dry_run or not self._sharing.may(existing) or not stat.S_ISREG(os.fstat(existing).st_mode):
+            return False
+        try:
+            fd = leaf.make()
+            if self._sharing.clone(existing, fd):
+                os.ftruncate(fd, leaf.entry.size_bytes)
+                now = os.fstat(existing)
+                large.fd, large.inode = fd, (now.st_dev, now.st_ino)
+                os.close(existing)
+                return True
+        except OSError:  # a full disk, for instance, of which writing will tell
+            pass
+        leaf.discard()
+        return False
+
+    def _repaired(self, large: LargeFile) -> None:
+        if large.error is None and not large.wrong_bytes and not self._pool.stopping:
+            try:
+                if large.leaf.keep(content_equal=None, compared=large.inode):
+                    return
+            except OSError as error:
+                large.error = error
+        self._written(large)
 
     def _compared(self, large: LargeFile) -> None:
         st = os.fstat(large.fd)
@@ -161,7 +225,7 @@ class Feeder:
     ) -> None:
         try:
             work(worker, batch)
-            if work == large.write and large.error is None:
+            if work in (large.write, large.repair) and large.error is None:
                 with self._pool.changed:
                     large.leaf.counted_bytes += batch.end - batch.start
                     self._tally.part(large.leaf.path, batch.end - batch.start)

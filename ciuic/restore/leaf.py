@@ -192,13 +192,14 @@ class Leaf:
         self.done("restored", self._problems)
 
     def done(self, action: Action, problems: list[str]) -> None:
-        """Reports that all is well; attributes that could not be set are ``problems``."""
+        """Reports that all is well; attributes that could not be set are ``problems``. A file begun is not needed then."""
+        self.discard()
         self.ended = True
         self.end(self, action, problems, None)
 
     def fail(self, error: BaseException) -> None:
         """Cleans up and reports; what is neither the disk's nor the repository's fault goes on up."""
-        self._discard()
+        self.discard()
         self.ended = True
         self.end(self, "failed", [], error)
         if not isinstance(error, OSError | Damaged | Stopped):
@@ -233,7 +234,7 @@ class Leaf:
             text = f"restored, but the directory that was there could not be removed: it is {os.fsdecode(aside)} now"
             raise OSError(errno.ENOTEMPTY, text)
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -351,7 +351,7 @@ class Run:
         entry, st = leaf.entry, leaf.existing
         if not entry.is_file or entry.size_bytes <= self._small_bytes:
             self.small.add(leaf)
-        elif st is None or not stat.S_ISREG(st.st_mode) or st.st_size != entry.size_bytes:
+        elif st is None or not stat.S_ISREG(st.st_mode):
             self.feeder.write(leaf)
         elif self._believed(leaf):
             self.small.add(leaf)

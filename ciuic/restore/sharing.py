@@ -7,11 +7,14 @@ no more for files on it. Leaves to the caller: writing what cannot be shared.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+from collections.abc import Callable
 
 from ciuic.repository.sharing import ALIGN_BYTES, clone_range
 
 __all__ = ["ALIGN_BYTES", "Sharing"]
+_FICLONE = 0x40049409
 _REFUSED = (
     errno.EOPNOTSUPP,
     errno.ENOTTY,
@@ -39,9 +42,16 @@ class Sharing:
 
     def share(self, source: int, source_offset: int, fd: int, offset: int, length: int) -> bool:
         """Whether the range is shared now. OSError, of a full disk for instance."""
+        return self._try(fd, lambda: clone_range(source, source_offset, length, fd, offset))
+
+    def clone(self, source: int, fd: int) -> bool:
+        """Whether the whole content of ``source``, as it was at one moment, is that of the new file now. OSError."""
+        return self._try(fd, lambda: fcntl.ioctl(fd, _FICLONE, source))
+
+    def _try(self, fd: int, call: Callable[[], object]) -> bool:
         device = os.fstat(fd).st_dev
         try:
-            clone_range(source, source_offset, length, fd, offset)
+            call()
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise

@@ -12,6 +12,11 @@ _SHARED = 0x2000
 
 def shared_extents(path: Path) -> list[tuple[int, int]]:
     """(physical offset, length) of what the file shares with others."""
+    return extents(path, _SHARED)
+
+
+def extents(path: Path, flag: int = 0) -> list[tuple[int, int]]:
+    """(physical offset, length) of all that has this flag, or all."""
     found, start = [], 0
     with path.open("rb") as file:
         while True:
@@ -22,7 +27,7 @@ def shared_extents(path: Path) -> list[tuple[int, int]]:
             for at in range(count):
                 logical, physical, length, _, _, flags = struct.unpack_from("=QQQQQI", reply, 32 + at * 56)
                 start = logical + length
-                if flags & _SHARED:
+                if flags & flag == flag:
                     found.append((physical, length))
             if count < 64:
                 return found
