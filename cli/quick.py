@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
@@ -57,6 +58,9 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int | None:
         connection = Connection(socket_path, connect_seconds=_CONNECT_SECONDS)
     except (CiuicError, UnicodeEncodeError):
         return None  # nothing was asked yet: the whole program says what is wrong
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as app.run has it
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     return _ask(connection, request, body)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +167,32 @@ def test_a_daemon_that_goes_away_is_unreachable(config: Path, daemon: FakeDaemon
     status, said, complaint = _run(PROGRAM, config, "snapshot", "--wait")
     assert (status, said) == (5, b"")
     assert b"did not answer" in complaint
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_the_wait(config: Path, daemon: FakeDaemon, number: signal.Signals) -> None:
+    """Code 130, and what becomes of the snapshot."""
+    asked, end = threading.Event(), threading.Event()
+
+    def wait(_: object) -> tuple[int, SnapshotState]:
+        asked.set()
+        end.wait(30)
+        return 200, COMMITTED
+
+    daemon.answers["POST /v1/snapshots"] = wait
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, "snapshot", "--wait"],
+        env={**os.environ, "CIUIC_CONFIG": str(config)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert asked.wait(30)
+        process.send_signal(number)
+        said, complaint = process.communicate(timeout=30)
+    end.set()
+    assert (process.returncode, said) == (130, b"")
+    assert b"goes on" in complaint
+    assert b"Traceback" not in complaint
 
 
 def test_the_shorter_way_imports_no_command_line(config: Path, daemon: FakeDaemon) -> None:
