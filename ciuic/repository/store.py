@@ -88,7 +88,17 @@ class ChunkStore:
 
     def put(self, data: Bytes, kind: PackKind) -> ChunkId:
         """Stores unless there. ValueError over 16 MiB; OSError."""
-        return self.put_all((Content(data),), kind)[0]
+        if memoryview(data).nbytes > pf.MAX_CHUNK_BYTES:
+            raise ValueError(f"a chunk of {memoryview(data).nbytes} bytes is too large")
+        chunk = self.id_of(data)
+        if chunk in self._buffered or chunk in self._written or self.index.good_among((chunk,)):
+            return chunk
+        if self._pending or self._packer.worth_a_thread(len(data)):
+            self._take({chunk: Content(data)}, kind)
+        else:
+            content = Content(bytes(data))  # no copy when it is bytes
+            self._append(chunk, len(content.data), self._packer.pack(content, kind), kind)
+        return chunk
 
     def put_all(self, contents: Sequence[Content], kind: PackKind) -> list[ChunkId]:
         """Stores what is not there; the ids of all. ValueError over 16 MiB; OSError, also of what was put before."""
