@@ -41,7 +41,7 @@ from ciuic.sweep import (
     total_bytes,
     worth_rewriting,
 )
-from ciuic.types import ChunkId, SnapshotId
+from ciuic.types import ChunkId, Snapshot, SnapshotId
 from ciuic.units import human_size
 
 _ASK_EVERY = 4096
@@ -160,18 +160,18 @@ class Marks:
         """How many distinct chunks are live."""
         return len(self._nodes) + len(self._data)
 
-    def mark(self, id_: SnapshotId, should_stop: StopCheck | None = None, *, measure: bool = False) -> int:
+    def mark(self, snapshot: Snapshot, should_stop: StopCheck | None = None, *, measure: bool = False) -> int:
         """Walk one snapshot; with ``measure`` the stored bytes of what it refers to and none before it did."""
         walker = Walker(self._repository, seen=self._nodes, seen_data=self._data)
         chunks = self._repository.chunks
         new_bytes = 0
-        for count, reached in enumerate(walker.walk(self._repository.snapshots.load(id_))):
+        for count, reached in enumerate(walker.walk(snapshot)):
             if should_stop is not None and count % _ASK_EVERY == 0 and should_stop():
                 raise Stopped
             # A chunk that no pack holds is check's business; it takes no space.
             if measure and chunks.has(reached.id):
                 new_bytes += chunks.locate(reached.id).stored_bytes
-        self.snapshots.add(id_)
+        self.snapshots.add(snapshot.id)
         return new_bytes
 
 
@@ -184,18 +184,29 @@ class _Run:
     progress: Progress | None
     should_stop: StopCheck | None
     marks: Marks = field(init=False)
+    known: dict[SnapshotId, Snapshot] = field(default_factory=dict)
+    """As their own files have them."""
+    planned: tuple[tuple[object, ...], Plan] | None = None
+    """The state of the snapshots that a plan was made from."""
 
     def __post_init__(self) -> None:
         self.marks = Marks(self.repository)
 
     def plan(self) -> Plan:
         """The decision about every snapshot there is now. CollectionRefused when one cannot be read."""
+        state = self.repository.snapshots.state()
+        if self.planned is None or self.planned[0] != state:
+            self.planned = state, self._plan()
+        return self.planned[1]
+
+    def _plan(self) -> Plan:
         # From the files themselves, which carry checksums: a bit that flipped in the catalogue's copy of a time or
         # a hold must not decide what is deleted.
         snapshots, unreadable = self.repository.snapshots.load_all()
         if unreadable:
             what = "; ".join(f"{snapshot.path}: {snapshot.reason}" for snapshot in unreadable)
             raise _refused(f"a snapshot cannot be read ({what})", unreadable[0].id)
+        self.known = {snapshot.id: snapshot for snapshot in snapshots}
         if not snapshots and self.repository.packs():
             raise CollectionRefused(
                 "the repository has packs and not one snapshot: nothing was deleted",
@@ -223,7 +234,7 @@ class _Run:
 
     def mark_one(self, marks: Marks, id_: SnapshotId, *, measure: bool = False) -> int:
         try:
-            return marks.mark(id_, self.should_stop, measure=measure)
+            return marks.mark(self.known[id_], self.should_stop, measure=measure)
         except Damaged as error:
             raise _refused(f"the snapshot {id_} cannot be read as a whole ({error})", id_) from error
 

@@ -149,6 +149,11 @@ class SnapshotStore:
         loaded.sort(key=lambda snapshot: (-snapshot.time_ns, snapshot.id))
         return loaded, unreadable
 
+    def state(self) -> tuple[object, ...]:
+        """Equal for as long as no snapshot and no mark came, went or was replaced. Reads none of them."""
+        times = [os.stat(f"{self._directory}/{name}").st_mtime_ns for name in (SNAPSHOTS_DIR, MARKS_DIR)]
+        return frozenset(self.names()), tuple(sorted(self.signatures().items())), *times
+
     def new_id(self, taken: Collection[str] = ()) -> SnapshotId:
         """A fresh id, neither in use nor in ``taken`` (cut but not yet committed)."""
         return new_snapshot_id(self.names().union(taken))
