@@ -48,6 +48,8 @@ _RISE: Final = 2
 _WORK_SECONDS: Final = 0.1
 _SHORT_WORK_SECONDS: Final = 0.01
 """The pieces of work between two pauses, while the share is whole and while it is not."""
+_FIRST_WORK_SECONDS: Final = 0.03
+"""Before the first pause: a snapshot of a few changes is over by then, and larger ones need not begin by being in the way."""
 _LISTEN_SECONDS: Final = 0.005
 _SLICE_SECONDS: Final = 0.05
 _MOST_COUNTED_SECONDS: Final = 0.5
@@ -103,7 +105,8 @@ class Pace:
         self._share = 1.0
         self._waiting = self._writing = 0.0
         self._paused_seconds = 0.0
-        self._begun = self._since = clock()
+        self._begun = clock()
+        self._since = self._begun - (_WORK_SECONDS - _FIRST_WORK_SECONDS)
         self._lock = threading.Lock()
 
     @property
@@ -130,13 +133,14 @@ class Pace:
         return min(1.0, self._least * 2 ** ((self._clock() - self._begun) / _PATIENCE_SECONDS))
 
     def _pause(self, worked: float) -> None:
-        began = self._clock()
+        began, paused_before = self._clock(), self._paused_seconds
         owed = _LISTEN_SECONDS
         while owed > 0:
             self._listen(min(max(owed, _LISTEN_SECONDS), _SLICE_SECONDS))
+            paused = self._clock() - began
+            self._paused_seconds = paused_before + paused
             self._on_pause()
-            owed = worked * (1 / self._share - 1) - (self._clock() - began)
-        self._paused_seconds += self._clock() - began
+            owed = worked * (1 / self._share - 1) - paused
 
     def _listen(self, seconds: float) -> None:
         """Sleeps for so long, and judges by what was to be heard."""

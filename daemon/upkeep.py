@@ -65,7 +65,7 @@ class Upkeep:
             began = trio.current_time()
             try:
                 if await trio.to_thread.run_sync(self._is_due):
-                    await self.prune(dry_run=False)
+                    await self.prune(dry_run=False, awaited=False)
                 self._alerts.clear("upkeep")
             except CiuicError as error:
                 log.error("upkeep_failed", error=str(error))
@@ -79,8 +79,11 @@ class Upkeep:
                 log.exception("upkeep_failed")  # a defect there must not end the service
             await trio.sleep(max(MIN_PAUSE_SECONDS, COST_RATIO * (trio.current_time() - began)))
 
-    async def prune(self, *, dry_run: bool) -> PruneReport:
-        """Decides, removes and frees now, after a capture that runs. Raises what the process says."""
+    async def prune(self, *, dry_run: bool, awaited: bool = True) -> PruneReport:
+        """Decides, removes and frees now, after a capture that runs. Raises what the process says.
+
+        ``awaited``: a person waits for it, on a full disk maybe, so it makes way for nobody.
+        """
         settings = self._settings()
         if settings.repository is None:
             raise CiuicError(
@@ -92,7 +95,7 @@ class Upkeep:
             min_free=settings.min_free,
             dry_run=dry_run,
             io_priority=settings.io_priority,
-            min_share=settings.min_share,
+            min_share=1.0 if awaited else settings.min_share,
             runtime_dir=str(settings.runtime_dir),
         )
         async with self._lock:

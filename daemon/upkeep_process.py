@@ -83,8 +83,7 @@ def main() -> int:
             limit_upkeep(job.repository)
 
         def asked_to_stop() -> bool:  # it asks between any two pieces of work
-            if not job.dry_run:  # somebody waits for that
-                pace.step()
+            pace.step()
             return stop.is_set()
 
         answer: PruneReport | ErrorDocument = run_job(job, should_stop=asked_to_stop)

@@ -119,7 +119,7 @@ def test_it_goes_on_whatever_the_job_does(busy: float, period: float, duty: floa
     world = World(lambda now: busy if now % period < duty * period else 0.0)
     pace = world.pace(min_share=0.05)
     share = world.run(pace, 1010)
-    assert 0.045 < share <= 1
+    assert 0.03 < share <= 1  # a pause that has begun may last beyond the end
     assert 0.05 <= pace.state.share <= 1
 
 
@@ -219,10 +219,23 @@ def test_what_others_write_is_told_from_what_we_write(tmp_path: Path) -> None:
     if not own:
         pytest.skip("what is written here gets to no disk")
     assert own == 8 << 20, "as the kernel counts pages that get dirty"
-    script = f"import os; os.write(os.open({str(tmp_path / 'theirs')!r}, os.O_WRONLY | os.O_CREAT), bytes(64 << 20))"
     before = writes[0].read()
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-    assert writes[0].read() - before > 32 << 20
+    with subprocess.Popen(
+        [sys.executable, "-c", _WRITE, str(tmp_path / "theirs")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as they:
+        assert they.stdout is not None
+        assert they.stdout.readline() == b"written\n"
+        assert writes[0].read() - before > 32 << 20
+
+
+_WRITE = """
+import os, sys
+os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), bytes(64 << 20))
+print("written", flush=True)
+sys.stdin.read()  # not to be waited for yet: what a child has written is its parent's from then on
+"""
 
 
 def _own_write_bytes() -> int:

@@ -1,0 +1,88 @@
+"""A real capture beside a job that waits: the figure that a worker would publish is written by the test."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ciuic.daemon.capture_job import CaptureJob, Done, Message, Progress, RootJob, decode_message, encode_job
+from ciuic.repository import Repository
+
+_PATIENCE_SECONDS = 120
+_FILES, _FILE_BYTES = 32, 4 << 20
+
+
+@contextmanager
+def waiting_job(runtime_dir: Path) -> Iterator[threading.Event]:
+    """A worker's figure that grows as fast as time goes by, until the event is set."""
+    over = threading.Event()
+    began = time.monotonic()
+
+    def publish() -> None:
+        with open(runtime_dir / "worker-1.sock.waits", "wb", buffering=0) as file:
+            while not over.wait(0.002):
+                os.pwrite(file.fileno(), struct.pack("<Q", int((time.monotonic() - began) * 1e6)), 0)
+
+    thread = threading.Thread(target=publish)
+    (runtime_dir / "worker-1.sock.waits").write_bytes(bytes(8))
+    thread.start()
+    try:
+        yield over
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_capture_makes_way_while_the_job_waits_and_ends_soon_after(tmp_path: Path) -> None:
+    """It says that it is slowed down, by how much and why; when the job waits no more, the snapshot is made."""
+    root, repository, runtime = tmp_path / "root", tmp_path / "repository", tmp_path / "run"
+    root.mkdir()
+    runtime.mkdir()
+    for number in range(_FILES):
+        (root / str(number)).write_bytes(os.urandom(_FILE_BYTES))
+    Repository.create(repository).close()
+    job = CaptureJob(
+        repository=str(repository),
+        id="cs-abcdef",
+        time_ns=time.time_ns(),
+        host="here",
+        roots=(RootJob(path=os.fsencode(root)),),
+        min_share=0.01,
+        runtime_dir=str(runtime),
+    )
+    heard: list[Message] = []
+    with waiting_job(runtime) as over:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ciuic.daemon.capture"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        watchdog = threading.Timer(_PATIENCE_SECONDS, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(encode_job(job))
+            process.stdin.close()
+            for line in process.stdout:
+                heard.append(decode_message(line))
+                if isinstance(heard[-1], Progress) and heard[-1].pace.share < 0.1:
+                    over.set()
+            assert process.wait() == 0
+        finally:
+            watchdog.cancel()
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    slowed = [one.pace for one in heard if isinstance(one, Progress) and one.pace.share < 0.1]
+    assert slowed
+    assert max(pace.waiting for pace in slowed) > 0.05
+    assert slowed[-1].paused_seconds > 0
+    assert isinstance(heard[-1], Done)
+    with Repository.open(repository) as opened:
+        assert [str(id_) for id_ in opened.snapshots.ids()] == ["cs-abcdef"]
