@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import struct
 import threading
 import time
@@ -24,6 +25,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from ciuic.fuse_layer import kernel_protocol as p
+from ciuic.fuse_layer.busy_poll import POLL_SECONDS, BusyPoll
 from ciuic.fuse_layer.kernel_protocol import Request
 from ciuic.fuse_layer.waits import Waits
 
@@ -176,6 +178,10 @@ class Session:
         self._refused = dict(refused)
         self._unread = dict(unread)
         self.requests = 0
+        self._busy_poll = BusyPoll()
+        poll = select.poll()
+        poll.register(fuse_fd, select.POLLIN)
+        self._poll = poll.poll
         self.waits = Waits()
         self._turn = threading.Lock()
         self._owner: _Server | None = None
@@ -312,6 +318,7 @@ class Session:
         while not self._over.is_set():
             time.sleep(WATCH_SECONDS)
             now, owner = self.requests, self._owner
+            self._busy_poll.tick(time.monotonic(), now)
             waiting = frozenset(s.busy for s in list(self._servers) if s.busy and s is not owner)
             waited_since, looked_at = looked_at, time.monotonic()
             if self.waits.saw(waiting, looked_at - waited_since):
@@ -321,6 +328,7 @@ class Session:
             elif now != seen:
                 quiet_since = time.monotonic()
             elif time.monotonic() - quiet_since > _QUIET_SECONDS:
+                self._busy_poll.stop()
                 self._active.clear()
                 if self.requests == now:
                     self._active.wait()
@@ -341,6 +349,8 @@ class Session:
     def _one(self, server: _Server, view: memoryview) -> bool:
         """Reads, carries out and answers one request; False at the end of the connection."""
         server.busy = 0
+        if self._busy_poll.on:
+            self._look_out()
         try:
             length = os.readv(self._fd, [view])
         except OSError as error:
@@ -364,6 +374,13 @@ class Session:
         if reply is None:
             return True
         return self._answer(request, error_number, reply)
+
+    def _look_out(self) -> None:
+        """Returns when there is something to read, or not much later than after a moment (busy_poll.py)."""
+        poll = self._poll
+        until = time.perf_counter() + POLL_SECONDS
+        while not poll(0) and time.perf_counter() < until:
+            pass
 
     def _carried_out(self, handler: Handler, request: Request, data: memoryview) -> tuple[int, Reply]:
         try:
