@@ -34,6 +34,7 @@ _WAITS: Final = struct.Struct("<Q")
 
 _VMSTAT: Final = "/proc/vmstat"
 _OWN_IO: Final = "/proc/self/io"
+_AUTOGROUP: Final = "/proc/self/autogroup"
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 _BUSY_WAITING: Final = 0.05
@@ -206,6 +207,11 @@ def yield_to_others(io_priority: str) -> None:
     machine, and with us whoever needs a lock of the file system that we hold just then.
     """
     os.nice(_NICE - os.nice(0))
+    if os.getsid(0) == os.getpid():
+        # Where processes are scheduled by sessions (sched_autogroup_enabled, the default of most distributions), a nice value
+        # counts within the session only: beside the job we had half of a processor, and now a sixtieth.
+        with suppress(OSError), open(_AUTOGROUP, "w") as file:
+            file.write(str(_NICE))
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     set_io_priority(IoPriority.parse(io_priority))

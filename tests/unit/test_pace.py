@@ -252,3 +252,22 @@ def test_a_thread_that_sleeps_waits_for_no_disk() -> None:
     finally:
         over.set()
         thread.join()
+
+
+@pytest.mark.parametrize("own_session", [True, False])
+def test_the_last_in_line_is_last_beside_other_sessions_too(own_session: bool) -> None:
+    """Where the kernel schedules by sessions; of a session that is not ours alone only we step back."""
+    program = (
+        "import os; from ciuic.pace import yield_to_others; yield_to_others('idle');"
+        "print(os.nice(0), open('/proc/self/autogroup').read() if os.path.exists('/proc/self/autogroup') else 'nice 19')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        start_new_session=own_session,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    nice, *_, session_nice = done.stdout.split()
+    assert nice == "19"
+    assert (session_nice == "19") == own_session or not Path("/proc/self/autogroup").exists()
