@@ -64,7 +64,7 @@ def hold_name(ino: int) -> str:
 # The sealed file
 
 
-class Change(msgspec.Struct, array_like=True):
+class Change(msgspec.Struct, array_like=True, gc=False):
     """What one epoch changed of one inode."""
 
     fresh: bool
