@@ -223,7 +223,8 @@ def table(runs: list[Run], idle: dict[str, list[float]]) -> str:
         lines.append(
             f"| {scheduler} | {job} | {beside} | {p50:.0f} | {p99:.0f} | {ratio:.2f} | {rate / 1e6:.0f} | {captured / 1e6:.1f} |"
         )
-    lines += ["", "| captures with nobody else there | MB/s |", "| --- | ---: |"]
+    if idle:
+        lines += ["", "| captures with nobody else there | MB/s |", "| --- | ---: |"]
     lines += [f"| {name} | {statistics.median(rates) / 1e6:.0f} |" for name, rates in idle.items()]
     return "\n".join(lines)
 
