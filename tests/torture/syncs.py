@@ -28,7 +28,6 @@ _ELSEWHERE = {  # where their absence is noticed, or why nothing is lost
     ("fuse_layer/data.py", "os.fsync(directory)"): "likewise",
     ("ciuic/repository/disk.py", "os.fsync(fd)"): "what the others call",
     ("ciuic/repository/writer.py", "self._store.sync()"): "calls Appender.sync, which is mutated",
-    ("ciuic/repository/store.py", "self.sync()"): "likewise, so that memory is bounded",
     ("fuse_layer/directories.py", "(os.fdatasync if datasync else os.fsync)(fd)"): "the job asked for it",
     ("ciuic/repository/appender.py", "self._sync_file()"): "calls what is mutated",
 }
