@@ -166,10 +166,12 @@ class Leaf:
         """All content is written: size and attributes, and what is written is sent on its way to the disk."""
         fd = self._fd
         try:
-            if self.entry.is_file:
+            now = os.fstat(fd)
+            # Only where it must be: on XFS it waits until what was written is on the disk, for each file alone.
+            if self.entry.is_file and now.st_size != self.entry.size_bytes:
                 os.ftruncate(fd, self.entry.size_bytes)
             at: int | bytes = fd if self.entry.is_file else proc_path(fd)
-            self._problems = attributes.apply(at, os.fstat(fd), self.entry, self.xattrs)
+            self._problems = attributes.apply(at, now, self.entry, self.xattrs)
             if self.entry.is_file:
                 start_writing_out(fd, 0, self.entry.size_bytes)
         except BaseException as error:
