@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from benchmarks.contenders import NATIVE
 from benchmarks.samples import Cell, Summary, Table
 
-_COLOURS = ("#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#718096")
+COLOURS = ("#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#718096")
 _BAR_INCHES, _GAP_INCHES = 0.1, 0.12
-_LEGEND_INCHES = 0.4
+LEGEND_INCHES = 0.4
 
 
 def why_not() -> str:
@@ -41,16 +41,21 @@ def draw(table: Table, path: Path) -> bool:
     )  # fmt: skip
     for place, panel in zip(places, panels[0], strict=True):
         _panel(panel, [(cell, row) for cell, row in rows.items() if cell.place == place], names, place)
+    write(figure, panels[0], path, dots_per_inch=110)
+    pyplot.close(figure)
+    return True
+
+
+def write(figure: Any, panels: Sequence[Any], path: Path, *, dots_per_inch: int) -> None:
+    """The figure as a PNG, with one legend for all panels in LEGEND_INCHES at its top."""
     handles = {
         name: handle
-        for panel in panels[0]
+        for panel in panels
         for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles.keys(), loc="upper center", ncol=len(handles))
-    figure.tight_layout(rect=(0, 0, 1, 1 - _LEGEND_INCHES / figure.get_figheight()))
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return True
+    figure.tight_layout(rect=(0, 0, 1, 1 - LEGEND_INCHES / figure.get_figheight()))
+    figure.savefig(path, dpi=dots_per_inch)
 
 
 def _panel(panel: Any, rows: Sequence[tuple[Cell, dict[str, Summary]]], names: list[str], place: str) -> None:
@@ -66,7 +71,7 @@ def _panel(panel: Any, rows: Sequence[tuple[Cell, dict[str, Summary]]], names: l
             # From the plain directory's line on: on a logarithmic axis no other beginning means anything.
             panel.barh(
                 heights, [bar.value - 1 for bar in bars], left=1.0, height=height, label=name,
-                color=_COLOURS[number % len(_COLOURS)], xerr=errors, ecolor="#1a202c",
+                color=COLOURS[number % len(COLOURS)], xerr=errors, ecolor="#1a202c",
             )  # fmt: skip
     panel.axvline(1.0, color="#1a202c", linewidth=1)
     panel.set_xscale("log")

@@ -126,11 +126,16 @@ class DropBehind:
         return spans
 
     def end(self, fd: int, spans: list[Span]) -> None:
-        """The range has been read. ``fd`` may be closed afterwards. OSError where there are no descriptors left."""
+        """The range has been read. ``fd`` may be closed afterwards."""
         if not spans:
             return
+        try:
+            later = os.dup(fd)
+        except OSError:  # no descriptors left: what was read is no less read for that
+            drop(fd, spans)
+            return
         cold_bytes = sum(length for _, length in spans)
-        self._waiting.append((os.dup(fd), spans, cold_bytes))
+        self._waiting.append((later, spans, cold_bytes))
         self._waiting_bytes += cold_bytes
         self._waiting_spans += 1
         while self._waiting_bytes > _LAG_BYTES + cold_bytes or self._waiting_spans > _LAG_SPANS:

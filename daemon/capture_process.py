@@ -4,7 +4,7 @@ Guarantees: a capture runs in a session of its own, has the backing descriptors 
 a process that has imported everything already where there is one (standby.py: 0.2 s less), and started anew elsewhere; its
 progress is passed on as it comes; its end is one value, also when it was killed. Cancelling ends it: asked first, killed
 if it does not listen. A capture whose overlay session has ended is killed at once, because what it reads from then on
-would not be exact. Leaves to others: when to run one, and what to do about its end (coordinator.py).
+would not be exact. Leaves to others: when to run one, and what to do about its end (snapshots.py).
 """
 
 from __future__ import annotations

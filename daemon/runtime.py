@@ -3,7 +3,7 @@
 Everything here lies on tmpfs and is gone after a reboot, which is right: overlay sessions end with the boot too.
 
 Guarantees: two daemons never share a runtime directory (flock, so a killed daemon leaves no stale lock); the journal of
-pending snapshots is replaced atomically. Leaves to others: what the journal means (coordinator.py).
+pending snapshots is replaced atomically. Leaves to others: what the journal means (snapshots.py).
 """
 
 from __future__ import annotations

@@ -6,11 +6,10 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plot
 from benchmarks.samples import Table
 from benchmarks.store.suites import ALL, SMALL_FILES, nothing_changed
 
-_COLOURS = ("#2b6cb0", "#dd6b20", "#2f855a", "#805ad5", "#718096")
-_LEGEND_INCHES = 0.4
 _LINE_INCHES = 0.55
 _GROWTH_INCHES = 4.0
 
@@ -30,20 +29,13 @@ def draw(table: Table, path: Path) -> bool:
         heights.append(_GROWTH_INCHES)
     figure, panels = pyplot.subplots(
         len(heights), len(places), squeeze=False, height_ratios=heights,
-        figsize=(8 * len(places), sum(heights) + _LEGEND_INCHES),
+        figsize=(8 * len(places), sum(heights) + plot.LEGEND_INCHES),
     )  # fmt: skip
     for column, place in enumerate(places):
         _times(panels[0][column], table, place, lines)
         if len(heights) > 1:
             _growth(panels[1][column], table, place)
-    handles = {
-        name: handle
-        for panel in panels[0]
-        for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), loc="upper center", ncol=len(handles))
-    figure.tight_layout(rect=(0, 0, 1, 1 - _LEGEND_INCHES / figure.get_figheight()))
-    figure.savefig(path, dpi=100)
+    plot.write(figure, panels[0], path, dots_per_inch=100)
     pyplot.close(figure)
     return True
 
@@ -74,7 +66,7 @@ def _growth(panel: Any, table: Table, place: str) -> None:
     for number, name in enumerate(ALL):
         points = _growth_points(table, place, name)
         if points:
-            panel.plot(list(points), list(points.values()), marker="o", color=_COLOURS[number])
+            panel.plot(list(points), list(points.values()), marker="o", color=plot.COLOURS[number])
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -100,5 +92,5 @@ def _bars(panel: Any, table: Table, place: str, lines: list[str], name: str, num
             errors[1].append(summary.high_quartile - summary.median)
     if at:
         panel.barh(
-            at, widths, height=height, label=name, color=_COLOURS[number], xerr=errors, ecolor="#1a202c"
+            at, widths, height=height, label=name, color=plot.COLOURS[number], xerr=errors, ecolor="#1a202c"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from support.ci import needs
 from support.small_disks import missing, small_disk
 
-from ciuic.page_cache import cold_spans, drop, forbid_readahead, read_in
+from ciuic.page_cache import DropBehind, cold_spans, drop, forbid_readahead, read_in
 from ciuic.repository import Repository
 
 pytestmark = pytest.mark.mount  # a loop device, that is
@@ -132,3 +133,27 @@ def test_a_capture_leaves_the_page_cache_as_it_was(disk: Path) -> None:
     assert data.stat().st_size > 18 * _MIB
     with data.open("rb") as file:
         assert _cached_pages(file.fileno(), 0, 0) <= 16  # the footer, and what its reader looked at
+
+
+def test_without_descriptors_pages_are_dropped_at_once(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read stays read: a courtesy to the page cache never costs a snapshot a file."""
+    path = disk / "read"
+    path.write_bytes(bytes(_MIB))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        drop(fd, [(0, _MIB)])
+        behind = DropBehind()
+        spans = behind.begin(fd, 0, _MIB)
+        os.pread(fd, _MIB, 0)
+        assert _cached_pages(fd, 0, _MIB) == _MIB // _PAGE
+
+        def refuse(fd: int) -> int:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        monkeypatch.setattr(os, "dup", refuse)
+        behind.end(fd, spans)
+        behind.close()
+        assert _cached_pages(fd, 0, _MIB) == 0
+    finally:
+        os.close(fd)
