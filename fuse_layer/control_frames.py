@@ -51,7 +51,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     abandoned: tuple[Abandoned, ...] = ()
     requests: int = 0
     waited_us: int = 0
-    """Time in which at least one request was waiting (waits.py); 0 from a driver that does not count it."""
+    """Time in which at least one request was waiting (waits.py)."""
     survives: bool = False
     """Whether a successor can go on with its session."""
     version: str = ""

@@ -89,8 +89,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         self.core = core
         self.requests = 0
         """Requests taken up so far."""
-        self._dispatch = Dispatch(core)
-        self.turns = self._dispatch.turns
+        self.dispatch = Dispatch(core)
         self._directories: dict[int, int] = {}
         """Open directory handle → node."""
 
@@ -103,7 +102,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
     @_answered
     async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
         try:
-            return entry_of(await self._dispatch.read(self.core.lookup, parent_inode, name))
+            return entry_of(await self.dispatch.read(self.core.lookup, parent_inode, name))
         except FileNotFoundError:
             return absent_entry()
 
@@ -116,7 +115,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
-        return entry_of(await self._dispatch.read(self.core.getattr, inode))
+        return entry_of(await self.dispatch.read(self.core.getattr, inode))
 
     @_answered
     async def setattr(
@@ -141,48 +140,48 @@ class Pyfuse3Driver(pyfuse3.Operations):
         ):  # of chown(2) with -1 for both nothing else is left
             change = SetAttr(chown_by=ctx.uid)
         # Freeing the blocks of a large file takes seconds on some file systems.
-        run = self._dispatch.long_change if fields.update_size else self._dispatch.change
+        run = self.dispatch.long_change if fields.update_size else self.dispatch.change
         return entry_of(await run(self.core.setattr, inode, change, fh))
 
     @_answered
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
-        return await self._dispatch.read(self.core.readlink, inode)
+        return await self.dispatch.read(self.core.readlink, inode)
 
     @_answered
     async def mknod(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
         return entry_of(
-            await self._dispatch.change(self.core.mknod, parent_inode, name, mode, rdev, _caller(ctx))
+            await self.dispatch.change(self.core.mknod, parent_inode, name, mode, rdev, _caller(ctx))
         )
 
     @_answered
     async def mkdir(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext
     ) -> EntryAttributes:
-        return entry_of(await self._dispatch.change(self.core.mkdir, parent_inode, name, mode, _caller(ctx)))
+        return entry_of(await self.dispatch.change(self.core.mkdir, parent_inode, name, mode, _caller(ctx)))
 
     @_answered
     async def symlink(
         self, parent_inode: InodeT, name: FileNameT, target: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
         return entry_of(
-            await self._dispatch.change(self.core.symlink, parent_inode, name, target, _caller(ctx))
+            await self.dispatch.change(self.core.symlink, parent_inode, name, target, _caller(ctx))
         )
 
     @_answered
     async def link(
         self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
-        return entry_of(await self._dispatch.change(self.core.link, inode, new_parent_inode, new_name))
+        return entry_of(await self.dispatch.change(self.core.link, inode, new_parent_inode, new_name))
 
     @_answered
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        await self._dispatch.change(self.core.unlink, parent_inode, name)
+        await self.dispatch.change(self.core.unlink, parent_inode, name)
 
     @_answered
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        await self._dispatch.change(self.core.rmdir, parent_inode, name)
+        await self.dispatch.change(self.core.rmdir, parent_inode, name)
 
     @_answered
     async def rename(
@@ -194,7 +193,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
         flags: FlagT,
         ctx: RequestContext,
     ) -> None:
-        await self._dispatch.change(
+        await self.dispatch.change(
             self.core.rename, parent_inode_old, name_old, parent_inode_new, name_new, flags
         )
 
@@ -204,7 +203,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         # O_TRUNC is carried out by the core (libfuse asks for FUSE_ATOMIC_O_TRUNC).
         operation = functools.partial(self.core.open, inode, flags, keeps_privileges=ctx.uid == 0)
-        handle = await self._dispatch.change(operation)
+        handle = await self.dispatch.change(operation)
         if flags & os.O_ACCMODE != os.O_RDONLY:
             with contextlib.suppress(FileNotFoundError):  # the kernel has dropped the inode meanwhile
                 # What it caches has a long life; from now on it is asked for again (pyfuse3_values.py).
@@ -215,7 +214,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def create(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, flags: FlagT, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        attr, handle = await self._dispatch.change(
+        attr, handle = await self.dispatch.change(
             self.core.create, parent_inode, name, mode, flags, _caller(ctx)
         )
         return pyfuse3.FileInfo(fh=handle, keep_cache=True), entry_of(attr, written=True)
@@ -224,39 +223,39 @@ class Pyfuse3Driver(pyfuse3.Operations):
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
         data = self.core.read_nowait(fh, off, size)
         if data is None:
-            return await self._dispatch.long_read(self.core.read, fh, off, size)
+            return await self.dispatch.long_read(self.core.read, fh, off, size)
         return cast(bytes, data)  # pyfuse3 takes any contiguous buffer, and a copy less
 
     @_answered
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
-        run = self._dispatch.long_change if len(buf) > INLINE_WRITE_BYTES else self._dispatch.change
+        run = self.dispatch.long_change if len(buf) > INLINE_WRITE_BYTES else self.dispatch.change
         return await run(self.core.write, fh, off, buf)
 
     @_answered
     async def flush(self, fh: FileHandleT) -> None:
-        await self._dispatch.change(self.core.flush, fh)
+        await self.dispatch.change(self.core.flush, fh)
 
     @_answered
     async def release(self, fh: FileHandleT) -> None:
-        await self._dispatch.change(self.core.release, fh)
+        await self.dispatch.change(self.core.release, fh)
 
     @_answered
     async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
-        await self._dispatch.sync(self.core.fsync, fh, datasync)
+        await self.dispatch.sync(self.core.fsync, fh, datasync)
 
     # -- directories ----------------------------------------------------------------------------------
 
     @_answered
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
-        handle = await self._dispatch.read(self.core.opendir, inode)
+        handle = await self.dispatch.read(self.core.opendir, inode)
         self._directories[handle] = inode
         return handle
 
     @_answered
     async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
-        entries = await self._dispatch.read(self._entries, fh, start_id)
-        while await self._dispatch.read(self._list_some, entries, token):
-            await self._dispatch.pause()
+        entries = await self.dispatch.read(self._entries, fh, start_id)
+        while await self.dispatch.read(self._list_some, entries, token):
+            await self.dispatch.pause()
 
     def _entries(self, handle: int, start_id: int) -> Iterator[tuple[bytes, Attr, int]]:
         """The core's entries behind "." and "..", which it leaves out; offsets are its own plus two."""
@@ -287,17 +286,17 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
-        await self._dispatch.sync(self.core.fsyncdir, fh, datasync)
+        await self.dispatch.sync(self.core.fsyncdir, fh, datasync)
 
     # -- the rest -------------------------------------------------------------------------------------
 
     @_answered
     async def statfs(self, ctx: RequestContext) -> StatvfsData:
-        return statvfs_of(await self._dispatch.read(self.core.statfs))
+        return statvfs_of(await self.dispatch.read(self.core.statfs))
 
     @_answered
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
-        return await self._dispatch.read(self.core.getxattr, inode, name)
+        return await self.dispatch.read(self.core.getxattr, inode, name)
 
     @_answered
     async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
@@ -305,7 +304,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
             self.core.setxattr, drops_group_bit=self._is_outsider_acl(inode, name, ctx)
         )
         # pyfuse3 has already carried out XATTR_CREATE and XATTR_REPLACE by asking for the attribute first.
-        await self._dispatch.change(operation, inode, name, value, 0)
+        await self.dispatch.change(operation, inode, name, value, 0)
 
     def _is_outsider_acl(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bool:
         """Whether this sets the ACL of a set-group-id file of a group that the caller is not in. The kernel could say so, but
@@ -322,8 +321,8 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
-        return await self._dispatch.read(self.core.listxattr, inode)
+        return await self.dispatch.read(self.core.listxattr, inode)
 
     @_answered
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
-        await self._dispatch.change(self.core.removexattr, inode, name)
+        await self.dispatch.change(self.core.removexattr, inode, name)

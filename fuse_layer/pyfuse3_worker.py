@@ -21,6 +21,7 @@ from ciuic.fuse_layer.core import OverlayCore
 from ciuic.fuse_layer.init_handshake import Handshake
 from ciuic.fuse_layer.pyfuse3_driver import Pyfuse3Driver
 from ciuic.fuse_layer.worker_parts import SIGNAL_GRACE_SECONDS, STOP_SIGNALS, Place, detach_own
+from ciuic.pace import WAITS_SUFFIX
 
 log = structlog.get_logger(__name__)
 
@@ -64,10 +65,12 @@ class Pyfuse3Worker:
             # libfuse takes a connection that is mounted already under this name (fuse_session_mount).
             pyfuse3.init(self._driver, f"/dev/fd/{handshake.session_fd}", set())
             try:
+                self._driver.dispatch.waits.publish(f"{self._place.control}{WAITS_SUFFIX}")
                 trio.run(self._serve, handshake)
                 self._has_served = True
             finally:
                 self._detach()
+                self._driver.dispatch.waits.unpublish()
                 pyfuse3.close(unmount=False)
         except BaseException:
             self._detach()
@@ -81,14 +84,15 @@ class Pyfuse3Worker:
 
     async def _serve(self, handshake: Handshake) -> None:
         self._token = trio.lowlevel.current_trio_token()
-        self._driver.turns.install()
+        self._driver.dispatch.turns.install()
         await handshake.run()
         async with trio.open_nursery() as nursery:
             await nursery.start(self._watch_signals)
             self._announce()
             nursery.start_soon(self._end_after_grace)
             nursery.start_soon(_collect_garbage)
-            nursery.start_soon(self._driver.turns.watch)
+            nursery.start_soon(self._driver.dispatch.turns.watch)
+            nursery.start_soon(self._driver.dispatch.watch)
             # A task ends only with the session: one that ended for idleness would end without handing its turn on.
             await pyfuse3.main(min_tasks=_SESSION_TASKS, max_tasks=_SESSION_TASKS)
             nursery.cancel_scope.cancel()
@@ -106,6 +110,7 @@ class Pyfuse3Worker:
             "version": ciuic.__version__,
             "mounted_ns": self._mounted_ns,
             "requests": self._driver.requests,
+            "waited_us": self._driver.dispatch.waits.microseconds,
         }
 
     async def _watch_signals(self, task_status: trio.TaskStatus[None]) -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 from support.driver import DRIVER, PASSES
+from support.live import wait_for
 from support.overlay import Overlay
 
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_client import WorkerUnreachable
+from ciuic.pace import WAITS_SUFFIX
 
 pytestmark = pytest.mark.mount
 
@@ -50,6 +52,27 @@ def test_mounting_in_place_shows_what_is_there(overlay: Overlay, root: Path) -> 
     assert status.mounted_ns > 0
     assert status.requests > 0
     assert not status.passthrough or PASSES
+
+
+def test_the_time_that_requests_wait_is_published_for_captures(overlay: Overlay, root: Path) -> None:
+    """A request that a hold keeps waiting is told of beside the control socket while it waits; the file goes with the worker."""
+    published = Path(f"{overlay.client.socket_path}{WAITS_SUFFIX}")
+    job = threading.Thread(target=lambda: (root / "made").mkdir())
+    overlay.client.hold(WAIT_SECONDS)
+    try:
+        job.start()
+        wait_for("the published figure", lambda: _microseconds(published) > 50_000, WAIT_SECONDS)
+    finally:
+        overlay.client.release()
+        job.join()
+    waited_us = overlay.client.status().waited_us
+    assert waited_us >= 50_000
+    assert overlay.stop() == 0
+    assert not published.exists()
+
+
+def _microseconds(published: Path) -> int:
+    return int.from_bytes(published.read_bytes(), "little")
 
 
 def test_the_reserved_name_cannot_be_had(overlay: Overlay, root: Path) -> None:

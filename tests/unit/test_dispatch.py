@@ -6,6 +6,7 @@ import errno
 import itertools
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import pyfuse3
@@ -13,6 +14,7 @@ import pytest
 import structlog.testing
 import trio
 import trio.testing
+from support.live import wait_for
 
 from ciuic.fuse_layer.core import OverlayCore
 from ciuic.fuse_layer.dispatch import CAUTIOUS_SECONDS, SLOW_SECONDS, Dispatch
@@ -96,6 +98,64 @@ def test_an_operation_that_the_gate_turned_away_runs_once_in_a_thread() -> None:
         assert results == ["result"]
         assert len(done) == 1
         assert done[0] != threading.get_ident()
+
+    run(task)
+
+
+def test_for_how_long_operations_wait_is_counted() -> None:
+    """On the loop and in threads, also of those that fail; of two at once the time counts once; the quick ones not at all."""
+    now = 100.0
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def fail() -> None:
+        wait(2)
+        raise OSError("no")
+
+    async def task() -> None:
+        dispatch = Dispatch(FakeCore(), clock=lambda: now)
+        for _ in range(100):
+            await dispatch.read(wait, 0.001)
+            await dispatch.change(wait, 0.001)
+            await dispatch.sync(wait, 0.001)
+        assert dispatch.waits.microseconds == 0
+        await dispatch.read(wait, 1)
+        with pytest.raises(OSError, match="no"):
+            await dispatch.long_change(fail)
+        assert dispatch.waits.microseconds == pytest.approx(3_000_000)
+        both = threading.Barrier(2)
+
+        def wait_with_the_other() -> None:
+            both.wait()
+            if both.wait() == 0:
+                wait(4)
+            both.wait()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(dispatch.sync, wait_with_the_other)
+            nursery.start_soon(dispatch.long_read, wait_with_the_other)
+        assert dispatch.waits.microseconds == pytest.approx(7_000_000)
+
+    run(task)
+
+
+def test_an_operation_that_waits_is_told_of_while_it_waits() -> None:
+    """An fsync of half a minute on a slow disk: captures make way during it, not afterwards."""
+    over = threading.Event()
+
+    async def task() -> None:
+        dispatch = Dispatch(FakeCore())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(dispatch.watch)
+            nursery.start_soon(dispatch.sync, over.wait)
+            try:
+                told = partial(wait_for, "the figure", lambda: dispatch.waits.microseconds > 20_000, 50)
+                await trio.to_thread.run_sync(told)
+            finally:
+                over.set()
+            nursery.cancel_scope.cancel()
 
     run(task)
 

@@ -263,6 +263,9 @@ def test_figures_that_cannot_be_published_are_kept_all_the_same(tmp_path: Path) 
     assert waits.saw(frozenset({1, 2}), 0.003)
     assert not waits.saw(frozenset({3}), 0.003)
     assert waits.microseconds == 3000
+    waits.lasted(10.0, 10.5)
+    waits.lasted(10.25, 11.0)
+    assert waits.microseconds == 1_003_000
     waits.unpublish()
 
 
