@@ -261,7 +261,11 @@ def _pressure_seconds(fd: int) -> float:
 
 
 def _written_by_others(vmstat: int, own: int) -> float:
-    """Bytes that others have dirtied in the page cache; `nr_dirtied` counts pages, and `write_bytes` the same for us."""
+    """Bytes that others have dirtied in the page cache; `nr_dirtied` counts pages, and `write_bytes` the same for us.
+
+    The kernel keeps back at most 125 pages of each processor, so what is written is in the figure at once but for that; and a
+    file system dirties a few pages of its own in the name of whoever writes.
+    """
     pages = os.pread(vmstat, 1 << 16, 0).partition(b"\nnr_dirtied ")[2].partition(b"\n")[0]
     ours = os.pread(own, 4096, 0).partition(b"\nwrite_bytes: ")[2].partition(b"\n")[0]
     return float(int(pages) * _PAGE_BYTES - int(ours))
