@@ -185,6 +185,8 @@ def test_a_signal_ends_the_wait(config: Path, daemon: FakeDaemon, number: signal
         env={**os.environ, "CIUIC_CONFIG": str(config)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # Under nohup, or in the background of a shell, it is ignored, and rightly.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     ) as process:
         assert asked.wait(30)
         process.send_signal(number)
