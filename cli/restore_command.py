@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -88,7 +89,9 @@ def command(
     )
     safety = None if dry_run or no_safety else _safety(session, plan)
     items: list[Item] = []
-    result = _execute(plan, dry_run, items.append if dry_run or session.verbosity > 0 else None)
+    result = _execute(
+        plan, dry_run, items.append if dry_run or session.verbosity > 0 else None, _runtime_dir(session)
+    )
     if as_json:
         out_json(_document(plan, result, items, safety, dry_run))
     else:
@@ -126,7 +129,17 @@ def _safety(session: Session, plan: Plan) -> str | None:
     return safety.take(session, roots, f"before the restore from {plan.snapshot.id}")
 
 
-def _execute(plan: Plan, dry_run: bool, on_item: Callable[[Item], None] | None) -> Result:
+def _runtime_dir(session: Session) -> Path | None:
+    """Where overlay workers would be found; a configuration that cannot be read stops no restore."""
+    try:
+        return session.config.runtime_dir
+    except CiuicError:
+        return None
+
+
+def _execute(
+    plan: Plan, dry_run: bool, on_item: Callable[[Item], None] | None, runtime_dir: Path | None
+) -> Result:
     from ciuic.cli.progress import progress
     from ciuic.restore import execute
 
@@ -141,7 +154,7 @@ def _execute(plan: Plan, dry_run: bool, on_item: Callable[[Item], None] | None) 
                 path=state.path,
             )
 
-        return execute(plan, progress=report, dry_run=dry_run, report=on_item)
+        return execute(plan, progress=report, dry_run=dry_run, report=on_item, runtime_dir=runtime_dir)
 
 
 def _document(

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 import structlog
-import xxhash
 
 from ciuic.errors import Busy, CiuicError, NotPermitted
+from ciuic.worker_sockets import worker_socket
 
 _BACKLOG = 512
 """Connections that the kernel keeps for us: a command that finds the queue full takes the daemon for absent."""
@@ -106,7 +106,7 @@ class RuntimeDirectory:
 
     def worker_socket(self, root: str) -> Path:
         """Where the worker of ``root`` listens (architecture.md, section 3)."""
-        return self.path / f"worker-{root_key(root)}.sock"
+        return worker_socket(self.path, root)
 
     def write_pending(self, records: list[PendingRecord]) -> None:
         """Replaces the journal. No fsync: it need not survive the kernel, only the daemon."""
@@ -140,11 +140,6 @@ class RuntimeDirectory:
             return msgspec.json.decode((self.path / "pending.json").read_bytes(), type=list[PendingRecord])
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return []  # an unreadable journal only means that those epochs are given up and captured with the next
-
-
-def root_key(root: str) -> str:
-    """16 hex digits that name a root in file names; not secret, collisions are refused when roots are added."""
-    return xxhash.xxh3_64_hexdigest(os.fsencode(root))
 
 
 def bind_control_socket(path: Path, group_id: int | None, stored_fd: int | None = None) -> socket.socket:

@@ -11,6 +11,7 @@ import errno
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from ciuic.fuse_layer.control_frames import (
     MAX_REPLY_BYTES,
     CutReply,
     FrameError,
+    Share,
     WorkerStatus,
     connect,
     receive_frame,
@@ -150,11 +152,18 @@ class ControlClient:
         """
         self._ask("stop", grace_s=grace_seconds)
 
-    def _ask(self, do: str, *, fds: list[int] | None = None, **fields: Any) -> dict[str, Any]:
+    def share(self, wanted: Share, source_fd: int) -> None:
+        """The range has the extents of ``source_fd``, open for reading, on return, and everybody sees that. WorkerRefused with
+        the errno of what stands against it."""
+        self._ask("share", send=(source_fd,), **msgspec.structs.asdict(wanted))
+
+    def _ask(
+        self, do: str, *, send: Sequence[int] = (), fds: list[int] | None = None, **fields: Any
+    ) -> dict[str, Any]:
         with self._lock:
             try:
                 sock = self._connected()
-                send_frame(sock, {"do": do, **fields})
+                send_frame(sock, {"do": do, **fields}, send)
                 reply = receive_frame(sock, MAX_REPLY_BYTES, None if fds is None else fds.append)
                 if reply is None:
                     raise FrameError("the worker closed the connection")

@@ -12,7 +12,7 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -64,6 +64,18 @@ class CutReply(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     cut_ns: int
     hold_us: int = 0
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to give a range of a file the extents of the descriptor that comes with it."""
+
+    device: str
+    """major:minor of the mount through which the asker has the file open for writing."""
+    node: int
+    """The file's inode number there."""
+    source_offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    length: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class FrameError(Exception):

@@ -14,14 +14,16 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import structlog
 
 from ciuic.fuse_layer.control_frames import (
     MAX_REQUEST_BYTES,
     FrameError,
+    Share,
     receive_frame,
     send_frame,
     socket_address,
@@ -94,6 +96,7 @@ class ControlServer:
         on_stop: Callable[[float], None],
         session_fd: int | None = None,
         on_hand_over: Callable[[], None] | None = None,
+        on_share: Callable[[Share, int], None] | None = None,
         extra_status: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._core = core
@@ -102,6 +105,7 @@ class ControlServer:
         self._on_stop = on_stop
         self._session_fd = session_fd
         self._on_hand_over = on_hand_over
+        self._on_share = on_share
         self._extra_status = extra_status
         self._connections: set[_Connection] = set()
         self._closing = False
@@ -161,8 +165,8 @@ class ControlServer:
         self._connections.discard(connection)
         self._release(connection)
 
-    def answer(self, connection: _Connection, request: Mapping[str, Any]) -> Reply:
-        """Carry out one request. Refused or OSError when it cannot be."""
+    def answer(self, connection: _Connection, request: Mapping[str, Any], fds: Sequence[int] = ()) -> Reply:
+        """Carry out one request; ``fds`` came with it and are the caller's to close. Refused or OSError when it cannot be."""
         match request.get("do"):
             case "status":
                 return Reply({**self._core.status(), **self._extra_status()})
@@ -194,11 +198,25 @@ class ControlServer:
             case "hand_over" if self._on_hand_over is not None:
                 self._on_hand_over()
                 return Reply()
+            case "share" if self._on_share is not None:
+                self._share(self._on_share, request, fds)
+                return Reply()
             case "stop":
                 self._on_stop(_number(request, "grace_s"))
                 return Reply()
             case other:
                 raise Refused(f"unknown request {other!r}", errno.EOPNOTSUPP)
+
+    def _share(
+        self, on_share: Callable[[Share, int], None], request: Mapping[str, Any], fds: Sequence[int]
+    ) -> None:
+        if len(fds) != 1:
+            raise Refused(f"one descriptor is wanted, not {len(fds)}", errno.EINVAL)
+        try:
+            wanted = msgspec.convert(request, Share)
+        except msgspec.ValidationError as error:
+            raise Refused(str(error), errno.EINVAL) from error
+        on_share(wanted, fds[0])
 
     def _hold(self, connection: _Connection, timeout_seconds: float) -> None:
         self._release(connection)
@@ -235,10 +253,15 @@ class _Connection:
         """Answer until the peer goes away."""
         try:
             while True:
-                request = receive_frame(self._sock, MAX_REQUEST_BYTES)
+                fds: list[int] = []
+                request = receive_frame(self._sock, MAX_REQUEST_BYTES, fds.append)
                 if request is None:
                     return
-                self._answer(request)
+                try:
+                    self._answer(request, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
         except (OSError, FrameError) as error:
             # The daemon was killed in the middle of a request, or something else spoke to the socket.
             log.info("control_connection_lost", error=str(error))
@@ -246,9 +269,9 @@ class _Connection:
             self._server.forget(self)
             self._sock.close()
 
-    def _answer(self, request: Mapping[str, Any]) -> None:
+    def _answer(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
         try:
-            reply = self._server.answer(self, request)
+            reply = self._server.answer(self, request, fds)
         except (HoldExpired, TimeoutError) as error:
             send_frame(self._sock, {"ok": False, "error": str(error), "errno": errno.ETIMEDOUT})
         except (Refused, OSError) as error:

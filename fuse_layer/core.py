@@ -153,6 +153,7 @@ class OverlayCore:
         self.open, self.release, self.flush, self.fsync = data.open, data.release, data.flush, data.fsync
         self.read, self.read_nowait, self.write = data.read, data.read_nowait, data.write
         self.fallocate, self.lseek, self.copy_file_range = data.fallocate, data.lseek, data.copy_file_range
+        self.share = data.share
         self.getattr, self.setattr, self.statx = attributes.getattr, attributes.setattr, attributes.statx
         self.getxattr, self.listxattr = attributes.getxattr, attributes.listxattr
         self.setxattr, self.removexattr = attributes.setxattr, attributes.removexattr

@@ -417,6 +417,27 @@ class Data:
                     lambda: os.copy_file_range(src.fd, dst.fd, length, source_offset, target_offset)
                 )
 
+    def share(self, node_id: int, source_fd: int, source_offset: int, offset: int, length: int) -> None:
+        """Give a range of a file that is open for writing the extents of another file of the backing file system. It lies within
+        the file's size, which the kernel therefore knows already; what it caches of the range is the driver's to drop
+        afterwards. EBADF when nobody has the file open for writing, EINVAL for another range; else as the file system says.
+        """
+        node, state = self._nodes.get(node_id), self._state
+        file = state.any_file(node, writes=True)
+        if file is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        with state.gate, state.undo.lock(node.ino):
+            if not 0 < length <= COPY_STEP_BYTES or offset + length > os.fstat(file.fd).st_size:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            self._times.before_write(node, file.fd)
+            if state.tracked(node):
+                if state.must_keep(node.ino):
+                    self._keep_range(node, file.fd, offset, length)
+                self._mark(node, file.fd, offset, length)
+                if node.privileged:
+                    self._clear_privileges(node, file.fd)
+            state.with_space(lambda: syscalls.clone_range(source_fd, source_offset, length, file.fd, offset))
+
 
 def _set_size(fd: int, size: int) -> None:
     """Set the size as truncate(2) does, which leaves it to the file system whether the size that is there moves a time."""

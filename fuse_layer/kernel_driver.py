@@ -457,6 +457,11 @@ class KernelDriver:
         self.session.hand_on()
         return self.core.copy_file_range(source, offset, target, target_offset, length)
 
+    def share(self, node: int, source_fd: int, source_offset: int, offset: int, length: int) -> None:
+        """As the core's, and then the kernel forgets what it cached of the range. Not for the session's threads."""
+        self.core.share(node, source_fd, source_offset, offset, length)
+        self.session.invalidate_content(node, offset, length)
+
     def _copy_file_range(self, request: Request, data: memoryview) -> Reply:
         return p.WRITE_OUT.pack(self._copied(data), 0)
 

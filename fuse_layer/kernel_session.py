@@ -233,13 +233,21 @@ class Session:
 
     def invalidate_attributes(self, node: int) -> None:
         """The kernel asks for the node's attributes again; what it caches of the content stays."""
-        body = p.NOTIFY_INVAL_INODE_OUT.pack(node, -1, 0)
+        self._invalidate(node, -1, 0)
+
+    def invalidate_content(self, node: int, offset: int, length: int) -> None:
+        """The same, and what the kernel caches of the range is dropped. Waits for requests about these pages: for none of the
+        session's own threads, and not inside the gate."""
+        self._invalidate(node, offset, length)
+
+    def _invalidate(self, node: int, offset: int, length: int) -> None:
+        body = p.NOTIFY_INVAL_INODE_OUT.pack(node, offset, length)
         head = p.OUT_HEADER.pack(p.OUT_HEADER.size + len(body), p.NOTIFY_INVAL_INODE, 0)
         try:
             os.write(self._fd, head + body)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTCONN):  # forgotten meanwhile; unmounted
-                log.warning("attributes_not_invalidated", error=str(error))
+                log.warning("node_not_invalidated", error=str(error))
 
     # -- the turn -------------------------------------------------------------------------------------
 

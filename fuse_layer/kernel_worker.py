@@ -21,6 +21,7 @@ import structlog
 
 import ciuic
 from ciuic.fuse_layer import kernel_session, ledger_writer, mounts
+from ciuic.fuse_layer.control_frames import Share
 from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core import OverlayCore
 from ciuic.fuse_layer.kernel_driver import KernelDriver
@@ -144,6 +145,7 @@ class KernelWorker:
             session_fd=fuse_fd if self._ledger is not None else None,
             on_stop=self.stop,
             on_hand_over=self.hand_over,
+            on_share=self.share,
             extra_status=self._status,
         )
         try:
@@ -189,6 +191,12 @@ class KernelWorker:
                 log.error("tracking_not_handed_over", error=str(error))
         self._handed_over = True
         threading.Timer(_LAST_ANSWER_SECONDS, self._driver.session.end).start()
+
+    def share(self, request: Share, source_fd: int) -> None:
+        """Give a file that is open for writing extents of ``source_fd`` (data.py). OSError: ESTALE for another mount's file."""
+        if not self._device or request.device != self._device:  # its number would name another file here
+            raise OSError(errno.ESTALE, "that file is not of this mount")
+        self._driver.share(request.node, source_fd, request.source_offset, request.offset, request.length)
 
     def _status(self) -> Mapping[str, Any]:
         return {

@@ -40,6 +40,8 @@ _NR_SETFSGID: Final = 152 if _ARM64 else 123
 _NR_STATX: Final = 291 if _ARM64 else 332
 _NR_CACHESTAT: Final = 451
 _FICLONE: Final = 0x40049409
+_FICLONERANGE: Final = 0x4020940D
+_CLONE_RANGE: Final = struct.Struct("=qQQQ")  # source descriptor, its offset, length, offset in the target
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _PR_SET_DUMPABLE: Final = 4
 _CAP_VERSION_3: Final = 0x20080522
@@ -151,6 +153,12 @@ def statx(path: bytes, mask: int, *, follow: bool) -> Statx:
 def clone_file(target_fd: int, source_fd: int) -> None:
     """Share all extents of one file with another (ioctl FICLONE); EOPNOTSUPP, EXDEV, EINVAL or ENOTTY where it cannot be."""
     fcntl.ioctl(target_fd, _FICLONE, source_fd)
+
+
+def clone_range(source_fd: int, source_offset: int, length: int, target_fd: int, offset: int) -> None:
+    """Share a range's extents with another file (ioctl FICLONERANGE); errors as of ``clone_file``, and EBADF where the source
+    is not open for reading."""
+    fcntl.ioctl(target_fd, _FICLONERANGE, _CLONE_RANGE.pack(source_fd, source_offset, length, offset))
 
 
 def start_writeback(fd: int) -> None:

@@ -11,6 +11,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ciuic.errors import Damaged, NotFound
@@ -103,14 +104,21 @@ class _Unshared(NamedTuple):
 class Worker:
     """Reads one repository's chunks; for one thread."""
 
-    def __init__(self, repository: Repository, check: Callable[[], None]) -> None:
+    def __init__(
+        self, repository: Repository, check: Callable[[], None], runtime_dir: Path | None = None
+    ) -> None:
         self.repository = repository
         self.check = check
         """Called between blocks; raises when the work is to end."""
         self._buffer = bytearray()
-        self._sharing = Sharing()
+        self._sharing = Sharing(runtime_dir)
         self._unshared: list[_Unshared] = []
         """Neighbours, in the pack and in the file."""
+
+    def close(self) -> None:
+        """Lets go of the repository and of whom it asked."""
+        self.repository.close()
+        self._sharing.close()
 
     def write(self, parts: Sequence[Part]) -> None:
         """Writes blocks into files that read as zeros so far, in the order in which they are stored.

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from ciuic.errors import Damaged
 from ciuic.repository import Repository
@@ -85,12 +86,20 @@ class LargeFile:
 class Feeder:
     """Feeds large files to the threads. Its methods are for the walk's thread; `again` is guarded by Pool.changed."""
 
-    def __init__(self, repository: Repository, pool: Pool, tally: Tally, *, dry_run: bool) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        pool: Pool,
+        tally: Tally,
+        *,
+        dry_run: bool,
+        runtime_dir: Path | None = None,
+    ) -> None:
         self._repository = repository
         self._pool = pool
         self._tally = tally
         self._dry_run = dry_run
-        self._sharing = Sharing()
+        self._sharing = Sharing(runtime_dir)
         self.again: list[Leaf] = []
         """Turned out to differ: to be written."""
 
@@ -123,10 +132,14 @@ class Feeder:
         It is compared in place of the old one, which others may be writing, and only what differs is written to it.
         """
         leaf, existing = large.leaf, large.fd
-        if self._dry_run or not self._sharing.may(existing) or not stat.S_ISREG(os.fstat(existing).st_mode):
+        if (
+            self._dry_run
+            or not self._sharing.may_clone(existing)
+            or not stat.S_ISREG(os.fstat(existing).st_mode)
+        ):
             return False
         try:
-            fd = leaf.make()
+            fd = leaf.make(readable=True)
             if self._sharing.clone(existing, fd):
                 os.ftruncate(fd, leaf.entry.size_bytes)
                 now = os.fstat(existing)
@@ -170,6 +183,7 @@ class Feeder:
         large = LargeFile(leaf)
         try:
             large.fd = leaf.make()
+            self._sharing.prepare(large.fd, leaf.entry.size_bytes)
         except OSError as error:
             leaf.fail(error)
             return

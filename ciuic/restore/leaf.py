@@ -145,12 +145,16 @@ class Leaf:
         """Of the new file, -1 when there is none (any more)."""
         return self._fd
 
-    def make(self) -> int:
-        """It, new and without content, under a temporary name; its descriptor. OSError."""
+    def make(self, *, readable: bool = False) -> int:
+        """It, new and without content, under a temporary name; its descriptor. OSError.
+
+        Not ``readable``, because what an overlay need not let anybody read meanwhile goes past it to the disk.
+        """
         name = new_temporary_name(self.run)
         entry, folder = self.entry, self.folder.fd
         if entry.is_file:
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            access = os.O_RDWR if readable else os.O_WRONLY
+            flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(name, flags, 0o600, dir_fd=folder)
             self._temporary = name
             return self._fd

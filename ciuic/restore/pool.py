@@ -31,10 +31,13 @@ class Stopped(Exception):
 class Pool:
     """``changed`` guards all state that tasks and the caller share; notified at the end of each task."""
 
-    def __init__(self, repository: Path, threads: int | None = None) -> None:
+    def __init__(
+        self, repository: Path, threads: int | None = None, *, runtime_dir: Path | None = None
+    ) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.stopping = False
         self._repository = repository
+        self._runtime_dir = runtime_dir
         self._tasks: deque[Task] = deque()
         self._busy = 0
         self._closing = False
@@ -118,7 +121,7 @@ class Pool:
             while (task := self._next()) is not None:
                 try:
                     if worker is None:
-                        worker = Worker(Repository.open(self._repository), self.check)
+                        worker = Worker(Repository.open(self._repository), self.check, self._runtime_dir)
                     with suppress(Stopped):
                         task(worker)
                 except BaseException as error:
@@ -131,7 +134,7 @@ class Pool:
                         self.changed.notify_all()
         finally:
             if worker is not None:
-                worker.repository.close()
+                worker.close()
 
     def _next(self) -> Task | None:
         with self.changed:

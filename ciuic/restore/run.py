@@ -11,6 +11,7 @@ import posixpath
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -60,12 +61,13 @@ class Run:
         progress: Callable[[Progress], None] | None,
         report: Callable[[Item], None] | None,
         dry_run: bool,
+        runtime_dir: Path | None = None,
     ) -> None:
         self.plan = plan
         self.dry_run = dry_run
-        self.pool = Pool(plan.repository.path)
+        self.pool = Pool(plan.repository.path, runtime_dir=runtime_dir)
         self.tally = Tally(plan, dry_run, progress, report)
-        self.feeder = Feeder(plan.repository, self.pool, self.tally, dry_run=dry_run)
+        self.feeder = Feeder(plan.repository, self.pool, self.tally, dry_run=dry_run, runtime_dir=runtime_dir)
         self.small = SmallFiles(self.pool, self._believed)
         self.linker = Linker(self.pool, self.small, self.feeder, self.tally, dry_run=dry_run)
         self._small_bytes = batch_blocks(plan.repository.block_size) * plan.repository.block_size

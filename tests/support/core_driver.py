@@ -7,9 +7,11 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import hypothesis.strategies as st
 
+from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.core import ROOT_ID, Attr, Caller, OverlayCore, SetAttr
 from ciuic.fuse_layer.syscalls import FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 
@@ -45,6 +47,7 @@ class CoreDriver:
             "create": self._create,
             "truncate": self._truncate,
             "punch": self._punch,
+            "share": self._share,
             "mkdir": self._mkdir,
             "symlink": self._symlink,
             "fifo": self._fifo,
@@ -144,6 +147,22 @@ class CoreDriver:
         finally:
             self.core.release(handle)
 
+    def _share(self, path: bytes, _other: bytes, how: int) -> None:
+        """With extents from elsewhere, which are copied here: what is to be right is what is noted and saved."""
+        node = self.node(path)
+        if not stat.S_ISREG(self.core.getattr(node).st.st_mode):
+            return
+        handle, source = self.core.open(node, os.O_RDWR), os.memfd_create("source")
+        try:
+            self._written += 1
+            data = (b"%d " % self._written) * self.block_size
+            os.write(source, data)
+            with mock.patch.object(syscalls, "clone_range", copy_range):
+                self.core.share(node, source, 0, how * 1000, self.block_size)
+        finally:
+            os.close(source)
+            self.core.release(handle)
+
     def _mkdir(self, path: bytes, _other: bytes, how: int) -> None:
         self._seen(self.core.mkdir(*self._place(path), 0o755 if how % 2 else 0o700, ROOT))
 
@@ -210,8 +229,13 @@ class CoreDriver:
                 self.core.rmdir(node, name)
 
 
+def copy_range(source: int, source_offset: int, length: int, target: int, offset: int) -> None:
+    """In place of syscalls.clone_range, on any file system."""
+    os.pwrite(target, os.pread(source, length, source_offset), offset)
+
+
 KINDS = (
-    *("create", "create", "create", "write", "write", "write", "truncate", "truncate", "punch"),
+    *("create", "create", "create", "write", "write", "write", "truncate", "truncate", "punch", "share"),
     *("mkdir", "mkdir", "mkdir", "symlink", "fifo", "link", "link", "unlink", "unlink", "rmdir"),
     *("rename", "rename", "rename", "exchange", "chmod", "xattr", "utime"),
     *("open", "write_open", "close", "remove_all", "forget"),
