@@ -13,7 +13,6 @@ Leaves the walk, and the reserved state directory, to capture.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable
@@ -73,6 +72,8 @@ class ExcludeMatcher:
 
     def digest(self) -> str:
         """32 hex digits that differ whenever the matcher could decide differently."""
+        import hashlib  # 3 ms, and most commands need no digest
+
         state = hashlib.sha256(_RULES_VERSION)
         absolute = any(rule.absolute for rule in self._rules)
         for part in (self._root if absolute else b"", *self._patterns):

@@ -239,13 +239,15 @@ def _rewrite(
     salvage: bool = False,
 ) -> bool:
     """Whether the next pack may be tried."""
-    if free_bytes(writer.repository.path) < use.live_bytes + _REWRITE_MARGIN_BYTES:
-        result.notes.append(
-            f"pack {use.number:016x} is not rewritten: the disk has no room for what lives in it"
-        )
-        return True
+    cramped = free_bytes(writer.repository.path) < use.live_bytes + _REWRITE_MARGIN_BYTES
     try:
-        result.freed_bytes += writer.rewrite_pack(use.number, live, salvage=salvage)
+        if not cramped:
+            result.freed_bytes += writer.rewrite_pack(use.number, live, salvage=salvage)
+        elif salvage or not _rewrite_by_pieces(writer, use.number, live, result):
+            result.notes.append(
+                f"pack {use.number:016x} is not rewritten: the disk has no room for what lives in it"
+            )
+            return True
     except Damaged as error:
         result.notes.append(f"pack {use.number:016x} is left as it is: {error}")
         return True
@@ -257,6 +259,21 @@ def _rewrite(
         return False
     result.garbage_bytes -= use.dead_bytes
     result.rewritten_packs += 1
+    return True
+
+
+def _rewrite_by_pieces(
+    writer: Writer, number: int, live: Callable[[ChunkId], bool], result: SweepResult
+) -> bool:
+    """From its end on, each piece freed before the next is copied; whether it was done to the end."""
+    left_bytes = None
+    while left_bytes != 0:
+        room_bytes = min(free_bytes(writer.repository.path), _REWRITE_MARGIN_BYTES)
+        shortened = writer.shorten_pack(number, live, room_bytes)
+        result.freed_bytes += shortened.freed_bytes
+        if shortened.left_bytes == left_bytes:
+            return False
+        left_bytes = shortened.left_bytes
     return True
 
 

@@ -22,4 +22,28 @@ def main() -> None:
             )  # all is written, nothing is open: 6 ms to take the interpreter down would be for nothing
     from ciuic.cli.app import run
 
-    run()
+    try:
+        run()
+    except SystemExit as leaving:
+        _leave(leaving)
+
+
+def _leave(leaving: SystemExit) -> None:
+    """Ends the process without taking the interpreter down: 15 ms, where a command has imported most of the library.
+
+    All is closed and written by now. Where something is still at work, or watches the run, the way out is the usual one.
+    """
+    import os
+    import sys
+    import threading
+
+    code = leaving.code
+    watched = sys.gettrace() is not None or "coverage" in sys.modules
+    if not isinstance(code, int) or watched or threading.active_count() > 1:
+        raise leaving
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        raise leaving from None
+    os._exit(code)

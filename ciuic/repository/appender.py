@@ -25,8 +25,8 @@ from ciuic.types import ChunkId
 
 SEGMENT_BYTES = 4 << 20
 SEGMENT_RECORDS = 1024
-PACK_BYTES: dict[PackKind, int] = {"data": 512 << 20, "meta": 64 << 20}
-"""A pack is sealed when it is at least this long."""
+PACK_BYTES: dict[PackKind, int] = {"data": 64 << 20, "meta": 64 << 20}
+"""A pack is sealed when it is at least this long: larger ones make no capture faster, and prune copies more of what lives in them."""
 _BEHIND_FROM_BYTES = 1 << 20
 
 

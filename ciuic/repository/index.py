@@ -216,6 +216,13 @@ class Index:
                 self.db.executemany("DELETE FROM chunks WHERE id=? AND pack=? AND offset=?", keys)
             self.db.execute("DELETE FROM packs WHERE number=?", (number,))
 
+    def cut(self, number: int, size_bytes: int, gone: Iterable[PackRecord]) -> None:
+        """Says that the pack ends there now, unsealed, and holds none of these any more."""
+        keys = ((record.id, number, record.offset) for record in gone)
+        with Transaction(self.db):
+            self.db.executemany("DELETE FROM chunks WHERE id=? AND pack=? AND offset=?", keys)
+            self.db.execute("INSERT OR REPLACE INTO packs VALUES (?,?,0)", (number, size_bytes))
+
     def mark(self, chunk: ChunkId, location: ChunkLocation, damaged: bool) -> None:
         flags = (location.flags & ~DAMAGED) | (DAMAGED if damaged else 0)
         key = (flags, chunk, location.pack, location.offset)

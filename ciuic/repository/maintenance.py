@@ -6,16 +6,20 @@ from collections.abc import Callable, Container, Iterable
 from typing import TYPE_CHECKING
 
 from ciuic.errors import NotFound
-from ciuic.repository.chunks import BadCopyError, location_of, read_copy, read_stored
+from ciuic.repository import packformat as pf
+from ciuic.repository.chunks import BadCopyError, location_of, read_copy, read_stored, unpack
 from ciuic.repository.errors import DamagedChunk, DamagedPack
 from ciuic.repository.index import DAMAGED
-from ciuic.repository.model import ChunkLocation, PackRecord
-from ciuic.repository.packs import Packs
+from ciuic.repository.model import ChunkLocation, PackRecord, Shortened
+from ciuic.repository.packs import Packs, Segment
 from ciuic.types import ChunkId
 
 if TYPE_CHECKING:
     from ciuic.repository.disk import Disk
     from ciuic.repository.store import ChunkStore
+
+_COPYING_BYTES = 128 << 10
+"""What a few copies may need besides themselves: a pack's header, a table, blocks that the file system counts."""
 
 
 def strict_records(packs: Packs, number: int) -> list[PackRecord]:
@@ -49,10 +53,64 @@ def rewrite_pack(
     size_before = store.grown_bytes
     for record in records:
         if is_live(record.id) and not _good_elsewhere(store, number, record.id):
-            stored, raw_bytes, flags = _good_copy(store, number, record)
-            store.append(record.id, stored, raw_bytes, flags, kind)
+            store.append(record.id, _good_copy(store, number, record), record.raw_bytes, record.flags, kind)
     store.sync()
     return drop_pack(disk, store, number, records) - (store.grown_bytes - size_before)
+
+
+def shorten_pack(
+    disk: Disk,
+    store: ChunkStore,
+    number: int,
+    live: Container[ChunkId] | Callable[[ChunkId], bool],
+    room_bytes: int,
+) -> Shortened:
+    """See Writer.shorten_pack."""
+    is_live = live if callable(live) else live.__contains__
+    release_pack(store, number)
+    size_bytes, size_before = store.packs.size(number), store.grown_bytes
+    segments = _sound_segments(store.packs, number)
+    keep = len(segments)
+    while keep and (cost := _copying_costs(segments[keep - 1], is_live)) <= room_bytes:
+        room_bytes -= cost
+        keep -= 1
+    if keep == len(segments):
+        return Shortened(0, size_bytes)
+    kind = store.packs.kind(number)
+    gone = [record for segment in segments[keep:] for record in segment.records]
+    for record in gone:
+        if is_live(record.id) and not _good_elsewhere(store, number, record.id):
+            store.append(record.id, _good_copy(store, number, record), record.raw_bytes, record.flags, kind)
+    store.sync()
+    if not keep:
+        return Shortened(drop_pack(disk, store, number, gone) - (store.grown_bytes - size_before), 0)
+    end = segments[keep - 1].end
+    kept = [record for segment in segments[:keep] for record in segment.records]
+    # As when a pack goes: the index first. A pack that is longer than the index says is taken up again.
+    store.index.cut(number, end, gone, kept)
+    fd = disk.open_write(store.packs.path(number))
+    try:
+        disk.truncate(fd, end)
+    finally:
+        disk.close(fd)
+    return Shortened(size_bytes - end - (store.grown_bytes - size_before), end)
+
+
+def _sound_segments(packs: Packs, number: int) -> list[Segment]:
+    """All of them; DamagedPack unless they alone say what the pack holds: without its end it has no footer."""
+    listed = strict_records(packs, number)
+    segments = list(packs.scan(number))
+    if [record for segment in segments for record in segment.records] != listed:
+        raise DamagedPack(number, packs.footer_offset(number), "its footer lists what no segment holds")
+    return segments
+
+
+def _copying_costs(segment: Segment, is_live: Callable[[ChunkId], bool]) -> int:
+    """The most that the copies of what is live in it take, in bytes."""
+    stored = [record.stored_bytes for record in segment.records if is_live(record.id)]
+    if not stored:
+        return 0
+    return sum(stored) + len(stored) * (pf.ALIGN_BYTES + pf.RECORD_BYTES) + _COPYING_BYTES
 
 
 def drop_pack(disk: Disk, store: ChunkStore, number: int, records: list[PackRecord] | None = None) -> int:
@@ -113,11 +171,14 @@ def _good_elsewhere(store: ChunkStore, number: int, chunk: ChunkId) -> bool:
     return False
 
 
-def _good_copy(store: ChunkStore, number: int, record: PackRecord) -> tuple[bytes, int, int]:
-    """(stored bytes, raw length, flags); DamagedChunk."""
-    location = location_of(number, record)
+def _good_copy(store: ChunkStore, number: int, record: PackRecord) -> bytes:
+    """Its stored bytes; DamagedChunk."""
     try:
-        read_copy(store.packs, location, record.id, store.seed)
-        return read_stored(store.packs, location), record.raw_bytes, record.flags
+        stored = read_stored(store.packs, location_of(number, record))
+        # What is stored as it is need not be copied to be looked at.
+        content = unpack(stored, record.raw_bytes, record.flags) if record.flags else stored
+        if store.id_of(content) != record.id:
+            raise BadCopyError("its bytes do not match its id")
     except (BadCopyError, NotFound) as error:
         raise DamagedChunk(record.id, number, record.offset, str(error)) from None
+    return stored

@@ -42,6 +42,13 @@ class ChunkLocation(NamedTuple):
     flags: int
 
 
+class Shortened(NamedTuple):
+    """What became of a pack of which a piece was moved elsewhere. `left_bytes`: its size now, 0 when it is gone."""
+
+    freed_bytes: int
+    left_bytes: int
+
+
 class PackDamage(NamedTuple):
     """One thing wrong with one pack, as `Repository.scrub` finds it. `chunk` is None when it is the pack's
     structure.

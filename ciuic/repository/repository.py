@@ -157,7 +157,7 @@ class Repository:
     def writer(self, *, wait_seconds: float = 0, command: str = "", pack_bytes: int | None = None) -> Writer:
         """Takes the lock and puts right what a crash left. Busy names the owner; NotPermitted; OSError.
 
-        ``command``: shown to who finds it busy. ``pack_bytes``: seal packs at this size (default 512 MiB).
+        ``command``: shown to who finds it busy. ``pack_bytes``: seal packs at this size (default 64 MiB).
         """
         from ciuic.repository.packs import Packs
         from ciuic.repository.writer import Writer

@@ -40,9 +40,12 @@ def scrub(
                     suppress(NotFound),
                     packs.left_as_found(number),
                 ):  # garbage collection may drop it meanwhile
-                    yield from _scrub_pack(
+                    for damage in _scrub_pack(
                         packs, checker, number, seed, facts, fresh=number > newest, between=between
-                    )
+                    ):
+                        if packs.size(number) < size_bytes:
+                            break  # prune moves it elsewhere from its end on: what lived in it is checked there
+                        yield damage
             done += size_bytes
             if progress is not None:
                 progress(done, total)

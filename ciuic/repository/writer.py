@@ -22,7 +22,7 @@ from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.ids import Bytes
 from ciuic.repository.index import INDEX_NAME
 from ciuic.repository.lock import Lock
-from ciuic.repository.model import SnapshotInfo
+from ciuic.repository.model import Shortened, SnapshotInfo
 from ciuic.repository.packing import Content
 from ciuic.repository.packs import Packs
 from ciuic.repository.recovery import reconcile
@@ -317,6 +317,18 @@ class Writer:
         freed = maintenance.rewrite_pack(self._disk, self._store, number, live, salvage=salvage)
         self.repository.forget_pack(number)
         return freed
+
+    def shorten_pack(
+        self, number: int, live: Container[ChunkId] | Callable[[ChunkId], bool], room_bytes: int
+    ) -> Shortened:
+        """Copies elsewhere what is live in as many of its last segments as ``room_bytes`` allow, makes that durable, and cuts
+        them off. Nothing is done when there is no room for the last one (some 4 MiB at the most).
+
+        A way to rewrite a pack with next to no free space. Checked as in `rewrite_pack`; when nothing is left the pack goes.
+        """
+        shortened = maintenance.shorten_pack(self._disk, self._store, number, live, room_bytes)
+        self.repository.forget_pack(number)
+        return shortened
 
     def drop_pack(self, number: int) -> int:
         """Deletes a pack with all in it; returns its size in bytes. Needs no free space. NotFound."""

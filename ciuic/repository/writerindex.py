@@ -26,6 +26,7 @@ class WriterIndex:
         self._packs = packs
         self._path = path
         self._dropped: set[int] = set()
+        """Packs of which what the index on disk says does not count: they are gone, or it could not be told."""
         self._memory: Index | None = None
         self._corrupt = False
         self._disk = self._open()
@@ -41,16 +42,18 @@ class WriterIndex:
     def covered(self) -> dict[int, tuple[int, bool]]:
         """Number → (bytes covered, sealed), of packs not dropped. An index found corrupt is emptied."""
         found: dict[int, tuple[int, bool]] = {}
-        for index in (self._disk, self._memory):
-            if index is not None:
-                try:
-                    found.update(index.packs())
-                except sqlite3.Error as error:
-                    self._failed("index_unreadable", error)
+        if self._disk is not None:
+            try:
+                facts = self._disk.packs()
+                found.update((number, facts[number]) for number in facts.keys() - self._dropped)
+            except sqlite3.Error as error:
+                self._failed("index_unreadable", error)
+        if self._memory is not None:
+            found.update(self._memory.packs())
         if self._corrupt:
             self.clear()
             found.clear()
-        return {number: facts for number, facts in found.items() if number not in self._dropped}
+        return found
 
     def find(self, chunk: bytes) -> list[ChunkLocation]:
         found: list[ChunkLocation] = []
@@ -59,11 +62,11 @@ class WriterIndex:
                 found = self._disk.find(chunk)
             except sqlite3.Error as error:
                 self._failed("index_unreadable", error)
+        if self._dropped:
+            found = [location for location in found if location.pack not in self._dropped]
         if self._memory is not None:
             found = self._memory.find(chunk) + found
             found.sort(key=lambda location: bool(location.flags & DAMAGED))
-        if self._dropped:
-            found = [location for location in found if location.pack not in self._dropped]
         return found
 
     def search(self, chunk: bytes, failed: list[ChunkLocation]) -> list[ChunkLocation]:
@@ -80,12 +83,13 @@ class WriterIndex:
     def good_among(self, chunks: Sequence[bytes]) -> set[bytes]:
         """Those of which some copy is there that was not found damaged."""
         good: set[bytes] = set()
-        for index in (self._disk, self._memory):
-            if index is not None:
-                try:
-                    good.update(id_ for id_, pack in index.good_among(chunks) if pack not in self._dropped)
-                except sqlite3.Error as error:
-                    self._failed("index_unreadable", error)
+        if self._disk is not None:
+            try:
+                good.update(id_ for id_, pack in self._disk.good_among(chunks) if pack not in self._dropped)
+            except sqlite3.Error as error:
+                self._failed("index_unreadable", error)
+        if self._memory is not None:
+            good.update(id_ for id_, _ in self._memory.good_among(chunks))
         return good
 
     def add(
@@ -107,10 +111,29 @@ class WriterIndex:
             change(self._memory)
 
     def drop(self, number: int, records: Sequence[PackRecord] | None) -> None:
+        # Where something was dropped before, rows of it may have stayed that are not among these records.
+        known = None if number in self._dropped else records
         self._dropped.add(number)
-        self._try("index_not_reduced", lambda index: index.drop(number, records))
+        self._try("index_not_reduced", lambda index: index.drop(number, known))
         if self._memory is not None:
             self._memory.drop(number, None)
+
+    def cut(
+        self, number: int, size_bytes: int, gone: Sequence[PackRecord], kept: Sequence[PackRecord]
+    ) -> None:
+        """The pack ends there now, unsealed: what is ``gone`` is no longer in it, what is ``kept`` is."""
+        in_memory = self._memory is not None and number in self._memory.packs()
+        whole = (
+            not in_memory
+            and number not in self._dropped
+            and self._try("index_not_reduced", lambda index: index.cut(number, size_bytes, gone))
+        )
+        if not whole:
+            # From here on what the file says of this pack counts for nothing: neither what is gone nor what is kept.
+            self._dropped.add(number)
+            self._memory = self._memory or Index.memory()
+            self._memory.drop(number, None)
+            self._memory.add(number, size_bytes, False, kept)
 
     def drop_rows(self, number: int) -> None:
         """Forgets what is said of a pack that is there but is not what the index says."""

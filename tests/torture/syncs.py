@@ -33,6 +33,7 @@ _ELSEWHERE = {  # where their absence is noticed, or why nothing is lost
 }
 _FOLDERS = ("ciuic", "cli", "daemon", "fuse_layer", "tests")
 _STORE = "tests/crash/test_repository_power_cut.py"
+_GC = "tests/crash/test_gc_crash.py"
 _ORDER = "tests/crash/test_sync_order.py"
 
 
@@ -57,7 +58,8 @@ MUTATIONS = (
     Mutation("the name of a small file", "ciuic/repository/disk.py", "self.sync_dir(", (_STORE, _ORDER)),
     Mutation("packs/ after a deletion", "ciuic/repository/disk.py", "self.sync_dir(", (_ORDER,), nth=1),
     Mutation("live chunks before their pack goes", "ciuic/repository/maintenance.py", "store.sync()", (_STORE, _ORDER)),
-    Mutation("a pack that is let go of", "ciuic/repository/maintenance.py", "store.sync()", (_ORDER,), nth=1),
+    Mutation("live chunks before a pack is cut", "ciuic/repository/maintenance.py", "store.sync()", (_STORE, _ORDER, _GC), nth=1),
+    Mutation("a pack that is let go of", "ciuic/repository/maintenance.py", "store.sync()", (_ORDER,), nth=2),
     Mutation("a new repository's name", "ciuic/repository/repository.py", "disk.sync_dir(os.path", (_ORDER,)),
     Mutation("saved tracking", "fuse_layer/epochs.py", "os.fsync(file.fileno())", (_ORDER,)),
     Mutation("the name of saved tracking", "fuse_layer/epochs.py", "os.fsync(state_fd)", (_ORDER,), nth=1),
