@@ -7,16 +7,23 @@ excludes; otherwise everything is compared. Reads the repository's metadata alon
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import msgspec
 
 from ciuic.daemon.capture_job import TAG_INCOMPLETE
 from ciuic.errors import Damaged
-from ciuic.fuse_layer.undo_format import Change, Sealed
+from ciuic.fuse_layer.sealed_format import Sealed
 from ciuic.repository import Repository, Trees
+from ciuic.spill import Spill
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord
 
 ABSENT = 0
 """In `Change.names`: the name did not exist when the epoch began."""
+_THE_SAME: Final = -1
+"""In `Change.names`: it leads where it led then."""
+_entry_encoder: Final = msgspec.msgpack.Encoder()
+_entry_decoder: Final = msgspec.msgpack.Decoder(Entry)
 
 
 class Base(NamedTuple):
@@ -43,11 +50,14 @@ def choose_base(
         record = next((root for root in snapshot.roots if root.path == path), None)
         if record is None:
             continue
-        continued = sealed is not None and (record.session, record.epoch) == (sealed.session, sealed.since)
+        continued = sealed is not None and (record.session, record.epoch) == (
+            sealed.head.session,
+            sealed.head.since,
+        )
         trusted = (
             sealed is not None
             and continued
-            and sealed.complete
+            and sealed.head.complete
             and record.excludes_digest == excludes_digest
             and TAG_INCOMPLETE not in snapshot.tags
         )
@@ -55,32 +65,52 @@ def choose_base(
         if trusted:
             return base
         newest = newest or base
-        if sealed is None or not sealed.complete or not sealed.since:
+        if sealed is None or not sealed.head.complete or not sealed.head.since:
             break
     return newest
 
 
-def index_touched(trees: Trees, base: RootRecord, sealed: Sealed) -> dict[int, Entry]:
-    """Inode number → entry in the base, for everything that has a touched name there: also what was moved or removed.
+class OldPlaces:
+    """Entries of the base by inode number, of what may be found elsewhere by now: what was moved, removed, or given another
+    name. What has its name still is not here, so that a million changed files take no room.
 
     Hard-linked inodes appear as the entries that refer to the link table. Numbers that were used again are in it
     with their old meaning: ask `Change.fresh` first.
     """
-    index: dict[int, Entry] = {sealed.root_ino: base.entry}
-    stack = [(sealed.root_ino, base.entry)]
-    while stack:
-        ino, directory = stack.pop()
-        change = sealed.changes.get(ino)
-        for name, was in (change.names or {}).items() if change is not None else ():
-            entry = None if was == ABSENT else trees.entry(directory.content, name)
-            if entry is None:
+
+    def __init__(self, trees: Trees, base: RootRecord, sealed: Sealed, spill: Spill) -> None:
+        self._trees = trees
+        self._changes = sealed.changes
+        self._entries = spill.numbers()
+        self._keep(sealed.head.root_ino, base.entry)
+        below = [self._touched(sealed.head.root_ino, base.entry)]
+        while below:
+            found = next(below[-1], None)
+            if found is None:
+                below.pop()
                 continue
-            number = entry.link or entry.ino
-            if number not in index:
-                index[number] = entry
-                if entry.is_dir and not entry.flags & FLAG_MOUNTPOINT:
-                    stack.append((number, entry))
-    return index
+            ino, entry, was = found
+            is_dir = entry.is_dir and not entry.flags & FLAG_MOUNTPOINT
+            change = self._changes.get(ino)
+            if was != _THE_SAME or (not is_dir and change is not None and change.attrs):
+                self._keep(ino, entry)
+            if is_dir:
+                below.append(self._touched(ino, entry))
+
+    def get(self, ino: int) -> Entry | None:
+        body = self._entries.get(ino)
+        return None if body is None else _entry_decoder.decode(body)
+
+    def _keep(self, ino: int, entry: Entry) -> None:
+        if ino not in self._entries:
+            self._entries.put(ino, _entry_encoder.encode(entry))
+
+    def _touched(self, ino: int, directory: Entry) -> Iterator[tuple[int, Entry, int]]:
+        """(inode number, entry in the base, what its name was bound to) of the touched names that the base has."""
+        for name, was in self._changes.names(ino):
+            entry = None if was == ABSENT else self._trees.entry(directory.content, name)
+            if entry is not None:
+                yield entry.link or entry.ino, entry, was
 
 
 class LinkName(NamedTuple):
@@ -103,18 +133,10 @@ def link_names(trees: Trees, base: RootRecord, root_ino: int, wanted: set[int]) 
                 stack.append((entry.ino, entry, (*steps, (ino, entry.name, entry.ino))))
 
 
-def touched_names(sealed: Sealed | None) -> int:
-    """How many names a tracked capture will look at."""
-    changes: dict[int, Change] = sealed.changes if sealed is not None else {}
-    return sum(len(change.names) for change in changes.values() if change.names)
-
-
-def changed_bytes(sealed: Sealed | None) -> int:
-    """How many bytes a tracked capture will read at most; 0 when whole files changed, whose sizes are not known here."""
-    blocks = 0
-    for change in sealed.changes.values() if sealed is not None else ():
-        if isinstance(change.data, bytes):
-            blocks += int.from_bytes(change.data, "little").bit_count()
-        elif change.data and not change.names:
-            return 0
-    return blocks * (sealed.block_size if sealed is not None else 0)
+def expected_of(sealed: Sealed | None) -> tuple[int, int]:
+    """How many names a tracked capture will look at, and how many bytes it will read at most; 0 when whole files changed,
+    whose sizes are not known here."""
+    if sealed is None:
+        return 0, 0
+    totals = sealed.totals
+    return totals.names, 0 if totals.whole_files else totals.blocks * sealed.head.block_size

@@ -13,7 +13,7 @@ import msgspec
 from ciuic.daemon.capture_base import Base
 from ciuic.daemon.capture_content import EMPTY_MAP, ContentReader, Stored
 from ciuic.daemon.capture_view import Thing
-from ciuic.fuse_layer.undo_format import Change, Sealed
+from ciuic.fuse_layer.sealed_format import Sealed
 from ciuic.repository import Writer
 from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, Entry, MapRef, TreeRef
 
@@ -31,8 +31,8 @@ class EntryMaker:
         self._content = content
         self._trusted = base is not None and base.trusted
         self._settled_before_ns = base.time_ns - RACY_NS if base is not None else 0
-        self._changes: dict[int, Change] = sealed.changes if sealed is not None else {}
-        self._open_for_write = frozenset(sealed.open_for_write) if sealed is not None else frozenset()
+        self._changes = sealed.changes if sealed is not None else None
+        self._open_for_write = frozenset(sealed.head.open_for_write) if sealed is not None else frozenset()
 
     def leaf(self, name: bytes, thing: Thing, previous: Entry | None) -> Entry:
         """Anything but a directory. `previous` is the same inode in the base, None if it was not there. Unreadable."""
@@ -84,7 +84,7 @@ class EntryMaker:
     def _file_content(self, thing: Thing, previous: Entry | None) -> Stored:
         if thing.stat.size == 0:
             return Stored(EMPTY_MAP, False)
-        change = self._changes.get(thing.ino)
+        change = self._changes.get(thing.ino) if self._changes is not None else None
         if previous is None:
             return self._whole(thing)
         taken_over = Stored(MapRef(previous.content, previous.map_height), False)

@@ -11,6 +11,7 @@ from typing import Final
 
 from ciuic.daemon.capture_view import Thing
 from ciuic.repository import Trees, Writer
+from ciuic.spill import Spill
 from ciuic.types import Entry, TreeRef
 
 _BATCH_ENTRIES: Final = 8192
@@ -32,13 +33,17 @@ class LinkTable:
     `older` is where `previous` looks, whether or not the new table starts from it.
     """
 
-    def __init__(self, trees: Trees, writer: Writer, *, older: bytes, start: bytes) -> None:
+    def __init__(self, trees: Trees, writer: Writer, spill: Spill, *, older: bytes, start: bytes) -> None:
         self._trees = trees
         self._writer = writer
         self._older = older
         self._tree = TreeRef(id=start)  # type: ignore[arg-type]
         self._pending: dict[bytes, Entry | None] = {}
-        self._settled: set[int] = set()
+        self._settled = spill.numbers()
+
+    @property
+    def has_older(self) -> bool:
+        return bool(self._older)
 
     def previous(self, ino: int) -> Entry | None:
         """The inode's entry in the older table."""
@@ -50,7 +55,7 @@ class LinkTable:
 
     def keep(self, ino: int) -> None:
         """The older table's entry stays as it is."""
-        self._settled.add(ino)
+        self._settled.put(ino, b"")
 
     def put(self, entry: Entry) -> None:
         self._set(entry.ino, entry)
@@ -65,7 +70,7 @@ class LinkTable:
         return self._tree
 
     def _set(self, ino: int, entry: Entry | None) -> None:
-        self._settled.add(ino)
+        self._settled.put(ino, b"")
         self._pending[link_key(ino)] = entry
         if len(self._pending) >= _BATCH_ENTRIES:
             self._flush()

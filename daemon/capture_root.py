@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from ciuic import STATE_DIR_NAME
-from ciuic.daemon.capture_base import Base, changed_bytes, choose_base, touched_names
+from ciuic.daemon.capture_base import Base, choose_base, expected_of
 from ciuic.daemon.capture_content import ContentReader
 from ciuic.daemon.capture_entry import EntryMaker
 from ciuic.daemon.capture_job import Progress, ReadError, RootJob
@@ -23,9 +23,11 @@ from ciuic.daemon.capture_view import OfflineLog, SealedView, Unreadable, open_l
 from ciuic.daemon.capture_walk import TrackingBroken, Walked, Walker
 from ciuic.errors import CiuicError, Damaged
 from ciuic.excludes import ExcludeMatcher
-from ciuic.fuse_layer.undo_format import Sealed, UndoLost, read_sealed, sealed_name
+from ciuic.fuse_layer.sealed_format import Sealed, read_sealed
+from ciuic.fuse_layer.undo_format import UndoLost, sealed_name
 from ciuic.pace import Pace
 from ciuic.repository import Repository, Writer
+from ciuic.spill import Spill
 from ciuic.types import RootMode, RootRecord
 
 _log = structlog.get_logger(__name__)
@@ -127,10 +129,13 @@ class Report:
 class OpenRoot:
     """Descriptors of one root, and what its sealed epoch says. Context manager."""
 
-    def __init__(self, job: RootJob, block_size: int) -> None:
-        """UndoLost when the sealed epoch is not there (any more); OSError when the root is not."""
+    def __init__(self, job: RootJob, block_size: int, room: str) -> None:
+        """``room``: a directory for what does not fit into memory. UndoLost when the sealed epoch is not there (any more);
+        OSError when the root is not."""
         self._stack = contextlib.ExitStack()
+        self.spill = Spill(room)
         with contextlib.ExitStack() as opening:
+            opening.callback(self.spill.close)
             self.backing_fd = job.backing_fd
             if self.backing_fd < 0:
                 self.backing_fd = os.open(job.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -139,7 +144,7 @@ class OpenRoot:
             if job.epoch:
                 self.view = self._open_sealed(job, block_size, opening)
             else:
-                self.view = SealedView(self.backing_fd, log=OfflineLog())
+                self.view = SealedView(self.backing_fd, log=OfflineLog(), spill=self.spill)
             self._stack = opening.pop_all()
 
     def _open_sealed(self, job: RootJob, block_size: int, opening: contextlib.ExitStack) -> SealedView:
@@ -147,19 +152,22 @@ class OpenRoot:
         try:
             undo_fd = os.open(undo, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.backing_fd)
             opening.callback(os.close, undo_fd)
-            self.sealed = read_sealed(f"/proc/self/fd/{undo_fd}/{sealed_name(job.epoch)}")
+            self.sealed = read_sealed(f"/proc/self/fd/{undo_fd}/{sealed_name(job.epoch)}", self.spill)
         except FileNotFoundError as error:
             raise UndoLost(f"epoch {job.epoch} is not sealed, or was given up") from error
-        if self.sealed.session != job.session or self.sealed.epoch != job.epoch:
-            raise UndoLost(f"the sealed epoch belongs to another mount ({self.sealed.session})")
-        if self.sealed.block_size != block_size:
+        head = self.sealed.head
+        if head.session != job.session or head.epoch != job.epoch:
+            raise UndoLost(f"the sealed epoch belongs to another mount ({head.session})")
+        if head.block_size != block_size:
             raise CiuicError(
-                f"the overlay tracks blocks of {self.sealed.block_size} bytes, the repository has {block_size}",
+                f"the overlay tracks blocks of {head.block_size} bytes, the repository has {block_size}",
                 hint="restart the service, so that its overlays use the repository's block size",
             )
         log = open_log(undo_fd, job.epoch)
         opening.callback(log.close)
-        return SealedView(self.backing_fd, log=log, undo_fd=undo_fd, worker_pid=job.worker_pid)
+        return SealedView(
+            self.backing_fd, log=log, spill=self.spill, undo_fd=undo_fd, worker_pid=job.worker_pid
+        )
 
     def check_still_sealed(self) -> None:
         """UndoLost when the epoch was given up since: what was read after that may not be what was there at the cut.
@@ -169,9 +177,11 @@ class OpenRoot:
         self.view.log.poll()
         if self.sealed is not None:
             try:
-                os.stat(sealed_name(self.sealed.epoch), dir_fd=self.view.undo_fd)
+                os.stat(sealed_name(self.sealed.head.epoch), dir_fd=self.view.undo_fd)
             except FileNotFoundError as error:
-                raise UndoLost(f"epoch {self.sealed.epoch} was given up while it was captured") from error
+                raise UndoLost(
+                    f"epoch {self.sealed.head.epoch} was given up while it was captured"
+                ) from error
 
     def __enter__(self) -> OpenRoot:
         return self
@@ -189,7 +199,7 @@ def capture_root(
     """
     excludes = ExcludeMatcher(job.path, job.excludes)
     digest = excludes.digest()
-    with OpenRoot(job, repository.block_size) as opened:
+    with OpenRoot(job, repository.block_size, os.fspath(repository.path)) as opened:
         base = choose_base(repository, job.path, opened.sealed, digest)
         if base is not None and not job.trust_tracking:
             base = base._replace(trusted=False)
@@ -253,7 +263,7 @@ def _walk(
 ) -> Walked:
     expected = expected_bytes = 0
     if base is not None and base.trusted:
-        expected, expected_bytes = touched_names(opened.sealed), changed_bytes(opened.sealed)
+        expected, expected_bytes = expected_of(opened.sealed)
     elif base is not None:
         expected = base.record.entry.total_files + base.record.links_files
     report.begin(job.path, expected, expected_bytes)
@@ -268,6 +278,7 @@ def _walk(
         base=base,
         sealed=opened.sealed,
         excludes=excludes,
+        spill=opened.spill,
         skip=(place.st_dev, place.st_ino),
         visited=report.visited,
         failed=report.failed,

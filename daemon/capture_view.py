@@ -16,17 +16,21 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Iterator
+from itertools import islice
 from types import TracebackType
 from typing import Final
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, NameRecord, OldStat, UndoLost, hold_name
+from ciuic.spill import NameTable, Spill
 
 _PATIENCE: Final = 100
 _PATIENCE_SECONDS: Final = 0.005
 _PIN: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_XATTRS: Final = (errno.ENOTSUP, errno.ENODATA, errno.ENOSYS, errno.EPERM, errno.EACCES)
 _STAT_RETRIES: Final = 100
+_LISTED: Final = 4096
 
 
 class Unreadable(Exception):
@@ -94,7 +98,10 @@ class SealedView:
     descriptors the log mentions. Descriptors stay the caller's. Every method may raise UndoLost or UndoDamaged.
     """
 
-    def __init__(self, backing_fd: int, *, log: LogReader, undo_fd: int = -1, worker_pid: int = 0) -> None:
+    def __init__(
+        self, backing_fd: int, *, log: LogReader, spill: Spill, undo_fd: int = -1, worker_pid: int = 0
+    ) -> None:
+        self._spill = spill
         self.backing_fd = backing_fd
         self.log = log
         self.undo_fd = undo_fd
@@ -107,17 +114,19 @@ class SealedView:
         """The root directory itself. Unreadable."""
         return self._finish(self._pin(b".", self.backing_fd, os.O_DIRECTORY))
 
-    def names(self, directory: Thing, *, is_root: bool = False) -> list[bytes]:
-        """Names that may have been in the directory at the cut, sorted; `child` says which of them were. Unreadable."""
-        names = self._listing(directory) if directory.fd >= 0 else set()
+    def names(self, directory: Thing, *, is_root: bool = False) -> Iterator[bytes]:
+        """Names that may have been in the directory at the cut, sorted; `child` says which of them were. They are read before
+        this returns. Unreadable."""
+        names = self._spill.names()
+        for listed in self._listing(directory) if directory.fd >= 0 else ():
+            for name in listed:
+                names.put(name)
         self.log.poll()
         for name in self.log.names(directory.ino):
             record = self._name_record(directory, name)
             if record is not None and record.ino:
-                names.add(name)
-        if is_root:
-            names.discard(STATE_DIR_NAME)
-        return sorted(names)
+                names.put(name)
+        return _names_of(names, left_out=STATE_DIR_NAME if is_root else b"")
 
     def child(self, directory: Thing, name: bytes) -> Thing | None:
         """What the name led to at the cut, with its attributes then; None when it did not exist. Unreadable."""
@@ -162,15 +171,24 @@ class SealedView:
             return None
         return record
 
-    def _listing(self, directory: Thing) -> set[bytes]:
+    def _listing(self, directory: Thing) -> Iterator[list[bytes]]:
+        """The names that are in the directory now, some at a time. Unreadable."""
         try:
             fd = open_pinned(directory.fd, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                return {os.fsencode(name) for name in os.listdir(fd)}
-            finally:
-                os.close(fd)
         except OSError as error:
             raise Unreadable(error) from error
+        try:
+            with os.scandir(fd) as entries:
+                while True:
+                    try:
+                        names = [os.fsencode(entry.name) for entry in islice(entries, _LISTED)]
+                    except OSError as error:
+                        raise Unreadable(error) from error
+                    if not names:
+                        return
+                    yield names
+        finally:
+            os.close(fd)
 
     def _pin(self, name: bytes, dir_fd: int, extra_flags: int = 0) -> Thing:
         fd = os.open(name, _PIN | extra_flags, dir_fd=dir_fd)
@@ -259,6 +277,13 @@ class SealedView:
             return os.stat(hold_name(ino), dir_fd=self.undo_fd, follow_symlinks=False).st_ino == ino
         except FileNotFoundError:
             return False
+
+
+def _names_of(names: NameTable, *, left_out: bytes) -> Iterator[bytes]:
+    try:
+        yield from (name for name, _ in names.items() if name != left_out)
+    finally:
+        names.clear()
 
 
 def _is_removed_directory(record: NameRecord) -> bool:

@@ -16,16 +16,18 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from ciuic import STATE_DIR_NAME
-from ciuic.daemon.capture_base import Base, index_touched, link_names
+from ciuic.daemon.capture_base import Base, OldPlaces, link_names
 from ciuic.daemon.capture_entry import EntryMaker, without_access_time_change
 from ciuic.daemon.capture_links import LinkTable, link_key, reference
 from ciuic.daemon.capture_view import SealedView, Thing, Unreadable
 from ciuic.excludes import ExcludeMatcher
-from ciuic.fuse_layer.undo_format import Change, Sealed
+from ciuic.fuse_layer.sealed_format import Changes, Sealed
 from ciuic.repository import Trees, Writer
+from ciuic.spill import NumberTable, Spill
 from ciuic.types import FLAG_MOUNTPOINT, Entry, TreeRef
 
 _BATCH_ENTRIES: Final = 8192
+_WANTED_AT_ONCE: Final = 32 << 10
 
 
 class TrackingBroken(Exception):
@@ -99,6 +101,7 @@ class Walker:
         base: Base | None,
         sealed: Sealed | None,
         excludes: ExcludeMatcher,
+        spill: Spill,
         skip: tuple[int, int],
         visited: Callable[[bytes], None],
         failed: Callable[[bytes, OSError], None],
@@ -114,17 +117,19 @@ class Walker:
         self._skip = skip
         self._visited = visited
         self._failed = failed
-        self._changes: dict[int, Change] = sealed.changes if sealed is not None else {}
+        self._changes = sealed.changes if sealed is not None else Changes(spill)
+        self._spill = spill
         self._tracked = base is not None and base.trusted
         older = base.record.links if base is not None else b""
-        self._links = LinkTable(trees, writer, older=older, start=older if self._tracked else b"")
-        self._index: dict[int, Entry] = {}
-        self._places: dict[int, bytes] = {}
+        self._links = LinkTable(trees, writer, spill, older=older, start=older if self._tracked else b"")
+        self._old_places: OldPlaces | None = None
+        self._places: NumberTable | None = spill.numbers() if self._tracked and older else None
+        """Where directories were met; asked for where there are hard links."""
 
     def run(self) -> Walked:
         """Walks the root. Unreadable when the root itself cannot be read; TrackingBroken; what view and writer raise."""
         if self._tracked and self._base is not None and self._sealed is not None:
-            self._index = index_touched(self._trees, self._base.record, self._sealed)
+            self._old_places = OldPlaces(self._trees, self._base.record, self._sealed, self._spill)
         root = self._view.root()
         old = self._base.record.entry if self._base is not None else None
         stack: list[_Directory] = []
@@ -161,15 +166,13 @@ class Walker:
         """Begin a directory; `previous` is its own older entry, `old` what the base has under its path. Unreadable."""
         directory = _Directory(thing, path, name, visit, old)
         older_tree = previous.content if previous is not None else b""
-        change = self._changes.get(thing.ino)
         if visit is Visit.TOUCHED:
-            names = sorted(change.names) if change is not None and change.names else []
-            names = [touched for touched in names if path or touched != STATE_DIR_NAME]
+            touched = (name for name, _ in self._changes.names(thing.ino))
+            directory.names = (name for name in touched if path or name != STATE_DIR_NAME)
             start = previous
         else:
-            names = self._view.names(thing, is_root=not path)
+            directory.names = self._view.names(thing, is_root=not path)
             start = None
-        directory.names = iter(names)
         directory.old_entries = OldEntries(self._trees, older_tree, ascending=visit is not Visit.TOUCHED)
         directory.tree = _tree_of(start)
         return directory
@@ -235,9 +238,13 @@ class Walker:
         change = self._changes.get(thing.ino)
         if change is not None and change.fresh:
             return None
-        found = old if visit is Visit.COMPARE else self._index.get(thing.ino, old)
+        found = old
         if found is None or (found.link or found.ino) != thing.ino:
-            return None
+            if visit is Visit.COMPARE or self._old_places is None:
+                return None
+            found = self._old_places.get(thing.ino)
+            if found is None:
+                return None
         return found if found.mode >> 12 == thing.stat.mode >> 12 else None
 
     def _directory(
@@ -247,7 +254,8 @@ class Walker:
         if parent.visit is Visit.COMPARE:
             previous = old if old is not None and old.is_dir else None
             return self._enter(thing, path, name, Visit.COMPARE, previous, old), None
-        self._places[thing.ino] = path
+        if self._places is not None:
+            self._places.put(thing.ino, path)
         previous = self._previous(thing, old, parent.visit)
         if previous is None or previous.flags & FLAG_MOUNTPOINT:
             return self._enter(thing, path, name, Visit.ALL, None, old), None
@@ -255,7 +263,7 @@ class Walker:
         if moved and self._excludes:
             return self._enter(thing, path, name, Visit.ALL, previous, old), None
         change = self._changes.get(thing.ino)
-        if change is not None and change.names:
+        if change is not None and (change.names or change.names_apart):
             return self._enter(thing, path, name, Visit.TOUCHED, previous, old), None
         return None, self._maker.directory(name, thing, _tree_of(previous))
 
@@ -292,9 +300,9 @@ class Walker:
         The overlay touches the name that it knows; of a hard-linked inode that one may have been removed while others, never
         looked up, remain. The base knows them all.
         """
-        assert self._base is not None
-        assert self._sealed is not None
-        wanted = set()
+        if not self._links.has_older:
+            return
+        wanted: set[int] = set()
         for ino, change in self._changes.items():
             if not self._links.is_settled(ino) and self._links.previous(ino) is not None:
                 if change.fresh:
@@ -303,9 +311,17 @@ class Walker:
                     )  # the number went to another inode: all names of the older one are gone
                 else:
                     wanted.add(ino)
-        if not wanted:
-            return
-        for found in link_names(self._trees, self._base.record, self._sealed.root_ino, wanted):
+                    if len(wanted) >= _WANTED_AT_ONCE:
+                        self._settle_links(root, wanted)
+                        wanted = set()
+        if wanted:
+            self._settle_links(root, wanted)
+
+    def _settle_links(self, root: Thing, wanted: set[int]) -> None:
+        """These inodes of the link table, by a look at all names in the base."""
+        assert self._base is not None
+        assert self._sealed is not None
+        for found in link_names(self._trees, self._base.record, self._sealed.head.root_ino, wanted):
             path = self._place_of(found.steps)
             if path is not None and not self._links.is_settled(found.ino):
                 self._settle_by_path(root, path, found.ino)
@@ -322,9 +338,9 @@ class Walker:
         place = self._place(steps[met][2]) if met >= 0 else None
         path = tuple(place.split(b"/")) if place is not None else ()
         for parent, name, ino in steps[met + 1 :]:
-            above, own = self._changes.get(parent), self._changes.get(ino)
-            if above is not None and above.names and name in above.names:
+            if self._changes.is_touched(parent, name):
                 return None
+            own = self._changes.get(ino)
             if own is not None and own.fresh:
                 return None  # the number belongs to something new; what the base means is gone
             path = (*path, name)
@@ -333,7 +349,9 @@ class Walker:
     def _place(self, ino: int) -> bytes | None:
         """Where a directory of the base was met in this walk."""
         own = self._changes.get(ino)
-        return None if own is not None and own.fresh else self._places.get(ino)
+        if self._places is None or (own is not None and own.fresh):
+            return None
+        return self._places.get(ino)
 
     def _settle_by_path(self, root: Thing, path: tuple[bytes, ...], ino: int) -> None:
         at = root

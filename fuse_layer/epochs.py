@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ciuic.fuse_layer import undo_format
+from ciuic.fuse_layer import sealed_format, undo_format
 from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OverlayState
 from ciuic.fuse_layer.tracking import Change, ChangeSet
@@ -128,9 +128,9 @@ class Epochs:
 
     def _write_sealed(self, epoch: int, sealed: SealedSet) -> None:
         state = self._state
-        undo_format.write_sealed(
+        sealed_format.write_sealed(
             b"/proc/self/fd/%d" % state.undo.directory_fd,
-            undo_format.Sealed(
+            sealed_format.SealedHead(
                 session=self._session,
                 epoch=epoch,
                 since=sealed.changes.since,
@@ -139,8 +139,8 @@ class Epochs:
                 root_ino=state.nodes.root.ino,
                 block_size=state.tracker.block_size,
                 open_for_write=sealed.open_for_write,
-                changes={ino: _as_record(change) for ino, change in sealed.changes.changes.items()},
             ),
+            ((ino, _as_record(change)) for ino, change in sealed.changes.changes.items()),
         )
 
     # -- afterwards ---------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Epochs:
         """The current set, for ``load`` in a later session."""
         changes = self._state.tracker.current.changes
         return msgspec.msgpack.encode(
-            [undo_format.SEALED_VERSION, {ino: _as_record(change) for ino, change in changes.items()}]
+            [_DUMP_VERSION, {ino: _as_record(change) for ino, change in changes.items()}]
         )
 
     def dump_session(self) -> bytes:
@@ -231,13 +231,14 @@ class Epochs:
             version, records = msgspec.msgpack.decode(data, type=tuple[int, dict[int, undo_format.Change]])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return
-        if version != undo_format.SEALED_VERSION:
+        if version != _DUMP_VERSION:
             return
         older = ChangeSet(since=0, complete=False)
         older.changes = {ino: _from_record(record) for ino, record in records.items()}
         self._state.tracker.fold_into_current(older)
 
 
+_DUMP_VERSION: Final = 1
 _SESSION_VERSION: Final = 1
 
 

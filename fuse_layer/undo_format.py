@@ -1,9 +1,9 @@
-"""What the overlay writes for capture, and how capture reads it: the sealed file and the undo log.
+"""What the overlay writes for capture while it goes on, and how capture reads it: the undo log.
 
 One definition serves both sides. Guarantees: `encode` and `LogReader` are inverse; a reader never sees half a
 record; the reader answers with the record that is true for its epoch, the one with the smallest epoch not
 below it. When to write which record is the overlay core's business (architecture.md, section 5); this module
-knows no file system operation except reading the log and writing or reading the sealed file.
+knows no file system operation except reading the log. What the epoch changed is in the sealed file (sealed_format.py).
 
 Rules that both sides rely on and that the shape of the records does not show:
 
@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import msgspec
 
-SEALED_VERSION = 1
 LOG_NAME = "log"
 HOLD_DIR = "hold"
 MAX_RECORD_BYTES = 64 << 20
@@ -61,7 +60,7 @@ def hold_name(ino: int) -> str:
 
 
 # ----------------------------------------------------------------------------
-# The sealed file
+# Changes
 
 
 class Change(msgspec.Struct, array_like=True, gc=False):
@@ -75,57 +74,11 @@ class Change(msgspec.Struct, array_like=True, gc=False):
     names: dict[bytes, int] | None
     """Directories: touched children and what they were bound to when the epoch began: -1 the same as now
     (something at or below the child changed), 0 absent, otherwise an inode number."""
-
-
-class Sealed(msgspec.Struct, kw_only=True):
-    """The content of `sealed-<epoch>`."""
-
-    version: int = SEALED_VERSION
-    session: str
-    epoch: int
-    since: int
-    cut_ns: int
-    complete: bool
-    root_ino: int
-    block_size: int
-    open_for_write: list[int]
-    changes: dict[int, Change]
-
-
-class _SealedVersion(msgspec.Struct):
-    version: int
+    names_apart: bool = False
+    """In a sealed file: they are too many, and lie in frames of their own (sealed_format.py)."""
 
 
 _encoder = msgspec.msgpack.Encoder()
-_sealed_decoder = msgspec.msgpack.Decoder(Sealed)
-_version_decoder = msgspec.msgpack.Decoder(_SealedVersion)
-
-
-def write_sealed(undo_dir: str | bytes, sealed: Sealed) -> None:
-    """Puts the sealed file in place under its final name in one step (not synced: it does not outlive the
-    machine)."""
-    final = os.path.join(os.fsdecode(undo_dir), sealed_name(sealed.epoch))
-    temporary = f"{final}.tmp"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(_encoder.encode(sealed))
-    os.rename(temporary, final)
-
-
-def read_sealed(path: str | bytes) -> Sealed:
-    """The sealed file at `path`. FileNotFoundError when the epoch is not sealed (any more), UndoDamaged
-    otherwise."""
-    with open(path, "rb") as file:
-        content = file.read()
-    try:
-        version = _version_decoder.decode(content).version
-        if version != SEALED_VERSION:
-            raise UndoDamaged(f"{os.fsdecode(path)}: sealed file of version {version}, this program reads 1")
-        return _sealed_decoder.decode(content)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UndoDamaged(f"{os.fsdecode(path)}: {error}") from error
-
-
 _SAME_BYTES = re.compile(rb"\x00+|\xff+|.", re.DOTALL)
 
 

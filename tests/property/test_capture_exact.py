@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.capture_bench import BLOCK, bench
 from support.core_driver import Operation, operations
 
+from ciuic import spill
 from ciuic.daemon import capture_content
 from ciuic.fuse_layer import data as core_data
 
@@ -23,7 +24,8 @@ MANY = settings(max_examples=4 * settings().max_examples)
 
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small files already take the ways that are made for large ones."""
+    """Small files and few changes already take the ways that are made for large ones and many."""
+    monkeypatch.setattr(spill, "MOST_ENTRIES", 2)
     monkeypatch.setattr(core_data, "COPY_LIMIT_BYTES", BLOCK)
     monkeypatch.setattr(capture_content, "_RUN_BYTES", 2 * BLOCK)
     monkeypatch.setattr(capture_content, "_BATCH_BLOCKS", 2)

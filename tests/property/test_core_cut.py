@@ -20,8 +20,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer import data as data_module
-from ciuic.fuse_layer import syscalls, undo_format
+from ciuic.fuse_layer import sealed_format, syscalls, undo_format
 from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore, SetAttr
+from ciuic.spill import Spill
 
 BLOCK = 4096
 NAMES = [b"a", b"b", b"c", b"\xff\n|"]
@@ -148,9 +149,9 @@ def rebuild(top: bytes, root_ino: int, log: undo_format.LogReader) -> World:
     return world
 
 
-def check_tracking(sealed: undo_format.Sealed, before: World, now: World) -> None:
+def check_tracking(sealed: sealed_format.Sealed, before: World, now: World) -> None:
     """Whatever differs between two cuts is in the sealed file, and touched names lead to it."""
-    changes = sealed.changes
+    changes = dict(sealed.changes.items())
     old_by_ino = {seen.ino: seen for seen in before.paths.values()}
     ino_at = {key: seen.ino for key, seen in now.paths.items()}
     old_ino_at = {key: seen.ino for key, seen in before.paths.items()}
@@ -344,9 +345,9 @@ class CoreMachine(RuleBasedStateMachine):
 
     def check_sealed(self, epoch: int) -> None:
         path = os.fsdecode(self.top) + f"/{UNDO}/{undo_format.sealed_name(epoch)}"
-        sealed = undo_format.read_sealed(path)
-        if sealed.complete:
-            check_tracking(sealed, self.history[sealed.since], self.history[epoch])
+        sealed = sealed_format.read_sealed(path, Spill(os.fsdecode(self.top)))
+        if sealed.head.complete:
+            check_tracking(sealed, self.history[sealed.head.since], self.history[epoch])
 
     @rule(commit=st.booleans())
     def end_oldest(self, commit: bool) -> None:

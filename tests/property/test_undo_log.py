@@ -12,22 +12,17 @@ from hypothesis import strategies as st
 from ciuic.fuse_layer.undo_format import (
     AbandonedRecord,
     BlocksRecord,
-    Change,
     InodeRecord,
     LogReader,
     NameRecord,
     OldStat,
     Record,
-    Sealed,
     SwappedRecord,
     UndoDamaged,
     UndoLost,
     bitmap_blocks,
     bitmap_runs,
     encode,
-    read_sealed,
-    sealed_name,
-    write_sealed,
 )
 
 _numbers = st.integers(0, 2**64 - 1)
@@ -133,46 +128,6 @@ def test_damage_in_the_log_is_named(tmp_path: Path, damage: bytes) -> None:
     with pytest.raises(UndoDamaged):
         reader.poll()
     reader.close()
-
-
-_changes = st.builds(
-    Change,
-    st.booleans(),
-    st.booleans(),
-    st.one_of(st.integers(0, 1), st.binary(min_size=1)),
-    st.one_of(st.none(), st.dictionaries(st.binary(min_size=1), st.integers(-1, 2**64 - 1))),
-)
-
-
-@given(st.dictionaries(_numbers, _changes), st.lists(_numbers))
-def test_a_sealed_file_comes_back(
-    tmp_path_factory: pytest.TempPathFactory, changes: dict[int, Change], open_for_write: list[int]
-) -> None:
-    """Every inode number, name and bitmap."""
-    sealed = Sealed(
-        session="a" * 32,
-        epoch=3,
-        since=2,
-        cut_ns=1,
-        complete=True,
-        root_ino=2,
-        block_size=4096,
-        open_for_write=open_for_write,
-        changes=changes,
-    )
-    place = tmp_path_factory.mktemp("undo")
-    write_sealed(os.fspath(place), sealed)
-    assert read_sealed(os.fspath(place / sealed_name(3))) == sealed
-    assert os.listdir(place) == [sealed_name(3)]
-
-
-def test_a_sealed_file_of_another_version_is_refused(tmp_path: Path) -> None:
-    """Nothing is guessed about a format from the future, and nothing about garbage."""
-    for content in (b"\x81\xa7version\x02", b"garbage", b""):
-        path = tmp_path / "sealed"
-        path.write_bytes(content)
-        with pytest.raises(UndoDamaged):
-            read_sealed(os.fspath(path))
 
 
 @given(st.sets(st.integers(0, 200)))

@@ -25,6 +25,7 @@ from ciuic.daemon.capture_job import (
     encode_message,
 )
 from ciuic.errors import CiuicError
+from ciuic.fuse_layer import sealed_format
 from ciuic.fuse_layer import undo_format as undo
 from ciuic.fuse_layer.control_frames import MAX_REQUEST_BYTES, FrameError, receive_frame
 from ciuic.fuse_layer.epochs import Epochs
@@ -44,6 +45,7 @@ from ciuic.repository.treeformat import (
     encode_xattrs,
 )
 from ciuic.restore.journal import Mark
+from ciuic.spill import Spill
 from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 ID = ChunkId(b"i" * 16)
@@ -149,20 +151,32 @@ def _log(path: str) -> object:
 
 
 def _sealed(path: str) -> object:
-    sealed = undo.read_sealed(path)
+    changes = sealed_format.read_sealed(path, Spill(os.path.dirname(path), most_entries=2)).changes
     return [
-        next(undo.bitmap_blocks(change.data), None)
-        for change in sealed.changes.values()
-        if isinstance(change.data, bytes)
+        (
+            next(undo.bitmap_blocks(change.data), None) if isinstance(change.data, bytes) else 0,
+            [*changes.names(ino)],
+        )
+        for ino, change in changes.items()
     ]
 
 
 def _valid_sealed() -> bytes:
-    change = undo.Change(False, True, b"\x05", {b"a": -1})
-    sealed = undo.Sealed(
-        session="s", epoch=1, since=0, cut_ns=1, complete=True, root_ino=2, block_size=4096, open_for_write=[5], changes={5: change}
-    )  # fmt: skip
-    return msgspec.msgpack.encode(sealed)
+    head = sealed_format.SealedHead(
+        session="s",
+        epoch=1,
+        since=0,
+        cut_ns=1,
+        complete=True,
+        root_ino=2,
+        block_size=4096,
+        open_for_write=[5],
+    )
+    many = {b"%d" % number: number for number in range(1025)}
+    changes = [(5, undo.Change(False, True, b"\x05", {b"a": -1})), (6, undo.Change(True, True, 0, many))]
+    with tempfile.TemporaryDirectory() as place:
+        sealed_format.write_sealed(place, head, changes)
+        return Path(place, undo.sealed_name(1)).read_bytes()
 
 
 def readers() -> list[Reader]:

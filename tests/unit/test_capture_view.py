@@ -24,6 +24,7 @@ from ciuic.fuse_layer.undo_format import (
     UndoLost,
     encode,
 )
+from ciuic.spill import Spill
 from ciuic.types import FLAG_MOUNTPOINT
 
 DIRECTORY, FILE = stat.S_IFDIR >> 12, stat.S_IFREG >> 12
@@ -40,7 +41,13 @@ class Sealed:
         self.backing_fd = os.open(top, os.O_PATH)
         self.undo_fd = os.open(self.undo, os.O_PATH)
         self.log: LogReader = open_log(self.undo_fd, EPOCH)
-        self.view = SealedView(self.backing_fd, log=self.log, undo_fd=self.undo_fd, worker_pid=os.getpid())
+        self.view = SealedView(
+            self.backing_fd,
+            log=self.log,
+            spill=Spill(os.fspath(top)),
+            undo_fd=self.undo_fd,
+            worker_pid=os.getpid(),
+        )
         self.root = self.view.root()
 
     def say(self, *records: Record) -> None:
@@ -84,7 +91,7 @@ def test_a_removed_directory_is_not_the_new_one_that_got_its_number(sealed: Seal
     with folder:
         assert stat.S_IMODE(folder.stat.mode) == 0o711
         assert folder.xattrs == {b"user.a": b"1"}
-        assert sealed.view.names(folder) == [b"old"]
+        assert list(sealed.view.names(folder)) == [b"old"]
         assert sealed.view.child(folder, b"new") is None
         assert sealed.view.child(folder, b"of the new one") is None
         old = sealed.view.child(folder, b"old")
@@ -118,7 +125,7 @@ def test_a_moved_directory_is_reached_by_the_descriptor_of_the_worker(sealed: Se
         NameRecord(sealed.root.ino, EPOCH, b"elsewhere", 0),
         NameRecord(number, EPOCH, b"later", 0),
     )
-    assert sealed.view.names(sealed.root, is_root=True) == [b"elsewhere", b"folder"]
+    assert list(sealed.view.names(sealed.root, is_root=True)) == [b"elsewhere", b"folder"]
     assert sealed.view.child(sealed.root, b"elsewhere") is None
     with sealed.view.child(sealed.root, b"folder") as folder:  # type: ignore[union-attr]
         found = {name: sealed.view.child(folder, name) for name in sealed.view.names(folder)}
@@ -159,9 +166,9 @@ def test_what_the_log_refers_to_must_be_there(sealed: Sealed) -> None:
 def test_the_reserved_directory_is_never_listed(sealed: Sealed) -> None:
     """At the top of the root it is ours; deeper, the name belongs to whoever uses it."""
     (sealed.top / "folder" / ".ciuic-state").mkdir(parents=True)
-    assert sealed.view.names(sealed.root, is_root=True) == [b"folder"]
+    assert list(sealed.view.names(sealed.root, is_root=True)) == [b"folder"]
     with sealed.view.child(sealed.root, b"folder") as folder:  # type: ignore[union-attr]
-        assert sealed.view.names(folder) == [b".ciuic-state"]
+        assert list(sealed.view.names(folder)) == [b".ciuic-state"]
 
 
 def test_reading_leaves_access_times_alone(sealed: Sealed) -> None:
@@ -171,7 +178,7 @@ def test_reading_leaves_access_times_alone(sealed: Sealed) -> None:
     for path in (sealed.top / "folder" / "file", sealed.top / "folder"):
         os.utime(path, ns=(10**18, 2 * 10**18))
     with sealed.view.child(sealed.root, b"folder") as folder:  # type: ignore[union-attr]
-        sealed.view.names(folder)
+        list(sealed.view.names(folder))
         with sealed.view.child(folder, b"file") as file:  # type: ignore[union-attr]
             fd = sealed.view.open_content(file)
             assert os.read(fd, 1) == b"x"
@@ -201,7 +208,7 @@ def test_another_file_system_is_marked_and_not_entered(short_tmp: Path) -> None:
 def test_offline_a_missing_name_is_just_missing(tmp_path: Path) -> None:
     """It was removed between listing and looking: nobody promised an instant."""
     fd = os.open(tmp_path, os.O_PATH)
-    view = SealedView(fd, log=OfflineLog())
+    view = SealedView(fd, log=OfflineLog(), spill=Spill("/nowhere"))
     with view.root() as root:
         assert view.child(root, b"gone") is None
     os.close(fd)

@@ -1,0 +1,227 @@
+"""The sealed file: what the overlay says that an epoch changed, and how capture looks it up.
+
+One definition serves both sides. Guarantees: writing takes the memory of some hundred changes, whatever their number, and
+lets other threads have the interpreter in between; so does reading: what does not fit into memory lies in tables of a Spill.
+A file that was cut short is refused. What is in it and what it means: docs/architecture.md, section 4.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO, Final, NamedTuple
+
+import msgspec
+
+from ciuic.fuse_layer.undo_format import Change, UndoDamaged, sealed_name
+from ciuic.spill import NameTable, NumberTable, Spill
+
+SEALED_VERSION: Final = 2
+_LENGTH_BYTES: Final = 4
+_MAX_FRAME_BYTES: Final = 64 << 20
+_FRAME_CHANGES: Final = 256
+_FRAME_DATA_BYTES: Final = 256 << 10
+_MOST_NAMES: Final = 1024
+"""Of a directory in one frame; of one that has more, all of them lie apart."""
+_NO_NAMES: Final[dict[bytes, int]] = {}
+
+
+class SealedHead(msgspec.Struct, kw_only=True):
+    """What is said of the epoch as a whole."""
+
+    version: int = SEALED_VERSION
+    session: str
+    epoch: int
+    since: int
+    cut_ns: int
+    complete: bool
+    root_ino: int
+    block_size: int
+    open_for_write: list[int]
+
+
+class _Changes(msgspec.Struct, array_like=True, tag="c"):
+    """Some changes: (inode number, Change)."""
+
+    changes: list[tuple[int, msgspec.Raw]]
+
+
+class _Names(msgspec.Struct, array_like=True, tag="n"):
+    """Some touched names of a directory whose change says that they lie apart."""
+
+    ino: int
+    names: dict[bytes, int]
+
+
+class Totals(msgspec.Struct, array_like=True, tag="e"):
+    """The last frame."""
+
+    inodes: int
+    names: int
+    """Touched ones."""
+    blocks: int
+    """Changed ones of files that have not changed as a whole."""
+    whole_files: int
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_head_decoder = msgspec.msgpack.Decoder(SealedHead)
+_version_decoder = msgspec.msgpack.Decoder(_Version)
+_frame_decoder = msgspec.msgpack.Decoder(_Changes | _Names | Totals)
+_change_decoder = msgspec.msgpack.Decoder(Change)
+
+
+def write_sealed(undo_dir: str | bytes, head: SealedHead, changes: Iterable[tuple[int, Change]]) -> None:
+    """Puts the sealed file in place under its final name in one step (not synced: it does not outlive the
+    machine)."""
+    final = os.path.join(os.fsdecode(undo_dir), sealed_name(head.epoch))
+    temporary = f"{final}.tmp"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        _write_frame(file, head)
+        for frame in _frames(changes):
+            _write_frame(file, frame)
+    os.rename(temporary, final)
+
+
+def _write_frame(file: BinaryIO, content: object) -> None:
+    body = _encoder.encode(content)
+    file.write(len(body).to_bytes(_LENGTH_BYTES, "little"))
+    file.write(body)
+
+
+def _frames(changes: Iterable[tuple[int, Change]]) -> Iterator[_Changes | _Names | Totals]:
+    total = Totals(0, 0, 0, 0)
+    batch: list[tuple[int, msgspec.Raw]] = []
+    batch_bytes = 0
+    for ino, change in changes:
+        names, data = change.names, change.data
+        total.inodes += 1
+        if names:
+            total.names += len(names)
+            if len(names) > _MOST_NAMES:
+                yield from _names_apart(ino, names)
+                change = Change(change.fresh, change.attrs, data, None, True)
+        elif isinstance(data, bytes):
+            total.blocks += int.from_bytes(data, "little").bit_count()
+        elif data:
+            total.whole_files += 1
+        body = _encoder.encode(change)
+        batch.append((ino, msgspec.Raw(body)))
+        batch_bytes += len(body)
+        if len(batch) >= _FRAME_CHANGES or batch_bytes >= _FRAME_DATA_BYTES:
+            yield _Changes(batch)
+            batch, batch_bytes = [], 0
+    if batch:
+        yield _Changes(batch)
+    yield total
+
+
+def _names_apart(ino: int, names: dict[bytes, int]) -> Iterator[_Names]:
+    part: dict[bytes, int] = {}
+    for name, was in names.items():
+        part[name] = was
+        if len(part) >= _MOST_NAMES:
+            yield _Names(ino, part)
+            part = {}
+    if part:
+        yield _Names(ino, part)
+
+
+class Changes:
+    """The changes of one epoch, looked up by inode number. UndoDamaged when one does not decode; OSError."""
+
+    def __init__(self, spill: Spill) -> None:
+        self._spill = spill
+        self._changes: NumberTable = spill.numbers()
+        self._names: dict[int, NameTable] = {}
+        self._last: tuple[int, Change | None] = (-1, None)
+        """Most are asked for twice in a row."""
+
+    def get(self, ino: int) -> Change | None:
+        """Without the names that lie apart: see `names`."""
+        if self._last[0] != ino:
+            body = self._changes.get(ino)
+            self._last = (ino, None if body is None else _decode(body))
+        return self._last[1]
+
+    def names(self, ino: int) -> Iterator[tuple[bytes, int]]:
+        """The touched names of a directory, in byte order, each with what it was bound to when the epoch began."""
+        change = self.get(ino)
+        if change is not None and change.names_apart:
+            yield from self._names[ino].items() if ino in self._names else ()
+        elif change is not None:
+            yield from sorted((change.names or _NO_NAMES).items())
+
+    def is_touched(self, ino: int, name: bytes) -> bool:
+        """Whether the directory has this touched name."""
+        change = self.get(ino)
+        if change is not None and change.names_apart:
+            return ino in self._names and name in self._names[ino]
+        return change is not None and name in (change.names or _NO_NAMES)
+
+    def items(self) -> Iterator[tuple[int, Change]]:
+        """All of them."""
+        for ino, body in self._changes.items():
+            yield ino, _decode(body)
+
+    def take(self, frame: _Changes | _Names) -> None:
+        """Takes in what was read."""
+        if isinstance(frame, _Changes):
+            for ino, raw in frame.changes:
+                self._changes.put(ino, bytes(raw))
+        else:
+            table = self._names.get(frame.ino)
+            if table is None:
+                table = self._names[frame.ino] = self._spill.names()
+            for name, was in frame.names.items():
+                table.put(name, was)
+
+
+class Sealed(NamedTuple):
+    """A sealed file that was read."""
+
+    head: SealedHead
+    changes: Changes
+    totals: Totals
+
+
+def read_sealed(path: str | bytes, spill: Spill) -> Sealed:
+    """The sealed file at `path`. FileNotFoundError when the epoch is not sealed (any more), UndoDamaged
+    otherwise; OSError."""
+    with open(path, "rb") as file:
+        try:
+            body = _next_frame(file)
+            version = _version_decoder.decode(body).version
+            if version != SEALED_VERSION:
+                raise UndoDamaged(f"of version {version}, and this program reads {SEALED_VERSION}")
+            head = _head_decoder.decode(body)
+            changes = Changes(spill)
+            while True:
+                frame = _frame_decoder.decode(_next_frame(file))
+                if isinstance(frame, Totals):
+                    return Sealed(head, changes, frame)
+                changes.take(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, UndoDamaged) as error:
+            raise UndoDamaged(f"{os.fsdecode(path)}: {error}") from error
+
+
+def _next_frame(file: BinaryIO) -> bytes:
+    size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if not size or size > _MAX_FRAME_BYTES:
+        raise UndoDamaged(f"a frame of {size} bytes")
+    body = file.read(size)
+    if len(body) < size:
+        raise UndoDamaged("it was cut short")
+    return body
+
+
+def _decode(body: bytes) -> Change:
+    try:
+        return _change_decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UndoDamaged(f"sealed file: {error}") from error
