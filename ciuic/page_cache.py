@@ -1,9 +1,10 @@
 """Reading files without leaving them in the page cache, and without taking from it what somebody else put there.
 
 What others use must stay where it is, and what nobody used must not push it out: the pages of a range that are not
-resident are noted before it is read and dropped after. Whoever reads so forbids the kernel's readahead first, which
-would make later ranges look as if somebody used them; `read_in` takes its place (measured with runs of 4 MiB: 570 to
-890 MB/s, and 530 MB/s with the kernel's own).
+resident are noted before it is read and dropped after. The kernel's readahead makes ranges look as if somebody used them. Who reads
+a file from end to end notes them before it gets there (`Lookout`), and is as fast as can be: 2.9 GB/s, as the kernel
+reads into large folios and in requests as large as the disk takes. Who reads here and there forbids it, and `read_in` takes
+its place, a page at a time (0.7 to 1.2 GB/s).
 
 Guarantees: no page that was resident is dropped, nor one that is dirty, mapped or locked (posix_fadvise(2) leaves those);
 nothing here fails: where residence cannot be asked for, nothing is dropped. mincore(2) tells about files that are ours,
@@ -32,6 +33,8 @@ _FAILED: Final = ctypes.c_void_p(-1).value
 _NR_CACHESTAT: Final = 451
 _SYNC_FILE_RANGE_WRITE: Final = 2
 _SYNC_FILE_RANGE_ALL: Final = 7
+_LOOKOUT_BYTES: Final = 64 << 20
+"""Half of it is more than the kernel reads ahead: twice what the device says, 128 KiB mostly, rarely 8 MiB."""
 _LAG_BYTES: Final = 4 << 20
 _LAG_SPANS: Final = 128
 _ABSENT: Final = re.compile(rb"[\x00\x02\x04\x06\x08\x0a\x0c\x0e]+")
@@ -90,6 +93,31 @@ def _cached_pages(fd: int, offset: int, length: int) -> int | None:
     if _syscall(_NR_CACHESTAT, fd, (ctypes.c_uint64 * 2)(offset, length), found, 0) != 0:
         return None
     return found[0]
+
+
+class Lookout:
+    """Which pages of a file were not in the page cache before it was read from end to end: asked far ahead of the kernel."""
+
+    def __init__(self, fd: int, size_bytes: int) -> None:
+        self._fd = fd
+        self._size_bytes = size_bytes
+        self._spans: deque[Span] = deque()
+        self._known_bytes = 0
+
+    def reach(self, end: int) -> list[Span]:
+        """Those up to ``end`` that have not been told yet. Before anything from there on is read."""
+        while self._known_bytes < min(end + _LOOKOUT_BYTES // 2, self._size_bytes):
+            self._spans.extend(cold_spans(self._fd, self._known_bytes, _LOOKOUT_BYTES))
+            self._known_bytes += _LOOKOUT_BYTES
+        end += -end % _PAGE_BYTES
+        found: list[Span] = []
+        while self._spans and self._spans[0][0] < end:
+            offset, length = self._spans.popleft()
+            if offset + length > end:
+                self._spans.appendleft((end, offset + length - end))
+                length = end - offset
+            found.append((offset, length))
+        return found
 
 
 def read_in(fd: int, spans: Iterable[Span]) -> None:

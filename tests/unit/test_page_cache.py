@@ -15,7 +15,8 @@ import pytest
 from support.ci import needs
 from support.small_disks import missing, small_disk
 
-from ciuic.page_cache import DropBehind, cold_spans, drop, forbid_readahead, read_in
+from ciuic import page_cache
+from ciuic.page_cache import DropBehind, Lookout, Span, cold_spans, drop, forbid_readahead, read_in
 from ciuic.repository import Repository
 
 pytestmark = pytest.mark.mount  # a loop device, that is
@@ -88,6 +89,49 @@ def test_what_was_not_resident_is_not_afterwards_and_what_was_is(disk: Path) -> 
             assert len(os.pread(fd, length, offset)) == length
             drop(fd, spans)
     assert _resident(path) == _WARM
+
+
+def test_what_the_kernel_reads_ahead_is_nobodys(disk: Path) -> None:
+    """A file that is read from end to end, as fast as the kernel can, is afterwards in memory as far as it was before."""
+    path = disk / "file"
+    _warmed(path, _WARM)
+    size_bytes, run_bytes = path.stat().st_size, _MIB
+    with path.open("rb", buffering=0) as file:
+        fd = file.fileno()
+        lookout = Lookout(fd, size_bytes)
+        behind = DropBehind()
+        for offset in range(0, size_bytes, run_bytes):
+            length = min(run_bytes, size_bytes - offset)
+            spans = lookout.reach(offset + length)
+            assert len(os.pread(fd, length, offset)) == length
+            behind.end(fd, spans)
+        behind.close()
+    assert _resident(path) == _WARM
+
+
+def test_a_lookout_tells_each_page_once(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However its windows and the pieces that are asked for meet, and never behind where it was asked for."""
+    path = disk / "file"
+    _warmed(path, _WARM)
+    size_bytes = path.stat().st_size
+    monkeypatch.setattr(page_cache, "_LOOKOUT_BYTES", 6 * _PAGE)
+    told: set[int] = set()
+    with path.open("rb", buffering=0) as file:
+        expected = _pages_of(cold_spans(file.fileno(), 0, size_bytes))
+        lookout = Lookout(file.fileno(), size_bytes)
+        end = 0
+        while end < size_bytes:
+            end = min(size_bytes, end + 7 * _PAGE + 100)
+            pages = _pages_of(lookout.reach(end))
+            assert not pages & told
+            assert all(page * _PAGE < end for page in pages)
+            told |= pages
+            assert expected & set(range(end // _PAGE)) <= told
+    assert told == expected
+
+
+def _pages_of(spans: list[Span]) -> set[int]:
+    return {page for offset, length in spans for page in range(offset // _PAGE, (offset + length) // _PAGE)}
 
 
 def test_what_was_written_and_is_not_on_disk_stays(disk: Path) -> None:
