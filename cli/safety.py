@@ -6,17 +6,14 @@ never stops the restore: whoever restores at three in the morning with a full di
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ciuic.cli.marks import LOCK_WAIT_SECONDS
 from ciuic.cli.names import shown_text
@@ -24,6 +21,9 @@ from ciuic.cli.output import complain, detail, note, warn
 from ciuic.cli.progress import Reporter, progress
 from ciuic.cli.session import Session
 from ciuic.errors import CiuicError, Unreachable
+
+if TYPE_CHECKING:
+    import subprocess
 
 TAG: Final = "safety"
 _POLL_SECONDS: Final = 0.2
@@ -109,6 +109,8 @@ def _by_daemon(session: Session, roots: Sequence[Path], message: str) -> str | N
 
 def _offline(session: Session, roots: Sequence[Path], message: str) -> str:
     """By the capture process, with no overlay: not one instant, but nobody is changing these files now."""
+    import subprocess  # few restores come here
+
     present = [root for root in roots if root.is_dir()]
     if not present:
         raise CiuicError("none of the roots is there")
@@ -142,6 +144,9 @@ def _offline(session: Session, roots: Sequence[Path], message: str) -> str:
 
 def _offline_job(session: Session, roots: Sequence[Path], message: str) -> dict[str, object]:
     """The job that the capture process reads (daemon/capture_job.py): no overlay, this moment, these roots."""
+    import base64
+    import socket
+
     excludes: dict[Path, list[str]] = {}
     try:
         config = session.config

@@ -55,10 +55,14 @@ def nothing_changed(files: int) -> str:
     return f"nothing changed, {files:,} files"
 
 
-def _values(used: Used | None, *, capture: bool = False, job: Job | None = None) -> list[float | None]:
+def _values(
+    used: Used | None, *, capture: bool = False, job: Job | None = None, alone: bool = False
+) -> list[float | None]:
+    """``alone``: the daemon has no part in it, and its memory is not counted."""
     if used is None:
         return [None] * (5 if capture else 3)
-    found: list[float | None] = [used.seconds, used.cpu_seconds, used.peak_bytes / 1e6]
+    found: list[float | None] = [used.seconds, used.cpu_seconds]
+    found.append((used.command_bytes if alone else used.peak_bytes) / 1e6)
     if capture and job is not None:
         window = captures(job.log)[-1] if job.log else None
         found.append(used.capture_bytes / 1e6 if used.capture_bytes else None)
@@ -141,7 +145,7 @@ def _restore(name: str, how: Restore) -> Step:
         used = _to_the_disk(job, tool.restore(how.what, to, over=how.over))
         if not how.keep:
             shutil.rmtree(to, ignore_errors=True)
-        return Measured(_values(used))
+        return Measured(_values(used, alone=True))
 
     return Step(figures(name), run, "cold", _STEP_SECONDS)
 
@@ -159,12 +163,12 @@ def _verify(name: str) -> Step:
     def run(job: Job) -> Measured:
         tool = tools.of(job)
         if job.contender != tools.CIUIC:
-            return Measured([*_values(tool.verify()), None])
+            return Measured([*_values(tool.verify(), alone=True), None])
         cat_seconds = _cat_seconds(f"{tool.store()}/packs")
         _drop_pages()
         tool.wake()
         used = tool.verify()
-        return Measured([*_values(used), cat_seconds / used.seconds if used else None])
+        return Measured([*_values(used, alone=True), cat_seconds / used.seconds if used else None])
 
     return Step(
         (*figures(name), Figure(f"{name}, speed beside cat of the packs", "of cat")),

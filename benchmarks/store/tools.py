@@ -207,6 +207,7 @@ class Borg(_Commands):
             removed.seconds + freed.seconds,
             removed.cpu_seconds + freed.cpu_seconds,
             max(removed.peak_bytes, freed.peak_bytes),
+            max(removed.command_bytes, freed.command_bytes),
             0,
         )
 

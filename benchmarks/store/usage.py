@@ -2,7 +2,7 @@
 
 Processor seconds are those of the command with its children, and what the daemon with all its descendants has used
 meanwhile. Memory is polled: the most that all of these processes together had resident at one time, and never less than
-any of the command's own had. ``capture_bytes`` is the peak of ciuic's capture process as the kernel noted it.
+any of the command's own had. ``command_bytes`` is the same without the daemon, for commands that need none. ``capture_bytes`` is the peak of ciuic's capture process as the kernel noted it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Used(NamedTuple):
     seconds: float
     cpu_seconds: float
     peak_bytes: int
+    command_bytes: int
     capture_bytes: int
 
 
@@ -67,6 +68,7 @@ def run(
         seconds,
         usage.ru_utime + usage.ru_stime + _cpu_seconds(daemon_pid) - before,
         watch.peak_bytes,
+        watch.command_bytes,
         max(watch.capture_bytes.values(), default=0),
     )
 
@@ -95,7 +97,7 @@ class _Watch:
     """Polls the memory of some processes and all that descend from them."""
 
     def __init__(self, tops: Sequence[int]) -> None:
-        self.peak_bytes = 0
+        self.peak_bytes = self.command_bytes = 0
         self.capture_bytes: dict[int, int] = {}
         self._tops = tops
         self._end = threading.Event()
@@ -110,16 +112,19 @@ class _Watch:
         # Not ru_maxrss of wait4: it includes what this process had resident when it started the command.
         own = set(self._tops[:1])
         while True:
-            together = 0
+            together = of_command = 0
+            command = _with_descendants(self._tops[:1])
             for pid in _with_descendants(self._tops):
                 with contextlib.suppress(OSError, ValueError):  # it ended while we looked
                     sizes = _sizes(pid)
                     together += sizes.get("VmRSS", 0)
+                    of_command += sizes.get("VmRSS", 0) if pid in command else 0
                     if _CAPTURE in _read(f"/proc/{pid}/cmdline"):
                         self.capture_bytes[pid] = max(self.capture_bytes.get(pid, 0), sizes.get("VmHWM", 0))
                     if pid in own:
-                        self.peak_bytes = max(self.peak_bytes, sizes.get("VmHWM", 0))
-            self.peak_bytes = max(self.peak_bytes, together)
+                        self.command_bytes = max(self.command_bytes, sizes.get("VmHWM", 0))
+            self.command_bytes = max(self.command_bytes, of_command)
+            self.peak_bytes = max(self.peak_bytes, self.command_bytes, together)
             if self._end.wait(_POLL_SECONDS):
                 return
 

@@ -65,19 +65,29 @@ class BulkReader:
         self._decompressor = zstandard.ZstdDecompressor()
 
     def read(self, chunks: Sequence[ChunkId]) -> Iterator[Piece]:
-        """Each of them, the order is that of their places. OSError other than of a bad disk."""
+        """Each of them, the order is that of their places. OSError other than of a bad disk.
+
+        On return the disk has been asked for all of it; it is read with the first piece that is taken.
+        """
         found = self._finder.find_many(chunks)
         placed: list[_Wanted] = []
+        unknown: list[int] = []
         for position, chunk in enumerate(chunks):
             location = found.get(chunk)
             if location is None or not _possible(location):
-                yield Piece(position, None, 0, 0, None)
+                unknown.append(position)
             else:
                 placed.append((location, position))
         placed.sort(key=lambda wanted: (wanted[0].pack, wanted[0].offset))
         runs = list(_runs(placed))
-        if len(runs) > 1:
-            self._announce(runs)
+        self._announce(runs)
+        return self._pieces(unknown, runs, chunks)
+
+    def _pieces(
+        self, unknown: list[int], runs: list[list[_Wanted]], chunks: Sequence[ChunkId]
+    ) -> Iterator[Piece]:
+        for position in unknown:
+            yield Piece(position, None, 0, 0, None)
         for run in runs:
             yield from self._read_run(run, chunks)
 

@@ -38,11 +38,14 @@ class Pool:
         self.stopping = False
         self._repository = repository
         self._runtime_dir = runtime_dir
+        processors = os.cpu_count() or 1
+        self._turns = threading.BoundedSemaphore(processors)
+        """More that work at once only meet at the interpreter's lock, and in the processor's cache."""
         self._tasks: deque[Task] = deque()
         self._busy = 0
         self._closing = False
         self._fatal: BaseException | None = None
-        count = threads or min(8, (os.cpu_count() or 1) + 4)
+        count = threads or min(8, processors + 2)  # who waits for a turn has asked the disk already
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
         self._started = 0
 
@@ -121,7 +124,9 @@ class Pool:
             while (task := self._next()) is not None:
                 try:
                     if worker is None:
-                        worker = Worker(Repository.open(self._repository), self.check, self._runtime_dir)
+                        worker = Worker(
+                            Repository.open(self._repository), self.check, self._runtime_dir, self._turns
+                        )
                     with suppress(Stopped):
                         task(worker)
                 except BaseException as error:

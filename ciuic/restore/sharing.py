@@ -11,9 +11,12 @@ import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ciuic.repository.sharing import ALIGN_BYTES, clone_range
-from ciuic.restore.overlay import Overlay, find
+
+if TYPE_CHECKING:
+    from ciuic.restore.overlay import Overlay
 
 __all__ = ["ALIGN_BYTES", "Sharing"]
 _FICLONE = 0x40049409
@@ -76,7 +79,11 @@ class Sharing:
         if self._runtime_dir is None:
             return None
         device = os.fstat(fd).st_dev
+        if os.major(device):  # a disk
+            return None
         if device not in self._overlays:
+            from ciuic.restore.overlay import find
+
             self._overlays[device] = find(device, self._runtime_dir)
         return self._overlays[device]
 

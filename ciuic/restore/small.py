@@ -46,8 +46,9 @@ class SmallFiles:
         try:
             self._fill(leaves, worker)
             made = [leaf for leaf in leaves if not leaf.ended]
-            for leaf in made:
-                leaf.dress()
+            with worker.turn():
+                for leaf in made:
+                    leaf.dress()
             for leaf in made:
                 if not leaf.ended:
                     leaf.finish()
@@ -62,23 +63,24 @@ class SmallFiles:
     def _fill(self, leaves: list[Leaf], worker: Worker) -> None:
         """Deals with what is there already, and puts the content of the others into new files."""
         wanted: list[Part] = []
-        for leaf in leaves:
-            if self._pool.stopping:  # those that are made already are still finished
-                leaf.fail(Stopped())
-                continue
-            try:
-                pieces = list(batches(worker.repository, leaf.entry)) if leaf.entry.is_file else []
-                if self._is_kept(leaf, worker, pieces):
+        with worker.turn():
+            for leaf in leaves:
+                if self._pool.stopping:  # those that are made already are still finished
+                    leaf.fail(Stopped())
                     continue
-                if leaf.dry_run:
-                    leaf.done("restored", [])
+                try:
+                    pieces = list(batches(worker.repository, leaf.entry)) if leaf.entry.is_file else []
+                    if self._is_kept(leaf, worker, pieces):
+                        continue
+                    if leaf.dry_run:
+                        leaf.done("restored", [])
+                        continue
+                    leaf.make()
+                except (OSError, Damaged) as error:
+                    leaf.fail(error)
                     continue
-                leaf.make()
-            except (OSError, Damaged) as error:
-                leaf.fail(error)
-                continue
-            for piece in pieces:
-                wanted.extend(parts(leaf, leaf.entry, piece, worker.repository.block_size))
+                for piece in pieces:
+                    wanted.extend(parts(leaf, leaf.entry, piece, worker.repository.block_size))
         worker.write(wanted)
 
     def _is_kept(self, leaf: Leaf, worker: Worker, pieces: list[Batch]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,19 @@ def test_what_a_command_used_is_its_own() -> None:
     used = usage.run([sys.executable, "-c", program], cwd="/", environment={}, limit_seconds=60)
     assert used.seconds >= 0.2
     assert used.cpu_seconds > 0
-    assert used.peak_bytes >= 80 << 20
+    assert used.peak_bytes == used.command_bytes >= 80 << 20
+    beside = subprocess.Popen(
+        [sys.executable, "-c", "x = bytearray(90 << 20); print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with beside:
+        assert beside.stdout is not None
+        beside.stdout.readline()
+        used = usage.run(
+            ["/bin/sleep", "0.2"], cwd="/", environment={}, daemon_pid=beside.pid, limit_seconds=60
+        )
+        beside.communicate(b"\n", timeout=30)
+    assert used.command_bytes < 80 << 20 < used.peak_bytes
     with pytest.raises(usage.CommandFailed, match=r"ended with 3: enough"):
         usage.run(["/bin/sh", "-c", "echo enough >&2; exit 3"], cwd="/", environment={}, limit_seconds=60)
