@@ -1,0 +1,26 @@
+"""Saving and resuming a training: `SnapshotManager` and what it is made of (docs/snapshot-manager.md).
+
+Imports no framework; each is used when the program has imported it.
+"""
+
+from __future__ import annotations
+
+from ciuic.training.manager import Resumed, Save, SnapshotManager, State, Stats
+from ciuic.training.reading import Facts, NothingGood, PassedOver, SavedSnapshot
+from ciuic.training.rehearsal import Difference, check_resume
+from ciuic.training.tensors import Unsaveable
+
+__all__ = [
+    "Difference",
+    "Facts",
+    "NothingGood",
+    "PassedOver",
+    "Resumed",
+    "Save",
+    "SavedSnapshot",
+    "SnapshotManager",
+    "State",
+    "Stats",
+    "Unsaveable",
+    "check_resume",
+]

@@ -1,0 +1,124 @@
+"""When a state is whole: after a step, and after everything that belongs to it.
+
+A state that was read between `optimizer.step()` and `scheduler.step()` would resume into a run that never was. So the boundary of a
+step is, where a data loader is watched, the moment in which the next batch is asked for; else the return of the last of those calls
+that have followed every step so far: schedulers, gradient scalers, averages of weights. Which of them do is learnt from what the
+program does: what did not follow one step is not waited for after the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from ciuic.training.followers import override, tell_after
+
+_FOLLOWERS: Final = ("update_parameters", "update", "step")
+"""What is called on those that follow an optimizer's step: averaged models, gradient scalers and averages, schedulers."""
+
+
+class Boundaries:
+    """Calls ``at_boundary`` once after each step that is whole, and ``stepped`` at each step of the first optimizer watched."""
+
+    def __init__(self, stepped: Callable[[], None], at_boundary: Callable[[], None]) -> None:
+        self._stepped = stepped
+        self._at_boundary = at_boundary
+        self._optimizers = 0
+        self._by_loader = False
+        self._open = False
+        """A step was taken and its boundary did not come yet."""
+        self._expected: set[int] = set()
+        self._seen: set[int] = set()
+
+    @property
+    def known(self) -> bool:
+        """Whether there is anything that would tell of a boundary."""
+        return bool(self._optimizers or self._by_loader)
+
+    def watch_optimizer(self, optimizer: Any) -> bool:
+        """By its own hook (torch 2.0 and later)."""
+        register = getattr(optimizer, "register_step_post_hook", None)
+        if register is None:
+            return False
+        self._optimizers += 1
+        register(self._on_first if self._optimizers == 1 else self._on_other)
+        return True
+
+    def watch_follower(self, value: object) -> bool:
+        """A scheduler, a scaler, an average of weights."""
+        number = id(value)
+        for name in _FOLLOWERS:
+            if callable(getattr(value, name, None)) and tell_after(
+                value, name, lambda: self._followed(number)
+            ):
+                self._expected.add(number)
+                return True
+        return False
+
+    def watch_loader(self, loader: object) -> bool:
+        """Its iterators ask before they fetch."""
+        boundaries = self
+
+        def make(method: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(self: Any) -> Any:
+                return _Asking(method(self), boundaries.asked)
+
+            return wrapped
+
+        done = override(loader, "__iter__", make)
+        self._by_loader |= done
+        return done
+
+    def asked(self) -> None:
+        """The next batch is about to be fetched."""
+        self._by_loader = True
+        if self._open:
+            self._close()
+
+    def explicit(self) -> None:
+        """The program itself says that a step is over."""
+        self._open = False
+        self._at_boundary()
+
+    def _on_first(self, *_: object) -> None:
+        if self._open and not self._by_loader:
+            self._expected &= self._seen  # what did not follow the step before
+        self._open = True
+        self._seen.clear()
+        self._stepped()
+        self._close_if_whole()
+
+    def _on_other(self, *_: object) -> None:
+        """A step of another optimizer belongs to the same step of the run."""
+
+    def _followed(self, number: int) -> None:
+        if self._open:
+            self._seen.add(number)
+            self._close_if_whole()
+
+    def _close_if_whole(self) -> None:
+        # With several optimizers nothing but a loader, or the program, can tell which of them is the last.
+        if not self._by_loader and self._optimizers == 1 and self._expected <= self._seen:
+            self._close()
+
+    def _close(self) -> None:
+        self._open = False
+        self._at_boundary()
+
+
+class _Asking:
+    """An iterator that tells before each fetch."""
+
+    def __init__(self, inner: Any, ask: Callable[[], None]) -> None:
+        self._inner = inner
+        self._ask = ask
+
+    def __iter__(self) -> _Asking:
+        return self
+
+    def __next__(self) -> Any:
+        self._ask()
+        return next(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -1,0 +1,153 @@
+"""A snapshot out of files that stand in memory.
+
+Guarantees: the snapshot is durable when `commit` returns, with every byte of every file, and does not exist before. What is in the
+repository already is not stored again: a file whose content is what the last snapshot has keeps its entry, so that trees are shared
+and its time stays the time of its last change.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from ciuic.repository import Repository, Writer
+from ciuic.repository.blockmaps import blocks_of
+from ciuic.repository.ids import is_zero
+from ciuic.repository.packing import Content
+from ciuic.training.messages import File, Manifest
+from ciuic.types import ChunkId, Entry, MapRef, RootRecord, Snapshot, SnapshotDraft, TreeRef
+
+_AT_ONCE: Final = 16
+"""Blocks that are looked up and handed over together: 4 MiB."""
+_EMPTY: Final = MapRef(b"", 0)
+
+
+class Known:
+    """What the last snapshot of this writer has, so that the next one can keep it."""
+
+    def __init__(self) -> None:
+        self.snapshot = ""
+        self.entries: dict[str, Entry] = {}
+        self.folders: dict[bytes, tuple[dict[bytes, Entry], Entry]] = {}
+        """Of each: what is in it, and its own entry."""
+
+
+def commit(
+    repository: Repository, writer: Writer, memory: memoryview, manifest: Manifest, root: bytes, known: Known
+) -> Snapshot:
+    """Stores ``manifest.files`` from ``memory`` as one snapshot, under ``root``. OSError: it was not made, and ``known`` is as it was."""
+    if known.snapshot not in repository.snapshots.names():
+        known.folders = {}  # somebody removed it, and what its trees refer to may be gone with it
+    put = _Put(writer, repository.block_size, manifest.time_ns, known)
+    entries = {file.path: put.file(file, memory) for file in manifest.files}
+    folders = put.folders(entries)
+    top = _folder(b"", put.time_ns, writer.update_tree(b"", _listing(entries, folders)))
+    draft = SnapshotDraft(
+        id=repository.snapshots.new_id(),
+        time_ns=manifest.time_ns,
+        host=socket.gethostname(),
+        roots=(RootRecord(path=root, entry=top),),
+        tags=manifest.tags,
+        message=manifest.message,
+        parent=known.snapshot,
+    )
+    snapshot = writer.commit(draft)
+    if manifest.hold_reason:
+        snapshot = writer.set_marks(draft.id, hold=True, reason=manifest.hold_reason)
+    known.snapshot, known.entries, known.folders = snapshot.id, entries, folders
+    return snapshot
+
+
+class _Put:
+    def __init__(self, writer: Writer, block_size: int, time_ns: int, known: Known) -> None:
+        self.time_ns = time_ns
+        self._writer = writer
+        self._block_size = block_size
+        self._known = known
+
+    def file(self, file: File, memory: memoryview) -> Entry:
+        data = memory[file.offset : file.offset + file.size_bytes]
+        if len(data) != file.size_bytes:
+            raise ValueError(f"{file.path} does not lie in the arena")
+        blocks = blocks_of(file.size_bytes, self._block_size)
+        content = self._writer.update_block_map(_EMPTY, blocks, self._blocks(data, blocks))
+        name = os.fsencode(file.path.rpartition("/")[2])
+        before = self._known.entries.get(file.path)
+        if before is not None and (before.content, before.size_bytes) == (content.content, file.size_bytes):
+            return before
+        return Entry(
+            name=name,
+            mode=stat.S_IFREG | 0o644,
+            uid=os.getuid(),
+            gid=os.getgid(),
+            size_bytes=file.size_bytes,
+            mtime_ns=self.time_ns,
+            ctime_ns=self.time_ns,
+            atime_ns=self.time_ns,
+            content=content.content,
+            map_height=content.map_height,
+        )
+
+    def _blocks(self, data: memoryview, blocks: int) -> dict[int, ChunkId]:
+        stored: dict[int, ChunkId] = {}
+        for first in range(0, blocks, _AT_ONCE):
+            run: dict[int, Content] = {}
+            for index in range(first, min(blocks, first + _AT_ONCE)):
+                at = index * self._block_size
+                block = data[at : at + self._block_size]
+                if not is_zero(block):
+                    run[index] = Content(block)
+            stored.update(zip(run, self._writer.put_chunks(list(run.values())), strict=True))
+        return stored
+
+    def folders(self, entries: dict[str, Entry]) -> dict[bytes, tuple[dict[bytes, Entry], Entry]]:
+        """One level of them, which is all there is."""
+        inside: dict[bytes, dict[bytes, Entry]] = {}
+        for path, entry in entries.items():
+            folder, slash, _ = path.rpartition("/")
+            if slash:
+                inside.setdefault(os.fsencode(folder), {})[entry.name] = entry
+        made = {}
+        for name, listing in inside.items():
+            before = self._known.folders.get(name)
+            if before is not None and before[0] == listing:
+                made[name] = before
+            else:
+                made[name] = listing, _folder(name, self.time_ns, self._writer.update_tree(b"", listing))
+        return made
+
+
+def _listing(
+    entries: dict[str, Entry], folders: dict[bytes, tuple[dict[bytes, Entry], Entry]]
+) -> dict[bytes, Entry]:
+    """What is at the top."""
+    top = {entry.name: entry for path, entry in entries.items() if "/" not in path}
+    return top | {name: entry for name, (_, entry) in folders.items()}
+
+
+def _folder(name: bytes, time_ns: int, tree: TreeRef) -> Entry:
+    return Entry(
+        name=name,
+        mode=stat.S_IFDIR | 0o755,
+        uid=os.getuid(),
+        gid=os.getgid(),
+        mtime_ns=time_ns,
+        ctime_ns=time_ns,
+        atime_ns=time_ns,
+        content=tree.id,
+        total_files=tree.total_files,
+        total_bytes=tree.total_bytes,
+    )
+
+
+def manifest_of(
+    files: Iterable[File], *, message: str = "", tags: tuple[str, ...] = (), hold_reason: str = ""
+) -> Manifest:
+    """With the time now."""
+    return Manifest(
+        time_ns=time.time_ns(), message=message, tags=tags, hold_reason=hold_reason, files=list(files)
+    )

@@ -1,0 +1,185 @@
+"""Which file of a snapshot each tensor lies in, and where in memory that file stands while it is being saved.
+
+A large tensor has a safetensors file of its own, and small ones of an object share one. So content that did not change is the same
+blocks at the same places of the same file, wherever the tensor stands among the others, and costs nothing; each file can be read by
+any program that knows safetensors (https://github.com/huggingface/safetensors), and `NAME.safetensors.index.json` tells which tensor
+is where as Hugging Face's sharded checkpoints do. In memory a file stands as it will on disk, from a multiple of 4096 on, and its
+first tensor begins at a multiple of 4096 of the file: the header is padded with spaces, as the format allows.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import xxhash
+
+from ciuic.training.structure import Leaf
+from ciuic.training.tensors import Array, count, dtype_bytes, is_dtype
+
+OWN_FILE_BYTES: Final = 128 << 10
+"""Below this the name, the entry and the part of a block that is left empty would weigh more than they save."""
+SMALL_FILE: Final = "small-tensors"
+SUFFIX: Final = ".safetensors"
+_ALIGNMENT: Final = 4096
+_MAX_NAME_BYTES: Final = 180
+_MAX_HEADER_BYTES: Final = 100 << 20
+"""As the reference implementation has it."""
+
+
+class FileInMemory(NamedTuple):
+    """A file of the snapshot and where it stands."""
+
+    path: str
+    """Relative to the snapshot's root, parts joined by ``/``."""
+    offset: int
+    size_bytes: int
+
+
+class TensorInMemory(NamedTuple):
+    offset: int
+    array: Array
+
+
+class Layout(NamedTuple):
+    """Good for as long as names, shapes and dtypes stay; only the tensors' bytes are to be filled in."""
+
+    files: list[FileInMemory]
+    tensors: dict[str, list[TensorInMemory]]
+    """Of each object, in the order of its leaves."""
+    fixed: list[tuple[int, bytes]]
+    """(offset, content): headers and index files."""
+    size_bytes: int
+
+
+class TensorInFile(NamedTuple):
+    """What a safetensors header says of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """From the beginning of the file."""
+    stop: int
+
+
+def lay_out(objects: Mapping[str, Sequence[Leaf]]) -> Layout:
+    """For these objects and no others. The result depends on names, dtypes and shapes alone."""
+    planner = _Planner()
+    for name, leaves in objects.items():
+        planner.add(name, leaves)
+    return Layout(planner.files, planner.tensors, planner.fixed, planner.end)
+
+
+def aligned(offset: int) -> int:
+    """The next place at which a file may stand."""
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def file_name(tensor: str) -> str:
+    """What the file of this tensor is called: its name, with what a file name cannot have as in a URL."""
+    quoted = "".join(char if char not in "/%\0" and char.isprintable() else _quoted(char) for char in tensor)
+    if quoted[:1] == "." or quoted == SMALL_FILE:
+        quoted = _quoted(quoted[0]) + quoted[1:]
+    raw = quoted.encode("utf-8", "surrogateescape")
+    if len(raw) > _MAX_NAME_BYTES:
+        short = raw[: _MAX_NAME_BYTES - 20].decode("utf-8", "ignore")
+        quoted = f"{short}~{xxhash.xxh3_64_hexdigest(raw)}"
+    return quoted + SUFFIX
+
+
+def encode_header(leaves: Sequence[Leaf], *, of_torch: bool) -> bytes:
+    """The bytes before the first tensor; these follow in the order of ``leaves``, without gaps."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt" if of_torch else "np"}}
+    at = 0
+    for leaf in leaves:
+        stop = at + leaf.array.size_bytes
+        header[leaf.name] = {
+            "dtype": leaf.array.dtype,
+            "shape": list(leaf.array.shape),
+            "data_offsets": [at, stop],
+        }
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode("ascii")
+    padded = aligned(8 + len(text)) - 8
+    return struct.pack("<Q", padded) + text.ljust(padded)
+
+
+def decode_header(start: bytes, size_bytes: int) -> dict[str, TensorInFile] | int:
+    """What a file of this size holds, from its first bytes; or of how many first bytes it would take. ValueError."""
+    if len(start) < 8:
+        raise ValueError("the file is shorter than a safetensors header")
+    length = struct.unpack("<Q", start[:8])[0]
+    begin = 8 + length
+    if length > _MAX_HEADER_BYTES or begin > size_bytes:
+        raise ValueError("the length of the safetensors header cannot be")
+    if begin > len(start):
+        return int(begin)
+    header = json.loads(start[8:begin])
+    if not isinstance(header, dict):
+        raise ValueError("the safetensors header is no object")
+    found = {}
+    for name, facts in header.items():
+        if name != "__metadata__":
+            found[name] = _tensor(facts, begin, size_bytes)
+    return found
+
+
+def _tensor(facts: object, begin: int, size_bytes: int) -> TensorInFile:
+    try:
+        dtype, shape, (start, stop) = facts["dtype"], tuple(facts["shape"]), facts["data_offsets"]  # type: ignore[index]
+        size = count(shape) * dtype_bytes(dtype)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the safetensors header is not as it should be: {error!r}") from None
+    if not (is_dtype(dtype) and 0 <= start <= stop <= size_bytes - begin and stop - start == size):
+        raise ValueError("the safetensors header does not fit the file")
+    return TensorInFile(dtype, shape, begin + start, begin + stop)
+
+
+class _Planner:
+    def __init__(self) -> None:
+        self.files: list[FileInMemory] = []
+        self.tensors: dict[str, list[TensorInMemory]] = {}
+        self.fixed: list[tuple[int, bytes]] = []
+        self.end = 0
+
+    def add(self, name: str, leaves: Sequence[Leaf]) -> None:
+        offsets: dict[str, int] = {}
+        weights: dict[str, str] = {}
+        small = [leaf for leaf in leaves if leaf.array.size_bytes < OWN_FILE_BYTES]
+        # Wide elements first: each then lies at a multiple of its size, without gaps.
+        small.sort(key=lambda leaf: (-leaf.array.element_bytes, leaf.name))
+        groups = [
+            (file_name(leaf.name), [leaf]) for leaf in leaves if leaf.array.size_bytes >= OWN_FILE_BYTES
+        ]
+        if small:
+            groups.append((SMALL_FILE + SUFFIX, small))
+        for file, group in groups:
+            self._add_file(f"{name}/{file}", group, offsets)
+            weights |= dict.fromkeys((leaf.name for leaf in group), file)
+        if leaves:
+            total = sum(leaf.array.size_bytes for leaf in leaves)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+            text = json.dumps(index, indent=1).encode("ascii")
+            self._place(f"{name}/{name}{SUFFIX}.index.json", text, len(text))
+        self.tensors[name] = [TensorInMemory(offsets[leaf.name], leaf.array) for leaf in leaves]
+
+    def _add_file(self, path: str, leaves: Sequence[Leaf], offsets: dict[str, int]) -> None:
+        header = encode_header(leaves, of_torch=all(leaf.array.framework == "torch" for leaf in leaves))
+        size_bytes = len(header) + sum(leaf.array.size_bytes for leaf in leaves)
+        at = self._place(path, header, size_bytes) + len(header)
+        for leaf in leaves:
+            offsets[leaf.name] = at
+            at += leaf.array.size_bytes
+
+    def _place(self, path: str, start: bytes, size_bytes: int) -> int:
+        offset = aligned(self.end)
+        self.files.append(FileInMemory(path, offset, size_bytes))
+        self.fixed.append((offset, start))
+        self.end = offset + size_bytes
+        return offset
+
+
+def _quoted(char: str) -> str:
+    return "".join(f"%{byte:02X}" for byte in char.encode("utf-8", "surrogatepass"))

@@ -1,0 +1,533 @@
+"""`SnapshotManager`: a training's state, saved without a stall and resumed exactly.
+
+    from ciuic import SnapshotManager
+    manager = SnapshotManager(save_dir="./snapshots", interval=3600, max_snapshots=10)
+    manager.save_snapshot(model, optimizer, epoch)
+    state = manager.load_latest_snapshot()
+
+Guarantees: a save costs the training one copy of its state in memory; the rest is the writer process's, which finishes what it was given
+also when the training is killed. A snapshot exists whole or not at all, and what is loaded was checked byte for byte. Whatever goes wrong
+with saving is logged and counted and never raised into the training, but for what the program itself has wrong (an object without a
+state, a value that cannot be stored), which the first save says. Not for several threads at once, and one process of a run saves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from ciuic.errors import CiuicError
+from ciuic.repository import Repository
+from ciuic.training import randomness
+from ciuic.training.boundaries import Boundaries
+from ciuic.training.completeness import missing
+from ciuic.training.messages import Begin, FromWriter, Manifest, Note, NotSaved, Rules, Saved
+from ciuic.training.positions import Position
+from ciuic.training.reading import (
+    Facts,
+    Loaded,
+    PassedOver,
+    SavedSnapshot,
+    damaged_chunks,
+    load,
+    newest_good,
+    saved_snapshots,
+)
+from ciuic.training.staging import gather, stage
+from ciuic.training.stateful import load_into, state_of, way_of
+from ciuic.training.writer_client import WriterClient
+from ciuic.types import SnapshotId
+from ciuic.units import parse_duration
+
+log = logging.getLogger("ciuic")
+
+TAG: Final = "training"
+_LOCK_WAIT_SECONDS: Final = 60.0
+_EXIT_SECONDS: Final = 120.0
+_POLL_SECONDS: Final = 0.2
+
+
+class State(dict[str, Any]):
+    """What `load_latest_snapshot` returns: `NAME_state_dict` of each object, `epoch`, `step`, `metrics`, `random_state`, and every
+    value that was saved beside them. Tensors are on the CPU."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        super().__init__()
+        plain = set(loaded.values.get("plain", ()))
+        for name, value in loaded.objects.items():
+            self[name if name in plain else f"{name}_state_dict"] = value
+        self |= {"epoch": loaded.facts.epoch, "step": loaded.facts.step, "metrics": loaded.facts.metrics}
+        self["random_state"] = loaded.values["random"]
+        self.id = loaded.id
+        """Of the snapshot."""
+        self.facts = loaded.facts
+        self.passed_over: list[PassedOver] = loaded.passed_over
+        """Newer snapshots that are not whole, and why."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on."""
+
+    id: str
+    """Of the snapshot it was taken from."""
+    step: int
+    """Optimizer steps done."""
+    epoch: int | None
+    """The epoch that was given last, or that the registered loader is in (0 is the first)."""
+    batch: int
+    """Batches of that epoch which the registered loader gave out before; it goes on behind them by itself."""
+    passed_over: tuple[PassedOver, ...] = ()
+
+
+@dataclass
+class Stats:
+    """What saving has come to so far."""
+
+    saved: int = 0
+    skipped: int = 0
+    """Saves that were due while both arenas were still being written."""
+    failed: int = 0
+    stall_seconds: float = 0.0
+    """How long the training stood still for saving, in all."""
+    last_stall_seconds: float = 0.0
+    last_write_seconds: float = 0.0
+    """From the end of the stall to the commit."""
+    last_id: str = ""
+    last_error: str = ""
+
+
+class Save:
+    """One save that was begun. Nobody needs to look at it."""
+
+    def __init__(self, manager: SnapshotManager, number: int) -> None:
+        self.id: str | None = None
+        """Of the snapshot, once it is durable."""
+        self.error: str | None = None
+        self._manager = manager
+        self._number = number
+
+    @property
+    def done(self) -> bool:
+        return self.id is not None or self.error is not None
+
+    def wait(self, timeout_seconds: float = _EXIT_SECONDS) -> str | None:
+        """The id as soon as it is durable; None when it failed or is not done in time."""
+        self._manager.wait(timeout_seconds, number=self._number)
+        return self.id
+
+
+class SnapshotManager:
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] = "./snapshots",
+        interval: float | str | None = None,
+        max_snapshots: int | None = None,
+        *,
+        every_steps: int | None = None,
+        name: str = "training",
+        nice: int = 10,
+    ) -> None:
+        """Opens the repository at ``save_dir``, or makes one there, parents included.
+
+        ``interval`` (seconds, or text like ``1h``) and ``every_steps`` (of the optimizer): when snapshots are taken by themselves, once the
+        manager knows the objects. ``max_snapshots``: so many of the newest stay; None keeps all. ``name``: of the run, where several
+        share a repository. ``nice``: of the writer. ValueError; CiuicError or OSError when there can be no repository there.
+        """
+        self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
+        self.interval_seconds = _seconds(interval)
+        self.every_steps = every_steps
+        if every_steps is not None and every_steps < 1:
+            raise ValueError("every_steps is a number of steps, from 1 on")
+        if max_snapshots is not None and max_snapshots < 1:
+            raise ValueError("max_snapshots is a number of snapshots, from 1 on")
+        if not name or "/" in name or name in (".", ".."):
+            raise ValueError(f"{name!r} cannot be the name of a directory")
+        self.step = 0
+        """Optimizer steps of the run, restarts included; counted where the optimizer has hooks for that, else the program's to set."""
+        self.epoch: int | None = None
+        """As the program gave it last."""
+        self.stats = Stats()
+        self._root = os.fsencode(f"/{name}")
+        self._run = os.urandom(16).hex()
+        self._objects: dict[str, Any] = {}
+        self._position: Position | None = None
+        self._has_position = False
+        self._boundaries = Boundaries(self._stepped, self._at_boundary)
+        self._saves: dict[int, Save] = {}
+        self._last_save = time.monotonic()
+        self._last_step = 0
+        self._complained = False
+        _ensure_repository(self.save_dir)
+        self._client = WriterClient(
+            Begin(
+                repository=str(self.save_dir),
+                root=self._root,
+                rules=Rules(keep_last=max_snapshots or 0),
+                nice=nice,
+            )
+        )
+        self._closed = False
+        atexit.register(self.close)
+
+    # -- what is saved
+
+    def register(self, **objects: Any) -> None:
+        """Makes objects known by name: each is saved with every snapshot and put back by `resume`.
+
+        Besides models and optimizers: schedulers, scalers, averages, samplers, loaders, generators, dicts, whatever has a state. TypeError
+        for what has none. ``loader``: any data loader; one without a state_dict is counted from now on.
+        """
+        for name, value in objects.items():
+            if not name.isidentifier() or name == "values":
+                raise ValueError(f"{name!r} cannot be the name of an object")
+            if self._objects.get(name) is value:
+                continue
+            self._objects[name] = self._known(name, value)
+        with _quietly("the writer could not be started"):
+            self._client.start()
+
+    def save_snapshot(
+        self,
+        model: Any = None,
+        optimizer: Any = None,
+        epoch: int | None = None,
+        *,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        tags: tuple[str, ...] | list[str] = (),
+        hold: str = "",
+        wait: bool = False,
+        **others: Any,
+    ) -> Save | None:
+        """Saves now, and returns when the state is copied; with ``wait`` when the snapshot is durable.
+
+        What is registered is saved too. ``others``: further objects, or plain values, which come back under their own names. ``hold``: a
+        reason for which the snapshot is kept for ever. While the writer still has both arenas this waits for one. Returns None when it
+        could not be saved, which is logged. TypeError names what cannot be stored.
+        """
+        given = {"model": model, "optimizer": optimizer, **others}
+        objects = {name: value for name, value in given.items() if value is not None and _has_state(value)}
+        plain = {name: value for name, value in others.items() if name not in objects}
+        self.register(**objects)
+        if epoch is not None:
+            self.epoch = epoch
+        if step is not None:
+            self.step = step
+        facts = self._facts("asked for", metrics, epoch)
+        save = self._save(facts, plain, tuple(tags), hold, may_wait=True)
+        if wait and save is not None:
+            save.wait()
+        return save
+
+    def boundary(self) -> None:
+        """Says that a step is over and the state is whole: for loops in which nothing registered could tell. Takes a snapshot if one
+        is due."""
+        self._boundaries.explicit()
+
+    # -- what is read back
+
+    def load_latest_snapshot(self) -> State | None:
+        """The newest state that is whole; None if there is no snapshot. Damaged (`NothingGood`) if there are some and none is whole."""
+        self._hear(self._client.poll())
+        with Repository.open(self.save_dir) as repository:
+            candidates = repository.snapshots.list(root=self._root)
+        loaded = newest_good(str(self.save_dir), candidates)
+        if loaded is None:
+            return None
+        for id_, reason in loaded.passed_over:
+            log.warning("ciuic: %s is passed over: %s", id_, reason)
+        if loaded.passed_over:
+            with _quietly("what is damaged could not be marked, so that it may be shared by later snapshots"):
+                self._mark_damage([one.id for one in loaded.passed_over])
+        return State(loaded)
+
+    def load_snapshot(self, snapshot: str) -> State:
+        """A given one: an id, an unambiguous beginning of it, ``latest``, ``latest~2``, a time. NotFound; Damaged; ValueError."""
+        with Repository.open(self.save_dir) as repository:
+            id_ = repository.snapshots.resolve(snapshot)
+        return State(load(str(self.save_dir), id_))
+
+    def resume(self) -> Resumed | None:
+        """Puts the newest good state into everything that is registered, in place, generators and position included.
+
+        None if there is no snapshot: the run begins. Damaged if there are some and none is whole. What is in the snapshot and not registered
+        is left, and the other way round is a KeyError before anything is changed.
+        """
+        state = self.load_latest_snapshot()
+        if state is None:
+            return None
+        lacking = [name for name in self._objects if f"{name}_state_dict" not in state]
+        if lacking:
+            raise KeyError(f"{state.id} has no {', '.join(lacking)}: it was saved before that was registered")
+        for name, value in self._objects.items():
+            load_into(value, state[f"{name}_state_dict"], name)
+        for problem in randomness.restore(state["random_state"]):
+            log.warning("ciuic: not resumed exactly: %s", problem)
+        self.step, self.epoch = state.facts.step or 0, state.facts.epoch
+        self._run = state.facts.run or self._run
+        self._last_step, self._last_save = self.step, time.monotonic()
+        batch = self._position.batches if self._position is not None else 0
+        log.info("ciuic: resumed from %s, step %d", state.id, self.step)
+        return Resumed(state.id, self.step, self._epoch_now(), batch, tuple(state.passed_over))
+
+    def list_snapshots(self) -> list[SavedSnapshot]:
+        """Newest first, those that cannot be read left out."""
+        with Repository.open(self.save_dir) as repository:
+            return saved_snapshots(repository, self._root)
+
+    # -- marks
+
+    def tag(self, snapshot: str, *tags: str) -> None:
+        """Adds tags; durable on return. NotFound; Busy."""
+        with Repository.open(self.save_dir) as repository:
+            id_ = repository.snapshots.resolve(snapshot)
+            with repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="tag") as writer:
+                writer.set_marks(id_, tags=(*repository.snapshots.load(id_).tags, *tags))
+
+    def hold(self, snapshot: str, reason: str = "held") -> None:
+        """Keeps it, whatever `max_snapshots` says, until `release`; durable on return. NotFound; Busy."""
+        self._mark(snapshot, hold=True, reason=reason)
+
+    def release(self, snapshot: str) -> None:
+        """Undoes `hold`."""
+        self._mark(snapshot, hold=False, reason="")
+
+    def _mark_damage(self, snapshots: list[str]) -> None:
+        """So that content that comes again is stored anew, and not taken for stored."""
+        with Repository.open(self.save_dir) as repository:
+            bad = [chunk for id_ in snapshots for chunk in damaged_chunks(repository, SnapshotId(id_))]
+            if bad:
+                with repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="mark damage") as writer:
+                    writer.mark_damaged(bad)
+
+    def _mark(self, snapshot: str, *, hold: bool, reason: str) -> None:
+        with Repository.open(self.save_dir) as repository:
+            id_ = SnapshotId(repository.snapshots.resolve(snapshot))
+            with repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="hold") as writer:
+                writer.set_marks(id_, hold=hold, reason=reason)
+
+    # -- life
+
+    def wait(self, timeout_seconds: float = _EXIT_SECONDS, *, number: int | None = None) -> bool:
+        """Until everything that was staged is durable (or one save is); whether that came in time."""
+        end = time.monotonic() + timeout_seconds
+        while self._client.pending if number is None else number in self._saves:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            self._hear(self._client.poll(min(left, _POLL_SECONDS)))
+        self._hear(self._client.poll())
+        return True
+
+    def close(self, timeout_seconds: float = _EXIT_SECONDS) -> None:
+        """Waits for what was staged, so long, and lets the writer go. What is not done by then is finished by the writer all the same."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._hear(self._client.close(timeout_seconds))
+
+    def __enter__(self) -> SnapshotManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside
+
+    def _known(self, name: str, value: Any) -> Any:
+        """What is registered for it: the object, or the position that is counted for it."""
+        if _is_plain_loader(value):
+            self._position = Position(value, self._boundaries.asked)
+            self._has_position = True
+            return self._position
+        way_of(value, name)
+        if hasattr(value, "param_groups"):
+            self._boundaries.watch_optimizer(value)
+        elif hasattr(value, "__iter__") and hasattr(value, "dataset"):
+            self._has_position = self._boundaries.watch_loader(value) or self._has_position
+        elif hasattr(value, "update_parameters") or not hasattr(value, "forward"):
+            self._boundaries.watch_follower(value)
+        return value
+
+    def _stepped(self) -> None:
+        self.step += 1
+
+    def _at_boundary(self) -> None:
+        if self._closed or not self._objects or not self._client.is_ours or not self._is_due():
+            return
+        with _quietly("a snapshot could not be taken"):
+            self._save(self._facts("due", None, None), {}, (), "", may_wait=False)
+
+    def _is_due(self) -> bool:
+        if self.every_steps is not None and self.step - self._last_step >= self.every_steps:
+            return True
+        return (
+            self.interval_seconds is not None and time.monotonic() - self._last_save >= self.interval_seconds
+        )
+
+    def _facts(self, reason: str, metrics: Mapping[str, float] | None, epoch: int | None) -> Facts:
+        return Facts(
+            step=self.step,
+            epoch=self._epoch_now() if epoch is None else epoch,
+            metrics={key: float(value) for key, value in (metrics or {}).items()},
+            reason=reason,
+            objects=tuple(self._objects),
+            run=self._run,
+            framework=_versions(),
+        )
+
+    def _epoch_now(self) -> int | None:
+        if self._position is not None and self._position.passes:
+            return self._position.passes - 1
+        return self.epoch
+
+    def _save(
+        self, facts: Facts, plain: Mapping[str, Any], tags: tuple[str, ...], hold: str, *, may_wait: bool
+    ) -> Save | None:
+        if self._closed:
+            raise ValueError("the manager is closed")
+        began = time.monotonic()
+        self._hear(self._client.poll())
+        self._say_what_is_missing()
+        states = {name: state_of(value, name) for name, value in self._objects.items()}
+        values = {"plain": list(plain), "random": randomness.state()}
+        state = gather(states, plain, values)
+        manifest = Manifest(
+            time_ns=time.time_ns(), message=_message(facts), tags=(TAG, *tags), hold_reason=hold, files=[]
+        )
+        facts = _with_size(facts, state.size_bytes)
+        try:
+            number = stage(self._client, state, facts, manifest)
+            while number is None and may_wait:
+                self._hear(self._client.poll(_POLL_SECONDS))
+                number = stage(self._client, state, facts, manifest)
+        except OSError as error:
+            self._failed(error.strerror or str(error))
+            return None
+        self._last_save, self._last_step = time.monotonic(), self.step
+        if number is None:
+            self.stats.skipped += 1
+            log.warning("ciuic: a snapshot is skipped: the last two are still being written")
+            return None
+        save = self._saves[number] = Save(self, number)
+        self.stats.last_stall_seconds = time.monotonic() - began
+        self.stats.stall_seconds += self.stats.last_stall_seconds
+        return save
+
+    def _say_what_is_missing(self) -> None:
+        if not self._complained:
+            self._complained = True
+            for note in missing(self._objects, has_position=self._has_position):
+                log.warning("ciuic: a resume would not be exact: %s", note)
+
+    def _hear(self, said: list[FromWriter]) -> None:
+        for message in said:
+            if isinstance(message, Saved):
+                self.stats.saved += 1
+                self.stats.last_id, self.stats.last_write_seconds = message.id, message.seconds
+                if (save := self._saves.pop(message.number, None)) is not None:
+                    save.id = message.id
+                log.debug("ciuic: %s is saved, %d bytes new", message.id, message.new_bytes)
+            elif isinstance(message, NotSaved):
+                self._failed(message.reason)
+                if (save := self._saves.pop(message.number, None)) is not None:
+                    save.error = message.reason
+            elif isinstance(message, Note):
+                log.warning("ciuic: %s", message.text)
+
+    def _failed(self, reason: str) -> None:
+        self.stats.failed += 1
+        self.stats.last_error = reason
+        log.error("ciuic: a snapshot was not saved, earlier ones are as they were: %s", reason)
+
+
+class _quietly:  # noqa: N801 (it reads as a word)
+    """Saving must not end the training: whatever happens inside is logged."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            log.error("ciuic: %s: %s", self._what, error)
+            return True
+        return False
+
+
+def _ensure_repository(path: Path) -> None:
+    if Repository.exists(path):
+        Repository.open(path).close()
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        Repository.create(path).close()
+    except CiuicError:
+        if not Repository.exists(path):  # another rank may have been faster
+            raise
+
+
+def _seconds(interval: float | str | None) -> float | None:
+    if interval is None:
+        return None
+    seconds = parse_duration(interval) if isinstance(interval, str) else float(interval)
+    if seconds <= 0:
+        raise ValueError("interval is a time above zero")
+    return seconds
+
+
+def _has_state(value: object) -> bool:
+    if isinstance(value, (dict, list)):
+        return False  # given to one save it is a value; registered, it is an object
+    try:
+        way_of(value, "")
+    except TypeError:
+        return False
+    return True
+
+
+def _is_plain_loader(value: object) -> bool:
+    return (
+        hasattr(value, "__iter__")
+        and not isinstance(value, (dict, list))
+        and not callable(getattr(value, "state_dict", None))
+        and (hasattr(value, "dataset") or hasattr(value, "__len__"))
+    )
+
+
+def _message(facts: Facts) -> str:
+    parts = [] if facts.epoch is None else [f"epoch {facts.epoch}"]
+    parts.append(f"step {facts.step}")
+    parts += [f"{key} {value:.4g}" for key, value in facts.metrics.items()]
+    return ", ".join(parts)
+
+
+def _with_size(facts: Facts, size_bytes: int) -> Facts:
+    import msgspec
+
+    return msgspec.structs.replace(facts, size_bytes=size_bytes)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "host": socket.gethostname()}
+    for name in ("torch", "numpy", "tensorflow", "keras"):
+        module = sys.modules.get(name)
+        if module is not None:
+            found[name] = str(getattr(module, "__version__", ""))
+    return found

@@ -1,0 +1,136 @@
+"""What the trainer and its writer say to each other: one MessagePack message each, over a socket pair that keeps messages apart
+(SOCK_SEQPACKET). Whatever is long stands in the arena, and the message says where.
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+from typing import Final
+
+import msgspec
+
+MOST_BYTES: Final = 64 << 10
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """What the writer does of its own accord after a snapshot."""
+
+    keep_last: int = 0
+    """So many of the newest stay; 0: all."""
+
+
+class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The first message of a trainer."""
+
+    repository: str
+    root: bytes
+    """Path under which snapshots keep the state."""
+    rules: Rules
+    nice: int = 10
+
+
+class Attach(msgspec.Struct, tag=True, frozen=True):
+    """An arena; its descriptor comes with the message. One of this number that was there before is let go."""
+
+    arena: int
+
+
+class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """An arena is filled, and is the writer's until it answers."""
+
+    number: int
+    """Counts the saves of one trainer."""
+    arena: int
+    manifest_offset: int
+    manifest_bytes: int
+    """MessagePack of a `Manifest`."""
+
+
+class End(msgspec.Struct, tag=True, frozen=True):
+    """No more will come: finish and go."""
+
+
+class File(msgspec.Struct, frozen=True, array_like=True):
+    """A file of the snapshot: bytes of the arena."""
+
+    path: str
+    offset: int
+    size_bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything about a snapshot but its content."""
+
+    time_ns: int
+    message: str
+    tags: tuple[str, ...]
+    hold_reason: str = ""
+    """Not empty: it is held."""
+    files: list[File]
+
+
+class Saved(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The snapshot is durable; the arena is the trainer's again."""
+
+    number: int
+    id: str
+    size_bytes: int
+    new_bytes: int
+    seconds: float
+    """From the message to the commit."""
+
+
+class NotSaved(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """There is no such snapshot, and all earlier ones are as they were; the arena is the trainer's again."""
+
+    number: int
+    reason: str
+
+
+class Note(msgspec.Struct, tag=True, frozen=True):
+    """Something that the trainer's log should have."""
+
+    event: str
+    text: str
+
+
+FromTrainer = Begin | Attach | Save | End
+FromWriter = Saved | NotSaved | Note
+_TRAINERS: Final[msgspec.msgpack.Decoder[FromTrainer]] = msgspec.msgpack.Decoder(FromTrainer)
+_WRITERS: Final[msgspec.msgpack.Decoder[FromWriter]] = msgspec.msgpack.Decoder(FromWriter)
+
+
+def send(sock: socket.socket, message: FromTrainer | FromWriter, fds: tuple[int, ...] = ()) -> None:
+    """OSError when nobody is there any more."""
+    data = msgspec.msgpack.encode(message)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes")
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sock.sendmsg([data], rights, socket.MSG_NOSIGNAL)
+
+
+def receive_from_trainer(sock: socket.socket) -> tuple[FromTrainer, list[int]] | None:
+    """The next message with its descriptors, or None when the other side is gone or talks nonsense."""
+    got = _receive(sock)
+    try:
+        return None if got is None else (_TRAINERS.decode(got[0]), got[1])
+    except msgspec.DecodeError:
+        return None
+
+
+def receive_from_writer(sock: socket.socket) -> FromWriter | None:
+    """As `receive_from_trainer`."""
+    got = _receive(sock)
+    try:
+        return None if got is None else _WRITERS.decode(got[0])
+    except msgspec.DecodeError:
+        return None
+
+
+def _receive(sock: socket.socket) -> tuple[bytes, list[int]] | None:
+    try:
+        data, fds, _, _ = socket.recv_fds(sock, MOST_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
+    except OSError:
+        return None
+    return (data, fds) if data else None

@@ -1,0 +1,217 @@
+"""The trainer's side of the writer process: it is started when first needed, and again when it is gone.
+
+Guarantees: nothing here waits for the disk. Two arenas are there at most; while the writer has both, there is none to fill, and the
+caller decides whether to wait. What the writer had not answered when it died counts as not saved.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from ciuic.training.arena import Arena
+from ciuic.training.messages import (
+    Attach,
+    Begin,
+    End,
+    File,
+    FromTrainer,
+    FromWriter,
+    Manifest,
+    Note,
+    NotSaved,
+    Save,
+    Saved,
+    receive_from_writer,
+    send,
+)
+
+_ARENAS: Final = 2
+_PROGRAM: Final = (
+    "import sys; sys.path[:] = {path!r}\nfrom ciuic.training.writer_process import main\nmain({fd}, {pid})"
+)
+_SPARE: Final = 1.125
+"""A new arena is so much larger than what it is made for: a state that grows a little should not need another."""
+GONE: Final = "the writer process is gone"
+
+
+class Slot:
+    """One arena and who has it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.arena: Arena | None = None
+        self.known_to_writer = False
+        self.save = 0
+        """The save for which the writer has it, or 0."""
+        self.layout: object = None
+        """Whatever the caller has put there: good for this arena."""
+
+
+class WriterClient:
+    """Not for several threads at once."""
+
+    def __init__(self, begin: Begin) -> None:
+        self._begin = begin
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self.slots = [Slot(number) for number in range(_ARENAS)]
+        self._number = 0
+        self._pid = os.getpid()
+        self._unheard: list[FromWriter] = []
+        """What became of saves whose writer was found to be gone."""
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a forked child: it has no business with the parent's writer."""
+        return os.getpid() == self._pid
+
+    @property
+    def pending(self) -> int:
+        """Saves that were not answered yet."""
+        return sum(1 for slot in self.slots if slot.save)
+
+    def start(self) -> None:
+        """Starts the process unless it runs. OSError."""
+        if self._sock is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            program = _PROGRAM.format(path=sys.path, fd=theirs.fileno(), pid=self._pid)
+            self._process = subprocess.Popen(
+                [sys.executable or "python3", "-c", program],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                cwd="/",
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._sock = ours
+        for slot in self.slots:
+            slot.known_to_writer = False
+        self._send(self._begin)
+
+    def free_slot(self, size_bytes: int) -> Slot | None:
+        """One that may be filled, with room for so much; None while the writer has all. OSError (ENOMEM)."""
+        free = [slot for slot in self.slots if not slot.save]
+        if not free:
+            return None
+        # The smallest number: a run whose saves are far apart needs the memory of one.
+        slot = free[0]
+        if slot.arena is None or slot.arena.size_bytes < size_bytes:
+            if slot.arena is not None:
+                slot.arena.close()
+            slot.arena, slot.layout, slot.known_to_writer = None, None, False
+            slot.arena = Arena(int(size_bytes * _SPARE) if size_bytes >= 1 << 20 else 1 << 20)
+        return slot
+
+    def submit(self, slot: Slot, manifest: Manifest, at: int) -> int:
+        """Hands a filled arena over; returns the number of the save. ``at``: where in it there is room for the manifest.
+
+        From here on the snapshot comes to be whatever happens to this process. OSError when there is no writer.
+        """
+        arena = slot.arena
+        assert arena is not None
+        packed = msgspec.msgpack.encode(manifest)
+        arena.memory[at : at + len(packed)] = packed
+        self.start()
+        if not slot.known_to_writer:
+            self._send(Attach(slot.number), (arena.fd,))
+            slot.known_to_writer = True
+        self._number += 1
+        slot.save = self._number
+        try:
+            self._send(
+                Save(number=slot.save, arena=slot.number, manifest_offset=at, manifest_bytes=len(packed))
+            )
+        except OSError:
+            slot.save = 0
+            raise
+        return self._number
+
+    def poll(self, timeout_seconds: float = 0.0) -> list[FromWriter]:
+        """What the writer has said since; waits so long for the first of it."""
+        said, self._unheard = self._unheard, []
+        while self._sock is not None:
+            ready, _, _ = select.select([self._sock], [], [], 0 if said else timeout_seconds)
+            if not ready:
+                break
+            message = receive_from_writer(self._sock)
+            if message is None:
+                self._lose()
+                said, self._unheard = said + self._unheard, []
+                break
+            if isinstance(message, (Saved, NotSaved)):
+                self._answered(message.number)
+            said.append(message)
+        return said
+
+    def close(self, timeout_seconds: float) -> list[FromWriter]:
+        """Lets the writer finish, so long; what it said. It ends by itself also if that is not enough."""
+        said: list[FromWriter] = []
+        if not self.is_ours:
+            return said
+        if self._sock is not None:
+            with suppress(OSError):
+                self._send(End())
+            end = time.monotonic() + timeout_seconds
+            while self.pending and (left := end - time.monotonic()) > 0:
+                said += self.poll(left)
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_seconds)
+            self._process = None
+        for slot in self.slots:
+            if slot.arena is not None:
+                slot.arena.close()
+                slot.arena = None
+        return said
+
+    def _send(self, message: FromTrainer, fds: tuple[int, ...] = ()) -> None:
+        if self._sock is None:
+            raise BrokenPipeError(GONE)
+        try:
+            send(self._sock, message, fds)
+        except (BrokenPipeError, ConnectionResetError):
+            self._lose()
+            raise
+
+    def _answered(self, number: int) -> None:
+        for slot in self.slots:
+            if slot.save == number:
+                slot.save = 0
+
+    def _lose(self) -> None:
+        """The writer is gone with what it had."""
+        lost = [NotSaved(number=slot.save, reason=GONE) for slot in self.slots if slot.save]
+        self._unheard.extend(lost or [Note("writer_gone", GONE)])
+        for slot in self.slots:
+            slot.save = 0
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        if self._process is not None:
+            self._process.poll()
+            self._process = None
+
+
+def files_of(files: Iterable[tuple[str, int, int]]) -> list[File]:
+    """As a manifest has them."""
+    return [File(*file) for file in files]

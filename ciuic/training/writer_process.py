@@ -1,0 +1,175 @@
+"""The process that puts a trainer's state into the repository, and that outlives the trainer.
+
+It is a session of its own, so that what ends the trainer's process group does not end it, and takes its time from what the machine
+has to spare. When the trainer is gone (killed, crashed, out of memory) it finishes what it was given whole, and ends. Whatever it
+cannot do it says to the trainer, and to the standard error when there is none to say it to; nothing of it reaches the training.
+
+After a snapshot, while nothing else is asked of it, it applies the rules of preservation: see `housekeeping`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from ciuic.errors import CiuicError
+from ciuic.repository import Repository
+from ciuic.training.arena import ReadArena
+from ciuic.training.committing import Known, commit
+from ciuic.training.housekeeping import Housekeeping
+from ciuic.training.messages import (
+    Attach,
+    Begin,
+    End,
+    FromTrainer,
+    FromWriter,
+    Manifest,
+    Note,
+    NotSaved,
+    Save,
+    Saved,
+    receive_from_trainer,
+    send,
+)
+
+_LOCK_WAIT_SECONDS: Final = 60.0
+_AUTOGROUP: Final = "/proc/self/autogroup"
+
+
+def main(fd: int, trainer_pid: int) -> None:
+    """The whole life of the process. ``fd``: its end of the socket pair."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer's to answer; we end after it
+        signal.signal(number, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    trainer = _Trainer(sock, trainer_pid)
+    begin = trainer.next()
+    if not isinstance(begin, Begin):
+        return
+    _step_back(begin.nice)
+    _Writer(trainer, begin).run()
+
+
+class _Trainer:
+    """The messages of the trainer, also those that it sent before it died."""
+
+    def __init__(self, sock: socket.socket, pid: int) -> None:
+        self.fds: deque[int] = deque()
+        """That came with the message that was returned last."""
+        self._sock = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._life = _life_of(pid)
+        if self._life >= 0:
+            self._poll.register(self._life, select.POLLIN)
+
+    def next(self) -> FromTrainer | None:
+        """Waits for it; None when the trainer is gone and all it said was heard.
+
+        Its children may have the socket too, so that its end alone does not tell.
+        """
+        while not self.waiting():
+            ready = dict(self._poll.poll())
+            if self._sock.fileno() not in ready and self._life in ready and not self.waiting():
+                return None
+        got = receive_from_trainer(self._sock)
+        if got is None:
+            return None
+        message, fds = got
+        self.fds.extend(fds)
+        return message
+
+    def waiting(self) -> bool:
+        """Whether there is a message, or the end."""
+        return bool(select.select([self._sock], [], [], 0)[0])
+
+    def tell(self, message: FromWriter) -> None:
+        try:
+            send(self._sock, message)
+        except OSError:
+            if isinstance(message, (NotSaved, Note)):
+                text = message.reason if isinstance(message, NotSaved) else message.text
+                print(f"ciuic: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+class _Writer:
+    def __init__(self, trainer: _Trainer, begin: Begin) -> None:
+        self._trainer = trainer
+        self._begin = begin
+        self._arenas: dict[int, ReadArena] = {}
+        self._known = Known()
+        self._housekeeping = Housekeeping(
+            begin.repository, begin.root, begin.rules, should_stop=trainer.waiting, tell=trainer.tell
+        )
+
+    def run(self) -> None:
+        while (message := self._trainer.next()) is not None and not isinstance(message, End):
+            if isinstance(message, Attach):
+                self._attach(message.arena, self._trainer.fds.popleft())
+            elif isinstance(message, Save):
+                self._save(message)
+
+    def _attach(self, number: int, fd: int) -> None:
+        before = self._arenas.pop(number, None)
+        if before is not None:
+            before.close()
+        self._arenas[number] = ReadArena(fd)
+
+    def _save(self, save: Save) -> None:
+        began = time.monotonic()
+        try:
+            memory = self._arenas[save.arena].memory
+            packed = memory[save.manifest_offset : save.manifest_offset + save.manifest_bytes]
+            manifest = msgspec.msgpack.decode(packed, type=Manifest)
+            with (
+                Repository.open(self._begin.repository) as repository,
+                repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager") as writer,
+            ):
+                snapshot = commit(repository, writer, memory, manifest, self._begin.root, self._known)
+        except Exception as error:  # whatever it is, the training goes on, and so do we
+            self._known = Known()
+            self._trainer.tell(NotSaved(number=save.number, reason=_words(error)))
+            return
+        self._trainer.tell(
+            Saved(
+                number=save.number,
+                id=str(snapshot.id),
+                size_bytes=snapshot.size_bytes,
+                new_bytes=snapshot.new_bytes,
+                seconds=time.monotonic() - began,
+            )
+        )
+        try:
+            self._housekeeping.after(snapshot.id)
+        except (CiuicError, OSError) as error:
+            self._trainer.tell(Note("housekeeping_failed", _words(error)))
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error) or type(error).__name__
+
+
+def _life_of(pid: int) -> int:
+    """A descriptor that becomes readable when this process ends; -1 where the kernel has none (before Linux 5.3)."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
+def _step_back(nice: int) -> None:
+    """Gives way to the training, also where the kernel schedules by sessions."""
+    with suppress(OSError):
+        os.nice(nice)
+    with suppress(OSError), open(_AUTOGROUP, "w") as file:
+        file.write(str(nice))

@@ -1,0 +1,122 @@
+"""State to JSON and tensors, and back."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ciuic.training.structure import pack, unpack
+from ciuic.training.tensors import Unsaveable
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(),
+    st.binary(max_size=20),
+    st.sampled_from([np.float32(1.1), np.int64(-3), np.bool_(True), np.float64("nan")]),
+)
+ARRAYS = st.builds(
+    lambda dtype, shape: np.arange(math.prod(shape)).astype(dtype).reshape(shape),
+    st.sampled_from(["<f8", "<f4", "<f2", "<i8", "<u2", "u1", "?", "<c16", ">f4"]),
+    st.lists(st.integers(0, 3), max_size=3).map(tuple),
+)
+KEYS = st.one_of(st.text(max_size=3), st.integers(-3, 3), st.tuples(st.integers(0, 2), st.text(max_size=1)))
+HASHABLE = st.one_of(st.integers(), st.text(max_size=3))
+STATES = st.recursive(
+    st.one_of(SCALARS, ARRAYS),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
+        st.dictionaries(st.text(max_size=3), inner, max_size=4).map(OrderedDict),
+        st.sets(HASHABLE, max_size=3),
+        st.frozensets(HASHABLE, max_size=3),
+    ),
+    max_leaves=20,
+)
+
+
+def _through(value: object) -> Any:
+    packed = pack(value, "state")
+    arrays = {leaf.name: leaf.value for leaf in packed.leaves}
+    assert len(arrays) == len(packed.leaves), "two tensors have one name"
+    return unpack(json.loads(json.dumps(packed.skeleton, allow_nan=False)), lambda name, _: arrays[name])
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, np.generic):
+        return one.tobytes() == other.tobytes()
+    return repr(one) == repr(other)  # NaN, and the sign of zero
+
+
+@given(STATES)
+def test_a_state_comes_back_equal_in_type_value_and_order(value: object) -> None:
+    """Whatever pack takes."""
+    assert _same(_through(value), value)
+
+
+def test_the_metadata_of_a_torch_state_dict_is_kept() -> None:
+    """Modules that changed their layout look at it when they load."""
+    value: Any = OrderedDict(weight=np.ones(2))
+    value._metadata = OrderedDict({"": {"version": 1}})
+    assert _through(value)._metadata == value._metadata
+
+
+def test_an_array_under_two_names_is_stored_once_and_comes_back_as_one() -> None:
+    """Tied weights."""
+    tied = np.arange(4.0)
+    packed = pack({"a": tied, "b": tied, "c": tied.copy()}, "state")
+    assert len(packed.leaves) == 2
+
+
+class _Colour(enum.IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"a": [object()]}, "state.a.0 is a builtins.object"),
+        ({"rule": lambda: 1}, "state.rule"),
+        ({1: {"x": np.array([None])}}, "state.1.x is a NumPy array of dtype object"),
+        ([_Colour.RED], "_Colour"),
+    ],
+)
+def test_what_only_pickle_could_store_is_refused_by_its_path(value: object, said: str) -> None:
+    """At the first save, not at the first load."""
+    with pytest.raises(Unsaveable, match=said.replace(".", r"\.")):
+        pack(value, "state")
+
+
+@pytest.mark.parametrize(
+    "skeleton",
+    [
+        {"$": "object", "module": "os"},
+        {"$": "tuple"},
+        {"$": "float", "bits": "00"},
+        {"$": "dict", "items": [[1]]},
+    ],
+)
+def test_what_was_not_written_by_pack_is_an_error_and_executes_nothing(skeleton: object) -> None:
+    """A stranger's document."""
+    with pytest.raises(ValueError):  # noqa: PT011 (whichever)
+        unpack(skeleton, lambda name, _: name)
