@@ -197,6 +197,12 @@ class SnapshotManager:
         with _quietly("the writer could not be started"):
             self._client.start()
 
+    def take(self, objects: Mapping[str, Any]) -> None:
+        """As `register`, for saving when asked alone: nothing of the objects is watched. TypeError."""
+        for name, value in objects.items():
+            way_of(value, name)
+        self._objects.update(objects)
+
     def save_snapshot(
         self,
         model: Any = None,

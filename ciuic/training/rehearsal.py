@@ -48,7 +48,8 @@ def check_resume(
         tempfile.TemporaryDirectory(prefix="ciuic-check-") as directory,
         SnapshotManager(f"{directory}/snapshots") as manager,
     ):
-        if manager.save_snapshot(wait=True, **objects) is None:
+        manager.take(objects)
+        if manager.save_snapshot(wait=True) is None:
             raise OSError(f"the state cannot be saved: {manager.stats.last_error}")
         at_start = _flat(objects, None)
         run = [_flat(objects, train_step()) for _ in range(steps)]
