@@ -22,7 +22,7 @@ from ciuic.page_cache import DropBehind, Lookout, Span, cold_spans, forbid_reada
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.ids import is_zero
 from ciuic.repository.packing import Content
-from ciuic.repository.sharing import Place
+from ciuic.repository.sharing import Place, StagedFile
 from ciuic.repository.writer import Writer
 from ciuic.types import HOLE, ChunkId, Entry, MapRef
 
@@ -143,11 +143,12 @@ class ContentReader:
         fd = self._view.open_content(thing)
         try:
             lookout = None
+            to_share = StagedFile(self._writer.stage, fd, thing.stat.size) if may_share else None
             if over_base:
                 forbid_readahead(fd)
             else:
                 lookout = Lookout(fd, thing.stat.size)
-            with closing(self._read(fd, thing, runs, most_blocks, may_share, lookout)) as pieces:
+            with closing(self._read(fd, thing, runs, most_blocks, to_share, lookout)) as pieces:
                 for piece in pieces:
                     if over_base:
                         changes.update(dict.fromkeys(range(piece.first, piece.stop), HOLE))
@@ -166,7 +167,7 @@ class ContentReader:
         thing: Thing,
         runs: Iterable[tuple[int, int]],
         most_blocks: int,
-        may_share: bool = False,
+        to_share: StagedFile | None = None,
         lookout: Lookout | None = None,
     ) -> Generator[_Piece, None, None]:
         """The pieces of the runs with what is in them now. ``lookout``: of a file that is read from end to end.
@@ -177,7 +178,7 @@ class ContentReader:
         try:
             for first, stop in runs:
                 for piece in self._pieces(fd, first, stop, most_blocks):
-                    begun.append(self._begin(fd, thing, *piece, may_share, lookout))
+                    begun.append(self._begin(fd, thing, *piece, to_share, lookout))
                     if len(begun) > _RUNS_AHEAD:
                         yield self._finish(fd, begun.popleft())
             while begun:
@@ -279,7 +280,7 @@ class ContentReader:
         first: int,
         stop: int,
         has_data: bool,
-        may_share: bool,
+        to_share: StagedFile | None,
         lookout: Lookout | None,
     ) -> _Begun:
         """Asks the disk for [first, stop), cut off at the size at the cut."""
@@ -288,7 +289,7 @@ class ContentReader:
         offset = first * self._block_size
         length = min(stop * self._block_size, thing.stat.size) - offset
         whole_length = length - length % self._block_size
-        staged = self._writer.stage.take(fd, offset, whole_length) if may_share else None
+        staged = to_share.take(offset, whole_length) if to_share is not None else None
         try:
             if staged is not None:
                 begun = self._begin_staged(fd, _Begun(first, stop, length, [], staged, False))

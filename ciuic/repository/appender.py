@@ -248,7 +248,7 @@ class Appender:
 
     def _seal(self) -> None:
         self._sync_file()  # a footer vouches for what stands before it
-        records = [record for segment in self._packs.scan(self.number) for record in segment.records]
+        records = (record for segment in self._packs.scan(self.number) for record in segment.records)
         footer = pf.encode_footer(self._end, records)
         self._write([footer], self._end, self._grow)
         self._end += len(footer)

@@ -9,7 +9,7 @@ several records so that its 4 KiB alignment costs little. docs/format.md has the
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -167,14 +167,17 @@ def _decode_records(data: bytes, number: int, offset: int) -> list[PackRecord]:
     return records
 
 
-def encode_footer(offset: int, records: Sequence[PackRecord]) -> bytes:
+def encode_footer(offset: int, records: Iterable[PackRecord]) -> bytearray:
     """All records once more, and the trailer: what ends a sealed pack. ``offset``: where the footer will
-    stand.
+    stand. The memory of one footer: a pack of tiny chunks has a million records.
     """
-    body = b"".join(map(encode_record, records))
-    trailer = _TRAILER.pack(_FOOTER_MAGIC, len(records), 0, offset, 0)
-    digest = checksum(body + trailer)
-    return body + _TRAILER.pack(_FOOTER_MAGIC, len(records), 0, offset, digest)
+    footer = bytearray()
+    for record in records:
+        footer += encode_record(record)
+    count = len(footer) // RECORD_BYTES
+    footer += _TRAILER.pack(_FOOTER_MAGIC, count, 0, offset, 0)
+    footer[-TRAILER_BYTES:] = _TRAILER.pack(_FOOTER_MAGIC, count, 0, offset, checksum(footer))
+    return footer
 
 
 def decode_trailer(data: bytes, size_bytes: int) -> tuple[int, int] | None:

@@ -21,8 +21,10 @@ _FICLONERANGE: Final = 0x4020940D
 _RANGE: Final = struct.Struct("=qQQQ")  # source descriptor, its offset, length, offset in the target
 _FIRST_BYTES: Final = 1 << 20
 """Less is copied as soon as it is cloned twice."""
-_SCRATCH_BYTES: Final = 1 << 30
-"""Of one nameless file: it holds on to what the original may have given up since."""
+_WINDOW_BYTES: Final = 32 << 20
+"""Staged at once where more of a file is to follow: a clone waits for reads of either file, and they for it."""
+_SCRATCH_BYTES: Final = 64 << 20
+"""Of one nameless file: packs take from it while others are read, and it holds on to what the original may have given up since."""
 ALIGN_BYTES: Final = 4096
 _NEVER: Final = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.ENOSYS, errno.EPERM, errno.EINVAL)
 """EINVAL: blocks larger than ours, or (rarely) a file that has just become shorter, and then others are read as well."""
@@ -109,6 +111,30 @@ class Stage:
         if self._scratch is None or self._scratch.end >= _SCRATCH_BYTES:
             self._scratch = Scratch(self._directory)
         return self._scratch
+
+
+class StagedFile:
+    """A file that is staged from one end to the other, some way ahead."""
+
+    def __init__(self, stage: Stage, fd: int, size_bytes: int) -> None:
+        self._stage = stage
+        self._fd = fd
+        self._whole_bytes = size_bytes - size_bytes % ALIGN_BYTES
+        self._start = self._end = 0
+        self._place: Place | None = None
+
+    def take(self, offset: int, length: int) -> Place | None:
+        """As ``Stage.take``."""
+        if self._place is None or offset < self._start or offset + length > self._end:
+            end = max(offset + length, min(offset + _WINDOW_BYTES, self._whole_bytes))
+            self._place = self._stage.take(self._fd, offset, end - offset)
+            if self._place is None and end > offset + length:  # perhaps it has become shorter
+                end = offset + length
+                self._place = self._stage.take(self._fd, offset, length)
+            self._start, self._end = offset, end
+        if self._place is None or length % ALIGN_BYTES or not length:
+            return None
+        return self._place._replace(offset=self._place.offset + offset - self._start)
 
 
 def clone_range(source: int, offset: int, length: int, target: int, target_offset: int) -> None:

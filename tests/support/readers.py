@@ -185,7 +185,7 @@ def readers() -> list[Reader]:
         format=1, id="ab" * 16, hash="xxh3-128", seed="cd" * 8, block_size=4096, created_ns=5
     )
     log = b"".join(map(undo.encode, (undo.BlocksRecord(5, 2, 0, 9), undo.NameRecord(5, 1, b"n", 7, 8, -1))))
-    footer = pf.encode_footer(8192 - 80, _RECORDS)
+    footer = bytes(pf.encode_footer(8192 - 80, _RECORDS))
     return [
         Reader("tree leaf", _body("leaf", False), encode_leaf([_ENTRY], False)),
         Reader("tree node", _body("inner", False), encode_inner(1, [NodeRef(b"a", ID, 1, 5)], False)),

@@ -18,10 +18,10 @@ from support.small_disks import missing, small_disk
 from ciuic.daemon.capture import run_job
 from ciuic.daemon.capture_job import CaptureJob, RootJob
 from ciuic.daemon.capture_root import Report
-from ciuic.repository import Repository
+from ciuic.repository import Repository, sharing
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.disk import Disk
-from ciuic.repository.sharing import Stage
+from ciuic.repository.sharing import Stage, StagedFile
 from ciuic.types import SnapshotId
 
 pytestmark = pytest.mark.mount  # a loop device, that is
@@ -141,6 +141,30 @@ def test_a_file_that_changes_meanwhile_is_stored_as_it_was_read(place: Path, map
     finally:
         over.set()
         writer.join()
+
+
+def test_a_file_is_staged_some_way_ahead(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pieces lie one after the other in what is staged, as they were when that was; a file that has become shorter is staged
+    as far as it goes."""
+    monkeypatch.setattr(sharing, "_WINDOW_BYTES", 4 * _MIB)
+    file = place / "root/file"
+    file.write_bytes(content := os.urandom(9 * _MIB + 5))
+    stage = Stage(str(place / "repository/packs"))
+    with file.open("r+b") as opened:
+        staged = StagedFile(stage, opened.fileno(), len(content))
+        for offset in range(0, 9 * _MIB, _MIB):
+            if offset == 7 * _MIB:
+                opened.truncate(8 * _MIB)
+            found = staged.take(offset, _MIB)
+            if found is None:
+                assert offset == 8 * _MIB
+                break
+            whole = os.pread(found.file.fd, _MIB, found.offset)
+            assert whole == content[offset : offset + _MIB]
+            if offset % (4 * _MIB) == 0:
+                os.pwrite(opened.fileno(), bytes(_MIB), min(offset + _MIB, 7 * _MIB))
+        assert staged.take(9 * _MIB, 5) is None
+    stage.close()
 
 
 @pytest.mark.parametrize("how", ["write", "map", "same", "punch"])
