@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.daemon.capture_job import TAG_INCOMPLETE
-from ciuic.errors import Damaged
+from ciuic.errors import Damaged, NotFound
 from ciuic.fuse_layer.sealed_format import Sealed
 from ciuic.repository import Repository, Trees
 from ciuic.spill import Spill
@@ -42,10 +42,10 @@ def choose_base(
 ) -> Base | None:
     """The snapshot that the tracking continues, else the newest one that has this root; unreadable ones are passed over."""
     newest: Base | None = None
-    for info in repository.snapshots.list(root=path):
+    for info in repository.snapshots.newest_first(path):
         try:
             snapshot = repository.snapshots.load(info.id)
-        except Damaged:
+        except (Damaged, NotFound):
             continue
         record = next((root for root in snapshot.roots if root.path == path), None)
         if record is None:

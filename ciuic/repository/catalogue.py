@@ -18,8 +18,11 @@ class Catalogue:
     def __init__(self, index: Index) -> None:
         self._db = index.db
 
-    def rows(self) -> list[tuple[SnapshotInfo, str]]:
-        """Each snapshot with the signature of the marks file that the row was made from."""
+    def rows(self, *, newest: int = -1) -> list[tuple[SnapshotInfo, str]]:
+        """Each snapshot with the signature of the marks file that the row was made from; or so many of the newest, in the
+        order of `list`.
+        """
+        order = f" ORDER BY time_ns DESC, id LIMIT {newest}" if newest >= 0 else ""
         return [
             (
                 SnapshotInfo(
@@ -52,7 +55,7 @@ class Catalogue:
                 held,
                 hold_reason,
                 signature,
-            ) in self._db.execute(f"SELECT {_COLUMNS} FROM snapshots")
+            ) in self._db.execute(f"SELECT {_COLUMNS} FROM snapshots{order}")
         ]
 
     def put(self, infos: Iterable[tuple[SnapshotInfo, str]]) -> None:

@@ -118,3 +118,8 @@ class Disk:
         """Removes the name, durably."""
         self.unlink(path)
         self.sync_dir(os.path.dirname(path))
+
+    def touch_dir(self, path: str) -> None:
+        """Gives the directory a new time of change, durably: for who goes by it and would not see what happens in a file."""
+        os.utime(path)
+        self.sync_dir(path)

@@ -19,6 +19,11 @@ from ciuic.repository.model import ChunkLocation, PackRecord
 from ciuic.types import ChunkId
 
 INDEX_NAME = "index.sqlite"
+PACKS_SEEN: Final = "packs_seen_ns"
+SNAPSHOTS_SEEN: Final = "snapshots_seen_ns"
+MARKS_SEEN: Final = "marks_seen_ns"
+"""Facts: the time of change (seen.py) that the directory had when the index said all that is in it."""
+
 DAMAGED: Final = 1 << 31
 """In the flags of a row: the copy was read and found bad. Not a flag of the pack format."""
 
@@ -180,6 +185,10 @@ class Index:
             number: (size, bool(sealed)) for number, size, sealed in self.db.execute("SELECT * FROM packs")
         }
 
+    def unsealed(self) -> dict[int, int]:
+        """Number → bytes covered, of the packs that may still grow."""
+        return dict(self.db.execute("SELECT number, size FROM packs WHERE NOT sealed").fetchall())
+
     def add(
         self,
         number: int,
@@ -215,6 +224,7 @@ class Index:
                 keys = ((record.id, number, record.offset) for record in records)
                 self.db.executemany("DELETE FROM chunks WHERE id=? AND pack=? AND offset=?", keys)
             self.db.execute("DELETE FROM packs WHERE number=?", (number,))
+            self._packs_unseen()
 
     def cut(self, number: int, size_bytes: int, gone: Iterable[PackRecord]) -> None:
         """Says that the pack ends there now, unsealed, and holds none of these any more."""
@@ -222,6 +232,11 @@ class Index:
         with Transaction(self.db):
             self.db.executemany("DELETE FROM chunks WHERE id=? AND pack=? AND offset=?", keys)
             self.db.execute("INSERT OR REPLACE INTO packs VALUES (?,?,0)", (number, size_bytes))
+            self._packs_unseen()
+
+    def _packs_unseen(self) -> None:
+        """What goes from the index first may stay in the file, if that comes to nothing: then it has to be looked at."""
+        self.db.execute("DELETE FROM facts WHERE name=?", (PACKS_SEEN,))
 
     def mark(self, chunk: ChunkId, location: ChunkLocation, damaged: bool) -> None:
         flags = (location.flags & ~DAMAGED) | (DAMAGED if damaged else 0)

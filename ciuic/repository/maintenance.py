@@ -86,8 +86,10 @@ def shorten_pack(
         return Shortened(drop_pack(disk, store, number, gone) - (store.grown_bytes - size_before), 0)
     end = segments[keep - 1].end
     kept = [record for segment in segments[:keep] for record in segment.records]
-    # As when a pack goes: the index first. A pack that is longer than the index says is taken up again.
+    # As when a pack goes: the index first. A pack that is longer than the index says is taken up again, and should a power
+    # cut take back what the index was told, the next writer must see that there is something to look at.
     store.index.cut(number, end, gone, kept)
+    disk.touch_dir(store.packs.directory)
     fd = disk.open_write(store.packs.path(number))
     try:
         disk.truncate(fd, end)

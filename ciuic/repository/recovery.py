@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ciuic.errors import NotFound
 from ciuic.repository import log
 from ciuic.repository import packformat as pf
 from ciuic.repository.chunks import BadCopyError, location_of, read_stored
 from ciuic.repository.disk import Disk
 from ciuic.repository.errors import DamagedPack
+from ciuic.repository.index import PACKS_SEEN
 from ciuic.repository.model import PackKind, PackRecord
 from ciuic.repository.packs import Packs, Segment
+from ciuic.repository.seen import changed_ns, settled_ns
 from ciuic.repository.writerindex import WriterIndex
 
 
@@ -32,14 +35,21 @@ def reconcile(
     disk: Disk, packs: Packs, index: WriterIndex, progress: Callable[[int, int], None] | None = None
 ) -> dict[PackKind, Tail]:
     """Makes the index say what the packs hold; returns the pack of each kind to go on with. OSError."""
+    tails = _unchanged(packs, index)
+    if tails is not None:
+        index.all_seen = True
+        return tails
+    index.all_seen = False
+    seen_ns = settled_ns(packs.directory, wait=False)
     covered = index.covered()
     sizes = packs.sizes()
+    total = sum(sizes.values())
     for number in covered.keys() - sizes.keys():
         log.warning("pack_missing", pack=f"{number:016x}")
         index.drop(number, None)
     # Without the fact the index has just been made, and says nothing about which packs are new.
     newest = max(covered, default=0) if index.last_pack() else None
-    tails: dict[PackKind, Tail] = {}
+    tails = {}
     done = 0
     for number, size_bytes in sizes.items():
         known, sealed = covered.get(number, (-1, False))
@@ -55,8 +65,29 @@ def reconcile(
             tails[packs.kind(number)] = Tail(number, end)
         done += size_bytes
         if progress is not None:
-            progress(done, sum(sizes.values()))
+            progress(done, total)
+    if sizes and index.last_pack() < max(sizes):
+        index.set_last_pack(max(sizes))
+    index.set_seen(PACKS_SEEN, seen_ns)
     return tails
+
+
+def _unchanged(packs: Packs, index: WriterIndex) -> dict[PackKind, Tail] | None:
+    """The packs to go on with where no pack came or went and none has grown since the index had them all; else None.
+
+    What is sealed changes only by damage, which is for those to find who read it.
+    """
+    if index.seen_ns(PACKS_SEEN) != changed_ns(packs.directory):
+        return None
+    tails: dict[PackKind, Tail] = {}
+    for number, known in sorted(index.unsealed().items()):
+        try:
+            if packs.size(number) != known:
+                return None
+            tails[packs.kind(number)] = Tail(number, known)
+        except NotFound:
+            return None
+    return tails if index.seen_ns(PACKS_SEEN) else None  # not if the index failed meanwhile
 
 
 def _take_up(

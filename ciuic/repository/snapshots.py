@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from ciuic.errors import CiuicError, NotFound
 from ciuic.repository import log
@@ -18,15 +18,17 @@ from ciuic.repository.catalogue import Catalogue, info_of
 from ciuic.repository.config import read_file
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.ids import new_snapshot_id
-from ciuic.repository.index import INDEX_NAME, Index
+from ciuic.repository.index import INDEX_NAME, MARKS_SEEN, SNAPSHOTS_SEEN, Index
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
 from ciuic.repository.resolve import resolve
+from ciuic.repository.seen import changed_ns
 from ciuic.types import Snapshot, SnapshotId
 
 SNAPSHOTS_DIR = "snapshots"
 MARKS_DIR = "marks"
 UNREADABLE_MARKS = "its marks file is damaged, so it counts as held"
 _NAME = re.compile(r"cs-[0-9a-f]{6,32}\Z")
+_FEW = 8
 _Infos = list[SnapshotInfo]  # inside the class `list` is the method
 _Ids = list[SnapshotId]
 _Texts = list[str]
@@ -111,8 +113,38 @@ class SnapshotStore:
 
     def latest(self, root: bytes | None = None) -> SnapshotInfo | None:
         """The newest one (that has this root)."""
-        found = self.list(root=root, limit=1)
-        return found[0] if found else None
+        return next(self.newest_first(root), None)
+
+    def newest_first(self, root: bytes | None = None) -> Iterator[SnapshotInfo]:
+        """As `list`, for who needs only the first: where the catalogue is known to be as the files are, no more of it is read
+        than that. What it yields may be gone when it is loaded, as with `list`."""
+        given = set()
+        for info in self._newest_catalogued():
+            if root is None or root in info.roots:
+                given.add(info.id)
+                yield info
+        for info in self.list(root=root):
+            if info.id not in given:
+                yield info
+
+    def _newest_catalogued(self) -> _Infos:
+        seen = {
+            SNAPSHOTS_SEEN: changed_ns(f"{self._directory}/{SNAPSHOTS_DIR}"),
+            MARKS_SEEN: changed_ns(f"{self._directory}/{MARKS_DIR}"),
+        }
+        try:
+            index = Index.open(f"{self._directory}/{INDEX_NAME}", "read")
+        except sqlite3.Error:
+            return []
+        try:
+            if any(index.fact(name) != changed for name, changed in seen.items()):
+                return []
+            return [info for info, _ in Catalogue(index).rows(newest=_FEW)]
+        except (sqlite3.Error, ValueError, TypeError) as error:
+            log.warning("catalogue_unreadable", error=str(error))
+            return []
+        finally:
+            index.close()
 
     def resolve(self, text: str) -> SnapshotId:
         """The snapshot meant by an id, an unambiguous prefix (with or without cs-), `latest`, `latest~N` or a

@@ -65,7 +65,7 @@ class ChunkStore:
         self._buffered: dict[bytes, tuple[Bytes, int, int]] = {}
         self._written: dict[bytes, ChunkLocation] = {}
         self._sealed: set[int] = set()
-        self._last_number = max([index.last_pack(), *packs.numbers()])
+        self._last_number: int = max([index.last_pack(), *(() if index.all_seen else packs.numbers())])
         self._packer = Packer()
         self._pending: deque[_Pending] = deque()
         self._pending_bytes = 0

@@ -13,22 +13,23 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ciuic.errors import NotFound
-from ciuic.repository import log, maintenance
+from ciuic.repository import maintenance
 from ciuic.repository.blockmaps import BlockMaps, update_block_map
 from ciuic.repository.catalogue import info_of
+from ciuic.repository.cataloguing import Cataloguing
 from ciuic.repository.config import read_file, repair_config
 from ciuic.repository.disk import Disk
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.ids import Bytes
 from ciuic.repository.index import INDEX_NAME
 from ciuic.repository.lock import Lock
-from ciuic.repository.model import Shortened, SnapshotInfo
+from ciuic.repository.model import Shortened
 from ciuic.repository.packing import Content
 from ciuic.repository.packs import Packs
 from ciuic.repository.recovery import reconcile
 from ciuic.repository.sharing import Stage
 from ciuic.repository.snapformat import Marks, decode_marks, encode_marks, encode_snapshot
-from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR
+from ciuic.repository.snapshots import SNAPSHOTS_DIR
 from ciuic.repository.store import ChunkStore
 from ciuic.repository.treeformat import encode_xattrs
 from ciuic.repository.trees import Trees
@@ -88,10 +89,9 @@ class Writer:
         self._trees = Trees(self._store)
         self._maps = BlockMaps(self._store)
         self._committed_bytes = 0
-        self._uncatalogued: dict[str, tuple[SnapshotInfo, str]] = {}
-        """Rows of snapshots made by this writer."""
+        self._catalogue = Cataloguing(disk, self._path, repository.snapshots, self._index)
         self._open = True
-        self._refresh_catalogue()
+        self._catalogue.refresh()
 
     def __enter__(self) -> Writer:
         return self
@@ -114,8 +114,7 @@ class Writer:
             last.callback(self._index.close)
             last.callback(self._store.close)
             last.callback(self._stage.close)
-            if self._uncatalogued:
-                self._index.catalogue_put(self._uncatalogued.values())
+            last.callback(self._catalogue.close)
             with suppress(OSError):  # nothing of this was promised; an interrupted first capture gains by it
                 self._store.sync()
 
@@ -217,13 +216,14 @@ class Writer:
                 if tree and not self._store.has(ChunkId(tree)):
                     raise ValueError(f"the tree {tree.hex()} of {root.path!r} is not in the repository")
         self._store.sync()
+        self._catalogue.changed = True
         snapshot = self._finished(draft)
         # A marks file of an earlier snapshot of this id, left by a crash, must not apply to this one.
         self._remove_quietly(self.repository.snapshots.marks_path(draft.id))
         self._disk.replace_file(path, encode_snapshot(snapshot, self.repository.id))
         self._committed_bytes = self._store.grown_bytes
         # Told at the end: SQLite syncs before it answers, and who waits for the snapshot should not wait for its row.
-        self._uncatalogued[snapshot.id] = (info_of(snapshot), "")
+        self._catalogue.waiting[snapshot.id] = (info_of(snapshot), "")
         return snapshot
 
     def _finished(self, draft: SnapshotDraft) -> Snapshot:
@@ -268,11 +268,12 @@ class Writer:
             hold_reason=kept_reason if held else "",
             tags=old.tags if tags is None else tuple(dict.fromkeys(tags)),
         )
+        self._catalogue.changed = True
         self._disk.replace_file(snapshots.marks_path(id_), encode_marks(marks))
         snapshot = snapshots.load(id_)
         row = (info_of(snapshot), snapshots.signatures().get(id_, ""))
-        if id_ in self._uncatalogued:
-            self._uncatalogued[id_] = row
+        if id_ in self._catalogue.waiting:
+            self._catalogue.waiting[id_] = row
         else:
             self._index.catalogue_put([row])
         return snapshot
@@ -288,6 +289,7 @@ class Writer:
         missing = [id_ for id_ in chosen if not os.path.lexists(snapshots.path(id_))]
         if missing:
             raise NotFound(f"there is no snapshot {', '.join(missing)}")
+        self._catalogue.changed = True
         for id_ in chosen:
             self._disk.unlink(snapshots.path(id_))
         if chosen:
@@ -296,7 +298,7 @@ class Writer:
             self._remove_quietly(snapshots.marks_path(id_))
         self._index.catalogue_remove(chosen)
         for id_ in chosen:
-            self._uncatalogued.pop(id_, None)
+            self._catalogue.waiting.pop(id_, None)
 
     def _remove_quietly(self, path: str) -> None:
         if os.path.lexists(path):
@@ -360,43 +362,10 @@ class Writer:
         self._trees, self._maps = Trees(self._store), BlockMaps(self._store)
         self._committed_bytes = 0
         self.mark_damaged({chunk for chunk, _, _ in marked})
-        self._refresh_catalogue()
+        self._catalogue.refresh()
 
     def repair_config(self) -> list[str]:
         """Writes a damaged copy of the configuration anew from the good one; returns the names of files
         written.
         """
         return repair_config(self._disk, self._path)
-
-    def _bring_back_marks(self, ids: set[str]) -> None:
-        """Writes again, from the catalogue, marks files that are gone although their snapshots are there.
-
-        Nothing removes one alone, not even a release: without it the next prune would take what is held.
-        """
-        for info in self._index.catalogue_infos() if ids else ():
-            if info.id in ids:
-                marks = Marks(id=info.id, held=info.held, hold_reason=info.hold_reason, tags=info.tags)
-                log.warning("marks_brought_back", snapshot=info.id, held=info.held)
-                with suppress(OSError):  # a full disk: that must not keep this writer from freeing space
-                    self._disk.replace_file(
-                        self.repository.snapshots.marks_path(info.id), encode_marks(marks)
-                    )
-
-    def _refresh_catalogue(self) -> None:
-        """Makes the catalogue say what snapshots/ and marks/ hold, and removes what a crash left there."""
-        for directory in (SNAPSHOTS_DIR, MARKS_DIR, "."):
-            for name in os.listdir(f"{self._path}/{directory}"):
-                if name.endswith(".tmp"):
-                    self._disk.unlink(f"{self._path}/{directory}/{name}")
-        snapshots = self.repository.snapshots
-        names, signatures, known = snapshots.names(), snapshots.signatures(), self._index.catalogued()
-        gone = known.keys() - names
-        if gone:
-            self._index.catalogue_remove(gone)
-        self._bring_back_marks({name for name in names - signatures.keys() if known.get(name)})
-        signatures = snapshots.signatures()
-        stale = {name for name in names if known.get(name) != signatures.get(name, "")}
-        if stale:
-            self._index.catalogue_put(
-                [(info, signatures.get(info.id, "")) for info in snapshots.read_infos(stale)]
-            )

@@ -29,6 +29,10 @@ class WriterIndex:
         """Packs of which what the index on disk says does not count: they are gone, or it could not be told."""
         self._memory: Index | None = None
         self._corrupt = False
+        self._lacking = False
+        """Whether something failed: then the file does not say all that it should."""
+        self.all_seen = False
+        """Whether no pack had to be looked at but those that may still grow."""
         self._disk = self._open()
 
     def _open(self) -> Index | None:
@@ -172,12 +176,32 @@ class WriterIndex:
             log.warning("catalogue_unreadable", error=str(error))
             return []
 
+    def unsealed(self) -> dict[int, int]:
+        """Number → bytes covered, of the packs that may still grow; nothing when it cannot be read."""
+        try:
+            return self._disk.unsealed() if self._disk is not None else {}
+        except sqlite3.Error as error:
+            self._failed("index_unreadable", error)
+            return {}
+
     def last_pack(self) -> int:
         """The highest pack number that this index remembers."""
+        return self._fact("last_pack")
+
+    def seen_ns(self, name: str) -> int:
+        """One of the facts PACKS_SEEN and its like; 0 where the directory has to be looked at."""
+        return 0 if self._lacking else self._fact(name)
+
+    def set_seen(self, name: str, changed_ns: int) -> None:
+        """Says so, unless something could not be written into the index."""
+        if changed_ns and not self._lacking and self._fact(name) != changed_ns:
+            self._try("index_not_extended", lambda index: index.set_fact(name, changed_ns))
+
+    def _fact(self, name: str) -> int:
         if self._disk is None:
             return 0
         try:
-            return self._disk.fact("last_pack")
+            return self._disk.fact(name)
         except sqlite3.Error as error:
             self._failed("index_unreadable", error)
             return 0
@@ -200,6 +224,7 @@ class WriterIndex:
         """Empties the index, making a new file if the old one will not do."""
         self._dropped.clear()
         self._memory = None
+        self._lacking = False
         if self._corrupt or not self._try("index_not_cleared", lambda index: index.clear()):
             if self._disk is not None:
                 self._disk.close()
@@ -217,6 +242,7 @@ class WriterIndex:
 
     def _try(self, event: str, change: Callable[[Index], object]) -> bool:
         if self._disk is None:
+            self._lacking = True
             return False
         try:
             change(self._disk)
@@ -227,6 +253,7 @@ class WriterIndex:
 
     def _failed(self, event: str, error: sqlite3.Error) -> None:
         log.warning(event, error=str(error))
+        self._lacking = True
         # A full disk or a locked file pass; a malformed image does not.
         if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
             self._corrupt = True

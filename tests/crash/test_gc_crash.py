@@ -254,6 +254,43 @@ def test_a_pack_is_moved_by_pieces_where_there_is_no_room_for_it(
     whole(path, ids, set(ids[-2:]))
 
 
+def test_before_a_pack_is_cut_the_next_writer_is_bound_to_see_it(
+    tmp_path: Path, together: tuple[Path, list[SnapshotId]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies are synced and packs/ has a new time, durably: should a power cut take back what the index was told, the index
+    would go on claiming what was cut off."""
+
+    class Recording(Disk):
+        def __init__(self) -> None:
+            self.done: list[str] = []
+
+        def sync(self, fd: int) -> None:
+            self.done.append("sync")
+            super().sync(fd)
+
+        def sync_dir(self, path: str) -> None:
+            self.done.append(f"sync {os.path.basename(path)} {os.stat(path).st_ctime_ns > before_ns}")
+            super().sync_dir(path)
+
+        def truncate(self, fd: int, size_bytes: int) -> None:
+            self.done.append("cut")
+            super().truncate(fd, size_bytes)
+
+    source, _ = together
+    path = tmp_path / "repo"
+    shutil.copytree(source, path)
+    cramp(monkeypatch)
+    before_ns = os.stat(path / "packs").st_ctime_ns
+    disk = Recording()
+    with Repository.open(path, disk=disk) as repository:
+        prune(repository, LAST_TWO, thresholds=EAGER)
+    cuts = [at for at, what in enumerate(disk.done) if what == "cut"]
+    assert cuts
+    for at in cuts:
+        assert disk.done[at - 1] == "sync packs True"
+        assert "sync" in disk.done[:at]
+
+
 @pytest.fixture
 def small_disk(short_tmp: Path) -> Iterator[Path]:
     """A file system of 24 MiB. The shared fixture unmounts whatever is left below it."""

@@ -29,7 +29,7 @@ class _Snapshots:
     def __init__(self) -> None:
         self.kept: dict[SnapshotId, Snapshot] = {}
 
-    def list(self, root: bytes) -> list[_Info]:
+    def newest_first(self, root: bytes) -> list[_Info]:
         return [_Info(s.id) for s in reversed(self.kept.values()) if any(r.path == root for r in s.roots)]
 
     def load(self, id_: SnapshotId) -> Snapshot:

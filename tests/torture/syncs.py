@@ -57,6 +57,7 @@ MUTATIONS = (
     Mutation("a small file before its name", "ciuic/repository/disk.py", "self.sync(fd)", (_STORE, _ORDER)),
     Mutation("the name of a small file", "ciuic/repository/disk.py", "self.sync_dir(", (_STORE, _ORDER)),
     Mutation("packs/ after a deletion", "ciuic/repository/disk.py", "self.sync_dir(", (_ORDER,), nth=1),
+    Mutation("the time of packs/ before a pack is cut", "ciuic/repository/disk.py", "self.sync_dir(", (_GC,), nth=2),
     Mutation("live chunks before their pack goes", "ciuic/repository/maintenance.py", "store.sync()", (_STORE, _ORDER)),
     Mutation("live chunks before a pack is cut", "ciuic/repository/maintenance.py", "store.sync()", (_STORE, _ORDER, _GC), nth=1),
     Mutation("a pack that is let go of", "ciuic/repository/maintenance.py", "store.sync()", (_ORDER,), nth=2),

@@ -1,0 +1,87 @@
+"""The catalogue as a writer keeps it: brought into line with snapshots/ and marks/ when it opens, where they may be other than the
+catalogue says, and with what the writer did when it closes.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from ciuic.repository import log
+from ciuic.repository.index import MARKS_SEEN, SNAPSHOTS_SEEN
+from ciuic.repository.model import SnapshotInfo
+from ciuic.repository.seen import changed_ns, settled_ns
+from ciuic.repository.snapformat import Marks, encode_marks
+from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, SnapshotStore
+from ciuic.repository.writerindex import WriterIndex
+
+if TYPE_CHECKING:
+    from ciuic.repository.disk import Disk
+
+_CATALOGUED: Final = {SNAPSHOTS_SEEN: SNAPSHOTS_DIR, MARKS_SEEN: MARKS_DIR}
+
+
+class Cataloguing:
+    """For one writer. Never a reason to fail."""
+
+    def __init__(self, disk: Disk, path: str, snapshots: SnapshotStore, index: WriterIndex) -> None:
+        self._disk = disk
+        self._path = path
+        self._snapshots = snapshots
+        self._index = index
+        self.waiting: dict[str, tuple[SnapshotInfo, str]] = {}
+        """Rows of snapshots made by this writer."""
+        self.changed = False
+        """Whether a snapshot or a mark came, went or was replaced by this writer."""
+
+    def close(self) -> None:
+        """Brings the catalogue up to date, and says that it is, for the next one who opens the repository."""
+        if self.waiting:
+            self._index.catalogue_put(self.waiting.values())
+        if self.changed:
+            for name, directory in _CATALOGUED.items():
+                self._index.set_seen(name, settled_ns(f"{self._path}/{directory}", wait=True))
+
+    def _bring_back_marks(self, ids: set[str]) -> None:
+        """Writes again, from the catalogue, marks files that are gone although their snapshots are there.
+
+        Nothing removes one alone, not even a release: without it the next prune would take what is held.
+        """
+        for info in self._index.catalogue_infos() if ids else ():
+            if info.id in ids:
+                marks = Marks(id=info.id, held=info.held, hold_reason=info.hold_reason, tags=info.tags)
+                log.warning("marks_brought_back", snapshot=info.id, held=info.held)
+                with suppress(OSError):  # a full disk: that must not keep this writer from freeing space
+                    self._disk.replace_file(self._snapshots.marks_path(info.id), encode_marks(marks))
+
+    def refresh(self) -> None:
+        """Makes the catalogue say what snapshots/ and marks/ hold, and removes what a crash left there."""
+        before = {
+            name: settled_ns(f"{self._path}/{directory}", wait=False)
+            for name, directory in _CATALOGUED.items()
+        }
+        unchanged = all(
+            self._index.seen_ns(name) == changed_ns(f"{self._path}/{directory}")
+            for name, directory in _CATALOGUED.items()
+        )
+        for directory in (".",) if unchanged else (".", *_CATALOGUED.values()):
+            for name in os.listdir(f"{self._path}/{directory}"):
+                if name.endswith(".tmp"):
+                    self._disk.unlink(f"{self._path}/{directory}/{name}")
+        if unchanged:
+            return
+        snapshots = self._snapshots
+        names, signatures, known = snapshots.names(), snapshots.signatures(), self._index.catalogued()
+        gone = known.keys() - names
+        if gone:
+            self._index.catalogue_remove(gone)
+        self._bring_back_marks({name for name in names - signatures.keys() if known.get(name)})
+        signatures = snapshots.signatures()
+        stale = {name for name in names if known.get(name) != signatures.get(name, "")}
+        if stale:
+            self._index.catalogue_put(
+                [(info, signatures.get(info.id, "")) for info in snapshots.read_infos(stale)]
+            )
+        for name, found_ns in before.items():
+            self._index.set_seen(name, found_ns)
