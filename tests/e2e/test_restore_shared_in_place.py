@@ -15,6 +15,7 @@ import pytest
 from support.ci import needs
 from support.driver import ASKED_FOR
 from support.extents import overlap_bytes, shared_extents
+from support.live import Live
 from support.overlay import Overlay, overlay_over
 from support.small_disks import missing, small_disk
 from support.snapshot_manifest import snapshot_manifest
@@ -263,3 +264,29 @@ def test_without_it_everything_is_written(site: Site, monkeypatch: pytest.Monkey
     assert site.restore(first, nowhere if reason == "no worker is found" else None).complete
     assert_same(wanted, manifest(site.root))
     assert site.shared_bytes("large") < 12 * _MIB
+
+
+def test_the_command_and_the_daemon_together(disk: Path, short_tmp: Path) -> None:
+    """`ciuic restore` over a protected root finds the worker by the configuration, and the safety snapshot undoes it."""
+    root, store = disk / "root", disk / "repository"
+    root.mkdir()
+    with Live(short_tmp, repository=store) as live:
+        live.run("protect", str(root))
+        live.start(root)
+        good, bad = os.urandom(20 * _MIB), os.urandom(19 * _MIB)
+        (root / "model").write_bytes(good)
+        wanted = live.snapshot("--wait")
+        (root / "model").write_bytes(bad)
+        live.run("restore", "-s", wanted, "-p", str(root), "--overwrite")
+        assert (root / "model").read_bytes() == good
+        live.run("restore", "-s", "latest", "-p", str(root), "--overwrite", "--no-safety")
+        assert (root / "model").read_bytes() == bad
+        live.run("restore", "-s", wanted, "-p", str(root), "--overwrite", "--no-safety")
+        assert (root / "model").read_bytes() == good
+        live.run("verify", "--all", "--checksum")
+    packs = [extent for pack in (store / "packs").iterdir() for extent in shared_extents(pack)]
+    assert (root / "model").read_bytes() == good
+    assert overlap_bytes(packs, shared_extents(root / "model")) == 20 * _MIB
+    shutil.rmtree(root)
+    shutil.rmtree(store)
+    os.sync()
