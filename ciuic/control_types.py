@@ -117,7 +117,7 @@ class RootStatus(_Document):
     open_files: int = 0
     requests: int = 0
     waited_seconds: float = 0.0
-    """The time in which at least one request of the job has waited in the overlay, for the disk as a rule. Kernel driver."""
+    """The time in which at least one request of the job has waited in the overlay, for the disk as a rule."""
     worker_pid: int = 0
     restarts: int = 0
     mounted_since: str = ""
@@ -151,6 +151,19 @@ class RepositoryStatus(_Document):
     snapshots: int = 0
 
 
+class BesideStatus(_Document):
+    """What is in force for captures and upkeep, which run beside the job."""
+
+    io_priority: str = ""
+    slice: str = ""
+    """The systemd slice that they run in; empty where they run in none."""
+    min_share: float = 1.0
+    """Of the time, that they work in at least while others are busy; 1: they make way for nobody."""
+    hears: list[str] = []
+    """What they make way for: `pressure` (whoever waits for the disk), `writes` (whoever writes much), `requests` (the job's,
+    in the overlay)."""
+
+
 class Alert(_Document):
     """Something an operator should know. ``key`` is stable; an alert goes when its cause has gone."""
 
@@ -178,6 +191,7 @@ class StatusDocument(_Document):
     interval_seconds: int = 0
     captures: list[SnapshotState] = []
     """Not yet committed, oldest first; and the last failure, if nothing was committed since."""
+    beside: BesideStatus = msgspec.field(default_factory=BesideStatus)
     alerts: list[Alert] = []
     stopping: bool = False
     config_path: str = ""

@@ -238,6 +238,22 @@ def gauges(waits: Iterable[str]) -> list[Gauge]:
     return found
 
 
+def audible(waits: Iterable[str]) -> list[str]:
+    """What of ``gauges`` there is just now, by name: `pressure`, `writes`, `requests`."""
+    found = []
+    with suppress(OSError, ValueError), open(_PRESSURE, "rb") as pressure:
+        _pressure_seconds(pressure.fileno())
+        found.append("pressure")
+    with suppress(OSError, ValueError), open(_VMSTAT, "rb") as vmstat, open(_OWN_IO, "rb") as own:
+        _written_by_others(vmstat.fileno(), own.fileno())
+        found.append("writes")
+    for path in waits:
+        with suppress(OSError, ValueError), open(path, "rb") as file:
+            _waits_seconds(file.fileno())
+            return [*found, "requests"]
+    return found
+
+
 def waits_files(runtime_dir: str) -> list[str]:
     """Those of all workers that have their control sockets there."""
     return glob.glob(os.path.join(glob.escape(runtime_dir), f"worker-*{WAITS_SUFFIX}"))

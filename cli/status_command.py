@@ -22,9 +22,14 @@ from ciuic.errors import CiuicError, NotPermitted, Unreachable
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
-    from ciuic.control_types import SnapshotState, StatusDocument
+    from ciuic.control_types import BesideStatus, SnapshotState, StatusDocument
 
 _WATCH_SECONDS: Final = 1.0
+_HEARD: Final = {
+    "pressure": "whoever waits for a disk",
+    "writes": "whoever writes much",
+    "requests": "requests that wait in the overlay",
+}
 
 
 @click.command("status", cls=FrameCommand)
@@ -98,6 +103,7 @@ def _print(status: StatusDocument) -> None:
         )
     else:
         out(f"store      {shown_text(store.path) or 'none'}: not made yet")
+    out(f"beside     {_beside_line(status.beside)}")
     if status.roots:
         out()
         _print_roots(status)
@@ -161,6 +167,17 @@ def _print_roots(status: StatusDocument) -> None:
                 f"overlay with {len(process.paths)} open; restart it to have its changes tracked",
                 fg="yellow",
             )
+
+
+def _beside_line(beside: BesideStatus) -> str:
+    """How captures and upkeep behave towards the job."""
+    place = f"nice, I/O class {beside.io_priority or 'none'}, {beside.slice or 'no slice of systemd'}"
+    if beside.min_share >= 1:
+        return f"{place}; making way for nobody"
+    heard = [words for key, words in _HEARD.items() if key in beside.hears]
+    if not heard:
+        return f"{place}; nothing to be heard of others here, so making way for nobody"
+    return f"{place}; making way for {', '.join(heard)}; {beside.min_share * 100:.2g}% of the time at least"
 
 
 def _capture_line(capture: SnapshotState) -> str:

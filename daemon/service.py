@@ -44,6 +44,7 @@ from ciuic.daemon.schedule import Schedule
 from ciuic.daemon.server import serve_api
 from ciuic.daemon.sessions import SessionStore
 from ciuic.daemon.settings import Settings, settings_of
+from ciuic.daemon.slices import SLICE
 from ciuic.daemon.snapshots import Context, Snapshots
 from ciuic.daemon.status import status_document
 from ciuic.daemon.store import Store
@@ -117,6 +118,8 @@ class Daemon:
         )
         self.snapshots.on_committed = self.upkeep.suggest
         self.snapshots.on_scheduled_lost = self.schedule.post
+        self.slice = SLICE if command_prefix else ""
+        """What runs beside the job is in this one."""
         self.stopping = False
         self.retry_schedule = False
         """The scheduled snapshot failed: housekeeping asks for another one soon."""

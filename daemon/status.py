@@ -9,9 +9,17 @@ import structlog
 import trio
 
 import ciuic
-from ciuic.control_types import RepositoryStatus, RootStatus, SnapshotSummary, StatusDocument, rfc3339
+from ciuic.control_types import (
+    BesideStatus,
+    RepositoryStatus,
+    RootStatus,
+    SnapshotSummary,
+    StatusDocument,
+    rfc3339,
+)
 from ciuic.daemon.store import Store, summary
 from ciuic.errors import CiuicError
+from ciuic.pace import audible, waits_files
 
 if TYPE_CHECKING:
     from ciuic.daemon.service import Daemon
@@ -45,9 +53,20 @@ async def status_document(daemon: Daemon) -> StatusDocument:
         seconds_since_last=max(0.0, (now_ns - last_ns) / 1e9) if last_ns is not None else None,
         interval_seconds=daemon.settings.interval_seconds,
         captures=daemon.snapshots.unfinished(),
+        beside=_beside(daemon),
         alerts=daemon.alerts.standing(),
         stopping=daemon.stopping,
         config_path=daemon.settings.config_path,
+    )
+
+
+def _beside(daemon: Daemon) -> BesideStatus:
+    settings = daemon.settings
+    return BesideStatus(
+        io_priority=settings.io_priority,
+        slice=daemon.slice,
+        min_share=settings.min_share,
+        hears=audible(waits_files(str(settings.runtime_dir))),
     )
 
 

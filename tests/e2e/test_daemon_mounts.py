@@ -301,4 +301,5 @@ def test_the_first_start_takes_a_snapshot_and_a_restart_does_not(site: Site) -> 
     assert status.next_snapshot is not None
     assert status.captures == []
     assert status.repository.snapshots == 1
+    assert "requests" in status.beside.hears, "captures hear the workers of this daemon"
     site.stop()

@@ -16,6 +16,7 @@ from support.fake_http_daemon import FakeDaemon
 from ciuic.cli.app import cli
 from ciuic.control_types import (
     Alert,
+    BesideStatus,
     BypassReport,
     ErrorDocument,
     Progress,
@@ -108,6 +109,9 @@ def test_status_says_what_an_operator_asks(config: Path, daemon: FakeDaemon) -> 
                 ),
             )
         ],
+        beside=BesideStatus(
+            io_priority="idle", slice="ciuic-capture.slice", min_share=0.01, hears=["pressure", "requests"]
+        ),
         alerts=[
             Alert(
                 key="full",
@@ -132,12 +136,32 @@ def test_status_says_what_an_operator_asks(config: Path, daemon: FakeDaemon) -> 
         "process 99",
         "cs-111111 capturing, 50% of 100 B, slowed down to 1% of its time: others wait for the disk 62% of theirs and "
         "write 5.00 MiB/s (made way for 1m so far)",
+        "I/O class idle, ciuic-capture.slice; making way for whoever waits for a disk, requests that wait in the "
+        "overlay; 1% of the time at least",
         "problem",
         "store full",
         "prune",
     ):
         assert text in result.stdout, text
     assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("beside", "text"),
+    [
+        (BesideStatus(io_priority="none"), "I/O class none, no slice of systemd; making way for nobody"),
+        (
+            BesideStatus(io_priority="idle", min_share=0.05),
+            "nothing to be heard of others here, so making way for nobody",
+        ),
+    ],
+)
+def test_status_says_when_captures_make_way_for_nobody(
+    config: Path, daemon: FakeDaemon, beside: BesideStatus, text: str
+) -> None:
+    """Because that is what was asked for, or because this kernel keeps no figures."""
+    daemon.answers["GET /v1/status"] = lambda _: (200, status_document(beside=beside))
+    assert text in ciuic(config, "status").stdout
 
 
 def test_status_json_is_the_daemons_document(config: Path, daemon: FakeDaemon) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ci import needs
 
-from ciuic.pace import Gauge, Pace, _written_by_others, gauges, other_threads_wait, waits_files
+from ciuic.pace import Gauge, Pace, _written_by_others, audible, gauges, other_threads_wait, waits_files
 
 _STEP_SECONDS = 0.004
 """What a piece of work takes: a few megabytes."""
@@ -202,6 +202,9 @@ def test_what_there_is_to_listen_to(tmp_path: Path) -> None:
         except ValueError:
             said.append(-1.0)
     assert sorted(said) == [-1.0, 2.5]
+    assert "requests" in audible(found)
+    assert "requests" not in audible([str(tmp_path / "worker-2.sock.waits")])
+    assert len(audible([])) == len(gauges([]))
     for gauge in gauges([]):  # where the kernel keeps the figures
         assert gauge.read() >= 0
 
