@@ -18,8 +18,8 @@ import select
 from typing import Final, NamedTuple
 
 from ciuic import privileges
+from ciuic.fuse_layer import kernel_negotiation
 from ciuic.fuse_layer import kernel_protocol as p
-from ciuic.fuse_layer import kernel_session
 
 WITHOUT_PASSTHROUGH: Final = "CIUIC_WITHOUT_PASSTHROUGH"
 """An environment variable: where it is set, the kernel is taken for one that lacks passthrough (before 6.9)."""
@@ -80,7 +80,7 @@ def _offer(directory: int | None, release: str) -> Offer:
     for depth in range(1, _DEEPEST + 1):
         try:
             offer, error_number = _asked(directory, depth)
-        except (OSError, TimeoutError, kernel_session.NotSpoken) as error:
+        except (OSError, TimeoutError, kernel_negotiation.NotSpoken) as error:
             return _by_version(release, str(error))
         if error_number != errno.ELOOP:
             break
@@ -108,7 +108,7 @@ def _asked(directory: int | None, depth: int) -> tuple[Offer, int]:
         context = _connected(fuse_fd)
         if not select.select([fuse_fd], [], [], _INIT_SECONDS)[0]:
             raise TimeoutError("the kernel sends no first request")
-        agreed = kernel_session.negotiate(fuse_fd, passthrough=True, stack_depth=depth)
+        agreed = kernel_negotiation.negotiate(fuse_fd, passthrough=True, stack_depth=depth)
         error_number = _refusal(fuse_fd, directory) if agreed.passthrough and directory is not None else 0
     finally:
         os.close(

@@ -19,8 +19,9 @@ from ciuic.fuse_layer.caller import Caller, is_outside
 from ciuic.fuse_layer.core import Attr, OverlayCore, SetAttr
 from ciuic.fuse_layer.handle_book import HandleBook
 from ciuic.fuse_layer.kernel_modes import Modes, Plan
+from ciuic.fuse_layer.kernel_negotiation import Negotiated
 from ciuic.fuse_layer.kernel_protocol import Request
-from ciuic.fuse_layer.kernel_session import Negotiated, Reply, Session
+from ciuic.fuse_layer.kernel_session import Reply, Session
 from ciuic.fuse_layer.ledger import Inherited, Opened, OpenedDirectory
 from ciuic.fuse_layer.ledger_writer import Ledger
 

@@ -1,4 +1,4 @@
-"""A session with the kernel on /dev/fuse: negotiation, the threads that read requests, replies.
+"""A session with the kernel on /dev/fuse: the threads that read requests, replies. What was agreed on before: kernel_negotiation.py.
 
 Guarantees: every request that is read is answered once, an OSError with its errno and anything unexpected with EIO and a
 log event; no handler ends the server; a reply that the kernel refuses is noticed. At any time one thread reads, or a
@@ -20,18 +20,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 import structlog
 
 from ciuic.fuse_layer import kernel_protocol as p
 from ciuic.fuse_layer.busy_poll import POLL_SECONDS, BusyPoll
+from ciuic.fuse_layer.kernel_negotiation import MAX_WRITE_BYTES
 from ciuic.fuse_layer.kernel_protocol import Request
 from ciuic.fuse_layer.waits import Waits
 
 log = structlog.get_logger(__name__)
 
-MAX_WRITE_BYTES: Final = 1 << 20
 _BUFFER_BYTES: Final = MAX_WRITE_BYTES + 4096 + 65536
 """A write of the largest size with its headers; setxattr may carry 64 KiB."""
 MAX_THREADS: Final = 512
@@ -44,103 +44,9 @@ _FAILED_PAUSE_SECONDS: Final = 0.05
 _COPIED_BYTES: Final = 4096
 """Up to here one buffer costs less than two pieces (half a microsecond of every request)."""
 
-_WANTED = (
-    p.ASYNC_READ
-    | p.ATOMIC_O_TRUNC
-    | p.BIG_WRITES
-    | p.DONT_MASK
-    | p.DO_READDIRPLUS
-    | p.READDIRPLUS_AUTO
-    | p.ASYNC_DIO
-    | p.PARALLEL_DIROPS
-    | p.POSIX_ACL
-    | p.ABORT_ERROR
-    | p.MAX_PAGES
-    | p.CACHE_SYMLINKS
-    | p.EXPLICIT_INVAL_DATA
-    | p.HANDLE_KILLPRIV_V2
-    | p.SETXATTR_EXT
-    | p.INIT_EXT
-    | p.SECURITY_CTX
-    | p.HAS_RESEND
-)
-
 Reply = bytes | bytearray | memoryview | None
 """What follows the header; None is no reply at all (FORGET)."""
 Handler = Callable[[Request, memoryview], Reply]
-
-
-class NotSpoken(Exception):
-    """Kernel and session do not come to terms."""
-
-
-class Negotiated(NamedTuple):
-    """What was agreed with the kernel; a session taken over goes on with the same."""
-
-    minor: int
-    flags: int
-    max_write_bytes: int = MAX_WRITE_BYTES
-
-    @property
-    def passthrough(self) -> bool:
-        return bool(self.flags & p.PASSTHROUGH)
-
-    @property
-    def writeback(self) -> bool:
-        return bool(self.flags & p.WRITEBACK_CACHE)
-
-    @property
-    def resends(self) -> bool:
-        return bool(self.flags & p.HAS_RESEND)
-
-
-def negotiate(fuse_fd: int, *, passthrough: bool, stack_depth: int = 1) -> Negotiated:
-    """Answers the kernel's first request. ``passthrough``: take it where it is offered; else the kernel's write cache is
-    turned on, which is the next best.
-
-    NotSpoken for a kernel before 5.4.
-    """
-    while True:
-        data = os.read(fuse_fd, p.MIN_READ_BUFFER_BYTES)
-        _, opcode, unique, *_ = p.IN_HEADER.unpack_from(data)
-        if opcode != p.INIT:
-            raise NotSpoken(f"the kernel's first request is {opcode}, not INIT")
-        major, minor, readahead, offered = p.INIT_IN.unpack_from(data, p.IN_HEADER.size)
-        if offered & p.INIT_EXT:
-            offered |= p.INIT_IN_EXT.unpack_from(data, p.IN_HEADER.size + p.INIT_IN.size)[0] << 32
-        if major > p.KERNEL_VERSION:  # it asks again in ours
-            _send_init(fuse_fd, unique, readahead, 0, 0)
-            continue
-        if major < p.KERNEL_VERSION or minor < p.OLDEST_MINOR_VERSION:
-            raise NotSpoken(f"the kernel speaks version {major}.{minor}")
-        break
-    flags = _WANTED & offered
-    if passthrough and offered & p.PASSTHROUGH:
-        flags |= p.PASSTHROUGH
-    else:
-        stack_depth = 0
-        flags |= p.WRITEBACK_CACHE & offered
-    _send_init(fuse_fd, unique, readahead, flags, stack_depth)
-    return Negotiated(min(minor, p.KERNEL_MINOR_VERSION), flags)
-
-
-def _send_init(fuse_fd: int, unique: int, readahead: int, flags: int, stack_depth: int) -> None:
-    body = p.INIT_OUT.pack(
-        p.KERNEL_VERSION,
-        p.KERNEL_MINOR_VERSION,
-        max(readahead, 1 << 20),
-        flags & 0xFFFFFFFF,
-        64,
-        48,
-        MAX_WRITE_BYTES,
-        1,
-        MAX_WRITE_BYTES // os.sysconf("SC_PAGE_SIZE"),
-        0,
-        flags >> 32,
-        stack_depth,
-        0,
-    )
-    os.write(fuse_fd, p.OUT_HEADER.pack(p.OUT_HEADER.size + len(body), 0, unique) + body)
 
 
 class _Server(threading.Thread):

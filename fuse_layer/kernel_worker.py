@@ -20,12 +20,12 @@ from typing import Any, Final
 import structlog
 
 import ciuic
-from ciuic.fuse_layer import kernel_session, ledger_writer, mounts
+from ciuic.fuse_layer import kernel_negotiation, ledger_writer, mounts
 from ciuic.fuse_layer.control_frames import Share
 from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core import OverlayCore
 from ciuic.fuse_layer.kernel_driver import KernelDriver
-from ciuic.fuse_layer.kernel_session import Negotiated
+from ciuic.fuse_layer.kernel_negotiation import Negotiated
 from ciuic.fuse_layer.ledger import Inherited
 from ciuic.fuse_layer.ledger_writer import Ledger
 from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, CoreFactory, Place, detach_own
@@ -74,7 +74,7 @@ class KernelWorker:
         fuse_fd = mounts.mount_fuse(self._place.backing_fd)
         self._know_mount()
         try:
-            negotiated = kernel_session.negotiate(
+            negotiated = kernel_negotiation.negotiate(
                 fuse_fd, passthrough=self._passthrough, stack_depth=self._stack_depth
             )
             ledger_writer.remove(self._ledger_base)

@@ -17,8 +17,8 @@ from ciuic.fuse_layer import kernel_protocol as p
 from ciuic.fuse_layer import kernel_session
 from ciuic.fuse_layer.core import Attr, OverlayCore
 from ciuic.fuse_layer.kernel_driver import KernelDriver
+from ciuic.fuse_layer.kernel_negotiation import Negotiated
 from ciuic.fuse_layer.kernel_protocol import Malformed, Request
-from ciuic.fuse_layer.kernel_session import Negotiated
 
 FLAGS = [0, p.SETXATTR_EXT, p.WRITEBACK_CACHE, p.PASSTHROUGH | p.SETXATTR_EXT]
 OPCODES = sorted(

@@ -19,8 +19,9 @@ from support.live import wait_for
 
 from ciuic.fuse_layer import kernel_protocol as p
 from ciuic.fuse_layer import kernel_session
+from ciuic.fuse_layer.kernel_negotiation import NotSpoken, negotiate
 from ciuic.fuse_layer.kernel_protocol import Malformed, Request
-from ciuic.fuse_layer.kernel_session import NotSpoken, Reply, Session, negotiate
+from ciuic.fuse_layer.kernel_session import Reply, Session
 from ciuic.fuse_layer.waits import Waits
 
 _PATIENCE_SECONDS = 30

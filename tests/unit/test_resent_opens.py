@@ -17,8 +17,8 @@ from ciuic.fuse_layer.core import ROOT_ID, OverlayCore
 from ciuic.fuse_layer.data import Data
 from ciuic.fuse_layer.directories import Directories
 from ciuic.fuse_layer.kernel_driver import KernelDriver
+from ciuic.fuse_layer.kernel_negotiation import Negotiated
 from ciuic.fuse_layer.kernel_protocol import Request
-from ciuic.fuse_layer.kernel_session import Negotiated
 from ciuic.fuse_layer.ledger_writer import Ledger
 
 UNIQUE = 2
