@@ -2,8 +2,7 @@
 
 Guarantees: before a block, or the end of a file, changes that a sealed epoch still needs, it is saved; a
 write that fails has marked what it may have touched; reads never wait for a cut. Truncating something large
-does not copy it: the old inode moves to the hold directory and a new one takes its name, its handles included
-(``_swap``)."""
+does not copy it (swaps.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import errno
 import os
 import stat
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -19,18 +17,13 @@ from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.namespace import backing_flags, writes
 from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OpenFile, OverlayState
+from ciuic.fuse_layer.swaps import OPEN_COPY_LIMIT_BYTES, Swaps
 from ciuic.fuse_layer.times import KernelTimes
-from ciuic.fuse_layer.undo import read_xattrs
 from ciuic.fuse_layer.unseen import UnseenWriters
 from ciuic.fuse_layer.ways import stale
 
-COPY_LIMIT_BYTES: Final = 8 << 20
-"""Up to here an old end is copied in the job's own time (some milliseconds); beyond it the inode is
-swapped."""
 COPY_STEP_BYTES: Final = 256 << 20
 """So much of a copy_file_range(2) is done at once: a cut waits for it. The caller asks for the rest."""
-OPEN_COPY_LIMIT_BYTES: Final = 64 << 20
-"""The same for a file whose inode cannot be swapped."""
 _CHANGES_BLOCKS: Final = (
     syscalls.FALLOC_FL_PUNCH_HOLE | syscalls.FALLOC_FL_ZERO_RANGE | syscalls.FALLOC_FL_COLLAPSE_RANGE | syscalls.FALLOC_FL_INSERT_RANGE
 )  # fmt: skip
@@ -45,8 +38,7 @@ class Data:
         self._nodes = state.nodes
         self._times = times
         self._unseen = unseen
-        self._swapped: set[int] = set()
-        """Nodes whose new inode's name is not known to be on disk yet."""
+        self._swaps = Swaps(state)
 
     # -- handles ------------------------------------------------------------------------------------
 
@@ -144,16 +136,7 @@ class Data:
         file = self._state.file(handle)
         self._times.settle(file.node, file.fd)
         (os.fdatasync if datasync else os.fsync)(file.fd)
-        if file.node.id in self._swapped:
-            self._swapped.discard(file.node.id)
-            if file.node.parent is not None:
-                directory = os.open(
-                    b".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._nodes.directory(file.node.parent).fd
-                )
-                try:
-                    os.fsync(directory)
-                finally:
-                    os.close(directory)
+        self._swaps.sync_name(file.node)
 
     # -- reading ------------------------------------------------------------------------------------
 
@@ -271,11 +254,8 @@ class Data:
             old_size = os.fstat(fd).st_size
             if state.must_keep(node.ino):
                 state.undo.keep_inode(os.fstat(fd), fd)
-                if self._swap_pays(node, size, old_size):
-                    if self._state.held_by_kernel(node.id):
-                        self._give_up_old_end(fd, node.ino, size, old_size)
-                    elif self._swap(node, fd, size):
-                        return
+                if self._swaps.truncated(node, fd, size, old_size):
+                    return
                 state.undo.keep_blocks(fd, node.ino, min(size, old_size), max(0, old_size - size))
             # The blocks between the ends change, and so does the last one that stays, which gets another
             # length.
@@ -289,77 +269,6 @@ class Data:
             state.with_space(lambda: _set_size(fd, size))
             if node.privileged and not keeps_privileges:
                 self._clear_privileges(node, fd)
-
-    def _swap_pays(self, node: Node, size: int, old_size: int) -> bool:
-        runs = self._state.undo.unsaved_blocks(node.ino, size, old_size - size)
-        unsaved = sum(count for _, count in runs) * self._state.undo.block_size
-        return unsaved > COPY_LIMIT_BYTES and size <= COPY_LIMIT_BYTES
-
-    def _give_up_old_end(self, fd: int, ino: int, size: int, old_size: int) -> None:
-        """What cannot be swapped, because a program reads the backing file past us, is cloned; or else copied, up to a
-        limit; or else the sealed epochs are given up: the job does not wait for seconds."""
-        undo = self._state.undo
-        if not undo.clone_blocks(fd, ino) and old_size - size > OPEN_COPY_LIMIT_BYTES:
-            undo.abandon("a large file was truncated while a program had it open")
-
-    def _swap(self, node: Node, fd: int, size: int) -> bool:
-        """Give the name a new inode with the first ``size`` bytes, in constant time; the old one goes to the
-        hold directory whole.
-
-        False, and nothing changed, where several names lead to the inode or the file system refuses; the
-        caller copies then."""
-        way = self._nodes.way(node)
-        parent, name = node.parent, way.name
-        st, nlink = self._state.undo.links(way.stat)
-        is_other = st.st_ino != node.ino or not stat.S_ISREG(st.st_mode)
-        if parent is None or name is None or nlink != 1 or is_other:
-            return False
-        self._state.keep_name(parent, way, st)
-        if not self._state.undo.active:
-            return False
-        try:
-            new_fd, temporary = self._state.undo.create_replacement(node.ino)
-        except OSError:  # no inode left, no descriptor: no reason for the job's truncation to fail
-            return False
-        try:
-            _copy_identity(fd, st, new_fd, size)
-            os.rename(temporary, name, src_dir_fd=self._state.undo.directory_fd, dst_dir_fd=way.dir_fd)
-        except OSError:
-            with suppress(OSError):  # a failing disk; emptied when the epochs end
-                os.unlink(temporary, dir_fd=self._state.undo.directory_fd)
-            os.close(new_fd)
-            return False
-        try:
-            self._state.tracker.mark_replaced(parent, name, st.st_ino, os.fstat(new_fd).st_ino)
-            for handle in tuple(node.handles or ()):
-                self._redirect(self._state.files.get(handle), new_fd)
-            if fd not in {
-                f.fd for h in tuple(node.handles or ()) if (f := self._state.files.get(h)) is not None
-            }:
-                os.dup2(new_fd, fd, inheritable=False)
-            self._nodes.replaced(node, os.fstat(new_fd))
-            self._swapped.add(node.id)
-        finally:
-            os.close(new_fd)
-        return True
-
-    def _redirect(self, file: OpenFile | None, new_fd: int) -> None:
-        """Point an open handle at the new inode: dup2 changes what the number means in one step, under
-        concurrent reads."""
-        if file is None:
-            return
-        flags = os.O_RDWR if file.writes else os.O_RDONLY
-        try:
-            reopened = os.open(b"/proc/self/fd/%d" % new_fd, flags | os.O_CLOEXEC)
-        except OSError:
-            # Out of descriptors, and there is no way back. dup2 needs no further one; that a reader's descriptor can now
-            # write does no harm: ``file.writes`` decides.
-            os.dup2(new_fd, file.fd, inheritable=False)
-            return
-        try:
-            os.dup2(reopened, file.fd, inheritable=False)
-        finally:
-            os.close(reopened)
 
     def fallocate(
         self,
@@ -442,18 +351,3 @@ class Data:
 def _set_size(fd: int, size: int) -> None:
     """Set the size as truncate(2) does, which leaves it to the file system whether the size that is there moves a time."""
     os.truncate(b"/proc/self/fd/%d" % fd, size)
-
-
-def _copy_identity(fd: int, st: os.stat_result, new_fd: int, size: int) -> None:
-    """Owner, mode, extended attributes, times and the first ``size`` bytes."""
-    at = 0
-    while at < size:
-        piece = os.pread(fd, min(1 << 20, size - at), at)
-        if not piece:
-            break
-        at += os.pwrite(new_fd, piece, at)
-    os.ftruncate(new_fd, size)
-    os.fchown(new_fd, st.st_uid, st.st_gid)
-    for name, value in read_xattrs(fd).items():
-        os.setxattr(new_fd, name, value)
-    os.fchmod(new_fd, stat.S_IMODE(st.st_mode))

@@ -16,7 +16,7 @@ from support.core_driver import Operation, operations
 
 from ciuic import spill
 from ciuic.daemon import capture_content
-from ciuic.fuse_layer import data as core_data
+from ciuic.fuse_layer import swaps
 
 MANY = settings(max_examples=4 * settings().max_examples)
 """An example takes milliseconds."""
@@ -26,7 +26,7 @@ MANY = settings(max_examples=4 * settings().max_examples)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small files and few changes already take the ways that are made for large ones and many."""
     monkeypatch.setattr(spill, "MOST_ENTRIES", 2)
-    monkeypatch.setattr(core_data, "COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(swaps, "COPY_LIMIT_BYTES", BLOCK)
     monkeypatch.setattr(capture_content, "_RUN_BYTES", 2 * BLOCK)
     monkeypatch.setattr(capture_content, "_BATCH_BLOCKS", 2)
 

@@ -19,8 +19,7 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from ciuic import STATE_DIR_NAME
-from ciuic.fuse_layer import data as data_module
-from ciuic.fuse_layer import sealed_format, syscalls, undo_format
+from ciuic.fuse_layer import sealed_format, swaps, syscalls, undo_format
 from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore, SetAttr
 from ciuic.spill import Spill
 
@@ -217,10 +216,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.root_ino = os.stat(self.top).st_ino
         self.worlds: dict[int, World] = {}
         self.history: dict[int, World] = {}
-        self.limit, data_module.COPY_LIMIT_BYTES = data_module.COPY_LIMIT_BYTES, 2 * BLOCK
+        self.limit, swaps.COPY_LIMIT_BYTES = swaps.COPY_LIMIT_BYTES, 2 * BLOCK
 
     def teardown(self) -> None:
-        data_module.COPY_LIMIT_BYTES = self.limit
+        swaps.COPY_LIMIT_BYTES = self.limit
         self.core.close()
         os.close(self.backing_fd)
         os.umask(self.umask)

@@ -17,8 +17,7 @@ from support.core_driver import KINDS, PATHS, CoreDriver, Operation, path_of
 from support.faulty_os import FaultyOs, Killed, faults_in
 
 from ciuic import STATE_DIR_NAME
-from ciuic.fuse_layer import data as core_data
-from ciuic.fuse_layer import epochs, undo, undo_format
+from ciuic.fuse_layer import epochs, swaps, undo, undo_format
 from ciuic.fuse_layer.undo_format import UndoLost
 
 SAVING = (undo, epochs, undo_format)
@@ -162,7 +161,7 @@ def survive(seed: int, **fault: int | bool | None) -> tuple[int, int]:
 
     AssertionError, naming the call, where the job or a snapshot was hurt.
     """
-    limit, core_data.COPY_LIMIT_BYTES = core_data.COPY_LIMIT_BYTES, BLOCK
+    limit, swaps.COPY_LIMIT_BYTES = swaps.COPY_LIMIT_BYTES, BLOCK
     try:
         whole = life(seed, FaultyOs())
         assert whole.exact > 0
@@ -171,7 +170,7 @@ def survive(seed: int, **fault: int | bool | None) -> tuple[int, int]:
             exact += _survives(seed, whole, FaultyOs(stop_at, **fault))  # type: ignore[arg-type]
         return whole.calls, exact
     finally:
-        core_data.COPY_LIMIT_BYTES = limit
+        swaps.COPY_LIMIT_BYTES = limit
 
 
 def _survives(seed: int, whole: Life, faulty: FaultyOs) -> int:

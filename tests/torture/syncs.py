@@ -25,7 +25,7 @@ _ELSEWHERE = {  # where their absence is noticed, or why nothing is lost
         "fuse_layer/data.py",
         "(os.fdatasync if datasync else os.fsync)(file.fd)",
     ): "the job asked for it: tortures cut, kills, power",
-    ("fuse_layer/data.py", "os.fsync(directory)"): "likewise",
+    ("fuse_layer/swaps.py", "os.fsync(directory)"): "likewise",
     ("ciuic/repository/disk.py", "os.fsync(fd)"): "what the others call",
     ("ciuic/repository/writer.py", "self._store.sync()"): "calls Appender.sync, which is mutated",
     ("fuse_layer/directories.py", "(os.fdatasync if datasync else os.fsync)(fd)"): "the job asked for it",

@@ -13,7 +13,7 @@ from support.capture_bench import BLOCK, Bench, bench
 from support.small_disks import missing, small_disk
 
 from ciuic.fuse_layer import data as core_data
-from ciuic.fuse_layer import unseen
+from ciuic.fuse_layer import swaps, unseen
 from ciuic.fuse_layer.core import ROOT_ID, Caller, SetAttr
 from ciuic.types import Entry, RootRecord
 
@@ -154,8 +154,8 @@ def test_truncating_what_the_kernel_holds_open(
 ) -> None:
     """A large file open through passthrough is cut short while an epoch waits: cloned, or copied up to a limit, or the epoch is
     given up. The inode stays, because the kernel reads it past us; the job gets no error."""
-    monkeypatch.setattr(core_data, "COPY_LIMIT_BYTES", BLOCK)
-    monkeypatch.setattr(core_data, "OPEN_COPY_LIMIT_BYTES", 8 * BLOCK)
+    monkeypatch.setattr(swaps, "COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(swaps, "OPEN_COPY_LIMIT_BYTES", 8 * BLOCK)
     node = made(here, b"file", os.urandom((20 if large else 6) * BLOCK))
     reader = here.core.open(node, os.O_RDONLY)
     ino = os.fstat(here.core.descriptor(reader)).st_ino
