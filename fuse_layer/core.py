@@ -88,7 +88,7 @@ class OverlayCore:
         self._state = OverlayState(nodes, Tracker(block_size), undo, plain=plain)
         self._unseen = UnseenWriters(self._state)
         if ledger is not None:
-            undo.keep_orphans_in(self._state_fd, inherited=inherited is not None)
+            undo.hidden.keep_orphans_in(self._state_fd, inherited=inherited is not None)
         self._epochs = Epochs(self._state, self._unseen, session=session)
         self._spare = Spare(undo, self._open_inodes)
         self._kernel_keeps_times = kernel_keeps_times
@@ -317,7 +317,7 @@ class OverlayCore:
         """Let go of every descriptor; open handles are closed. The core is not used afterwards."""
         self._state.files.clear()
         self._unseen.close()
-        self._state.undo.let_orphans_go()
+        self._state.undo.hidden.let_orphans_go()
         os.close(self._state_fd)
 
     def _nowhere(self) -> Descriptor:

@@ -100,7 +100,9 @@ class Data:
             file = self._opened(node, flags & ~(os.O_TRUNC | os.O_CREAT | os.O_EXCL | os.O_TMPFILE))
         except OSError:
             file = OpenFile(
-                node, self._state.undo.open_orphan(node.ino, backing_flags(flags & ~os.O_TMPFILE)), flags
+                node,
+                self._state.undo.hidden.open_orphan(node.ino, backing_flags(flags & ~os.O_TMPFILE)),
+                flags,
             )
         if os.fstat(file.fd).st_ino != node.ino:
             raise stale()
@@ -122,7 +124,7 @@ class Data:
                     self._unseen.closed(handle, file)
                 self._nodes.close_handle(file.node, handle)
                 if file.node.handles is None:
-                    self._state.undo.let_orphan_go(file.node.ino)
+                    self._state.undo.hidden.let_orphan_go(file.node.ino)
 
     def flush(self, handle: int) -> None:
         """close(2) of one descriptor: report errors that only show up now (quota, network file systems)."""

@@ -192,7 +192,7 @@ class Namespace:
             file = OpenFile(parent, self._state.with_space(change), flags)
             st = os.fstat(file.fd)
             file.node = self._nodes.adopt_nameless(st)
-            self._state.undo.keep_orphan(st.st_ino, b"/proc/self/fd/%d" % file.fd, None, follow=True)
+            self._state.undo.hidden.keep_orphan(st.st_ino, b"/proc/self/fd/%d" % file.fd, None, follow=True)
             attr = Attr(file.node.id, 0, st, st.st_nlink, written=writes(flags))
             return attr, self._state.add_file(file)
 
@@ -219,7 +219,7 @@ class Namespace:
             elif state.tracked(parent):
                 state.tracker.mark_name(parent, new_name, ABSENT)
             if source.follow:
-                state.undo.let_orphan_go(node.ino)
+                state.undo.hidden.let_orphan_go(node.ino)
             if state.tracked(parent):
                 for known_parent, known_name in node.names():
                     state.tracker.mark_touched(
@@ -268,7 +268,7 @@ class Namespace:
         node = target.node
         # Other links than this one do not help a successor unless we know one: the kernel may have forgotten them.
         if node is not None and node.handles is not None and (target.nlink <= 1 or not node.aliases):
-            self._state.undo.keep_orphan(node.ino, way.name or b"", way.dir_fd, follow=False)
+            self._state.undo.hidden.keep_orphan(node.ino, way.name or b"", way.dir_fd, follow=False)
         if node is None or not node.lookups:
             return None
         return Descriptor(

@@ -57,7 +57,7 @@ class Spare:
             return Room()
         open_inodes = self._open_inodes()
         size_bytes = inodes = 0
-        for name in [*own, *(f"{HOLD_DIR}/{ino}" for ino in list(self._undo.held))]:
+        for name in [*own, *(f"{HOLD_DIR}/{ino}" for ino in list(self._undo.hidden.held))]:
             try:
                 facts = os.lstat(name, dir_fd=directory)
             except OSError:

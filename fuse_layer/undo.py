@@ -19,16 +19,16 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from ciuic.fuse_layer import syscalls, undo_format
 from ciuic.fuse_layer.blockset import MOST_BLOCKS, BlockSet, blocks_of
+from ciuic.fuse_layer.hidden_links import HiddenLinks, fresh_directory
 from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
 from ciuic.fuse_layer.ways import Descriptor
 
 UNDO_DIR: Final = b"undo"
-ORPHANS_DIR: Final = b"open"
 _LOCK_STRIPES: Final = 64
 _COPY_BYTES: Final = 1 << 20
 _CANNOT_CLONE: Final = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL)
@@ -67,17 +67,14 @@ class UndoLog:
         self._locks = tuple(threading.RLock() for _ in range(_LOCK_STRIPES))
         self._log: Descriptor | None = None
         self._kept_directories: dict[int, Descriptor] = {}
-        self._held: set[int] = set()
-        self._held_lock = threading.Lock()
-        self._held_version = 0
-        self._orphanage: Descriptor | None = None
-        self._orphans: set[int] = set()
         self._clearing = threading.Lock()
         self._unclean = False
         """Something that nobody needs any more is not removed yet."""
         self._forget_saved()
-        self._directory = _fresh_directory(state_fd, UNDO_DIR)
-        self._hold = _fresh_directory(self._directory.fd, undo_format.HOLD_DIR.encode())
+        self._directory = fresh_directory(state_fd, UNDO_DIR)
+        self.hidden = HiddenLinks(fresh_directory(self._directory.fd, undo_format.HOLD_DIR.encode()))
+        self.links = self.hidden.links
+        """Asked for the attributes of every inode: no call more than that."""
 
     @property
     def directory_fd(self) -> int:
@@ -86,11 +83,6 @@ class UndoLog:
     @property
     def pending(self) -> list[int]:
         return list(self._pending)
-
-    @property
-    def held(self) -> set[int]:
-        """Inodes that a hard link of ours keeps alive."""
-        return self._held
 
     @property
     def active(self) -> bool:
@@ -169,8 +161,7 @@ class UndoLog:
             names = os.listdir(self._directory.fd)
             ours = (undo_format.LOG_NAME, "blocks-", "new-", "sealed-")
             gone = [self._unlink_quietly(os.fsencode(name)) for name in names if name.startswith(ours)]
-        for name in os.listdir(self._hold.fd):
-            self._let_go(int(name))
+        self.hidden.let_all_go(lambda: bool(self._pending))
         self._unclean = not all(gone)
 
     def tidy(self) -> None:
@@ -208,7 +199,7 @@ class UndoLog:
             if st.st_ino in self._inodes or not self._pending:
                 return
             with self.saving():
-                old = OldStat.of(st, hold_links=self._hidden_links(st.st_ino))
+                old = OldStat.of(st, hold_links=self.hidden.of(st.st_ino))
                 self._append(
                     InodeRecord(st.st_ino, self._true_epoch, old, read_xattrs(target, follow=follow))
                 )
@@ -224,7 +215,7 @@ class UndoLog:
         if (dir_ino, name) in self._names or not self._pending:
             return
         with self.saving():
-            self._hold_inode(dir_fd, name, st)
+            self.bytes_kept += self.hidden.hold(dir_fd, name, st)
             self._keep_name(NameRecord(dir_ino, self._true_epoch, name, st.st_ino, st.st_mode >> 12))
 
     def keep_directory_name(
@@ -351,110 +342,6 @@ class UndoLog:
             raise OSError(errno.ENOSPC, "a record of the undo log was cut short")
         self.bytes_kept += written
 
-    # -- holding removed inodes ---------------------------------------------------------------------
-
-    def _hold_inode(self, dir_fd: int, name: bytes, st: os.stat_result) -> None:
-        if st.st_ino in self._held:
-            return
-        with self._held_lock:
-            if st.st_ino in self._held:
-                return
-            self._held_version += 1
-            try:
-                target = b"%d" % st.st_ino
-                os.link(name, target, src_dir_fd=dir_fd, dst_dir_fd=self._hold.fd, follow_symlinks=False)
-                self._held.add(st.st_ino)
-                self.bytes_kept += st.st_blocks * 512
-            finally:
-                self._held_version += 1
-
-    def _let_go(self, ino: int) -> None:
-        """Drop a hold link; the space is freed outside the lock, where it may take its time."""
-        name = b"%d" % ino
-        try:
-            alive = Descriptor(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._hold.fd))
-            with self._held_lock:
-                if self._pending:
-                    return  # a new epoch was sealed meanwhile and may rely on the link
-                self._held_version += 1
-                try:
-                    os.unlink(name, dir_fd=self._hold.fd)
-                    self._held.discard(ino)
-                finally:
-                    self._held_version += 1
-            del alive
-        except FileNotFoundError:
-            self._held.discard(ino)
-
-    def links(self, read: Callable[[], os.stat_result]) -> tuple[os.stat_result, int]:
-        """The result of ``read`` and the link count without our hold link, consistent with each other."""
-        for _ in range(3):
-            version = self._held_version
-            st = read()
-            nlink = st.st_nlink - self._hidden_links(st.st_ino)
-            if version == self._held_version and not version & 1:
-                return st, nlink
-        with self._held_lock:
-            st = read()
-            return st, st.st_nlink - self._hidden_links(st.st_ino)
-
-    def _hidden_links(self, ino: int) -> int:
-        return (ino in self._held) + (ino in self._orphans)
-
-    # -- keeping what is open alive -------------------------------------------------------------------
-
-    def keep_orphans_in(self, state_fd: int, *, inherited: bool) -> None:
-        """From now on ``keep_orphan`` may be used; ``inherited``: a predecessor's are still needed."""
-        if not inherited:
-            self._orphanage = _fresh_directory(state_fd, ORPHANS_DIR)
-            return
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._orphanage = Descriptor(os.open(ORPHANS_DIR, flags, dir_fd=state_fd))
-        self._orphans = {int(name) for name in os.listdir(self._orphanage.fd)}
-
-    def keep_orphan(self, ino: int, path: bytes, dir_fd: int | None, *, follow: bool) -> None:
-        """A file that programs have open is about to lose its last name, or never had one: a hard link of ours lets a
-        successor of this process open it again. Where there can be none, it dies with this process, as before."""
-        if self._orphanage is None or ino in self._orphans:
-            return
-        with self._held_lock, suppress(OSError):
-            self._held_version += 1
-            try:
-                os.link(
-                    path,
-                    b"%d" % ino,
-                    src_dir_fd=dir_fd,
-                    dst_dir_fd=self._orphanage.fd,
-                    follow_symlinks=follow,
-                )
-                self._orphans.add(ino)
-            finally:
-                self._held_version += 1
-
-    def let_orphan_go(self, ino: int) -> None:
-        """Nobody has it open any more, or it has a name again."""
-        if ino not in self._orphans or self._orphanage is None:
-            return
-        with self._held_lock:
-            self._held_version += 1
-            try:
-                with suppress(OSError):  # emptied when a session begins
-                    os.unlink(b"%d" % ino, dir_fd=self._orphanage.fd)
-                self._orphans.discard(ino)
-            finally:
-                self._held_version += 1
-
-    def let_orphans_go(self) -> None:
-        """The session is over, and has no successor: nothing of it stays on the disk."""
-        for ino in list(self._orphans):
-            self.let_orphan_go(ino)
-
-    def open_orphan(self, ino: int, flags: int) -> int:
-        """OSError when it was not kept."""
-        if self._orphanage is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        return os.open(b"%d" % ino, flags, dir_fd=self._orphanage.fd)
-
 
 def read_xattrs(target: int | bytes, *, follow: bool = True) -> dict[bytes, bytes]:
     """Every extended attribute, ACLs and security labels included; empty where the file system has none."""
@@ -497,19 +384,3 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written
-
-
-def _fresh_directory(parent_fd: int, name: bytes) -> Descriptor:
-    """The directory ``name``, made if missing and emptied: what an earlier session saved is of no use to
-    anybody."""
-    with suppress(FileExistsError):
-        os.mkdir(name, 0o700, dir_fd=parent_fd)
-    directory = Descriptor(
-        os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
-    )
-    for entry in os.listdir(directory.fd):
-        try:
-            os.unlink(entry, dir_fd=directory.fd)
-        except IsADirectoryError:
-            _fresh_directory(directory.fd, os.fsencode(entry))
-    return directory

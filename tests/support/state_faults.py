@@ -17,10 +17,10 @@ from support.core_driver import KINDS, PATHS, CoreDriver, Operation, path_of
 from support.faulty_os import FaultyOs, Killed, faults_in
 
 from ciuic import STATE_DIR_NAME
-from ciuic.fuse_layer import epochs, swaps, undo, undo_format
+from ciuic.fuse_layer import epochs, hidden_links, swaps, undo, undo_format
 from ciuic.fuse_layer.undo_format import UndoLost
 
-SAVING = (undo, epochs, undo_format)
+SAVING = (undo, hidden_links, epochs, undo_format)
 """The modules that write saved overlay state."""
 STATE_NAME = STATE_DIR_NAME.decode()
 _SAVED = "tracking"
