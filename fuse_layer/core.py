@@ -5,7 +5,7 @@ A driver translates requests into these methods and OSError into its replies. No
 names, link targets and attribute names are bytes; attributes are ``os.stat_result``. What follows from which
 module:
 
-* nodes.py         what the kernel remembers, and the way to it
+* nodes.py, node_ways.py   what the kernel remembers, and the way to it
 * namespace.py, data.py, attributes.py, directories.py   the operations
 * gate.py, tracking.py, undo.py, epochs.py   the cut: holding, dirty tracking, what sealed epochs still need,
   their life
