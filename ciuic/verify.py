@@ -6,8 +6,6 @@ read once, however many snapshots have it. Leaves to `ciuic.check` whether the r
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -17,11 +15,11 @@ from typing import Literal, NamedTuple, get_args
 from ciuic.blame import Blame, Place
 from ciuic.chunkset import ChunkSet
 from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.index_problems import NOT_COVERED, index_problems, pack_sizes
 from ciuic.lookup import resolve
 from ciuic.repository import Repository, Walker
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.errors import DamagedTree
-from ciuic.repository.lock import LOCK_NAME
 from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.repository.walk import Reached
 from ciuic.restore.content import Worker
@@ -31,9 +29,6 @@ from ciuic.types import ChunkId, RootRecord, Snapshot, SnapshotId
 _ALL_BELOW_BYTES = 1 << 30
 """A repository up to this size is read whole whatever was asked: it takes seconds, and finds what nobody refers to."""
 _BATCH_CHUNKS = 256
-_INDEX_ATTEMPTS = 5
-_NOT_COVERED = "the index does not cover"
-"""How the repository says that the index is behind: after a crash, or beside a writer. Readers find those chunks anyway."""
 
 DamageKind = Literal["snapshot", "tree", "links", "map", "xattrs", "data", "pack", "index", "config"]
 
@@ -168,44 +163,16 @@ class Verification:
                 file = self.repository.snapshots.marks_path(id_)
                 self.result.damages.append(Damage("snapshot", UNREADABLE_MARKS, snapshots=(id_,), file=file))
         if self.result.checksum:
-            problems = self._index_problems()
+            problems = index_problems(self.repository)
             self._index_covers_all = problems == []
             for words in problems or []:
-                if not words.startswith(_NOT_COVERED):
+                if not words.startswith(NOT_COVERED):
                     file = str(self.repository.path / "index.sqlite")
                     self.result.damages.append(Damage("index", words, file=file))
 
-    def _index_problems(self) -> list[str] | None:
-        """Where index and packs differ; None when a writer is changing them. A commit that begins after the question
-        whether there is one must not be taken for damage, so what was compared must be the same afterwards."""
-        for _ in range(_INDEX_ATTEMPTS):
-            if self._writer_at_work():
-                return None
-            before = _pack_sizes(self.repository)
-            problems = self.repository.check_index()
-            if not problems or (not self._writer_at_work() and _pack_sizes(self.repository) == before):
-                return problems
-        return None
-
-    def _writer_at_work(self) -> bool:
-        """Whether the index may be changing right now."""
-        try:
-            fd = os.open(self.repository.path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # no lock file, or not ours to open: then nobody can be told apart from a writer
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # no locks on this file system
-            return False
-        finally:
-            os.close(fd)
-        return False
-
     def _scrub(self, *, after: int = -1, goes_on: Callable[[int], bool] = lambda number: True) -> None:
         """Every byte of every pack; what is bad and has a good copy elsewhere is damage of the pack alone."""
-        skipped = sum(size for number, size in _pack_sizes(self.repository).items() if number <= after)
+        skipped = sum(size for number, size in pack_sizes(self.repository).items() if number <= after)
 
         def progress(done: int, total: int) -> None:
             self.result.bytes_read, self._bytes_total = max(0, done - skipped), max(0, total - skipped)
@@ -236,7 +203,7 @@ class Verification:
         goes_on: Callable[[SnapshotId], bool] = lambda id_: True,
     ) -> None:
         walker = Walker(self.repository, seen_data=ChunkSet())
-        self._pack_bytes = _pack_sizes(self.repository)
+        self._pack_bytes = pack_sizes(self.repository)
         if read:
             self._bytes_total = sum(snapshot.size_bytes for snapshot in snapshots)
         pool = Pool(self.repository.path)
@@ -409,20 +376,6 @@ class Verification:
             result = self.result
             total = max(self._bytes_total, result.bytes_read)
             self._progress(VerifyProgress(result.bytes_read, total, result.files, path))
-
-
-def _pack_sizes(repository: Repository) -> dict[int, int]:
-    """Number → bytes, of every pack file that is there, damaged or not."""
-    sizes = {}
-    with os.scandir(repository.path / "packs") as found:
-        for item in found:
-            number, dot, suffix = item.name.partition(".")
-            if (dot, suffix) == (".", "pack"):
-                try:
-                    sizes[int(number, 16)] = item.stat(follow_symlinks=False).st_size
-                except (ValueError, FileNotFoundError):
-                    continue  # not a pack's name, or dropped meanwhile
-    return sizes
 
 
 def _kind(kind: str) -> DamageKind:
