@@ -29,6 +29,7 @@ from ciuic.daemon.job import make_job
 from ciuic.daemon.pending import PendingSnapshot, retry_after
 from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory, process_start_ticks
 from ciuic.daemon.settings import Settings
+from ciuic.daemon.snapshot_queue import SnapshotQueue
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.trust import Trust
@@ -37,7 +38,6 @@ from ciuic.errors import Busy, CiuicError
 
 MAX_PENDING = 8
 """Each pending epoch costs its root a copy of what the job overwrites: more than a few would be felt."""
-REMEMBERED = 64
 TAG_UNFLUSHED = "unflushed"
 """On a snapshot for which the kernel's cached writes could not all be written back in time."""
 log = structlog.get_logger(__name__)
@@ -63,9 +63,7 @@ class Snapshots:
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._queue: list[PendingSnapshot] = []
-        self._remembered: dict[str, PendingSnapshot] = {}
-        self._wake = trio.Event()
+        self._queue = SnapshotQueue(context.runtime, context.alerts)
         self._cut_lock = trio.Lock()
         self.repository_lock = trio.Lock()
         """Held while a process of ours writes to the repository: captures and upkeep take turns."""
@@ -122,26 +120,27 @@ class Snapshots:
                 settles=settles,
                 cut_at=trio.current_time(),
             )
-            self._enqueue(pending)
+            self._queue.add(pending)
+            self._announce("snapshot_cut", pending.state)
         log.info("snapshot_cut", id=pending.id, roots=pending.state.roots, hold_us=record.hold_microseconds)
         return pending
 
     def state(self, snapshot_id: str) -> PendingSnapshot | None:
         """A snapshot of this daemon's life, or None when it is not (or no longer) remembered."""
-        return self._remembered.get(snapshot_id)
+        return self._queue.find(snapshot_id)
 
     def unfinished(self) -> list[SnapshotState]:
         """Oldest first; and the last failure, if nothing was committed since."""
         failure = [self.last_failure] if self.last_failure else []
-        return [*failure, *(pending.state for pending in self._queue if not pending.finished.is_set())]
+        return [*failure, *(pending.state for pending in self._queue.unfinished())]
 
     def scheduled_is_waiting(self) -> bool:
         """Whether a snapshot that the schedule asked for is still on its way: another would only pile up."""
-        return any(pending.record.scheduled and not pending.finished.is_set() for pending in self._queue)
+        return any(pending.record.scheduled for pending in self._queue.unfinished())
 
     async def _new_id(self, supervisors: Iterable[RootSupervisor]) -> str:
         store = self._context.store()
-        taken = frozenset(self._remembered)
+        taken = self._queue.remembered
         with backing_descriptors(supervisors) as fds:
 
             def work() -> str:
@@ -149,31 +148,6 @@ class Snapshots:
                 return str(store.new_id(taken))  # a plain str: msgspec writes no subclass of it
 
             return await trio.to_thread.run_sync(work)
-
-    def _enqueue(self, pending: PendingSnapshot) -> None:
-        self._queue.append(pending)
-        self._remembered[pending.id] = pending
-        done = [id_ for id_, known in self._remembered.items() if known.finished.is_set()]
-        for id_ in done[: max(0, len(self._remembered) - REMEMBERED)]:
-            del self._remembered[id_]
-        self._write_journal()
-        self._wake.set()
-        self._announce("snapshot_cut", pending.state)
-
-    def _write_journal(self) -> None:
-        try:
-            self._context.runtime.write_pending([pending.record for pending in self._queue])
-        except OSError as error:
-            # Without it a successor gives these epochs up and captures them with the next: no reason to fail this one.
-            log.error("journal_not_written", error=str(error))
-            self._context.alerts.report(
-                "runtime",
-                f"the runtime directory {self._context.runtime.path} cannot be written: {error.strerror or error}",
-                hint="free space there; until then a daemon that is killed forgets the snapshots that wait",
-                severity="warning",
-            )
-        else:
-            self._context.alerts.clear("runtime")
 
     def _announce(self, kind: str, state: SnapshotState) -> None:
         self._context.events.emit(kind, snapshot=state)
@@ -185,10 +159,7 @@ class Snapshots:
         self._running = True
         try:
             while True:
-                while not self._queue:
-                    self._wake = trio.Event()
-                    await self._wake.wait()
-                pending = self._queue[0]
+                pending = await self._queue.first()
                 try:
                     await self._bring_home(pending)
                 except Exception as error:
@@ -196,7 +167,6 @@ class Snapshots:
                     log.exception("capture_defect", id=pending.id)
                     await self._give_up(pending, Failed(error=f"a defect in ciuic: {error!r}"))
                 self._queue.remove(pending)
-                self._write_journal()
         finally:
             with trio.move_on_after(10, shield=True):
                 for pending in self._queue:
@@ -275,7 +245,7 @@ class Snapshots:
     def _capture_started(self, pending: PendingSnapshot, pid: int) -> None:
         pending.record.capture_pid = pid
         pending.record.capture_started_ticks = process_start_ticks(pid)
-        self._write_journal()
+        self._queue.write_journal()
 
     async def _commit(self, pending: PendingSnapshot, done: Done) -> None:
         await self._tell_workers(pending, committed=True)
@@ -372,16 +342,15 @@ class Snapshots:
 
     def session_lost(self, path: str, session: str) -> None:
         """The worker of ``path`` has ended or is being stopped: what it sealed can no longer be captured exactly."""
-        for pending in self._queue:
-            if any(cut.path == path and cut.session == session for cut in pending.record.cuts):
-                pending.lose(f"the overlay session of {path} ended before the capture did")
+        self._queue.lose(path, session, f"the overlay session of {path} ended before the capture did")
 
     def resume(self, records: list[PendingRecord]) -> None:
         """Takes up what a killed predecessor had promised, as far as the sessions still live."""
         roots = self._context.roots()
         for record in records:
             pending = PendingSnapshot(record, announce=self._announce, cut_at=trio.current_time())
-            self._enqueue(pending)
+            self._queue.add(pending)
+            self._announce("snapshot_cut", pending.state)
             for cut in record.cuts:
                 supervisor = roots.get(cut.path)
                 worker = supervisor.worker if supervisor else None
@@ -397,9 +366,7 @@ class Snapshots:
             except CiuicError as error:
                 log.warning("worker_not_asked", root=path, error=str(error))
                 return
-            queued = {
-                (cut.path, cut.session, cut.epoch) for pending in self._queue for cut in pending.record.cuts
-            }
+            queued = self._queue.epochs()
             for epoch in epochs:
                 if (path, worker.session, epoch) not in queued:
                     await self._settle(path, worker, epoch)
