@@ -10,7 +10,8 @@ from datetime import datetime
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ciuic.control_types import Progress, RootStatus, StatusDocument
+from ciuic.control_types import Event, Progress, RootStatus, StatusDocument
+from ciuic.daemon.events import EventBus
 
 _ROOT_GAUGES = (
     ("dirty_bytes", "ciuic_root_dirty_bytes", "Upper bound of what the next snapshot reads"),
@@ -22,7 +23,7 @@ _ROOT_GAUGES = (
     (
         "waited_seconds",
         "ciuic_root_waited_seconds",
-        "Time in which requests have waited in the current worker, for the disk as a rule (kernel driver)",
+        "Time in which requests have waited in the current worker, for the disk as a rule",
     ),
 )
 
@@ -94,6 +95,21 @@ class Metrics:
         for severity in ("problem", "warning"):
             self._alerts.labels(severity).set(sum(alert.severity == severity for alert in status.alerts))
         return generate_latest(self._registry)
+
+    async def follow(self, events: EventBus) -> None:
+        """Keeps the counters from the daemon's own events, for ever."""
+        with events.subscribe() as subscription:
+            async for event in subscription.events():
+                self._count_one(event)
+
+    def _count_one(self, event: Event) -> None:
+        if event.snapshot is None:
+            return
+        if event.kind == "snapshot_cut":
+            self.hold_seconds.observe(event.snapshot.hold_microseconds / 1e6)
+        elif event.kind in ("snapshot_committed", "snapshot_failed"):
+            self.snapshots.labels(event.kind.removeprefix("snapshot_")).inc()
+            self.new_bytes.inc(event.snapshot.new_bytes)
 
     def _set_root(self, root: RootStatus) -> None:
         self._mounted.labels(root.path).set(root.state == "mounted")

@@ -21,7 +21,6 @@ import trio
 from ciuic import mountinfo
 from ciuic.config import Config, Problem, check_overlaps, check_repository, raise_for
 from ciuic.control_types import (
-    Event,
     PruneReport,
     RootStatus,
     SnapshotRequest,
@@ -31,15 +30,16 @@ from ciuic.control_types import (
 )
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.api import make_app
-from ciuic.daemon.capture_process import Captures, wait_for_stranger
+from ciuic.daemon.capture_process import Captures
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.housekeeping import Housekeeping
 from ciuic.daemon.metrics import Metrics
 from ciuic.daemon.notify import Notifier
 from ciuic.daemon.pending import PendingSnapshot
+from ciuic.daemon.predecessor import end_orphaned_captures
 from ciuic.daemon.restart import is_restarting
 from ciuic.daemon.roots import Roots
-from ciuic.daemon.runtime import PendingRecord, RuntimeDirectory, bind_control_socket
+from ciuic.daemon.runtime import RuntimeDirectory, bind_control_socket
 from ciuic.daemon.schedule import Schedule
 from ciuic.daemon.server import serve_api
 from ciuic.daemon.sessions import SessionStore
@@ -50,7 +50,6 @@ from ciuic.daemon.status import status_document
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import backing_descriptors
 from ciuic.daemon.upkeep import UPKEEP_COMMAND, Upkeep
-from ciuic.daemon.worker_process import peer_pid
 from ciuic.errors import CiuicError, NotFound, Unreachable
 
 CONTROL_FD_NAME = "control"
@@ -144,7 +143,7 @@ class Daemon:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
             nursery.start_soon(self._feed_watchdog)
-            nursery.start_soon(self._count)
+            nursery.start_soon(self.metrics_registry.follow, self.events)
             await nursery.start(serve_api, make_app(self), listener, self._served.wait)
             working = trio.CancelScope()
             nursery.start_soon(self._work, nursery, working)
@@ -268,21 +267,6 @@ class Daemon:
                 self.alerts.clear("schedule")
                 self.alerts.clear("behind")
 
-    async def _count(self) -> None:
-        """Keeps the counters from the daemon's own events."""
-        with self.events.subscribe() as subscription:
-            async for event in subscription.events():
-                self._count_one(event)
-
-    def _count_one(self, event: Event) -> None:
-        if event.snapshot is None:
-            return
-        if event.kind == "snapshot_cut":
-            self.metrics_registry.hold_seconds.observe(event.snapshot.hold_microseconds / 1e6)
-        elif event.kind in ("snapshot_committed", "snapshot_failed"):
-            self.metrics_registry.snapshots.labels(event.kind.removeprefix("snapshot_")).inc()
-            self.metrics_registry.new_bytes.inc(event.snapshot.new_bytes)
-
     async def _reload_quietly(self) -> None:
         try:
             await self.reload()
@@ -381,21 +365,6 @@ class Daemon:
     def _refuse_when_stopping(self) -> None:
         if self.stopping:
             raise Unreachable("the daemon is stopping", hint="try again when it has started")
-
-
-async def end_orphaned_captures(records: list[PendingRecord], runtime: RuntimeDirectory) -> None:
-    """Kills captures of a predecessor that lost an overlay session: what they read from now on would not be exact.
-
-    Called before anything is detached or mounted. A capture whose workers all live is left to finish its snapshot.
-    """
-    for record in records:
-        if not record.capture_pid:
-            continue
-        sockets = [runtime.worker_socket(cut.path) for cut in record.cuts]
-        alive = await trio.to_thread.run_sync(lambda sockets=sockets: all(map(peer_pid, sockets)))  # type: ignore[misc]
-        if not alive:
-            log.warning("orphaned_capture_killed", id=record.id, pid=record.capture_pid)
-            await wait_for_stranger(record.capture_pid, record.capture_started_ticks, kill=True)
 
 
 async def _finished(pending: PendingSnapshot) -> None:

@@ -22,11 +22,12 @@ import trio
 from ciuic.control_types import SnapshotRequest, SnapshotState, rfc3339
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.capture_job import EXIT_UNDO_LOST, Done, Failed
-from ciuic.daemon.capture_process import CaptureProcess, wait_for_stranger
+from ciuic.daemon.capture_process import CaptureProcess
 from ciuic.daemon.cut import Flush, cut_all, flush, flush_all, mounted_roots
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.job import make_job
 from ciuic.daemon.pending import PendingSnapshot, retry_after
+from ciuic.daemon.predecessor import await_capture
 from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory, process_start_ticks
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.snapshot_queue import SnapshotQueue
@@ -181,7 +182,7 @@ class Snapshots:
 
     async def _bring_home(self, pending: PendingSnapshot) -> None:
         """Attempts until the snapshot is committed or given up."""
-        await self._await_predecessor(pending)
+        await await_capture(pending)
         while True:
             if pending.is_lost():
                 await self._give_up(pending, Failed(error=pending.lost))
@@ -382,24 +383,6 @@ class Snapshots:
             log.info("epoch_reconciled", root=path, epoch=epoch, snapshot=found.id if found else "")
         except CiuicError as error:
             log.warning("epoch_not_reconciled", root=path, epoch=epoch, error=str(error))
-
-    async def _await_predecessor(self, pending: PendingSnapshot) -> None:
-        """Lets a capture that a killed daemon had started end: it works for the same id."""
-        pid, ticks = pending.record.capture_pid, pending.record.capture_started_ticks
-        if not pid:
-            return
-        log.info("predecessor_capture_awaited", id=pending.id, pid=pid)
-        async with trio.open_nursery() as nursery:
-
-            async def end_with_session() -> None:
-                while not pending.is_lost():
-                    await pending.wake.wait()
-                await wait_for_stranger(pid, ticks, kill=True)
-
-            nursery.start_soon(end_with_session)
-            await wait_for_stranger(pid, ticks)
-            nursery.cancel_scope.cancel()
-        pending.record.capture_pid = 0
 
 
 def _text(raw: bytes) -> str:
