@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import structlog
@@ -18,17 +18,14 @@ import trio
 
 import ciuic
 from ciuic.bypass import Bypasser
-from ciuic.control_types import BypassReport, MountState, RootStatus, rfc3339
+from ciuic.control_types import MountState, RootStatus, rfc3339
 from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.bypass_watch import BypassWatch
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.hang_watch import end_when_hung
 from ciuic.daemon.mount_hooks import MountHooks
 from ciuic.daemon.settings import RootSettings
-from ciuic.daemon.worker_process import (
-    Worker,
-    WorkerClient,
-    describe_exit,
-)
+from ciuic.daemon.worker_process import Worker, WorkerClient, describe_exit
 from ciuic.errors import CiuicError, Unreachable
 
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -67,7 +64,6 @@ class RootSupervisor:
         self.state: MountState = "starting"
         self.restarts = 0
         self.error = ""
-        self.bypassing: list[Bypasser] = []
         self.plain = False
         """Served, and nothing tracked: no snapshots."""
         self._deaths = 0
@@ -75,8 +71,7 @@ class RootSupervisor:
         self._served_since = 0.0
         self._handed_over: Worker | None = None
         """Told to end, and to leave its session to a successor."""
-        self.untrusted = False
-        """Somebody went round the overlay since the last snapshot that compared everything: tracking has a gap."""
+        self.bypass = BypassWatch(settings.path, hooks, alerts)
         self._hooks = hooks
         self._alerts = alerts
         self._events = events
@@ -117,7 +112,7 @@ class RootSupervisor:
         """Mounts, or adopts what a predecessor left; None and an alert when that is not possible now."""
         try:
             # Before the mount: afterwards the same processes look like ordinary ones.
-            await self._look_for_bypassing()
+            await self.bypass.look(self._own_pids())
             worker = await self._hooks.establish(self.settings)
         except (CiuicError, OSError) as error:
             hint = error.hint if isinstance(error, CiuicError) else ""
@@ -243,38 +238,28 @@ class RootSupervisor:
             self._handed_over = None
             log.warning("worker_not_renewed", root=self.path, error=str(error))
 
-    async def _look_for_bypassing(self) -> None:
-        try:
-            ignore = {os.getpid()} | ({self.worker.pid} if self.worker else set())
-            found = await self._hooks.bypassing(self.path, ignore)
-        except (OSError, ValueError) as error:
-            log.warning("bypass_not_looked_for", root=self.path, error=str(error))
-            return
-        self.bypassing = [process for process in found if process.writes]
-        self.untrusted |= bool(self.bypassing)
-        key = f"bypass:{self.path}"
-        if not self.bypassing:
-            self._alerts.clear(key)
-            return
-        names = ", ".join(f"{process.pid} ({process.command[:60]})" for process in self.bypassing[:5])
-        more = f" and {len(self.bypassing) - 5} more" if len(self.bypassing) > 5 else ""
-        self._alerts.report(
-            key,
-            f"processes reach {self.path} without passing the overlay: {names}{more}",
-            hint="restart them; until then captures compare the whole tree and may miss writes made during a capture",
-            root=self.path,
-            severity="warning",
-        )
+    def _own_pids(self) -> set[int]:
+        return {os.getpid()} | ({self.worker.pid} if self.worker else set())
+
+    # -- from outside
+
+    @property
+    def bypassing(self) -> Sequence[Bypasser]:
+        """Processes that were found going round the overlay and are not known to have ended."""
+        return self.bypass.processes
+
+    @property
+    def untrusted(self) -> bool:
+        """Somebody went round the overlay since the last snapshot that compared everything: tracking has a gap."""
+        return self.bypass.has_gap
+
+    @untrusted.setter
+    def untrusted(self, has_gap: bool) -> None:
+        self.bypass.has_gap = has_gap
 
     async def refresh_bypassing(self) -> None:
         """Looks whether the processes found before the mount are gone. Finds no new ones: there can be none."""
-        if not self.bypassing:
-            return
-        known = {process.pid for process in self.bypassing}
-        await self._look_for_bypassing()
-        self.bypassing = [process for process in self.bypassing if process.pid in known]
-
-    # -- from outside
+        await self.bypass.refresh(self._own_pids())
 
     async def not_in_transition(self) -> None:
         """Returns when the root is mounted, failed or stopped: not while a worker is being started."""
@@ -357,7 +342,7 @@ class RootSupervisor:
             state=self.state,
             restarts=self.restarts,
             error=self.error,
-            bypassing=[_report(process) for process in self.bypassing],
+            bypassing=self.bypass.reports(),
         )
         worker = self.worker
         if worker is None:
@@ -411,8 +396,3 @@ def backing_descriptors(supervisors: Iterable[RootSupervisor]) -> Iterator[list[
 def _abort_pending(client: WorkerClient) -> None:
     for epoch in client.status().pending:
         client.abort(epoch)
-
-
-def _report(process: Bypasser) -> BypassReport:
-    paths = dict.fromkeys(use.path.decode("utf-8", "backslashreplace") for use in process.uses if use.writes)
-    return BypassReport(pid=process.pid, command=process.command, paths=list(paths)[:20])
