@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 from support import leftovers
 from support.ci import IN_CI, needs
+from support.small_disks import sharing_disk as sharing_disk
 
 _QUIET = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture)
 # No deadlines: a machine with two busy cores says nothing about the code, and timing is for benchmarks.

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+from support.ci import needs
 from support.live import wait_for
 
 _PATIENCE_SECONDS = 20.0
@@ -45,6 +47,14 @@ def small_disk(top: Path, kind: str) -> Iterator[Path]:
         gc.collect()  # descriptors that only a cycle holds keep it busy
         wait_for(f"the unmounting of {point}", lambda: not _umount(point), _PATIENCE_SECONDS)
         image.unlink()
+
+
+@pytest.fixture(scope="module", params=["xfs", "btrfs"])
+def sharing_disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The mount point of a file system of each kind that shares extents, one for all tests of a module."""
+    needs(missing(request.param))
+    with small_disk(tmp_path_factory.mktemp("disk"), request.param) as point:
+        yield point
 
 
 def _umount(point: Path) -> int:

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ci import needs
 from support.extents import extents, overlap_bytes, shared_extents
 from support.restoring import take
-from support.small_disks import missing, small_disk
 from support.trees import assert_same, manifest
 
 from ciuic.repository import Repository
@@ -27,17 +25,10 @@ _MIB = 1 << 20
 _BLOCK = 256 << 10
 
 
-@pytest.fixture(scope="module", params=["xfs", "btrfs"])
-def disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    needs(missing(request.param))
-    with small_disk(tmp_path_factory.mktemp("disk"), request.param) as point:
-        yield point
-
-
 @pytest.fixture
-def place(disk: Path) -> Iterator[Path]:
+def place(sharing_disk: Path) -> Iterator[Path]:
     """A directory on the disk, for the repository and what is restored."""
-    place = disk / "place"
+    place = sharing_disk / "place"
     place.mkdir()
     yield place
     shutil.rmtree(place)

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.ci import needs
 from support.extents import overlap_bytes, shared_extents
-from support.small_disks import missing, small_disk
 
 from ciuic.daemon.capture import run_job
 from ciuic.daemon.capture_job import CaptureJob, RootJob
@@ -30,17 +28,10 @@ _MIB = 1 << 20
 _BLOCK = 256 << 10
 
 
-@pytest.fixture(scope="module", params=["xfs", "btrfs"])
-def disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    needs(missing(request.param))
-    with small_disk(tmp_path_factory.mktemp("disk"), request.param) as point:
-        yield point
-
-
 @pytest.fixture
-def place(disk: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+def place(sharing_disk: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A root and a repository of their own."""
-    place = disk / str(abs(hash(request.node.name)))
+    place = sharing_disk / str(abs(hash(request.node.name)))
     (place / "root").mkdir(parents=True)
     Repository.create(place / "repository").close()
     yield place
