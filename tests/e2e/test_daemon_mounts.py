@@ -111,7 +111,8 @@ def test_a_killed_worker_is_replaced_at_once(site: Site) -> None:
     root = site.root("a")
     site.start()
     (root / "f").write_text("before")
-    site.snapshot()  # also waits for the one that every first start takes
+    until("the snapshot that every first start takes", site.has_schedule)
+    site.snapshot()  # also waits for that one, which was cut before
     before = site.root_status(root)
     os.kill(before.worker_pid, signal.SIGKILL)
     until("a new worker", lambda: site.root_status(root).worker_pid not in (0, before.worker_pid))

@@ -125,7 +125,7 @@ class Side:
 
     def do_map(self, slot: int, offset: int, data: bytes) -> bytes:
         """Write through a shared mapping where the handle allows it; what is then read back through the handle."""
-        fd = self.fd(slot)
+        fd = self.cached(slot)
         found = os.fstat(fd)
         if found.st_size < offset + len(data) or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o6000:
             raise OSError(errno.EINVAL, "beyond the end, or with set-id bits (docs/conformance.md)")

@@ -132,6 +132,11 @@ class Site:
         assert state.state == "committed"
         return state.id
 
+    def has_schedule(self) -> bool:
+        """From then on what the schedule wants at the start is ahead of what is asked for."""
+        with self.client() as client:
+            return client.status().next_snapshot is not None
+
     def root_status(self, path: Path) -> RootStatus:
         with self.client() as client:
             return next(root for root in client.status().roots if root.path == str(path))
