@@ -61,6 +61,8 @@ class Run(NamedTuple):
     scheduler: str
     job: str
     beside: str
+    round: int
+    """Those of one round are compared with each other."""
     p50_us: float
     p99_us: float
     job_bytes_per_second: float
@@ -165,8 +167,8 @@ def furnish(place: Path) -> None:
     os.sync()
 
 
-def turn(work: Work, scheduler: str, place: Path, beside: str, seconds: float) -> Run:
-    """One job beside one thing, after what was there has settled."""
+def turn(work: Work, scheduler: str, place: Path, beside: str, number: int, seconds: float) -> Run:
+    """In round ``number`` one job beside one thing, after what was there has settled."""
     os.sync()
     time.sleep(_SETTLE_SECONDS)
     share = BESIDE[beside]
@@ -185,6 +187,7 @@ def turn(work: Work, scheduler: str, place: Path, beside: str, seconds: float) -
         scheduler,
         work.name,
         beside,
+        number,
         percentiles["50.000000"] / 1000,
         percentiles["99.000000"] / 1000,
         figures["bw_bytes"],
@@ -208,20 +211,21 @@ def alone(place: Path, min_share: float, seconds: float) -> float:
 def table(runs: list[Run], idle: dict[str, list[float]]) -> str:
     """Medians over the rounds; the ratio is that of p99 to p99 alone, of the same round."""
     lines = [
-        "| scheduler | job | beside it | p50 us | p99 us | p99, ratio | job MB/s | capture MB/s |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        "| scheduler | job | beside it | rounds | p50 us | p99 us | p99, ratio | job MB/s | capture MB/s |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     keys = dict.fromkeys((run.scheduler, run.job, run.beside) for run in runs)
     for scheduler, job, beside in keys:
         mine = [run for run in runs if run[:3] == (scheduler, job, beside)]
-        bare = [run for run in runs if run[:3] == (scheduler, job, "nothing")]
-        ratio = statistics.median(one.p99_us / base.p99_us for one, base in zip(mine, bare, strict=True))
+        bare = {run.round: run.p99_us for run in runs if run[:3] == (scheduler, job, "nothing")}
+        ratios = [run.p99_us / bare[run.round] for run in mine if run.round in bare]
+        ratio = f"{statistics.median(ratios):.2f}" if ratios else "-"
         p50, p99, rate, captured = (
             statistics.median(getattr(run, name) for run in mine)
             for name in ("p50_us", "p99_us", "job_bytes_per_second", "captured_bytes_per_second")
         )
         lines.append(
-            f"| {scheduler} | {job} | {beside} | {p50:.0f} | {p99:.0f} | {ratio:.2f} | {rate / 1e6:.0f} | {captured / 1e6:.1f} |"
+            f"| {scheduler} | {job} | {beside} | {len(mine)} | {p50:.0f} | {p99:.0f} | {ratio} | {rate / 1e6:.0f} | {captured / 1e6:.1f} |"
         )
     if idle:
         lines += ["", "| captures with nobody else there | MB/s |", "| --- | ---: |"]
@@ -235,22 +239,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedulers", nargs="+", default=SCHEDULERS)
     parser.add_argument("--jobs", nargs="+", type=int, default=range(len(JOBS)), help="0 reads, 1 writes")
+    parser.add_argument(
+        "--beside", nargs="+", default=tuple(BESIDE), choices=tuple(BESIDE), help="what the job runs beside"
+    )
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="where the devices' files lie")
     parser.add_argument("--skip-alone", action="store_true", help="captures are not measured by themselves")
     parser.add_argument("--name", default="latest-polite", help="of the results' files")
     options = parser.parse_args()
     if shutil.which("fio") is None:
         parser.error("fio is not installed: apt-get install fio")
+    besides = [name for name in BESIDE if name in options.beside]
     runs: list[Run] = []
     idle: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="ciuic-b-", dir=options.disk) as top:
         for scheduler in options.schedulers:
             with disk(Path(top), scheduler) as place:
                 furnish(place)
-                for _ in range(options.rounds):
-                    for number in options.jobs:
-                        for beside in BESIDE:
-                            runs.append(turn(JOBS[number], scheduler, place, beside, options.seconds))
+                for number in range(options.rounds):
+                    for job in options.jobs:
+                        # Forwards and backwards by turns: whoever always came second would find what the first had left.
+                        for beside in besides[:: -1 if number % 2 else 1]:
+                            runs.append(turn(JOBS[job], scheduler, place, beside, number, options.seconds))
                             print(runs[-1], file=sys.stderr)
                     for beside, share in BESIDE.items():
                         if share is not None and not options.skip_alone:
