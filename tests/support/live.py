@@ -171,7 +171,7 @@ class Live:
         self.daemon = None
         return code
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def events(self, name: str) -> Sequence[dict[str, Any]]:
         """What the daemon has logged under this event, oldest first."""
         lines = (
             json.loads(line) for line in self.daemon_log.read_text().splitlines() if line.startswith("{")
