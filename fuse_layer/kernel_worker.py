@@ -65,6 +65,9 @@ class KernelWorker:
         self._stopping = False
         self._ledger: Ledger | None = None
         self._handed_over = False
+        self._sharing = threading.Lock()
+        """Held by whoever changes a file without a request of the session: ``park`` does not wait for that."""
+        self._shares = True
 
     def run(self) -> None:
         """Mount or take over, serve, and return when the mount is gone and everything that should be saved is."""
@@ -184,6 +187,8 @@ class KernelWorker:
         if self._ledger is None or not self._ledger.kept:
             raise OSError(errno.EOPNOTSUPP, "this session cannot be handed over")
         log.info("handing_over", root=self._place.root)
+        with self._sharing:
+            self._shares = False
         if self._driver.session.park(_PARK_SECONDS):
             try:
                 self._core.save_for_successor()
@@ -196,7 +201,10 @@ class KernelWorker:
         """Give a file that is open for writing extents of ``source_fd`` (data.py). OSError: ESTALE for another mount's file."""
         if not self._device or request.device != self._device:  # its number would name another file here
             raise OSError(errno.ESTALE, "that file is not of this mount")
-        self._driver.share(request.node, source_fd, request.source_offset, request.offset, request.length)
+        with self._sharing:
+            if not self._shares:  # what is marked here now would not come to the successor
+                raise OSError(errno.EOPNOTSUPP, "this session is being handed over")
+            self._driver.share(request.node, source_fd, request.source_offset, request.offset, request.length)
 
     def _status(self) -> Mapping[str, Any]:
         return {
