@@ -15,7 +15,7 @@ BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/t
 CACHED := tests/conformance tests/property/test_mount_exact.py \
 	tests/e2e/test_survival.py::test_a_job_does_not_notice_that_its_worker_is_killed
 
-.PHONY: help rescue test check unit torture bench bench-store bench-polite setup setup-test preflight clean
+.PHONY: help rescue test check unit torture bench bench-store bench-store-memory bench-polite setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
@@ -23,6 +23,7 @@ help:
 	@echo "make torture  tries to break every promise for SECONDS=600 with SEED=… DRIVER=kernel (or pyfuse3, kernel-cached) and prints one table of figures"
 	@echo "make bench    measures ciuic next to the plain directory; a table and a plot in benchmarks/results (docs/benchmarks.md)"
 	@echo "make bench-store  measures snapshots next to restic, borg and cp (docs/benchmarks.md)"
+	@echo "make bench-store-memory  measures what verify, prune and a capture keep in memory for each chunk"
 	@echo "make bench-polite  measures fio beside captures, under each I/O scheduler (docs/benchmarks.md)"
 	@echo "make clean    removes the virtual environment and all caches"
 
@@ -62,6 +63,10 @@ bench-store: preflight-bench-store
 	@.ci/setup test
 	@$(VENV)/bin/python -c 'import matplotlib' 2>/dev/null || $(PY) -m pip install -qq --group bench
 	@PYTHONPATH=tests $(PY) -m benchmarks.store $(ARGS)
+
+bench-store-memory:
+	@.ci/setup test
+	@PYTHONPATH=tests $(PY) -m benchmarks.store.memory $(ARGS)
 
 bench-polite: preflight-bench-store
 	@.ci/setup test

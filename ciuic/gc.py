@@ -45,7 +45,7 @@ from ciuic.types import ChunkId, Snapshot, SnapshotId
 from ciuic.units import human_size
 
 _ASK_EVERY = 4096
-_REMOVED_TOGETHER = 32
+_REMOVED_TOGETHER = 256
 
 
 class CollectionRefused(Damaged):
@@ -175,22 +175,25 @@ class Marks:
         return new_bytes
 
 
-@dataclass
 class _Run:
     """One prune from beginning to end."""
 
-    repository: Repository
-    options: _Options
-    progress: Progress | None
-    should_stop: StopCheck | None
-    marks: Marks = field(init=False)
-    known: dict[SnapshotId, Snapshot] = field(default_factory=dict)
-    """As their own files have them."""
-    planned: tuple[tuple[object, ...], Plan] | None = None
-    """The state of the snapshots that a plan was made from."""
-
-    def __post_init__(self) -> None:
-        self.marks = Marks(self.repository)
+    def __init__(
+        self,
+        repository: Repository,
+        options: _Options,
+        progress: Progress | None,
+        should_stop: StopCheck | None,
+    ) -> None:
+        self.repository = repository
+        self.options = options
+        self.progress = progress
+        self.should_stop = should_stop
+        self.marks = Marks(repository)
+        self.known: dict[SnapshotId, Snapshot] = {}
+        """As their own files have them."""
+        self.planned: tuple[tuple[object, ...], Plan] | None = None
+        """The state of the snapshots that a plan was made from."""
 
     def plan(self) -> Plan:
         """The decision about every snapshot there is now. CollectionRefused when one cannot be read."""

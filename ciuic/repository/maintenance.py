@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ciuic.errors import NotFound
@@ -10,7 +11,7 @@ from ciuic.repository import packformat as pf
 from ciuic.repository.chunks import BadCopyError, location_of, read_copy, read_stored, unpack
 from ciuic.repository.errors import DamagedChunk, DamagedPack
 from ciuic.repository.index import DAMAGED
-from ciuic.repository.model import ChunkLocation, PackRecord, Shortened
+from ciuic.repository.model import ChunkLocation, PackKind, PackRecord, Shortened
 from ciuic.repository.packs import Packs, Segment
 from ciuic.types import ChunkId
 
@@ -51,10 +52,7 @@ def rewrite_pack(
     records = store.packs.records(number) if salvage else strict_records(store.packs, number)
     kind = store.packs.kind(number)
     size_before = store.grown_bytes
-    for record in records:
-        if is_live(record.id) and not _good_elsewhere(store, number, record.id):
-            store.append(record.id, _good_copy(store, number, record), record.raw_bytes, record.flags, kind)
-    store.sync()
+    _copy(store, number, kind, [record for record in records if is_live(record.id)])
     return drop_pack(disk, store, number, records) - (store.grown_bytes - size_before)
 
 
@@ -78,10 +76,7 @@ def shorten_pack(
         return Shortened(0, size_bytes)
     kind = store.packs.kind(number)
     gone = [record for segment in segments[keep:] for record in segment.records]
-    for record in gone:
-        if is_live(record.id) and not _good_elsewhere(store, number, record.id):
-            store.append(record.id, _good_copy(store, number, record), record.raw_bytes, record.flags, kind)
-    store.sync()
+    _copy(store, number, kind, [record for record in gone if is_live(record.id)])
     if not keep:
         return Shortened(drop_pack(disk, store, number, gone) - (store.grown_bytes - size_before), 0)
     end = segments[keep - 1].end
@@ -160,6 +155,17 @@ def mark_damaged(store: ChunkStore, chunks: Iterable[ChunkId]) -> list[ChunkId]:
 
 def _plain(location: ChunkLocation) -> ChunkLocation:
     return location._replace(flags=location.flags & ~DAMAGED)
+
+
+def _copy(store: ChunkStore, number: int, kind: PackKind, records: list[PackRecord]) -> None:
+    """Appends good copies of those of which no other pack has one; durable on return."""
+    wanted = [record for record in records if not _good_elsewhere(store, number, record.id)]
+    for record in wanted:
+        with suppress(OSError):  # only advice
+            store.packs.will_need(number, record.offset, record.stored_bytes)
+    for record in wanted:
+        store.append(record.id, _good_copy(store, number, record), record.raw_bytes, record.flags, kind)
+    store.sync()
 
 
 def _good_elsewhere(store: ChunkStore, number: int, chunk: ChunkId) -> bool:
