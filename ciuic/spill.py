@@ -166,12 +166,12 @@ class NameTable:
     def put(self, name: bytes, value: int = 0) -> None:
         self._recent[name] = value
         if len(self._recent) >= self._spill.most_entries:
-            self._spill_recent()
+            self.write_out()
 
     def items(self) -> Iterator[tuple[bytes, int]]:
         """All of it in byte order. Nothing may be put meanwhile."""
         if self._is_spilled:
-            self._spill_recent()
+            self.write_out()
             rows = self._spill.rows(
                 "SELECT name, value FROM names WHERE owner = ? ORDER BY name", (self._owner,)
             )
@@ -186,7 +186,8 @@ class NameTable:
             self._spill.execute("DELETE FROM names WHERE owner = ?", (self._owner,))
             self._is_spilled = False
 
-    def _spill_recent(self) -> None:
+    def write_out(self) -> None:
+        """Nothing of it is in memory any more."""
         self._is_spilled = True
         rows = ((self._owner, name, _signed(value)) for name, value in sorted(self._recent.items()))
         self._spill.add("INSERT OR REPLACE INTO names VALUES (?,?,?)", rows)

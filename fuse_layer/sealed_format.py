@@ -139,6 +139,8 @@ class Changes:
         self._spill = spill
         self._changes: NumberTable = spill.numbers()
         self._names: dict[int, NameTable] = {}
+        self._names_in_memory: set[int] = set()
+        self._names_kept = 0
         self._last: tuple[int, Change | None] = (-1, None)
         """Most are asked for twice in a row."""
 
@@ -180,6 +182,15 @@ class Changes:
                 table = self._names[frame.ino] = self._spill.names()
             for name, was in frame.names.items():
                 table.put(name, was)
+            self._names_in_memory.add(frame.ino)
+            self._names_kept += len(frame.names)
+            if (
+                self._names_kept >= self._spill.most_entries
+            ):  # of many directories, each of which would be small enough
+                for ino in self._names_in_memory:
+                    self._names[ino].write_out()
+                self._names_in_memory.clear()
+                self._names_kept = 0
 
 
 class Sealed(NamedTuple):
