@@ -104,6 +104,11 @@ class Lookout:
         self._spans: deque[Span] = deque()
         self._known_bytes = 0
 
+    @property
+    def began(self) -> bool:
+        """Whether anything was asked for."""
+        return self._known_bytes > 0
+
     def reach(self, end: int) -> list[Span]:
         """Those up to ``end`` that have not been told yet. Before anything from there on is read."""
         while self._known_bytes < min(end + _LOOKOUT_BYTES // 2, self._size_bytes):

@@ -183,7 +183,7 @@ class ContentReader:
                         yield self._finish(fd, begun.popleft())
             while begun:
                 yield self._finish(fd, begun.popleft())
-            if lookout is not None:  # what the kernel has read ahead in vain: in holes
+            if lookout is not None and lookout.began:  # what the kernel has read ahead in vain: in holes
                 self._drop_behind.end(fd, lookout.reach(thing.stat.size))
         finally:
             wait([piece.reading for piece in begun if piece.reading is not None])
