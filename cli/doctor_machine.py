@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
 import re
 import stat
@@ -92,13 +91,6 @@ def driver(
     ``served``: what the daemon says of the roots that are mounted. Of others, and with no root at all, the kernel is asked;
     nothing is mounted for that.
     """
-    if importlib.util.find_spec("pyfuse3") is None:
-        yield problem(
-            "driver",
-            "the pyfuse3 library is not installed",
-            "pip install pyfuse3 (needs libfuse3-dev, pkg-config)",
-        )
-        return
     if not wanted:
         yield _driver_of("a new root", "auto", _offer(None, release), release)
     for root, name in wanted:
@@ -134,6 +126,8 @@ def _driver_of(subject: str, wanted: str, offer: Offer, release: str) -> Finding
             f"{subject}: on Linux {release} the kernel driver has no passthrough and its worker cannot be replaced",
             'driver = "auto"',
         )
+    if wanted == "pyfuse3" and choice.driver != wanted:
+        return warning("driver", message, driver_choice.INSTALL_PYFUSE3)
     if wanted == "auto" and not offer.passthrough and kernel_version(release) >= _PASSTHROUGH_KERNEL:
         return warning("driver", message, "lift what is in the way, or live with about half the throughput")
     return ok("driver", message)

@@ -3,7 +3,8 @@
 Guarantees: asking changes nothing that anybody else can see; a file system of FUSE's kind is made by fsopen(2), answers
 its first request, and is gone again with its descriptors. A backing file is offered to it as an anonymous file
 (O_TMPFILE) of the directory that is to be served. Where the kernel cannot be asked so (before 5.2, filtered system
-calls), its version decides.
+calls), its version decides. pyfuse3 is an extra that not every machine has: it is chosen only where it can be imported, and the
+choice says why it is not.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import importlib
 import os
 import re
 import select
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ciuic import privileges
@@ -25,6 +28,7 @@ WITHOUT_PASSTHROUGH: Final = "CIUIC_WITHOUT_PASSTHROUGH"
 """An environment variable: where it is set, the kernel is taken for one that lacks passthrough (before 6.9)."""
 _FSOPEN, _FSCONFIG = 430, 431  # the same on every architecture
 _FSOPEN_CLOEXEC, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 1, 6
+INSTALL_PYFUSE3: Final = "pip install 'ciuic[pyfuse3]' (needs libfuse3-dev, pkg-config, gcc)"
 _PASSTHROUGH_KERNEL: Final = (6, 9)
 _INIT_SECONDS: Final = 5.0
 _DEEPEST: Final = 2
@@ -56,15 +60,42 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(wanted: str, offer: Offer) -> Choice:
-    """For the setting ``wanted`` (auto, kernel, pyfuse3)."""
+def choose(wanted: str, offer: Offer, lacking: Callable[[], str] | None = None) -> Choice:
+    """For the setting ``wanted`` (auto, kernel, pyfuse3).
+
+    ``lacking``: why pyfuse3 cannot be used, empty where it can (`pyfuse3_lacking`); asked only where it would be chosen. Without it the
+    kernel session serves whatever the kernel offers, also where the configuration names pyfuse3: a root that is served by the
+    other driver is better off than one that is not served.
+    """
+    if wanted == "kernel" or (wanted == "auto" and (offer.passthrough or offer.resends)):
+        return Choice("kernel", offer, _why_kernel(offer))
+    missing = (lacking or pyfuse3_lacking)()
     if wanted == "pyfuse3":
+        if missing:
+            return Choice(
+                "kernel", offer, f"the configuration asks for pyfuse3, and {missing}; {_why_kernel(offer)}"
+            )
         return Choice("pyfuse3", offer, "the configuration asks for it; passthrough needs the kernel driver")
-    if wanted == "kernel" or offer.passthrough or offer.resends:
-        if offer.passthrough:
-            return Choice("kernel", offer, "the kernel carries data to the files by itself (passthrough)")
-        return Choice("kernel", offer, f"no passthrough: {offer.reason}")
+    if missing:
+        return Choice("kernel", offer, f"{_why_kernel(offer)}; and {missing}")
     return Choice("pyfuse3", offer, f"a session of our own would gain nothing: {offer.reason}")
+
+
+def _why_kernel(offer: Offer) -> str:
+    if offer.passthrough:
+        return "the kernel carries data to the files by itself (passthrough)"
+    return f"no passthrough: {offer.reason}"
+
+
+def pyfuse3_lacking() -> str:
+    """Why pyfuse3 cannot be used, in words; empty where it can. Imports it, so that a missing libfuse is found as well."""
+    try:
+        importlib.import_module("pyfuse3")
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed: {INSTALL_PYFUSE3}"
+    except ImportError as error:  # built against a libfuse that is not here
+        return f"pyfuse3 cannot be loaded ({error}): {INSTALL_PYFUSE3}"
+    return ""
 
 
 def ask_kernel(directory: int | None, *, release: str | None = None) -> Offer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,47 @@ def test_auto_takes_the_kernel_session_where_it_gives_something(
     wanted: str, offer: Offer, chosen: str
 ) -> None:
     """What is configured is obeyed; auto goes by the offer; each choice has its reason in words."""
-    choice = choose(wanted, offer)
+    choice = choose(wanted, offer, lambda: "")
     assert choice.driver == chosen
     assert offer.reason in choice.why
     assert choice.why
+
+
+@pytest.mark.parametrize(("wanted", "offer"), [("auto", NOTHING), ("pyfuse3", ALL), ("pyfuse3", NOTHING)])
+def test_without_pyfuse3_the_kernel_session_serves_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, offer: Offer
+) -> None:
+    """A root is served in any case; the reason names the library and the extra that brings it."""
+    monkeypatch.setitem(sys.modules, "pyfuse3", None)  # as if it were not installed
+    choice = choose(wanted, offer)
+    assert choice.driver == "kernel"
+    assert "pyfuse3 is not installed" in choice.why
+    assert "ciuic[pyfuse3]" in choice.why
+    assert offer.reason in choice.why
+
+
+def test_a_pyfuse3_that_cannot_be_loaded_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Installed, and its libfuse gone: the loader's own words are in the reason."""
+    (tmp_path / "pyfuse3.py").write_text(
+        "raise ImportError('libfuse3.so.3: cannot open shared object file')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "pyfuse3", raising=False)
+    assert "libfuse3.so.3" in choose("pyfuse3", ALL).why
+
+
+def test_pyfuse3_is_not_asked_for_where_the_kernel_session_is_chosen() -> None:
+    """A worker that is waited for imports neither libfuse nor an event loop."""
+
+    def never() -> str:
+        raise AssertionError("it was imported")
+
+    assert [
+        choose(wanted, offer, never).driver for wanted, offer in (("auto", ALL), ("kernel", NOTHING))
+    ] == [
+        "kernel",
+        "kernel",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -93,3 +131,13 @@ def test_doctor_says_which_driver_and_why(monkeypatch: pytest.MonkeyPatch) -> No
         "warning",
     ]
     assert [finding.level for finding in driver([], "6.1.0")] == ["ok"]
+
+
+def test_doctor_names_the_extra_where_pyfuse3_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning where the configuration asks for it; where auto would have taken it, a fact."""
+    monkeypatch.setitem(sys.modules, "pyfuse3", None)
+    monkeypatch.setattr(driver_choice, "ask_kernel", lambda directory, *, release: NOTHING)
+    asked, left = driver([("/a", "pyfuse3"), ("/b", "auto")], "6.1.0")
+    assert (asked.level, left.level) == ("warning", "ok")
+    assert "ciuic[pyfuse3]" in asked.remedy
+    assert "ciuic[pyfuse3]" in left.message
