@@ -24,6 +24,8 @@ from ciuic.types import Entry, MapRef, RootRecord, SnapshotDraft, SnapshotId
 from ciuic.verify import verify_snapshots
 
 _BLOCK_BYTES: Final = 4096
+_PACK_BYTES: Final = 1 << 20
+"""So that as many chunks are in a pack as in one of 64 MiB with chunks of 3 KB: a pack is listed as a whole."""
 _FEW: Final = 1_000
 _TOGETHER: Final = 1024
 _BAR_BYTES: Final = 60
@@ -39,7 +41,10 @@ def _contents(start: int, stop: int) -> list[Content]:
 
 def make(path: Path, chunks: int) -> None:
     """A repository with one file of so many blocks, all different."""
-    with Repository.create(path, block_size=_BLOCK_BYTES) as repository, repository.writer() as writer:
+    with (
+        Repository.create(path, block_size=_BLOCK_BYTES) as repository,
+        repository.writer(pack_bytes=_PACK_BYTES) as writer,
+    ):
         found = MapRef(b"", 0)
         for start in range(0, chunks, _TOGETHER):
             ids = writer.put_chunks(_contents(start, min(chunks, start + _TOGETHER)))

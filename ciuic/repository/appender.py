@@ -27,6 +27,8 @@ SEGMENT_BYTES = 4 << 20
 SEGMENT_RECORDS = 1024
 PACK_BYTES: dict[PackKind, int] = {"data": 64 << 20, "meta": 64 << 20}
 """A pack is sealed when it is at least this long: larger ones make no capture faster, and prune copies more of what lives in them."""
+PACK_RECORDS = 1 << 16
+"""Or holds so many that one writer has put there: a pack is listed as a whole, at 300 bytes of memory a record."""
 _BEHIND_FROM_BYTES = 1 << 20
 
 
@@ -72,6 +74,8 @@ class Appender:
         self._end = self._written_end = self._synced_end = tail.end if tail else 0
         self._buffer: list[tuple[ChunkId, int, Packed]] = []
         self._buffered_bytes = 0
+        self._pack_records = 0
+        """Of the pack in work, put there by this writer."""
         self._behind = Behind()
         self._written: list[tuple[int, PackRecord]] = []
         """Records whose writing has ended and of which the caller does not know yet."""
@@ -133,7 +137,8 @@ class Appender:
         self._end = at
         write = partial(self._write_sharing, self._fd, parts, start, shared) if shared else None
         self._write(parts, start, partial(self._segment_written, records), worth_a_thread, write)
-        if self._end >= self._pack_bytes:
+        self._pack_records += len(records)
+        if self._end >= self._pack_bytes or self._pack_records >= PACK_RECORDS:
             self._settle(wait=True)
             self._seal()
 
@@ -166,6 +171,7 @@ class Appender:
             self._disk.close(self._fd)
         self._fd, self.number = -1, 0
         self._end = self._written_end = self._synced_end = 0
+        self._pack_records = 0
 
     def close(self) -> None:
         """Closes without writing what is still buffered."""

@@ -230,7 +230,8 @@ def readable(path: Path, ids: list[SnapshotId]) -> set[tuple[SnapshotId, bytes]]
 def test_a_pack_is_moved_by_pieces_where_there_is_no_room_for_it(
     tmp_path: Path, together: tuple[Path, list[SnapshotId]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Piece by piece, each freed before the next is copied, and with it goes all garbage."""
+    """Piece by piece, each freed before the next is copied, and with it goes all garbage. Never is more stored than before, and
+    who reads meanwhile, with an index as it was at the beginning, gets what was stored."""
     source, ids = together
     path = tmp_path / "repo"
     shutil.copytree(source, path)
@@ -240,16 +241,20 @@ def test_a_pack_is_moved_by_pieces_where_there_is_no_room_for_it(
 
     def watched(writer: Writer, *arguments: Any) -> Any:
         lengths.append(writer.repository.stored_bytes())
-        return shorten(writer, *arguments)
+        done = shorten(writer, *arguments)
+        lengths.append(writer.repository.stored_bytes())
+        assert read_back(reader, ids[-1]) == tree(5)
+        return done
 
     monkeypatch.setattr(Writer, "shorten_pack", watched)
-    with Repository.open(path) as repository:
+    with Repository.open(path) as reader, Repository.open(path) as repository:
+        assert read_back(reader, ids[-1]) == tree(5)
         before = repository.stored_bytes()
         report = prune(repository, LAST_TWO, thresholds=EAGER)
         assert (report.garbage_bytes, report.notes) == (0, [])
         assert before - repository.stored_bytes() == report.freed_bytes
         assert max(lengths) <= before
-        assert len(lengths) > report.rewritten_packs
+        assert len(lengths) > 2 * report.rewritten_packs
         assert not check(repository, read_data=True).damaged
     whole(path, ids, set(ids[-2:]))
 

@@ -19,10 +19,11 @@ from support.stored import Tree, read_back, store
 from ciuic import gc
 from ciuic.errors import Busy, CiuicError, NotFound
 from ciuic.gc import CollectionRefused, forget, prune
-from ciuic.repository import Repository
+from ciuic.repository import Repository, Writer
+from ciuic.repository.chunks import ChunkReader
 from ciuic.retention import MinFree, RetentionPolicy
 from ciuic.sweep import HURRIED, Thresholds
-from ciuic.types import SnapshotId
+from ciuic.types import ChunkId, SnapshotId
 
 BLOCK = 4096
 EAGER = Thresholds(unused_share=0.0, pack_dead_share=0.0)
@@ -109,6 +110,49 @@ def test_the_space_comes_back(repository: Repository) -> None:
     assert before - after == report.freed_bytes
     assert after < len(shared) * 1.2
     assert read_back(repository, ids[1]) == {b"shared": shared}
+
+
+def test_marking_reads_each_distinct_node_once(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty snapshots of the same thirty directories, of which one changes each time: what is read to mark them is the nodes
+    there are, not snapshots times directories."""
+    folders = {b"d%d" % n: {b"f": noise(n, BLOCK)} for n in range(30)}
+    commit(repository, *({**folders, b"d%d" % n: {b"f": noise(100 + n, BLOCK)}} for n in range(20)))
+    read: list[bytes] = []
+    get = ChunkReader.get
+
+    def counted(reader: ChunkReader, chunk: ChunkId) -> bytes:
+        read.append(chunk)
+        return get(reader, chunk)
+
+    monkeypatch.setattr(ChunkReader, "get", counted)
+    report = prune(repository)
+    assert report.removed == []
+    assert len(read) == len(set(read))
+    assert len(read) < 20 * 31 // 4
+
+
+def test_never_more_than_a_pack_is_stored_twice(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever has to be copied, the space that takes is that of the pack being copied: it goes before the next is."""
+    commit(
+        repository,
+        *({b"own": noise(n, 60 * BLOCK), b"keep": noise(50 + n // 3, 20 * BLOCK)} for n in range(9)),
+    )
+    before, most = repository.stored_bytes(), [0]
+    rewrite = Writer.rewrite_pack
+
+    def watched(writer: Writer, *arguments: Any, **more: Any) -> int:
+        freed = rewrite(writer, *arguments, **more)
+        most[0] = max(most[0], writer.repository.stored_bytes())
+        return freed
+
+    monkeypatch.setattr(Writer, "rewrite_pack", watched)
+    report = prune(repository, LAST, thresholds=Thresholds(unused_share=0.0, pack_dead_share=0.0))
+    assert report.rewritten_packs
+    assert most[0] <= before
 
 
 def test_nothing_to_do_is_nothing_done(repository: Repository) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.small_repository import BLOCK, content, make_snapshot, put_file, read_files
 
 from ciuic.errors import Busy, NotFound, UsageError
-from ciuic.repository import Repository, RepositoryExists, Walker, is_zero, new_snapshot_id
+from ciuic.repository import Repository, RepositoryExists, Walker, appender, is_zero, new_snapshot_id
 from ciuic.repository.lock import Lock
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
 
@@ -44,6 +44,18 @@ def test_create_is_private_and_refuses_what_is_not_empty(tmp_path: Path) -> None
         Repository.create(tmp_path / "missing" / "r")
     with pytest.raises(ValueError, match="power of two"):
         Repository.create(tmp_path / "s", block_size=5000)
+
+
+def test_a_pack_of_tiny_chunks_is_sealed_too(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever lists a pack lists all of it: how many chunks one writer puts into it is bounded, however small they are."""
+    many = appender.SEGMENT_RECORDS
+    monkeypatch.setattr(appender, "PACK_RECORDS", 2 * many)
+    with repository.writer() as writer:
+        ids = [writer.put_chunk(b"%d" % number) for number in range(5 * many)]
+        writer.flush()
+        listed = [len(list(repository.pack_records(pack.number))) for pack in repository.packs()]
+        assert listed == [2 * many, 2 * many, many]
+        assert all(writer.chunks.get(ids[number]) == b"%d" % number for number in range(0, len(ids), 97))
 
 
 def test_two_repositories_name_the_same_content_differently(tmp_path: Path) -> None:
