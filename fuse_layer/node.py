@@ -75,6 +75,8 @@ class Node:
     """Further known names of the same inode."""
     keyed = _Seldom(True)
     """Is the one that is found by its inode number."""
+    astray = _Seldom(False)
+    """Names that are not known lead to its inode, and none that is."""
     privileged = _Seldom(False)
     """Had a set-user-id or set-group-id bit when its attributes were last read."""
     kept_mtime_ns: _Seldom[int | None] = _Seldom(None)

@@ -160,6 +160,7 @@ class NodeTable(NodeWays):
                 node.aliases.add((parent, name))
                 parent.below += 1
             return
+        node.astray = False
         parent.below += 1  # first, so that letting go of the old name cannot drop the same directory
         old_names = node.names()
         node.parent, node.name, node.aliases = parent, name, None
@@ -264,6 +265,8 @@ class NodeTable(NodeWays):
             node.parent = self._by_id.get(known.name[0])
             if node.parent is not None:
                 node.parent.below += 1
+        elif not known.gone:
+            node.astray = True
         for parent_id, name in known.aliases:
             parent = self._by_id.get(parent_id)
             if parent is not None:
@@ -298,6 +301,7 @@ class NodeTable(NodeWays):
                     node.parent, node.name = node.aliases.pop()
                 else:
                     node.parent = None
+                    node.astray = not gone
                 self._drop_below(parent)
             elif node.aliases and (parent, name) in node.aliases:
                 node.aliases.remove((parent, name))

@@ -3,7 +3,8 @@
 Invariant: every inode that has a Change can be reached from the root by *touched* names, along its path as it
 is now (an inode with several names by the name that is known). It holds because creating a Change touches the
 chain of names above it, and renaming touches both ends. Capture therefore walks touched names only, and its
-cost follows the change.
+cost follows the change. Where no name is known that leads to an inode, and some do (the one by which it was opened is gone,
+and its other hard link was never asked for), tracking has a gap: the set is not ``complete``.
 
 A change set also knows what it is a change *to*: ``since``, the epoch before it, and ``complete``, whether
 tracking had no gap since then. When an epoch is given up, its set is folded into the next one and hands over
@@ -29,6 +30,8 @@ class Place(Protocol):
     ino: int
     name: bytes
 
+    @property
+    def astray(self) -> bool: ...
     @property
     def parent(self) -> Place | None: ...
 
@@ -82,7 +85,7 @@ class ChangeSet:
             else:
                 now.reused = True
         self.since = older.since
-        self.complete = older.complete
+        self.complete &= older.complete
 
 
 def _fold(now: Change, before: Change) -> None:
@@ -230,6 +233,8 @@ class Tracker:
             change = self.current.changes[node.ino] = Change()
             if node.parent is not None:
                 self._touch(node.parent, node.name, UNCHANGED_BINDING)
+            elif node.astray:
+                self.current.complete = False  # only a comparison of everything finds the name that leads here
         return change
 
     def _touch(self, parent: Place, name: bytes, was: int) -> None:

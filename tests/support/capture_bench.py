@@ -40,6 +40,8 @@ class Bench:
         self.driver = CoreDriver(self.core, BLOCK)
         self.repository = MemoryRepository(top, BLOCK)
         self.at_cut: dict[int, tuple[Cut, Manifest, set[int]]] = {}
+        self.gaps: set[int] = set()
+        """Epochs in which tracking had a gap: the first, and those in which something changed that no known name leads to."""
 
     def close(self) -> None:
         self.driver.close_all()
@@ -60,7 +62,10 @@ class Bench:
     def cut(self, *, observe: bool = True) -> int:
         """Ends the epoch; `observe` notes what is there, which reads it all."""
         writers = self.driver.open_for_writing()
+        complete = self.core._state.tracker.current.complete
         cut = self.core.cut()
+        if not complete:
+            self.gaps.add(cut.epoch)
         self.at_cut[cut.epoch] = (cut, manifest(self.backing) if observe else {}, writers)
         return cut.epoch
 

@@ -228,6 +228,22 @@ def test_a_linked_file_that_changed_under_a_removed_name_is_found_under_its_othe
     assert record.mode == "tracked"
 
 
+def test_what_is_written_where_no_known_name_leads_is_found_by_comparing(here: Bench) -> None:
+    """Opened by one name, which is gone, and its other was never asked for: in the epoch after, no name in the base tells of it.
+    Once its name is known again, tracking is enough."""
+    here.driver.do(("forget", 0, 0, 0))
+    here.driver.do(("open", number_of(b"a"), 0, 0))
+    here.core.unlink(ROOT_ID, b"a")
+    here.snapshot()
+    here.driver.do(("write_open", 0, 0, 0))
+    record, _ = here.snapshot()
+    assert record.mode == "full"
+    assert here.driver.node(b"e/e")
+    here.driver.do(("write_open", 0, 0, 0))
+    record, _ = here.snapshot()
+    assert record.mode == "tracked"
+
+
 def test_removed_hard_links_leave_the_link_table(here: Bench) -> None:
     """Nothing in the table that no name refers to (the manifest checks it), and no table at last."""
     record, _ = here.snapshot()
