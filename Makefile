@@ -15,7 +15,7 @@ BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/t
 CACHED := tests/conformance tests/property/test_mount_exact.py \
 	tests/e2e/test_survival.py::test_a_job_does_not_notice_that_its_worker_is_killed
 
-.PHONY: help rescue test check unit torture bench bench-store bench-store-memory bench-polite setup setup-test preflight clean
+.PHONY: help rescue test check unit torture bench bench-store bench-store-memory bench-polite bench-saves setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
@@ -25,6 +25,7 @@ help:
 	@echo "make bench-store  measures snapshots next to restic, borg and cp (docs/benchmarks.md)"
 	@echo "make bench-store-memory  measures what verify, prune and a capture keep in memory for each chunk"
 	@echo "make bench-polite  measures fio beside captures, under each I/O scheduler (docs/benchmarks.md)"
+	@echo "make bench-saves  measures what saving a training costs it, next to torch.save and dcp.async_save (docs/benchmarks.md)"
 	@echo "make clean    removes the virtual environment and all caches"
 
 preflight-%:
@@ -67,6 +68,9 @@ bench-store: preflight-bench-store
 bench-store-memory:
 	@.ci/setup test
 	@PYTHONPATH=tests $(PY) -m benchmarks.store.memory $(ARGS)
+bench-saves:
+	@.ci/setup test
+	@$(PY) -m benchmarks.saves $(ARGS)
 
 bench-polite: preflight-bench-store
 	@.ci/setup test
