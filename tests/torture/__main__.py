@@ -59,6 +59,7 @@ TORTURES = [
     Torture("restore_race", 1),
     Torture("syncs", 0.5),
     Torture("fuzz", 1),
+    Torture("training", 1),
 ]
 
 

@@ -1,0 +1,80 @@
+"""Trials of a training that is killed at random instants: shared by the crash tests and the torture."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from ciuic.repository import Repository, Walker
+from ciuic.types import ChunkId
+
+PROGRAM = Path(__file__).with_name("tiny_training.py")
+STEPS = 60
+
+
+def uninterrupted(where: Path) -> dict[str, Any]:
+    """What comes out when nothing happens."""
+    return finish(begin(where / "snapshots", where / "result"), where / "result")
+
+
+def begin(save_dir: Path, result: Path, step_seconds: float = 0.0) -> subprocess.Popen[bytes]:
+    """A run that resumes by itself, in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, str(PROGRAM), str(save_dir), str(STEPS), str(result), str(step_seconds)],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[bytes], result: Path) -> dict[str, Any]:
+    """Its result when it is through. AssertionError with what it said when it failed."""
+    _, complaint = process.communicate(timeout=120)
+    assert process.returncode == 0, complaint.decode()
+    return dict(json.loads(result.read_text()))
+
+
+def kill_one(save_dir: Path, result: Path, choose: random.Random) -> None:
+    """A run that is killed somewhere between its first instant and its last; returns when its writer has ended, too."""
+    process = begin(save_dir, result, 0.01)
+    time.sleep(choose.uniform(0.1, 1.5))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()  # the writer has the other end of standard error
+    if Repository.exists(save_dir):
+        with Repository.open(save_dir) as repository:
+            repository.writer(wait_seconds=60).close()
+
+
+def flip(save_dir: Path, choose: random.Random) -> bool:
+    """One bit of what the newest snapshot has and no other; whether there is such."""
+    if not Repository.exists(save_dir):
+        return False
+    with Repository.open(save_dir) as repository:
+        ids = repository.snapshots.ids()
+        seen: set[ChunkId] = set()
+        walker = Walker(repository, seen=seen)
+        for id_ in ids[1:]:
+            deque(walker.walk(repository.snapshots.load(id_), on_damage=_no_matter), maxlen=0)
+        if not seen:
+            return False
+        own = [one.id for one in walker.walk(repository.snapshots.load(ids[0]), on_damage=_no_matter)]
+        if not own:
+            return False
+        place = repository.chunks.locate(choose.choice(own))
+    with open(save_dir / "packs" / f"{place.pack:016x}.pack", "r+b") as file:
+        file.seek(place.offset + choose.randrange(place.stored_bytes))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1 << choose.randrange(8)]))
+    return True
+
+
+def _no_matter(*_: object) -> None:
+    """It was damaged before."""
