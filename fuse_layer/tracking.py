@@ -234,7 +234,8 @@ class Tracker:
             if node.parent is not None:
                 self._touch(node.parent, node.name, UNCHANGED_BINDING)
             elif node.astray:
-                self.current.complete = False  # only a comparison of everything finds the name that leads here
+                # Only a comparison of everything finds the name that leads here.
+                self.current.complete = False
         return change
 
     def _touch(self, parent: Place, name: bytes, was: int) -> None:
