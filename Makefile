@@ -68,6 +68,7 @@ bench-store: preflight-bench-store
 bench-store-memory:
 	@.ci/setup test
 	@PYTHONPATH=tests $(PY) -m benchmarks.store.memory $(ARGS)
+
 bench-saves:
 	@.ci/setup test
 	@$(PY) -m benchmarks.saves $(ARGS)

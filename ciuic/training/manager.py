@@ -55,6 +55,9 @@ TAG: Final = "training"
 _LOCK_WAIT_SECONDS: Final = 60.0
 _EXIT_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.2
+_ROOM: Final = 1.01
+_ROOM_BYTES: Final = 1 << 20
+"""For headers and documents beside the tensors."""
 
 
 class State(dict[str, Any]):
@@ -168,6 +171,7 @@ class SnapshotManager:
         self._last_save = time.monotonic()
         self._last_step = 0
         self._complained = False
+        self._prepared = False
         _ensure_repository(self.save_dir)
         self._client = WriterClient(
             Begin(
@@ -369,11 +373,22 @@ class SnapshotManager:
             self._boundaries.watch_follower(value)
         return value
 
+    def _prepare(self) -> None:
+        """After the first step everything has its size."""
+        self._prepared = True
+        states = {name: state_of(value, name) for name, value in self._objects.items()}
+        self._client.prepare(int(gather(states, {}, {}).size_bytes * _ROOM) + _ROOM_BYTES)
+
     def _stepped(self) -> None:
         self.step += 1
 
     def _at_boundary(self) -> None:
-        if self._closed or not self._objects or not self._client.is_ours or not self._is_due():
+        if self._closed or not self._objects or not self._client.is_ours:
+            return
+        if not self._is_due():
+            if not self._prepared:
+                with _quietly("the first snapshot could not be prepared"):
+                    self._prepare()
             return
         with _quietly("a snapshot could not be taken"):
             self._save(self._facts("due", None, None), {}, (), "", may_wait=False)
@@ -409,6 +424,7 @@ class SnapshotManager:
         began = time.monotonic()
         self._hear(self._client.poll())
         self._say_what_is_missing()
+        self._prepared = True
         states = {name: state_of(value, name) for name, value in self._objects.items()}
         values = {"plain": list(plain), "random": randomness.state()}
         state = gather(states, plain, values)

@@ -11,6 +11,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -118,6 +119,16 @@ class WriterClient:
             slot.arena, slot.layout, slot.known_to_writer = None, None, False
             slot.arena = Arena(int(size_bytes * _SPARE) if size_bytes >= 1 << 20 else 1 << 20)
         return slot
+
+    def prepare(self, size_bytes: int) -> None:
+        """Makes an arena for so much, and its memory present in a thread: the first save then costs what every later one does.
+
+        Failing is no matter. The second arena comes when it is needed, and stands the training still for longer that once.
+        """
+        with suppress(OSError):
+            slot = self.free_slot(size_bytes)
+            if slot is not None and slot.arena is not None:
+                threading.Thread(target=slot.arena.make_present, name="ciuic-arena", daemon=True).start()
 
     def submit(self, slot: Slot, manifest: Manifest, at: int) -> int:
         """Hands a filled arena over; returns the number of the save. ``at``: where in it there is room for the manifest.
