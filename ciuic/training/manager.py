@@ -201,11 +201,15 @@ class SnapshotManager:
         with _quietly("the writer could not be started"):
             self._client.start()
 
-    def take(self, objects: Mapping[str, Any]) -> None:
-        """As `register`, for saving when asked alone: nothing of the objects is watched. TypeError."""
+    def take(self, objects: Mapping[str, Any], *, with_position: bool = False) -> None:
+        """As `register`, for saving when asked alone: nothing of the objects is watched. TypeError.
+
+        ``with_position``: one of them knows where the run is in its data.
+        """
         for name, value in objects.items():
             way_of(value, name)
         self._objects.update(objects)
+        self._has_position = self._has_position or with_position
 
     def save_snapshot(
         self,
