@@ -27,6 +27,8 @@ class Boundaries:
         self._by_loader = False
         self._open = False
         """A step was taken and its boundary did not come yet."""
+        self._in_batch = False
+        """A batch of a watched loader was asked for, and the pass is not over."""
         self._expected: set[int] = set()
         self._seen: set[int] = set()
 
@@ -34,6 +36,11 @@ class Boundaries:
     def known(self) -> bool:
         """Whether there is anything that would tell of a boundary."""
         return bool(self._optimizers or self._by_loader)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the state is whole now, outside of a boundary too: between two passes over the data, in an evaluation after a step."""
+        return self.known and not self._open and not self._in_batch
 
     def watch_optimizer(self, optimizer: Any) -> bool:
         """By its own hook (torch 2.0 and later)."""
@@ -61,7 +68,7 @@ class Boundaries:
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(self: Any) -> Any:
-                return _Asking(method(self), boundaries.asked)
+                return _Asking(method(self), boundaries.asked, boundaries.ended)
 
             return wrapped
 
@@ -74,10 +81,15 @@ class Boundaries:
         self._by_loader = True
         if self._open:
             self._close()
+        self._in_batch = True
+
+    def ended(self) -> None:
+        """There was no further batch."""
+        self._in_batch = False
 
     def explicit(self) -> None:
         """The program itself says that a step is over."""
-        self._open = False
+        self._open = self._in_batch = False
         self._at_boundary()
 
     def _on_first(self, *_: object) -> None:
@@ -107,18 +119,23 @@ class Boundaries:
 
 
 class _Asking:
-    """An iterator that tells before each fetch."""
+    """An iterator that tells before each fetch, and when there is nothing more."""
 
-    def __init__(self, inner: Any, ask: Callable[[], None]) -> None:
+    def __init__(self, inner: Any, ask: Callable[[], None], ended: Callable[[], None]) -> None:
         self._inner = inner
         self._ask = ask
+        self._ended = ended
 
     def __iter__(self) -> _Asking:
         return self
 
     def __next__(self) -> Any:
         self._ask()
-        return next(self._inner)
+        try:
+            return next(self._inner)
+        except StopIteration:
+            self._ended()
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

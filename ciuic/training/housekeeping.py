@@ -1,24 +1,29 @@
 """What becomes of older snapshots of a trainer, and when.
 
-Guarantees: the newest ``keep_last`` stay, and those that are held; nothing is removed before one of those that stay was read back,
-byte for byte, since it was written, so the last good one is never deleted, however many bad ones came after it. What was read back
+Guarantees: what any rule keeps stays (preservation.py); nothing is removed before one of those that stay was read back, byte for
+byte, since it was written, so the last good one is never deleted, however many bad ones came after it. What was read back
 carries the tag ``verified``. Snapshots of other roots in the same repository are nobody's business here. All of it may be
-interrupted at any point, and gives way to the next save.
+interrupted at any point, and gives way to the next save, but not for ever: where saves come as fast as they are written, snapshots must
+not pile up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.training.messages import Note, Rules
-from ciuic.training.reading import damaged_chunks
+from ciuic.training.preservation import Known, kept, needs_facts
+from ciuic.training.reading import Facts, damaged_chunks, read_facts
 from ciuic.types import SnapshotId
 
 VERIFIED: Final = "verified"
 _ASK_EVERY: Final = 64
+_MOST_GIVEN_WAY: Final = 4
+"""So often in a row."""
 
 
 class Housekeeping:
@@ -36,27 +41,53 @@ class Housekeeping:
         self._rules = rules
         self._should_stop = should_stop
         self._tell = tell
+        self._given_way = 0
+        self._undone = False
+        self._read: dict[str, Facts | None] = {}
 
-    def after(self, newest: str) -> None:
+    def finish(self, seconds: float) -> None:
+        """What was left undone, for so long: there will be no next save. CiuicError; OSError."""
+        end = time.monotonic() + seconds
+        self._given_way, self._should_stop = 0, lambda: time.monotonic() > end
+        if self._undone:
+            self.after()
+
+    def after(self) -> None:
         """To be called after each snapshot. CiuicError; OSError."""
-        if not self._rules.keep_last:
+        if not self._rules.keep:
             return
         with Repository.open(self._repository) as repository:
             known = repository.snapshots.list(root=self._root)
-            keep, drop = divide(known, self._rules)
+            keep, drop = divide(known, self._rules, self._facts(repository, known))
+            self._undone = bool(drop)
             if not drop or not self._one_is_verified(repository, keep):
                 return
             with repository.writer(command="SnapshotManager: preservation") as writer:
                 writer.remove_snapshots(drop)
+            self._undone, self._given_way = False, 0
             self._free_space(repository)
+
+    def _facts(self, repository: Repository, infos: Sequence[SnapshotInfo]) -> dict[str, Facts]:
+        """As far as the rules look at them. Of what is damaged there are none."""
+        if not needs_facts(self._rules.keep):
+            return {}
+        for info in infos:
+            if info.id not in self._read:
+                try:
+                    self._read[info.id] = read_facts(repository, info.id)
+                except (CiuicError, ValueError):
+                    self._read[info.id] = None
+        self._read = {info.id: self._read[info.id] for info in infos}
+        return {id_: facts for id_, facts in self._read.items() if facts is not None}
 
     def _one_is_verified(self, repository: Repository, keep: Sequence[SnapshotInfo]) -> bool:
         """Of those that stay; newest first, until one is."""
         for info in keep:
             if VERIFIED in info.tags:
                 return True
-            reason = read_back(repository, info.id, self._should_stop)
+            reason = read_back(repository, info.id, self._gives_way)
             if reason is None:
+                self._given_way += 1
                 return False
             if reason:
                 self._tell(Note("snapshot_damaged", f"{info.id} cannot be read back: {reason}"))
@@ -66,17 +97,29 @@ class Housekeeping:
             return True
         return False
 
+    def _gives_way(self) -> bool:
+        return self._given_way < _MOST_GIVEN_WAY and self._should_stop()
+
     def _free_space(self, repository: Repository) -> None:
         from ciuic.gc import prune
 
         prune(repository, None, should_stop=self._should_stop)
 
 
-def divide(known: Sequence[SnapshotInfo], rules: Rules) -> tuple[list[SnapshotInfo], list[SnapshotId]]:
-    """(those that stay, newest first; ids of the others, oldest first). ``known``: newest first."""
-    keep = [info for at, info in enumerate(known) if at < rules.keep_last or info.held]
-    stay = {info.id for info in keep}
-    return keep, [info.id for info in reversed(known) if info.id not in stay]
+def divide(
+    infos: Sequence[SnapshotInfo], rules: Rules, facts: Mapping[str, Facts]
+) -> tuple[list[SnapshotInfo], list[SnapshotId]]:
+    """(those that stay, newest first; ids of the others, oldest first). ``infos``: newest first. ``facts``: as far as rules need them."""
+    stay = kept([_known(info, facts.get(info.id)) for info in infos], rules.keep)
+    return [info for info in infos if info.id in stay], [
+        info.id for info in reversed(infos) if info.id not in stay
+    ]
+
+
+def _known(info: SnapshotInfo, facts: Facts | None) -> Known:
+    if facts is None:
+        return Known(info.id, info.time_ns, info.held)
+    return Known(info.id, info.time_ns, info.held, facts.run, facts.step, facts.metrics)
 
 
 def read_back(

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import platform
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +29,14 @@ from typing import Any, Final
 
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository
-from ciuic.training import randomness
+from ciuic.training import policies, randomness
 from ciuic.training.boundaries import Boundaries
 from ciuic.training.completeness import missing
+from ciuic.training.costs import Costs
 from ciuic.training.messages import Begin, FromWriter, Manifest, Note, NotSaved, Rules, Saved
+from ciuic.training.policies import Moment, Rule
 from ciuic.training.positions import Position
+from ciuic.training.preservation import Keep, Latest
 from ciuic.training.reading import (
     Facts,
     Loaded,
@@ -47,7 +51,6 @@ from ciuic.training.staging import gather, stage
 from ciuic.training.stateful import load_into, state_of, way_of
 from ciuic.training.writer_client import WriterClient
 from ciuic.types import SnapshotId
-from ciuic.units import parse_duration
 
 log = logging.getLogger("ciuic")
 
@@ -87,7 +90,8 @@ class Resumed:
     step: int
     """Optimizer steps done."""
     epoch: int | None
-    """The epoch that was given last, or that the registered loader is in (0 is the first)."""
+    """The epoch that was given last; where a plain loader is registered the one to go on with (0 is the first): that which it was in,
+    or, had its pass come to its end, the next."""
     batch: int
     """Batches of that epoch which the registered loader gave out before; it goes on behind them by itself."""
     passed_over: tuple[PassedOver, ...] = ()
@@ -138,22 +142,21 @@ class SnapshotManager:
         max_snapshots: int | None = None,
         *,
         every_steps: int | None = None,
+        save_when: Iterable[Rule] = (),
+        keep: Iterable[Keep] = (),
         name: str = "training",
         nice: int = 10,
     ) -> None:
         """Opens the repository at ``save_dir``, or makes one there, parents included.
 
         ``interval`` (seconds, or text like ``1h``) and ``every_steps`` (of the optimizer): when snapshots are taken by themselves, once the
-        manager knows the objects. ``max_snapshots``: so many of the newest stay; None keeps all. ``name``: of the run, where several
+        manager knows the objects; ``save_when`` are further rules for that (policies.py). ``max_snapshots``: so many of the newest stay;
+        ``keep`` are further rules for that (preservation.py); with neither all stay. ``name``: of the run, where several
         share a repository. ``nice``: of the writer. ValueError; CiuicError or OSError when there can be no repository there.
         """
         self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
-        self.interval_seconds = _seconds(interval)
-        self.every_steps = every_steps
-        if every_steps is not None and every_steps < 1:
-            raise ValueError("every_steps is a number of steps, from 1 on")
-        if max_snapshots is not None and max_snapshots < 1:
-            raise ValueError("max_snapshots is a number of snapshots, from 1 on")
+        self._rules = policies.Rules(policies.of(interval, every_steps, save_when))
+        keeps = (*([] if max_snapshots is None else [Latest(max_snapshots)]), *keep)
         if not name or "/" in name or name in (".", ".."):
             raise ValueError(f"{name!r} cannot be the name of a directory")
         self.step = 0
@@ -168,6 +171,9 @@ class SnapshotManager:
         self._has_position = False
         self._boundaries = Boundaries(self._stepped, self._at_boundary)
         self._saves: dict[int, Save] = {}
+        self._costs = Costs()
+        self._reported: dict[str, float] = {}
+        """Metrics for the next snapshot."""
         self._last_save = time.monotonic()
         self._last_step = 0
         self._complained = False
@@ -177,7 +183,7 @@ class SnapshotManager:
             Begin(
                 repository=str(self.save_dir),
                 root=self._root,
-                rules=Rules(keep_last=max_snapshots or 0),
+                rules=Rules(keep=keeps),
                 nice=nice,
             )
         )
@@ -249,6 +255,14 @@ class SnapshotManager:
         is due."""
         self._boundaries.explicit()
 
+    def report(self, metrics: Mapping[str, float] | None = None, **more: float) -> None:
+        """Metrics of the state as it is, for rules that look at them and for the next snapshot. One that is due for them is taken now
+        where the state is whole, else at the next boundary."""
+        self._reported |= _floats({**(metrics or {}), **more})
+        self._rules.observe(self._reported)
+        if self._boundaries.whole and not self._closed and self._objects and self._client.is_ours:
+            self._save_if_due()
+
     # -- what is read back
 
     def load_latest_snapshot(self) -> State | None:
@@ -291,9 +305,11 @@ class SnapshotManager:
         self.step, self.epoch = state.facts.step or 0, state.facts.epoch
         self._run = state.facts.run or self._run
         self._last_step, self._last_save = self.step, time.monotonic()
-        batch = self._position.batches if self._position is not None else 0
+        self._observe_earlier()
+        position = self._position
+        epoch, batch = (self.epoch, 0) if position is None else (position.epoch, position.taken)
         log.info("ciuic: resumed from %s, step %d", state.id, self.step)
-        return Resumed(state.id, self.step, self._epoch_now(), batch, tuple(state.passed_over))
+        return Resumed(state.id, self.step, epoch, batch, tuple(state.passed_over))
 
     def list_snapshots(self) -> list[SavedSnapshot]:
         """Newest first, those that cannot be read left out."""
@@ -365,7 +381,7 @@ class SnapshotManager:
     def _known(self, name: str, value: Any) -> Any:
         """What is registered for it: the object, or the position that is counted for it."""
         if _is_plain_loader(value):
-            self._position = Position(value, self._boundaries.asked)
+            self._position = Position(value, self._boundaries.asked, self._boundaries.ended)
             self._has_position = True
             return self._position
         way_of(value, name)
@@ -389,26 +405,42 @@ class SnapshotManager:
     def _at_boundary(self) -> None:
         if self._closed or not self._objects or not self._client.is_ours:
             return
-        if not self._is_due():
-            if not self._prepared:
-                with _quietly("the first snapshot could not be prepared"):
-                    self._prepare()
-            return
-        with _quietly("a snapshot could not be taken"):
-            self._save(self._facts("due", None, None), {}, (), "", may_wait=False)
+        if self._client.pending:
+            self._hear(self._client.poll())
+        self._costs.boundary(time.monotonic(), writing=self._client.pending > 0)
+        if not self._save_if_due() and not self._prepared:
+            with _quietly("the first snapshot could not be prepared"):
+                self._prepare()
 
-    def _is_due(self) -> bool:
-        if self.every_steps is not None and self.step - self._last_step >= self.every_steps:
-            return True
-        return (
-            self.interval_seconds is not None and time.monotonic() - self._last_save >= self.interval_seconds
+    def _save_if_due(self) -> bool:
+        reason = self._rules.due(self._moment())
+        if reason:
+            with _quietly("a snapshot could not be taken"):
+                self._save(self._facts(reason, None, None), {}, (), "", may_wait=False)
+        return bool(reason)
+
+    def _moment(self) -> Moment:
+        return Moment(
+            step=self.step,
+            steps_since=self.step - self._last_step,
+            seconds_since=time.monotonic() - self._last_save,
+            cost_seconds=self._costs.seconds,
+            write_seconds=self._costs.write_seconds,
         )
+
+    def _observe_earlier(self) -> None:
+        """What was best before must be beaten after a resume, too."""
+        if self._rules.look_at_metrics:
+            for saved in self.list_snapshots():
+                if saved.facts.run == self._run:
+                    self._rules.observe(saved.facts.metrics)
+            self._rules.saved()
 
     def _facts(self, reason: str, metrics: Mapping[str, float] | None, epoch: int | None) -> Facts:
         return Facts(
             step=self.step,
             epoch=self._epoch_now() if epoch is None else epoch,
-            metrics={key: float(value) for key, value in (metrics or {}).items()},
+            metrics=_finite(self._reported | _floats(metrics or {})),
             reason=reason,
             objects=tuple(self._objects),
             run=self._run,
@@ -452,6 +484,9 @@ class SnapshotManager:
         save = self._saves[number] = Save(self, number)
         self.stats.last_stall_seconds = time.monotonic() - began
         self.stats.stall_seconds += self.stats.last_stall_seconds
+        self._costs.stalled(self.stats.last_stall_seconds)
+        self._reported = {}
+        self._rules.saved()
         return save
 
     def _say_what_is_missing(self) -> None:
@@ -465,6 +500,7 @@ class SnapshotManager:
             if isinstance(message, Saved):
                 self.stats.saved += 1
                 self.stats.last_id, self.stats.last_write_seconds = message.id, message.seconds
+                self._costs.wrote(message.size_bytes, message.seconds)
                 if (save := self._saves.pop(message.number, None)) is not None:
                     save.id = message.id
                 log.debug("ciuic: %s is saved, %d bytes new", message.id, message.new_bytes)
@@ -509,13 +545,13 @@ def _ensure_repository(path: Path) -> None:
             raise
 
 
-def _seconds(interval: float | str | None) -> float | None:
-    if interval is None:
-        return None
-    seconds = parse_duration(interval) if isinstance(interval, str) else float(interval)
-    if seconds <= 0:
-        raise ValueError("interval is a time above zero")
-    return seconds
+def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {key: float(value) for key, value in metrics.items()}
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    """JSON has no number for the others."""
+    return {key: value for key, value in metrics.items() if math.isfinite(value)}
 
 
 def _has_state(value: object) -> bool:

@@ -10,14 +10,16 @@ from typing import Final
 
 import msgspec
 
+from ciuic.training.preservation import Keep
+
 MOST_BYTES: Final = 64 << 10
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
     """What the writer does of its own accord after a snapshot."""
 
-    keep_last: int = 0
-    """So many of the newest stay; 0: all."""
+    keep: tuple[Keep, ...] = ()
+    """What stays; all of it if nothing says so."""
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -19,8 +19,10 @@ from ciuic.training.followers import override
 class Position:
     """Of one loader, which counts from now on."""
 
-    def __init__(self, loader: Any, ask: Callable[[], None]) -> None:
-        """``ask``: called before each batch is fetched. TypeError where the loader's class cannot be derived from."""
+    def __init__(
+        self, loader: Any, ask: Callable[[], None], ended: Callable[[], None] = lambda: None
+    ) -> None:
+        """``ask``: called before each batch is fetched; ``ended``: when there is none. TypeError where the loader's class cannot be derived from."""
         self.passes = 0
         """Begun so far; the one under way included."""
         self.batches = 0
@@ -28,6 +30,7 @@ class Position:
         self._at_begin: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
         self._ask = ask
+        self._ended = ended
         position = self
 
         def make(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,6 +52,16 @@ class Position:
         self._at_begin = state["at_begin"]
         self._resume = state if state["at_begin"] is not None else None
 
+    @property
+    def epoch(self) -> int:
+        """The pass to go on with, right after `load_state_dict`: the one that was under way, or the one after it."""
+        return self.passes - 1 if self._resume is not None else self.passes
+
+    @property
+    def taken(self) -> int:
+        """Batches of that."""
+        return self.batches if self._resume is not None else 0
+
     def _pass(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         if resume is None:
@@ -69,6 +82,7 @@ class Position:
                 batch = next(batches)
             except StopIteration:
                 self._at_begin = None
+                self._ended()
                 return
             self.batches += 1
             yield batch

@@ -88,7 +88,7 @@ def saved_snapshots(repository: Repository, root: bytes | None) -> list[SavedSna
     found = []
     for info in repository.snapshots.list(root=root):
         try:
-            found.append(_saved(info, _read_facts(repository, info.id)))
+            found.append(_saved(info, read_facts(repository, info.id)))
         except (CiuicError, ValueError):
             continue
     return found
@@ -162,7 +162,7 @@ def _top(entry: Entry | None, id_: str) -> Entry:
     return entry
 
 
-def _read_facts(repository: Repository, id_: SnapshotId) -> Facts:
+def read_facts(repository: Repository, id_: SnapshotId) -> Facts:
     snapshot = repository.snapshots.load(id_)
     return _decode_facts(_Files(repository, _top(snapshot.roots[0].entry, id_)).read(FACTS_FILE))
 

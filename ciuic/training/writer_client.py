@@ -67,6 +67,8 @@ class WriterClient:
         self._sock: socket.socket | None = None
         self.slots = [Slot(number) for number in range(_ARENAS)]
         self._number = 0
+        self._ended = False
+        """It was told to end."""
         self._pid = os.getpid()
         self._unheard: list[FromWriter] = []
         """What became of saves whose writer was found to be gone."""
@@ -102,6 +104,7 @@ class WriterClient:
         finally:
             theirs.close()
         self._sock = ours
+        self._ended = False
         for slot in self.slots:
             slot.known_to_writer = False
         self._send(self._begin)
@@ -177,6 +180,7 @@ class WriterClient:
         if not self.is_ours:
             return said
         if self._sock is not None:
+            self._ended = True
             with suppress(OSError):
                 self._send(End())
             end = time.monotonic() + timeout_seconds
@@ -212,13 +216,13 @@ class WriterClient:
     def _lose(self) -> None:
         """The writer is gone with what it had."""
         lost = [NotSaved(number=slot.save, reason=GONE) for slot in self.slots if slot.save]
-        self._unheard.extend(lost or [Note("writer_gone", GONE)])
+        self._unheard.extend(lost or ([] if self._ended else [Note("writer_gone", GONE)]))
         for slot in self.slots:
             slot.save = 0
         if self._sock is not None:
             self._sock.close()
             self._sock = None
-        if self._process is not None:
+        if self._process is not None and not self._ended:  # else `close` waits for its end
             self._process.poll()
             self._process = None
 

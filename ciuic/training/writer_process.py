@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -42,6 +43,8 @@ from ciuic.training.messages import (
 )
 
 _LOCK_WAIT_SECONDS: Final = 60.0
+_LAST_SECONDS: Final = 10.0
+"""For what old snapshots still need when the program is done: it waits for us."""
 _AUTOGROUP: Final = "/proc/self/autogroup"
 
 
@@ -116,6 +119,8 @@ class _Writer:
                 self._attach(message.arena, self._trainer.fds.popleft())
             elif isinstance(message, Save):
                 self._save(message)
+        if message is not None:
+            self._keep_house(lambda: self._housekeeping.finish(_LAST_SECONDS))
 
     def _attach(self, number: int, fd: int) -> None:
         before = self._arenas.pop(number, None)
@@ -147,8 +152,11 @@ class _Writer:
                 seconds=time.monotonic() - began,
             )
         )
+        self._keep_house(self._housekeeping.after)
+
+    def _keep_house(self, what: Callable[[], None]) -> None:
         try:
-            self._housekeeping.after(snapshot.id)
+            what()
         except (CiuicError, OSError) as error:
             self._trainer.tell(Note("housekeeping_failed", _words(error)))
 
