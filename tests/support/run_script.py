@@ -1,7 +1,7 @@
 """Runs a training script several times, as a machine does that kills it: each time in a process of its own, forked after the imports,
 which for some frameworks take longer than the training.
 
-    python run_script.py 'MODULES' SCRIPT RESULTS SAVE_DIR[:KILLED_AT_STEP] …
+    python run_script.py 'MODULES' SCRIPT RESULTS SAVE_DIR[:KILLED_AT_STEP][@SCRIPT] …
 
 MODULES: imported before the first fork, with blanks between. KILLED_AT_STEP: SIGKILL in the middle of this step of the process, after all
 that was staged is stored, so that what the next run finds does not depend on how fast the writer is. RESULTS gets one JSON line for each
@@ -26,10 +26,11 @@ def main(modules: str, script: str, results: str, *runs: str) -> None:
     for module in modules.split():
         importlib.import_module(module)
     for run in runs:
+        run, _, other = run.partition("@")
         save_dir, _, step = run.partition(":")
         child = os.fork()
         if not child:
-            _child(script, save_dir, int(step or 0), results)
+            _child(other or script, save_dir, int(step or 0), results)
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status) or os.WEXITSTATUS(status):
             _write(results, {"status": os.waitstatus_to_exitcode(status)})
@@ -88,7 +89,8 @@ def _watch(killed_at_step: int) -> list[int]:
         before = callbacks.on_train_batch_begin
 
         def on_train_batch_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-            step()
+            if self.callbacks[0].model.train_function.__name__ != "pass_by":  # read again, and not trained on
+                step()
             return before(self, *args, **kwargs)
 
         callbacks.on_train_batch_begin = on_train_batch_begin

@@ -14,7 +14,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def run(modules: str, script: Path, *runs: str, where: Path, allowed_s: float = 200) -> list[dict[str, Any]]:
-    """``runs``: ``whole``, ``parts:7`` … : a directory for snapshots below ``where``, and the step in which the run is killed."""
+    """``runs``: ``whole``, ``parts:7``, ``parts@other.py`` … : a directory for snapshots below ``where``, the step in which the run is
+    killed, a script there other than ``script``."""
     results = where / "results"
     results.unlink(missing_ok=True)
     program = Path(__file__).with_name("run_script.py")

@@ -1,0 +1,101 @@
+"""Keras 3 on TensorFlow, killed and resumed from the store: the same bits."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from support.runs import EXAMPLES, run
+
+if not os.environ.get(
+    "CI"
+):  # there .ci/setup has installed it; importing TensorFlow here would take longer than looking
+    from importlib.util import find_spec
+
+    if find_spec("keras") is None or find_spec("tensorflow") is None:
+        pytest.skip("Keras with TensorFlow is not installed", allow_module_level=True)
+
+MODULES = "tensorflow keras ciuic.integrations.keras"
+EXAMPLE = EXAMPLES / "keras_fit.py"
+BY_EPOCHS = {
+    "import keras\n": "import keras\n\n"
+    "class Ordered(keras.utils.PyDataset):\n"
+    "    def __len__(self):\n        return 10\n"
+    "    def __getitem__(self, at):\n        return x[at * 8 : at * 8 + 8], y[at * 8 : at * 8 + 8]\n\n",
+    "    x,\n    y,\n    batch_size=8,\n    epochs=3": "    Ordered(),\n    epochs=4",
+    "save_freq=4": "double_checkpoint=True",
+    'metrics=["accuracy"]': 'metrics=["accuracy"], steps_per_execution=5',
+}
+AS_WRITTEN = """
+from ciuic import SnapshotManager
+optimizer = model.optimizer
+start_epoch = 0
+manager = SnapshotManager(save_dir=save_dir, interval=3600, max_snapshots=10)
+state = manager.load_latest_snapshot()
+if state is not None:
+    model.set_weights(state["model_state_dict"])
+    optimizer.build(model.trainable_variables)
+    for variable, value in zip(optimizer.variables, state["optimizer_state_dict"], strict=True):
+        variable.assign(value)
+    start_epoch = state["epoch"] + 1
+for epoch in range(start_epoch, min(start_epoch + EPOCHS, 4)):
+    model.fit(x, y, batch_size=8, initial_epoch=epoch, epochs=epoch + 1, verbose=0)
+    manager.save_snapshot(model, optimizer, epoch)
+manager.close()
+"""
+
+
+DAMAGE = """
+import os, sys, types
+from ciuic.repository import Repository
+with Repository.open(sys.argv[1]) as repository:
+    newest, before = repository.snapshots.ids()
+    with open(repository.snapshots.path(newest), "wb") as file:
+        file.write(b"torn")
+model = types.SimpleNamespace(get_weights=lambda: [])
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """All runs, in one process that imports TensorFlow once; by the names of their tests."""
+    where = tmp_path_factory.mktemp("keras")
+    source = EXAMPLE.read_text()
+    head = source.partition("history = model.fit(")[0].replace("Dropout(0.3)", "Dropout(0.0)")
+    for old, new in BY_EPOCHS.items():
+        assert old in source
+        source = source.replace(old, new)
+    (where / "epochs.py").write_text(source)
+    (where / "damage.py").write_text(DAMAGE)
+    (where / "all_epochs.py").write_text(head + AS_WRITTEN.replace("EPOCHS", "4"))
+    (where / "two_epochs.py").write_text(head + AS_WRITTEN.replace("EPOCHS", "2"))
+    runs = {
+        "steps": ("a", "b:9", "b:7", "b", "b"),
+        "epochs": ("c@epochs.py", "d:6@epochs.py", "d@damage.py", "d@epochs.py"),
+        "lines": ("e@all_epochs.py", "f@two_epochs.py", "f@two_epochs.py"),
+    }
+    results = iter(run(MODULES, EXAMPLE, *(name for names in runs.values() for name in names), where=where))
+    return {test: [next(results) for _ in names] for test, names in runs.items()}
+
+
+def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    """The example, killed twice: order of the data, dropout, batch normalisation, Adam. Then there is nothing left to do."""
+    whole, _, _, last, again = found["steps"]
+    assert last["digest"] == again["digest"] == whole["digest"]
+    assert (whole["steps"], last["steps"], again["steps"]) == (30, 30 - 12, 0)
+
+
+def test_fit_goes_on_between_epochs_with_two_snapshots_kept(found: dict[str, list[dict[str, Any]]]) -> None:
+    """save_freq="epoch" over a PyDataset, five steps a call; the newest snapshot is damaged, so the one before it is taken."""
+    whole, _, _, last = found["epochs"]
+    assert (whole["steps"], last["steps"]) == (8, 6)
+    assert last["digest"] == whole["digest"]
+
+
+def test_the_lines_that_users_write_run_as_they_stand(found: dict[str, list[dict[str, Any]]]) -> None:
+    """SnapshotManager with a Keras model and optimizer, no callback."""
+    whole, _, last = found["lines"]
+    assert last["digest"] == whole["digest"]

@@ -1,0 +1,58 @@
+"""Lightning under both its names, killed and resumed from the store: the same bits; and ModelCheckpoint over our CheckpointIO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.runs import EXAMPLES, assert_goes_on, run
+
+pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+pytest.importorskip("lightning.pytorch", reason="the extra `lightning` is not installed")
+
+EXAMPLE = EXAMPLES / "lightning_fit.py"
+WITH_MODEL_CHECKPOINT = """
+from pathlib import Path
+from lightning.pytorch.callbacks import ModelCheckpoint
+io = SnapshotCheckpointIO(save_dir)
+files = ModelCheckpoint(f"{save_dir}-files", every_n_train_steps=4, save_top_k=2, monitor="step", mode="max", save_last="link")
+trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", plugins=[io], callbacks=[files, SnapshotCallback(io)], logger=False,
+                            enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(model, resumable(loader), ckpt_path="last")
+kept = sorted(path for path in Path(f"{save_dir}-files").iterdir() if not path.is_symlink())
+io.latest()  # what a run that was killed had removed is let go
+FACTS = {
+    "files": [path.name for path in kept],
+    "steps": [io.load_checkpoint(path)["global_step"] for path in kept],
+    "held": sum(one.held for one in io.manager.list_snapshots()),
+    "largest": max(path.stat().st_size for path in kept),
+}
+"""
+
+
+def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(tmp_path: Path) -> None:
+    """The example: order of the data, dropout, schedule."""
+    assert_goes_on("torch lightning ciuic.integrations.lightning", EXAMPLE, (9, 7), tmp_path)
+
+
+def test_what_model_checkpoint_saves_and_removes_are_snapshots(tmp_path: Path) -> None:
+    """save_top_k, save_last and ckpt_path="last" as with files; what it removes is not kept any longer."""
+    head = EXAMPLE.read_text().partition("io = SnapshotCheckpointIO")[0]
+    script = tmp_path / "files.py"
+    script.write_text(head + WITH_MODEL_CHECKPOINT)
+    whole, _, last = run(
+        "torch lightning ciuic.integrations.lightning", script, "whole", "parts:15", "parts", where=tmp_path
+    )
+    assert last["steps"] == 30 - 12
+    for found in (whole, last):
+        assert (found["facts"]["steps"], found["facts"]["held"]) == ([24, 28], 2)
+        assert found["facts"]["largest"] < 1000, "a file that says which snapshot it is"
+
+
+def test_the_other_name_of_the_package_is_served_as_well(tmp_path: Path) -> None:
+    """pytorch_lightning: other classes, the same behaviour."""
+    pytest.importorskip("pytorch_lightning", reason="not installed")
+    script = tmp_path / "other.py"
+    source = EXAMPLE.read_text().replace("import lightning\n", "import pytorch_lightning as lightning\n")
+    script.write_text(source.replace("ciuic.integrations.lightning", "ciuic.integrations.pytorch_lightning"))
+    assert_goes_on("torch pytorch_lightning ciuic.integrations.pytorch_lightning", script, (15,), tmp_path)
