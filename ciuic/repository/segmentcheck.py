@@ -1,8 +1,11 @@
-"""Checking the payloads of segments: read in large pieces, by a few threads, while the next ones are read ahead.
+"""Checking the payloads of segments: one thread reads them whole and in order, others check what was read.
+
+In order and in large pieces, because the kernel then reads ahead by itself, into large folios: measured cold, 2.3 to 3.2 GB/s; asked
+for the same ranges (WILLNEED) it reads them a page at a time, 0.6 to 1.5 GB/s.
 
 Guarantees: every byte between the table and the next segment is looked at, payloads by both of their hashes, padding for being zero;
-what is wrong is told in the order of its place. Memory: a buffer and a decompressed chunk for each thread, the records of
-the segments in work.
+what is wrong is told in the order of its place. Memory: what was read and is not checked yet (32 MiB and a segment), a
+decompressed chunk for each thread, the records of the segments in work.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
@@ -28,6 +30,7 @@ from ciuic.repository.chunks import (
     read_stored,
     unpack,
 )
+from ciuic.repository.ids import is_zero
 from ciuic.repository.model import PackDamage, PackRecord
 from ciuic.repository.packs import Packs, Segment
 
@@ -35,6 +38,8 @@ _RUN_BYTES = 1 << 20
 """One read: small enough to be in the processor's cache while it is hashed twice."""
 _AHEAD_BYTES = 32 << 20
 _AHEAD_SEGMENTS = 64
+_SEGMENT_BYTES = (4 << 20) + (64 << 10)
+"""Nearly all segments are of that size or smaller: their buffers fit each other."""
 
 
 class _Run(NamedTuple):
@@ -55,6 +60,8 @@ class Checker:
         self._opened: list[Packs] = []
         self._executor = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "scrub")
         self._current: Future[list[PackDamage]] | None = None
+        self._free: list[bytearray] = []
+        """To be used again."""
 
     def __enter__(self) -> Checker:
         return self
@@ -72,9 +79,8 @@ class Checker:
         waiting_bytes = 0
         end = self._packs.footer_offset(number)
         for segment in segments:
-            with suppress(OSError):  # only advice
-                self._packs.will_need(number, segment.offset, segment.end - segment.offset)
-            waiting.append((segment, self._executor.submit(self._check, number, segment, end)))
+            read = self._read(number, segment)
+            waiting.append((segment, self._executor.submit(self._check, number, segment, end, read)))
             waiting_bytes += segment.end - segment.offset
             while waiting_bytes > _AHEAD_BYTES or len(waiting) > _AHEAD_SEGMENTS:
                 done, self._current = waiting.popleft()
@@ -88,14 +94,36 @@ class Checker:
         assert self._current is not None
         return self._current.result()
 
-    def _check(self, number: int, segment: Segment, footer: int) -> list[PackDamage]:
+    def _read(self, number: int, segment: Segment) -> bytearray | None:
+        """The whole segment; None where that cannot be, or is too much at once: then it is read piece by piece."""
+        length = segment.end - segment.offset
+        if length > _AHEAD_BYTES:
+            return None
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = bytearray(max(length, _SEGMENT_BYTES))
+        if len(buffer) < length:
+            buffer = bytearray(length)
+        try:
+            if self._packs.read_into(number, segment.offset, memoryview(buffer)[:length]) == length:
+                return buffer
+        except OSError as error:
+            if error.errno not in READ_ERRORS:
+                raise
+        return None
+
+    def _check(self, number: int, segment: Segment, footer: int, read: bytearray | None) -> list[PackDamage]:
         mine = self._mine
         if not hasattr(mine, "packs"):
             mine.packs = Packs(self._packs.directory, self._packs.repository_id)
             self._opened.append(mine.packs)
             mine.checked = _Segments(mine.packs, self._seed)
         checked: _Segments = mine.checked
-        return list(checked.damages(number, segment, footer))
+        found = list(checked.damages(number, segment, footer, read))
+        if read is not None:
+            self._free.append(read)
+        return found
 
 
 class _Segments:
@@ -107,42 +135,52 @@ class _Segments:
         self._buffer = bytearray(_RUN_BYTES)
         self._decompressor = zstandard.ZstdDecompressor()
 
-    def damages(self, number: int, segment: Segment, footer: int) -> Iterator[PackDamage]:
+    def damages(
+        self, number: int, segment: Segment, footer: int, read: bytearray | None
+    ) -> Iterator[PackDamage]:
+        """``read``: the segment from its beginning on, where it has been read."""
         padded = segment.damage is None
         at = segment.offset + pf.SEGMENT_HEAD_BYTES + len(segment.records) * pf.RECORD_BYTES + 8
         if not padded:
             at = segment.records[0].offset if segment.records else segment.end
         for run in _runs(at, segment.records):
-            yield from self._run(number, run, padded=padded)
+            if read is None:
+                yield from self._run(number, run, *self._read(number, run), padded=padded)
+            else:
+                data = memoryview(read)[run.start - segment.offset : run.end - segment.offset]
+                yield from self._run(number, run, data, whole=True, padded=padded)
         if padded:
             yield from check_padding(self._packs, number, segment.end, min(pf.align(segment.end), footer))
 
-    def _run(self, number: int, run: _Run, *, padded: bool) -> Iterator[PackDamage]:
+    def _read(self, number: int, run: _Run) -> tuple[memoryview, bool]:
+        """(room for the run with what could be read of it, whether that is all)."""
         length = run.end - run.start
         if length > len(self._buffer):
             self._buffer = bytearray(length)
+        data = memoryview(self._buffer)[:length]
         try:
-            whole = self._packs.read_into(number, run.start, memoryview(self._buffer)[:length]) == length
+            return data, self._packs.read_into(number, run.start, data) == length
         except OSError as error:
             if error.errno not in READ_ERRORS:
                 raise
-            whole = False
+            return data, False
+
+    def _run(
+        self, number: int, run: _Run, data: memoryview, whole: bool, *, padded: bool
+    ) -> Iterator[PackDamage]:
         at = run.start
         for record in run.records:
-            if padded:
-                yield from self._padding(number, run.start, at, record.offset, whole=whole)
-            if not whole or not self._is_good(record, record.offset - run.start):
+            if padded and whole:
+                if not is_zero(data[at - run.start : record.offset - run.start]):
+                    yield PackDamage(number, at, None, _PADDING)
+            elif padded:
+                yield from check_padding(self._packs, number, at, record.offset)
+            start = record.offset - run.start
+            if not whole or not self._is_good(record, data[start : start + record.stored_bytes]):
                 yield from check_record(self._packs, number, self._seed, record)
             at = record.offset + record.stored_bytes
 
-    def _padding(self, number: int, base: int, start: int, end: int, *, whole: bool) -> Iterator[PackDamage]:
-        if not whole:
-            yield from check_padding(self._packs, number, start, end)
-        elif self._buffer.count(0, start - base, end - base) < end - start:
-            yield PackDamage(number, start, None, _PADDING)
-
-    def _is_good(self, record: PackRecord, at: int) -> bool:
-        stored = memoryview(self._buffer)[at : at + record.stored_bytes]
+    def _is_good(self, record: PackRecord, stored: memoryview) -> bool:
         if pf.checksum(stored) != record.checksum:
             return False
         if not record.flags & pf.FLAG_ZSTD:
