@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from datetime import tzinfo
 
 from ciuic.chunkset import ChunkSet
-from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.repository import Repository, Walker, Writer
+from ciuic.repository.claim import is_claimed
 from ciuic.retention import Decision, MinFree, Plan, RetentionPolicy, plan_retention
 from ciuic.sweep import (
     HURRIED,
@@ -259,7 +260,12 @@ class _Run:
                 report.removed.append(id_)
 
     def collect(self, writer: Writer, report: PruneReport) -> None:
-        """Under the lock: decide again, mark what has come since, remove, sweep."""
+        """Under the lock: decide again, mark what has come since, remove, sweep. Busy while somebody has a claim."""
+        if is_claimed(str(self.repository.path)):
+            raise Busy(
+                "several processes are storing one snapshot, and what they have stored belongs to none yet",
+                hint="The next prune, after it, frees the space.",
+            )
         report.plan = self.plan()
         self.mark(decision.id for decision in report.plan.kept)
         self.remove(writer, report, report.plan.removed)

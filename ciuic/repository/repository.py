@@ -10,11 +10,13 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ciuic.errors import NotFound, NotPermitted
+from ciuic.repository.claim import CLAIM_NAME, Claim
 from ciuic.repository.config import (
     CONFIG_NAMES,
     FORMAT_VERSION,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK_SIZE = 262144
 PACKS_DIR = "packs"
+_MAKING_SECONDS = 10.0
 
 
 class Repository:
@@ -85,11 +88,17 @@ class Repository:
             block_size=block_size,
             created_ns=time.time_ns(),
         )
-        # Made here, so that later a full disk cannot stop the first writer from freeing space.
-        Lock.acquire(where, command="ciuic: making the repository").release()
-        # The configuration last: without it this is no repository, and nothing was put into it.
-        for name in reversed(CONFIG_NAMES):
-            disk.replace_file(f"{where}/{name}", encode_config(config))
+        # Made here, so that later a full disk cannot stop the first writer from freeing space; and of several processes that
+        # were told to use this directory one makes the repository.
+        lock = Lock.acquire(where, wait_seconds=_MAKING_SECONDS, command="ciuic: making the repository")
+        try:
+            if os.path.lexists(f"{where}/{CONFIG_NAMES[0]}"):
+                raise RepositoryExists(f"{where} is a repository already")
+            # The configuration last: without it this is no repository, and nothing was put into it.
+            for name in reversed(CONFIG_NAMES):
+                disk.replace_file(f"{where}/{name}", encode_config(config))
+        finally:
+            lock.release()
         disk.sync_dir(os.path.dirname(where))
         return cls(Path(where), config, disk)
 
@@ -180,6 +189,10 @@ class Repository:
             lock.release()
             raise
 
+    def claim(self) -> Claim:
+        """For content that several writers store in turn for one snapshot: see `claim`. OSError."""
+        return Claim.acquire(str(self.path))
+
     def packs(self) -> list[PackInfo]:
         """All packs, by number."""
         files = self._pack_files()
@@ -266,24 +279,37 @@ class Repository:
         return self._packs
 
 
+def _make_dir(disk: Disk, path: str) -> None:
+    with suppress(FileExistsError):  # another process makes the same repository
+        disk.make_dir(path)
+
+
 def _make_directories(disk: Disk, where: str) -> None:
     """The directory with its empty parts. RepositoryExists unless it was missing, empty, or begun by a
     crashed create.
     """
     try:
         if not os.path.isdir(where):
-            disk.make_dir(where)
+            _make_dir(disk, where)
         found = set(os.listdir(where))
-        own = {PACKS_DIR, SNAPSHOTS_DIR, MARKS_DIR, LOCK_NAME, "config.tmp", "config.copy.tmp", "config.copy"}
+        own = {
+            PACKS_DIR,
+            SNAPSHOTS_DIR,
+            MARKS_DIR,
+            LOCK_NAME,
+            CLAIM_NAME,
+            "config.tmp",
+            "config.copy.tmp",
+            "config.copy",
+        }
         if found - own or any(os.listdir(f"{where}/{PACKS_DIR}") for _ in found & {PACKS_DIR}):
             what = "is a repository already" if Repository.exists(where) else "is not empty"
             raise RepositoryExists(f"{where} {what}")
         os.chmod(where, 0o700)
         for name in (PACKS_DIR, SNAPSHOTS_DIR, MARKS_DIR):
             if name not in found:
-                disk.make_dir(
-                    f"{where}/{name}"
-                )  # durable with the name of the configuration, which comes after
+                # Durable with the name of the configuration, which comes after.
+                _make_dir(disk, f"{where}/{name}")
     except FileNotFoundError:
         raise NotFound(f"cannot make a repository at {where}: its parent directory is missing") from None
     except PermissionError as error:

@@ -14,11 +14,12 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
+from ciuic.errors import Damaged
 from ciuic.repository import Repository, Writer
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.ids import is_zero
 from ciuic.repository.packing import Content
-from ciuic.training.messages import File, Manifest
+from ciuic.training.messages import File, Manifest, StoredFile
 from ciuic.types import ChunkId, Entry, MapRef, RootRecord, Snapshot, SnapshotDraft, TreeRef
 
 _AT_ONCE: Final = 16
@@ -39,11 +40,15 @@ class Known:
 def commit(
     repository: Repository, writer: Writer, memory: memoryview, manifest: Manifest, root: bytes, known: Known
 ) -> Snapshot:
-    """Stores ``manifest.files`` from ``memory`` as one snapshot, under ``root``. OSError: it was not made, and ``known`` is as it was."""
+    """Stores ``manifest.files`` from ``memory`` as one snapshot, under ``root``, with what ``manifest.stored`` says is there already.
+
+    OSError, or Damaged where something of that is not there: it was not made, and ``known`` is as it was.
+    """
     if known.snapshot not in repository.snapshots.names():
         known.folders = {}  # somebody removed it, and what its trees refer to may be gone with it
     put = _Put(writer, repository.block_size, manifest.time_ns, known)
-    entries = {file.path: put.file(file, memory) for file in manifest.files}
+    entries = {file.path: put.stored(file) for file in manifest.stored}
+    entries |= {file.path: put.file(file, memory) for file in manifest.files}
     folders = put.folders(entries)
     top = _folder(b"", put.time_ns, writer.update_tree(b"", _listing(entries, folders)))
     draft = SnapshotDraft(
@@ -62,6 +67,20 @@ def commit(
     return snapshot
 
 
+def put_files(
+    repository: Repository, writer: Writer, memory: memoryview, manifest: Manifest
+) -> list[StoredFile]:
+    """Stores ``manifest.files`` from ``memory``, durably on return, for a snapshot that somebody else will make: who holds a claim
+    on the repository meanwhile. OSError."""
+    put = _Put(writer, repository.block_size, manifest.time_ns, Known())
+    stored = []
+    for file in manifest.files:
+        entry = put.file(file, memory)
+        stored.append(StoredFile(file.path, entry.size_bytes, entry.content, entry.map_height))
+    writer.flush()
+    return stored
+
+
 class _Put:
     def __init__(self, writer: Writer, block_size: int, time_ns: int, known: Known) -> None:
         self.time_ns = time_ns
@@ -75,16 +94,27 @@ class _Put:
             raise ValueError(f"{file.path} does not lie in the arena")
         blocks = blocks_of(file.size_bytes, self._block_size)
         content = self._writer.update_block_map(_EMPTY, blocks, self._blocks(data, blocks))
-        name = os.fsencode(file.path.rpartition("/")[2])
-        before = self._known.entries.get(file.path)
-        if before is not None and (before.content, before.size_bytes) == (content.content, file.size_bytes):
+        return self._entry(file.path, file.size_bytes, content)
+
+    def stored(self, file: StoredFile) -> Entry:
+        """Damaged where not all of it is in the repository."""
+        chunks, maps = self._writer.chunks, self._writer.block_maps
+        blocks = blocks_of(file.size_bytes, self._block_size)
+        here = not file.map_height or all(map(chunks.has, maps.nodes(file.content, file.map_height)))
+        if not (here and all(chunks.has(id_) for _, id_ in maps.ids(file.content, file.map_height, blocks))):
+            raise Damaged(f"what was stored of {file.path} is not in the repository any more")
+        return self._entry(file.path, file.size_bytes, MapRef(file.content, file.map_height))
+
+    def _entry(self, path: str, size_bytes: int, content: MapRef) -> Entry:
+        before = self._known.entries.get(path)
+        if before is not None and (before.content, before.size_bytes) == (content.content, size_bytes):
             return before
         return Entry(
-            name=name,
+            name=os.fsencode(path.rpartition("/")[2]),
             mode=stat.S_IFREG | 0o644,
             uid=os.getuid(),
             gid=os.getgid(),
-            size_bytes=file.size_bytes,
+            size_bytes=size_bytes,
             mtime_ns=self.time_ns,
             ctime_ns=self.time_ns,
             atime_ns=self.time_ns,

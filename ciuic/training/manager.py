@@ -27,13 +27,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from ciuic.errors import CiuicError
 from ciuic.repository import Repository
 from ciuic.training import policies, randomness
 from ciuic.training.boundaries import Boundaries
 from ciuic.training.completeness import missing
 from ciuic.training.costs import Costs
 from ciuic.training.messages import Begin, FromWriter, Manifest, Note, NotSaved, Rules, Saved
+from ciuic.training.places import ensure_repository
 from ciuic.training.policies import Moment, Rule
 from ciuic.training.positions import Position
 from ciuic.training.preservation import Keep, Latest
@@ -178,7 +178,7 @@ class SnapshotManager:
         self._last_step = 0
         self._complained = False
         self._prepared = False
-        _ensure_repository(self.save_dir)
+        ensure_repository(self.save_dir)
         self._client = WriterClient(
             Begin(
                 repository=str(self.save_dir),
@@ -531,18 +531,6 @@ class _quietly:  # noqa: N801 (it reads as a word)
             log.error("ciuic: %s: %s", self._what, error)
             return True
         return False
-
-
-def _ensure_repository(path: Path) -> None:
-    if Repository.exists(path):
-        Repository.open(path).close()
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        Repository.create(path).close()
-    except CiuicError:
-        if not Repository.exists(path):  # another rank may have been faster
-            raise
 
 
 def _floats(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -47,6 +47,8 @@ class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     manifest_offset: int
     manifest_bytes: int
     """MessagePack of a `Manifest`."""
+    commit: bool = True
+    """False: its files are stored, for a snapshot that another process makes; the answers are `Part` messages and `Put`."""
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
@@ -61,6 +63,16 @@ class File(msgspec.Struct, frozen=True, array_like=True):
     size_bytes: int
 
 
+class StoredFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file of the snapshot whose content is in the repository already."""
+
+    path: str
+    size_bytes: int
+    content: bytes
+    """As in `Entry`, with the next."""
+    map_height: int
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a snapshot but its content."""
 
@@ -70,6 +82,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     hold_reason: str = ""
     """Not empty: it is held."""
     files: list[File]
+    stored: list[StoredFile] = []
+    """What other processes have put."""
 
 
 class Saved(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -90,6 +104,21 @@ class NotSaved(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     reason: str
 
 
+class Part(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Some of the files that were put; more of these, or `Put`, will follow."""
+
+    number: int
+    files: list[StoredFile]
+
+
+class Put(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """All files are stored and durable, and no snapshot has them; the arena is the trainer's again."""
+
+    number: int
+    new_bytes: int
+    seconds: float
+
+
 class Note(msgspec.Struct, tag=True, frozen=True):
     """Something that the trainer's log should have."""
 
@@ -98,7 +127,7 @@ class Note(msgspec.Struct, tag=True, frozen=True):
 
 
 FromTrainer = Begin | Attach | Save | End
-FromWriter = Saved | NotSaved | Note
+FromWriter = Saved | NotSaved | Part | Put | Note
 _TRAINERS: Final[msgspec.msgpack.Decoder[FromTrainer]] = msgspec.msgpack.Decoder(FromTrainer)
 _WRITERS: Final[msgspec.msgpack.Decoder[FromWriter]] = msgspec.msgpack.Decoder(FromWriter)
 

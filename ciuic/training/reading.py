@@ -140,14 +140,12 @@ def load(path: str, id_: str) -> Loaded:
     this version of the framework, does not know what was saved."""
     with Repository.open(path) as repository:
         snapshot = repository.snapshots.load(SnapshotId.parse(id_))
-        files = _Files(repository, _top(snapshot.roots[0].entry if snapshot.roots else None, id_))
+        files = Files(repository, top_of(snapshot.roots[0].entry if snapshot.roots else None, id_))
         facts = _decode_facts(files.read(FACTS_FILE))
         state = json.loads(files.read(STATE_FILE))
         if state.get("version") != STATE_VERSION:
             raise ValueError(f"{id_} was written by a later version of ciuic")
-        arrays = _Arrays(path, files)
-        needed = sorted({name for name in files.names() if name.endswith(SUFFIX)})
-        arrays.fetch(needed)
+        arrays = arrays_of(path, files, [name for name in files.names() if name.endswith(SUFFIX)])
         objects = {
             name: structure.unpack(skeleton, arrays.lookup(name))
             for name, skeleton in state["objects"].items()
@@ -156,7 +154,8 @@ def load(path: str, id_: str) -> Loaded:
         return Loaded(id_, facts, objects, values)
 
 
-def _top(entry: Entry | None, id_: str) -> Entry:
+def top_of(entry: Entry | None, id_: str) -> Entry:
+    """The directory that holds a state. NotFound."""
     if entry is None:
         raise NotFound(f"{id_} holds no training state")
     return entry
@@ -164,7 +163,7 @@ def _top(entry: Entry | None, id_: str) -> Entry:
 
 def read_facts(repository: Repository, id_: SnapshotId) -> Facts:
     snapshot = repository.snapshots.load(id_)
-    return _decode_facts(_Files(repository, _top(snapshot.roots[0].entry, id_)).read(FACTS_FILE))
+    return _decode_facts(Files(repository, top_of(snapshot.roots[0].entry, id_)).read(FACTS_FILE))
 
 
 def _decode_facts(data: bytes | bytearray) -> Facts:
@@ -178,7 +177,7 @@ def _saved(info: SnapshotInfo, facts: Facts) -> SavedSnapshot:
     return SavedSnapshot(info.id, info.time_ns, facts, info.tags, info.held, info.size_bytes, info.new_bytes)
 
 
-class _Files:
+class Files:
     """The regular files of a snapshot by path, read on demand."""
 
     def __init__(self, repository: Repository, top: Entry) -> None:
@@ -208,16 +207,19 @@ class _Files:
         return room
 
 
-def read_file(repository: Repository, entry: Entry, into: memoryview) -> None:
-    """The content of a regular file, checked, into memory of its size that may hold anything. Damaged."""
+def read_file(repository: Repository, entry: Entry, into: memoryview, first_block: int = 0) -> None:
+    """The content of a regular file from a block on, checked, into memory that may hold anything; it ends with a block or with the
+    file. Damaged."""
     block_size = repository.block_size
     blocks = blocks_of(entry.size_bytes, block_size)
+    stop = first_block + blocks_of(len(into), block_size)
     run: list[tuple[int, ChunkId]] = []
     hole_from = 0
-    for index, chunk in repository.block_maps.ids(entry.content, entry.map_height, blocks):
-        _fill_zeros(into, hole_from * block_size, index * block_size)
-        hole_from = index + 1
-        run.append((index, chunk))
+    for index, chunk in repository.block_maps.ids(entry.content, entry.map_height, blocks, first_block, stop):
+        at = index - first_block
+        _fill_zeros(into, hole_from * block_size, at * block_size)
+        hole_from = at + 1
+        run.append((at, chunk))
         if len(run) == _AT_ONCE:
             _read_run(repository, run, into)
             run = []
@@ -247,10 +249,17 @@ def _read_run(repository: Repository, run: list[tuple[int, ChunkId]], into: memo
         into[start + len(data) : start + room] = bytes(room - len(data))
 
 
-class _Arrays:
+def arrays_of(path: str, files: Files, names: Sequence[str]) -> Arrays:
+    """The tensors in these files, read. Damaged."""
+    arrays = Arrays(path, files)
+    arrays.fetch(sorted(names))
+    return arrays
+
+
+class Arrays:
     """The tensors of a snapshot. Files are read in several threads, each with a repository of its own."""
 
-    def __init__(self, path: str, files: _Files) -> None:
+    def __init__(self, path: str, files: Files) -> None:
         self._path = path
         self._files = files
         self._found: dict[str, dict[str, tuple[Any, TensorInFile]]] = {}

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
@@ -30,6 +31,7 @@ from ciuic.training.messages import (
     Manifest,
     Note,
     NotSaved,
+    Put,
     Save,
     Saved,
     receive_from_writer,
@@ -54,18 +56,24 @@ class Slot:
         self.known_to_writer = False
         self.save = 0
         """The save for which the writer has it, or 0."""
+        self.staged: weakref.ref[memoryview] | None = None
+        """What the caller staged in it and will submit later looks at this memory: as long as anything does, it is not free."""
         self.layout: object = None
         """Whatever the caller has put there: good for this arena."""
+
+    @property
+    def is_free(self) -> bool:
+        return not self.save and (self.staged is None or self.staged() is None)
 
 
 class WriterClient:
     """Not for several threads at once."""
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, begin: Begin, arenas: int = _ARENAS) -> None:
         self._begin = begin
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
-        self.slots = [Slot(number) for number in range(_ARENAS)]
+        self.slots = [Slot(number) for number in range(arenas)]
         self._number = 0
         self._ended = False
         """It was told to end."""
@@ -109,9 +117,9 @@ class WriterClient:
             slot.known_to_writer = False
         self._send(self._begin)
 
-    def free_slot(self, size_bytes: int) -> Slot | None:
+    def free_slot(self, size_bytes: int, among: slice = slice(None)) -> Slot | None:
         """One that may be filled, with room for so much; None while the writer has all. OSError (ENOMEM)."""
-        free = [slot for slot in self.slots if not slot.save]
+        free = [slot for slot in self.slots[among] if slot.is_free]
         if not free:
             return None
         # The smallest number: a run whose saves are far apart needs the memory of one.
@@ -133,10 +141,11 @@ class WriterClient:
             if slot is not None and slot.arena is not None:
                 threading.Thread(target=slot.arena.make_present, name="ciuic-arena", daemon=True).start()
 
-    def submit(self, slot: Slot, manifest: Manifest, at: int) -> int:
+    def submit(self, slot: Slot, manifest: Manifest, at: int, *, commit: bool = True) -> int:
         """Hands a filled arena over; returns the number of the save. ``at``: where in it there is room for the manifest.
 
-        From here on the snapshot comes to be whatever happens to this process. OSError when there is no writer.
+        From here on the snapshot comes to be whatever happens to this process. Without ``commit`` the files are stored and there is no
+        snapshot. OSError when there is no writer.
         """
         arena = slot.arena
         assert arena is not None
@@ -150,7 +159,13 @@ class WriterClient:
         slot.save = self._number
         try:
             self._send(
-                Save(number=slot.save, arena=slot.number, manifest_offset=at, manifest_bytes=len(packed))
+                Save(
+                    number=slot.save,
+                    arena=slot.number,
+                    manifest_offset=at,
+                    manifest_bytes=len(packed),
+                    commit=commit,
+                )
             )
         except OSError:
             slot.save = 0
@@ -169,7 +184,7 @@ class WriterClient:
                 self._lose()
                 said, self._unheard = said + self._unheard, []
                 break
-            if isinstance(message, (Saved, NotSaved)):
+            if isinstance(message, (Saved, NotSaved, Put)):
                 self._answered(message.number)
             said.append(message)
         return said

@@ -25,7 +25,7 @@ import msgspec
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository
 from ciuic.training.arena import ReadArena
-from ciuic.training.committing import Known, commit
+from ciuic.training.committing import Known, commit, put_files
 from ciuic.training.housekeeping import Housekeeping
 from ciuic.training.messages import (
     Attach,
@@ -36,6 +36,8 @@ from ciuic.training.messages import (
     Manifest,
     Note,
     NotSaved,
+    Part,
+    Put,
     Save,
     Saved,
     receive_from_trainer,
@@ -45,6 +47,9 @@ from ciuic.training.messages import (
 _LOCK_WAIT_SECONDS: Final = 60.0
 _LAST_SECONDS: Final = 10.0
 """For what old snapshots still need when the program is done: it waits for us."""
+_TURN_WAIT_SECONDS: Final = 3600.0
+"""Where every rank puts its own part, one waits for all before it."""
+_FILES_IN_A_MESSAGE: Final = 100
 _AUTOGROUP: Final = "/proc/self/autogroup"
 
 
@@ -134,6 +139,9 @@ class _Writer:
             memory = self._arenas[save.arena].memory
             packed = memory[save.manifest_offset : save.manifest_offset + save.manifest_bytes]
             manifest = msgspec.msgpack.decode(packed, type=Manifest)
+            if not save.commit:
+                self._put(save.number, memory, manifest, began)
+                return
             with (
                 Repository.open(self._begin.repository) as repository,
                 repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager") as writer,
@@ -159,6 +167,17 @@ class _Writer:
             what()
         except (CiuicError, OSError) as error:
             self._trainer.tell(Note("housekeeping_failed", _words(error)))
+
+    def _put(self, number: int, memory: memoryview, manifest: Manifest, began: float) -> None:
+        with (
+            Repository.open(self._begin.repository) as repository,
+            repository.writer(wait_seconds=_TURN_WAIT_SECONDS, command="part of a snapshot") as writer,
+        ):
+            stored = put_files(repository, writer, memory, manifest)
+            new_bytes = writer.new_bytes
+        for first in range(0, len(stored), _FILES_IN_A_MESSAGE):
+            self._trainer.tell(Part(number=number, files=stored[first : first + _FILES_IN_A_MESSAGE]))
+        self._trainer.tell(Put(number=number, new_bytes=new_bytes, seconds=time.monotonic() - began))
 
 
 def _words(error: Exception) -> str:

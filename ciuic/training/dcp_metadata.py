@@ -1,0 +1,121 @@
+"""What `torch.distributed.checkpoint` has to know of a checkpoint (its `Metadata`), as JSON of our own and back, without pickle.
+
+`dcp.json` in a snapshot:
+
+============  ========================================================================================
+``version``   1
+``tensors``   by full name: ``dtype`` (torch's), ``shape`` of the whole, ``requires_grad``, and ``chunks``, each with ``offsets``
+              and ``sizes`` in the whole, the ``file`` it lies in and the byte ``start`` of its first element there
+``objects``   by full name: the ``folder`` that the rank which saved it wrote
+``planner``   what the planner keeps (how nested states were flattened), as `structure.pack` writes it
+============  ========================================================================================
+
+Reading makes the classes named here and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ciuic.training import structure
+from ciuic.training.tensors import Unsaveable
+
+METADATA_FILE: Final = "dcp.json"
+_VERSION: Final = 1
+
+
+class Place(NamedTuple):
+    """Where one item of a checkpoint lies; what `storage_data` of the metadata holds for each."""
+
+    path: str
+    """Of a tensor its file; of an object the folder of the rank that saved it."""
+    start: int = 0
+    """Of a tensor: where in the file its first byte is."""
+
+
+def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> bytes:
+    """Unsaveable where the planner keeps what only pickle could store; KeyError where an item has no place."""
+    tensors: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    for name, one in metadata.state_dict_metadata.items():
+        if isinstance(one, TensorStorageMetadata):
+            tensors[name] = _encode_tensor(name, one, places)
+        else:
+            objects[name] = {"folder": places[MetadataIndex(name)].path}
+    packed = structure.pack(metadata.planner_data, "what the planner keeps")
+    if packed.leaves:
+        raise Unsaveable("what the planner keeps has tensors, which dcp.json cannot hold")
+    document = {"version": _VERSION, "tensors": tensors, "objects": objects, "planner": packed.skeleton}
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def decode_metadata(data: bytes | bytearray) -> Metadata:
+    """With a `Place` for every item. ValueError for what `encode_metadata` did not write."""
+    document = json.loads(data)
+    if not isinstance(document, dict) or document.get("version") != _VERSION:
+        raise ValueError(f"{METADATA_FILE} was written by a later version of ciuic")
+    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, Place] = {}
+    try:
+        for name, one in document["tensors"].items():
+            found[name] = _decode_tensor(name, one, places)
+        for name, one in document["objects"].items():
+            found[name] = BytesStorageMetadata()
+            places[MetadataIndex(name)] = Place(str(one["folder"]))
+        planner = structure.unpack(document["planner"], _no_tensor)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{METADATA_FILE} is not as it should be: {error!r}") from None
+    return Metadata(state_dict_metadata=found, planner_data=planner, storage_data=places)
+
+
+def _encode_tensor(
+    name: str, one: TensorStorageMetadata, places: Mapping[MetadataIndex, Place]
+) -> dict[str, Any]:
+    chunks = []
+    for chunk in one.chunks:
+        place = places[MetadataIndex(name, chunk.offsets)]
+        chunks.append(
+            {
+                "offsets": list(chunk.offsets),
+                "sizes": list(chunk.sizes),
+                "file": place.path,
+                "start": place.start,
+            }
+        )
+    return {
+        "dtype": str(one.properties.dtype).removeprefix("torch."),
+        "shape": list(one.size),
+        "requires_grad": bool(one.properties.requires_grad),
+        "chunks": chunks,
+    }
+
+
+def _decode_tensor(
+    name: str, one: Mapping[str, Any], places: dict[MetadataIndex, Place]
+) -> TensorStorageMetadata:
+    dtype = getattr(torch, one["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {one['dtype']}")
+    chunks = []
+    for chunk in one["chunks"]:
+        offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+        places[MetadataIndex(name, offsets)] = Place(str(chunk["file"]), int(chunk["start"]))
+    properties = TensorProperties(dtype=dtype, requires_grad=bool(one["requires_grad"]))
+    return TensorStorageMetadata(properties, torch.Size(one["shape"]), chunks)
+
+
+def _no_tensor(name: str, _: object) -> Any:
+    raise ValueError(f"{METADATA_FILE} speaks of a tensor {name}, of which it can hold none")

@@ -1,0 +1,98 @@
+"""Ranks of a distributed training: real processes with a gloo group, started fast, killed at will.
+
+Each is forked from a process that has imported torch already; nothing of the test's own process is in it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_PRELOAD = ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "ciuic.training.dcp"]
+Main = Callable[..., None]
+
+
+class Ranks:
+    """``main(rank, world, *args)`` in each of ``world`` processes; what they print goes to files in ``where``."""
+
+    def __init__(self, where: Path, world: int, main: Main, *args: Any, timeout_seconds: float = 60) -> None:
+        _CONTEXT.set_forkserver_preload(_PRELOAD)
+        where.mkdir(parents=True, exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._logs = [where / f"rank-{rank}.log" for rank in range(world)]
+        self.processes = [
+            _CONTEXT.Process(
+                target=_run,
+                args=(rank, world, port, timeout_seconds, self._logs[rank], main, args),
+                daemon=True,
+            )
+            for rank in range(world)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def kill(self, *ranks: int) -> None:
+        """SIGKILL."""
+        for rank in ranks:
+            self.processes[rank].kill()
+
+    def wait(self, timeout_seconds: float = 120) -> list[int]:
+        """Exit statuses; those that are not done in time are killed."""
+        end = time.monotonic() + timeout_seconds
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return [process.exitcode or 0 for process in self.processes]
+
+    def check(self, timeout_seconds: float = 120) -> list[str]:
+        """What each printed; AssertionError unless all ended well."""
+        statuses = self.wait(timeout_seconds)
+        said = [log.read_text() if log.exists() else "" for log in self._logs]
+        assert not any(statuses), f"{statuses}\n" + "\n".join(said)
+        return said
+
+    def said(self, rank: int) -> str:
+        return self._logs[rank].read_text() if self._logs[rank].exists() else ""
+
+
+def _run(
+    rank: int, world: int, port: int, timeout_seconds: float, log: Path, main: Main, args: tuple[Any, ...]
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout = open(1, "w", closefd=False, buffering=1)
+    sys.stderr = open(2, "w", closefd=False, buffering=1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout_seconds))
+    status = 0
+    try:
+        main(rank, world, *args)
+        dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)  # atexit of a process that was forked from another's is not what a program has

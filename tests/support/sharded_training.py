@@ -1,0 +1,144 @@
+"""A small training whose state is sharded over the ranks (FSDP2), and what can be said of its state."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ciuic.training.dcp import CiuicStorageReader, CiuicStorageWriter
+
+
+class Sharded:
+    def __init__(self, world: int) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(128, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 77)
+        )
+        if dist.is_initialized():
+            fully_shard(self.model, mesh=init_device_mesh("cpu", (world,)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def step(self, number: int) -> None:
+        """The same batch on every rank: so the run does not depend on how many there are, but for rounding."""
+        torch.manual_seed(number)
+        self.model(torch.randn(8, 128)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self, note: Any) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "note": {"value": note, "generator": torch.get_rng_state()},
+        }
+
+    def load(self, reader: CiuicStorageReader, checkpoint_id: str | None = None) -> Any:
+        """Returns the note."""
+        state = self.state(None)
+        dcp.load(state, storage_reader=reader, checkpoint_id=checkpoint_id)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        torch.set_rng_state(state["note"]["generator"])
+        return state["note"]["value"]
+
+    def digest(self) -> str:
+        """Of the whole tensors, gathered from all ranks."""
+        whole = hashlib.sha256()
+        _add(whole, get_state_dict(self.model, self.optimizer))
+        return whole.hexdigest()
+
+
+def _add(whole: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value
+        whole.update(full.detach().numpy().tobytes())
+    elif isinstance(value, dict):
+        for key in sorted(value):
+            whole.update(repr(key).encode())
+            _add(whole, value[key])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _add(whole, item)
+    else:
+        whole.update(repr(value).encode())
+
+
+def save_in_both_ways(rank: int, world: int, save_dir: str, result: str) -> None:
+    """`dcp.save`, and `dcp.async_save` with the state overwritten before it is written."""
+    trained = Sharded(world)
+    trained.step(1)
+    writer = CiuicStorageWriter(save_dir)
+    writer.step = 1
+    dcp.save(trained.state((1, 2.5, float("inf"), "x")), checkpoint_id="first", storage_writer=writer)
+    digests = [trained.digest()]
+    trained.step(2)
+    digests.append(trained.digest())
+    upload = dcp.async_save(trained.state("later"), checkpoint_id="second", storage_writer=writer)
+    for parameter in trained.model.parameters():
+        parameter.detach().zero_()
+    upload.result()
+    writer.close()
+    if rank == 0:
+        Path(result).write_text(json.dumps({"digests": digests, "id": writer.last_id}))
+
+
+def load_both(rank: int, world: int, save_dir: str, result: str) -> None:
+    """Into a fresh state, the newest first; RESULT gets notes and digests."""
+    found = []
+    for checkpoint_id in (None, "first"):
+        fresh = Sharded(world)
+        note = fresh.load(CiuicStorageReader(save_dir), checkpoint_id)
+        found.append((repr(note), fresh.digest()))
+    if rank == 0:
+        Path(result).write_text(json.dumps(found))
+
+
+def train_until(rank: int, world: int, save_dir: str, steps: int, result: str) -> None:
+    """Saves after every step, resumes from the newest that is whole."""
+    trained = Sharded(world)
+    writer = CiuicStorageWriter(save_dir, max_snapshots=3)
+    done = 0
+    if Path(save_dir, "snapshots").is_dir() and os.listdir(Path(save_dir, "snapshots")):
+        done = trained.load(CiuicStorageReader(save_dir))
+    while done < steps:
+        done += 1
+        trained.step(done)
+        dcp.async_save(trained.state(done), checkpoint_id=f"step-{done}", storage_writer=writer).result()
+    digest = trained.digest()
+    writer.close()
+    if rank == 0:
+        Path(f"{result}.tmp").write_text(digest)
+        os.replace(f"{result}.tmp", result)
+
+
+def die_in_the_middle(rank: int, world: int, save_dir: str) -> None:
+    """Both ranks have saved once; then rank 1 is killed when it has stored its part, or before."""
+    trained = Sharded(world)
+    writer = CiuicStorageWriter(save_dir)
+    dcp.save(trained.state(0), checkpoint_id="whole", storage_writer=writer)
+    trained.step(1)
+    if rank == 1:
+        wait = writer._wait
+
+        def wait_and_die(number: int) -> Any:
+            wait(number)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        writer._wait = wait_and_die  # type: ignore[method-assign]
+    dcp.save(trained.state(1), checkpoint_id="torn", storage_writer=writer)
