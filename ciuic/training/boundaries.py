@@ -25,8 +25,13 @@ class Boundaries:
         self._at_boundary = at_boundary
         self._optimizers = 0
         self._by_loader = False
+        self._told = False
+        """The program says it itself."""
         self._open = False
         """A step was taken and its boundary did not come yet."""
+        self._stepping = False
+        self._touched = False
+        """Something followed since the last boundary."""
         self._in_batch = False
         """A batch of a watched loader was asked for, and the pass is not over."""
         self._expected: set[int] = set()
@@ -35,12 +40,31 @@ class Boundaries:
     @property
     def known(self) -> bool:
         """Whether there is anything that would tell of a boundary."""
-        return bool(self._optimizers or self._by_loader)
+        return bool(self._optimizers or self._by_loader or self._told)
 
     @property
     def whole(self) -> bool:
         """Whether the state is whole now, outside of a boundary too: between two passes over the data, in an evaluation after a step."""
-        return self.known and not self._open and not self._in_batch
+        return bool(self._optimizers or self._by_loader) and not self._open and not self._in_batch
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the state is that of the last boundary, but for generators and what evaluates."""
+        return self.whole and not self._touched and not self._stepping
+
+    @property
+    def between_passes(self) -> bool:
+        """Whether a loader that is watched has told that its pass is over, and nothing has happened since."""
+        return self._by_loader and self.unchanged
+
+    @property
+    def settled(self) -> bool:
+        """Whether, within an evaluation, the state is one that a run can go on from: every step is whole, with what belongs to it."""
+        if not (self._optimizers or self._by_loader) or self._stepping:
+            return False
+        if self._open:
+            return self._by_loader or self._expected <= self._seen
+        return not self._in_batch
 
     def watch_optimizer(self, optimizer: Any) -> bool:
         """By its own hook (torch 2.0 and later)."""
@@ -48,6 +72,9 @@ class Boundaries:
         if register is None:
             return False
         self._optimizers += 1
+        before = getattr(optimizer, "register_step_pre_hook", None)
+        if before is not None:
+            before(self._before_step)
         register(self._on_first if self._optimizers == 1 else self._on_other)
         return True
 
@@ -89,10 +116,15 @@ class Boundaries:
 
     def explicit(self) -> None:
         """The program itself says that a step is over."""
-        self._open = self._in_batch = False
+        self._told = True
+        self._open = self._in_batch = self._touched = False
         self._at_boundary()
 
+    def _before_step(self, *_: object) -> None:
+        self._stepping = True
+
     def _on_first(self, *_: object) -> None:
+        self._stepping = False
         if self._open and not self._by_loader:
             self._expected &= self._seen  # what did not follow the step before
         self._open = True
@@ -102,8 +134,10 @@ class Boundaries:
 
     def _on_other(self, *_: object) -> None:
         """A step of another optimizer belongs to the same step of the run."""
+        self._stepping, self._touched, self._open = False, True, True
 
     def _followed(self, number: int) -> None:
+        self._touched = True
         if self._open:
             self._seen.add(number)
             self._close_if_whole()
@@ -114,7 +148,7 @@ class Boundaries:
             self._close()
 
     def _close(self) -> None:
-        self._open = False
+        self._open = self._touched = False
         self._at_boundary()
 
 

@@ -45,6 +45,7 @@ from ciuic.training.messages import (
     FromWriter,
     Manifest,
     Note,
+    Notice,
     NotSaved,
     Put,
     Rules,
@@ -300,7 +301,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
             if isinstance(message, Note):
                 if message.text != GONE:
                     log.warning("ciuic: %s", message.text)
-            elif message.number in self._answers:
+            elif not isinstance(message, Notice) and message.number in self._answers:
                 self._answers[message.number].append(message)
 
     def _release(self) -> None:

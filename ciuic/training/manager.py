@@ -21,7 +21,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,10 +32,12 @@ from ciuic.training import policies, randomness
 from ciuic.training.boundaries import Boundaries
 from ciuic.training.completeness import missing
 from ciuic.training.costs import Costs
-from ciuic.training.messages import Begin, FromWriter, Manifest, Note, NotSaved, Rules, Saved
+from ciuic.training.last_save import Guard, LastSave, Remembered
+from ciuic.training.messages import Begin, FromWriter, Manifest, Note, Notice, NotSaved, Rules, Saved
 from ciuic.training.places import ensure_repository
 from ciuic.training.policies import Moment, Rule
 from ciuic.training.positions import Position
+from ciuic.training.preemption import rule_of
 from ciuic.training.preservation import Keep, Latest
 from ciuic.training.reading import (
     Facts,
@@ -144,6 +146,7 @@ class SnapshotManager:
         every_steps: int | None = None,
         save_when: Iterable[Rule] = (),
         keep: Iterable[Keep] = (),
+        agree: Callable[[bool], bool] | None = None,
         name: str = "training",
         nice: int = 10,
     ) -> None:
@@ -151,7 +154,8 @@ class SnapshotManager:
 
         ``interval`` (seconds, or text like ``1h``) and ``every_steps`` (of the optimizer): when snapshots are taken by themselves, once the
         manager knows the objects; ``save_when`` are further rules for that (policies.py). ``max_snapshots``: so many of the newest stay;
-        ``keep`` are further rules for that (preservation.py); with neither all stay. ``name``: of the run, where several
+        ``keep`` are further rules for that (preservation.py); with neither all stay. ``agree``: asked by all ranks at each boundary whether
+        any of them was told of preemption. ``name``: of the run, where several
         share a repository. ``nice``: of the writer. ValueError; CiuicError or OSError when there can be no repository there.
         """
         self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
@@ -178,6 +182,12 @@ class SnapshotManager:
         self._last_step = 0
         self._complained = False
         self._prepared = False
+        self._changed = False
+        """Since the last save that was staged."""
+        self._size_bytes = 0
+        self._close_by: float | None = None
+        self._guard = Guard()
+        preempted = rule_of(self._rules)
         ensure_repository(self.save_dir)
         self._client = WriterClient(
             Begin(
@@ -185,9 +195,13 @@ class SnapshotManager:
                 root=self._root,
                 rules=Rules(keep=keeps),
                 nice=nice,
+                services=() if preempted is None else preempted.services,
             )
         )
         self._closed = False
+        self._last = None if preempted is None else LastSave(self, preempted)
+        if self._last is not None:
+            self._last.agree = agree
         atexit.register(self.close)
 
     # -- what is saved
@@ -198,6 +212,8 @@ class SnapshotManager:
         Besides models and optimizers: schedulers, scalers, averages, samplers, loaders, generators, dicts, whatever has a state. TypeError
         for what has none. ``loader``: any data loader; one without a state_dict is counted from now on.
         """
+        if self._last is not None:
+            self._last.forget_glimpse()
         for name, value in objects.items():
             if not name.isidentifier() or name == "values":
                 raise ValueError(f"{name!r} cannot be the name of an object")
@@ -267,7 +283,8 @@ class SnapshotManager:
 
     def load_latest_snapshot(self) -> State | None:
         """The newest state that is whole; None if there is no snapshot. Damaged (`NothingGood`) if there are some and none is whole."""
-        self._hear(self._client.poll())
+        with self._guard:
+            self._hear(self._client.poll())
         with Repository.open(self.save_dir) as repository:
             candidates = repository.snapshots.list(root=self._root)
         loaded = newest_good(str(self.save_dir), candidates)
@@ -298,10 +315,12 @@ class SnapshotManager:
         lacking = [name for name in self._objects if f"{name}_state_dict" not in state]
         if lacking:
             raise KeyError(f"{state.id} has no {', '.join(lacking)}: it was saved before that was registered")
-        for name, value in self._objects.items():
-            load_into(value, state[f"{name}_state_dict"], name)
-        for problem in randomness.restore(state["random_state"]):
-            log.warning("ciuic: not resumed exactly: %s", problem)
+        with self._guard:
+            for name, value in self._objects.items():
+                load_into(value, state[f"{name}_state_dict"], name)
+            for problem in randomness.restore(state["random_state"]):
+                log.warning("ciuic: not resumed exactly: %s", problem)
+        self._changed = False
         self.step, self.epoch = state.facts.step or 0, state.facts.epoch
         self._run = state.facts.run or self._run
         self._last_step, self._last_save = self.step, time.monotonic()
@@ -356,8 +375,10 @@ class SnapshotManager:
             left = end - time.monotonic()
             if left <= 0:
                 return False
-            self._hear(self._client.poll(min(left, _POLL_SECONDS)))
-        self._hear(self._client.poll())
+            with self._guard:
+                self._hear(self._client.poll(min(left, _POLL_SECONDS)))
+        with self._guard:
+            self._hear(self._client.poll())
         return True
 
     def close(self, timeout_seconds: float = _EXIT_SECONDS) -> None:
@@ -366,7 +387,12 @@ class SnapshotManager:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self._hear(self._client.close(timeout_seconds))
+        if self._last is not None:
+            self._last.watch.remove()
+        if self._close_by is not None:
+            timeout_seconds = min(timeout_seconds, max(0.0, self._close_by - time.monotonic()))
+        with self._guard:
+            self._hear(self._client.close(timeout_seconds))
 
     def __enter__(self) -> SnapshotManager:
         return self
@@ -397,16 +423,24 @@ class SnapshotManager:
         """After the first step everything has its size."""
         self._prepared = True
         states = {name: state_of(value, name) for name, value in self._objects.items()}
-        self._client.prepare(int(gather(states, {}, {}).size_bytes * _ROOM) + _ROOM_BYTES)
+        self._size_bytes = gather(states, {}, {}).size_bytes
+        self._client.prepare(int(self._size_bytes * _ROOM) + _ROOM_BYTES)
 
     def _stepped(self) -> None:
         self.step += 1
+        self._changed = True
+        if self._last is not None:
+            self._last.stepped()
 
     def _at_boundary(self) -> None:
         if self._closed or not self._objects or not self._client.is_ours:
             return
+        self._changed = True
         if self._client.pending:
-            self._hear(self._client.poll())
+            with self._guard:
+                self._hear(self._client.poll())
+        if self._last is not None:
+            self._last.at_boundary()
         self._costs.boundary(time.monotonic(), writing=self._client.pending > 0)
         if not self._save_if_due() and not self._prepared:
             with _quietly("the first snapshot could not be prepared"):
@@ -418,6 +452,13 @@ class SnapshotManager:
             with _quietly("a snapshot could not be taken"):
                 self._save(self._facts(reason, None, None), {}, (), "", may_wait=False)
         return bool(reason)
+
+    def _save_last(self, reason: str, as_it_was: Remembered | None) -> bool:
+        """Whether it is staged."""
+        facts = self._facts(reason, None, None if as_it_was is None else as_it_was.epoch)
+        with _quietly("the last snapshot could not be taken"):
+            return self._save(facts, {}, (), "", may_wait=True, as_it_was=as_it_was) is not None
+        return False
 
     def _moment(self) -> Moment:
         return Moment(
@@ -453,17 +494,40 @@ class SnapshotManager:
         return self.epoch
 
     def _save(
-        self, facts: Facts, plain: Mapping[str, Any], tags: tuple[str, ...], hold: str, *, may_wait: bool
+        self,
+        facts: Facts,
+        plain: Mapping[str, Any],
+        tags: tuple[str, ...],
+        hold: str,
+        *,
+        may_wait: bool,
+        as_it_was: Remembered | None = None,
     ) -> Save | None:
         if self._closed:
             raise ValueError("the manager is closed")
+        with self._guard:
+            return self._staged(facts, plain, tags, hold, may_wait=may_wait, as_it_was=as_it_was)
+
+    def _staged(
+        self,
+        facts: Facts,
+        plain: Mapping[str, Any],
+        tags: tuple[str, ...],
+        hold: str,
+        *,
+        may_wait: bool,
+        as_it_was: Remembered | None,
+    ) -> Save | None:
         began = time.monotonic()
         self._hear(self._client.poll())
         self._say_what_is_missing()
         self._prepared = True
         states = {name: state_of(value, name) for name, value in self._objects.items()}
-        values = {"plain": list(plain), "random": randomness.state()}
-        state = gather(states, plain, values)
+        random = randomness.state()
+        if as_it_was is not None:
+            states, random = states | as_it_was.positions, as_it_was.random
+        state = gather(states, plain, {"plain": list(plain), "random": random})
+        self._size_bytes = state.size_bytes
         manifest = Manifest(
             time_ns=time.time_ns(), message=_message(facts), tags=(TAG, *tags), hold_reason=hold, files=[]
         )
@@ -481,6 +545,7 @@ class SnapshotManager:
             self.stats.skipped += 1
             log.warning("ciuic: a snapshot is skipped: the last two are still being written")
             return None
+        self._changed = False
         save = self._saves[number] = Save(self, number)
         self.stats.last_stall_seconds = time.monotonic() - began
         self.stats.stall_seconds += self.stats.last_stall_seconds
@@ -510,9 +575,12 @@ class SnapshotManager:
                     save.error = message.reason
             elif isinstance(message, Note):
                 log.warning("ciuic: %s", message.text)
+            elif isinstance(message, Notice) and self._last is not None:
+                self._last.watch.notified(message.text, message.seconds, certain=message.certain)
 
     def _failed(self, reason: str) -> None:
         self.stats.failed += 1
+        self._changed = True
         self.stats.last_error = reason
         log.error("ciuic: a snapshot was not saved, earlier ones are as they were: %s", reason)
 

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from ciuic.training.notices import Metadata
 from ciuic.training.preservation import Keep
 
 MOST_BYTES: Final = 64 << 10
@@ -30,6 +31,8 @@ class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Path under which snapshots keep the state."""
     rules: Rules
     nice: int = 10
+    services: tuple[Metadata, ...] = ()
+    """Of clouds, to be asked for notices."""
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):
@@ -126,8 +129,16 @@ class Note(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
+class Notice(msgspec.Struct, tag=True, frozen=True):
+    """The machine is about to be taken away, a service of the cloud says; followed by a signal (preemption.NOTIFIED)."""
+
+    text: str
+    seconds: float
+    certain: bool
+
+
 FromTrainer = Begin | Attach | Save | End
-FromWriter = Saved | NotSaved | Part | Put | Note
+FromWriter = Saved | NotSaved | Part | Put | Note | Notice
 _TRAINERS: Final[msgspec.msgpack.Decoder[FromTrainer]] = msgspec.msgpack.Decoder(FromTrainer)
 _WRITERS: Final[msgspec.msgpack.Decoder[FromWriter]] = msgspec.msgpack.Decoder(FromWriter)
 

@@ -9,7 +9,7 @@ their counting anew. Somebody's own rule is a subclass of `Rule`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -159,6 +159,9 @@ class Rules:
         for rule in self._rules:
             if not isinstance(rule, Rule):
                 raise TypeError(f"{rule!r} is no rule of when to save")
+
+    def __iter__(self) -> Iterator[Rule]:
+        return iter(self._rules)
 
     def due(self, moment: Moment) -> str:
         """The first that says so, in words; empty if none does."""

@@ -24,6 +24,7 @@ import msgspec
 
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository
+from ciuic.training import notices
 from ciuic.training.arena import ReadArena
 from ciuic.training.committing import Known, commit, put_files
 from ciuic.training.housekeeping import Housekeeping
@@ -35,6 +36,7 @@ from ciuic.training.messages import (
     FromWriter,
     Manifest,
     Note,
+    Notice,
     NotSaved,
     Part,
     Put,
@@ -63,6 +65,7 @@ def main(fd: int, trainer_pid: int) -> None:
     if not isinstance(begin, Begin):
         return
     _step_back(begin.nice)
+    notices.watch(begin.services, trainer.notify, lambda text: trainer.tell(Note("no_notices", text)))
     _Writer(trainer, begin).run()
 
 
@@ -106,6 +109,13 @@ class _Trainer:
             if isinstance(message, (NotSaved, Note)):
                 text = message.reason if isinstance(message, NotSaved) else message.text
                 print(f"ciuic: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def notify(self, event: notices.Event) -> None:
+        """From another thread: sending keeps messages whole."""
+        self.tell(Notice(event.text, event.seconds, event.certain))
+        if self._life >= 0:
+            with suppress(OSError):  # it is gone
+                signal.pidfd_send_signal(self._life, signal.SIGURG)
 
 
 class _Writer:

@@ -65,6 +65,8 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, np.generic):
         return one.tobytes() == other.tobytes()
+    if isinstance(one, (set, frozenset)):  # in any order: equal ones may be shown in two
+        return sorted(map(repr, one)) == sorted(map(repr, other))
     return repr(one) == repr(other)  # NaN, and the sign of zero
 
 
