@@ -21,7 +21,7 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.healing import heal_from_live_files
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository.walk import Reached
-from ciuic.sweep import all_listed
+from ciuic.sweep import add_bases, all_listed
 from ciuic.types import ChunkId, SnapshotId
 from ciuic.units import human_size
 
@@ -198,7 +198,11 @@ class _Check:
             self.tell("reading snapshots", done, len(ids))
             complete &= self.look_at_snapshot(id_, Walker(self.repository, seen=nodes, seen_data=data))
             self.report.snapshots += 1
-        return _Reached(nodes, data) if complete else None
+        if not complete:
+            return None
+        reached = _Reached(nodes, data)
+        add_bases(self.repository, reached, data.add)
+        return reached
 
     def look_at_snapshot(self, id_: SnapshotId, walker: Walker) -> bool:
         try:
@@ -214,7 +218,8 @@ class _Check:
     def present(self, chunk: ChunkId) -> bool:
         """Whether a pack that is there holds it. The index is asked first, and may not know that a pack is gone."""
         try:
-            if self.repository.chunks.locate(chunk).pack not in self.pack_numbers:
+            located = self.repository.chunks.locate_all(chunk)
+            if any(location.pack not in self.pack_numbers for location in located):
                 self.repository.chunks.get(chunk)
         except Damaged:
             return False
@@ -292,6 +297,7 @@ class _Check:
 
     def heal_from_live_files(self, writer: Writer) -> None:
         """Store lost blocks anew from the files they came from, where those still hold the same bytes."""
+        before = len(self.lost)
         for chunk, path in heal_from_live_files(self.repository, writer, self.lost):
             del self.lost[chunk]
             for finding in self.report.findings:
@@ -299,6 +305,13 @@ class _Check:
                     finding.repaired = True
                     finding.hint = f"healed from the live file {os.fsdecode(path)}"
         writer.flush()
+        if len(self.lost) == before:
+            return
+        # What was stored as a difference from them can be read again.
+        still = set(writer.mark_damaged(list(self.lost)))
+        for chunk in self.lost.keys() - still:
+            finding = self.lost.pop(chunk)
+            finding.repaired, finding.hint = True, "what it is a difference from is good again"
 
 
 def summary(report: CheckReport) -> str:

@@ -5,7 +5,7 @@ Guarantees, in this order:
 * **What cannot be read is never a reason to delete.** One snapshot file, tree or block map that cannot be read,
   and nothing at all is removed: CollectionRefused says what and what to do. So does a repository that has packs
   and no snapshot.
-* A chunk is removed only when no remaining snapshot refers to it, decided under the repository's lock. Most of the
+* A chunk is removed only when no remaining snapshot refers to it, nor to one that is stored as a difference from it, decided under the repository's lock. Most of the
   marking is done before the lock is taken, so that captures wait for the sweep and not for the walk.
 * Stopped or killed anywhere, the repository is whole, and the next run frees the rest.
 * The cost follows the distinct trees and block maps, not snapshots times files; memory is about 16 bytes a data chunk
@@ -36,6 +36,7 @@ from ciuic.sweep import (
     Stopped,
     SweepResult,
     Thresholds,
+    add_bases,
     free_bytes,
     survey,
     sweep,
@@ -157,6 +158,10 @@ class Marks:
         """Whether a marked snapshot refers to ``chunk``."""
         return chunk in self._nodes or chunk in self._data
 
+    def add_bases(self, should_stop: StopCheck | None = None) -> None:
+        """Marks what the marked ones are stored as the difference from. To be called when all snapshots are walked."""
+        add_bases(self._repository, self.live, self._data.add, should_stop)
+
     def __len__(self) -> int:
         """How many distinct chunks are live."""
         return len(self._nodes) + len(self._data)
@@ -244,6 +249,7 @@ class _Run:
 
     def estimate(self, report: PruneReport) -> None:
         """The figures of a dry run."""
+        self.marks.add_bases(self.should_stop)
         found = survey(self.repository, self.marks.live, self.should_stop)
         uses = found.uses
         report.notes += [f"a pack cannot be listed as a whole: {error}" for error in found.damaged.values()]
@@ -284,6 +290,7 @@ class _Run:
             report.removed += batch
 
     def sweep(self, writer: Writer, thresholds: Thresholds) -> SweepResult:
+        self.marks.add_bases(self.should_stop)
         return sweep(
             writer,
             self.marks.live,

@@ -112,6 +112,31 @@ def survey(
     return found
 
 
+def add_bases(
+    repository: Repository,
+    live: Callable[[ChunkId], bool],
+    add: Callable[[ChunkId], None],
+    should_stop: StopCheck | None = None,
+) -> None:
+    """Makes live what live chunks are stored as the difference from, in whichever copy. Raises Stopped.
+
+    Every list is read as many times as bases lie behind each other; nothing is kept of them.
+    """
+    found = repository.may_have_bases
+    while found:
+        found = False
+        for pack in repository.packs():
+            if should_stop is not None and should_stop():
+                raise Stopped
+            try:
+                for record in repository.pack_records(pack.number, salvage=True):
+                    if record.base and live(record.id) and not live(record.base):
+                        add(record.base)
+                        found = True
+            except NotFound:
+                continue  # without the lock (a dry run), somebody else may collect meanwhile
+
+
 def all_listed(repository: Repository, live: Callable[[ChunkId], bool], live_chunks: int) -> bool:
     """Whether each of the ``live_chunks`` chunks stands in what can be read of some pack's list.
 
@@ -187,6 +212,11 @@ def sweep(
         result.stopped = True
         return result
     salvaged = _salvageable(writer.repository, found, live, live_chunks, result)
+    if found.damaged and not salvaged and writer.repository.may_have_bases:
+        result.notes.append(
+            "nothing is freed: a pack that cannot be listed may need what others hold as a base"
+        )
+        return result
     # Descriptors that the survey has left open would keep the space of deleted packs.
     writer.repository.close()
     acts: list[Callable[[], bool]] = [partial(_drop, writer, use, result) for use in found.uses if use.dead]

@@ -6,6 +6,7 @@ read once, however many snapshots have it. Leaves to `ciuic.check` whether the r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from ciuic.types import ChunkId, RootRecord, Snapshot, SnapshotId
 _ALL_BELOW_BYTES = 1 << 30
 """A repository up to this size is read whole whatever was asked: it takes seconds, and finds what nobody refers to."""
 _BATCH_CHUNKS = 256
+_CHUNK = re.compile(r"(?<=chunk )[0-9a-f]{32}")
 
 DamageKind = Literal["snapshot", "tree", "links", "map", "xattrs", "data", "pack", "index", "config"]
 
@@ -280,9 +282,12 @@ class Verification:
 
     def _look_at_data(self, chunk: ChunkId, length: int, pool: Pool | None) -> None:
         if pool is None:
-            location = self.repository.chunks.locate(chunk)
-            raw_bytes = location.raw_bytes
-            if location.offset + location.stored_bytes > self._pack_bytes.get(location.pack, 0):
+            located = self.repository.chunks.locate_all(chunk)
+            raw_bytes = located[0].raw_bytes
+            if any(
+                location.offset + location.stored_bytes > self._pack_bytes.get(location.pack, 0)
+                for location in located
+            ):
                 # The index names a place that is not there: only a search knows whether there is another.
                 raw_bytes = len(self.repository.chunks.get(chunk))
             if raw_bytes != length:
@@ -346,9 +351,15 @@ class Verification:
                     self._file(chunk),
                 )
             )
+        bases = {word for chunk in needed for word in _CHUNK.findall(self._bad[chunk])}
         for chunk, reason in self._bad.items():
             if chunk not in needed:
-                reason = f"{reason}; no snapshot needs it"
+                whose = (
+                    "others are stored as differences from it"
+                    if chunk.hex() in bases
+                    else "no snapshot needs it"
+                )
+                reason = f"{reason}; {whose}"
                 self.result.damages.append(Damage("pack", reason, chunk=chunk, file=self._file(chunk)))
 
     def _places(self, blame: Blame, snapshot: Snapshot) -> list[Place]:

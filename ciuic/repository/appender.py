@@ -115,7 +115,8 @@ class Appender:
         """Begins to write what is buffered as one segment."""
         self._open()
         start = pf.align(self._end)
-        table_end = start + pf.SEGMENT_HEAD_BYTES + len(self._buffer) * pf.RECORD_BYTES + 8
+        bases = sum(1 for _, _, packed in self._buffer if packed.base)
+        table_end = start + pf.table_bytes(len(self._buffer), bases)
         records: list[PackRecord] = []
         parts: list[Bytes] = []
         at = table_end
@@ -127,7 +128,8 @@ class Appender:
                 at = pf.align(at)
                 if packed.place is not None and len(stored) % pf.ALIGN_BYTES == 0:
                     shared.append(_Shared(at, len(stored), len(parts), packed.place))
-            records.append(PackRecord(chunk, at, len(stored), raw_bytes, packed.flags, packed.checksum))
+            facts = at, len(stored), raw_bytes, packed.flags, packed.checksum, packed.base
+            records.append(PackRecord(chunk, *facts))
             parts.append(stored)
             at += len(stored)
         parts.insert(0, pf.encode_table(start, records, at - table_end))

@@ -1,7 +1,7 @@
 """Reading many chunks at once: looked up together, in the order of their places, neighbours with one read.
 
 Guarantees: every byte handed out matches its chunk's id, as with `ChunkReader.get`; whatever is not right, or not where the index
-says, is left to `get`, which looks further. Memory is one buffer, used again, and one decompressed chunk.
+says, is left to `get`, which looks further; so is what is stored as a difference, and takes several reads. Memory is one buffer, used again, and one decompressed chunk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import zstandard
 from ciuic.errors import NotFound
 from ciuic.repository.chunks import READ_ERRORS, BadCopyError, chunk_id, unpack
 from ciuic.repository.model import ChunkLocation
-from ciuic.repository.packformat import FLAG_ZSTD, MAX_CHUNK_BYTES
+from ciuic.repository.packformat import CODED_FLAGS, FLAG_DIFFERENCE, MAX_CHUNK_BYTES
 from ciuic.repository.packs import Packs
 from ciuic.types import ChunkId
 
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     @property
     def is_raw(self) -> bool:
         """Whether it stands in the pack as it is."""
-        return self.location is not None and not self.location.flags & FLAG_ZSTD
+        return self.location is not None and not self.location.flags & CODED_FLAGS
 
 
 class ManyFinder(Protocol):
@@ -74,7 +74,7 @@ class BulkReader:
         unknown: list[int] = []
         for position, chunk in enumerate(chunks):
             location = found.get(chunk)
-            if location is None or not _possible(location):
+            if location is None or not _possible(location) or location.flags & FLAG_DIFFERENCE:
                 unknown.append(position)
             else:
                 placed.append((location, position))
@@ -125,7 +125,7 @@ class BulkReader:
 
     def _checked(self, position: int, chunk: ChunkId, location: ChunkLocation, at: int, upto: int) -> Piece:
         stored = memoryview(self._buffer)[at:upto]
-        if not location.flags & FLAG_ZSTD:
+        if not location.flags & CODED_FLAGS:
             if chunk_id(stored, self._seed) != chunk:
                 raise BadCopyError("its bytes do not match their id")
             return Piece(position, self._buffer, at, upto, location)

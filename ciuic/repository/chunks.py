@@ -8,21 +8,32 @@ index costs time, never content.
 from __future__ import annotations
 
 import errno
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Literal, Protocol
 
 import xxhash
 import zstandard
 
-from ciuic.errors import NotFound
+from ciuic.errors import Damaged, NotFound
+from ciuic.repository import planes
 from ciuic.repository.errors import DamagedChunk, MissingChunk
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation, PackRecord
-from ciuic.repository.packformat import FLAG_ZSTD, MAX_CHUNK_BYTES
+from ciuic.repository.packformat import (
+    CODED_FLAGS,
+    FLAG_DIFFERENCE,
+    FLAG_PLANES,
+    MAX_CHUNK_BYTES,
+)
 from ciuic.repository.packs import Packs
 from ciuic.types import ChunkId
 
 READ_ERRORS = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EOVERFLOW, errno.EINVAL)
 """Of a bad disk, or a bad place in the index: another copy may do."""
+
+MOST_BASES: Final = 8
+"""Of one chunk, one behind the other: what writers write has `packing.MOST_BASES`, and what goes in circles has an end."""
 
 
 class Finder(Protocol):
@@ -53,6 +64,11 @@ class ChunkReader:
 
     def get(self, chunk: ChunkId) -> bytes:
         """The content, checked against its id. MissingChunk or DamagedChunk when no copy of it is good."""
+        return self._get(MOST_BASES, chunk)
+
+    def _get(self, bases: int, chunk: ChunkId) -> bytes:
+        """``bases``: so many may still be behind it."""
+        base = partial(self._get, bases - 1) if bases else _too_deep
         failed: list[ChunkLocation] = []
         reason = ""
         for locations in (self._finder.find, lambda id_: self._finder.search(id_, failed)):
@@ -60,7 +76,7 @@ class ChunkReader:
                 if location in failed:
                     continue
                 try:
-                    return read_copy(self._packs, location, chunk, self._seed)
+                    return read_copy(self._packs, location, chunk, self._seed, base)
                 except BadCopyError as error:
                     failed.append(location)
                     reason = reason or str(error)
@@ -83,9 +99,26 @@ class ChunkReader:
             raise MissingChunk(chunk)
         return found[0]
 
+    def locate_all(self, chunk: ChunkId) -> list[ChunkLocation]:
+        """As `locate`, and the bases that are read with it. MissingChunk; DamagedChunk where a base is missing."""
+        found = [self.locate(chunk)]
+        while found[-1].base:
+            try:
+                if len(found) > MOST_BASES:
+                    _too_deep(found[-1].base)
+                found.append(self.locate(found[-1].base))
+            except Damaged as error:
+                reason = f"it is stored as a difference: {error.message}"
+                raise DamagedChunk(chunk, found[0].pack, found[0].offset, reason) from None
+        return found
+
     def id_of(self, data: Bytes) -> ChunkId:
         """The id that content has in this repository, stored or not: to compare a live file without a writer."""
         return chunk_id(data, self._seed)
+
+
+def _too_deep(base: ChunkId) -> bytes:
+    raise MissingChunk(base)
 
 
 def chunk_id(data: Bytes, seed: int) -> ChunkId:
@@ -94,7 +127,9 @@ def chunk_id(data: Bytes, seed: int) -> ChunkId:
 
 
 def location_of(number: int, record: PackRecord) -> ChunkLocation:
-    return ChunkLocation(number, record.offset, record.stored_bytes, record.raw_bytes, record.flags)
+    return ChunkLocation(
+        number, record.offset, record.stored_bytes, record.raw_bytes, record.flags, record.base
+    )
 
 
 def read_stored(packs: Packs, location: ChunkLocation) -> bytes:
@@ -115,14 +150,20 @@ def read_stored(packs: Packs, location: ChunkLocation) -> bytes:
 
 
 def unpack(
-    data: Bytes, raw_bytes: int, flags: int, decompressor: zstandard.ZstdDecompressor | None = None
+    data: Bytes,
+    raw_bytes: int,
+    flags: int,
+    decompressor: zstandard.ZstdDecompressor | None = None,
+    base: bytes | None = None,
 ) -> bytes:
     """Stored bytes → content; never more than ``raw_bytes``, whatever the frame claims. BadCopyError.
 
-    A decompressor that is kept spares making one for every chunk.
+    A decompressor that is kept spares making one for every chunk. ``base``: content of the base, for a difference.
     """
-    if not flags & FLAG_ZSTD:
+    if not flags & CODED_FLAGS:
         return bytes(data)
+    if flags & FLAG_PLANES:
+        return _unpack_planes(data, raw_bytes, flags, base)
     try:
         if raw_bytes > MAX_CHUNK_BYTES or zstandard.get_frame_parameters(data).content_size != raw_bytes:
             raise BadCopyError("the compressed frame has another length than its record")
@@ -131,9 +172,31 @@ def unpack(
         raise BadCopyError(f"it cannot be decompressed: {error}") from None
 
 
-def read_copy(packs: Packs, location: ChunkLocation, chunk: bytes, seed: int) -> bytes:
-    """The content of one copy, checked; BadCopyError."""
-    data = unpack(read_stored(packs, location), location.raw_bytes, location.flags)
+def _unpack_planes(data: Bytes, raw_bytes: int, flags: int, base: bytes | None) -> bytes:
+    if raw_bytes > MAX_CHUNK_BYTES or bool(flags & FLAG_DIFFERENCE) != (base is not None):
+        raise BadCopyError("the index says of it what cannot be")
+    try:
+        return planes.decode(data, raw_bytes, base)
+    except ValueError as error:
+        raise BadCopyError(str(error)) from None
+
+
+def read_base(base: ChunkId | Literal[b""], get: Callable[[ChunkId], bytes]) -> bytes | None:
+    """The content of a base with `get`; None for what has none. BadCopyError."""
+    if not base:
+        return None
+    try:
+        return get(base)
+    except Damaged as error:
+        raise BadCopyError(f"it is stored as a difference: {error.message}") from None
+
+
+def read_copy(
+    packs: Packs, location: ChunkLocation, chunk: bytes, seed: int, get: Callable[[ChunkId], bytes]
+) -> bytes:
+    """The content of one copy, checked; BadCopyError. ``get``: reads the content of a base."""
+    stored = read_stored(packs, location)
+    data = unpack(stored, location.raw_bytes, location.flags, base=read_base(location.base, get))
     if chunk_id(data, seed) != chunk:
         raise BadCopyError("its bytes do not match its id")
     return data

@@ -18,6 +18,9 @@ from ciuic.repository.errors import DamagedRepository, UnsupportedFormat
 
 CONFIG_NAMES = ("config", "config.copy")
 FORMAT_VERSION = 1
+"""What a new repository has."""
+CODECS_VERSION = 2
+"""With chunks stored as planes or differences: from the first of them on, so that an earlier ciuic says that it cannot read it."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4096, 8 << 20
 
 
@@ -47,9 +50,9 @@ def decode_config(data: bytes) -> RepositoryConfig:
         raise DamagedRepository("it does not match its checksum")
     try:
         version = msgspec.json.decode(body, type=dict[str, object]).get("format")
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, CODECS_VERSION):
             raise UnsupportedFormat(
-                f"the repository has format {version}; this ciuic reads format {FORMAT_VERSION}",
+                f"the repository has format {version}; this ciuic reads formats up to {CODECS_VERSION}",
                 hint="Use the version of ciuic that wrote it, or a later one.",
             )
         config = msgspec.json.decode(body, type=RepositoryConfig)
@@ -104,7 +107,8 @@ def config_problems(directory: str) -> list[str]:
             good.append(decode_config(read_file(f"{directory}/{name}")))
         except (OSError, DamagedRepository, UnsupportedFormat) as error:
             problems.append(f"{name}: {error}")
-    if len(good) == 2 and good[0] != good[1]:
+    # A crash may leave two versions: then nothing is stored yet that would need the higher one.
+    if len({msgspec.structs.replace(config, format=0) for config in good}) == 2:
         problems.append("config and config.copy differ")
     return problems
 
@@ -122,6 +126,15 @@ def repair_config(disk: Disk, directory: str) -> list[str]:
         disk.replace_file(f"{directory}/{name}", encode_config(config))
         written.append(name)
     return written
+
+
+def raise_format(disk: Disk, directory: str, config: RepositoryConfig) -> RepositoryConfig:
+    """Makes the format `CODECS_VERSION`, durably: before the first chunk that needs it. OSError."""
+    raised = msgspec.structs.replace(config, format=CODECS_VERSION)
+    # The one that is read first comes last: while it has the old version nothing of the new one is there.
+    for name in reversed(CONFIG_NAMES):
+        disk.replace_file(f"{directory}/{name}", encode_config(raised))
+    return raised
 
 
 def read_file(path: str, limit_bytes: int = 64 << 20) -> bytes:

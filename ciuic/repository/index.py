@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Final, Literal
 from urllib.parse import quote
 
-from ciuic.repository.model import ChunkLocation, PackRecord
+from ciuic.repository.model import DIFFERENCE, ChunkLocation, PackRecord
 from ciuic.types import ChunkId
 
 INDEX_NAME = "index.sqlite"
@@ -30,7 +30,18 @@ DAMAGED: Final = 1 << 31
 _MOST_PARAMETERS: Final = 512
 """Of one statement; SQLite before 3.32 takes 999."""
 _SCHEMA_VERSION = 1
-_SCHEMA = """
+# Not there in an index that an earlier ciuic made: then there are no such copies either.
+_BASES = """
+CREATE TABLE IF NOT EXISTS bases (   -- of copies that are stored as a difference
+  id      BLOB NOT NULL,
+  pack    INTEGER NOT NULL,
+  offset  INTEGER NOT NULL,
+  base    BLOB NOT NULL,
+  PRIMARY KEY (id, pack, offset)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS bases_by_base ON bases (base);
+"""
+_SCHEMA = f"""
 CREATE TABLE packs (
   number  INTEGER PRIMARY KEY,
   size    INTEGER NOT NULL,   -- the rows below cover the file up to here
@@ -52,8 +63,8 @@ CREATE TABLE snapshots (
   signature TEXT NOT NULL          -- of the marks file these values were read with
 ) WITHOUT ROWID;
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-"""
-_TABLES = ("packs", "chunks", "snapshots", "facts")
+{_BASES}"""
+_TABLES = ("packs", "chunks", "bases", "snapshots", "facts")
 
 
 @functools.cache
@@ -112,6 +123,8 @@ class Index:
                 index = cls(db)
                 if version != _SCHEMA_VERSION:
                     index.clear()
+                elif not db.execute("SELECT 1 FROM sqlite_master WHERE name='bases_by_base'").fetchone():
+                    db.executescript(_BASES)
                 os.chmod(path, 0o600)
                 return index
             except sqlite3.DatabaseError as error:
@@ -141,9 +154,25 @@ class Index:
         rows = self.db.execute(
             "SELECT pack, offset, stored, raw, flags FROM chunks WHERE id=?", (chunk,)
         ).fetchall()
-        found = [ChunkLocation._make(row) for row in rows]
+        found = [self._location(chunk, row) for row in rows]
         if len(found) > 1:
             found.sort(key=_preference)
+        return found
+
+    def _location(self, chunk: bytes, row: Sequence[int]) -> ChunkLocation:
+        """``row``: pack, offset, stored, raw, flags."""
+        pack, offset, stored, raw, flags = row
+        if not flags & DIFFERENCE:
+            return ChunkLocation(pack, offset, stored, raw, flags)
+        query = "SELECT base FROM bases WHERE id=? AND pack=? AND offset=?"
+        base = self.db.execute(query, (chunk, pack, offset)).fetchone()
+        return ChunkLocation(pack, offset, stored, raw, flags, base[0] if base else b"")
+
+    def resting_on(self, bases: Sequence[bytes]) -> set[bytes]:
+        """Chunks of which a copy is stored as the difference from one of these."""
+        found: set[bytes] = set()
+        for base in bases:
+            found.update(row[0] for row in self.db.execute("SELECT id FROM bases WHERE base=?", (base,)))
         return found
 
     def find_many(self, chunks: Sequence[bytes]) -> dict[bytes, ChunkLocation]:
@@ -154,7 +183,7 @@ class Index:
             marks = ",".join("?" * len(asked))
             query = f"SELECT id, pack, offset, stored, raw, flags FROM chunks WHERE id IN ({marks})"
             for chunk, *row in self.db.execute(query, asked):
-                location = ChunkLocation._make(row)
+                location = self._location(chunk, row)
                 other = found.get(chunk)
                 if other is None or _preference(location) < _preference(other):
                     found[chunk] = location
@@ -168,7 +197,7 @@ class Index:
             marks = ",".join("?" * len(asked))
             query = f"SELECT id, offset, stored, raw, flags & ~{DAMAGED} FROM chunks WHERE pack=? AND id IN ({marks})"
             for chunk, *row in self.db.execute(query, (number, *asked)):
-                found.add((chunk, ChunkLocation(number, *row)))
+                found.add((chunk, self._location(chunk, (number, *row))))
         return found
 
     def good_among(self, chunks: Sequence[bytes]) -> list[tuple[bytes, int]]:
@@ -198,6 +227,8 @@ class Index:
         damaged: frozenset[int] = frozenset(),
     ) -> None:
         """Says that the pack, up to ``size_bytes``, holds these too. ``damaged``: offsets of bad ones."""
+        records = list(records)
+        bases = [(r.id, number, r.offset, r.base) for r in records if r.base]
         rows = (
             (
                 r.id,
@@ -211,6 +242,7 @@ class Index:
         )
         with Transaction(self.db):
             self.db.executemany("INSERT OR REPLACE INTO chunks VALUES (?,?,?,?,?,?)", rows)
+            self.db.executemany("INSERT OR REPLACE INTO bases VALUES (?,?,?,?)", bases)
             self.db.execute("INSERT OR REPLACE INTO packs VALUES (?,?,?)", (number, size_bytes, int(sealed)))
 
     def drop(self, number: int, records: Sequence[PackRecord] | None) -> None:
@@ -220,23 +252,27 @@ class Index:
         with Transaction(self.db):
             if records is None:
                 self.db.execute("DELETE FROM chunks WHERE pack=?", (number,))
+                self.db.execute("DELETE FROM bases WHERE pack=?", (number,))
             else:
-                keys = ((record.id, number, record.offset) for record in records)
-                self.db.executemany("DELETE FROM chunks WHERE id=? AND pack=? AND offset=?", keys)
+                self._remove(number, records)
             self.db.execute("DELETE FROM packs WHERE number=?", (number,))
             self._packs_unseen()
 
     def cut(self, number: int, size_bytes: int, gone: Iterable[PackRecord]) -> None:
         """Says that the pack ends there now, unsealed, and holds none of these any more."""
-        keys = ((record.id, number, record.offset) for record in gone)
         with Transaction(self.db):
-            self.db.executemany("DELETE FROM chunks WHERE id=? AND pack=? AND offset=?", keys)
+            self._remove(number, gone)
             self.db.execute("INSERT OR REPLACE INTO packs VALUES (?,?,0)", (number, size_bytes))
             self._packs_unseen()
 
     def _packs_unseen(self) -> None:
         """What goes from the index first may stay in the file, if that comes to nothing: then it has to be looked at."""
         self.db.execute("DELETE FROM facts WHERE name=?", (PACKS_SEEN,))
+
+    def _remove(self, number: int, records: Iterable[PackRecord]) -> None:
+        keys = [(record.id, number, record.offset) for record in records]
+        self.db.executemany("DELETE FROM chunks WHERE id=? AND pack=? AND offset=?", keys)
+        self.db.executemany("DELETE FROM bases WHERE id=? AND pack=? AND offset=?", keys)
 
     def mark(self, chunk: ChunkId, location: ChunkLocation, damaged: bool) -> None:
         flags = (location.flags & ~DAMAGED) | (DAMAGED if damaged else 0)

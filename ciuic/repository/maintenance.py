@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from ciuic.errors import NotFound
 from ciuic.repository import packformat as pf
-from ciuic.repository.chunks import BadCopyError, location_of, read_copy, read_stored, unpack
+from ciuic.repository.chunks import (
+    BadCopyError,
+    location_of,
+    read_base,
+    read_copy,
+    read_stored,
+    unpack,
+)
 from ciuic.repository.errors import DamagedChunk, DamagedPack
 from ciuic.repository.index import DAMAGED
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord, Shortened
@@ -107,7 +114,7 @@ def _copying_costs(segment: Segment, is_live: Callable[[ChunkId], bool]) -> int:
     stored = [record.stored_bytes for record in segment.records if is_live(record.id)]
     if not stored:
         return 0
-    return sum(stored) + len(stored) * (pf.ALIGN_BYTES + pf.RECORD_BYTES) + _COPYING_BYTES
+    return sum(stored) + len(stored) * (pf.ALIGN_BYTES + 2 * pf.RECORD_BYTES) + _COPYING_BYTES
 
 
 def drop_pack(disk: Disk, store: ChunkStore, number: int, records: list[PackRecord] | None = None) -> int:
@@ -137,11 +144,13 @@ def release_pack(store: ChunkStore, number: int) -> None:
 def mark_damaged(store: ChunkStore, chunks: Iterable[ChunkId]) -> list[ChunkId]:
     """See Writer.mark_damaged."""
     lost = []
-    for chunk in chunks:
+    asked = list(dict.fromkeys(chunks))
+    # What rests on them is damaged with them, or was and no longer is.
+    for chunk in (*asked, *(store.index.resting_on(asked) - set(asked))):
         good = False
         for location in store.index.find(chunk):
             try:
-                read_copy(store.packs, _plain(location), chunk, store.seed)
+                read_copy(store.packs, _plain(location), chunk, store.seed, store.get)
                 bad = False
             except BadCopyError:
                 bad = True
@@ -164,7 +173,7 @@ def _copy(store: ChunkStore, number: int, kind: PackKind, records: list[PackReco
         with suppress(OSError):  # only advice
             store.packs.will_need(number, record.offset, record.stored_bytes)
     for record in wanted:
-        store.append(record.id, _good_copy(store, number, record), record.raw_bytes, record.flags, kind)
+        store.append(record, _good_copy(store, number, record), kind)
     store.sync()
 
 
@@ -172,7 +181,7 @@ def _good_elsewhere(store: ChunkStore, number: int, chunk: ChunkId) -> bool:
     for location in store.find(chunk):
         if location.pack != number:
             try:
-                read_copy(store.packs, _plain(location), chunk, store.seed)
+                read_copy(store.packs, _plain(location), chunk, store.seed, store.get)
                 return True
             except BadCopyError:
                 continue
@@ -184,7 +193,8 @@ def _good_copy(store: ChunkStore, number: int, record: PackRecord) -> bytes:
     try:
         stored = read_stored(store.packs, location_of(number, record))
         # What is stored as it is need not be copied to be looked at.
-        content = unpack(stored, record.raw_bytes, record.flags) if record.flags else stored
+        base = read_base(record.base, store.get)
+        content = unpack(stored, record.raw_bytes, record.flags, base=base) if record.flags else stored
         if store.id_of(content) != record.id:
             raise BadCopyError("its bytes do not match its id")
     except (BadCopyError, NotFound) as error:

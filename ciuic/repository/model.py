@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from ciuic.types import ChunkId, SnapshotId
 
 PackKind = Literal["data", "meta"]
+DIFFERENCE: Final = 4
+"""In the flags of a record: the content is stored as the difference from that of the base."""
 
 
 class PackInfo(NamedTuple):
@@ -30,16 +32,19 @@ class PackRecord(NamedTuple):
     flags: int
     checksum: int
     """XXH3-64 of the stored bytes."""
+    base: ChunkId | Literal[b""] = b""
+    """The chunk that it is stored as the difference from, if any."""
 
 
 class ChunkLocation(NamedTuple):
-    """Where a chunk's best copy lies. `flags & 1`: zstd; otherwise the bytes stand there as they are."""
+    """Where a chunk's best copy lies, and how it is stored: see `packformat`; without flags the bytes stand there as they are."""
 
     pack: int
     offset: int
     stored_bytes: int
     raw_bytes: int
     flags: int
+    base: ChunkId | Literal[b""] = b""
 
 
 class Shortened(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import xxhash
 
 from ciuic.repository.errors import DamagedPack, UnsupportedFormat
-from ciuic.repository.model import PackKind, PackRecord
+from ciuic.repository.model import DIFFERENCE, PackKind, PackRecord
 from ciuic.types import CHUNK_ID_BYTES, ChunkId
 
 ALIGN_BYTES = 4096
@@ -33,7 +33,16 @@ a reader allocate.
 """
 
 FLAG_ZSTD = 1
-KNOWN_FLAGS = FLAG_ZSTD
+FLAG_PLANES = 2
+"""By byte planes: see `planes`."""
+FLAG_DIFFERENCE = DIFFERENCE
+"""Of the base that the next record names; only together with planes."""
+FLAG_BASE = 8
+"""No chunk, but the id of the base of the record before."""
+KNOWN_FLAGS = FLAG_ZSTD | FLAG_PLANES | FLAG_DIFFERENCE | FLAG_BASE
+CODED_FLAGS = FLAG_ZSTD | FLAG_PLANES | FLAG_DIFFERENCE
+"""With any of these the content does not stand there as it is."""
+_OF_CHUNKS = (0, FLAG_ZSTD, FLAG_PLANES, FLAG_PLANES | FLAG_DIFFERENCE)
 KINDS: dict[PackKind, int] = {"data": 1, "meta": 2}
 VERSION = 1
 
@@ -51,6 +60,7 @@ SEGMENT_HEAD_BYTES = _SEGMENT.size
 RECORD_BYTES = _RECORD.size
 TRAILER_BYTES = _TRAILER.size
 HASH_XXH3_128 = 1
+_OF_NOTHING = xxhash.xxh3_64_intdigest(b"")
 
 
 class PackHeader(NamedTuple):
@@ -110,15 +120,25 @@ def decode_header(data: bytes, number: int, repository_id: bytes) -> PackHeader:
 
 def encode_table(offset: int, records: Sequence[PackRecord], payload_bytes: int) -> bytes:
     """Head and table of the segment at ``offset``."""
-    head = _SEGMENT.pack(_SEGMENT_MAGIC, len(records), 0, offset, payload_bytes)
-    raw = head + b"".join(map(encode_record, records))
+    table = b"".join(map(encode_record, records))
+    raw = _SEGMENT.pack(_SEGMENT_MAGIC, len(table) // RECORD_BYTES, 0, offset, payload_bytes) + table
     return raw + _CHECKSUM.pack(checksum(raw))
 
 
+def table_bytes(records: int, bases: int) -> int:
+    """Of a segment with so many chunks, of which so many have a base."""
+    return SEGMENT_HEAD_BYTES + (records + bases) * RECORD_BYTES + _CHECKSUM.size
+
+
 def encode_record(record: PackRecord) -> bytes:
-    return _RECORD.pack(
+    """With the record of its base, if it has one."""
+    raw = _RECORD.pack(
         record.id, record.offset, record.stored_bytes, record.raw_bytes, record.flags, 0, record.checksum
     )
+    if not record.base:
+        return raw
+    end = record.offset + record.stored_bytes
+    return raw + _RECORD.pack(record.base, end, 0, 0, FLAG_BASE, 0, _OF_NOTHING)
 
 
 def decode_segment_head(data: bytes, offset: int) -> SegmentHead | None:
@@ -158,12 +178,28 @@ def decode_table(data: bytes, number: int, offset: int, head: SegmentHead) -> li
 
 def _decode_records(data: bytes, number: int, offset: int) -> list[PackRecord]:
     records = []
+    based: PackRecord | None = None
+    """The record before, if the next one must name its base."""
     for id_, at, stored, raw, flags, zero, digest in _RECORD.iter_unpack(data):
         if flags & ~KNOWN_FLAGS:
             raise UnsupportedFormat(f"pack {number:016x} holds a chunk with unknown flags {flags:#x}")
         if zero or stored > MAX_CHUNK_BYTES or raw > MAX_CHUNK_BYTES or (not flags and stored != raw):
             raise DamagedPack(number, offset, f"impossible lengths for chunk {id_.hex()}")
-        records.append(PackRecord(ChunkId(id_), at, stored, raw, flags, digest))
+        if based is not None:
+            if flags != FLAG_BASE or stored or raw or at != based.offset + based.stored_bytes:
+                raise DamagedPack(number, offset, f"the base of chunk {based.id.hex()} is not named")
+            records.append(based._replace(base=ChunkId(id_)))
+            based = None
+            continue
+        if flags not in _OF_CHUNKS:
+            raise DamagedPack(number, offset, f"impossible flags {flags:#x} for chunk {id_.hex()}")
+        record = PackRecord(ChunkId(id_), at, stored, raw, flags, digest)
+        if flags & FLAG_DIFFERENCE:
+            based = record
+        else:
+            records.append(record)
+    if based is not None:
+        raise DamagedPack(number, offset, f"the base of chunk {based.id.hex()} is not named")
     return records
 
 

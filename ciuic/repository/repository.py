@@ -15,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ciuic.errors import NotFound, NotPermitted
+from ciuic.errors import CiuicError, NotFound, NotPermitted
 from ciuic.repository.claim import CLAIM_NAME, Claim
 from ciuic.repository.config import (
+    CODECS_VERSION,
     CONFIG_NAMES,
     FORMAT_VERSION,
     RepositoryConfig,
@@ -220,6 +221,14 @@ class Repository:
         """Closes a pack that was deleted: its space is free only when nobody has it open."""
         if self._packs is not None:
             self._packs.forget(number)
+
+    @property
+    def may_have_bases(self) -> bool:
+        """Whether chunks may be stored as differences from others. Asked anew: a writer elsewhere may have begun to."""
+        try:
+            return read_config(str(self.path)).format >= CODECS_VERSION
+        except CiuicError:
+            return True
 
     def stored_bytes(self) -> int:
         """Size of all packs together."""

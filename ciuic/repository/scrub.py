@@ -32,7 +32,7 @@ def scrub(
     sizes = packs.sizes()
     covered, newest = _covered(index_path)
     total, done = sum(sizes.values()), 0
-    with Checker(packs, seed) as checker:
+    with Checker(packs, seed, index_path) as checker:
         for number, size_bytes in sizes.items():
             if number > after:
                 facts = covered.get(number, (-1, False))
@@ -108,7 +108,7 @@ def _scrub_pack(
         # Records in a segment whose table is damaged are still found through the footer.
         for record in listed:
             if record not in found:
-                yield from check_record(packs, number, seed, record)
+                yield from check_record(packs, number, seed, record, checker.bases)
 
 
 def _segments(packs: Packs, number: int, covered: tuple[int, bool] | None) -> Iterator[Segment]:

@@ -24,12 +24,15 @@ from ciuic.repository import packformat as pf
 from ciuic.repository.chunks import (
     READ_ERRORS,
     BadCopyError,
+    ChunkReader,
     chunk_id,
     location_of,
+    read_base,
     read_copy,
     read_stored,
     unpack,
 )
+from ciuic.repository.finder import ReaderFinder
 from ciuic.repository.ids import is_zero
 from ciuic.repository.model import PackDamage, PackRecord
 from ciuic.repository.packs import Packs, Segment
@@ -53,15 +56,27 @@ class _Run(NamedTuple):
 class Checker:
     """For one caller; context manager."""
 
-    def __init__(self, packs: Packs, seed: int) -> None:
+    def __init__(self, packs: Packs, seed: int, index_path: str) -> None:
         self._packs = packs
         self._seed = seed
+        self._index_path = index_path
         self._mine = threading.local()
         self._opened: list[Packs] = []
+        self._finders: list[ReaderFinder] = []
+        self._reader: ChunkReader | None = None
         self._executor = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "scrub")
         self._current: Future[list[PackDamage]] | None = None
         self._free: list[bytearray] = []
         """To be used again."""
+
+    @property
+    def bases(self) -> ChunkReader:
+        """For the caller's own thread."""
+        if self._reader is None:
+            finder = ReaderFinder(self._packs, self._index_path)
+            self._finders.append(finder)
+            self._reader = ChunkReader(self._packs, finder, self._seed)
+        return self._reader
 
     def __enter__(self) -> Checker:
         return self
@@ -70,6 +85,8 @@ class Checker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._executor.shutdown(cancel_futures=True)
+        for finder in self._finders:
+            finder.close()
         for packs in self._opened:
             packs.close()
 
@@ -118,7 +135,9 @@ class Checker:
         if not hasattr(mine, "packs"):
             mine.packs = Packs(self._packs.directory, self._packs.repository_id)
             self._opened.append(mine.packs)
-            mine.checked = _Segments(mine.packs, self._seed)
+            finder = ReaderFinder(mine.packs, self._index_path)
+            self._finders.append(finder)
+            mine.checked = _Segments(mine.packs, self._seed, ChunkReader(mine.packs, finder, self._seed))
         checked: _Segments = mine.checked
         found = list(checked.damages(number, segment, footer, read))
         if read is not None:
@@ -129,9 +148,10 @@ class Checker:
 class _Segments:
     """For one thread."""
 
-    def __init__(self, packs: Packs, seed: int) -> None:
+    def __init__(self, packs: Packs, seed: int, bases: ChunkReader) -> None:
         self._packs = packs
         self._seed = seed
+        self._bases = bases
         self._buffer = bytearray(_RUN_BYTES)
         self._decompressor = zstandard.ZstdDecompressor()
 
@@ -140,7 +160,8 @@ class _Segments:
     ) -> Iterator[PackDamage]:
         """``read``: the segment from its beginning on, where it has been read."""
         padded = segment.damage is None
-        at = segment.offset + pf.SEGMENT_HEAD_BYTES + len(segment.records) * pf.RECORD_BYTES + 8
+        bases = sum(1 for record in segment.records if record.base)
+        at = segment.offset + pf.table_bytes(len(segment.records), bases)
         if not padded:
             at = segment.records[0].offset if segment.records else segment.end
         for run in _runs(at, segment.records):
@@ -177,16 +198,17 @@ class _Segments:
                 yield from check_padding(self._packs, number, at, record.offset)
             start = record.offset - run.start
             if not whole or not self._is_good(record, data[start : start + record.stored_bytes]):
-                yield from check_record(self._packs, number, self._seed, record)
+                yield from check_record(self._packs, number, self._seed, record, self._bases)
             at = record.offset + record.stored_bytes
 
     def _is_good(self, record: PackRecord, stored: memoryview) -> bool:
         if pf.checksum(stored) != record.checksum:
             return False
-        if not record.flags & pf.FLAG_ZSTD:
+        if not record.flags:
             return chunk_id(stored, self._seed) == record.id
         try:
-            content = unpack(stored, record.raw_bytes, record.flags, self._decompressor)
+            base = read_base(record.base, self._bases.get)
+            content = unpack(stored, record.raw_bytes, record.flags, self._decompressor, base)
         except BadCopyError:
             return False
         return chunk_id(content, self._seed) == record.id
@@ -214,12 +236,14 @@ def check_padding(packs: Packs, number: int, start: int, end: int) -> Iterator[P
         yield PackDamage(number, start, None, _PADDING)
 
 
-def check_record(packs: Packs, number: int, seed: int, record: PackRecord) -> Iterator[PackDamage]:
+def check_record(
+    packs: Packs, number: int, seed: int, record: PackRecord, bases: ChunkReader
+) -> Iterator[PackDamage]:
     """One payload alone, with the reason in words."""
     location = location_of(number, record)
     try:
         if pf.checksum(read_stored(packs, location)) != record.checksum:
             raise BadCopyError("its bytes do not match their checksum")
-        read_copy(packs, location, record.id, seed)
+        read_copy(packs, location, record.id, seed, bases.get)
     except BadCopyError as error:
         yield PackDamage(number, record.offset, record.id, str(error))

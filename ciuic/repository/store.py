@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Literal, NamedTuple
 
+from ciuic.errors import Damaged
 from ciuic.repository import packformat as pf
 from ciuic.repository.appender import Appender
-from ciuic.repository.chunks import ChunkReader, chunk_id, location_of, unpack
+from ciuic.repository.chunks import ChunkReader, chunk_id, location_of, read_base, unpack
 from ciuic.repository.disk import Disk
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
-from ciuic.repository.packing import Content, Packed, Packer
+from ciuic.repository.packing import MOST_BASES, Codec, Content, Packed, Packer
 from ciuic.repository.packs import Packs
 from ciuic.repository.recovery import Tail
 from ciuic.repository.writerindex import WriterIndex
@@ -62,7 +64,8 @@ class ChunkStore:
         self.packs = packs
         self.index = index
         self.seed = seed
-        self._buffered: dict[bytes, tuple[Bytes, int, int]] = {}
+        self._buffered: dict[bytes, tuple[Bytes, int, int, ChunkId | Literal[b""]]] = {}
+        """(bytes, those of the content, flags, base) of what is not written yet; without flags until it is packed."""
         self._written: dict[bytes, ChunkLocation] = {}
         self._sealed: set[int] = set()
         self._last_number: int = max([index.last_pack(), *(() if index.all_seen else packs.numbers())])
@@ -102,10 +105,10 @@ class ChunkStore:
 
     def put_all(self, contents: Sequence[Content], kind: PackKind) -> list[ChunkId]:
         """Stores what is not there; the ids of all. ValueError over 16 MiB; OSError, also of what was put before."""
-        for data, _ in contents:
+        for data, *_ in contents:
             if memoryview(data).nbytes > pf.MAX_CHUNK_BYTES:
                 raise ValueError(f"a chunk of {memoryview(data).nbytes} bytes is too large")
-        ids = [self.id_of(data) for data, _ in contents]
+        ids = [self.id_of(content.data) for content in contents]
         new = {
             id_: content
             for id_, content in zip(ids, contents, strict=True)
@@ -117,10 +120,44 @@ class ChunkStore:
             self._take(new, kind)
         return ids
 
-    def append(self, chunk: ChunkId, stored: Bytes, raw_bytes: int, flags: int, kind: PackKind) -> None:
-        """Stores these bytes whether or not the chunk is there already."""
+    def append(self, record: PackRecord, stored: Bytes, kind: PackKind) -> None:
+        """Stores these bytes whether or not the chunk is there already. ``record``: as it was stored elsewhere."""
         self._settle_packing()
-        self._append(chunk, raw_bytes, Packed(stored, flags, pf.checksum(stored)), kind)
+        packed = Packed(stored, record.flags, pf.checksum(stored), None, record.base)
+        self._append(record.id, record.raw_bytes, packed, kind)
+
+    @property
+    def coding_seconds(self) -> float:
+        """Of processor time that codecs have taken."""
+        return self._packer.coding_seconds
+
+    def _with_base(self, chunk: ChunkId, content: Content) -> Content:
+        """With the content of its base; as planes where there is no such base, or too many are behind it."""
+        codec = content.codec
+        if codec is None or codec.kind != "difference" or codec.base is None:
+            return content
+        with suppress(Damaged):
+            if self._may_rest_on(chunk, codec.base):
+                data = self.get(codec.base)
+                if len(data) == len(content.data):
+                    return content._replace(codec=codec._replace(base_data=data))
+        return content._replace(codec=Codec("planes", codec.width))
+
+    def _may_rest_on(self, chunk: ChunkId, base: ChunkId) -> bool:
+        """Whether the bases of that are few enough, in whichever copies, and this chunk is not among them."""
+        layer = {base}
+        for _ in range(MOST_BASES):
+            if chunk in layer:
+                return False
+            layer = {ChunkId(below) for above in layer for below in self._bases_of(above)}
+            if not layer:
+                return True
+        return False
+
+    def _bases_of(self, chunk: ChunkId) -> set[bytes]:
+        held = self._buffered.get(chunk)
+        bases = {location.base for location in self.find(chunk)} | ({held[3]} if held else set())
+        return {base for base in bases if base}
 
     def _take(self, new: dict[ChunkId, Content], kind: PackKind) -> None:
         """Packs and appends chunks of which none is there."""
@@ -128,9 +165,9 @@ class ChunkStore:
         group_bytes = 0
         kept_bytes = sum(len(content.data) for content in new.values())
         for chunk, given in new.items():
-            content = Content(_kept(given.data, kept_bytes), given.place)
+            content = self._with_base(chunk, given._replace(data=_kept(given.data, kept_bytes)))
             size_bytes = len(content.data)
-            self._buffered[chunk] = (content.data, size_bytes, 0)
+            self._buffered[chunk] = (content.data, size_bytes, 0, _base_of(content))
             if not self._pending and not group and not self._packer.worth_a_thread(size_bytes):
                 self._append(chunk, size_bytes, self._packer.pack(content, kind), kind)
                 continue
@@ -169,7 +206,7 @@ class ChunkStore:
             self._append(chunk, raw_bytes, packed, pending.kind)
 
     def _append(self, chunk: ChunkId, raw_bytes: int, packed: Packed, kind: PackKind) -> None:
-        self._buffered[chunk] = (packed.stored, raw_bytes, packed.flags)
+        self._buffered[chunk] = (packed.stored, raw_bytes, packed.flags, packed.base)
         appender = self.appenders[kind]
         self._moved(appender.append(chunk, raw_bytes, packed))
         if appender.unsynced_bytes >= SYNC_BYTES or appender.unsynced_records >= SYNC_RECORDS:
@@ -179,7 +216,9 @@ class ChunkStore:
         """The content, also of what is only buffered. MissingChunk, DamagedChunk."""
         held = self._buffered.get(chunk)
         if held is not None:
-            return unpack(bytes(held[0]), held[1], held[2])
+            stored, raw_bytes, flags, base = held
+            content = read_base(base if flags & pf.FLAG_DIFFERENCE else b"", self.get)
+            return unpack(bytes(stored), raw_bytes, flags, base=content)
         return self._reader.get(chunk)
 
     def has(self, chunk: ChunkId) -> bool:
@@ -227,6 +266,11 @@ class ChunkStore:
             self._sealed.add(number)
         for record in records:
             self._written.pop(record.id, None)
+
+
+def _base_of(content: Content) -> ChunkId | Literal[b""]:
+    codec = content.codec
+    return codec.base or b"" if codec is not None and codec.kind == "difference" else b""
 
 
 def _kept(data: Bytes, kept_bytes: int) -> Bytes:

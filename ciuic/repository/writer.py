@@ -17,7 +17,7 @@ from ciuic.repository import maintenance
 from ciuic.repository.blockmaps import BlockMaps, update_block_map
 from ciuic.repository.catalogue import info_of
 from ciuic.repository.cataloguing import Cataloguing
-from ciuic.repository.config import read_file, repair_config
+from ciuic.repository.config import CODECS_VERSION, raise_format, read_file, repair_config
 from ciuic.repository.disk import Disk
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.ids import Bytes
@@ -151,7 +151,16 @@ class Writer:
     def put_chunks(self, blocks: Sequence[Content]) -> list[ChunkId]:
         """As `put_chunk` for each, and faster. Views of `bytes` are kept as they are until they are written, and what is
         staged is shared if it is stored as it is; of anything else the content is copied."""
+        if self.repository.config.format < CODECS_VERSION and any(
+            content.needs_new_format for content in blocks
+        ):
+            self.repository.config = raise_format(self._disk, self._path, self.repository.config)
         return self._store.put_all(blocks, "data")
+
+    @property
+    def coding_seconds(self) -> float:
+        """Of processor time that codecs (`Content.codec`) have taken."""
+        return self._store.coding_seconds
 
     @property
     def stage(self) -> Stage:

@@ -96,6 +96,22 @@ class WriterIndex:
             good.update(id_ for id_, _ in self._memory.good_among(chunks))
         return good
 
+    def resting_on(self, chunks: Sequence[ChunkId]) -> set[ChunkId]:
+        """Chunks of which a copy is stored as a difference from one of these, or from one that is."""
+        found: set[bytes] = set()
+        layer: set[bytes] = set(chunks)
+        while layer:
+            above: set[bytes] = set()
+            for index in (self._disk, self._memory):
+                if index is not None:
+                    try:
+                        above |= index.resting_on(list(layer))
+                    except sqlite3.Error as error:
+                        self._failed("index_unreadable", error)
+            layer = above - found
+            found |= above
+        return {ChunkId(chunk) for chunk in found}
+
     def add(
         self,
         number: int,

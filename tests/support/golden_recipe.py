@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable
 
 from ciuic.repository import Writer
+from ciuic.repository.packing import Codec, Content
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
 
 BLOCK = 65536
@@ -100,6 +101,14 @@ def first_draft(writer: Writer) -> SnapshotDraft:
         tags=("first", "golden"),
         message="every kind of entry",
     )
+
+
+def put_coded(writer: Writer) -> None:
+    """The two blocks of the text as planes, and as the difference from what no snapshot has: what format 2 is for."""
+    first, second = TEXT[:BLOCK], TEXT[BLOCK:]
+    writer.put_chunks([Content(first, codec=Codec("planes", 2))])
+    base = writer.put_chunks([Content(TEXT[: len(second)], codec=Codec("planes", 8))])[0]
+    writer.put_chunks([Content(second, codec=Codec("difference", 4, base))])
 
 
 def second_draft(writer: Writer) -> SnapshotDraft:

@@ -1,0 +1,310 @@
+"""Chunks that are stored as planes or as differences: read, moved, kept for each other's sake, and named when they are damaged."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ciuic.check import check
+from ciuic.gc import prune
+from ciuic.repository import DamagedChunk, DamagedPack, PackRecord, Repository, UnsupportedFormat, Writer
+from ciuic.repository import packformat as pf
+from ciuic.repository.config import FORMAT_VERSION, config_problems, encode_config
+from ciuic.repository.packing import MOST_BASES, Codec, Content
+from ciuic.sweep import HURRIED
+from ciuic.types import ChunkId, Entry, RootRecord, SnapshotDraft, SnapshotId
+from ciuic.verify import verify_snapshots
+
+BLOCK = 65536
+PLANES = Codec("planes", 4)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[Repository]:
+    with Repository.create(tmp_path / "r", block_size=BLOCK) as made:
+        yield made
+
+
+def states(count: int, seed: int = 1) -> list[bytes]:
+    """Contents of one block, each a little further than the one before."""
+    drawn = random.Random(seed)
+    values = [drawn.gauss(0, 0.02) for _ in range(BLOCK // 4)]
+    made = []
+    for _ in range(count):
+        made.append(struct.pack(f"<{len(values)}f", *values))
+        values = [value * (1 + drawn.gauss(0, 1e-4)) for value in values]
+    return made
+
+
+def put(writer: Writer, data: bytes, codec: Codec | None) -> ChunkId:
+    return writer.put_chunks([Content(data, codec=codec)])[0]
+
+
+def difference(base: ChunkId) -> Codec:
+    return Codec("difference", 4, base)
+
+
+def commit(writer: Writer, chunk: ChunkId, number: int) -> SnapshotId:
+    """A snapshot with one file of one block."""
+    ref = writer.update_block_map((b"", 0), 1, {0: chunk})
+    file = Entry(
+        name=b"state", mode=0o100644, size_bytes=BLOCK, content=ref.content, map_height=ref.map_height
+    )
+    tree = writer.update_tree(b"", {b"state": file})
+    top = Entry(
+        name=b"", mode=0o40755, content=tree.id, total_files=tree.total_files, total_bytes=tree.total_bytes
+    )
+    id_ = SnapshotId(f"cs-{number:06x}")
+    writer.commit(SnapshotDraft(id=id_, time_ns=number, host="h", roots=(RootRecord(path=b"/t", entry=top),)))
+    return id_
+
+
+def flip_stored(repository: Repository, chunk: ChunkId) -> None:
+    """Damages what is stored of it."""
+    location = repository.chunks.locate(chunk)
+    path = repository.path / "packs" / f"{location.pack:016x}.pack"
+    data = bytearray(path.read_bytes())
+    data[location.offset + location.stored_bytes // 2] ^= 1
+    path.write_bytes(data)
+    repository.close()
+
+
+def chain_of(repository: Repository, contents: list[bytes], pack_bytes: int | None = None) -> list[ChunkId]:
+    """A snapshot for each, stored as the difference from the one before."""
+    chunks: list[ChunkId] = []
+    for number, data in enumerate(contents, 1):
+        with repository.writer(pack_bytes=pack_bytes) as writer:
+            chunks.append(put(writer, data, difference(chunks[-1]) if chunks else PLANES))
+            commit(writer, chunks[-1], number)
+    repository.close()
+    return chunks
+
+
+def test_a_chain_is_smaller_and_reads_as_what_it_was(repository: Repository) -> None:
+    """Also through many reads at once, and when the index is gone."""
+    contents = states(4)
+    chunks = chain_of(repository, contents)
+    sizes = [repository.chunks.locate(chunk).stored_bytes for chunk in chunks]
+    assert sizes[0] < 0.9 * BLOCK
+    assert all(size < 0.7 * BLOCK for size in sizes[1:])
+    assert [repository.chunks.get(chunk) for chunk in chunks] == contents
+    pieces = {piece.position: piece.source for piece in repository.bulk.read(chunks)}
+    assert [position for position, source in pieces.items() if source is None] == [1, 2, 3]
+    assert pieces[0] == contents[0]
+    assert list(repository.scrub()) == []
+    assert repository.check_index() == []
+    repository.close()
+    (repository.path / "index.sqlite").unlink()
+    assert [repository.chunks.get(chunk) for chunk in chunks] == contents
+    repository.close()
+    with repository.writer() as writer:
+        writer.rebuild_index()
+    assert [len(repository.chunks.locate_all(chunk)) for chunk in chunks] == [1, 2, 3, 4]
+
+
+def test_what_is_buffered_can_be_read_and_be_a_base(repository: Repository) -> None:
+    """Before anything of it is written."""
+    first, second = states(2)
+    with repository.writer() as writer:
+        base = put(writer, first, PLANES)
+        chunk = put(writer, second, difference(base))
+        assert (writer.chunks.get(base), writer.chunks.get(chunk)) == (first, second)
+        writer.flush()
+        assert writer.chunks.get(chunk) == second
+
+
+def test_bases_behind_each_other_have_an_end(repository: Repository) -> None:
+    """What would be one too many is stored by planes alone."""
+    chunks = chain_of(repository, states(MOST_BASES + 3))
+    depths = [len(repository.chunks.locate_all(chunk)) - 1 for chunk in chunks]
+    assert depths == [*range(MOST_BASES + 1), 0, 1]
+
+
+@pytest.mark.parametrize("base", [ChunkId(b"x" * 16), None], ids=["missing", "of another length"])
+def test_an_impossible_base_is_done_without(repository: Repository, base: ChunkId | None) -> None:
+    """The content is stored all the same."""
+    data = states(1)[0]
+    with repository.writer() as writer:
+        other = base or put(writer, b"1234" * 100, None)
+        chunk = put(writer, data, difference(other))
+        writer.flush()
+    assert repository.chunks.locate(chunk).flags == pf.FLAG_PLANES
+    assert repository.chunks.get(chunk) == data
+
+
+def test_noise_is_stored_as_it_is(repository: Repository) -> None:
+    """Where a codec does not make it smaller."""
+    data = random.Random(3).randbytes(BLOCK)
+    with repository.writer() as writer:
+        for codec in ("raw", "zstd", "planes"):
+            chunk = put(writer, data[:-1] + codec[:1].encode(), Codec(codec, 4))
+            writer.flush()
+            assert writer.chunks.find(chunk)[0].flags == 0
+
+
+def test_only_a_repository_with_codecs_has_the_new_format(repository: Repository) -> None:
+    """An earlier ciuic reads what it can, and refuses what it cannot before the first chunk of it is there."""
+    with repository.writer() as writer:
+        put(writer, b"text" * 1000, Codec("zstd"))
+    assert Repository.open(repository.path).config.format == FORMAT_VERSION == 1
+    with repository.writer() as writer:
+        put(writer, states(1)[0], PLANES)
+        assert Repository.open(repository.path).config.format == 2
+    assert config_problems(str(repository.path)) == []
+    assert repository.may_have_bases
+
+
+def test_a_crash_between_the_copies_of_the_configuration_is_no_damage(repository: Repository) -> None:
+    """The old format is read, and the next writer goes on."""
+    old = encode_config(repository.config)
+    with repository.writer() as writer:
+        put(writer, states(1)[0], PLANES)
+    (repository.path / "config").write_bytes(old)
+    assert config_problems(str(repository.path)) == []
+    assert Repository.open(repository.path).config.format == 1
+
+
+def test_unknown_formats_are_refused(repository: Repository) -> None:
+    """As always."""
+    text = encode_config(msgspec.structs.replace(repository.config, format=3))
+    for name in ("config", "config.copy"):
+        (repository.path / name).write_bytes(text)
+    with pytest.raises(UnsupportedFormat, match="format 3"):
+        Repository.open(repository.path)
+
+
+def test_a_base_outlives_its_snapshot(repository: Repository) -> None:
+    """Prune of everything but what is stored as the difference from it, pack by pack."""
+    contents = states(4)
+    chunks = chain_of(repository, contents, pack_bytes=4096)
+    with repository.writer() as writer:
+        writer.remove_snapshots([SnapshotId(f"cs-{number:06x}") for number in (1, 2, 3)])
+    report = prune(repository, thresholds=HURRIED)
+    assert not report.notes
+    assert [repository.chunks.get(chunk) for chunk in chunks] == contents
+    assert check(repository, read_data=True).findings == []
+    with repository.writer() as writer:
+        commit(writer, put(writer, b"other" * 9999, None), 9)
+        writer.remove_snapshots([SnapshotId("cs-000004")])
+    prune(repository, thresholds=HURRIED)
+    repository.close()
+    assert not any(repository.chunks.has(chunk) for chunk in chunks)
+    assert repository.check_index() == []
+
+
+def test_a_pack_is_rewritten_with_what_is_in_it(repository: Repository) -> None:
+    """Differences stay differences; neither they nor their bases are lost or decoded."""
+    contents = states(3)
+    chunks = chain_of(repository, contents)
+    stored = [repository.chunks.locate(chunk).stored_bytes for chunk in chunks]
+    for how in ("rewrite", "shorten"):
+        with repository.writer() as writer:
+            for pack in repository.packs():
+                if how == "rewrite":
+                    writer.rewrite_pack(pack.number, lambda _: True)
+                else:
+                    writer.shorten_pack(pack.number, lambda _: True, 1 << 30)
+        repository.close()
+        assert [repository.chunks.get(chunk) for chunk in chunks] == contents
+        assert [repository.chunks.locate(chunk).stored_bytes for chunk in chunks] == stored
+        assert repository.check_index() == []
+        assert list(repository.scrub()) == []
+
+
+def test_a_damaged_base_is_told_for_all_that_depend_on_it(repository: Repository) -> None:
+    """By reading, scrubbing, verifying; and each of them is stored anew when it comes again."""
+    contents = states(3)
+    chunks = chain_of(repository, contents)
+    flip_stored(repository, chunks[0])
+    for chunk in chunks:
+        with pytest.raises(DamagedChunk):
+            repository.chunks.get(chunk)
+    with pytest.raises(DamagedChunk, match=f"a difference: .*a difference: .*{chunks[0].hex()}"):
+        repository.chunks.get(chunks[2])
+    assert {found.chunk for found in repository.scrub()} == set(chunks)
+    damages = verify_snapshots(repository, checksum=True).damages
+    assert {(damage.chunk, damage.snapshots) for damage in damages} == {
+        (chunk, (SnapshotId(f"cs-{number:06x}"),)) for number, chunk in enumerate(chunks, 1)
+    }
+    with repository.writer() as writer:
+        assert set(writer.mark_damaged(chunks[:1])) == set(chunks)
+        assert put(writer, contents[2], difference(chunks[1])) == chunks[2]
+        commit(writer, chunks[2], 7)
+        assert writer.chunks.get(chunks[2]) == contents[2]
+        put(writer, contents[0], None)
+        writer.flush()
+        assert writer.mark_damaged(chunks) == []
+    repository.close()
+    assert [repository.chunks.get(chunk) for chunk in chunks] == contents
+
+
+def test_a_missing_base_is_told_without_reading(repository: Repository) -> None:
+    """The structure alone tells: a pack with bases is gone."""
+    chunks = chain_of(repository, states(2), pack_bytes=4096)
+    with repository.writer() as writer:
+        writer.drop_pack(writer.chunks.find(chunks[0])[0].pack)
+    repository.close()
+    with pytest.raises(DamagedChunk, match="stored as a difference"):
+        repository.chunks.locate_all(chunks[1])
+    found = {damage.chunk for damage in verify_snapshots(repository).damages}
+    assert found == set(chunks)
+    assert {finding.chunk for finding in check(repository).findings if finding.chunk} == set(chunks)
+
+
+def test_a_base_is_healed_with_what_rests_on_it(repository: Repository, tmp_path: Path) -> None:
+    """A repair from the live file of the base makes the differences readable; nothing else has to be stored."""
+    contents = states(2)
+    chunks = chain_of(repository, contents)
+    flip_stored(repository, chunks[0])
+    report = check(repository, repair=True, read_data=True)
+    assert report.damaged
+    with repository.writer() as writer:
+        put(writer, contents[0], PLANES)
+    report = check(repository, repair=True, read_data=True)
+    repository.close()
+    assert [repository.chunks.get(chunk) for chunk in chunks] == contents
+    with repository.writer() as writer:
+        assert writer.mark_damaged(chunks) == []
+
+
+def test_nothing_is_freed_while_a_list_that_may_name_bases_is_damaged(repository: Repository) -> None:
+    """What cannot be read is never a reason to delete."""
+    chunks = chain_of(repository, states(2), pack_bytes=4096)
+    with repository.writer() as writer:
+        commit(writer, put(writer, b"other" * 9999, None), 9)
+        writer.remove_snapshots([SnapshotId("cs-000001")])
+    repository.close()
+    pack = repository.path / "packs" / f"{repository.chunks.locate(chunks[1]).pack:016x}.pack"
+    repository.close()
+    damaged = bytearray(pack.read_bytes())
+    damaged[4100] ^= 1
+    damaged[-8] ^= 1
+    pack.write_bytes(damaged)
+    packs = len(list(pack.parent.iterdir()))
+    report = prune(repository, thresholds=HURRIED)
+    assert any("base" in note for note in report.notes)
+    assert len(list(pack.parent.iterdir())) == packs
+
+
+def test_tables_that_name_no_base_are_damaged() -> None:
+    """A difference without one, a base without a difference, flags that cannot be."""
+    id_ = ChunkId(b"i" * 16)
+    whole = PackRecord(id_, 4096 + 136, 10, 20, pf.FLAG_PLANES | pf.FLAG_DIFFERENCE, 0, ChunkId(b"b" * 16))
+    table = pf.encode_table(4096, [whole], 10)
+    head = pf.decode_segment_head(table, 4096)
+    assert head is not None
+    assert pf.decode_table(table, 1, 4096, head) == [whole]
+    for flags in (
+        pf.FLAG_PLANES | pf.FLAG_DIFFERENCE,
+        pf.FLAG_BASE,
+        pf.FLAG_DIFFERENCE,
+        pf.FLAG_ZSTD | pf.FLAG_PLANES,
+    ):
+        bad = pf.encode_table(4096, [whole._replace(flags=flags, base=b"", offset=4096 + 88)], 10)
+        with pytest.raises(DamagedPack):
+            pf.decode_table(bad, 1, 4096, pf.SegmentHead(1, 10))
