@@ -11,14 +11,15 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from ciuic.errors import Damaged
 from ciuic.repository import Repository, Writer
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.ids import is_zero
-from ciuic.repository.packing import Content
+from ciuic.repository.packing import Codec, Content
+from ciuic.training.codecs import Chosen
 from ciuic.training.messages import File, Manifest, StoredFile
 from ciuic.types import ChunkId, Entry, MapRef, RootRecord, Snapshot, SnapshotDraft, TreeRef
 
@@ -38,15 +39,22 @@ class Known:
 
 
 def commit(
-    repository: Repository, writer: Writer, memory: memoryview, manifest: Manifest, root: bytes, known: Known
+    repository: Repository,
+    writer: Writer,
+    memory: memoryview,
+    manifest: Manifest,
+    root: bytes,
+    known: Known,
+    chosen: Chosen | None = None,
 ) -> Snapshot:
     """Stores ``manifest.files`` from ``memory`` as one snapshot, under ``root``, with what ``manifest.stored`` says is there already.
 
-    OSError, or Damaged where something of that is not there: it was not made, and ``known`` is as it was.
+    OSError, or Damaged where something of that is not there: it was not made, and ``known`` is as it was. ``chosen``: which
+    codecs; without it the repository chooses.
     """
     if known.snapshot not in repository.snapshots.names():
         known.folders = {}  # somebody removed it, and what its trees refer to may be gone with it
-    put = _Put(writer, repository.block_size, manifest.time_ns, known)
+    put = _Put(writer, repository.block_size, manifest.time_ns, known, chosen)
     entries = {file.path: put.stored(file) for file in manifest.stored}
     entries |= {file.path: put.file(file, memory) for file in manifest.files}
     folders = put.folders(entries)
@@ -82,7 +90,15 @@ def put_files(
 
 
 class _Put:
-    def __init__(self, writer: Writer, block_size: int, time_ns: int, known: Known) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        block_size: int,
+        time_ns: int,
+        known: Known,
+        chosen: Chosen | None = None,
+    ) -> None:
+        self._chosen = chosen
         self.time_ns = time_ns
         self._writer = writer
         self._block_size = block_size
@@ -93,7 +109,12 @@ class _Put:
         if len(data) != file.size_bytes:
             raise ValueError(f"{file.path} does not lie in the arena")
         blocks = blocks_of(file.size_bytes, self._block_size)
-        content = self._writer.update_block_map(_EMPTY, blocks, self._blocks(data, blocks))
+        if self._chosen is None:
+            stored = self._blocks(data, blocks, lambda _: None)
+        else:
+            stored = self._blocks(data, blocks, self._chosen.codec(file, data))
+            self._chosen.blocks[file.path] = stored
+        content = self._writer.update_block_map(_EMPTY, blocks, stored)
         return self._entry(file.path, file.size_bytes, content)
 
     def stored(self, file: StoredFile) -> Entry:
@@ -122,7 +143,9 @@ class _Put:
             map_height=content.map_height,
         )
 
-    def _blocks(self, data: memoryview, blocks: int) -> dict[int, ChunkId]:
+    def _blocks(
+        self, data: memoryview, blocks: int, codec: Callable[[int], Codec | None]
+    ) -> dict[int, ChunkId]:
         stored: dict[int, ChunkId] = {}
         for first in range(0, blocks, _AT_ONCE):
             run: dict[int, Content] = {}
@@ -130,7 +153,7 @@ class _Put:
                 at = index * self._block_size
                 block = data[at : at + self._block_size]
                 if not is_zero(block):
-                    run[index] = Content(block)
+                    run[index] = Content(block, codec=codec(index))
             stored.update(zip(run, self._writer.put_chunks(list(run.values())), strict=True))
         return stored
 

@@ -81,8 +81,7 @@ class Part:
         self._place(f"{folder}/{OBJECTS_FILE}", text, len(text))
         layout = lay_out({f"{folder}_objects": packed.leaves})
         shift = aligned(self.end)
-        for path, offset, size_bytes in layout.files:
-            self.files.append(FileInMemory(path, offset + shift, size_bytes))
+        self.files += [file._replace(offset=file.offset + shift) for file in layout.files]
         self._content += [(offset + shift, content) for offset, content in layout.fixed]
         placed = layout.tensors[f"{folder}_objects"]
         for leaf, where in zip(packed.leaves, placed, strict=True):

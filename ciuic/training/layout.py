@@ -36,6 +36,8 @@ class FileInMemory(NamedTuple):
     """Relative to the snapshot's root, parts joined by ``/``."""
     offset: int
     size_bytes: int
+    width: int = 0
+    """Bytes of a number, where most of it is numbers of one width; else 0."""
 
 
 class TensorInMemory(NamedTuple):
@@ -168,17 +170,27 @@ class _Planner:
     def _add_file(self, path: str, leaves: Sequence[Leaf], offsets: dict[str, int]) -> None:
         header = encode_header(leaves, of_torch=all(leaf.array.framework == "torch" for leaf in leaves))
         size_bytes = len(header) + sum(leaf.array.size_bytes for leaf in leaves)
-        at = self._place(path, header, size_bytes) + len(header)
+        at = self._place(path, header, size_bytes, _width(leaves)) + len(header)
         for leaf in leaves:
             offsets[leaf.name] = at
             at += leaf.array.size_bytes
 
-    def _place(self, path: str, start: bytes, size_bytes: int) -> int:
+    def _place(self, path: str, start: bytes, size_bytes: int, width: int = 0) -> int:
         offset = aligned(self.end)
-        self.files.append(FileInMemory(path, offset, size_bytes))
+        self.files.append(FileInMemory(path, offset, size_bytes, width))
         self.fixed.append((offset, start))
         self.end = offset + size_bytes
         return offset
+
+
+def _width(leaves: Sequence[Leaf]) -> int:
+    """Of the numbers that make up most of these tensors."""
+    bytes_of: dict[int, int] = {}
+    for leaf in leaves:
+        array = leaf.array
+        width = array.element_bytes // (2 if "complex" in array.true_dtype else 1)
+        bytes_of[width] = bytes_of.get(width, 0) + array.size_bytes
+    return max(bytes_of, key=lambda width: bytes_of[width], default=0)
 
 
 def _quoted(char: str) -> str:

@@ -14,6 +14,8 @@ from ciuic.training.notices import Metadata
 from ciuic.training.preservation import Keep
 
 MOST_BYTES: Final = 64 << 10
+COMPRESSIONS: Final = ("auto", "none", "small")
+"""What the user may ask for: codecs within a budget; none at all; whatever they take."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +35,8 @@ class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     nice: int = 10
     services: tuple[Metadata, ...] = ()
     """Of clouds, to be asked for notices."""
+    compression: str = "auto"
+    """One of `COMPRESSIONS`."""
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):
@@ -64,6 +68,8 @@ class File(msgspec.Struct, frozen=True, array_like=True):
     path: str
     offset: int
     size_bytes: int
+    width: int = 0
+    """Bytes of a number, where most of it is numbers of one width."""
 
 
 class StoredFile(msgspec.Struct, frozen=True, array_like=True):

@@ -242,6 +242,6 @@ class WriterClient:
             self._process = None
 
 
-def files_of(files: Iterable[tuple[str, int, int]]) -> list[File]:
+def files_of(files: Iterable[tuple[str, int, int, int]]) -> list[File]:
     """As a manifest has them."""
     return [File(*file) for file in files]

@@ -26,6 +26,7 @@ from ciuic.errors import CiuicError
 from ciuic.repository import Repository
 from ciuic.training import notices
 from ciuic.training.arena import ReadArena
+from ciuic.training.codecs import Chooser
 from ciuic.training.committing import Known, commit, put_files
 from ciuic.training.housekeeping import Housekeeping
 from ciuic.training.messages import (
@@ -124,6 +125,8 @@ class _Writer:
         self._begin = begin
         self._arenas: dict[int, ReadArena] = {}
         self._known = Known()
+        self._chooser = Chooser(begin.compression, begin.rules)
+        self._last_began: float | None = None
         self._housekeeping = Housekeeping(
             begin.repository, begin.root, begin.rules, should_stop=trainer.waiting, tell=trainer.tell
         )
@@ -145,6 +148,7 @@ class _Writer:
 
     def _save(self, save: Save) -> None:
         began = time.monotonic()
+        interval, self._last_began = began - self._last_began if self._last_began else None, began
         try:
             memory = self._arenas[save.arena].memory
             packed = memory[save.manifest_offset : save.manifest_offset + save.manifest_bytes]
@@ -156,9 +160,12 @@ class _Writer:
                 Repository.open(self._begin.repository) as repository,
                 repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager") as writer,
             ):
-                snapshot = commit(repository, writer, memory, manifest, self._begin.root, self._known)
+                chosen = self._chooser.begin(writer, interval, self._trainer.waiting)
+                snapshot = commit(repository, writer, memory, manifest, self._begin.root, self._known, chosen)
+                self._chooser.done(chosen)
         except Exception as error:  # whatever it is, the training goes on, and so do we
             self._known = Known()
+            self._chooser = Chooser(self._begin.compression, self._begin.rules)
             self._trainer.tell(NotSaved(number=save.number, reason=_words(error)))
             return
         self._trainer.tell(
