@@ -106,8 +106,8 @@ class Index:
                     raise sqlite3.DatabaseError("the index has another version")
                 db.execute("SELECT 1 FROM packs LIMIT 1").fetchone()
                 return cls(db)
-            except sqlite3.Error as failure:
-                error = failure
+            except (sqlite3.Error, UnicodeDecodeError) as failure:
+                error = _as_damage(failure)
                 db.close()
         assert error is not None
         raise error
@@ -127,12 +127,13 @@ class Index:
                     db.executescript(_BASES)
                 os.chmod(path, 0o600)
                 return index
-            except sqlite3.DatabaseError as error:
+            except (sqlite3.DatabaseError, UnicodeDecodeError) as failure:
+                error = _as_damage(failure)
                 db.close()
                 # Corrupt or no database at all: it is a cache, so it goes. A full disk is another matter (the
                 # caller's).
                 if attempt == 2 or isinstance(error, sqlite3.OperationalError):
-                    raise
+                    raise error from None
                 discard(path)
         raise AssertionError("unreachable")
 
@@ -288,6 +289,13 @@ class Index:
 
     def close(self) -> None:
         self.db.close()
+
+
+def _as_damage(error: sqlite3.Error | UnicodeDecodeError) -> sqlite3.Error:
+    """A damaged schema is named in SQLite's message, and may be no text."""
+    if isinstance(error, UnicodeDecodeError):
+        return sqlite3.DatabaseError("the schema is damaged")
+    return error
 
 
 def _preference(location: ChunkLocation) -> tuple[bool, int, int]:
