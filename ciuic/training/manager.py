@@ -33,7 +33,17 @@ from ciuic.training.boundaries import Boundaries
 from ciuic.training.completeness import missing
 from ciuic.training.costs import Costs
 from ciuic.training.last_save import Guard, LastSave, Remembered
-from ciuic.training.messages import COMPRESSIONS, Begin, FromWriter, Manifest, Note, Notice, NotSaved, Rules, Saved
+from ciuic.training.messages import (
+    COMPRESSIONS,
+    Begin,
+    FromWriter,
+    Manifest,
+    Note,
+    Notice,
+    NotSaved,
+    Rules,
+    Saved,
+)
 from ciuic.training.places import ensure_repository
 from ciuic.training.policies import Moment, Rule
 from ciuic.training.positions import Position
