@@ -99,8 +99,12 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """The next epoch is the one to begin with."""
         self._epoch, self._batches = epoch + 1, 0
+        self.manager.epoch = self._epoch
+        self.manager.report(_numbers(logs))
         if self.save_freq == "epoch":
             self._save(logs)
+        else:
+            self.manager.boundary()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """The end is saved as well, and is durable when `fit` returns."""
@@ -113,7 +117,7 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
     def _save(self, logs: dict[str, Any] | None) -> None:
         self._since_save = 0
         self.manager.epoch = self._epoch
-        self.manager.save_snapshot(metrics={key: float(value) for key, value in (logs or {}).items()})
+        self.manager.save_snapshot(metrics=_numbers(logs))
 
     def _resume(self, state: State) -> None:
         model = self.model
@@ -124,6 +128,7 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         _assign(_seeds(model), progress["seeds"], "the seed generators")
         for problem in randomness.restore(state["random_state"]):
             log.warning("ciuic: not resumed exactly: %s", problem)
+        self.manager.goes_on_from(state)
         self.manager.step = progress["step"]
         self._since_save = progress["since_save"]
         model._initial_epoch = self._epoch = progress["epoch"]  # as BackupAndRestore does
@@ -201,3 +206,7 @@ def _assign(variables: Sequence[Any], saved: Sequence[Any], what: str) -> None:
         )
     for variable, value in zip(variables, saved, strict=True):
         variable.assign(value)
+
+
+def _numbers(logs: dict[str, Any] | None) -> dict[str, float]:
+    return {key: float(value) for key, value in (logs or {}).items()}

@@ -102,6 +102,7 @@ class InStore:
         else:
             own: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)  # type: ignore[misc]
             return own
+        self.manager.goes_on_from(state)
         self.random = state["random_state"]
         found: dict[str, Any] = state["checkpoint_state_dict"]
         return found
@@ -203,13 +204,14 @@ class Saves:
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """After validation; other callbacks have had their turn."""
+        self.io.manager.report(_numbers(trainer.callback_metrics))
         self._between_steps(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The end is a state like others."""
         if trainer.global_step > self._first_step and trainer.is_global_zero:
             self._at(trainer)
-            self.io.manager.save_snapshot(metrics=_numbers(trainer.callback_metrics))
+            self.io.manager.save_snapshot()
         self.io.manager.wait()
 
     def _between_steps(self, trainer: Any) -> None:
@@ -225,7 +227,7 @@ class Saves:
 def resumable(loader: Any) -> Any:
     """The same loader with a `state_dict`, which the Trainer saves and loads: so that a run resumed within an epoch goes on behind the last
     batch, in the same order. For a loader that has none of its own (a StatefulDataLoader has)."""
-    position = Position(loader, lambda: None)
+    position = Position(loader)
 
     def state_dict(self: Any) -> dict[str, Any]:
         state = position.state_dict()

@@ -63,6 +63,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if state is None:
             return None
         self._resumed = _FromStore(trainer, state)
+        self.manager.goes_on_from(state)
         self._checked_step = self._first_step = int(state["progress_state_dict"]["state"]["global_step"])
         log.info("ciuic: the Trainer goes on from %s, step %d", state.id, self._first_step)
         return self._resumed.directory
@@ -102,6 +103,12 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Where the Trainer sets the generators when it resumes within an epoch: the batch is fetched, the step before is logged."""
         self._between_steps(state)
 
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """For rules that look at metrics: what is due for them is saved before the next step."""
+        self.manager.report(_numbers(kwargs.get("metrics") or {}))
+
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -123,9 +130,11 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._checked_step = state.global_step
         self._progress.state = state
         self.manager.step, self.manager.epoch = state.global_step, int(state.epoch or 0)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            self.manager.report(_numbers(state.log_history[-1]))
         if self._asked:
             self._asked = False
-            self.manager.save_snapshot(metrics=_metrics(state))
+            self.manager.save_snapshot()
         else:
             self.manager.boundary()
 
@@ -223,13 +232,7 @@ class _FromStore:
             log.warning("ciuic: not resumed exactly: %s", problem)
 
 
-def _metrics(state: TrainerState) -> dict[str, float]:
-    """What was logged last, as far as it is numbers."""
-    found: dict[str, float] = {}
-    for line in state.log_history[-2:]:
-        found |= {
-            key: float(value)
-            for key, value in line.items()
-            if isinstance(value, (int, float)) and key != "step"
-        }
-    return found
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    return {
+        key: float(value) for key, value in line.items() if isinstance(value, (int, float)) and key != "step"
+    }

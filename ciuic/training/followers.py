@@ -7,7 +7,10 @@ they were (a function set on the object itself would be part of a scheduler's st
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
+
+_CLASS: Final[Any] = object.__dict__["__class__"]
+"""The true one: some objects have a property of that name, to be taken for what they wrap."""
 
 
 def override(value: object, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
@@ -21,12 +24,12 @@ def override(value: object, name: str, make: Callable[[Callable[..., Any]], Call
         return False
 
     def reduce_ex(self: Any, protocol: Any) -> Any:
-        derived = self.__class__
-        self.__class__ = base
+        derived = type(self)
+        _CLASS.__set__(self, base)
         try:
             reduced = self.__reduce_ex__(protocol)
         finally:
-            self.__class__ = derived
+            _CLASS.__set__(self, derived)
         if isinstance(reduced, tuple) and getattr(reduced[0], "__name__", "") == "__newobj__":
             return (_new, *reduced[1:])  # pickle insists that __newobj__ makes one of the object's own class
         return reduced
@@ -40,7 +43,7 @@ def override(value: object, name: str, make: Callable[[Callable[..., Any]], Call
     try:
         derived = type(base.__name__, (base,), body)
         derived.__qualname__ = base.__qualname__
-        value.__class__ = derived
+        _CLASS.__set__(value, derived)
     except TypeError:
         return False  # written in C, or of a layout of its own
     return True

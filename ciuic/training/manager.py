@@ -336,15 +336,20 @@ class SnapshotManager:
                 load_into(value, state[f"{name}_state_dict"], name)
             for problem in randomness.restore(state["random_state"]):
                 log.warning("ciuic: not resumed exactly: %s", problem)
+        self.goes_on_from(state)
+        position = self._position
+        epoch, batch = (self.epoch, 0) if position is None else (position.epoch, position.taken)
+        log.info("ciuic: resumed from %s, step %d", state.id, self.step)
+        return Resumed(state.id, self.step, epoch, batch, tuple(state.passed_over))
+
+    def goes_on_from(self, state: State) -> None:
+        """What `resume` does beside the objects: steps, rules and the name of the run go on as they were. For a framework that puts the
+        objects back itself."""
         self._changed = False
         self.step, self.epoch = state.facts.step or 0, state.facts.epoch
         self._run = state.facts.run or self._run
         self._last_step, self._last_save = self.step, time.monotonic()
         self._observe_earlier()
-        position = self._position
-        epoch, batch = (self.epoch, 0) if position is None else (position.epoch, position.taken)
-        log.info("ciuic: resumed from %s, step %d", state.id, self.step)
-        return Resumed(state.id, self.step, epoch, batch, tuple(state.passed_over))
 
     def list_snapshots(self) -> list[SavedSnapshot]:
         """Newest first, those that cannot be read left out."""
@@ -422,6 +427,10 @@ class SnapshotManager:
 
     def _known(self, name: str, value: Any) -> Any:
         """What is registered for it: the object, or the position that is counted for it."""
+        if isinstance(value, Position):
+            value.tell(self._boundaries.asked, self._boundaries.ended)
+            self._position, self._has_position = value, True
+            return value
         if _is_plain_loader(value):
             self._position = Position(value, self._boundaries.asked, self._boundaries.ended)
             self._has_position = True

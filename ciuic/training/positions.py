@@ -20,7 +20,7 @@ class Position:
     """Of one loader, which counts from now on."""
 
     def __init__(
-        self, loader: Any, ask: Callable[[], None], ended: Callable[[], None] = lambda: None
+        self, loader: Any, ask: Callable[[], None] = lambda: None, ended: Callable[[], None] = lambda: None
     ) -> None:
         """``ask``: called before each batch is fetched; ``ended``: when there is none. TypeError where the loader's class cannot be derived from."""
         self.passes = 0
@@ -41,6 +41,10 @@ class Position:
 
         if not override(loader, "__iter__", make):
             raise TypeError(f"{type(loader).__qualname__} is a class that nothing can be derived from")
+
+    def tell(self, ask: Callable[[], None], ended: Callable[[], None]) -> None:
+        """Whom, from now on."""
+        self._ask, self._ended = ask, ended
 
     def state_dict(self) -> dict[str, Any]:
         """Good at a boundary."""

@@ -71,11 +71,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     (where / "all_epochs.py").write_text(head + AS_WRITTEN.replace("EPOCHS", "4"))
     (where / "two_epochs.py").write_text(head + AS_WRITTEN.replace("EPOCHS", "2"))
     runs = {
-        "steps": ("a", "b:9", "b:7", "b", "b"),
+        "steps": tuple(f"{name}@{EXAMPLE}" for name in ("a", "b:9", "b:7", "b", "b")),
         "epochs": ("c@epochs.py", "d:6@epochs.py", "d@damage.py", "d@epochs.py"),
         "lines": ("e@all_epochs.py", "f@two_epochs.py", "f@two_epochs.py"),
     }
-    results = iter(run(MODULES, EXAMPLE, *(name for names in runs.values() for name in names), where=where))
+    results = iter(run(MODULES, *(name for names in runs.values() for name in names), where=where))
     return {test: [next(results) for _ in names] for test, names in runs.items()}
 
 

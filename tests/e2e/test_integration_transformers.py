@@ -27,19 +27,15 @@ FACTS = [{key: value for key, value in line.items() if not key.endswith(TIMES)} 
 
 
 def test_a_trainer_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """The example: order of the data, dropout, schedule."""
-    assert_goes_on(MODULES, EXAMPLE, (10, 13), tmp_path)
-
-
-def test_accumulation_evaluation_and_other_callbacks_go_on_as_well(tmp_path: Path) -> None:
-    """Gradients of several batches a step, evaluations between steps, a callback that counts; and each line of the log is there once,
-    equal to that of the run that was not killed."""
+    """The example: order of the data, dropout, schedule. And with gradients of several batches a step, evaluations between steps, a callback
+    that counts: each line of the log is there once, equal to that of the run that was not killed."""
     source = EXAMPLE.read_text()
     for old, new in RICHER.items():
         assert old in source
         source = source.replace(old, new)
-    script = tmp_path / "richer.py"
-    script.write_text(source + FACTS)
-    whole, *_, last, _ = assert_goes_on(MODULES, script, (6,), tmp_path)
+    richer = tmp_path / "richer.py"
+    richer.write_text(source + FACTS)
+    found = assert_goes_on(MODULES, {EXAMPLE: (10, 13), richer: (6,)}, tmp_path)
+    whole, *_, last, _ = found[richer]
     assert last["facts"] == whole["facts"]
     assert any("eval_loss" in line for line in whole["facts"])

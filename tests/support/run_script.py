@@ -1,11 +1,11 @@
-"""Runs a training script several times, as a machine does that kills it: each time in a process of its own, forked after the imports,
+"""Runs training scripts several times, as a machine does that kills it: each time in a process of its own, forked after the imports,
 which for some frameworks take longer than the training.
 
-    python run_script.py 'MODULES' SCRIPT RESULTS SAVE_DIR[:KILLED_AT_STEP][@SCRIPT] …
+    python run_script.py 'MODULES' RESULTS SAVE_DIR[:KILLED_AT_STEP]@SCRIPT …
 
 MODULES: imported before the first fork, with blanks between. KILLED_AT_STEP: SIGKILL in the middle of this step of the process, after all
 that was staged is stored, so that what the next run finds does not depend on how fast the writer is. RESULTS gets one JSON line for each
-run: its exit status, and a digest of the weights of the script's `model`, where it came to its end.
+run: its exit status, and a digest of the weights of its script's `model`, where it came to its end.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import traceback
 from typing import Any
 
 
-def main(modules: str, script: str, results: str, *runs: str) -> None:
+def main(modules: str, results: str, *runs: str) -> None:
     for module in modules.split():
         importlib.import_module(module)
     for run in runs:
-        run, _, other = run.partition("@")
+        run, _, script = run.partition("@")
         save_dir, _, step = run.partition(":")
         child = os.fork()
         if not child:
-            _child(other or script, save_dir, int(step or 0), results)
+            _child(script, save_dir, int(step or 0), results)
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status) or os.WEXITSTATUS(status):
             _write(results, {"status": os.waitstatus_to_exitcode(status)})

@@ -13,9 +13,8 @@ from typing import Any
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(modules: str, script: Path, *runs: str, where: Path, allowed_s: float = 200) -> list[dict[str, Any]]:
-    """``runs``: ``whole``, ``parts:7``, ``parts@other.py`` … : a directory for snapshots below ``where``, the step in which the run is
-    killed, a script there other than ``script``."""
+def run(modules: str, *runs: str, where: Path, allowed_s: float = 200) -> list[dict[str, Any]]:
+    """``runs``: ``parts@SCRIPT``, ``parts:7@SCRIPT`` …: a directory for snapshots below ``where``, and the step in which the run is killed."""
     results = where / "results"
     results.unlink(missing_ok=True)
     program = Path(__file__).with_name("run_script.py")
@@ -24,7 +23,6 @@ def run(modules: str, script: Path, *runs: str, where: Path, allowed_s: float = 
             sys.executable,
             str(program),
             modules,
-            str(script),
             str(results),
             *(str(where / name) for name in runs),
         ],
@@ -42,12 +40,23 @@ def run(modules: str, script: Path, *runs: str, where: Path, allowed_s: float = 
     return found
 
 
-def assert_goes_on(modules: str, script: Path, kills: tuple[int, ...], where: Path) -> list[dict[str, Any]]:
-    """A run that is killed so often ends with the bits of one that is not, took fewer steps at last, and then has nothing left to do."""
-    killed = [f"parts:{step}" for step in kills]
-    whole, *_, last, again = found = run(modules, script, "whole", *killed, "parts", "parts", where=where)
-    assert last["digest"] == whole["digest"]
-    assert 0 < last["steps"] < whole["steps"], "it began anew"
-    assert again["steps"] == 0
-    assert again["digest"] == whole["digest"]
+def assert_goes_on(
+    modules: str, scripts: dict[Path, tuple[int, ...]], where: Path
+) -> dict[Path, list[dict[str, Any]]]:
+    """Each script, killed in these steps of its runs, ends with the bits of one that is not, took fewer steps at last, and then has nothing
+    left to do. Returns what came of its runs. All in one process, for the imports."""
+    names = {
+        script: [
+            f"{script.stem}-{run}@{script}"
+            for run in ("whole", *(f"parts:{step}" for step in kills), "parts", "parts")
+        ]
+        for script, kills in scripts.items()
+    }
+    results = iter(run(modules, *(name for of_one in names.values() for name in of_one), where=where))
+    found = {script: [next(results) for _ in of_one] for script, of_one in names.items()}
+    for whole, *_, last, again in found.values():
+        assert last["digest"] == whole["digest"]
+        assert 0 < last["steps"] < whole["steps"], "it began anew"
+        assert again["steps"] == 0
+        assert again["digest"] == whole["digest"]
     return found

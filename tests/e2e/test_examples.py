@@ -1,0 +1,45 @@
+"""The examples that no other test runs, as they stand: the first run trains, is killed, and the next goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.runs import EXAMPLES, assert_goes_on
+
+pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+
+ELSEWHERE = {"hf_trainer.py", "keras_fit.py", "lightning_fit.py"}
+"""In tests/e2e/test_integration_*.py."""
+
+
+def test_plain_pytorch(tmp_path: Path) -> None:
+    """Two kills, then the same bits as without any, and nothing left to do."""
+    assert_goes_on("torch", {EXAMPLES / "plain_pytorch.py": (9, 7)}, tmp_path)
+
+
+TWO_RANKS = """
+import os, runpy, socket, sys
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+other = os.fork()
+os.environ |= {"RANK": str(int(not other)), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+model = runpy.run_path(EXAMPLE)["model"]
+if not other:
+    os._exit(0)
+os.waitpid(other, 0)
+"""
+
+
+def test_ddp(tmp_path: Path) -> None:
+    """Two ranks over gloo, with the variables that torchrun sets; both are killed in the third epoch, and go on with it."""
+    script = tmp_path / "two_ranks.py"
+    script.write_text(TWO_RANKS.replace("EXAMPLE", repr(str(EXAMPLES / "ddp.py"))))
+    found = assert_goes_on("torch torch.distributed torch.nn.parallel", {script: (25,)}, tmp_path)
+    assert found[script][2]["steps"] == 20
+
+
+def test_no_example_is_left_out() -> None:
+    """Each has its test."""
+    here = {"plain_pytorch.py", "ddp.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == here | ELSEWHERE

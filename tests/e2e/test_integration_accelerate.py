@@ -1,0 +1,65 @@
+"""Accelerate's prepared objects, killed and resumed from the store: the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.runs import assert_goes_on
+
+pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
+
+SCRIPT = """
+import sys, torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from torch.utils.data import DataLoader, TensorDataset
+from ciuic import SnapshotManager
+from ciuic.integrations.accelerate import register
+
+class Seen:
+    total = 0.0
+    def state_dict(self): return {"total": self.total}
+    def load_state_dict(self, state): self.total = state["total"]
+
+set_seed(1)
+x = torch.rand(40, 8)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+loader = DataLoader(TensorDataset(x, (x.sum(1) > 4).long()), batch_size=4, shuffle=True)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2,
+                          dataloader_config=DataLoaderConfiguration(use_seedable_sampler=SEEDABLE))
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+seen = Seen()
+accelerator.register_for_checkpointing(seen)
+manager = SnapshotManager(sys.argv[1], every_steps=2)
+register(manager, accelerator)
+resumed = manager.resume()
+for epoch in range(resumed.epoch if resumed else 0, 4):
+    for inputs, targets in loader:
+        with accelerator.accumulate(model):
+            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            seen.total += float(loss.detach())
+if not resumed or manager.step > resumed.step:
+    manager.save_snapshot(wait=True)
+FACTS = [manager.step, seen.total, scheduler.get_last_lr(), accelerator.step]
+"""
+
+
+def test_what_was_prepared_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """Accumulated gradients, schedule, an object of one's own; a loader that is shuffled by the number of its pass, and by torch's."""
+    scripts = {}
+    for seedable in (True, False):
+        script = tmp_path / f"seedable_{seedable}.py"
+        script.write_text(SCRIPT.replace("SEEDABLE", str(seedable)))
+        scripts[script] = (7, 5)
+    found = assert_goes_on("torch accelerate ciuic.integrations.accelerate", scripts, tmp_path)
+    for whole, _, _, last, again in found.values():
+        assert whole["facts"] == last["facts"] == again["facts"]
+        assert whole["steps"] == 20
