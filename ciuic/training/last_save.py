@@ -77,15 +77,26 @@ class LastSave:
 
     def at_boundary(self) -> None:
         """Before what is due otherwise is saved. SystemExit."""
-        if self.agree is not None and self.agree(self.watch.told) and not self.watch.told:
-            self.watch.notified("another rank was told", self._rule.grace_seconds, certain=True)
-        self.watch.at_boundary()
+        if self._agreed():
+            self.watch.at_boundary()
         objects = self._manager._objects
         self._remembered = Remembered(
             randomness.state(),
             {name: one.state_dict() for name, one in objects.items() if isinstance(one, Position)},
             self._manager._epoch_now(),
         )
+
+    def _agreed(self) -> bool:
+        """Whether it is time to act on what was told, here or to another rank."""
+        if self.agree is None:
+            return True
+        try:
+            agreed = self.agree(self.watch.told)
+        except RuntimeError:
+            return True  # the other ranks are gone
+        if agreed and not self.watch.told:
+            self.watch.notified("another rank was told", self._rule.grace_seconds, certain=True)
+        return agreed
 
     # -- what the watch calls
 
@@ -134,6 +145,8 @@ class LastSave:
         manager._close_by = time.monotonic() + max(_LEAST_SECONDS, seconds)
         if not manager.wait(seconds) or manager._changed:
             return None
+        if manager._ranks is not None and not manager._ranks.saves:
+            return "the one that rank 0 writes"
         return manager.stats.last_id or None
 
     def _unguarded(self) -> None:

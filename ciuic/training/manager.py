@@ -27,8 +27,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import Repository
-from ciuic.training import policies, randomness
+from ciuic.training import policies, randomness, rank_state
 from ciuic.training.boundaries import Boundaries
 from ciuic.training.completeness import missing
 from ciuic.training.costs import Costs
@@ -49,6 +50,8 @@ from ciuic.training.policies import Moment, Rule
 from ciuic.training.positions import Position
 from ciuic.training.preemption import rule_of
 from ciuic.training.preservation import Keep, Latest
+from ciuic.training.rank_state import Mine
+from ciuic.training.ranks import Ranks, RanksApart, Vote
 from ciuic.training.reading import (
     Facts,
     Loaded,
@@ -91,6 +94,8 @@ class State(dict[str, Any]):
         self.facts = loaded.facts
         self.passed_over: list[PassedOver] = loaded.passed_over
         """Newer snapshots that are not whole, and why."""
+        self.ranks: dict[str, Any] = loaded.values.get("ranks", {})
+        """By rank: what it had otherwise than rank 0."""
 
 
 @dataclass(frozen=True)
@@ -160,16 +165,18 @@ class SnapshotManager:
         name: str = "training",
         nice: int = 10,
         compression: str = "auto",
+        distributed: bool | None = None,
     ) -> None:
         """Opens the repository at ``save_dir``, or makes one there, parents included.
 
         ``interval`` (seconds, or text like ``1h``) and ``every_steps`` (of the optimizer): when snapshots are taken by themselves, once the
         manager knows the objects; ``save_when`` are further rules for that (policies.py). ``max_snapshots``: so many of the newest stay;
         ``keep`` are further rules for that (preservation.py); with neither all stay. ``agree``: asked by all ranks at each boundary whether
-        any of them was told of preemption. ``name``: of the run, where several
-        share a repository. ``nice``: of the writer. ``compression``: ``auto`` finds out for each tensor what makes it smaller, within one
-        percent of the processors' time; ``small`` takes what time it needs, ``none`` takes none. ValueError; CiuicError or OSError when
-        there can be no repository there.
+        any of them was told of preemption, where it is not to be this manager's own way. ``name``: of the run, where several share a
+        repository. ``nice``: of the writer. ``compression``: ``auto`` finds out for each tensor what makes it smaller, within one percent of
+        the processors' time; ``small`` takes what time it needs, ``none`` takes none. ``distributed``: whether this is one of several ranks
+        that train one model, which then all make a manager and call the same of its methods; None: if torch.distributed is initialized
+        for several. ValueError; CiuicError or OSError when there can be no repository there.
         """
         self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
         self._rules = policies.Rules(policies.of(interval, every_steps, save_when))
@@ -196,7 +203,6 @@ class SnapshotManager:
         self._last_save = time.monotonic()
         self._last_step = 0
         self._complained = False
-        self._prepared = False
         self._changed = False
         """Since the last save that was staged."""
         self._size_bytes = 0
@@ -215,9 +221,12 @@ class SnapshotManager:
             )
         )
         self._closed = False
+        self._ranks = Ranks.meet(name) if distributed is not False else None
+        self._prepared = self._ranks is not None and not self._ranks.saves
+        self._vote = None if self._ranks is None else self._ranks.vote()
         self._last = None if preempted is None else LastSave(self, preempted)
         if self._last is not None:
-            self._last.agree = agree
+            self._last.agree = agree or (None if self._ranks is None else self._ranks.vote())
         atexit.register(self.close)
 
     # -- what is saved
@@ -236,8 +245,9 @@ class SnapshotManager:
             if self._objects.get(name) is value:
                 continue
             self._objects[name] = self._known(name, value)
-        with _quietly("the writer could not be started"):
-            self._client.start()
+        if self._ranks is None or self._ranks.saves:
+            with _quietly("the writer could not be started"):
+                self._client.start()
 
     def take(self, objects: Mapping[str, Any], *, with_position: bool = False) -> None:
         """As `register`, for saving when asked alone: nothing of the objects is watched. TypeError.
@@ -266,7 +276,9 @@ class SnapshotManager:
 
         What is registered is saved too. ``others``: further objects, or plain values, which come back under their own names. ``hold``: a
         reason for which the snapshot is kept for ever. While the writer still has both arenas this waits for one. Returns None when it
-        could not be saved, which is logged. TypeError names what cannot be stored.
+        could not be saved, which is logged, and on every rank but 0. TypeError names what cannot be stored.
+
+        One of several ranks waits for rank 0 to have copied the state, or with ``wait`` for the snapshot.
         """
         given = {"model": model, "optimizer": optimizer, **others}
         objects = {name: value for name, value in given.items() if value is not None and _has_state(value)}
@@ -277,10 +289,22 @@ class SnapshotManager:
         if step is not None:
             self.step = step
         facts = self._facts("asked for", metrics, epoch)
-        save = self._save(facts, plain, tuple(tags), hold, may_wait=True)
-        if wait and save is not None:
-            save.wait()
+        parts = self._gather_parts()
+        try:
+            save = self._save(facts, plain, tuple(tags), hold, parts, may_wait=True)
+            if wait and save is not None:
+                save.wait()
+        finally:
+            if self._ranks is not None and parts is not None:
+                with _quietly("the other ranks were not told that the state is copied"):
+                    self._ranks.tell()
         return save
+
+    def leave_ranks(self) -> None:
+        """From now on this process saves by itself, whatever others do: for who calls the manager on one rank alone."""
+        self._ranks = self._vote = None
+        if self._last is not None:
+            self._last.agree = None
 
     def boundary(self) -> None:
         """Says that a step is over and the state is whole: for loops in which nothing registered could tell. Takes a snapshot if one
@@ -292,6 +316,8 @@ class SnapshotManager:
         where the state is whole, else at the next boundary."""
         self._reported |= _floats({**(metrics or {}), **more})
         self._rules.observe(self._reported)
+        if self._ranks is not None:
+            return  # what one rank was told is heard by the others at the next boundary
         if self._boundaries.whole and not self._closed and self._objects and self._client.is_ours:
             self._save_if_due()
 
@@ -323,9 +349,10 @@ class SnapshotManager:
         """Puts the newest good state into everything that is registered, in place, generators and position included.
 
         None if there is no snapshot: the run begins. Damaged if there are some and none is whole. What is in the snapshot and not registered
-        is left, and the other way round is a KeyError before anything is changed.
+        is left, and the other way round is a KeyError before anything is changed. Every rank gets the same snapshot, and of that what was
+        its own.
         """
-        state = self.load_latest_snapshot()
+        state = self.load_latest_snapshot() if self._ranks is None else self._load_together(self._ranks)
         if state is None:
             return None
         lacking = [name for name in self._objects if f"{name}_state_dict" not in state]
@@ -334,7 +361,18 @@ class SnapshotManager:
         with self._guard:
             for name, value in self._objects.items():
                 load_into(value, state[f"{name}_state_dict"], name)
-            for problem in randomness.restore(state["random_state"]):
+            rank = self._ranks.rank if self._ranks is not None else 0
+            rank_state.load(self._objects, state.ranks, rank)
+            world_size = self._ranks.world_size if self._ranks is not None else 1
+            if world_size != state.facts.world_size:
+                log.warning(
+                    "ciuic: not resumed exactly: saved by %d ranks, and now there are %d",
+                    state.facts.world_size,
+                    world_size,
+                )
+            for problem in randomness.restore(
+                rank_state.random_of(state.ranks, rank) or state["random_state"]
+            ):
                 log.warning("ciuic: not resumed exactly: %s", problem)
         self.goes_on_from(state)
         position = self._position
@@ -350,6 +388,24 @@ class SnapshotManager:
         self._run = state.facts.run or self._run
         self._last_step, self._last_save = self.step, time.monotonic()
         self._observe_earlier()
+
+    def _load_together(self, ranks: Ranks) -> State | None:
+        """The one that rank 0 finds, on every rank. Whatever goes wrong on one of them is raised on all."""
+        state, problem = None, ""
+        try:
+            if ranks.saves:
+                state = self.load_latest_snapshot()
+        except (CiuicError, ValueError, OSError) as error:
+            problem = str(error)
+        id_ = ranks.tell((state.id if state is not None else None, problem))
+        if not ranks.saves and id_[0] is not None:
+            try:
+                state = self.load_snapshot(id_[0])
+            except (CiuicError, ValueError, OSError) as error:
+                problem = str(error)
+        if found := ranks.first_problem(problem):
+            raise Damaged(f"no snapshot can be read by all ranks: {found}")
+        return state
 
     def list_snapshots(self) -> list[SavedSnapshot]:
         """Newest first, those that cannot be read left out."""
@@ -414,6 +470,9 @@ class SnapshotManager:
             timeout_seconds = min(timeout_seconds, max(0.0, self._close_by - time.monotonic()))
         with self._guard:
             self._hear(self._client.close(timeout_seconds))
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
     def __enter__(self) -> SnapshotManager:
         return self
@@ -472,18 +531,49 @@ class SnapshotManager:
                 self._prepare()
 
     def _save_if_due(self) -> bool:
-        reason = self._rules.due(self._moment())
+        moment = self._moment()
+        reason = self._rules.due(moment)
+        if self._vote is not None:
+            reason = self._agreed(self._vote, moment, reason)
         if reason:
             with _quietly("a snapshot could not be taken"):
-                self._save(self._facts(reason, None, None), {}, (), "", may_wait=False)
+                parts = self._gather_parts()
+                self._save(self._facts(reason, None, None), {}, (), "", parts, may_wait=False)
         return bool(reason)
 
     def _save_last(self, reason: str, as_it_was: Remembered | None) -> bool:
         """Whether it is staged."""
         facts = self._facts(reason, None, None if as_it_was is None else as_it_was.epoch)
         with _quietly("the last snapshot could not be taken"):
-            return self._save(facts, {}, (), "", may_wait=True, as_it_was=as_it_was) is not None
+            parts = self._gather_parts()
+            save = self._save(facts, {}, (), "", parts, may_wait=True, as_it_was=as_it_was)
+            return save is not None or (self._ranks is not None and not self._ranks.saves)
         return False
+
+    def _agreed(self, vote: Vote, moment: Moment, reason: str) -> str:
+        """Why all ranks save at this boundary, or ""."""
+        alike = self._rules.due_alike(moment)
+        try:
+            wanted = vote(bool(reason), again=not (alike or self._rules.all_alike))
+        except RuntimeError as error:
+            self._failed(f"the ranks cannot agree any more: {error}")
+            return ""
+        return alike or ("a rank found it due" if wanted else "")
+
+    def _gather_parts(self) -> list[Mine] | None:
+        """What each rank has of its own, on rank 0; [] on the others. None where this process saves for itself."""
+        if self._ranks is None:
+            return None
+        # On all alike, whatever becomes of this one: they must find the next one due at the same step.
+        self._last_save, self._last_step = time.monotonic(), self.step
+        try:
+            return self._ranks.gather(rank_state.mine(self._objects)) or []
+        except RanksApart as error:
+            log.error(
+                "ciuic: the other ranks did not save with this one, whose generators and position alone are in the snapshot: %s",
+                error,
+            )
+            return None
 
     def _moment(self) -> Moment:
         return Moment(
@@ -524,14 +614,18 @@ class SnapshotManager:
         plain: Mapping[str, Any],
         tags: tuple[str, ...],
         hold: str,
+        parts: list[Mine] | None = None,
         *,
         may_wait: bool,
         as_it_was: Remembered | None = None,
     ) -> Save | None:
         if self._closed:
             raise ValueError("the manager is closed")
+        if self._ranks is not None and not self._ranks.saves:
+            self._taken()
+            return None
         with self._guard:
-            return self._staged(facts, plain, tags, hold, may_wait=may_wait, as_it_was=as_it_was)
+            return self._staged(facts, plain, tags, hold, parts, may_wait=may_wait, as_it_was=as_it_was)
 
     def _staged(
         self,
@@ -539,6 +633,7 @@ class SnapshotManager:
         plain: Mapping[str, Any],
         tags: tuple[str, ...],
         hold: str,
+        parts: list[Mine] | None,
         *,
         may_wait: bool,
         as_it_was: Remembered | None,
@@ -551,12 +646,16 @@ class SnapshotManager:
         random = randomness.state()
         if as_it_was is not None:
             states, random = states | as_it_was.positions, as_it_was.random
-        state = gather(states, plain, {"plain": list(plain), "random": random})
+        values = {"plain": list(plain), "random": random}
+        if parts:
+            values["ranks"] = rank_state.differing(parts)
+            facts = _replaced(facts, world_size=len(parts))
+        state = gather(states, plain, values)
         self._size_bytes = state.size_bytes
         manifest = Manifest(
             time_ns=time.time_ns(), message=_message(facts), tags=(TAG, *tags), hold_reason=hold, files=[]
         )
-        facts = _with_size(facts, state.size_bytes)
+        facts = _replaced(facts, size_bytes=state.size_bytes)
         try:
             number = stage(self._client, state, facts, manifest)
             while number is None and may_wait:
@@ -565,19 +664,24 @@ class SnapshotManager:
         except OSError as error:
             self._failed(error.strerror or str(error))
             return None
-        self._last_save, self._last_step = time.monotonic(), self.step
         if number is None:
+            self._last_save, self._last_step = time.monotonic(), self.step
             self.stats.skipped += 1
             log.warning("ciuic: a snapshot is skipped: the last two are still being written")
             return None
-        self._changed = False
         save = self._saves[number] = Save(self, number)
         self.stats.last_stall_seconds = time.monotonic() - began
         self.stats.stall_seconds += self.stats.last_stall_seconds
         self._costs.stalled(self.stats.last_stall_seconds)
+        self._taken()
+        return save
+
+    def _taken(self) -> None:
+        """A snapshot was taken of this boundary, by this rank or by rank 0."""
+        self._changed = False
+        self._last_save, self._last_step = time.monotonic(), self.step
         self._reported = {}
         self._rules.saved()
-        return save
 
     def _say_what_is_missing(self) -> None:
         if not self._complained:
@@ -661,10 +765,10 @@ def _message(facts: Facts) -> str:
     return ", ".join(parts)
 
 
-def _with_size(facts: Facts, size_bytes: int) -> Facts:
+def _replaced(facts: Facts, **fields: Any) -> Facts:
     import msgspec
 
-    return msgspec.structs.replace(facts, size_bytes=size_bytes)
+    return msgspec.structs.replace(facts, **fields)
 
 
 def _versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple
+from typing import ClassVar, Final, Literal, NamedTuple
 
 from ciuic.units import parse_duration
 
@@ -35,6 +35,9 @@ class Moment(NamedTuple):
 
 class Rule:
     """Says when a snapshot is due."""
+
+    alike: ClassVar[bool] = False
+    """Whether every rank of a run thinks the same at the same step: what looks at a clock does not."""
 
     def due(self, moment: Moment) -> bool:
         """Asked at each boundary, so it had better be quick."""
@@ -65,6 +68,7 @@ class Steps(Rule):
     """So many optimizer steps after the last one."""
 
     number: int
+    alike: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.number < 1:
@@ -169,6 +173,15 @@ class Rules:
             if rule.due(moment):
                 return repr(rule)
         return ""
+
+    def due_alike(self, moment: Moment) -> str:
+        """As `due`, by those rules alone of which every rank of a run thinks the same at the same step."""
+        return next((repr(rule) for rule in self._rules if rule.alike and rule.due(moment)), "")
+
+    @property
+    def all_alike(self) -> bool:
+        """Whether every rank of a run always thinks the same."""
+        return all(rule.alike for rule in self._rules)
 
     @property
     def look_at_metrics(self) -> bool:

@@ -1,0 +1,49 @@
+"""Trainings of several ranks of which some are killed at any instant, and all begun again, go on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+from support import ddp_training  # noqa: E402
+from support.ranks import Ranks  # noqa: E402
+from support.ranks_kill import WORLD, Trial  # noqa: E402
+
+from ciuic import SnapshotManager  # noqa: E402
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_go_on_with_their_own_state(tmp_path: Path) -> None:
+    """One rank, the one that saves, or all: what is resumed is whole, and each rank has its own generators, data and statistics."""
+    trial = Trial(tmp_path, ddp_training.train, random.Random(3), longest_seconds=4.0)
+    expected = trial.uninterrupted()
+    assert expected[0]["digest"] != expected[1]["digest"], "the ranks do not differ, so this says nothing"
+    for victims in ((0,), (1,), (0, 1)):
+        trial.killed(victims)
+    assert trial.finished() == expected
+
+
+def test_ranks_agree_on_the_step_of_a_snapshot(tmp_path: Path) -> None:
+    """What one of them finds due at one boundary all save at the next; explicit saves are one snapshot, of all."""
+    result = tmp_path / "result"
+    Ranks(tmp_path / "logs", WORLD, ddp_training.agree, str(tmp_path / "snapshots"), str(result)).check()
+    for rank in range(WORLD):
+        found = json.loads(Path(f"{result}-{rank}").read_text())
+        assert found == {"steps": [6], "saves": rank == 0, "epoch": 9, "world": WORLD}
+
+
+def test_rank_0_alone_may_have_a_manager(tmp_path: Path) -> None:
+    """With distributed=False nobody is waited for."""
+    result, began = tmp_path / "result", time.monotonic()
+    Ranks(tmp_path / "logs", WORLD, ddp_training.alone, str(tmp_path / "snapshots"), str(result)).check()
+    assert time.monotonic() - began < 60
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        assert manager.list_snapshots()[0].id == result.read_text()

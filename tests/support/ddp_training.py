@@ -1,0 +1,119 @@
+"""A small DDP training in which the ranks differ: dropout, the order of the data, batch statistics, and what each has seen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ciuic import SnapshotManager
+from ciuic.training.policies import Moment, Rule
+
+EPOCHS = 3
+
+
+class Numbers(Dataset[Any]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((8,), float(at)) + torch.rand(8), torch.tensor(at % 3)  # drawn while loading
+
+
+class Run:
+    def __init__(self, rank: int, world: int, save_dir: str, **options: Any) -> None:
+        torch.manual_seed(10 + rank)
+        random.seed(20 + rank)
+        inner = torch.nn.Sequential(
+            torch.nn.Linear(8, 64),
+            torch.nn.BatchNorm1d(64),
+            torch.nn.ReLU(),
+            torch.nn.Dropout(0.3),
+            torch.nn.Linear(64, 3),
+        )
+        self.model = DistributedDataParallel(inner, broadcast_buffers=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
+        self.sampler = DistributedSampler(Numbers(), world, rank, shuffle=True)
+        self.loader = DataLoader(Numbers(), batch_size=4, sampler=self.sampler)
+        self.seen: list[float] = []
+        self.manager = SnapshotManager(save_dir, **options)
+        self.manager.register(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            loader=self.loader,
+            seen=self.seen,
+        )
+
+    def train(self, step_seconds: float = 0.0) -> None:
+        resumed = self.manager.resume()
+        for epoch in range(resumed.epoch or 0 if resumed else 0, EPOCHS):
+            self.sampler.set_epoch(epoch)
+            for x, y in self.loader:
+                time.sleep(step_seconds)
+                self.optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(self.model(x), y)
+                loss.backward()
+                self.optimizer.step()
+                self.scheduler.step()
+                self.seen.append(float(x.sum()) + random.random() + float(loss.detach()))
+
+    def digest(self) -> str:
+        whole = hashlib.sha256(
+            repr((self.seen, self.scheduler.state_dict(), torch.rand(2).tolist(), random.random())).encode()
+        )
+        for value in self.model.state_dict().values():
+            whole.update(value.numpy().tobytes())
+        for state in self.optimizer.state_dict()["state"].values():
+            whole.update(state["exp_avg"].numpy().tobytes())
+        return whole.hexdigest()
+
+
+def train(rank: int, world: int, save_dir: str, result: str, step_seconds: float) -> None:
+    """To the end, from wherever it was; each rank writes RESULT-RANK."""
+    run = Run(rank, world, save_dir, every_steps=3, max_snapshots=4)
+    run.train(step_seconds)
+    run.manager.close()
+    Path(f"{result}-{rank}.tmp").write_text(json.dumps({"digest": run.digest(), "steps": len(run.seen)}))
+    os.replace(f"{result}-{rank}.tmp", f"{result}-{rank}")
+
+
+class OnOneRank(Rule):
+    """Due at step 5, on rank 1 alone."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def due(self, moment: Moment) -> bool:
+        return self._rank == 1 and moment.step == 5
+
+
+def agree(rank: int, world: int, save_dir: str, result: str) -> None:
+    """What one rank finds due is saved by all at one step; and an explicit save waits for nobody it need not wait for."""
+    run = Run(rank, world, save_dir, save_when=[OnOneRank(rank)])
+    run.train()
+    save = run.manager.save_snapshot(epoch=9, wait=True)
+    newest, *earlier = [saved.facts for saved in run.manager.list_snapshots()]
+    steps = [facts.step for facts in earlier]
+    run.manager.close()
+    found = {"steps": steps, "saves": save is not None, "epoch": newest.epoch, "world": newest.world_size}
+    Path(f"{result}-{rank}").write_text(json.dumps(found))
+
+
+def alone(rank: int, world: int, save_dir: str, result: str) -> None:
+    """Only rank 0 makes a manager, as many programs do."""
+    if rank == 0:
+        run = SnapshotManager(save_dir, distributed=False)
+        save = run.save_snapshot(model=torch.nn.Linear(2, 2), epoch=1, wait=True)
+        run.close()
+        Path(result).write_text(str(save is not None and save.id))

@@ -1,0 +1,69 @@
+"""Distributed trainings that are killed and begun again."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support.ranks import Ranks
+
+from ciuic.repository import Repository
+
+WORLD = 2
+_STEP_SECONDS = 0.03
+
+
+class Trial:
+    """``main(rank, world, save_dir, result, step_seconds)`` resumes by itself and leaves RESULT-RANK, JSON, at its end."""
+
+    def __init__(
+        self, place: Path, main: Callable[..., None], choose: random.Random, *, longest_seconds: float
+    ) -> None:
+        self._place, self._main, self._choose = place, main, choose
+        self._longest_seconds = longest_seconds
+        self._number = 0
+
+    def uninterrupted(self) -> list[dict[str, Any]]:
+        """What comes out when nothing happens, by rank."""
+        return self._result("whole", 0.0)
+
+    def killed(self, victims: tuple[int, ...]) -> None:
+        """Begun, and these killed at some instant. The others end by themselves: their partner is gone."""
+        ranks = self._begin("killed", _STEP_SECONDS)
+        time.sleep(self._choose.uniform(0.2, self._longest_seconds))
+        ranks.kill(*victims)
+        ranks.wait()
+        self.wait_for_writers()
+
+    def finished(self) -> list[dict[str, Any]]:
+        """The killed one, to its end."""
+        return self._result("killed", 0.0)
+
+    def wait_for_writers(self) -> None:
+        """Until what the killed ranks had handed over is there."""
+        save_dir = self._place / "killed" / "snapshots"
+        if Repository.exists(save_dir):
+            with Repository.open(save_dir) as repository:
+                repository.writer(wait_seconds=60).close()
+
+    def snapshots(self) -> list[str]:
+        """Of the killed one."""
+        with Repository.open(self._place / "killed" / "snapshots") as repository:
+            return list(repository.snapshots.ids())
+
+    def _result(self, which: str, step_seconds: float) -> list[dict[str, Any]]:
+        self._begin(which, step_seconds).check()
+        results = [self._place / which / f"result-{rank}" for rank in range(WORLD)]
+        return [json.loads(result.read_text()) for result in results]
+
+    def _begin(self, which: str, step_seconds: float) -> Ranks:
+        self._number += 1
+        where = self._place / which
+        where.mkdir(exist_ok=True)
+        save_dir, result = str(where / "snapshots"), str(where / "result")
+        logs = self._place / f"logs-{self._number}"
+        return Ranks(logs, WORLD, self._main, save_dir, result, step_seconds, timeout_seconds=10)
