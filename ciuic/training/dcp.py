@@ -4,7 +4,9 @@
     from ciuic.training.dcp import CiuicStorageReader, CiuicStorageWriter
     writer = CiuicStorageWriter("./snapshots", max_snapshots=10)             # on every rank, once
     dcp.save(state_dict, checkpoint_id="step-100", storage_writer=writer)    # or dcp.async_save
-    dcp.load(state_dict, storage_reader=CiuicStorageReader("./snapshots"))   # any number of ranks
+    reader = CiuicStorageReader("./snapshots")
+    if reader.find() is not None:                                            # any number of ranks
+        dcp.load(state_dict, storage_reader=reader)
 
 Guarantees: a snapshot exists when every rank has stored its part, and not before: each rank's writer process stores in its turn, and
 then the coordinator's makes one snapshot of it all. A rank that dies in the middle leaves none. Nothing is pickled, and loading

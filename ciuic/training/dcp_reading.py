@@ -61,6 +61,15 @@ class CiuicStorageReader(StorageReader):
         self._group = process_group
         self._metadata: Metadata | None = None
 
+    def find(self) -> str | None:
+        """The id of what the next load without a ``checkpoint_id`` will read; None if there is no checkpoint, so that the run begins.
+        To be called by every rank. NothingGood if there are some and none is whole."""
+        try:
+            self._given = self._wanted = self._find()
+        except NotFound:
+            return None
+        return self._given
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return bool(os.fspath(checkpoint_id))
@@ -114,15 +123,15 @@ class CiuicStorageReader(StorageReader):
 
     def _agreed(self) -> str:
         """What rank 0 found, or why it found none, told to all: they must not read different ones."""
-        found: list[Any] = ["", None]
+        found: list[Any] = ["", "", False]
         if dist.get_rank(self._group) == 0:
             try:
-                found = [self._newest_whole(), None]
+                found[0] = self._newest_whole()
             except (CiuicError, OSError) as error:
-                found = ["", str(error)]
+                found = ["", str(error), isinstance(error, NotFound)]
         dist.broadcast_object_list(found, group=self._group, group_src=0)
-        if found[1] is not None:
-            raise NotFound(found[1])
+        if found[1]:
+            raise NotFound(found[1]) if found[2] else Damaged(found[1])
         return str(found[0])
 
     def _newest_whole(self) -> str:

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
-from support import ddp_training  # noqa: E402
+from support import ddp_training, sharded_training  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 from support.ranks_kill import WORLD, Trial  # noqa: E402
 
@@ -28,6 +28,17 @@ def test_ranks_that_are_killed_go_on_with_their_own_state(tmp_path: Path) -> Non
     assert expected[0]["digest"] != expected[1]["digest"], "the ranks do not differ, so this says nothing"
     for victims in ((0,), (1,), (0, 1)):
         trial.killed(victims)
+    assert trial.finished() == expected
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_while_they_store_shards_go_on(tmp_path: Path) -> None:
+    """The coordinator, and the other: there is no snapshot in part, and what is resumed ends with the same bits."""
+    trial = Trial(tmp_path, sharded_training.train, random.Random(4), longest_seconds=4.0)
+    expected = trial.uninterrupted()
+    for victims in ((0,), (1,)):
+        trial.killed(victims)
+        assert not trial.read_back()[1]
     assert trial.finished() == expected
 
 

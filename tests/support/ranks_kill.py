@@ -12,6 +12,7 @@ from typing import Any
 from support.ranks import Ranks
 
 from ciuic.repository import Repository
+from ciuic.training.housekeeping import read_back
 
 WORLD = 2
 _STEP_SECONDS = 0.03
@@ -50,10 +51,15 @@ class Trial:
             with Repository.open(save_dir) as repository:
                 repository.writer(wait_seconds=60).close()
 
-    def snapshots(self) -> list[str]:
-        """Of the killed one."""
-        with Repository.open(self._place / "killed" / "snapshots") as repository:
-            return list(repository.snapshots.ids())
+    def read_back(self) -> tuple[int, list[str]]:
+        """(how many snapshots of the killed one are whole, what is wrong with the others)."""
+        save_dir = self._place / "killed" / "snapshots"
+        if not Repository.exists(save_dir):
+            return 0, []
+        with Repository.open(save_dir) as repository:
+            reasons = {id_: read_back(repository, id_) for id_ in repository.snapshots.ids()}
+        problems = [f"{id_}: {reason}" for id_, reason in reasons.items() if reason]
+        return len(reasons) - len(problems), problems
 
     def _result(self, which: str, step_seconds: float) -> list[dict[str, Any]]:
         self._begin(which, step_seconds).check()

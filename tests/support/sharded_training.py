@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from torch.distributed.fsdp import fully_shard
 
 from ciuic.training.dcp import CiuicStorageReader, CiuicStorageWriter
 
+STEPS = 20
+
 
 class Sharded:
     def __init__(self, world: int) -> None:
+        self.done = 0
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(
             torch.nn.Linear(128, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 77)
@@ -109,22 +113,23 @@ def load_both(rank: int, world: int, save_dir: str, result: str) -> None:
         Path(result).write_text(json.dumps(found))
 
 
-def train_until(rank: int, world: int, save_dir: str, steps: int, result: str) -> None:
-    """Saves after every step, resumes from the newest that is whole."""
+def train(rank: int, world: int, save_dir: str, result: str, step_seconds: float) -> None:
+    """To the end, from the newest checkpoint that is whole; saves after every second step; rank 0 and rank 1 write RESULT-RANK."""
     trained = Sharded(world)
     writer = CiuicStorageWriter(save_dir, max_snapshots=3)
-    done = 0
-    if Path(save_dir, "snapshots").is_dir() and os.listdir(Path(save_dir, "snapshots")):
-        done = trained.load(CiuicStorageReader(save_dir))
-    while done < steps:
-        done += 1
-        trained.step(done)
-        dcp.async_save(trained.state(done), checkpoint_id=f"step-{done}", storage_writer=writer).result()
+    reader = CiuicStorageReader(save_dir)
+    if reader.find() is not None:
+        trained.done = trained.load(reader)
+    while trained.done < STEPS:
+        time.sleep(step_seconds)
+        trained.done += 1
+        trained.step(trained.done)
+        if trained.done % 2 == 0:
+            state = trained.state(trained.done)
+            dcp.async_save(state, checkpoint_id=f"step-{trained.done}", storage_writer=writer).result()
     digest = trained.digest()
     writer.close()
-    if rank == 0:
-        Path(f"{result}.tmp").write_text(digest)
-        os.replace(f"{result}.tmp", result)
+    Path(f"{result}-{rank}").write_text(json.dumps({"digest": digest}))
 
 
 def die_in_the_middle(rank: int, world: int, save_dir: str) -> None:
