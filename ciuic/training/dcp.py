@@ -46,6 +46,7 @@ from ciuic.training.messages import (
     Begin,
     FromWriter,
     Manifest,
+    Measured,
     Note,
     Notice,
     NotSaved,
@@ -303,7 +304,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
             if isinstance(message, Note):
                 if message.text != GONE:
                     log.warning("ciuic: %s", message.text)
-            elif not isinstance(message, Notice) and message.number in self._answers:
+            elif not isinstance(message, (Notice, Measured)) and message.number in self._answers:
                 self._answers[message.number].append(message)
 
     def _release(self) -> None:

@@ -15,6 +15,7 @@ from typing import Final
 
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository, SnapshotInfo, Walker
+from ciuic.sweep import HURRIED, USUAL, Thresholds
 from ciuic.training.messages import Note, Rules
 from ciuic.training.preservation import Known, kept, needs_facts
 from ciuic.training.reading import Facts, damaged_chunks, read_facts
@@ -43,14 +44,27 @@ class Housekeeping:
         self._tell = tell
         self._given_way = 0
         self._undone = False
+        """Snapshots that are to go are there."""
+        self._unswept = False
+        """Some went, and their space is not free yet."""
         self._read: dict[str, Facts | None] = {}
 
     def finish(self, seconds: float) -> None:
         """What was left undone, for so long: there will be no next save. CiuicError; OSError."""
         end = time.monotonic() + seconds
         self._given_way, self._should_stop = 0, lambda: time.monotonic() > end
-        if self._undone:
+        if self._undone or self._unswept:
             self.after()
+
+    def make_room(self) -> None:
+        """The disk is full: what is due to be removed, and everything that nothing refers to, goes now. CiuicError; OSError."""
+        self._given_way = _MOST_GIVEN_WAY
+        try:
+            self.after()
+            with Repository.open(self._repository) as repository:
+                self._free_space(repository, HURRIED)
+        finally:
+            self._given_way = 0
 
     def after(self) -> None:
         """To be called after each snapshot. CiuicError; OSError."""
@@ -60,12 +74,15 @@ class Housekeeping:
             known = repository.snapshots.list(root=self._root)
             keep, drop = divide(known, self._rules, self._facts(repository, known))
             self._undone = bool(drop)
-            if not drop or not self._one_is_verified(repository, keep):
+            if drop and not self._one_is_verified(repository, keep):
                 return
-            with repository.writer(command="SnapshotManager: preservation") as writer:
-                writer.remove_snapshots(drop)
-            self._undone, self._given_way = False, 0
-            self._free_space(repository)
+            if not drop and not self._unswept:
+                return
+            if drop:
+                with repository.writer(command="SnapshotManager: preservation") as writer:
+                    writer.remove_snapshots(drop)
+            self._undone = False
+            self._free_space(repository, USUAL)
 
     def _facts(self, repository: Repository, infos: Sequence[SnapshotInfo]) -> dict[str, Facts]:
         """As far as the rules look at them. Of what is damaged there are none."""
@@ -100,10 +117,12 @@ class Housekeeping:
     def _gives_way(self) -> bool:
         return self._given_way < _MOST_GIVEN_WAY and self._should_stop()
 
-    def _free_space(self, repository: Repository) -> None:
+    def _free_space(self, repository: Repository, thresholds: Thresholds) -> None:
         from ciuic.gc import prune
 
-        prune(repository, None, should_stop=self._should_stop)
+        report = prune(repository, None, thresholds=thresholds, should_stop=self._gives_way)
+        self._unswept = report.stopped
+        self._given_way = self._given_way + 1 if report.stopped else 0
 
 
 def divide(

@@ -63,6 +63,11 @@ class LastSave:
         manager._guard.left = self._unguarded
         self.watch.install()
 
+    @property
+    def grace_seconds(self) -> float:
+        """After a signal."""
+        return self._rule.grace_seconds
+
     # -- what the manager calls
 
     def stepped(self) -> None:

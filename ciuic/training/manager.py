@@ -33,12 +33,15 @@ from ciuic.training import policies, randomness, rank_state
 from ciuic.training.boundaries import Boundaries
 from ciuic.training.completeness import missing
 from ciuic.training.costs import Costs
+from ciuic.training.forecast import Forecast, forecast
 from ciuic.training.last_save import Guard, LastSave, Remembered
+from ciuic.training.memory import memory_left
 from ciuic.training.messages import (
     COMPRESSIONS,
     Begin,
     FromWriter,
     Manifest,
+    Measured,
     Note,
     Notice,
     NotSaved,
@@ -46,7 +49,7 @@ from ciuic.training.messages import (
     Saved,
 )
 from ciuic.training.places import ensure_repository
-from ciuic.training.policies import Moment, Rule
+from ciuic.training.policies import AfterIf, Interval, Moment, Rule
 from ciuic.training.positions import Position
 from ciuic.training.preemption import rule_of
 from ciuic.training.preservation import Keep, Latest
@@ -73,6 +76,8 @@ TAG: Final = "training"
 _LOCK_WAIT_SECONDS: Final = 60.0
 _EXIT_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.2
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 60.0
 _ROOM: Final = 1.01
 _ROOM_BYTES: Final = 1 << 20
 """For headers and documents beside the tensors."""
@@ -180,7 +185,7 @@ class SnapshotManager:
         """
         self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
         self._rules = policies.Rules(policies.of(interval, every_steps, save_when))
-        keeps = (*([] if max_snapshots is None else [Latest(max_snapshots)]), *keep)
+        self._keeps: tuple[Keep, ...] = (*([] if max_snapshots is None else [Latest(max_snapshots)]), *keep)
         if compression not in COMPRESSIONS:
             raise ValueError(f"compression is one of {', '.join(COMPRESSIONS)}, not {compression!r}")
         if not name or "/" in name or name in (".", ".."):
@@ -190,6 +195,8 @@ class SnapshotManager:
         self.epoch: int | None = None
         """As the program gave it last."""
         self.stats = Stats()
+        self.forecast: Forecast | None = None
+        """After the first step: what saving will come to, and what will not fit."""
         self._root = os.fsencode(f"/{name}")
         self._run = os.urandom(16).hex()
         self._objects: dict[str, Any] = {}
@@ -205,6 +212,7 @@ class SnapshotManager:
         self._complained = False
         self._changed = False
         """Since the last save that was staged."""
+        self._not_before, self._pause_seconds = 0.0, _FIRST_PAUSE_SECONDS
         self._size_bytes = 0
         self._close_by: float | None = None
         self._guard = Guard()
@@ -214,7 +222,7 @@ class SnapshotManager:
             Begin(
                 repository=str(self.save_dir),
                 root=self._root,
-                rules=Rules(keep=keeps),
+                rules=Rules(keep=self._keeps),
                 nice=nice,
                 services=() if preempted is None else preempted.services,
                 compression=compression,
@@ -508,7 +516,29 @@ class SnapshotManager:
         self._prepared = True
         states = {name: state_of(value, name) for name, value in self._objects.items()}
         self._size_bytes = gather(states, {}, {}).size_bytes
+        self._look_ahead()
         self._client.prepare(int(self._size_bytes * _ROOM) + _ROOM_BYTES)
+
+    def _look_ahead(self) -> None:
+        self._hear(self._client.poll())
+        space = os.statvfs(self.save_dir)
+        with Repository.open(self.save_dir) as repository:
+            stored = len(repository.snapshots.list(root=self._root))
+        self.forecast = forecast(
+            self._size_bytes,
+            free_bytes=space.f_bavail * space.f_frsize,
+            write_seconds=self._costs.write_estimate_seconds(self._size_bytes),
+            at_most=max((rule.number for rule in self._keeps if isinstance(rule, Latest)), default=None),
+            stored=stored,
+            shortest_interval_seconds=min(
+                (float(rule.seconds) for rule in self._rules if isinstance(rule, (Interval, AfterIf))),
+                default=None,
+            ),
+            grace_seconds=None if self._last is None else self._last.grace_seconds,
+            memory_bytes=memory_left(),
+        )
+        for warning in self.forecast.warnings:
+            log.warning("ciuic: %s", warning)
 
     def _stepped(self) -> None:
         self.step += 1
@@ -531,6 +561,8 @@ class SnapshotManager:
                 self._prepare()
 
     def _save_if_due(self) -> bool:
+        if self._vote is None and time.monotonic() < self._not_before:
+            return False  # with several ranks all of them have to be asked
         moment = self._moment()
         reason = self._rules.due(moment)
         if self._vote is not None:
@@ -662,6 +694,9 @@ class SnapshotManager:
                 self._hear(self._client.poll(_POLL_SECONDS))
                 number = stage(self._client, state, facts, manifest)
         except OSError as error:
+            # What cannot be staged now must not be tried again after every step.
+            self._not_before = time.monotonic() + self._pause_seconds
+            self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
             self._failed(error.strerror or str(error))
             return None
         if number is None:
@@ -669,6 +704,7 @@ class SnapshotManager:
             self.stats.skipped += 1
             log.warning("ciuic: a snapshot is skipped: the last two are still being written")
             return None
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
         save = self._saves[number] = Save(self, number)
         self.stats.last_stall_seconds = time.monotonic() - began
         self.stats.stall_seconds += self.stats.last_stall_seconds
@@ -704,6 +740,8 @@ class SnapshotManager:
                     save.error = message.reason
             elif isinstance(message, Note):
                 log.warning("ciuic: %s", message.text)
+            elif isinstance(message, Measured):
+                self._costs.measured_bytes_per_second = message.bytes_per_second
             elif isinstance(message, Notice) and self._last is not None:
                 self._last.watch.notified(message.text, message.seconds, certain=message.certain)
 

@@ -135,6 +135,13 @@ class Note(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
+class Measured(msgspec.Struct, tag=True, frozen=True):
+    """The writer has tried how fast the repository takes data."""
+
+    bytes_per_second: float
+    """0: it could not be tried."""
+
+
 class Notice(msgspec.Struct, tag=True, frozen=True):
     """The machine is about to be taken away, a service of the cloud says; followed by a signal (preemption.NOTIFIED)."""
 
@@ -144,7 +151,7 @@ class Notice(msgspec.Struct, tag=True, frozen=True):
 
 
 FromTrainer = Begin | Attach | Save | End
-FromWriter = Saved | NotSaved | Part | Put | Note | Notice
+FromWriter = Saved | NotSaved | Part | Put | Note | Notice | Measured
 _TRAINERS: Final[msgspec.msgpack.Decoder[FromTrainer]] = msgspec.msgpack.Decoder(FromTrainer)
 _WRITERS: Final[msgspec.msgpack.Decoder[FromWriter]] = msgspec.msgpack.Decoder(FromWriter)
 

@@ -6,6 +6,7 @@ caller decides whether to wait. What the writer had not answered when it died co
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -21,6 +22,7 @@ from typing import Final
 import msgspec
 
 from ciuic.training.arena import Arena
+from ciuic.training.memory import memory_left
 from ciuic.training.messages import (
     Attach,
     Begin,
@@ -128,7 +130,13 @@ class WriterClient:
             if slot.arena is not None:
                 slot.arena.close()
             slot.arena, slot.layout, slot.known_to_writer = None, None, False
-            slot.arena = Arena(int(size_bytes * _SPARE) if size_bytes >= 1 << 20 else 1 << 20)
+            with_spare = int(size_bytes * _SPARE) if size_bytes >= 1 << 20 else 1 << 20
+            try:
+                slot.arena = _arena(with_spare)
+            except OSError:
+                if self.pending:
+                    return None  # there is one, and it will be free again
+                raise
         return slot
 
     def prepare(self, size_bytes: int) -> None:
@@ -240,6 +248,16 @@ class WriterClient:
         if self._process is not None and not self._ended:  # else `close` waits for its end
             self._process.poll()
             self._process = None
+
+
+def _arena(size_bytes: int) -> Arena:
+    """OSError (ENOMEM) also where filling it would get somebody killed."""
+    left = memory_left()
+    if left is not None and size_bytes > left:
+        raise OSError(
+            errno.ENOMEM, f"not enough memory for a copy of the state: {size_bytes >> 20} MiB of {left >> 20}"
+        )
+    return Arena(size_bytes)
 
 
 def files_of(files: Iterable[tuple[str, int, int, int]]) -> list[File]:

@@ -9,6 +9,7 @@ After a snapshot, while nothing else is asked of it, it applies the rules of pre
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -28,6 +29,7 @@ from ciuic.training import notices
 from ciuic.training.arena import ReadArena
 from ciuic.training.codecs import Chooser
 from ciuic.training.committing import Known, commit, put_files
+from ciuic.training.forecast import measure
 from ciuic.training.housekeeping import Housekeeping
 from ciuic.training.messages import (
     Attach,
@@ -36,6 +38,7 @@ from ciuic.training.messages import (
     FromTrainer,
     FromWriter,
     Manifest,
+    Measured,
     Note,
     Notice,
     NotSaved,
@@ -46,6 +49,7 @@ from ciuic.training.messages import (
     receive_from_trainer,
     send,
 )
+from ciuic.types import Snapshot
 
 _LOCK_WAIT_SECONDS: Final = 60.0
 _LAST_SECONDS: Final = 10.0
@@ -66,6 +70,7 @@ def main(fd: int, trainer_pid: int) -> None:
     if not isinstance(begin, Begin):
         return
     _step_back(begin.nice)
+    trainer.tell(Measured(measure(begin.repository)))
     notices.watch(begin.services, trainer.notify, lambda text: trainer.tell(Note("no_notices", text)))
     _Writer(trainer, begin).run()
 
@@ -156,16 +161,16 @@ class _Writer:
             if not save.commit:
                 self._put(save.number, memory, manifest, began)
                 return
-            with (
-                Repository.open(self._begin.repository) as repository,
-                repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager") as writer,
-            ):
-                chosen = self._chooser.begin(writer, interval, self._trainer.waiting)
-                snapshot = commit(repository, writer, memory, manifest, self._begin.root, self._known, chosen)
-                self._chooser.done(chosen)
+            try:
+                snapshot = self._commit(memory, manifest, interval)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                self._forget()
+                self._housekeeping.make_room()
+                snapshot = self._commit(memory, manifest, interval)
         except Exception as error:  # whatever it is, the training goes on, and so do we
-            self._known = Known()
-            self._chooser = Chooser(self._begin.compression, self._begin.rules)
+            self._forget()
             self._trainer.tell(NotSaved(number=save.number, reason=_words(error)))
             return
         self._trainer.tell(
@@ -178,6 +183,21 @@ class _Writer:
             )
         )
         self._keep_house(self._housekeeping.after)
+
+    def _forget(self) -> None:
+        """What is in the repository is not what we think."""
+        self._known = Known()
+        self._chooser = Chooser(self._begin.compression, self._begin.rules)
+
+    def _commit(self, memory: memoryview, manifest: Manifest, interval: float | None) -> Snapshot:
+        with (
+            Repository.open(self._begin.repository) as repository,
+            repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager") as writer,
+        ):
+            chosen = self._chooser.begin(writer, interval, self._trainer.waiting)
+            snapshot = commit(repository, writer, memory, manifest, self._begin.root, self._known, chosen)
+            self._chooser.done(chosen)
+            return snapshot
 
     def _keep_house(self, what: Callable[[], None]) -> None:
         try:
