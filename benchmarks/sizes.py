@@ -163,7 +163,7 @@ def _step(torch: Any, model: Any, optimizer: Any, data: Any) -> float:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return float(loss)
+    return float(loss.detach())
 
 
 def _same(torch: Any, found: Any, wanted: Any) -> None:
