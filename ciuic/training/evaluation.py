@@ -37,7 +37,7 @@ class Glimpse:
         self._seen: list[Any] | None = None
 
     def take(self) -> None:
-        """After a step. Some microseconds."""
+        """After a step."""
         self._seen = [_start(one).clone() for one in self._parameters]
 
     def is_still(self) -> bool:

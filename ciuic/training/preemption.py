@@ -9,7 +9,7 @@ evaluation again. It is left out, and said, where what was measured tells that i
 
 Guarantees: handlers that were there before are called, once the snapshot is staged or given up. What a process that was forked does
 with these signals is what it would do without us. A program that says nothing else ends as it would have ended, but with the
-snapshot taken and by SystemExit, so that it can clean up. Nothing but a due signal costs a step more than some microseconds.
+snapshot taken and by SystemExit, so that it can clean up. Being ready costs some forty microseconds a step (measured with torch).
 """
 
 from __future__ import annotations
