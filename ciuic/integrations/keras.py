@@ -22,7 +22,8 @@ import keras
 
 from ciuic.integrations.opening import Where, opened
 from ciuic.training import randomness
-from ciuic.training.manager import SnapshotManager, State
+from ciuic.training.manager import SnapshotManager
+from ciuic.training.outcome import State
 
 log = logging.getLogger("ciuic")
 

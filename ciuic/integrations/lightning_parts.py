@@ -12,7 +12,8 @@ from ciuic.errors import CiuicError
 from ciuic.integrations.opening import Where, opened
 from ciuic.repository import Repository
 from ciuic.training import randomness
-from ciuic.training.manager import SnapshotManager, State
+from ciuic.training.manager import SnapshotManager
+from ciuic.training.outcome import State
 from ciuic.training.positions import Position
 from ciuic.types import SnapshotId
 

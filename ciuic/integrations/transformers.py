@@ -27,7 +27,8 @@ from transformers.trainer_callback import ExportableState
 
 from ciuic.integrations.opening import Where, opened
 from ciuic.training import randomness
-from ciuic.training.manager import SnapshotManager, State
+from ciuic.training.manager import SnapshotManager
+from ciuic.training.outcome import State
 
 log = logging.getLogger("ciuic")
 

@@ -5,8 +5,9 @@ Imports no framework; each is used when the program has imported it.
 
 from __future__ import annotations
 
-from ciuic.training.manager import Resumed, Save, SnapshotManager, State, Stats
+from ciuic.training.manager import SnapshotManager
 from ciuic.training.notices import Metadata
+from ciuic.training.outcome import Resumed, Save, State, Stats
 from ciuic.training.policies import AfterIf, Automatic, Interval, OnImprovement, Rule, Steps
 from ciuic.training.preemption import BeforePreemption, Preempted
 from ciuic.training.preservation import Best, EverySeconds, EverySteps, Held, Latest

@@ -14,27 +14,23 @@ state, a value that cannot be stored), which the first save says. Not for severa
 from __future__ import annotations
 
 import atexit
-import logging
-import math
 import os
-import platform
-import socket
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import Repository
-from ciuic.training import policies, randomness, rank_state
+from ciuic.training import marks, policies, randomness, rank_state
 from ciuic.training.boundaries import Boundaries
 from ciuic.training.completeness import missing
 from ciuic.training.costs import Costs
+from ciuic.training.description import finite, floats, replaced, summary, versions
 from ciuic.training.forecast import Forecast, forecast
 from ciuic.training.last_save import Guard, LastSave, Remembered
+from ciuic.training.logs import log, quietly
 from ciuic.training.memory import memory_left
 from ciuic.training.messages import (
     COMPRESSIONS,
@@ -48,112 +44,33 @@ from ciuic.training.messages import (
     Rules,
     Saved,
 )
+from ciuic.training.outcome import EXIT_SECONDS, Resumed, Save, State, Stats
 from ciuic.training.places import ensure_repository
 from ciuic.training.policies import AfterIf, Interval, Moment, Rule
-from ciuic.training.positions import Position
+from ciuic.training.positions import Position, is_plain_loader
 from ciuic.training.preemption import rule_of
 from ciuic.training.preservation import Keep, Latest
 from ciuic.training.rank_state import Mine
 from ciuic.training.ranks import Ranks, RanksApart, Vote
 from ciuic.training.reading import (
     Facts,
-    Loaded,
-    PassedOver,
     SavedSnapshot,
-    damaged_chunks,
     load,
     newest_good,
     saved_snapshots,
 )
 from ciuic.training.staging import gather, stage
-from ciuic.training.stateful import load_into, state_of, way_of
+from ciuic.training.stateful import has_state, load_into, state_of, way_of
 from ciuic.training.writer_client import WriterClient
-from ciuic.types import SnapshotId
-
-log = logging.getLogger("ciuic")
 
 TAG: Final = "training"
 _LOCK_WAIT_SECONDS: Final = 60.0
-_EXIT_SECONDS: Final = 120.0
 _POLL_SECONDS: Final = 0.2
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _ROOM: Final = 1.01
 _ROOM_BYTES: Final = 1 << 20
 """For headers and documents beside the tensors."""
-
-
-class State(dict[str, Any]):
-    """What `load_latest_snapshot` returns: `NAME_state_dict` of each object, `epoch`, `step`, `metrics`, `random_state`, and every
-    value that was saved beside them. Tensors are on the CPU."""
-
-    def __init__(self, loaded: Loaded) -> None:
-        super().__init__()
-        plain = set(loaded.values.get("plain", ()))
-        for name, value in loaded.objects.items():
-            self[name if name in plain else f"{name}_state_dict"] = value
-        self |= {"epoch": loaded.facts.epoch, "step": loaded.facts.step, "metrics": loaded.facts.metrics}
-        self["random_state"] = loaded.values["random"]
-        self.id = loaded.id
-        """Of the snapshot."""
-        self.facts = loaded.facts
-        self.passed_over: list[PassedOver] = loaded.passed_over
-        """Newer snapshots that are not whole, and why."""
-        self.ranks: dict[str, Any] = loaded.values.get("ranks", {})
-        """By rank: what it had otherwise than rank 0."""
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """Where a run goes on."""
-
-    id: str
-    """Of the snapshot it was taken from."""
-    step: int
-    """Optimizer steps done."""
-    epoch: int | None
-    """The epoch that was given last; where a plain loader is registered the one to go on with (0 is the first): that which it was in,
-    or, had its pass come to its end, the next."""
-    batch: int
-    """Batches of that epoch which the registered loader gave out before; it goes on behind them by itself."""
-    passed_over: tuple[PassedOver, ...] = ()
-
-
-@dataclass
-class Stats:
-    """What saving has come to so far."""
-
-    saved: int = 0
-    skipped: int = 0
-    """Saves that were due while both arenas were still being written."""
-    failed: int = 0
-    stall_seconds: float = 0.0
-    """How long the training stood still for saving, in all."""
-    last_stall_seconds: float = 0.0
-    last_write_seconds: float = 0.0
-    """From the end of the stall to the commit."""
-    last_id: str = ""
-    last_error: str = ""
-
-
-class Save:
-    """One save that was begun. Nobody needs to look at it."""
-
-    def __init__(self, manager: SnapshotManager, number: int) -> None:
-        self.id: str | None = None
-        """Of the snapshot, once it is durable."""
-        self.error: str | None = None
-        self._manager = manager
-        self._number = number
-
-    @property
-    def done(self) -> bool:
-        return self.id is not None or self.error is not None
-
-    def wait(self, timeout_seconds: float = _EXIT_SECONDS) -> str | None:
-        """The id as soon as it is durable; None when it failed or is not done in time."""
-        self._manager.wait(timeout_seconds, number=self._number)
-        return self.id
 
 
 class SnapshotManager:
@@ -254,7 +171,7 @@ class SnapshotManager:
                 continue
             self._objects[name] = self._known(name, value)
         if self._ranks is None or self._ranks.saves:
-            with _quietly("the writer could not be started"):
+            with quietly("the writer could not be started"):
                 self._client.start()
 
     def take(self, objects: Mapping[str, Any], *, with_position: bool = False) -> None:
@@ -289,7 +206,7 @@ class SnapshotManager:
         One of several ranks waits for rank 0 to have copied the state, or with ``wait`` for the snapshot.
         """
         given = {"model": model, "optimizer": optimizer, **others}
-        objects = {name: value for name, value in given.items() if value is not None and _has_state(value)}
+        objects = {name: value for name, value in given.items() if value is not None and has_state(value)}
         plain = {name: value for name, value in others.items() if name not in objects}
         self.register(**objects)
         if epoch is not None:
@@ -304,7 +221,7 @@ class SnapshotManager:
                 save.wait()
         finally:
             if self._ranks is not None and parts is not None:
-                with _quietly("the other ranks were not told that the state is copied"):
+                with quietly("the other ranks were not told that the state is copied"):
                     self._ranks.tell()
         return save
 
@@ -322,7 +239,7 @@ class SnapshotManager:
     def report(self, metrics: Mapping[str, float] | None = None, **more: float) -> None:
         """Metrics of the state as it is, for rules that look at them and for the next snapshot. One that is due for them is taken now
         where the state is whole, else at the next boundary."""
-        self._reported |= _floats({**(metrics or {}), **more})
+        self._reported |= floats({**(metrics or {}), **more})
         self._rules.observe(self._reported)
         if self._ranks is not None:
             return  # what one rank was told is heard by the others at the next boundary
@@ -343,8 +260,8 @@ class SnapshotManager:
         for id_, reason in loaded.passed_over:
             log.warning("ciuic: %s is passed over: %s", id_, reason)
         if loaded.passed_over:
-            with _quietly("what is damaged could not be marked, so that it may be shared by later snapshots"):
-                self._mark_damage([one.id for one in loaded.passed_over])
+            with quietly("what is damaged could not be marked, so that it may be shared by later snapshots"):
+                marks.mark_damage(self.save_dir, [one.id for one in loaded.passed_over])
         return State(loaded)
 
     def load_snapshot(self, snapshot: str) -> State:
@@ -424,36 +341,19 @@ class SnapshotManager:
 
     def tag(self, snapshot: str, *tags: str) -> None:
         """Adds tags; durable on return. NotFound; Busy."""
-        with Repository.open(self.save_dir) as repository:
-            id_ = repository.snapshots.resolve(snapshot)
-            with repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="tag") as writer:
-                writer.set_marks(id_, tags=(*repository.snapshots.load(id_).tags, *tags))
+        marks.tag(self.save_dir, snapshot, tags)
 
     def hold(self, snapshot: str, reason: str = "held") -> None:
         """Keeps it, whatever `max_snapshots` says, until `release`; durable on return. NotFound; Busy."""
-        self._mark(snapshot, hold=True, reason=reason)
+        marks.hold(self.save_dir, snapshot, reason)
 
     def release(self, snapshot: str) -> None:
         """Undoes `hold`."""
-        self._mark(snapshot, hold=False, reason="")
-
-    def _mark_damage(self, snapshots: list[str]) -> None:
-        """So that content that comes again is stored anew, and not taken for stored."""
-        with Repository.open(self.save_dir) as repository:
-            bad = [chunk for id_ in snapshots for chunk in damaged_chunks(repository, SnapshotId(id_))]
-            if bad:
-                with repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="mark damage") as writer:
-                    writer.mark_damaged(bad)
-
-    def _mark(self, snapshot: str, *, hold: bool, reason: str) -> None:
-        with Repository.open(self.save_dir) as repository:
-            id_ = SnapshotId(repository.snapshots.resolve(snapshot))
-            with repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="hold") as writer:
-                writer.set_marks(id_, hold=hold, reason=reason)
+        marks.release(self.save_dir, snapshot)
 
     # -- life
 
-    def wait(self, timeout_seconds: float = _EXIT_SECONDS, *, number: int | None = None) -> bool:
+    def wait(self, timeout_seconds: float = EXIT_SECONDS, *, number: int | None = None) -> bool:
         """Until everything that was staged is durable (or one save is); whether that came in time."""
         end = time.monotonic() + timeout_seconds
         while self._client.pending if number is None else number in self._saves:
@@ -466,7 +366,7 @@ class SnapshotManager:
             self._hear(self._client.poll())
         return True
 
-    def close(self, timeout_seconds: float = _EXIT_SECONDS) -> None:
+    def close(self, timeout_seconds: float = EXIT_SECONDS) -> None:
         """Waits for what was staged, so long, and lets the writer go. What is not done by then is finished by the writer all the same."""
         if self._closed:
             return
@@ -498,7 +398,7 @@ class SnapshotManager:
             value.tell(self._boundaries.asked, self._boundaries.ended)
             self._position, self._has_position = value, True
             return value
-        if _is_plain_loader(value):
+        if is_plain_loader(value):
             self._position = Position(value, self._boundaries.asked, self._boundaries.ended)
             self._has_position = True
             return self._position
@@ -557,7 +457,7 @@ class SnapshotManager:
             self._last.at_boundary()
         self._costs.boundary(time.monotonic(), writing=self._client.pending > 0)
         if not self._save_if_due() and not self._prepared:
-            with _quietly("the first snapshot could not be prepared"):
+            with quietly("the first snapshot could not be prepared"):
                 self._prepare()
 
     def _save_if_due(self) -> bool:
@@ -568,7 +468,7 @@ class SnapshotManager:
         if self._vote is not None:
             reason = self._agreed(self._vote, moment, reason)
         if reason:
-            with _quietly("a snapshot could not be taken"):
+            with quietly("a snapshot could not be taken"):
                 parts = self._gather_parts()
                 self._save(self._facts(reason, None, None), {}, (), "", parts, may_wait=False)
         return bool(reason)
@@ -576,7 +476,7 @@ class SnapshotManager:
     def _save_last(self, reason: str, as_it_was: Remembered | None) -> bool:
         """Whether it is staged."""
         facts = self._facts(reason, None, None if as_it_was is None else as_it_was.epoch)
-        with _quietly("the last snapshot could not be taken"):
+        with quietly("the last snapshot could not be taken"):
             parts = self._gather_parts()
             save = self._save(facts, {}, (), "", parts, may_wait=True, as_it_was=as_it_was)
             return save is not None or (self._ranks is not None and not self._ranks.saves)
@@ -628,11 +528,11 @@ class SnapshotManager:
         return Facts(
             step=self.step,
             epoch=self._epoch_now() if epoch is None else epoch,
-            metrics=_finite(self._reported | _floats(metrics or {})),
+            metrics=finite(self._reported | floats(metrics or {})),
             reason=reason,
             objects=tuple(self._objects),
             run=self._run,
-            framework=_versions(),
+            framework=versions(),
         )
 
     def _epoch_now(self) -> int | None:
@@ -681,13 +581,13 @@ class SnapshotManager:
         values = {"plain": list(plain), "random": random}
         if parts:
             values["ranks"] = rank_state.differing(parts)
-            facts = _replaced(facts, world_size=len(parts))
+            facts = replaced(facts, world_size=len(parts))
         state = gather(states, plain, values)
         self._size_bytes = state.size_bytes
         manifest = Manifest(
-            time_ns=time.time_ns(), message=_message(facts), tags=(TAG, *tags), hold_reason=hold, files=[]
+            time_ns=time.time_ns(), message=summary(facts), tags=(TAG, *tags), hold_reason=hold, files=[]
         )
-        facts = _replaced(facts, size_bytes=state.size_bytes)
+        facts = replaced(facts, size_bytes=state.size_bytes)
         try:
             number = stage(self._client, state, facts, manifest)
             while number is None and may_wait:
@@ -750,69 +650,3 @@ class SnapshotManager:
         self._changed = True
         self.stats.last_error = reason
         log.error("ciuic: a snapshot was not saved, earlier ones are as they were: %s", reason)
-
-
-class _quietly:  # noqa: N801 (it reads as a word)
-    """Saving must not end the training: whatever happens inside is logged."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Exception):
-            log.error("ciuic: %s: %s", self._what, error)
-            return True
-        return False
-
-
-def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {key: float(value) for key, value in metrics.items()}
-
-
-def _finite(metrics: dict[str, float]) -> dict[str, float]:
-    """JSON has no number for the others."""
-    return {key: value for key, value in metrics.items() if math.isfinite(value)}
-
-
-def _has_state(value: object) -> bool:
-    if isinstance(value, (dict, list)):
-        return False  # given to one save it is a value; registered, it is an object
-    try:
-        way_of(value, "")
-    except TypeError:
-        return False
-    return True
-
-
-def _is_plain_loader(value: object) -> bool:
-    return (
-        hasattr(value, "__iter__")
-        and not isinstance(value, (dict, list))
-        and not callable(getattr(value, "state_dict", None))
-        and (hasattr(value, "dataset") or hasattr(value, "__len__"))
-    )
-
-
-def _message(facts: Facts) -> str:
-    parts = [] if facts.epoch is None else [f"epoch {facts.epoch}"]
-    parts.append(f"step {facts.step}")
-    parts += [f"{key} {value:.4g}" for key, value in facts.metrics.items()]
-    return ", ".join(parts)
-
-
-def _replaced(facts: Facts, **fields: Any) -> Facts:
-    import msgspec
-
-    return msgspec.structs.replace(facts, **fields)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "host": socket.gethostname()}
-    for name in ("torch", "numpy", "tensorflow", "keras"):
-        module = sys.modules.get(name)
-        if module is not None:
-            found[name] = str(getattr(module, "__version__", ""))
-    return found

@@ -101,3 +101,13 @@ def _skip(batches: Iterator[Any], number: int) -> None:
     with suppress(StopIteration):
         for _ in range(number):
             next(order if from_map and order is not None else batches)
+
+
+def is_plain_loader(value: object) -> bool:
+    """Whether it is a loader of batches that does not know its own position."""
+    return (
+        hasattr(value, "__iter__")
+        and not isinstance(value, (dict, list))
+        and not callable(getattr(value, "state_dict", None))
+        and (hasattr(value, "dataset") or hasattr(value, "__len__"))
+    )

@@ -38,6 +38,17 @@ def way_of(value: object, name: str) -> Way:
     )
 
 
+def has_state(value: object) -> bool:
+    """Whether it is an object and not a plain value."""
+    if isinstance(value, (dict, list)):
+        return False  # given to one save it is a value; registered, it is an object
+    try:
+        way_of(value, "")
+    except TypeError:
+        return False
+    return True
+
+
 def state_of(value: object, name: str) -> Any:
     """What `load_into` takes. TypeError as `way_of`."""
     return way_of(value, name).get(value)

@@ -1,0 +1,50 @@
+"""What is noted of snapshots after they were taken. Each call opens the repository, takes its lock, and is durable on return.
+
+Raise NotFound where there is no such snapshot, and Busy where somebody holds the lock for longer than a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from ciuic.repository import Repository
+from ciuic.training.reading import damaged_chunks
+from ciuic.types import SnapshotId
+
+_LOCK_WAIT_SECONDS: Final = 60.0
+
+
+def tag(path: Path, snapshot: str, tags: Iterable[str]) -> None:
+    """Adds tags."""
+    with Repository.open(path) as repository:
+        id_ = repository.snapshots.resolve(snapshot)
+        with repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="tag") as writer:
+            writer.set_marks(id_, tags=(*repository.snapshots.load(id_).tags, *tags))
+
+
+def hold(path: Path, snapshot: str, reason: str) -> None:
+    """Keeps it until `release`."""
+    _set_hold(path, snapshot, held=True, reason=reason)
+
+
+def release(path: Path, snapshot: str) -> None:
+    """Undoes `hold`."""
+    _set_hold(path, snapshot, held=False, reason="")
+
+
+def mark_damage(path: Path, snapshots: Iterable[str]) -> None:
+    """Marks what of these cannot be read, so that content that comes again is stored anew and not taken for stored."""
+    with Repository.open(path) as repository:
+        bad = [chunk for id_ in snapshots for chunk in damaged_chunks(repository, SnapshotId(id_))]
+        if bad:
+            with repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="mark damage") as writer:
+                writer.mark_damaged(bad)
+
+
+def _set_hold(path: Path, snapshot: str, *, held: bool, reason: str) -> None:
+    with Repository.open(path) as repository:
+        id_ = repository.snapshots.resolve(snapshot)
+        with repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="hold") as writer:
+            writer.set_marks(id_, hold=held, reason=reason)
