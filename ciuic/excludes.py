@@ -72,7 +72,8 @@ class ExcludeMatcher:
 
     def digest(self) -> str:
         """32 hex digits that differ whenever the matcher could decide differently."""
-        import hashlib  # 3 ms, and most commands need no digest
+        # 3 ms, and most commands need no digest. A capture has imported it before it gives up its privileges.
+        import hashlib
 
         state = hashlib.sha256(_RULES_VERSION)
         absolute = any(rule.absolute for rule in self._rules)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib  # noqa: F401 (for Excludes.digest: later, without privileges, the file may be out of reach)
 import os
 import resource
 import signal

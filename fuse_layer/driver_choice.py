@@ -16,13 +16,13 @@ import fcntl
 import importlib
 import os
 import re
-import select
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from ciuic import privileges
 from ciuic.fuse_layer import kernel_negotiation
 from ciuic.fuse_layer import kernel_protocol as p
+from ciuic.readiness import readable
 
 WITHOUT_PASSTHROUGH: Final = "CIUIC_WITHOUT_PASSTHROUGH"
 """An environment variable: where it is set, the kernel is taken for one that lacks passthrough (before 6.9)."""
@@ -137,7 +137,7 @@ def _asked(directory: int | None, depth: int) -> tuple[Offer, int]:
     context = -1
     try:
         context = _connected(fuse_fd)
-        if not select.select([fuse_fd], [], [], _INIT_SECONDS)[0]:
+        if not readable(fuse_fd, _INIT_SECONDS):
             raise TimeoutError("the kernel sends no first request")
         agreed = kernel_negotiation.negotiate(fuse_fd, passthrough=True, stack_depth=depth)
         error_number = _refusal(fuse_fd, directory) if agreed.passthrough and directory is not None else 0

@@ -18,7 +18,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -31,6 +30,8 @@ from pathlib import Path
 from typing import Final
 
 import structlog
+
+from ciuic.readiness import readable
 
 FIRST_PASSED_FD: Final = 100
 """The descriptors that come get the numbers from here on."""
@@ -61,7 +62,7 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; None while it lives."""
-        if self.returncode is None and select.select([self.pidfd], [], [], 0)[0]:
+        if self.returncode is None and readable(self.pidfd):
             self.returncode = self._standby.status_of(self.pid)
         return self.returncode
 

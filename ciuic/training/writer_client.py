@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from ciuic.readiness import readable
 from ciuic.training.arena import Arena
 from ciuic.training.memory import memory_left
 from ciuic.training.messages import (
@@ -184,8 +184,7 @@ class WriterClient:
         """What the writer has said since; waits so long for the first of it."""
         said, self._unheard = self._unheard, []
         while self._sock is not None:
-            ready, _, _ = select.select([self._sock], [], [], 0 if said else timeout_seconds)
-            if not ready:
+            if not readable(self._sock.fileno(), 0 if said else timeout_seconds):
                 break
             message = receive_from_writer(self._sock)
             if message is None:

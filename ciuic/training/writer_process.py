@@ -24,6 +24,7 @@ from typing import Final
 import msgspec
 
 from ciuic.errors import CiuicError
+from ciuic.readiness import readable
 from ciuic.repository import Repository
 from ciuic.training import notices
 from ciuic.training.arena import ReadArena
@@ -106,7 +107,7 @@ class _Trainer:
 
     def waiting(self) -> bool:
         """Whether there is a message, or the end."""
-        return bool(select.select([self._sock], [], [], 0)[0])
+        return readable(self._sock.fileno())
 
     def tell(self, message: FromWriter) -> None:
         try:

@@ -49,3 +49,22 @@ def test_when_it_was_killed_there_is_no_worker_until_the_next_is_ready(spare: Sp
     worker = spare.become(["--nonsense"], [])
     assert worker is not None
     assert worker.wait() == _REFUSED
+
+
+def test_it_works_where_descriptors_have_high_numbers(spare: SpareProcess) -> None:
+    """select(2) ends at 1024."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    held = [os.open("/dev/null", os.O_RDONLY)]
+    try:
+        while held[-1] < 1100:
+            held.append(os.dup(held[-1]))
+        worker = spare.become(["--nonsense"], [])
+        assert worker is not None
+        assert worker.wait() == _REFUSED
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
