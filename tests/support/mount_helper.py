@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import os
 import runpy
-import select
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 from support.driver import DRIVER
 
 from ciuic.fuse_layer import mounts
+from ciuic.readiness import readable
 
 _READY_SECONDS = 60
 _MS_RDONLY = 1
@@ -89,8 +89,7 @@ def _started(device: str, directory: str, read_only: bool) -> bool:
             cwd="/",
         )
     os.close(told)
-    readable, _, _ = select.select([ready], [], [], _READY_SECONDS)
-    return bool(readable) and os.read(ready, 16) == b"ready\n"
+    return readable(ready, _READY_SECONDS) and os.read(ready, 16) == b"ready\n"
 
 
 class _NamedMounts:

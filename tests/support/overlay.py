@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from support.driver import DRIVER
 
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_client import ControlClient
+from ciuic.readiness import readable
 
 _READY_SECONDS = 60
 _STOP_SECONDS = 60
@@ -65,8 +65,7 @@ class Overlay:
                 start_new_session=True,
             )
         os.close(told)
-        readable, _, _ = select.select([ready], [], [], _READY_SECONDS)
-        answer = os.read(ready, 16) if readable else b"(nothing)"
+        answer = os.read(ready, 16) if readable(ready, _READY_SECONDS) else b"(nothing)"
         os.close(ready)
         if answer != b"ready\n":
             self.kill()
