@@ -85,7 +85,7 @@ class Housekeeping:
             self._free_space(repository, USUAL)
 
     def _facts(self, repository: Repository, infos: Sequence[SnapshotInfo]) -> dict[str, Facts]:
-        """As far as the rules look at them. Of what is damaged there are none."""
+        """As far as the rules look at them. Of what cannot be read there are none, and `divide` keeps it."""
         if not needs_facts(self._rules.keep):
             return {}
         for info in infos:
@@ -128,16 +128,20 @@ class Housekeeping:
 def divide(
     infos: Sequence[SnapshotInfo], rules: Rules, facts: Mapping[str, Facts]
 ) -> tuple[list[SnapshotInfo], list[SnapshotId]]:
-    """(those that stay, newest first; ids of the others, oldest first). ``infos``: newest first. ``facts``: as far as rules need them."""
-    stay = kept([_known(info, facts.get(info.id)) for info in infos], rules.keep)
+    """(those that stay, newest first; ids of the others, oldest first). ``infos``: newest first. ``facts``: as far as rules need them.
+
+    Where rules need facts of a snapshot and there are none, it stays: that something cannot be read is no reason to delete it.
+    """
+    needed = needs_facts(rules.keep)
+    stay = kept([_known(info, facts.get(info.id), needed) for info in infos], rules.keep)
     return [info for info in infos if info.id in stay], [
         info.id for info in reversed(infos) if info.id not in stay
     ]
 
 
-def _known(info: SnapshotInfo, facts: Facts | None) -> Known:
+def _known(info: SnapshotInfo, facts: Facts | None, needed: bool) -> Known:
     if facts is None:
-        return Known(info.id, info.time_ns, info.held)
+        return Known(info.id, info.time_ns, info.held or needed)
     return Known(info.id, info.time_ns, info.held, facts.run, facts.step, facts.metrics)
 
 

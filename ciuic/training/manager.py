@@ -463,8 +463,9 @@ class SnapshotManager:
     def _save_if_due(self) -> bool:
         if self._vote is None and time.monotonic() < self._not_before:
             return False  # with several ranks all of them have to be asked
-        moment = self._moment()
-        reason = self._rules.due(moment)
+        moment, reason = self._moment(), ""
+        with quietly("the rules could not say whether a snapshot is due"):  # they may be the program's own
+            reason = self._rules.due(moment)
         if self._vote is not None:
             reason = self._agreed(self._vote, moment, reason)
         if reason:
