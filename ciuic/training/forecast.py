@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Final, NamedTuple
 
+from ciuic.repository import Repository
+from ciuic.training.memory import memory_left
+from ciuic.training.policies import AfterIf, Interval, Rule
+from ciuic.training.preservation import Keep, Latest
 from ciuic.units import human_size
 
 _TRIED_BYTES: Final = 8 << 20
@@ -63,6 +69,35 @@ def forecast(
     if memory_bytes is not None and size_bytes > memory_bytes:
         said.append(f"the copy of {size} does not fit into memory: {human_size(memory_bytes)} are left")
     return Forecast(size_bytes, write_seconds, free_bytes, tuple(said))
+
+
+def look_ahead(
+    save_dir: Path,
+    root: bytes,
+    size_bytes: int,
+    *,
+    write_seconds: float | None,
+    rules: Iterable[Rule],
+    keeps: Iterable[Keep],
+    grace_seconds: float | None,
+) -> Forecast:
+    """For snapshots of ``root`` in that repository as it is. CiuicError; OSError."""
+    space = os.statvfs(save_dir)
+    with Repository.open(save_dir) as repository:
+        stored = len(repository.snapshots.list(root=root))
+    return forecast(
+        size_bytes,
+        free_bytes=space.f_bavail * space.f_frsize,
+        write_seconds=write_seconds,
+        at_most=max((rule.number for rule in keeps if isinstance(rule, Latest)), default=None),
+        stored=stored,
+        shortest_interval_seconds=min(
+            (float(rule.seconds) for rule in rules if isinstance(rule, (Interval, AfterIf))),
+            default=None,
+        ),
+        grace_seconds=grace_seconds,
+        memory_bytes=memory_left(),
+    )
 
 
 def measure(directory: str) -> float:

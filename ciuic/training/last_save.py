@@ -10,41 +10,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from ciuic.training import randomness
 from ciuic.training.evaluation import Glimpse, evaluating
-from ciuic.training.positions import Position
+from ciuic.training.messages import Notice
 from ciuic.training.preemption import BeforePreemption, Watch
+from ciuic.training.taking import Remembered
 
 if TYPE_CHECKING:
     from ciuic.training.manager import SnapshotManager
 
 _LEAST_SECONDS: Final = 0.5
-
-
-class Remembered(NamedTuple):
-    """Of the last boundary, what an evaluation changes."""
-
-    random: dict[str, Any]
-    positions: dict[str, Any]
-    epoch: int | None
-
-
-class Guard:
-    """While it is entered, signals only leave word; ``left`` is called when it is not any more."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.left: Callable[[], None] = lambda: None
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.depth -= 1
-        if not self.depth and error is None:
-            self.left()
 
 
 class LastSave:
@@ -60,7 +37,7 @@ class LastSave:
         self.watch = Watch(rule, self)
         self.agree: Callable[[bool], bool] | None = None
         """Between ranks: whether any of them was told. Asked at each boundary, of all of them."""
-        manager._guard.left = self._unguarded
+        manager._saver.guard.left = self._unguarded
         self.watch.install()
 
     @property
@@ -73,8 +50,12 @@ class LastSave:
     def stepped(self) -> None:
         """Right after a step."""
         if self._glimpse is None:
-            self._glimpse = Glimpse(self._manager._objects.values())
+            self._glimpse = Glimpse(self._manager._registered.objects.values())
         self._glimpse.take()
+
+    def notified(self, notice: Notice) -> None:
+        """By a metadata service."""
+        self.watch.notified(notice.text, notice.seconds, certain=notice.certain)
 
     def forget_glimpse(self) -> None:
         """Objects were registered."""
@@ -84,11 +65,9 @@ class LastSave:
         """Before what is due otherwise is saved. SystemExit."""
         if self._agreed():
             self.watch.at_boundary()
-        objects = self._manager._objects
+        manager = self._manager
         self._remembered = Remembered(
-            randomness.state(),
-            {name: one.state_dict() for name, one in objects.items() if isinstance(one, Position)},
-            self._manager._epoch_now(),
+            randomness.state(), manager._registered.positions(), manager._registered.epoch(manager.epoch)
         )
 
     def _agreed(self) -> bool:
@@ -109,37 +88,35 @@ class LastSave:
         return os.getpid() == self._pid
 
     def hear(self) -> None:
-        if self._manager._guard.depth:
+        if self._manager._saver.guard.depth:
             self._word_left = True
         else:
-            with self._manager._guard:
-                self._manager._hear(self._manager._client.poll())
+            with self._manager._saver.guard:
+                self._manager._saver.hear()
 
     def can_stage_now(self) -> bool:
         manager = self._manager
         boundaries = manager._boundaries
-        if manager._guard.depth or manager._closed or self.agree is not None:
+        if manager._saver.guard.depth or manager._closed or self.agree is not None:
             return False
-        if not manager._objects or not manager._changed:
+        if not manager._registered.objects or not manager._saver.changed:
             return True  # nothing is to be saved that is not
-        objects = manager._objects.values()
+        objects = manager._registered.objects.values()
         if not any(isinstance(getattr(one, "training", None), bool) for one in objects):
             return boundaries.between_passes
         still = self._glimpse is not None and self._glimpse.is_still()
         return evaluating(objects) and still and boundaries.settled
 
     def estimate_seconds(self) -> float | None:
-        manager = self._manager
-        own = manager._costs.write_estimate_seconds(manager._size_bytes)
-        if own is None or not manager._size_bytes:
-            return None
-        return own * (manager._client.pending + manager._changed)
+        return self._manager._saver.estimate_seconds()
 
     def stage_last(self, reason: str, *, at_boundary: bool) -> bool:
         manager = self._manager
-        if not manager._objects or not (manager._changed or manager.stats.saved or manager._client.pending):
+        if not manager._registered.objects or not (
+            manager._saver.changed or manager.stats.saved or manager._saver.client.pending
+        ):
             return False
-        if not manager._changed:
+        if not manager._saver.changed:
             return True
         as_it_was = None if at_boundary or not manager._boundaries.unchanged else self._remembered
         return manager._save_last(reason, as_it_was)
@@ -148,9 +125,9 @@ class LastSave:
         """And from here on closing the manager takes no longer than that."""
         manager = self._manager
         manager._close_by = time.monotonic() + max(_LEAST_SECONDS, seconds)
-        if not manager.wait(seconds) or manager._changed:
+        if not manager.wait(seconds) or manager._saver.changed:
             return None
-        if manager._ranks is not None and not manager._ranks.saves:
+        if not manager._taker.writes:
             return "the one that rank 0 writes"
         return manager.stats.last_id or None
 

@@ -131,7 +131,7 @@ def test_without_time_it_is_left_out_and_said(tmp_path: Path) -> None:
         """
         manager = manage(BeforePreemption(grace_seconds=5, signals=[signal.SIGTERM, signal.SIGUSR1]))
         optimizer.step()
-        manager._costs.measured_bytes_per_second = 1000.0
+        manager._saver.costs.measured_bytes_per_second = 1000.0
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
         os.kill(os.getpid(), signal.SIGTERM)
         try:

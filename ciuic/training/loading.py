@@ -1,0 +1,86 @@
+"""States read back for a manager: the newest that is whole, on one rank or on all, and put into what is registered.
+
+Guarantees: what is damaged is passed over, and marked so that later snapshots store it anew. Several ranks get the same snapshot or all
+get the same error. Nothing is changed in any object before the whole state was read and has all that is asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ciuic.errors import CiuicError, Damaged
+from ciuic.repository import Repository
+from ciuic.training import marks, randomness, rank_state
+from ciuic.training.logs import log, quietly
+from ciuic.training.outcome import State
+from ciuic.training.ranks import Ranks
+from ciuic.training.reading import load, newest_good
+from ciuic.training.stateful import load_into
+
+
+def load_latest(save_dir: Path, root: bytes) -> State | None:
+    """The newest state that is whole; None if there is no snapshot. Damaged (`NothingGood`) if there are some and none is whole."""
+    with Repository.open(save_dir) as repository:
+        candidates = repository.snapshots.list(root=root)
+    loaded = newest_good(str(save_dir), candidates)
+    if loaded is None:
+        return None
+    for id_, reason in loaded.passed_over:
+        log.warning("ciuic: %s is passed over: %s", id_, reason)
+    if loaded.passed_over:
+        with quietly("what is damaged could not be marked, so that it may be shared by later snapshots"):
+            marks.mark_damage(save_dir, [one.id for one in loaded.passed_over])
+    return State(loaded)
+
+
+def load_given(save_dir: Path, snapshot: str) -> State:
+    """NotFound; Damaged; ValueError."""
+    with Repository.open(save_dir) as repository:
+        id_ = repository.snapshots.resolve(snapshot)
+    return State(load(str(save_dir), id_))
+
+
+def load_together(
+    ranks: Ranks, latest: Callable[[], State | None], given: Callable[[str], State]
+) -> State | None:
+    """The one that rank 0 finds, on every rank. Whatever goes wrong on one of them is raised on all."""
+    state, problem = None, ""
+    try:
+        if ranks.saves:
+            state = latest()
+    except (CiuicError, ValueError, OSError) as error:
+        problem = str(error)
+    id_ = ranks.tell((state.id if state is not None else None, problem))
+    if not ranks.saves and id_[0] is not None:
+        try:
+            state = given(id_[0])
+        except (CiuicError, ValueError, OSError) as error:
+            problem = str(error)
+    if found := ranks.first_problem(problem):
+        raise Damaged(f"no snapshot can be read by all ranks: {found}")
+    return state
+
+
+def check_complete(state: State, objects: Mapping[str, Any]) -> None:
+    """KeyError unless there is a state for each."""
+    lacking = [name for name in objects if f"{name}_state_dict" not in state]
+    if lacking:
+        raise KeyError(f"{state.id} has no {', '.join(lacking)}: it was saved before that was registered")
+
+
+def put_back(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> None:
+    """Into the objects, in place, and into the generators; what cannot be exact is logged."""
+    for name, value in objects.items():
+        load_into(value, state[f"{name}_state_dict"], name)
+    rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    rank_state.load(objects, state.ranks, rank)
+    if world_size != state.facts.world_size:
+        log.warning(
+            "ciuic: not resumed exactly: saved by %d ranks, and now there are %d",
+            state.facts.world_size,
+            world_size,
+        )
+    for problem in randomness.restore(rank_state.random_of(state.ranks, rank) or state["random_state"]):
+        log.warning("ciuic: not resumed exactly: %s", problem)

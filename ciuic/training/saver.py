@@ -1,0 +1,164 @@
+"""The saves of one manager on their way: staged, handed to the writer, answered, counted.
+
+Guarantees: what goes wrong here is logged, counted in `stats` and never raised into the training, but for what the program itself has
+wrong (`Unsaveable`). A save that fails leaves `changed` set, so that the next boundary knows of something to save. While `guard` is
+entered, signals only leave word: nothing of it is entered twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from ciuic.training.costs import Costs
+from ciuic.training.description import replaced
+from ciuic.training.guard import Guard
+from ciuic.training.logs import log
+from ciuic.training.messages import (
+    Begin,
+    FromWriter,
+    Manifest,
+    Measured,
+    Note,
+    Notice,
+    NotSaved,
+    Saved,
+)
+from ciuic.training.outcome import Save, Stats
+from ciuic.training.reading import Facts
+from ciuic.training.staging import gather, stage
+from ciuic.training.writer_client import WriterClient
+
+_POLL_SECONDS: Final = 0.2
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 60.0
+_ROOM: Final = 1.01
+_ROOM_BYTES: Final = 1 << 20
+"""For headers and documents beside the tensors."""
+
+
+class Saver:
+    """Not for several threads at once."""
+
+    def __init__(self, begin: Begin) -> None:
+        """``begin``: what the writer is told when it is started."""
+        self.client = WriterClient(begin)
+        self.guard = Guard()
+        self.stats = Stats()
+        self.costs = Costs()
+        self.size_bytes = 0
+        """Of the state, as far as it is known."""
+        self.changed = False
+        """Since the last save that was staged, or since one failed."""
+        self.noticed: Callable[[Notice], None] = lambda notice: None
+        """Called with what a metadata service told the writer."""
+        self._saves: dict[int, Save] = {}
+        self._not_before, self._pause_seconds = 0.0, _FIRST_PAUSE_SECONDS
+
+    @property
+    def pauses(self) -> bool:
+        """What could not be staged must not be tried again after every step."""
+        return time.monotonic() < self._not_before
+
+    def estimate_seconds(self) -> float | None:
+        """Until all would be durable that is not; None where nothing was measured."""
+        own = self.costs.write_estimate_seconds(self.size_bytes)
+        if own is None or not self.size_bytes:
+            return None
+        return own * (self.client.pending + self.changed)
+
+    def prepare(self, states: Mapping[str, Any]) -> None:
+        """Makes room for a state of that size, before there is a save to wait for it."""
+        self.size_bytes = gather(states, {}, {}).size_bytes
+        self.client.prepare(int(self.size_bytes * _ROOM) + _ROOM_BYTES)
+
+    def stage(
+        self,
+        states: Mapping[str, Any],
+        plain: Mapping[str, Any],
+        values: Mapping[str, Any],
+        facts: Facts,
+        manifest: Manifest,
+        *,
+        may_wait: bool,
+    ) -> tuple[Save | None, bool]:
+        """Copies the state and hands it over: the save, and whether it was skipped because both arenas are being written.
+
+        ``manifest``: without its files. ``may_wait``: for an arena to become free. Unsaveable.
+        """
+        state = gather(states, plain, values)
+        self.size_bytes = state.size_bytes
+        facts = replaced(facts, size_bytes=state.size_bytes)
+        try:
+            number = stage(self.client, state, facts, manifest)
+            while number is None and may_wait:
+                self.hear(_POLL_SECONDS)
+                number = stage(self.client, state, facts, manifest)
+        except OSError as error:
+            self._not_before = time.monotonic() + self._pause_seconds
+            self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+            self.failed(error.strerror or str(error))
+            return None, False
+        if number is None:
+            self.stats.skipped += 1
+            log.warning("ciuic: a snapshot is skipped: the last two are still being written")
+            return None, True
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        save = self._saves[number] = Save(self, number)
+        return save, False
+
+    def stalled(self, seconds: float) -> None:
+        """The training stood still so long for a save."""
+        self.stats.last_stall_seconds = seconds
+        self.stats.stall_seconds += seconds
+        self.costs.stalled(seconds)
+
+    def wait(self, timeout_seconds: float, *, number: int | None = None) -> bool:
+        """Until everything that was staged is durable (or one save is); whether that came in time."""
+        end = time.monotonic() + timeout_seconds
+        while self.client.pending if number is None else number in self._saves:
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            with self.guard:
+                self.hear(min(left, _POLL_SECONDS))
+        with self.guard:
+            self.hear()
+        return True
+
+    def close(self, timeout_seconds: float) -> None:
+        """Waits so long; what is not done by then is finished by the writer all the same."""
+        with self.guard:
+            self._hear(self.client.close(timeout_seconds))
+
+    def hear(self, timeout_seconds: float = 0.0) -> None:
+        """What the writer has said since; waits so long for the first of it."""
+        self._hear(self.client.poll(timeout_seconds))
+
+    def _hear(self, said: list[FromWriter]) -> None:
+        for message in said:
+            if isinstance(message, Saved):
+                self.stats.saved += 1
+                self.stats.last_id, self.stats.last_write_seconds = message.id, message.seconds
+                self.costs.wrote(message.size_bytes, message.seconds)
+                if (save := self._saves.pop(message.number, None)) is not None:
+                    save.id = message.id
+                log.debug("ciuic: %s is saved, %d bytes new", message.id, message.new_bytes)
+            elif isinstance(message, NotSaved):
+                self.failed(message.reason)
+                if (save := self._saves.pop(message.number, None)) is not None:
+                    save.error = message.reason
+            elif isinstance(message, Note):
+                log.warning("ciuic: %s", message.text)
+            elif isinstance(message, Measured):
+                self.costs.measured_bytes_per_second = message.bytes_per_second
+            elif isinstance(message, Notice):
+                self.noticed(message)
+
+    def failed(self, reason: str) -> None:
+        """Counts and logs it."""
+        self.stats.failed += 1
+        self.changed = True
+        self.stats.last_error = reason
+        log.error("ciuic: a snapshot was not saved, earlier ones are as they were: %s", reason)

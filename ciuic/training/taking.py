@@ -1,0 +1,165 @@
+"""One snapshot, taken of what is registered as it is now: by this process alone, or by rank 0 with what the others hand over.
+
+Guarantees: on several ranks all of them count from the step of a snapshot, whatever becomes of it. What goes wrong is logged and counted
+(`Saver`), but for what the program itself has wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from ciuic.training import randomness, rank_state
+from ciuic.training.completeness import missing
+from ciuic.training.description import finite, floats, summary, versions
+from ciuic.training.logs import log
+from ciuic.training.messages import Manifest
+from ciuic.training.outcome import Save
+from ciuic.training.pace import Pace
+from ciuic.training.rank_state import Mine
+from ciuic.training.ranks import Ranks, RanksApart
+from ciuic.training.reading import Facts
+from ciuic.training.registered import Registered
+from ciuic.training.saver import Saver
+
+TAG: Final = "training"
+
+
+class Run:
+    """Where it is."""
+
+    def __init__(self) -> None:
+        self.id = os.urandom(16).hex()
+        """The same after a resume."""
+        self.step = 0
+        self.epoch: int | None = None
+        """As the program gave it last."""
+
+
+class Remembered(NamedTuple):
+    """Of the last boundary, what an evaluation changes."""
+
+    random: dict[str, Any]
+    positions: dict[str, Any]
+    epoch: int | None
+
+
+class Wanted(NamedTuple):
+    """What kind of snapshot."""
+
+    reason: str
+    epoch: int | None = None
+    metrics: Mapping[str, float] = MappingProxyType({})
+    plain: Mapping[str, Any] = MappingProxyType({})
+    tags: tuple[str, ...] = ()
+    hold: str = ""
+    """A reason for which it is kept for ever."""
+    may_wait: bool = False
+    """For the writer to be done with an earlier one."""
+    as_it_was: Remembered | None = None
+    """Instead of generators and positions as they are."""
+
+
+class Taker:
+    def __init__(
+        self, run: Run, registered: Registered, pace: Pace, saver: Saver, ranks: Ranks | None
+    ) -> None:
+        self.run = run
+        self.ranks = ranks
+        """None where this process saves for itself."""
+        self.prepared = ranks is not None and not ranks.saves
+        """There is room for a first save, or none is needed."""
+        self._registered = registered
+        self._pace = pace
+        self._saver = saver
+        self._complained = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether it is this process that writes."""
+        return self.ranks is None or self.ranks.saves
+
+    def prepare(self) -> None:
+        """After the first step everything has its size."""
+        self.prepared = True
+        self._saver.prepare(self._registered.states())
+        self._saver.hear()
+
+    def gather_parts(self) -> list[Mine] | None:
+        """What each rank has of its own, on rank 0; [] on the others. None where this process saves for itself."""
+        if self.ranks is None:
+            return None
+        # On all alike, whatever becomes of this one: they must find the next one due at the same step.
+        self._pace.begin_at(self.run.step)
+        try:
+            return self.ranks.gather(rank_state.mine(self._registered.objects)) or []
+        except RanksApart as error:
+            log.error(
+                "ciuic: the other ranks did not save with this one, whose generators and position alone are in the snapshot: %s",
+                error,
+            )
+            return None
+
+    def take(self, wanted: Wanted, parts: list[Mine] | None) -> Save | None:
+        """None where it could not be staged, or another rank writes. Unsaveable."""
+        if not self.writes:
+            self._taken()
+            return None
+        with self._saver.guard:
+            return self._staged(wanted, parts)
+
+    def _staged(self, wanted: Wanted, parts: list[Mine] | None) -> Save | None:
+        began = time.monotonic()
+        self._saver.hear()
+        self._say_what_is_missing()
+        self.prepared = True
+        states, random = self._registered.states(), randomness.state()
+        if wanted.as_it_was is not None:
+            states, random = states | wanted.as_it_was.positions, wanted.as_it_was.random
+        values: dict[str, Any] = {"plain": list(wanted.plain), "random": random}
+        if parts:
+            values["ranks"] = rank_state.differing(parts)
+        facts = self._facts(wanted, world_size=len(parts) if parts else 1)
+        manifest = Manifest(
+            time_ns=time.time_ns(),
+            message=summary(facts),
+            tags=(TAG, *wanted.tags),
+            hold_reason=wanted.hold,
+            files=[],
+        )
+        save, skipped = self._saver.stage(
+            states, wanted.plain, values, facts, manifest, may_wait=wanted.may_wait
+        )
+        if save is not None:
+            self._saver.stalled(time.monotonic() - began)
+            self._taken()
+        elif skipped:
+            self._pace.begin_at(self.run.step)
+        return save
+
+    def _taken(self) -> None:
+        """A snapshot was taken of this boundary, by this rank or by rank 0."""
+        self._saver.changed = False
+        self._pace.taken(self.run.step)
+
+    def _facts(self, wanted: Wanted, world_size: int) -> Facts:
+        epoch = wanted.epoch if wanted.as_it_was is None else wanted.as_it_was.epoch
+        return Facts(
+            step=self.run.step,
+            epoch=self._registered.epoch(self.run.epoch) if epoch is None else epoch,
+            metrics=finite(self._pace.reported | floats(wanted.metrics)),
+            reason=wanted.reason,
+            objects=tuple(self._registered.objects),
+            run=self.run.id,
+            framework=versions(),
+            world_size=world_size,
+        )
+
+    def _say_what_is_missing(self) -> None:
+        if not self._complained:
+            self._complained = True
+            for note in missing(self._registered.objects, has_position=self._registered.has_position):
+                log.warning("ciuic: a resume would not be exact: %s", note)
