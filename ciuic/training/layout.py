@@ -150,8 +150,8 @@ class _Planner:
         offsets: dict[str, int] = {}
         weights: dict[str, str] = {}
         small = [leaf for leaf in leaves if leaf.array.size_bytes < OWN_FILE_BYTES]
-        # Wide elements first: each then lies at a multiple of its size, without gaps.
-        small.sort(key=lambda leaf: (-leaf.array.element_bytes, leaf.name))
+        # Wide elements first: each then lies at a multiple of the power of two that its size is one of, without gaps.
+        small.sort(key=lambda leaf: (-(leaf.array.element_bytes & -leaf.array.element_bytes), leaf.name))
         groups = [
             (file_name(leaf.name), [leaf]) for leaf in leaves if leaf.array.size_bytes >= OWN_FILE_BYTES
         ]

@@ -2,20 +2,24 @@
 
 Guarantees: what `pack` accepts comes back from `unpack` equal in type and value: integers of any size, floats to the last bit, NaN
 and infinities included, bytes, tuples, sets, dicts with keys that are no strings, in their order. What it cannot promise that of it
-refuses by the path at which it stands. Reading executes nothing: a kind that is not in the table below is an error.
+refuses by the path at which it stands; but of classes that somebody has derived from str and dict the value alone comes back.
+Reading executes nothing: a kind that is not in the table below is an error.
 
 Plain JSON stands for itself. All else is an object with the key ``$``, which names the kind:
 
 =============  =======================================================================================
-``dict``       ``items``: [[key, value], …]; ``type``: ``ordered`` for an OrderedDict; ``metadata``: torch's of a state_dict
+``dict``       ``items``: [[key, value], …]; ``type``: ``ordered`` for an OrderedDict, ``counter``, or ``default`` with the name of its
+               ``factory``; ``metadata``: torch's of a state_dict
 ``tuple``      ``items``; also ``set``, ``frozenset`` and ``size`` (torch.Size)
 ``float``      ``bits``: 16 hexadecimal digits, big-endian; for what JSON has no number for
 ``complex``    ``real``, ``imag``
-``bytes``      ``base64``
+``int``        ``hex``: of one that JSON readers would not take
+``bytes``      ``base64``; also ``bytearray``
 ``scalar``     a NumPy scalar: ``dtype``, ``base64``
 ``dtype``      torch's: ``name``; ``device``: ``name``
 ``tensor``     ``name`` in its object's files; ``of``: ``numpy`` where it is not torch's; ``dtype``, ``shape``: where safetensors has
                no name for the dtype
+``sparse``     torch's: ``layout``, ``size``, ``parts``: tensors; ``coalesced``
 =============  =======================================================================================
 """
 
@@ -26,15 +30,24 @@ import enum
 import math
 import struct
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
-from ciuic.training import tensors
+from ciuic.training import sparse, tensors
 from ciuic.training.tensors import Array, Unsaveable
 
 KIND: Final = "$"
 Json = Any
+_DEEPEST: Final = 100
+"""Levels: far from what makes Python and readers of JSON give up, wherever they are called from."""
+_LARGE_BITS: Final = 2000
+"""Python itself reads no more than 640 decimal digits where it is told to be careful."""
+_FACTORIES: Final[dict[str, Any]] = {
+    kind.__name__: kind
+    for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter)
+}
+"""What a defaultdict may make and still be stored."""
 
 
 class Leaf(NamedTuple):
@@ -72,9 +85,7 @@ class _Packer:
 
     def json(self, value: Any, path: tuple[str, ...]) -> Json:
         if value is None or isinstance(value, (bool, str)) or type(value) is int:
-            if isinstance(value, enum.Enum):
-                raise self._refused(value, path)
-            return value
+            return self._plain(value, path)
         if type(value) is float:
             return value if math.isfinite(value) else {KIND: "float", "bits": struct.pack(">d", value).hex()}
         if tensors.is_array(value):
@@ -85,25 +96,53 @@ class _Packer:
             return self._items(value, path)
         return self._special(value, path)
 
+    def _plain(self, value: Any, path: tuple[str, ...]) -> Json:
+        if isinstance(value, enum.Enum):
+            raise self._refused(value, path)
+        if type(value) is int and value.bit_length() > _LARGE_BITS:
+            return {KIND: "int", "hex": f"{value:x}"}
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.str_):
+            return {KIND: "scalar", "dtype": "U", "base64": _base64(value.encode("utf-8", "surrogatepass"))}
+        return value
+
     def _items(self, values: Iterable[Any], path: tuple[str, ...]) -> list[Json]:
+        self._check_depth(path)
         return [self.json(item, (*path, str(at))) for at, item in enumerate(values)]
 
     def _dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Json:
-        ordered = isinstance(value, OrderedDict)
-        plain = not ordered and all(type(key) is str for key in value) and KIND not in value
-        if plain:
+        self._check_depth(path)
+        kind = self._dict_kind(value, path)
+        if not kind and all(type(key) is str for key in value) and KIND not in value:
             return {key: self.json(item, (*path, key)) for key, item in value.items()}
         items = [
             [self.json(key, (*path, "(key)")), self.json(item, (*path, str(key)))]
             for key, item in value.items()
         ]
-        packed = {KIND: "dict", "items": items}
-        if ordered:
-            packed["type"] = "ordered"
+        packed = {KIND: "dict", "items": items, **kind}
         metadata = getattr(value, "_metadata", None)
         if metadata is not None:
             packed["metadata"] = self.json(metadata, (*path, "_metadata"))
         return packed
+
+    def _dict_kind(self, value: dict[Any, Any], path: tuple[str, ...]) -> dict[str, Json]:
+        if isinstance(value, OrderedDict):
+            return {"type": "ordered"}
+        if isinstance(value, Counter):
+            return {"type": "counter"}
+        if not isinstance(value, defaultdict):
+            return {}
+        made = value.default_factory
+        name = getattr(made, "__name__", "")
+        if made is not None and _FACTORIES.get(name) is not made:
+            raise Unsaveable(
+                f"{self._at(path)} is a defaultdict that makes its values by {made!r}, which can be stored by pickle alone"
+            )
+        return {"type": "default", "factory": name}
+
+    def _check_depth(self, path: tuple[str, ...]) -> None:
+        if len(path) > _DEEPEST:
+            raise Unsaveable(f"{self._at(path[:3])}… is nested too deeply, or holds itself")
 
     def _special(self, value: Any, path: tuple[str, ...]) -> Json:
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -113,17 +152,25 @@ class _Packer:
             return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
         if torch is not None and isinstance(value, torch.device):
             return {KIND: "device", "name": str(value)}
-        if numpy is not None and isinstance(value, numpy.generic) and not value.dtype.hasobject:
-            return {KIND: "scalar", "dtype": value.dtype.str, "base64": _base64(value.tobytes())}
+        if numpy is not None and isinstance(value, numpy.bytes_):  # arrays of them end at the last byte that is not 0
+            return {KIND: "scalar", "dtype": "S", "base64": _base64(bytes(value))}
+        if numpy is not None and isinstance(value, numpy.generic):
+            if value.dtype.hasobject or value.dtype.names:
+                raise self._refused(value, path)
+            name = tensors.numpy_name(value.dtype)
+            return {KIND: "scalar", "dtype": name, "base64": _base64(value.tobytes())}
         if type(value) in (tuple, set, frozenset):
             return {KIND: type(value).__name__, "items": self._items(value, path)}
         if type(value) is complex:
             return {KIND: "complex", "real": self.json(value.real, path), "imag": self.json(value.imag, path)}
         if type(value) in (bytes, bytearray):
-            return {KIND: "bytes", "base64": _base64(bytes(value))}
+            return {KIND: type(value).__name__, "base64": _base64(bytes(value))}
         raise self._refused(value, path)
 
     def _tensor(self, value: Any, path: tuple[str, ...]) -> Json:
+        if tensors.is_sparse(value):
+            packed = sparse.parts(value)
+            return {KIND: "sparse", **packed, "parts": self._items(packed["parts"], path)}
         try:
             plain = tensors.as_plain(value)
         except Unsaveable as error:
@@ -187,18 +234,22 @@ class _Unpacker:
             return struct.unpack(">d", bytes.fromhex(packed["bits"]))[0]
         if kind == "complex":
             return complex(self.value(packed["real"]), self.value(packed["imag"]))
+        if kind == "int":
+            return int(packed["hex"], 16)
         if kind == "bytes":
             return base64.b64decode(packed["base64"])
+        if kind == "bytearray":
+            return bytearray(base64.b64decode(packed["base64"]))
         if kind == "scalar":
-            import numpy
-
-            return numpy.frombuffer(base64.b64decode(packed["base64"]), numpy.dtype(packed["dtype"]))[0]
+            return _scalar(packed["dtype"], base64.b64decode(packed["base64"]))
+        if kind == "sparse":
+            return sparse.of_parts({**packed, "parts": [self.value(part) for part in packed["parts"]]})
         if kind in ("size", "dtype", "device"):
             return self._torch(kind, packed)
         raise ValueError(f"a value of kind {kind!r}, which this version of ciuic does not know")
 
     def _dict(self, packed: dict[str, Json]) -> dict[Any, Any]:
-        made: dict[Any, Any] = OrderedDict() if packed.get("type") == "ordered" else {}
+        made = _empty_dict(packed.get("type", ""), packed.get("factory", ""))
         for key, item in packed["items"]:
             made[self.value(key)] = self.value(item)
         if "metadata" in packed:
@@ -216,6 +267,26 @@ class _Unpacker:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"this torch has no dtype {packed['name']}")
         return dtype
+
+
+def _empty_dict(kind: str, factory: str) -> dict[Any, Any]:
+    if kind == "ordered":
+        return OrderedDict()
+    if kind == "counter":
+        return Counter()
+    if kind == "default":
+        return defaultdict(_FACTORIES[factory] if factory else None)
+    return {}
+
+
+def _scalar(dtype: str, data: bytes) -> Any:
+    import numpy
+
+    if dtype == "S":
+        return numpy.bytes_(data)
+    if dtype == "U":
+        return numpy.str_(data.decode("utf-8", "surrogatepass"))
+    return numpy.frombuffer(data, tensors.numpy_dtype(dtype))[0]
 
 
 _COLLECTIONS: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any, Final, Literal, NamedTuple
 
@@ -73,6 +74,8 @@ def as_plain(value: Any) -> Any:
     if numpy is not None and isinstance(value, numpy.ndarray):
         if value.dtype.hasobject or value.dtype.names:
             raise Unsaveable(f"a NumPy array of dtype {value.dtype}, which holds more than numbers")
+        if type(value) not in (numpy.ndarray, numpy.memmap):
+            raise Unsaveable(f"a {type(value).__module__}.{type(value).__qualname__}: store the arrays in it")
         return value
     return value.numpy()
 
@@ -91,9 +94,41 @@ def describe(value: Any) -> Array:
             size_bytes,
             value.element_size(),
         )
-    own_name = value.dtype.str
+    own_name = numpy_name(value.dtype)
     known = _TORCH_DTYPES.get(value.dtype.name) if value.dtype.isnative else None
     return _described("numpy", known, own_name, tuple(value.shape), value.nbytes, value.itemsize)
+
+
+def is_sparse(value: object) -> bool:
+    """Whether it is one of torch's that is made of dense ones (sparse.py)."""
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and isinstance(value, torch.Tensor)
+        and str(value.layout).startswith("torch.sparse_")
+        and value.device.type != "meta"
+    )
+
+
+def numpy_name(dtype: Any) -> str:
+    """By which `numpy_dtype` finds it. Kinds of numbers from outside NumPy (ml_dtypes) call themselves void there."""
+    import numpy
+
+    return str(dtype.name if dtype.kind == "V" and dtype.type is not numpy.void else dtype.str)
+
+
+def numpy_dtype(name: str) -> Any:
+    """ValueError where nobody has it."""
+    import numpy
+
+    with suppress(TypeError):
+        return numpy.dtype(name)
+    try:
+        import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
+
+        return numpy.dtype(getattr(ml_dtypes, name))
+    except (ImportError, AttributeError, TypeError):
+        raise ValueError(f"this NumPy has no dtype {name}") from None
 
 
 def identity(value: Any) -> object:
@@ -119,7 +154,7 @@ class Place:
         if self._target is None:
             self._target = self._view(value)
         if self._array.framework == "torch":
-            self._target.copy_(value.detach())
+            _copy(self._target, value.detach())
         else:
             self._target[...] = value
 
@@ -129,6 +164,13 @@ class Place:
             return torch.frombuffer(self._memory, dtype=torch.uint8).view(value.dtype).view(value.shape)
         numpy = sys.modules["numpy"]
         return numpy.frombuffer(self._memory, dtype=value.dtype).reshape(value.shape)
+
+
+def _copy(target: Any, value: Any) -> None:
+    if value.dtype.itemsize == 1 and value.is_contiguous():
+        # Some have no copy of their own (those of less than a byte).
+        target, value = target.view(sys.modules["torch"].uint8), value.view(sys.modules["torch"].uint8)
+    target.copy_(value)
 
 
 def empty_buffer(size_bytes: int) -> tuple[Any, memoryview]:
@@ -161,9 +203,9 @@ def from_buffer(owner: Any, offset: int, array: Array) -> Any:
 
     if array.framework == "torch":
         name = array.true_dtype or _own_name(array.dtype)
-        dtype = numpy.dtype("V2" if name == "bfloat16" else name)
+        dtype = numpy_dtype("V2" if name == "bfloat16" else name)
     else:
-        dtype = numpy.dtype(array.true_dtype or _own_name(array.dtype))
+        dtype = numpy_dtype(array.true_dtype or _own_name(array.dtype))
     raw = owner if isinstance(owner, bytearray) else owner.numpy()
     return numpy.frombuffer(raw, dtype=dtype, count=prod(shape), offset=offset).reshape(shape)
 
@@ -184,8 +226,15 @@ def _described(
 def _plain_torch(torch: Any, value: Any) -> Any:
     if type(value).__name__ == "DTensor":
         raise Unsaveable("a DTensor, of which each rank has a part: save it through ciuic.training.dcp")
-    if value.layout is not torch.strided:
-        raise Unsaveable(f"a sparse tensor ({value.layout}): store its to_dense(), or its indices and values")
+    if torch.nn.parameter.is_lazy(value):
+        raise Unsaveable("a parameter of a lazy module that has not seen a batch yet: save after the first one")
+    if value.layout is not torch.strided or value.is_nested:
+        raise Unsaveable(f"a tensor of layout {value.layout}: store the tensors that it is made of")
+    if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        kind = type(value)
+        raise Unsaveable(
+            f"a {kind.__module__}.{kind.__qualname__}, a tensor of its own kind: store the tensors that it is made of"
+        )
     if value.is_quantized:
         raise Unsaveable("a quantized tensor: store its int_repr() and its scales")
     if value.device.type == "meta":

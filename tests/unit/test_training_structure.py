@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,11 @@ SCALARS = st.one_of(
     st.complex_numbers(),
     st.text(),
     st.binary(max_size=20),
-    st.sampled_from([np.float32(1.1), np.int64(-3), np.bool_(True), np.float64("nan")]),
+    st.sampled_from([np.float32(1.1), np.int64(-3), np.bool_(True), np.float64("nan"), np.datetime64("2020-01-01")]),
+    st.binary(max_size=3).map(bytearray),
+    st.binary(max_size=3).map(np.bytes_),
+    st.text(max_size=3).map(np.str_),
+    st.sampled_from([10**1000, -(10**1000)]),
 )
 ARRAYS = st.builds(
     lambda dtype, shape: np.arange(math.prod(shape)).astype(dtype).reshape(shape),
@@ -40,6 +44,10 @@ STATES = st.recursive(
         st.lists(inner, max_size=4).map(tuple),
         st.dictionaries(KEYS, inner, max_size=4),
         st.dictionaries(st.text(max_size=3), inner, max_size=4).map(OrderedDict),
+        st.dictionaries(KEYS, st.integers(), max_size=4).map(Counter),
+        st.dictionaries(KEYS, inner, max_size=4).flatmap(
+            lambda made: st.sampled_from([int, list, None]).map(lambda kind: defaultdict(kind, made))
+        ),
         st.sets(HASHABLE, max_size=3),
         st.frozensets(HASHABLE, max_size=3),
     ),
@@ -59,6 +67,10 @@ def _same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    if isinstance(one, int):
+        return bool(one == other)
+    if isinstance(one, defaultdict) and one.default_factory is not other.default_factory:
+        return False
     if isinstance(one, dict):
         return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -74,6 +86,12 @@ def _same(one: Any, other: Any) -> bool:
 def test_a_state_comes_back_equal_in_type_value_and_order(value: object) -> None:
     """Whatever pack takes."""
     assert _same(_through(value), value)
+
+
+@pytest.mark.parametrize("value", [10**5000, -(10**5000)], ids=["above", "below"])
+def test_integers_come_back_that_python_would_not_read_in_decimal(value: int) -> None:
+    """It refuses more than 4300 digits."""
+    assert _through({"count": value}) == {"count": value}
 
 
 def test_the_metadata_of_a_torch_state_dict_is_kept() -> None:
@@ -94,6 +112,12 @@ class _Colour(enum.IntEnum):
     RED = 1
 
 
+def _holds_itself() -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    made["x"] = [made]
+    return made
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -101,6 +125,10 @@ class _Colour(enum.IntEnum):
         ({"rule": lambda: 1}, "state.rule"),
         ({1: {"x": np.array([None])}}, "state.1.x is a NumPy array of dtype object"),
         ([_Colour.RED], "_Colour"),
+        ({"a": defaultdict(lambda: 1)}, "state.a is a defaultdict"),
+        ({"a": np.ma.array([1, 2], mask=[0, 1])}, "state.a is a numpy.ma.MaskedArray"),
+        ({"a": np.zeros(1, [("x", "i4")])[0]}, "state.a is a numpy.void"),
+        (_holds_itself(), "nested too deeply, or holds itself"),
     ],
 )
 def test_what_only_pickle_could_store_is_refused_by_its_path(value: object, said: str) -> None:
