@@ -30,11 +30,11 @@ def of_parts(packed: dict[str, Any]) -> Any:
     layout, dense, size = packed["layout"], packed["parts"], tuple(packed["size"])
     try:
         if layout == "sparse_coo":
-            made = torch.sparse_coo_tensor(*dense, size, check_invariants=True)
+            made = torch.sparse_coo_tensor(*dense, size=size, check_invariants=True)
             return made._coalesced_(packed["coalesced"])
         if layout in (*_ROWS, *_COLUMNS):
             layout = getattr(torch, layout)
-            return torch.sparse_compressed_tensor(*dense, size, layout=layout, check_invariants=True)
+            return torch.sparse_compressed_tensor(*dense, size=size, layout=layout, check_invariants=True)
     except RuntimeError as error:
         raise ValueError(f"a sparse tensor is not as it should be: {error}") from None
     raise ValueError(f"a sparse tensor of layout {layout}, which this version of ciuic does not know")

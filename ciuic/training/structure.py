@@ -45,7 +45,21 @@ _LARGE_BITS: Final = 2000
 """Python itself reads no more than 640 decimal digits where it is told to be careful."""
 _FACTORIES: Final[dict[str, Any]] = {
     kind.__name__: kind
-    for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter)
+    for kind in (
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        list,
+        tuple,
+        dict,
+        set,
+        frozenset,
+        OrderedDict,
+        Counter,
+    )
 }
 """What a defaultdict may make and still be stored."""
 
@@ -152,7 +166,9 @@ class _Packer:
             return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
         if torch is not None and isinstance(value, torch.device):
             return {KIND: "device", "name": str(value)}
-        if numpy is not None and isinstance(value, numpy.bytes_):  # arrays of them end at the last byte that is not 0
+        if numpy is not None and isinstance(
+            value, numpy.bytes_
+        ):  # arrays of them end at the last byte that is not 0
             return {KIND: "scalar", "dtype": "S", "base64": _base64(bytes(value))}
         if numpy is not None and isinstance(value, numpy.generic):
             if value.dtype.hasobject or value.dtype.names:
@@ -169,8 +185,8 @@ class _Packer:
 
     def _tensor(self, value: Any, path: tuple[str, ...]) -> Json:
         if tensors.is_sparse(value):
-            packed = sparse.parts(value)
-            return {KIND: "sparse", **packed, "parts": self._items(packed["parts"], path)}
+            whole = sparse.parts(value)
+            return {KIND: "sparse", **whole, "parts": self._items(whole["parts"], path)}
         try:
             plain = tensors.as_plain(value)
         except Unsaveable as error:

@@ -227,7 +227,9 @@ def _plain_torch(torch: Any, value: Any) -> Any:
     if type(value).__name__ == "DTensor":
         raise Unsaveable("a DTensor, of which each rank has a part: save it through ciuic.training.dcp")
     if torch.nn.parameter.is_lazy(value):
-        raise Unsaveable("a parameter of a lazy module that has not seen a batch yet: save after the first one")
+        raise Unsaveable(
+            "a parameter of a lazy module that has not seen a batch yet: save after the first one"
+        )
     if value.layout is not torch.strided or value.is_nested:
         raise Unsaveable(f"a tensor of layout {value.layout}: store the tensors that it is made of")
     if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

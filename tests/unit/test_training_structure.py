@@ -24,7 +24,9 @@ SCALARS = st.one_of(
     st.complex_numbers(),
     st.text(),
     st.binary(max_size=20),
-    st.sampled_from([np.float32(1.1), np.int64(-3), np.bool_(True), np.float64("nan"), np.datetime64("2020-01-01")]),
+    st.sampled_from(
+        [np.float32(1.1), np.int64(-3), np.bool_(True), np.float64("nan"), np.datetime64("2020-01-01")]
+    ),
     st.binary(max_size=3).map(bytearray),
     st.binary(max_size=3).map(np.bytes_),
     st.text(max_size=3).map(np.str_),
