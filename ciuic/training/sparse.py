@@ -6,6 +6,7 @@ double is kept, too.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 _ROWS = ("sparse_csr", "sparse_bsr")
@@ -25,8 +26,7 @@ def parts(value: Any) -> dict[str, Any]:
 
 def of_parts(packed: dict[str, Any]) -> Any:
     """The tensor of which `parts` were stored. ValueError where they do not fit together."""
-    import torch  # type: ignore[import-not-found, unused-ignore]
-
+    torch: Any = importlib.import_module("torch")  # how many dense tensors there are, no stub can know
     layout, dense, size = packed["layout"], packed["parts"], tuple(packed["size"])
     try:
         if layout == "sparse_coo":
