@@ -120,6 +120,25 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     excludes_digest: str = ""
 
 
+class Pair(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The other half of a snapshot that was asked for together with another: a training's state, and the files of the same instant.
+
+    It is what was known when this half was committed. Whether the other one is there is looked up (ciuic.pairs).
+    """
+
+    of: Literal["training", "filesystem"]
+    """What the other half is a snapshot of."""
+    id: str = ""
+    """Empty: there is none, and ``problem`` says why."""
+    repository: str = ""
+    """Absolute path of the one that the other half is in, where that one was made."""
+    time_ns: int = 0
+    """Its instant; 0 where there is none."""
+    roots: tuple[str, ...] = ()
+    """Files: the roots in it."""
+    problem: str = ""
+
+
 class SnapshotDraft(msgspec.Struct, frozen=True, kw_only=True):
     """What capture hands to Writer.commit."""
 
@@ -132,6 +151,7 @@ class SnapshotDraft(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     parent: str = ""
     """Id of the snapshot this one was built on, empty for none."""
+    pair: Pair | None = None
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,3 +171,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     files: int = 0
     held: bool = False
     hold_reason: str = ""
+    pair: Pair | None = None

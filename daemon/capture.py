@@ -119,6 +119,7 @@ def _commit(
             tags=tags,
             message=message,
             parent=parent,
+            pair=job.pair,
         )
     )
     if job.hold:

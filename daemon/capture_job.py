@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from ciuic.pace import PaceState
+from ciuic.types import Pair
 
 EXIT_UNDO_LOST = 20
 """The sealed state was given up or cannot be read exactly any more; nothing was committed, and trying again is useless."""
@@ -56,6 +57,7 @@ class CaptureJob(msgspec.Struct, kw_only=True, frozen=True):
     message: str = ""
     hold: bool = False
     hold_reason: str = ""
+    pair: Pair | None = None
     lock_wait_seconds: float = 0.0
     """How long to wait for another writer to the repository before Busy (75)."""
     io_priority: str = "idle"

@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from ciuic.errors import Busy, CiuicError, NotPermitted
+from ciuic.types import Pair
 from ciuic.worker_sockets import worker_socket
 
 _BACKLOG = 512
@@ -42,6 +43,9 @@ class PendingRecord(msgspec.Struct, kw_only=True):
     message: str = ""
     tags: list[str] = []
     hold: bool = False
+    hold_reason: str = ""
+    """Empty: the message says it."""
+    pair: Pair | None = None
     scheduled: bool = False
     attempts: int = 0
     hold_microseconds: int = 0

@@ -35,6 +35,7 @@ from ciuic.daemon.events import EventBus
 from ciuic.daemon.housekeeping import Housekeeping
 from ciuic.daemon.metrics import Metrics
 from ciuic.daemon.notify import Notifier
+from ciuic.daemon.pairing import Pairing
 from ciuic.daemon.pending import PendingSnapshot
 from ciuic.daemon.predecessor import end_orphaned_captures
 from ciuic.daemon.restart import is_restarting
@@ -145,6 +146,7 @@ class Daemon:
             nursery.start_soon(self._feed_watchdog)
             nursery.start_soon(self.metrics_registry.follow, self.events)
             await nursery.start(serve_api, make_app(self), listener, self._served.wait)
+            await nursery.start(Pairing(self).serve, self._served.wait)
             working = trio.CancelScope()
             nursery.start_soon(self._work, nursery, working)
             await self._stop.wait()

@@ -36,6 +36,7 @@ from ciuic.daemon.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.trust import Trust
 from ciuic.daemon.worker_process import Worker
 from ciuic.errors import Busy, CiuicError
+from ciuic.types import Pair
 
 MAX_PENDING = 8
 """Each pending epoch costs its root a copy of what the job overwrites: more than a few would be felt."""
@@ -80,8 +81,15 @@ class Snapshots:
 
     # -- asking for a snapshot
 
-    async def take(self, request: SnapshotRequest, *, scheduled: bool = False) -> PendingSnapshot:
-        """Cuts now. On return the instant is fixed, the id is final, and the journal names it.
+    async def take(
+        self,
+        request: SnapshotRequest,
+        *,
+        scheduled: bool = False,
+        pair: Pair | None = None,
+        hold_reason: str = "",
+    ) -> PendingSnapshot:
+        """Cuts now. On return the instant is fixed, the id is final, and the journal names it. Cancelled, it may be cut all the same.
 
         Busy when too many wait; NotFound for a root that is not protected; CiuicError when no root can be cut.
         """
@@ -110,6 +118,8 @@ class Snapshots:
                 message=request.message,
                 tags=tags,
                 hold=request.hold,
+                hold_reason=hold_reason,
+                pair=pair,
                 scheduled=scheduled,
                 hold_microseconds=max(cut.hold_us for cut in cuts),
             )

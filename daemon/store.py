@@ -152,6 +152,14 @@ class Store:
         except (NotFound, ValueError):
             return None
 
+    def known(self, ids: frozenset[str]) -> frozenset[str]:
+        """Those of them that are committed and have not been removed."""
+        try:
+            with self._open() as repository:
+                return ids & repository.snapshots.names()
+        except NotFound:
+            return frozenset()
+
     def snapshot_of_epoch(self, root: str, session: str, epoch: int) -> LastSnapshot | None:
         """The committed snapshot that holds this epoch of this session; None when there is none."""
         wanted = (os.fsencode(root), session, epoch)

@@ -13,7 +13,7 @@ import xxhash
 
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.treeformat import attributes_problem
-from ciuic.types import CHUNK_ID_BYTES, RootRecord, Snapshot, SnapshotId
+from ciuic.types import CHUNK_ID_BYTES, Pair, RootRecord, Snapshot, SnapshotId
 
 VERSION = 1
 _HEAD = struct.Struct(
@@ -23,7 +23,7 @@ _SNAPSHOT_MAGIC = b"CIUICSNP"
 _MARKS_MAGIC = b"CIUICMRK"
 
 
-class StoredSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+class StoredSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a snapshot file holds. A map with names, so that later versions may add."""
 
     id: str
@@ -37,6 +37,7 @@ class StoredSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     new_bytes: int
     files: int
+    pair: Pair | None = None
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,6 +67,7 @@ def encode_snapshot(snapshot: Snapshot, repository_id: str) -> bytes:
         size_bytes=snapshot.size_bytes,
         new_bytes=snapshot.new_bytes,
         files=snapshot.files,
+        pair=snapshot.pair,
     )
     if problem := _problem(stored):
         raise ValueError(f"no such snapshot can be: {problem}")
@@ -97,7 +99,19 @@ def _problem(stored: StoredSnapshot) -> str:
             return f"the root {root.path!r} is no directory"
         if problem := attributes_problem(root.entry):
             return f"the root {root.path!r}: {problem}"
-    return ""
+    return _pair_problem(stored.pair) if stored.pair is not None else ""
+
+
+def _pair_problem(pair: Pair) -> str:
+    """It is looked up by id and path, so they must be what they look like."""
+    try:
+        if pair.id:
+            SnapshotId.parse(pair.id)
+    except ValueError:
+        return f"{pair.id!r} cannot be the id of its other half"
+    if pair.repository and (not pair.repository.startswith("/") or "\0" in pair.repository):
+        return f"{pair.repository!r} cannot be the repository of its other half"
+    return "" if 0 <= pair.time_ns < 1 << 63 else "its other half has an impossible time"
 
 
 def encode_marks(marks: Marks) -> bytes:
@@ -122,6 +136,7 @@ def apply_marks(stored: StoredSnapshot, marks: Marks) -> Snapshot:
         size_bytes=stored.size_bytes,
         new_bytes=stored.new_bytes,
         files=stored.files,
+        pair=stored.pair,
         held=marks.held,
         hold_reason=marks.hold_reason,
     )

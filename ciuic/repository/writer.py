@@ -247,6 +247,7 @@ class Writer:
             size_bytes=sum(root.entry.total_bytes + root.links_bytes for root in draft.roots),
             new_bytes=self.new_bytes,
             files=sum(root.entry.total_files + root.links_files for root in draft.roots),
+            pair=draft.pair,
         )
 
     def set_marks(

@@ -1,0 +1,175 @@
+"""Snapshots of the files that trainers ask the daemon for: who may, of which instant they are, and what both halves say."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.live import Live, wait_for
+from support.second_user import MADE_UP, User, run_as
+
+from ciuic import pairing
+from ciuic.errors import CiuicError, NotFound, Unreachable, UsageError
+from ciuic.repository import Repository
+from ciuic.types import Pair, SnapshotId
+
+pytestmark = pytest.mark.mount
+TRAINER = User(54321, 54321)
+_ASK = """
+from ciuic import pairing
+def ask(path, *roots):
+    question = pairing.Cut(training="cs-aaaaaaaa", repository="/home/x/snapshots", time_ns=1, message="step 3", roots=roots)
+    with pairing.ask(path, question) as connection:
+        return pairing.answer(connection, 30)
+"""
+
+
+def _socket(live: Live) -> str:
+    return str(live.top / "run" / pairing.SOCKET_NAME)
+
+
+def _cut(live: Live, **fields: object) -> pairing.Taken:
+    wanted = {"training": "cs-aaaaaaaa", "repository": "/home/x/snapshots", "time_ns": 1, **fields}
+    with pairing.ask(_socket(live), pairing.Cut(**wanted)) as connection:  # type: ignore[arg-type]
+        found = pairing.answer(connection, 30)
+    assert isinstance(found, pairing.Taken)
+    return found
+
+
+def _committed(live: Live, id_: str) -> Pair | None:
+    wait_for(
+        "the snapshot",
+        lambda: pairing.states_of(_socket(live), (id_,), 30) == {id_: "committed"},
+        60,
+    )
+    with Repository.open(live.repository) as repository:
+        return repository.snapshots.load(SnapshotId.parse(id_)).pair
+
+
+def test_what_was_written_when_it_was_asked_for_is_in_it(protected: Live, root: Path) -> None:
+    """Also in a file that is still open for writing; the snapshot names its other half, and the answer the instant."""
+    for number in range(5):
+        with open(root / "log", "ab", buffering=0) as log:
+            log.write(b"%d\n" % number)
+            before_ns = time.time_ns()
+            taken = _cut(protected, time_ns=before_ns, message="step 3", hold_reason="for the paper")
+        assert before_ns <= taken.time_ns <= time.time_ns()
+        assert taken.roots == (str(root),)
+        assert taken.repository == str(protected.repository)
+        assert _committed(protected, taken.id) == Pair(
+            of="training", id="cs-aaaaaaaa", repository="/home/x/snapshots", time_ns=before_ns
+        )
+        shown = protected.run("show", "--json", taken.id).stdout.decode()
+        assert '"files of cs-aaaaaaaa: step 3"' in shown
+        assert '"for the paper"' in shown
+        protected.run("restore", "-s", taken.id, "-p", f"{root}/log", "-d", f"{protected.top}/out-{number}")
+        assert (protected.top / f"out-{number}/log").read_bytes() == b"".join(
+            b"%d\n" % written for written in range(number + 1)
+        )
+
+
+def test_a_trainer_may_ask_for_the_roots_that_are_his(protected: Live, root: Path, short_tmp: Path) -> None:
+    """Who is not root has snapshots of a root taken if the directory belongs to him, or to a group of his that may write there, and of
+    no other; he reads nothing of them."""
+    (protected.top / "run").chmod(0o755)
+    for directory in (short_tmp.parent, short_tmp, protected.top):
+        directory.chmod(0o755)
+    other = short_tmp / "other"
+    other.mkdir()
+    protected.run("protect", str(other))
+    asked = f"print(ask({_socket(protected)!r}).roots, end='')"
+
+    def tried(user: User, script: str = asked) -> str:
+        done = run_as(user, script, imports=_ASK)
+        return done.stdout + done.stderr.strip().rpartition("\n")[2]
+
+    assert "no protected root belongs to you" in tried(TRAINER)
+    os.chown(root, TRAINER.uid, -1)
+    assert tried(TRAINER) == str((str(root),))
+    assert "no protected root belongs to you" in tried(MADE_UP._replace(uid=54322))
+    refused = f"ask({_socket(protected)!r}, {str(other)!r})"
+    assert f"NotPermitted: {other} does not belong to you" in tried(TRAINER, refused)
+    os.chown(root, 0, TRAINER.gid)
+    root.chmod(0o755)
+    assert "no protected root belongs to you" in tried(TRAINER)
+    root.chmod(0o775)
+    assert tried(User(54399, 54399, (TRAINER.gid,))) == str((str(root),))
+
+
+def test_who_asks_is_told_at_once_that_it_cannot_be(protected: Live, root: Path) -> None:
+    """No daemon, a directory that is not protected, nonsense: an error that says so, and the daemon goes on."""
+    with pytest.raises(NotFound, match="/etc is not protected"):
+        _cut(protected, roots=("/etc",))
+    with pytest.raises(CiuicError):
+        _cut(protected, training="../../x")
+    with pytest.raises(CiuicError):
+        _cut(protected, repository="relative")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(_socket(protected))
+        connection.send(b"\xff" * 100)
+        with pytest.raises(UsageError, match="cannot be read"):
+            pairing.answer(connection, 30)
+    assert _cut(protected, roots=(f"{root}/logs",)).roots == (str(root),)
+    assert pairing.states_of(_socket(protected), ("cs-123456",), 30) == {"cs-123456": "gone"}
+    protected.stop()
+    with pytest.raises(Unreachable, match="no daemon answers"):
+        _cut(protected)
+
+
+def test_a_daemon_that_hangs_keeps_nobody_waiting(protected: Live) -> None:
+    """Asking returns at once, the answer in the time that was given for it; what was asked meanwhile is cut when it goes on, and says
+    for whom."""
+    assert protected.daemon is not None
+    protected.daemon.send_signal(signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        question = pairing.Cut(training="cs-bbbbbbbb", repository="/x", time_ns=5)
+        with pairing.ask(_socket(protected), question) as connection:
+            assert time.monotonic() - began < 5
+            with pytest.raises(Unreachable, match="has not answered"):
+                pairing.answer(connection, 0.2)
+    finally:
+        protected.daemon.send_signal(signal.SIGCONT)
+
+    def halves() -> list[str]:
+        with Repository.open(protected.repository) as repository:
+            loaded, _ = repository.snapshots.load_all()
+            return [one.pair.id for one in loaded if one.pair is not None]
+
+    wait_for("the snapshot", lambda: halves() == ["cs-bbbbbbbb"], 60)
+
+
+def test_a_daemon_that_is_killed_after_its_answer_leaves_the_promise_to_the_next(
+    protected: Live, root: Path
+) -> None:
+    """The snapshot is committed by the daemon that follows, with what it belongs to."""
+    (root / "f").write_text("1")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(protected.repository)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    try:
+        taken = _cut(protected, time_ns=7)
+        assert protected.daemon is not None
+        protected.stop(signal.SIGKILL)
+    finally:
+        holder.communicate(timeout=30)
+    protected.start(root)
+    assert _committed(protected, taken.id) == Pair(
+        of="training", id="cs-aaaaaaaa", repository="/home/x/snapshots", time_ns=7
+    )
+
+
+_HOLD = (
+    "import sys; from ciuic.repository import Repository;"
+    "r = Repository.open(sys.argv[1]); w = r.writer().__enter__(); print('held', flush=True); sys.stdin.read()"
+)
