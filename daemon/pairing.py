@@ -140,8 +140,10 @@ class Pairing:
         states: dict[str, str] = {}
         for id_ in ids:
             pending = self._daemon.snapshots.state(id_)
-            phase = pending.state.state if pending is not None else "gone"
-            states[id_] = "committed" if id_ in committed else "gone" if phase == "committed" else phase
+            if pending is not None and pending.state.state != "committed":
+                states[id_] = pending.state.state
+            else:  # it may have been removed since
+                states[id_] = "committed" if id_ in committed else "gone"
         return States(states)
 
     async def _cut(self, wanted: Cut, caller: Caller) -> Taken:

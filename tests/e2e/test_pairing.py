@@ -171,5 +171,5 @@ def test_a_daemon_that_is_killed_after_its_answer_leaves_the_promise_to_the_next
 
 _HOLD = (
     "import sys; from ciuic.repository import Repository;"
-    "r = Repository.open(sys.argv[1]); w = r.writer().__enter__(); print('held', flush=True); sys.stdin.read()"
+    "r = Repository.open(sys.argv[1]); w = r.writer(wait_seconds=30).__enter__(); print('held', flush=True); sys.stdin.read()"
 )

@@ -20,7 +20,7 @@ from ciuic.repository import Repository
 pytestmark = pytest.mark.mount
 _HOLD_LOCK = (
     "import sys; from pathlib import Path; from ciuic.repository import Repository;"
-    "r = Repository.open(Path(sys.argv[1])); w = r.writer().__enter__(); print('held', flush=True); sys.stdin.read()"
+    "r = Repository.open(Path(sys.argv[1])); w = r.writer(wait_seconds=30).__enter__(); print('held', flush=True); sys.stdin.read()"
 )
 
 
