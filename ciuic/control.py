@@ -88,6 +88,10 @@ class ControlClient:
         """Unmounts a root now; on return nothing is mounted there. Idempotent; files and snapshots stay as they are."""
         self._call("DELETE", "/v1/roots", dict, {"path": path}, answer_seconds=None)
 
+    def forget_trainer(self, trainer: str) -> None:
+        """By name or pid: not watched any more, and what alerts say of it goes. NotFound."""
+        self._call("DELETE", "/v1/trainers", dict, {"trainer": trainer})
+
     def prune(self, *, dry_run: bool = False) -> PruneReport:
         """Applies the retention policy in the daemon, which then need not be fought for the repository's lock."""
         return self._call("POST", "/v1/prune", PruneReport, {"dry_run": dry_run}, answer_seconds=None)

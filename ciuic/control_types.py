@@ -82,6 +82,12 @@ class RootRequest(_Document, forbid_unknown_fields=True):
     path: str
 
 
+class ForgetRequest(_Document, forbid_unknown_fields=True):
+    """``trainer``: its name or pid."""
+
+    trainer: str
+
+
 class PruneRequest(_Document, forbid_unknown_fields=True):
     """``dry_run``: decide and report only."""
 
@@ -175,6 +181,44 @@ class Alert(_Document):
     root: str = ""
 
 
+class TrainerStatus(_Document):
+    """A training that is watched, as of now."""
+
+    name: str
+    where: str = ""
+    pid: int = 0
+    """0: none that could be seen from here."""
+    user: str = ""
+    kind: str = ""
+    """library (SnapshotManager), command (`ciuic watch -- COMMAND`), pid (`ciuic watch --pid`), file (a [[trainer]])."""
+    state: Literal["running", "hung", "closed", "absent"] = "running"
+    """closed: it has said that it is done, and its process is still there. absent: its file names no living process."""
+    since: str = ""
+    step: int = 0
+    last_beat: str = ""
+    """Empty: none yet."""
+    heartbeat_seconds: float = 0.0
+    """Without a beat for so long it counts as hung; 0: never."""
+
+
+IncidentKind = Literal["died", "failed", "hung", "lost", "recovered"]
+
+
+class Incident(_Document):
+    """Something that happened to a trainer."""
+
+    kind: IncidentKind
+    """died: killed, or gone without a word; failed: by its own account or exit status; hung: no beat for too long; lost: gone while
+    no daemon watched; recovered: it beats again."""
+    time: str
+    trainer: TrainerStatus
+    reason: str = ""
+    snapshot: str = ""
+    """The emergency snapshot, from its cut on."""
+    no_snapshot: str = ""
+    """Why there is none."""
+
+
 class StatusDocument(_Document):
     """What ``ciuic status --json`` prints."""
 
@@ -193,6 +237,10 @@ class StatusDocument(_Document):
     """Not yet committed, oldest first; and the last failure, if nothing was committed since."""
     beside: BesideStatus = msgspec.field(default_factory=BesideStatus)
     alerts: list[Alert] = []
+    trainers: list[TrainerStatus] = []
+    """Those that are watched."""
+    incidents: list[Incident] = []
+    """The latest, newest first."""
     stopping: bool = False
     config_path: str = ""
 
@@ -223,6 +271,7 @@ class Event(_Document):
     root: str = ""
     snapshot: SnapshotState | None = None
     alert: Alert | None = None
+    incident: Incident | None = None
     detail: str = ""
 
 

@@ -18,11 +18,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, tzinfo
+from itertools import islice
 from typing import Protocol
 
 from ciuic.types import SnapshotId
 
 NS_PER_SECOND = 10**9
+TAG_EMERGENCY = "emergency"
+"""On snapshots that the daemon took because a trainer died or hung."""
 _DAY_NS = 86400 * NS_PER_SECOND
 
 
@@ -51,6 +54,8 @@ class RetentionPolicy:
     keep_monthly: int = 0
     keep_yearly: int = 0
     keep_tags: tuple[str, ...] = ()
+    keep_emergency: int = 3
+    """So many of the newest that were taken because a trainer died: whoever comes back after weeks wants the last ones."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,9 @@ def plan_retention(
     for snapshot in ordered:
         wanted = [tag for tag in policy.keep_tags if tag in snapshot.tags]
         reasons[snapshot.id].extend(f"tag {tag}" for tag in wanted)
+    emergencies = (snapshot for snapshot in ordered if TAG_EMERGENCY in snapshot.tags)
+    for position, snapshot in enumerate(islice(emergencies, policy.keep_emergency), 1):
+        reasons[snapshot.id].append(f"emergency {position} of {policy.keep_emergency}")
     return Plan(tuple(Decision(s.id, s.time_ns, tuple(reasons[s.id])) for s in ordered))
 
 

@@ -34,6 +34,7 @@ COMMANDS: Final = {
     "unprotect": "unprotect_command",
     "status": "status_command",
     "snapshot": "snapshot_command",
+    "watch": "watch_command",
     "list": "list_command",
     "show": "show_command",
     "verify": "verify_command",

@@ -111,6 +111,10 @@ def _print(status: StatusDocument) -> None:
         out("roots      none; protect a directory with: ciuic protect PATH")
     for capture in status.captures:
         out(_capture_line(capture))
+    if status.trainers or status.incidents:
+        from ciuic.cli.trainer_lines import print_trainers
+
+        print_trainers(status)
     _print_alerts(status)
 
 

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from ciuic.control_types import (
     ErrorDocument,
+    ForgetRequest,
     PruneReport,
     PruneRequest,
     RootRequest,
@@ -54,6 +55,7 @@ class Operations(Protocol):
     async def add_root(self, path: str) -> RootStatus: ...
     async def remove_root(self, path: str) -> None: ...
     async def prune(self, *, dry_run: bool) -> PruneReport: ...
+    async def forget_trainer(self, trainer: str) -> None: ...
     async def reload(self) -> None: ...
     def request_stop(self) -> None: ...
     async def metrics(self) -> bytes: ...
@@ -69,6 +71,7 @@ def make_app(operations: Operations) -> Starlette:
             Route("/v1/snapshots/{id}", handlers.snapshot_state, methods=["GET"]),
             Route("/v1/roots", handlers.add_root, methods=["POST"]),
             Route("/v1/roots", handlers.remove_root, methods=["DELETE"]),
+            Route("/v1/trainers", handlers.forget_trainer, methods=["DELETE"]),
             Route("/v1/prune", handlers.prune, methods=["POST"]),
             Route("/v1/reload", handlers.reload, methods=["POST"]),
             Route("/v1/stop", handlers.stop, methods=["POST"]),
@@ -127,6 +130,11 @@ class _Handlers:
     @_answering
     async def remove_root(self, request: Request) -> Response:
         await self._operations.remove_root((await _decode(request, RootRequest)).path)
+        return document({})
+
+    @_answering
+    async def forget_trainer(self, request: Request) -> Response:
+        await self._operations.forget_trainer((await _decode(request, ForgetRequest)).trainer)
         return document({})
 
     @_answering

@@ -30,7 +30,6 @@ from ciuic.daemon.capture_job import (
     decode_message,
     encode_job,
 )
-from ciuic.daemon.runtime import process_start_ticks
 from ciuic.daemon.worker_process import (
     EXPENDABLE_OOM_SCORE_ADJ,
     child_environment,
@@ -38,6 +37,7 @@ from ciuic.daemon.worker_process import (
     mark_expendable,
 )
 from ciuic.fuse_layer.standby import FIRST_PASSED_FD, ForkedProcess, SpareProcess
+from ciuic.processes import start_ticks
 
 TERMINATE_GRACE_SECONDS = 10.0
 MAX_LINE_BYTES = 16 << 20
@@ -305,7 +305,7 @@ async def wait_for_stranger(pid: int, started_ticks: int, *, kill: bool = False)
     except ProcessLookupError:
         return
     try:
-        if process_start_ticks(pid) != started_ticks:
+        if start_ticks(pid) != started_ticks:
             return
         if kill:
             signal_pidfd(pidfd, signal.SIGKILL)

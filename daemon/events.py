@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import trio
 
-from ciuic.control_types import Alert, Event, SnapshotState, rfc3339
+from ciuic.control_types import Alert, Event, Incident, SnapshotState, rfc3339
 
 BACKLOG = 256
 
@@ -58,11 +58,18 @@ class EventBus:
         root: str = "",
         snapshot: SnapshotState | None = None,
         alert: Alert | None = None,
+        incident: Incident | None = None,
         detail: str = "",
     ) -> None:
         """Tells every listener. ``kind`` is a stable snake_case phrase."""
         event = Event(
-            kind=kind, time=rfc3339(self._now_ns()), root=root, snapshot=snapshot, alert=alert, detail=detail
+            kind=kind,
+            time=rfc3339(self._now_ns()),
+            root=root,
+            snapshot=snapshot,
+            alert=alert,
+            incident=incident,
+            detail=detail,
         )
         for subscription in self._subscriptions:
             subscription.push(event)

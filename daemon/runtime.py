@@ -9,6 +9,7 @@ pending snapshots is replaced atomically. Leaves to others: what the journal mea
 from __future__ import annotations
 
 import fcntl
+import grp
 import os
 import socket
 from contextlib import suppress
@@ -207,10 +208,13 @@ def _answers(path: Path) -> bool:
     return True
 
 
-def process_start_ticks(pid: int) -> int:
-    """When the process began (field 22 of proc_pid_stat(5)), 0 if there is none."""
+def group_id(name: str | None) -> int | None:
+    """Of the group that the configuration names; CiuicError when there is none."""
+    if not name:
+        return None
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(text.rpartition(")")[2].split()[19])
+        return grp.getgrnam(name).gr_gid
+    except KeyError as error:
+        raise CiuicError(
+            f"there is no group {name}", hint="make it, or change [control] group in the configuration"
+        ) from error

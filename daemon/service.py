@@ -10,7 +10,6 @@ job has open. A crash leaves the workers serving, and the next daemon adopts the
 
 from __future__ import annotations
 
-import grp
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ from ciuic.daemon.pending import PendingSnapshot
 from ciuic.daemon.predecessor import end_orphaned_captures
 from ciuic.daemon.restart import is_restarting
 from ciuic.daemon.roots import Roots
-from ciuic.daemon.runtime import RuntimeDirectory, bind_control_socket
+from ciuic.daemon.runtime import RuntimeDirectory, bind_control_socket, group_id
 from ciuic.daemon.schedule import Schedule
 from ciuic.daemon.server import serve_api
 from ciuic.daemon.sessions import SessionStore
@@ -51,6 +50,7 @@ from ciuic.daemon.status import status_document
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import backing_descriptors
 from ciuic.daemon.upkeep import UPKEEP_COMMAND, Upkeep
+from ciuic.daemon.watch import TrainerWatch
 from ciuic.errors import CiuicError, NotFound, Unreachable
 
 CONTROL_FD_NAME = "control"
@@ -118,6 +118,7 @@ class Daemon:
         )
         self.snapshots.on_committed = self.upkeep.suggest
         self.snapshots.on_scheduled_lost = self.schedule.post
+        self.watch = TrainerWatch(self)
         self.slice = SLICE if command_prefix else ""
         """What runs beside the job is in this one."""
         self.stopping = False
@@ -134,7 +135,7 @@ class Daemon:
         try:
             listener = bind_control_socket(
                 self.settings.socket,
-                _group_id(self.settings.group),
+                group_id(self.settings.group),
                 self._stored_fds.pop(CONTROL_FD_NAME, None),
             )
         except BaseException:
@@ -145,6 +146,7 @@ class Daemon:
             nursery.start_soon(self._watch_signals)
             nursery.start_soon(self._feed_watchdog)
             nursery.start_soon(self.metrics_registry.follow, self.events)
+            nursery.start_soon(self.watch.tell)
             await nursery.start(serve_api, make_app(self), listener, self._served.wait)
             await nursery.start(Pairing(self).serve, self._served.wait)
             working = trio.CancelScope()
@@ -185,6 +187,7 @@ class Daemon:
                 workers.start_soon(self.upkeep.run)
                 workers.start_soon(self._follow_schedule)
                 workers.start_soon(housekeeping.run)
+                workers.start_soon(self.watch.run)
 
     async def _prepare_store(self) -> None:
         if self.settings.repository is None:
@@ -220,6 +223,7 @@ class Daemon:
         await self.snapshots.stopped()
         await (self.roots.leave_all() if leaving else self.roots.stop_all())
         self.roots.close()
+        self.watch.stopped(followed=leaving)
         await trio.to_thread.run_sync(self._captures.close)
         self.events.close()
         self._served.set()
@@ -326,6 +330,9 @@ class Daemon:
         self._refuse_when_stopping()
         return await self.upkeep.prune(dry_run=dry_run)
 
+    async def forget_trainer(self, trainer: str) -> None:
+        self.watch.forget(trainer)
+
     async def reload(self) -> None:
         """Takes a changed configuration up; ConfigError and no change when it cannot be meant."""
         self._refuse_when_stopping()
@@ -374,17 +381,6 @@ async def _finished(pending: PendingSnapshot) -> None:
     await pending.finished.wait()
     if pending.failure is not None:
         raise pending.failure
-
-
-def _group_id(name: str | None) -> int | None:
-    if not name:
-        return None
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError as error:
-        raise CiuicError(
-            f"there is no group {name}", hint="make it, or change [control] group in the configuration"
-        ) from error
 
 
 def _check_repository(config: Config) -> list[Problem]:

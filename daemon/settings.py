@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ciuic.config import Config, MinFree, repository_path
+from ciuic.config import AlertConfig, Config, MinFree, TrainerConfig, WatchConfig, repository_path
 from ciuic.pace import MIN_SHARE
 from ciuic.retention import RetentionPolicy
 
@@ -39,6 +39,9 @@ class Settings(NamedTuple):
     min_free: MinFree | None = None
     block_bytes: int = 256 * 1024
     undo_limit_bytes: int = 16 << 30
+    watch: WatchConfig = WatchConfig()
+    alert: AlertConfig = AlertConfig()
+    trainers: tuple[TrainerConfig, ...] = ()
     config_path: str = ""
 
     def root(self, path: str) -> RootSettings | None:
@@ -64,5 +67,8 @@ def settings_of(config: Config) -> Settings:
         min_free=config.min_free,
         block_bytes=config.repository.block_size_bytes,
         undo_limit_bytes=config.capture.undo_limit_bytes,
+        watch=config.watch,
+        alert=config.alert,
+        trainers=config.trainers,
         config_path=str(config.file or ""),
     )

@@ -28,7 +28,7 @@ from ciuic.daemon.events import EventBus
 from ciuic.daemon.job import make_job
 from ciuic.daemon.pending import PendingSnapshot, retry_after
 from ciuic.daemon.predecessor import await_capture
-from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory, process_start_ticks
+from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.snapshot_queue import SnapshotQueue
 from ciuic.daemon.store import Store
@@ -36,6 +36,7 @@ from ciuic.daemon.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.trust import Trust
 from ciuic.daemon.worker_process import Worker
 from ciuic.errors import Busy, CiuicError
+from ciuic.processes import start_ticks
 from ciuic.types import Pair
 
 MAX_PENDING = 8
@@ -255,7 +256,7 @@ class Snapshots:
 
     def _capture_started(self, pending: PendingSnapshot, pid: int) -> None:
         pending.record.capture_pid = pid
-        pending.record.capture_started_ticks = process_start_ticks(pid)
+        pending.record.capture_started_ticks = start_ticks(pid)
         self._queue.write_journal()
 
     async def _commit(self, pending: PendingSnapshot, done: Done) -> None:

@@ -24,6 +24,7 @@ from ciuic.pace import audible, waits_files
 if TYPE_CHECKING:
     from ciuic.daemon.service import Daemon
 
+SHOWN_INCIDENTS = 20
 log = structlog.get_logger(__name__)
 
 
@@ -55,6 +56,8 @@ async def status_document(daemon: Daemon) -> StatusDocument:
         captures=daemon.snapshots.unfinished(),
         beside=_beside(daemon),
         alerts=daemon.alerts.standing(),
+        trainers=daemon.watch.statuses(),
+        incidents=daemon.watch.incidents()[:SHOWN_INCIDENTS],
         stopping=daemon.stopping,
         config_path=daemon.settings.config_path,
     )

@@ -14,7 +14,7 @@ for: most commands read the configuration, wait for it, and need nothing else of
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS, ROOT_KEYS, Key
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS, ROOT_KEYS, TRAINER_KEYS, Key
 from ciuic.config.load import (
     CONFIG_VARIABLE,
     FLAT_FILE,
@@ -29,6 +29,7 @@ from ciuic.config.load import (
     read_text,
 )
 from ciuic.config.model import (
+    AlertConfig,
     CaptureConfig,
     Config,
     ControlConfig,
@@ -40,6 +41,8 @@ from ciuic.config.model import (
     RepositoryConfig,
     RootConfig,
     ScheduleConfig,
+    TrainerConfig,
+    WatchConfig,
 )
 from ciuic.retention import MinFree
 
@@ -67,6 +70,8 @@ __all__ = [
     "REPOSITORY_VARIABLE",
     "ROOT_KEYS",
     "TOML_FILE",
+    "TRAINER_KEYS",
+    "AlertConfig",
     "CaptureConfig",
     "Config",
     "ControlConfig",
@@ -81,6 +86,8 @@ __all__ = [
     "RootConfig",
     "ScheduleConfig",
     "ShownValue",
+    "TrainerConfig",
+    "WatchConfig",
     "add_roots",
     "canonical_root",
     "check_overlaps",

@@ -24,7 +24,7 @@ MAX_BLOCK_SIZE_BYTES = 8 << 20
 _LEAST_SHARE = 0.0001
 _MAX_COUNT = 1_000_000
 _TAG = re.compile(r"[^\s,|]+\Z")
-_GROUP = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?\Z")
+_ACCOUNT = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?\Z")
 # sockaddr_un.sun_path holds 108 bytes, the terminating zero included.
 _MAX_SOCKET_PATH_BYTES = 107
 
@@ -151,11 +151,34 @@ def _tags(value: object) -> tuple[str, ...]:
     return tags
 
 
-def _group(value: object) -> str | None:
+def _account(kind: str) -> Callable[[object], str | None]:
+    def parse(value: object) -> str | None:
+        text = _text(value)
+        if text and not _ACCOUNT.match(text):
+            raise ValueError(f"not the name of a {kind}: {text!r}")
+        return text or None
+
+    return parse
+
+
+def _users(value: object) -> tuple[str, ...]:
+    return tuple(user if user == "*" else _account("user")(user) or "" for user in _texts(value))
+
+
+def _program(value: object) -> tuple[str, ...]:
+    words = _texts(value)
+    if words and not words[0].startswith("/"):
+        raise ValueError(f"begins with the absolute path of a program, not {words[0]!r}")
+    if any("\0" in word for word in words):
+        raise ValueError("a zero byte in a word")
+    return words
+
+
+def _trainer_name(value: object) -> str:
     text = _text(value)
-    if text and not _GROUP.match(text):
-        raise ValueError(f"not the name of a group: {text!r}")
-    return text or None
+    if not text or not text.isprintable():
+        raise ValueError(f"not a name: {text!r}")
+    return text
 
 
 def _io_priority(value: object) -> IoPriority:
@@ -247,6 +270,12 @@ KEYS: dict[str, Key] = {
             show=_show_list,
         ),
         Key(
+            "retention.keep_emergency",
+            _count,
+            "3",
+            "Keep this many of the newest that were taken because a trainer died.",
+        ),
+        Key(
             "retention.min_free",
             _min_free,
             "",
@@ -284,11 +313,39 @@ KEYS: dict[str, Key] = {
         ),
         Key(
             "control.group",
-            _group,
+            _account("group"),
             "",
             "Group whose members may use the control socket besides root.",
             show=_show_optional,
         ),
+        Key(
+            "watch.users",
+            _users,
+            "",
+            'Users whose trainers are watched besides those of root, of `control.group` and of owners of roots; `["*"]`: everybody\'s.',
+            show=_show_list,
+        ),
+        Key(
+            "watch.emergency_per_hour",
+            _count,
+            "3",
+            "So many emergency snapshots an hour for one trainer at most, and four times as many in all; 0: none.",
+        ),
+        Key(
+            "alert.command",
+            _program,
+            "",
+            "Program that is run with each alert, and its arguments: no shell, JSON on its standard input.",
+            show=_show_list,
+        ),
+        Key(
+            "alert.user",
+            _account("user"),
+            "",
+            "The user that it is run as; root where there is none.",
+            show=_show_optional,
+        ),
+        Key("alert.timeout", _interval, "30s", "After this it is killed.", show=format_duration),
         Key(
             "daemon.runtime_dir", parse_path, "/run/ciuic", "Where the daemon keeps its sockets and its lock."
         ),
@@ -319,6 +376,18 @@ ROOT_KEYS: dict[str, Key] = {
             "As the global `exclude`, for this root alone; a leading `/` is the top of the root.",
             show=_show_list,
         ),
+    )
+}
+
+TRAINER_KEYS: dict[str, Key] = {
+    key.name: key
+    for key in (
+        Key("name", _trainer_name, "", "What it is called in status, alerts and messages of snapshots."),
+        Key(
+            "pid_file", parse_path, "", "File with the number of its process; one that ends well removes it."
+        ),
+        Key("heartbeat_file", parse_path, "", "File that it writes to or touches while it lives."),
+        Key("heartbeat", _interval, "", "How old that file may become.", show=format_duration),
     )
 }
 

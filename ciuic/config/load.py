@@ -17,9 +17,10 @@ from typing import Any
 import tomli
 
 from ciuic.config.flat import FlatSetting, flat_to_toml, is_flat, parse_flat
-from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS, ROOT_KEYS, Key
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS, ROOT_KEYS, TRAINER_KEYS, Key
 from ciuic.config.model import (
     DEFAULT,
+    AlertConfig,
     CaptureConfig,
     Config,
     ControlConfig,
@@ -29,6 +30,8 @@ from ciuic.config.model import (
     RepositoryConfig,
     RootConfig,
     ScheduleConfig,
+    TrainerConfig,
+    WatchConfig,
 )
 from ciuic.config.toml_source import TomlPath, line_numbers, line_of, statements
 from ciuic.errors import ConfigError, NotPermitted
@@ -135,6 +138,7 @@ class _Draft:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
     roots: list[RootConfig] = field(default_factory=list)
+    trainers: list[TrainerConfig] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def read(self, text: str) -> None:
@@ -180,14 +184,14 @@ class _Draft:
         lines = line_numbers(statements(text))
         for name, value in document.items():
             line = line_of(lines, (name,))
-            if name == "root":
-                self.read_root_tables(value, lines)
+            if name in _LISTS:
+                self.read_tables(name, value, lines)
             elif name in _TABLES:
                 self.read_table(name, value, lines)
             elif name in KEYS:
                 self.put(KEYS[name], value, self.at(line))
             else:
-                self.unknown(name, [*KEYS, *_TABLES, "root"], line)
+                self.unknown(name, [*KEYS, *_TABLES, *_LISTS], line)
 
     def read_table(self, table: str, value: object, lines: Mapping[TomlPath, int]) -> None:
         if not isinstance(value, dict):
@@ -197,7 +201,7 @@ class _Draft:
             dotted, line = f"{table}.{name}", line_of(lines, (table, name))
             if dotted in KEYS:
                 self.put(KEYS[dotted], item, self.at(line))
-            elif name in KEYS or name == "root":
+            elif name in KEYS or name in _LISTS:
                 # The commonest slip with TOML: a top-level key written after a table's header belongs to the table.
                 self.complain(
                     f"unknown key {dotted}",
@@ -207,29 +211,54 @@ class _Draft:
             else:
                 self.unknown(dotted, KEYS, line)
 
-    def read_root_tables(self, value: object, lines: Mapping[TomlPath, int]) -> None:
+    def read_tables(self, kind: str, value: object, lines: Mapping[TomlPath, int]) -> None:
+        """The tables of a list of them, such as [[root]]."""
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            self.complain("root is a list of tables: write [[root]] for each", line_of(lines, ("root",)))
+            self.complain(f"{kind} is a list of tables: write [[{kind}]] for each", line_of(lines, (kind,)))
             return
         for index, table in enumerate(value):
-            self.read_root(table, ("root", index), lines)
+            path: TomlPath = (kind, index)
+            values = self.read_one(kind, table, path, lines)
+            line = line_of(lines, path)
+            if kind == "root":
+                self.add_root(table, values, line)
+            else:
+                self.add_trainer(table, values, line)
 
-    def read_root(self, table: dict[str, object], path: TomlPath, lines: Mapping[TomlPath, int]) -> None:
+    def read_one(
+        self, kind: str, table: dict[str, object], path: TomlPath, lines: Mapping[TomlPath, int]
+    ) -> dict[str, Any]:
         values: dict[str, Any] = {}
+        known = _LISTS[kind]
         for name, raw in table.items():
             line = line_of(lines, (*path, name))
-            if name not in ROOT_KEYS:
-                self.unknown(name, ROOT_KEYS, line, shown=f"root.{name}")
+            if name not in known:
+                self.unknown(name, known, line, shown=f"{kind}.{name}")
                 continue
             try:
-                values[name] = ROOT_KEYS[name].parse(raw)
+                values[name] = known[name].parse(raw)
             except ValueError as error:
-                self.complain(f"root.{name}: {error}", line)
-        line = line_of(lines, path)
+                self.complain(f"{kind}.{name}: {error}", line)
+        return values
+
+    def add_root(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
         if "path" in values:
             self.roots.append(RootConfig(**values, origin=self.at(line)))
         elif "path" not in table:
             self.complain("a [[root]] without a path", line)
+
+    def add_trainer(self, table: dict[str, object], values: dict[str, Any], line: int) -> None:
+        if "name" not in table:
+            self.complain("a [[trainer]] without a name", line)
+        elif any(trainer.name == values.get("name") for trainer in self.trainers):
+            self.complain(f"a second [[trainer]] with the name {values['name']}", line)
+        elif ("heartbeat_file" in table) != ("heartbeat" in table):
+            self.complain("heartbeat_file and heartbeat say something together only", line)
+        elif "pid_file" not in table and "heartbeat_file" not in table:
+            self.complain("a [[trainer]] needs a pid_file, or a heartbeat_file and heartbeat", line)
+        elif len(values) == len(table):  # else what is wrong has been said
+            values["heartbeat_seconds"] = values.pop("heartbeat", 0)
+            self.trainers.append(TrainerConfig(**values, origin=self.at(line)))
 
     # --- the flat format
 
@@ -279,6 +308,9 @@ class _Draft:
                 values["capture.io_priority"], values["capture.min_share"], values["capture.undo_limit"]
             ),
             control=ControlConfig(values["control.socket"], values["control.group"]),
+            watch=WatchConfig(values["watch.users"], values["watch.emergency_per_hour"]),
+            alert=AlertConfig(values["alert.command"], values["alert.user"], values["alert.timeout"]),
+            trainers=tuple(self.trainers),
             runtime_dir=values["daemon.runtime_dir"],
             log=LogConfig(values["log.level"], values["log.format"]),
             file=self.file,
@@ -286,6 +318,7 @@ class _Draft:
         )
 
 
+_LISTS: Mapping[str, Mapping[str, Key]] = {"root": ROOT_KEYS, "trainer": TRAINER_KEYS}
 _TABLES = tuple(dict.fromkeys(name.partition(".")[0] for name in KEYS if "." in name))
 _POLICY_NAMES = (
     "keep_last",
@@ -295,8 +328,9 @@ _POLICY_NAMES = (
     "keep_monthly",
     "keep_yearly",
     "keep_tags",
+    "keep_emergency",
 )
-_EMPTY: dict[str, Any] = {"exclude": (), "retention.keep_tags": ()}
+_EMPTY: dict[str, Any] = {"exclude": (), "retention.keep_tags": (), "watch.users": (), "alert.command": ()}
 
 
 def _default(key: Key) -> object:

@@ -107,6 +107,34 @@ class ControlConfig:
 
 
 @dataclass(frozen=True)
+class TrainerConfig:
+    """One training to watch that does not make itself known."""
+
+    name: str
+    pid_file: Path | None = None
+    heartbeat_file: Path | None = None
+    """Touched or written while the training lives."""
+    heartbeat_seconds: int = 0
+    """How old it may become; 0: as it likes."""
+    origin: Origin = DEFAULT
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    users: tuple[str, ...] = ()
+    """Whose processes are watched besides those of root, the control group and owners of roots; ``*``: everybody's."""
+    emergency_per_hour: int = 3
+
+
+@dataclass(frozen=True)
+class AlertConfig:
+    command: tuple[str, ...] = ()
+    """Program and arguments; none: nobody is told."""
+    user: str | None = None
+    timeout_seconds: int = 30
+
+
+@dataclass(frozen=True)
 class LogConfig:
     level: LogLevel = "info"
     format: LogFormat = "auto"
@@ -125,6 +153,9 @@ class Config:
     min_free: MinFree | None = None
     capture: CaptureConfig = CaptureConfig()
     control: ControlConfig = ControlConfig()
+    watch: WatchConfig = WatchConfig()
+    alert: AlertConfig = AlertConfig()
+    trainers: tuple[TrainerConfig, ...] = ()
     runtime_dir: Path = Path("/run/ciuic")
     log: LogConfig = LogConfig()
     file: Path | None = None

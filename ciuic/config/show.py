@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ciuic.config.keys import KEYS, ROOT_KEYS
+from ciuic.config.keys import KEYS, ROOT_KEYS, TRAINER_KEYS
 from ciuic.config.model import Config, Origin
 
 
@@ -31,12 +31,18 @@ _VALUE_OF: dict[str, Callable[[Config], Any]] = {
     "retention.keep_monthly": lambda config: config.retention.keep_monthly,
     "retention.keep_yearly": lambda config: config.retention.keep_yearly,
     "retention.keep_tags": lambda config: config.retention.keep_tags,
+    "retention.keep_emergency": lambda config: config.retention.keep_emergency,
     "retention.min_free": lambda config: config.min_free,
     "capture.io_priority": lambda config: config.capture.io_priority,
     "capture.min_share": lambda config: config.capture.min_share,
     "capture.undo_limit": lambda config: config.capture.undo_limit_bytes,
     "control.socket": lambda config: config.control.socket,
     "control.group": lambda config: config.control.group,
+    "watch.users": lambda config: config.watch.users,
+    "watch.emergency_per_hour": lambda config: config.watch.emergency_per_hour,
+    "alert.command": lambda config: config.alert.command,
+    "alert.user": lambda config: config.alert.user,
+    "alert.timeout": lambda config: config.alert.timeout_seconds,
     "daemon.runtime_dir": lambda config: config.runtime_dir,
     "log.level": lambda config: config.log.level,
     "log.format": lambda config: config.log.format,
@@ -52,3 +58,10 @@ def shown(config: Config) -> Iterator[ShownValue]:
         yield ShownValue(f"root[{index}].path", os.fspath(root.path), root.origin)
         yield ShownValue(f"root[{index}].driver", root.driver, root.origin)
         yield ShownValue(f"root[{index}].exclude", ROOT_KEYS["exclude"].show(root.exclude), root.origin)
+    for index, trainer in enumerate(config.trainers):
+        values: dict[str, object] = {"name": trainer.name, "pid_file": trainer.pid_file or ""}
+        if trainer.heartbeat_file is not None:
+            values["heartbeat_file"] = trainer.heartbeat_file
+            values["heartbeat"] = TRAINER_KEYS["heartbeat"].show(trainer.heartbeat_seconds)
+        for name, value in values.items():
+            yield ShownValue(f"trainer[{index}].{name}", str(value), trainer.origin)

@@ -63,6 +63,9 @@ class FakeOperations:
         await self._called("prune", dry_run)
         return PruneReport(dry_run=dry_run, removed=["cs-000001"], freed_bytes=3)
 
+    async def forget_trainer(self, trainer: str) -> None:
+        await self._called("forget_trainer", trainer)
+
     async def reload(self) -> None:
         await self._called("reload")
 

@@ -7,7 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.config import KEYS, Config, IoPriority, MinFree, convert_flat, load_config, parse_config, shown
+from ciuic.config import (
+    KEYS,
+    AlertConfig,
+    Config,
+    IoPriority,
+    MinFree,
+    WatchConfig,
+    convert_flat,
+    load_config,
+    parse_config,
+    shown,
+)
 from ciuic.errors import ConfigError, NotPermitted
 
 TOML = Path("/etc/ciuic/ciuic.toml")
@@ -69,6 +80,7 @@ keep_weekly = 4
 keep_monthly = 12
 keep_yearly = 3
 keep_tags = ["good", "paper"]
+keep_emergency = 5
 min_free = "5%"
 [capture]
 io_priority = "best-effort:5"
@@ -76,6 +88,13 @@ min_share = "2.5%"
 undo_limit = "2GiB"
 [control]
 group = "ml"
+[watch]
+users = ["alice", "*"]
+emergency_per_hour = 0
+[alert]
+command = ["/usr/bin/tell", "a b"]
+user = "nobody"
+timeout = "1m"
 [daemon]
 runtime_dir = "/run/other/"
 [log]
@@ -85,6 +104,13 @@ format = "json"
 path = "/opt//train/"
 driver = "pyfuse3"
 exclude = ["/cache"]
+[[trainer]]
+name = "one"
+pid_file = "/run/one.pid"
+[[trainer]]
+name = "two"
+heartbeat_file = "/data/two.log"
+heartbeat = "15m"
 """
     config = parse_config(text, TOML)
     assert config.exclude == ("*.tmp",)
@@ -99,6 +125,11 @@ exclude = ["/cache"]
     assert config.capture.min_share == 0.025
     assert config.capture.undo_limit_bytes == 2 << 30
     assert config.control.socket == Path("/run/other/control.sock")
+    assert config.watch == WatchConfig(("alice", "*"), 0)
+    assert config.alert == AlertConfig(("/usr/bin/tell", "a b"), "nobody", 60)
+    assert [trainer.pid_file for trainer in config.trainers] == [Path("/run/one.pid"), None]
+    assert config.trainers[1].heartbeat_seconds == 900
+    assert ("trainer[1].heartbeat", "15m") in {(row.key, row.value) for row in shown(config)}
     assert config.roots[0].path == Path("/opt/train")
     assert config.roots[0].driver == "pyfuse3"
     lines = text.splitlines()
@@ -159,6 +190,13 @@ def test_a_converted_file_means_what_it_meant() -> None:
         ('[[root]]\npath = "a"', 2, "absolute"),
         ('[[root]]\npath = "/a"\ndriver = "fuse"', 3, "kernel"),
         ('[log]\nlevel = "loud"', 2, "warning"),
+        ('[alert]\ncommand = ["tell"]', 2, "absolute path"),
+        ('[watch]\nusers = ["a b"]', 2, "name of a user"),
+        ('[[trainer]]\npid_file = "/p"', 1, "without a name"),
+        ('[[trainer]]\nname = "a"', 1, "needs a pid_file"),
+        ('[[trainer]]\nname = "a"\nheartbeat = "1m"', 1, "together"),
+        ('[[trainer]]\nname = "a"\npid_fil = "/p"', 3, "did you mean pid_file?"),
+        ('[[trainer]]\nname = "a"\npid_file = "/p"\n[[trainer]]\nname = "a"\npid_file = "/q"', 4, "second"),
         ('[control]\nsocket = "/' + "x" * 120 + '"', 2, "too long"),
         ("[schedule\n", 1, "not TOML"),
         ('schedule.interval = "x"', 1, "not a duration"),
@@ -265,8 +303,8 @@ def test_the_example_is_true() -> None:
     file = Path(__file__).parents[2] / "etc" / "ciuic.toml"
     text = file.read_text()
     assert parse_config(text, file).roots == ()
-    setting = re.compile(r"# (?=(\w+ = |\[\[root\]\]))")
+    setting = re.compile(r"# (?=(\w+ = |\[\[\w+\]\]))")
     config = parse_config("".join(setting.sub("", line) for line in text.splitlines(keepends=True)), file)
-    assert len(config.roots) == 1
+    assert len(config.roots) == len(config.trainers) == 1
     unset = {"repository.block_size", "daemon.runtime_dir"}
     assert {key for key in KEYS if config.origin(key).kind == "default"} == unset

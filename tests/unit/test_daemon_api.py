@@ -43,6 +43,7 @@ def test_every_call_arrives_and_is_answered(client: ControlClient, operations: F
     assert client.add_root("/r").state == "mounted"
     client.remove_root("/r")
     assert client.prune(dry_run=True).removed == ["cs-000001"]
+    client.forget_trainer("t")
     client.reload()
     client.stop()
     assert client.metrics() == "ciuic_up 1\n"
@@ -56,6 +57,7 @@ def test_every_call_arrives_and_is_answered(client: ControlClient, operations: F
         ("add_root", "/r"),
         ("remove_root", "/r"),
         ("prune", True),
+        ("forget_trainer", "t"),
         ("reload",),
         ("stop",),
         ("metrics",),

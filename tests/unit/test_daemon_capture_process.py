@@ -12,7 +12,7 @@ import trio
 
 from ciuic.daemon.capture_job import EXIT_INTERRUPTED, CaptureJob, Done, Failed, Progress, RootJob
 from ciuic.daemon.capture_process import CODE_KILLED, CaptureProcess, Captures, wait_for_stranger
-from ciuic.daemon.runtime import process_start_ticks
+from ciuic.processes import start_ticks
 from ciuic.repository import Repository
 
 JOB = CaptureJob(repository="/r", id="cs-123456", time_ns=1, host="h", roots=())
@@ -189,12 +189,12 @@ def test_killed_before_it_started_is_killed(tmp_path: Path) -> None:
 def test_strangers_are_waited_for_by_identity(tmp_path: Path) -> None:
     """A process is waited for, or killed, only if it began when the journal says; another with its number is left alone."""
     pid = os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", "import signal; signal.pause()"])
-    ticks = process_start_ticks(pid)
+    ticks = start_ticks(pid)
 
     async def main() -> None:
         with trio.fail_after(10):
             await wait_for_stranger(pid, ticks + 1, kill=True)
-            assert process_start_ticks(pid) == ticks
+            assert start_ticks(pid) == ticks
             await wait_for_stranger(pid, ticks, kill=True)
 
     trio.run(main)

@@ -14,9 +14,10 @@ from support.fake_daemon import Bench, FakeOverlay, done, sleeping_process
 import ciuic.daemon.pending as pending_module
 from ciuic.control_types import SnapshotRequest
 from ciuic.daemon.capture_job import EXIT_UNDO_LOST, Failed
-from ciuic.daemon.runtime import CutRecord, PendingRecord, process_start_ticks
+from ciuic.daemon.runtime import CutRecord, PendingRecord
 from ciuic.daemon.snapshots import MAX_PENDING, TAG_UNFLUSHED
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
+from ciuic.processes import start_ticks
 
 
 @pytest.fixture
@@ -367,7 +368,7 @@ def test_a_successor_lets_a_running_capture_finish(bench: Bench) -> None:
 
     async def script() -> None:
         bench.snapshots.resume(
-            [record(capture_pid=process.pid, capture_started_ticks=process_start_ticks(process.pid))]
+            [record(capture_pid=process.pid, capture_started_ticks=start_ticks(process.pid))]
         )
         await trio.testing.wait_all_tasks_blocked()
         assert bench.jobs == []

@@ -1,0 +1,64 @@
+"""The part of ``ciuic status`` that speaks of trainers: who is watched, when each was last heard of, and what happened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from ciuic.cli import times
+from ciuic.cli.names import shown_text
+from ciuic.cli.output import out
+from ciuic.units import human_duration
+
+if TYPE_CHECKING:
+    from ciuic.control_types import Incident, StatusDocument, TrainerStatus
+
+MOST_INCIDENTS: Final = 5
+_COLOURS: Final = {"running": "green", "hung": "red"}
+
+
+def print_trainers(status: StatusDocument) -> None:
+    """Nothing where there is nothing to say."""
+    if status.trainers:
+        _print_table(status.trainers)
+    for incident in status.incidents[:MOST_INCIDENTS]:
+        out(_incident_line(incident), fg="green" if incident.kind == "recovered" else "yellow")
+
+
+def _print_table(trainers: list[TrainerStatus]) -> None:
+    from ciuic.cli.tables import Cell, Column, show_table
+
+    columns = [
+        Column("TRAINER", shrink=True),
+        Column("PID", right=True),
+        Column("USER"),
+        Column("STATE"),
+        Column("STEP", right=True),
+        Column("LAST BEAT"),
+        Column("HUNG AFTER", right=True),
+    ]
+    rows = [
+        (
+            shown_text(f"{trainer.name} ({trainer.where})" if trainer.where else trainer.name),
+            str(trainer.pid or "-"),
+            shown_text(trainer.user),
+            Cell(trainer.state, _COLOURS.get(trainer.state, "yellow")),
+            str(trainer.step or "-"),
+            times.clock_of(trainer.last_beat) if trainer.last_beat else "-",
+            human_duration(trainer.heartbeat_seconds) if trainer.heartbeat_seconds else "never",
+        )
+        for trainer in trainers
+    ]
+    out()
+    show_table(columns, rows)
+
+
+def _incident_line(incident: Incident) -> str:
+    """What happened, and what there is of it."""
+    text = f"incident   {times.clock_of(incident.time)} {shown_text(incident.trainer.name)} {incident.kind}"
+    if incident.reason:
+        text += f": {shown_text(incident.reason)}"
+    if incident.snapshot:
+        return f"{text}; emergency snapshot {incident.snapshot}"
+    return (
+        f"{text}; no emergency snapshot: {shown_text(incident.no_snapshot)}" if incident.no_snapshot else text
+    )

@@ -1,0 +1,128 @@
+"""``ciuic watch``: has the daemon watch a training that does not make itself known (SnapshotManager does).
+
+Guarantees: a command that is run under it runs as it would without, daemon or not, and its exit status is ours; signals that are
+sent to us are its own. A process that is named by its pid is that process and no later one with its number.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import click
+
+from ciuic.cli.options import FrameCommand
+from ciuic.cli.output import note
+from ciuic.cli.session import Session, current
+from ciuic.errors import CiuicError, NotFound
+
+_ANSWER_SECONDS: Final = 10.0
+
+
+@click.command("watch", cls=FrameCommand, context_settings={"allow_interspersed_args": False})
+@click.option("--pid", type=click.IntRange(min=2), metavar="N", help="Watch this process, and return.")
+@click.option("--name", default="", metavar="TEXT", help="What to call it; otherwise as its program.")
+@click.option(
+    "--heartbeat-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The command writes to it while it lives.",
+)
+@click.option("--heartbeat", default="", metavar="TIME", help="How old that file may become, such as 15m.")
+@click.option(
+    "--forget", default="", metavar="NAME", help="Watch it (name or pid) no more, and let its alert go."
+)
+@click.argument("words", nargs=-1, metavar="[COMMAND]...", type=click.UNPROCESSED)
+def command(
+    pid: int | None,
+    name: str,
+    heartbeat_file: Path | None,
+    heartbeat: str,
+    forget: str,
+    words: tuple[str, ...],
+) -> int:
+    """Run a command, or take a running process, and have the daemon watch it.
+
+    If it fails, is killed or hangs, the daemon takes a snapshot tagged "emergency", raises an alert and runs the alert
+    command. Trainings that use SnapshotManager are watched without this.
+    """
+    if sum((pid is not None, bool(forget), bool(words))) != 1:
+        raise click.UsageError("give one of them: --pid, --forget, or a command to run")
+    if bool(heartbeat) != (heartbeat_file is not None) or (heartbeat and not words):
+        raise click.UsageError("--heartbeat and --heartbeat-file go together, and with a command")
+    if name and not name.isprintable():
+        raise click.UsageError("a name has printable characters only")
+    session = current()
+    if forget:
+        session.control.forget_trainer(forget)
+        return 0
+    if pid is not None:
+        _watch_process(session, pid, name)
+        return 0
+    from ciuic.cli.watch_run import run
+
+    return run(
+        [os.fsencode(word) for word in words],
+        name=name or os.path.basename(words[0]),
+        socket=lambda: watch_socket(session),
+        heartbeat_file=heartbeat_file,
+        heartbeat_seconds=_seconds(heartbeat),
+    )
+
+
+def _seconds(heartbeat: str) -> float:
+    from ciuic.units import parse_duration
+
+    try:
+        return float(parse_duration(heartbeat)) if heartbeat else 0.0
+    except ValueError as error:
+        raise click.UsageError(f"--heartbeat: {error}") from error
+
+
+def watch_socket(session: Session) -> str:
+    """Of the daemon whose configuration is in force; of the usual one where that may not be read."""
+    from ciuic.watch_client import SOCKET_NAME
+
+    try:
+        return str(session.config.runtime_dir / SOCKET_NAME)
+    except CiuicError:
+        return f"/run/ciuic/{SOCKET_NAME}"
+
+
+def _watch_process(session: Session, pid: int, name: str) -> None:
+    from ciuic import processes
+    from ciuic.watch_client import Hello, introduce
+
+    try:
+        life = processes.life_of(pid)
+    except ProcessLookupError:
+        raise NotFound(f"there is no process {pid}") from None
+    try:
+        hello = Hello(
+            name=name or _program_of(pid),
+            where=_place_of(pid),
+            kind="pid",
+            pid=pid,
+            start_ticks=processes.start_ticks(pid),
+        )
+        introduce(watch_socket(session), hello, [life], seconds=_ANSWER_SECONDS).close()
+    finally:
+        os.close(life)
+    note(f"process {pid} is watched as {hello.name}; `ciuic status` shows it")
+
+
+def _program_of(pid: int) -> str:
+    try:
+        text = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        text = ""
+    return text if text and text.isprintable() else f"pid-{pid}"
+
+
+def _place_of(pid: int) -> str:
+    try:
+        text = os.readlink(f"/proc/{pid}/cwd")
+    except OSError:  # another user's
+        return ""
+    return text if text.isprintable() and len(text) < 400 else ""

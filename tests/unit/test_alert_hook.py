@@ -1,0 +1,159 @@
+"""The alert command: what it is told, as whom it runs, and that nobody waits for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import trio
+import trio.testing
+
+from ciuic.config import AlertConfig
+from ciuic.control_types import Alert, Event, Incident, TrainerStatus
+from ciuic.daemon.alert_hook import AlertHook, Notice, Pacing, notice_of, prepared
+from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.events import EventBus
+
+
+def run_hook(
+    command: list[str], speak: Callable[[Alerts], Awaitable[None]], *, timeout_seconds: int = 20
+) -> list[dict[str, Any]]:
+    """What was logged while ``speak`` raised alerts and the hook ran for all of them."""
+    events = EventBus(lambda: 0)
+    alerts = Alerts(events, lambda: 0)
+    hook = AlertHook(lambda: AlertConfig(tuple(command), None, timeout_seconds), "host", {})
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(hook.run)
+            nursery.start_soon(hook.follow, events)
+            await trio.testing.wait_all_tasks_blocked()
+            await speak(alerts)
+            nursery.cancel_scope.cancel()
+
+    with structlog.testing.capture_logs() as logs:
+        trio.run(main)
+    return [dict(entry) for entry in logs]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(30):
+        while not condition():  # noqa: ASYNC110  (another process's doing)
+            await trio.sleep(0.01)
+
+
+def test_it_reads_what_happened(tmp_path: Path) -> None:
+    """One document on its standard input, the most important of it in its environment, its output in the log."""
+    script = tmp_path / "hook"
+    script.write_text(
+        f'#!/bin/sh\ncat > {tmp_path}/in\necho "$CIUIC_EVENT $CIUIC_KEY" "$@"; env > {tmp_path}/env\n'
+    )
+    script.chmod(0o755)
+
+    async def speak(alerts: Alerts) -> None:
+        alerts.report("space", "full", hint="prune")
+        await until(lambda: (tmp_path / "env").exists())
+        await trio.sleep(0.3)
+
+    logs = run_hook([str(script), "to"], speak)
+    assert b'"event":"alert_raised"' in (tmp_path / "in").read_bytes()
+    assert b'"hint":"prune"' in (tmp_path / "in").read_bytes()
+    (told,) = (entry for entry in logs if entry["event"] == "alert_told")
+    assert told["output"] == "alert_raised space to"
+
+
+@pytest.mark.parametrize(
+    ("text", "event"),
+    [
+        ("exit 3", "alert_command_failed"),
+        ("kill -9 $$", "alert_command_failed"),
+        ("trap '' TERM; sleep 60 & wait; sleep 60", "alert_command_killed"),
+        ("exec yes", "alert_command_killed"),
+    ],
+)
+def test_whatever_it_does_the_next_one_is_run(tmp_path: Path, text: str, event: str) -> None:
+    """One that fails, hangs or talks without end is logged, killed if need be, and followed by the next."""
+    script = tmp_path / "hook"
+    script.write_text(f'#!/bin/sh\necho "$CIUIC_KEY" >> {tmp_path}/keys\n{text}\n')
+    script.chmod(0o755)
+
+    def keys() -> list[str]:
+        return (tmp_path / "keys").read_text().split() if (tmp_path / "keys").exists() else []
+
+    async def speak(alerts: Alerts) -> None:
+        alerts.report("a", "a")
+        alerts.report("b", "b")
+        await until(lambda: keys() == ["a", "b"])
+
+    logs = run_hook([str(script)], speak, timeout_seconds=1)
+    assert event in [entry["event"] for entry in logs]
+
+
+def test_a_program_that_is_not_there_is_logged() -> None:
+    """And nothing else happens."""
+
+    async def speak(alerts: Alerts) -> None:
+        alerts.report("a", "a")
+        await trio.testing.wait_all_tasks_blocked(0.2)
+
+    assert "alert_command_failed" in [entry["event"] for entry in run_hook(["/nowhere/hook"], speak)]
+
+
+def test_what_comes_again_and_again_is_told_now_and_then() -> None:
+    """Three times at once, then every ten minutes, with the number of those between."""
+    now = [0.0]
+    pacing = Pacing(lambda: now[0])
+    assert [pacing.left_out("k") for _ in range(5)] == [0, 0, 0, None, None]
+    assert pacing.left_out("other") == 0
+    now[0] = 601.0
+    assert [pacing.left_out("k"), pacing.left_out("k")] == [2, None]
+    now[0] = 10_000.0
+    assert pacing.left_out("k") == 1
+
+
+def test_an_incident_is_told_once() -> None:
+    """As an incident, with its trainer and snapshot; the alert that stands for it is not told beside it."""
+    trainer = TrainerStatus(name="t", where="/w", pid=7)
+    incident = Incident(kind="died", time="now", trainer=trainer, snapshot="cs-1")
+    notice = notice_of(Event(kind="trainer_died", time="x", incident=incident, detail="text"), "h")
+    assert notice is not None
+    assert (notice.key, notice.snapshot, notice.severity, notice.message) == (
+        "trainer:t:/w",
+        "cs-1",
+        "problem",
+        "text",
+    )
+    assert notice.environment()["CIUIC_PID"] == "7"
+    alert = Alert(key="trainer:t:/w", severity="problem", since="x", message="m")
+    assert notice_of(Event(kind="alert_raised", time="x", alert=alert), "h") is None
+    assert notice_of(Event(kind="snapshot_committed", time="x"), "h") is None
+
+
+def test_under_systemd_it_is_a_service_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the daemon's restrictions (no network) neither mail nor web hook would come through."""
+    (tmp_path / "systemd-run").write_text("")
+    (tmp_path / "systemd-run").chmod(0o755)
+    monkeypatch.setattr("ciuic.daemon.alert_hook._PATH", str(tmp_path))
+    notice = Notice(event="e", time="t", host="h", key="k", severity="problem", message="a b")
+    settings = AlertConfig(("/bin/hook", "x"), "nobody", 30)
+    command, how = prepared(settings, notice.environment(), {"INVOCATION_ID": "1"})
+    assert command[0] == "systemd-run"
+    assert command[-3:] == ["--", "/bin/hook", "x"]
+    assert {"--uid=nobody", "--property=RuntimeMaxSec=30", "--setenv=CIUIC_MESSAGE=a b"} <= set(command)
+    assert "user" not in how
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_it_runs_as_the_user_that_was_asked_for(tmp_path: Path) -> None:
+    """With his groups, and nothing of ours in its environment."""
+    command, how = prepared(
+        AlertConfig(("/usr/bin/id",), "nobody", 30), {"CIUIC_EVENT": "e"}, {"SECRET": "s"}
+    )
+    assert command == ["/usr/bin/id"]
+    assert how["user"] > 0
+    assert "SECRET" not in how["env"]
+    assert how["env"]["USER"] == "nobody"
