@@ -8,30 +8,28 @@
 
 Guarantees: saves and resumes as with objects that were registered one by one: at the boundaries of steps of the optimizer (not of the batches
 that are accumulated for one), at the position in the data, with the shuffled order of `prepare`'s loaders. Models are saved unwrapped, so that a
-snapshot of several processes resumes on one. Not repeated: what a data set draws from the global generators, because the loaders read one
+snapshot of several processes resumes on one; every process calls this, and gets its own generators and position back. Not repeated: what a data set draws from the global generators, because the loaders read one
 batch ahead. Not here: DeepSpeed, FSDP and Megatron-LM, whose state is in parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 
+from ciuic.integrations.in_parts import refuse_kind, refuse_sharded
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.positions import Position
-
-_IN_PARTS: Final = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
 def register(manager: SnapshotManager, accelerator: Accelerator) -> None:
     """After the last `prepare` and `register_for_checkpointing`. NotImplementedError where the state is in parts."""
-    if accelerator.distributed_type in _IN_PARTS:
-        raise NotImplementedError(
-            f"with {accelerator.distributed_type} the state is in parts: ciuic.training.dcp saves those"
-        )
+    refuse_kind(accelerator.distributed_type)
+    for model in accelerator._models:
+        refuse_sharded(model)
+    manager.join_ranks()
     objects: dict[str, Any] = {"accelerator": _Steps(accelerator)}
     objects |= _numbered("model", [accelerator.unwrap_model(model) for model in accelerator._models])
     objects |= _numbered(

@@ -13,8 +13,7 @@ Where = SnapshotManager | str | os.PathLike[str]
 def opened(where: Where, options: dict[str, Any]) -> SnapshotManager:
     """``options``: of a manager that is made here (`SnapshotManager`). TypeError for options of one that exists already."""
     if not isinstance(where, SnapshotManager):
-        return SnapshotManager(where, **{"distributed": False, **options})
+        return SnapshotManager(where, **options)
     if options:
         raise TypeError(f"{', '.join(options)}: set where the manager was made")
-    where.leave_ranks()  # frameworks call on rank 0 alone
     return where

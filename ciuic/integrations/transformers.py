@@ -7,8 +7,9 @@
 Guarantees: what is saved is the state between two steps, logs, evaluation and learning rate of the last one included: a resumed run takes
 the same steps on the same batches with the same dropout, to the bit on one machine, and its `log_history` is that of a run that was
 never interrupted. The Trainer goes on by its own way (`resume_from_checkpoint`), with the state taken from the store instead of files.
+Of several processes (torchrun, accelerate launch) the first one writes, and each gets its own generators and unlogged loss back.
 
-Not repeated: what a data set draws from the global generators while it is read. Not here: DeepSpeed and FSDP, whose state is in parts.
+Not repeated: what a data set draws from the global generators while it is read. Refused: DeepSpeed and FSDP, whose state is in parts.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from ciuic.integrations.in_parts import refusal, refuse_kind, refuse_sharded
 from ciuic.integrations.opening import Where, opened
-from ciuic.training import randomness
+from ciuic.training import randomness, rank_state
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.outcome import State
 
@@ -42,6 +45,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """``where``: a manager, or the directory of one that is made with ``options``."""
         self.manager: SnapshotManager = opened(where, options)
         self._progress = _Progress()
+        self._unlogged = _Unlogged()
         self._checked_step = 0
         """The last step after which it was asked whether a snapshot is due."""
         self._first_step = 0
@@ -53,14 +57,16 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def resume(self, trainer: Trainer) -> str | None:
         """What `Trainer.train` takes as ``resume_from_checkpoint``: None if there is no snapshot.
 
-        Damaged if there are some and none is whole; NotImplementedError where the state is in parts (DeepSpeed, FSDP).
+        To be called by every process of the training, and finds the same snapshot in all. Damaged if there are some and none is whole;
+        NotImplementedError where the state is in parts (DeepSpeed, FSDP).
         """
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            raise NotImplementedError(
-                "the state of DeepSpeed and FSDP is in parts: ciuic.training.dcp saves those"
-            )
+        for kind in ("deepspeed", "fsdp"):
+            if getattr(trainer, f"is_{kind}_enabled", False):
+                raise refusal(kind)
         self._progress.of(trainer)
-        state = self.manager.load_latest_snapshot()
+        self._unlogged.of(trainer)
+        self.manager.join_ranks()
+        state = self.manager.load_to_resume()
         if state is None:
             return None
         self._resumed = _FromStore(trainer, state)
@@ -75,6 +81,9 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Everything there is to save is known now."""
+        refuse_kind(AcceleratorState().distributed_type)
+        refuse_sharded(kwargs["model"])
+        self.manager.join_ranks()
         optimizer = kwargs["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         self._progress.state = state
@@ -83,14 +92,14 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             "optimizer": optimizer,
             "scheduler": kwargs["lr_scheduler"],
             "progress": self._progress,
+            "unlogged": self._unlogged,
         }
         if scaler is not None:
             objects["scaler"] = scaler
-        if state.is_world_process_zero:
-            self.manager.take(objects, with_position=True)
+        self.manager.take(objects, with_position=True)
         if self._resumed is not None:
             self._resumed.finish()
-            self._progress.put_back(self._resumed.state["progress_state_dict"])
+            self._unlogged.load_state_dict(self._resumed.state["unlogged_state_dict"])
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -126,7 +135,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.manager.wait()
 
     def _between_steps(self, state: TrainerState) -> None:
-        if state.global_step == self._checked_step or not state.is_world_process_zero:
+        if state.global_step == self._checked_step:
             return
         self._checked_step = state.global_step
         self._progress.state = state
@@ -141,7 +150,9 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 class _Progress:
-    """The `TrainerState`, the states of callbacks that have one, and the loss that is not logged yet."""
+    """The `TrainerState`, with the states of callbacks that have one."""
+
+    alike_on_ranks = True
 
     def __init__(self) -> None:
         self.state = TrainerState()
@@ -153,29 +164,60 @@ class _Progress:
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer()
         state = dataclasses.asdict(self.state)
-        unlogged: dict[str, Any] = {}
         if trainer is not None:
             state["stateful_callbacks"] = TrainerState(
                 stateful_callbacks=_stateful(trainer)
             ).stateful_callbacks
-            if isinstance(getattr(trainer, "_tr_loss", None), torch.Tensor):  # since transformers 5
-                unlogged = {"loss": trainer._tr_loss, "since_step": trainer._globalstep_last_logged}
-        return {"state": state, "unlogged": unlogged}
+        return {"state": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Of this object alone: the Trainer reads its state itself."""
         self.state = TrainerState(**state["state"])
 
-    def put_back(self, state: dict[str, Any]) -> None:
-        """What the Trainer does not take from a checkpoint: so that the next line of the log is a mean over as many steps as ever."""
-        trainer, unlogged = self._trainer(), state["unlogged"]
-        if trainer is None or not unlogged or not hasattr(trainer, "_tr_loss"):
+
+class _Unlogged:
+    """The loss since the last line of the log, of this process: seen, and put back, where the Trainer asks whether it is to be logged."""
+
+    def __init__(self) -> None:
+        self._trainer: Callable[[], Trainer | None] = lambda: None
+        self._loss: torch.Tensor | None = None
+        """The Trainer's own, as it was after the last step."""
+        self._saved: dict[str, Any] = {}
+        """To be put back after the first step."""
+
+    def of(self, trainer: Trainer) -> None:
+        if self._trainer() is trainer:
             return
-        trainer._tr_loss = unlogged["loss"].to(trainer._tr_loss.device)
-        trainer._total_loss_scalar = -float(
-            unlogged["loss"]
-        )  # of steps that this call of train() did not take
-        trainer._globalstep_last_logged = unlogged["since_step"]
+        self._trainer = weakref.ref(trainer)
+        own: Callable[..., Any] = trainer._maybe_log_save_evaluate
+
+        def asked(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._put_back(loss)
+            result = own(loss, *args, **kwargs)
+            self._loss = loss
+            return result
+
+        trainer._maybe_log_save_evaluate = asked
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer()
+        if self._saved or self._loss is None or trainer is None:
+            return self._saved
+        return {"loss": self._loss, "since_step": trainer._globalstep_last_logged}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """So that the next line of the log is a mean over as many steps as ever."""
+        self._saved = state
+
+    def _put_back(self, loss: torch.Tensor) -> None:
+        saved, self._saved = self._saved, {}
+        trainer = self._trainer()
+        if saved and trainer is not None:
+            loss += saved["loss"].to(loss.device)
+            trainer._total_loss_scalar -= float(
+                saved["loss"]
+            )  # of steps that this call of train() did not take
+            trainer._globalstep_last_logged = saved["since_step"]
 
 
 def _stateful(trainer: Trainer) -> list[Any]:
@@ -217,6 +259,9 @@ class _FromStore:
 
     def _load_model(self) -> None:
         self._trainer.model.load_state_dict(self.state["model_state_dict"])
+        rank_state.load_buffers(
+            {"model": self._trainer.model}, self.state.ranks, self._trainer.args.process_index
+        )
 
     def _load_optimizer(self) -> None:
         self._trainer.optimizer.load_state_dict(self.state["optimizer_state_dict"])
@@ -226,9 +271,6 @@ class _FromStore:
             scaler.load_state_dict(self.state["scaler_state_dict"])
 
     def _load_generators(self) -> None:
-        if self._trainer.args.process_index:
-            log.warning("ciuic: not resumed exactly: random generators are those of the first process alone")
-            return
         for problem in randomness.restore(self.state["random_state"]):
             log.warning("ciuic: not resumed exactly: %s", problem)
 

@@ -45,7 +45,7 @@ def load_given(save_dir: Path, snapshot: str) -> State:
 def load_together(
     ranks: Ranks, latest: Callable[[], State | None], given: Callable[[str], State]
 ) -> State | None:
-    """The one that rank 0 finds, on every rank. Whatever goes wrong on one of them is raised on all."""
+    """The one that rank 0 finds, on every rank, with what was this rank's own. Whatever goes wrong on one of them is raised on all."""
     state, problem = None, ""
     try:
         if ranks.saves:
@@ -60,6 +60,8 @@ def load_together(
             problem = str(error)
     if found := ranks.first_problem(problem):
         raise Damaged(f"no snapshot can be read by all ranks: {found}")
+    if state is not None:
+        rank_state.put_own(state, state.ranks, ranks.rank)
     return state
 
 
@@ -75,12 +77,12 @@ def put_back(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> N
     for name, value in objects.items():
         load_into(value, state[f"{name}_state_dict"], name)
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-    rank_state.load(objects, state.ranks, rank)
+    rank_state.load_buffers(objects, state.ranks, rank)
     if world_size != state.facts.world_size:
         log.warning(
             "ciuic: not resumed exactly: saved by %d ranks, and now there are %d",
             state.facts.world_size,
             world_size,
         )
-    for problem in randomness.restore(rank_state.random_of(state.ranks, rank) or state["random_state"]):
+    for problem in randomness.restore(state["random_state"]):
         log.warning("ciuic: not resumed exactly: %s", problem)

@@ -24,9 +24,10 @@ from typing import Any
 from ciuic.repository import Repository
 from ciuic.training import marks, policies
 from ciuic.training.boundaries import Boundaries
+from ciuic.training.for_frameworks import ForFrameworks
 from ciuic.training.forecast import Forecast, look_ahead
 from ciuic.training.last_save import LastSave
-from ciuic.training.loading import check_complete, load_given, load_latest, load_together, put_back
+from ciuic.training.loading import check_complete, load_given, load_latest, put_back
 from ciuic.training.logs import log, quietly
 from ciuic.training.messages import COMPRESSIONS, Begin, Rules
 from ciuic.training.outcome import EXIT_SECONDS, Resumed, Save, State, Stats
@@ -43,7 +44,7 @@ from ciuic.training.stateful import has_state
 from ciuic.training.taking import Remembered, Run, Taker, Wanted
 
 
-class SnapshotManager:
+class SnapshotManager(ForFrameworks):
     def __init__(
         self,
         save_dir: str | os.PathLike[str] = "./snapshots",
@@ -97,7 +98,8 @@ class SnapshotManager:
         )
         self.stats: Stats = self._saver.stats
         self._closed = False
-        ranks = Ranks.meet(name) if distributed is not False else None
+        self._may_join = distributed is not False
+        ranks = Ranks.meet(name) if self._may_join else None
         self._pace = Pace(rules, None if ranks is None else ranks.vote())
         self._run = Run()
         self._taker = Taker(self._run, self._registered, self._pace, self._saver, ranks)
@@ -140,13 +142,6 @@ class SnapshotManager:
         if self._taker.writes:
             with quietly("the writer could not be started"):
                 self._saver.client.start()
-
-    def take(self, objects: Mapping[str, Any], *, with_position: bool = False) -> None:
-        """As `register`, for saving when asked alone: nothing of the objects is watched. TypeError.
-
-        ``with_position``: one of them knows where the run is in its data.
-        """
-        self._registered.take(objects, with_position=with_position)
 
     def save_snapshot(
         self,
@@ -191,12 +186,6 @@ class SnapshotManager:
                     self._taker.ranks.tell()
         return save
 
-    def leave_ranks(self) -> None:
-        """From now on this process saves by itself, whatever others do: for who calls the manager on one rank alone."""
-        self._taker.ranks = self._pace.vote = None
-        if self._last is not None:
-            self._last.agree = None
-
     def boundary(self) -> None:
         """Says that a step is over and the state is whole: for loops in which nothing registered could tell. Takes a snapshot if one
         is due."""
@@ -235,10 +224,7 @@ class SnapshotManager:
         is left, and the other way round is a KeyError before anything is changed. Every rank gets the same snapshot, and of that what was
         its own.
         """
-        if self._taker.ranks is None:
-            state = self.load_latest_snapshot()
-        else:
-            state = load_together(self._taker.ranks, self.load_latest_snapshot, self.load_snapshot)
+        state = self.load_to_resume()
         if state is None:
             return None
         check_complete(state, self._registered.objects)

@@ -1,8 +1,8 @@
 """What of the state differs from rank to rank, although every rank trains the same model.
 
 Random generators, the loader's position, and whatever else is registered and small: each rank gives its own, and what is not equal to
-rank 0's is kept for it. Weights, moments and schedules are the same everywhere (that is what DDP is), so rank 0's do for all; but buffers
-that DDP was told not to broadcast are each rank's own.
+rank 0's is kept for it. Weights, moments and schedules are the same everywhere (that is what DDP is), so rank 0's do for all; so do those of
+an object whose ``alike_on_ranks`` is true. But the buffers of modules are each rank's own, unless DDP broadcasts them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import xxhash
 
 from ciuic.training import randomness
-from ciuic.training.stateful import load_into, state_of
+from ciuic.training.stateful import state_of
 from ciuic.training.structure import pack
 from ciuic.training.tensors import Place
 
@@ -22,6 +22,7 @@ _MOST_BYTES: Final = 64 << 20
 """Of one object: what is larger is taken to be the same on every rank."""
 _BUFFERS: Final = "buffers"
 _RANDOM: Final = "random"
+_OBJECT: Final = "object "
 
 
 class Mine(NamedTuple):
@@ -36,13 +37,12 @@ def mine(objects: Mapping[str, Any]) -> Mine:
     """Of this rank. What is wrong with it is told to rank 0, too, which must not wait for it in vain."""
     try:
         found: dict[str, Any] = {
-            f"object {name}": _small_state(name, value) for name, value in objects.items()
+            f"{_OBJECT}{name}": _small_state(name, value) for name, value in objects.items()
         }
         found = {name: state for name, state in found.items() if state is not None}
         found[_RANDOM] = randomness.state()
-        found[_BUFFERS] = {
-            name: _own_buffers(value) for name, value in objects.items() if _own_buffers(value)
-        }
+        buffers = {name: small_buffers(value) for name, value in objects.items() if _has_own_buffers(value)}
+        found[_BUFFERS] = {name: own for name, own in buffers.items() if own}
         return Mine(found)
     except Exception as error:
         return Mine({}, str(error) or type(error).__name__)
@@ -61,38 +61,56 @@ def differing(everybody: list[Mine]) -> dict[str, Any]:
     }
 
 
-def random_of(ranks: Mapping[str, Any], rank: int) -> Any:
-    """The generators of this rank, if they were not rank 0's."""
-    return ranks.get(str(rank), {}).get(_RANDOM)
+def put_own(state: dict[str, Any], ranks: Mapping[str, Any], rank: int) -> None:
+    """Makes of rank 0's state, as `load_latest_snapshot` returns it, this rank's."""
+    for name, value in ranks.get(str(rank), {}).items():
+        if name.startswith(_OBJECT):
+            state[f"{name.removeprefix(_OBJECT)}_state_dict"] = value
+        elif name == _RANDOM:
+            state["random_state"] = value
 
 
-def load(objects: Mapping[str, Any], ranks: Mapping[str, Any], rank: int) -> None:
-    """Puts into the objects what was this rank's own; they have rank 0's state before."""
-    own = ranks.get(str(rank), {})
-    for name, value in objects.items():
-        if f"object {name}" in own:
-            load_into(value, own[f"object {name}"], name)
-    for name, buffers in own.get(_BUFFERS, {}).items():
-        module = objects.get(name)
-        if module is not None:
-            for path, buffer in module.named_buffers():
-                if path in buffers:
-                    buffer.copy_(buffers[path])
+def load_buffers(objects: Mapping[str, Any], ranks: Mapping[str, Any], rank: int) -> None:
+    """This rank's own, into modules that have rank 0's."""
+    for name, buffers in ranks.get(str(rank), {}).get(_BUFFERS, {}).items():
+        if name in objects:
+            put_buffers(objects[name], buffers)
+
+
+def small_buffers(module: Any) -> dict[str, Any]:
+    """Its buffers by their paths, if they are not large."""
+    size_bytes = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+    if size_bytes > _MOST_BYTES:
+        return {}
+    return {path: buffer.detach().cpu() for path, buffer in module.named_buffers()}
+
+
+def put_buffers(module: Any, buffers: Mapping[str, Any]) -> None:
+    """In place."""
+    for path, buffer in module.named_buffers():
+        if path in buffers:
+            buffer.copy_(buffers[path])
 
 
 def _small_state(name: str, value: Any) -> Any:
     torch = sys.modules.get("torch")
-    if hasattr(value, "param_groups") or (torch is not None and isinstance(value, torch.nn.Module)):
+    if getattr(value, "alike_on_ranks", False) or hasattr(value, "param_groups"):
+        return None
+    if torch is not None and isinstance(value, torch.nn.Module):
         return None
     state = state_of(value, name)
     size_bytes = sum(leaf.array.size_bytes for leaf in pack(state, name).leaves)
     return state if size_bytes <= _MOST_BYTES else None
 
 
-def _own_buffers(value: Any) -> dict[str, Any]:
-    if getattr(value, "broadcast_buffers", True) or not hasattr(value, "named_buffers"):
-        return {}
-    return {path: buffer.detach().cpu() for path, buffer in value.named_buffers()}
+def _has_own_buffers(value: Any) -> bool:
+    """A module that DDP keeps alike says so; one that is registered without its DDP around it cannot."""
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and isinstance(value, torch.nn.Module)
+        and not getattr(value, "broadcast_buffers", False)
+    )
 
 
 def _digest(state: Any) -> str:

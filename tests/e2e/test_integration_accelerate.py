@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.runs import assert_goes_on
+from support.runs import assert_goes_on, on_two_ranks
 
 pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
@@ -53,13 +53,15 @@ FACTS = [manager.step, seen.total, scheduler.get_last_lr(), accelerator.step]
 
 
 def test_what_was_prepared_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """Accumulated gradients, schedule, an object of one's own; a loader that is shuffled by the number of its pass, and by torch's."""
+    """Accumulated gradients, schedule, an object of one's own; a loader that is shuffled by the number of its pass, and by torch's. By one process and by two."""
     scripts = {}
     for seedable in (True, False):
         script = tmp_path / f"seedable_{seedable}.py"
         script.write_text(SCRIPT.replace("SEEDABLE", str(seedable)))
         scripts[script] = (7, 5)
+    two = on_two_ranks(script, tmp_path)
+    scripts[two] = (4,)
     found = assert_goes_on("torch accelerate ciuic.integrations.accelerate", scripts, tmp_path)
-    for whole, _, _, last, again in found.values():
+    for whole, *_, last, again in found.values():
         assert whole["facts"] == last["facts"] == again["facts"]
-        assert whole["steps"] == 20
+    assert [whole["steps"] for whole, *_ in found.values()] == [20, 20, 12]

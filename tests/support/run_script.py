@@ -11,6 +11,7 @@ run: its exit status, and a digest of the weights of its script's `model`, where
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import importlib
 import json
@@ -23,8 +24,11 @@ from typing import Any
 
 
 def main(modules: str, results: str, *runs: str) -> None:
-    for module in modules.split():
+    for module in (*modules.split(), "ciuic.training.manager"):
         importlib.import_module(module)
+    if "torch" in sys.modules:
+        importlib.import_module("torch._dynamo")  # which the first optimizer would import, in every run
+    gc.freeze()  # what is imported need not be looked through in each of them
     for run in runs:
         run, _, script = run.partition("@")
         save_dir, _, step = run.partition(":")

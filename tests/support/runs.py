@@ -13,6 +13,30 @@ from typing import Any
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+TWO_RANKS = """
+import os, runpy, socket, sys
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+other = os.fork()
+rank = str(int(not other))
+os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+found = runpy.run_path(SCRIPT, run_name="__main__")
+if not other:
+    os._exit(0)
+_, status = os.waitpid(other, 0)
+assert not status, status
+model, FACTS = found["model"], found.get("FACTS")
+"""
+
+
+def on_two_ranks(script: Path, where: Path) -> Path:
+    """A script that runs it twice at once, with the variables that torchrun sets."""
+    made = where / f"{script.stem}_on_two_ranks.py"
+    made.write_text(TWO_RANKS.replace("SCRIPT", repr(str(script))))
+    return made
+
+
 def run(modules: str, *runs: str, where: Path, allowed_s: float = 200) -> list[dict[str, Any]]:
     """``runs``: ``parts@SCRIPT``, ``parts:7@SCRIPT`` …: a directory for snapshots below ``where``, and the step in which the run is killed."""
     results = where / "results"
