@@ -8,15 +8,14 @@ that was under way, and passes by the batches of it that were trained on already
 the same order in a new process (arrays after `keras.utils.set_random_seed`, a `PyDataset` whose order follows from the epoch) the run is the
 same to the bit. A damaged snapshot is passed over for the one before it.
 
-Not repeated: what is drawn without a seed generator (`tf.random.…` in a layer of one's own). Mid-epoch positions with the backends TensorFlow
-and torch; with others the epoch under way begins anew, as with BackupAndRestore.
+With the backends TensorFlow, JAX and torch. Not repeated: what is drawn without a seed generator (`tf.random.…` in a layer of one's own).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 
@@ -26,8 +25,6 @@ from ciuic.training.manager import SnapshotManager
 from ciuic.training.outcome import State
 
 log = logging.getLogger("ciuic")
-
-_SKIPS: Final = ("tensorflow", "torch")
 
 
 class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
@@ -58,6 +55,8 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         """Done of it."""
         self._since_save = 0
         self._to_skip = 0
+        self._at_begin: dict[str, Any] = {}
+        """Random generators when the epoch began."""
 
     # -- Keras' hooks
 
@@ -78,10 +77,12 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
             self._resume(state)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """The position begins anew, unless it was put back."""
+        """The position begins anew, unless it was put back; then the data come in the order that they had."""
         self._epoch = epoch
-        if not self._to_skip:
-            self._batches = 0
+        if self._to_skip:
+            randomness.restore(self._at_begin)
+        else:
+            self._batches, self._at_begin = 0, randomness.state()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves if that is due."""
@@ -134,15 +135,10 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         self._since_save = progress["since_save"]
         model._initial_epoch = self._epoch = progress["epoch"]  # as BackupAndRestore does
         log.info("ciuic: fit goes on from %s, epoch %d, batch %d", state.id, self._epoch, progress["batches"])
-        if progress["batches"] and keras.backend.backend() not in _SKIPS:
-            log.warning(
-                "ciuic: with this backend the epoch begins anew: %d batches come again", progress["batches"]
-            )
-        elif progress["batches"]:
+        if progress["batches"]:
             self._batches = progress["batches"]
-            self._to_skip = _skip(
-                model, self._batches, lambda batch: _put_metrics(model, batch, progress["metrics"])
-            )
+            self._at_begin = progress["at_begin"]
+            self._to_skip = _skip(model, self._batches, progress["metrics"], state["random_state"])
 
 
 class _Progress:
@@ -157,6 +153,7 @@ class _Progress:
             "epoch": callback._epoch,
             "batches": callback._batches,
             "since_save": callback._since_save,
+            "at_begin": callback._at_begin if callback._batches else {},
             "step": callback.manager.step,
             "seeds": [variable.numpy() for variable in _seeds(callback.model)],
             "metrics": [variable.numpy() for variable in callback.model.metrics_variables],
@@ -166,20 +163,31 @@ class _Progress:
         raise NotImplementedError("fit() itself goes on from a snapshot")
 
 
-def _skip(model: Any, batches: int, done: Callable[[Any], None]) -> int:
-    """Makes the next ``batches`` be passed by; ``done`` is called with the last. Returns in how many calls that is."""
+def _skip(model: Any, batches: int, metrics: Sequence[Any], random: dict[str, Any]) -> int:
+    """Makes the next ``batches`` be passed by; ``metrics`` of the epoch and generators are those after the last of them. Returns in how many
+    calls that is."""
     per_call = int(getattr(model, "steps_per_execution", 1) or 1)
     calls = left = -(-batches // per_call)
     own = model.train_function
-    reads = keras.backend.backend() == "tensorflow"  # others are handed the data themselves
+    backend = keras.backend.backend()
 
-    def pass_by(data: Any) -> dict[str, Any]:
+    def is_last() -> bool:
         nonlocal left
-        batch = [next(data) for _ in range(per_call)][-1] if reads else data[-1]
         left -= 1
         if not left:
             model.train_function = own
-            done(batch)
+            randomness.restore(random)
+        return not left
+
+    def pass_by(*given: Any) -> Any:
+        data = given[-1]
+        batch = data[-1] if backend == "torch" else [next(data) for _ in range(per_call)][-1]
+        last = is_last()
+        if backend == "jax":  # where the state is handed from step to step
+            metrics_now = [keras.ops.convert_to_tensor(value) for value in metrics]
+            return {}, (*given[0][:-1], metrics_now) if last else given[0]
+        if last:
+            _put_metrics(model, batch, metrics)
         return {}
 
     model.train_function = pass_by

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ciuic.training.stateful import is_keras_model
+
 
 def missing(objects: Mapping[str, Any], *, has_position: bool) -> list[str]:
     """In words, each with what to do; empty when nothing is known to be missing."""
@@ -34,7 +36,7 @@ def missing(objects: Mapping[str, Any], *, has_position: bool) -> list[str]:
 
 def _is_module(value: object) -> bool:
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
+    return torch is not None and isinstance(value, torch.nn.Module) and not is_keras_model(value)
 
 
 def _schedules(value: object, optimizer: object) -> bool:

@@ -3,11 +3,11 @@
 ====================================  =================================================
 what it has                           for example
 ====================================  =================================================
+get_weights, set_weights              Keras models, of any backend (with torch's they have a state_dict as well)
 state_dict, load_state_dict           torch modules, optimizers, schedulers, scalers, StatefulDataLoader, what people write
 get_state, set_state                  torch.Generator, numpy.random.RandomState
 bit_generator                         numpy.random.Generator
 getstate, setstate                    random.Random
-get_weights, set_weights              Keras models
 variables with assign                 Keras optimizers
 ====================================  =================================================
 
@@ -59,6 +59,11 @@ def load_into(value: object, state: Any, name: str) -> None:
     way_of(value, name).put(value, state)
 
 
+def is_keras_model(value: object) -> bool:
+    """Or one of its layers."""
+    return hasattr(value, "trainable_variables") and _has_weights(value)
+
+
 def _callables(*names: str) -> Callable[[object], bool]:
     def has(value: object) -> bool:
         return not inspect.isclass(value) and all(callable(getattr(value, name, None)) for name in names)
@@ -79,6 +84,13 @@ def _put_bit_generator(value: Any, state: Any) -> None:
     value.bit_generator.state = state
 
 
+def _weights(value: Any) -> Any:
+    sync = getattr(value, "jax_state_sync", None)
+    if callable(sync):
+        sync()  # within fit() the model does not have its state itself
+    return value.get_weights()
+
+
 def _variables(value: Any) -> list[Any]:
     found = value.variables() if callable(value.variables) else value.variables
     return [variable.numpy() for variable in found]
@@ -87,12 +99,18 @@ def _variables(value: Any) -> list[Any]:
 def _put_variables(value: Any, state: list[Any]) -> None:
     found = value.variables() if callable(value.variables) else value.variables
     if len(found) != len(state):
-        raise ValueError(f"it has {len(found)} variables, and {len(state)} were saved: build it first")
+        raise ValueError(
+            f"the optimizer has {len(found)} variables, and {len(state)} were saved: optimizer.build(model.trainable_variables) first, "
+            "of the same model"
+        )
     for variable, saved in zip(found, state, strict=True):
         variable.assign(saved)
 
 
+_has_weights: Callable[[object], bool] = _callables("get_weights", "set_weights")
+_WEIGHTS = Way(_weights, lambda value, state: value.set_weights(state))
 _WAYS: list[tuple[Callable[[object], bool], Way]] = [
+    (is_keras_model, _WEIGHTS),
     (
         _callables("state_dict", "load_state_dict"),
         Way(lambda value: value.state_dict(), lambda value, state: value.load_state_dict(state)),
@@ -109,10 +127,7 @@ _WAYS: list[tuple[Callable[[object], bool], Way]] = [
         _callables("getstate", "setstate"),
         Way(lambda value: value.getstate(), lambda value, state: value.setstate(tupled(state))),
     ),
-    (
-        _callables("get_weights", "set_weights"),
-        Way(lambda value: value.get_weights(), lambda value, state: value.set_weights(state)),
-    ),
+    (_has_weights, _WEIGHTS),
     (
         lambda value: hasattr(value, "variables") and hasattr(value, "apply_gradients"),
         Way(_variables, _put_variables),
