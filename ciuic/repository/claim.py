@@ -33,6 +33,20 @@ class Claim:
             raise
         return cls(fd)
 
+    @classmethod
+    def taken_over(cls, fd: int) -> Claim:
+        """What another process handed over with its descriptor."""
+        return cls(fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def hand_over(self) -> None:
+        """A process that has the descriptor as well holds it from now on, and releases it."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
     def release(self) -> None:
         """Also where a forked child has the descriptor as well."""
         if self._fd >= 0:

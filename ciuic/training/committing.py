@@ -76,11 +76,15 @@ def commit(
 
 
 def put_files(
-    repository: Repository, writer: Writer, memory: memoryview, manifest: Manifest
+    repository: Repository,
+    writer: Writer,
+    memory: memoryview,
+    manifest: Manifest,
+    chosen: Chosen | None = None,
 ) -> list[StoredFile]:
     """Stores ``manifest.files`` from ``memory``, durably on return, for a snapshot that somebody else will make: who holds a claim
-    on the repository meanwhile. OSError."""
-    put = _Put(writer, repository.block_size, manifest.time_ns, Known())
+    on the repository meanwhile. OSError. ``chosen``: as in `commit`."""
+    put = _Put(writer, repository.block_size, manifest.time_ns, Known(), chosen)
     stored = []
     for file in manifest.files:
         entry = put.file(file, memory)

@@ -25,11 +25,13 @@ from torch.futures import Future
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.training import structure
+from ciuic.training.arrays import arrays_of
 from ciuic.training.dcp_metadata import METADATA_FILE, Place, decode_metadata
 from ciuic.training.dcp_part import OBJECTS_FILE, OBJECTS_VERSION
+from ciuic.training.files import Files, read_file, top_of
 from ciuic.training.housekeeping import read_back
 from ciuic.training.layout import SUFFIX
-from ciuic.training.reading import Files, NothingGood, PassedOver, arrays_of, read_file, top_of
+from ciuic.training.reading import NothingGood, PassedOver
 from ciuic.training.tensors import empty_buffer
 from ciuic.types import Entry, SnapshotId
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ciuic.training.last_save import LastSave
-from ciuic.training.loading import load_together
+from ciuic.training.loading import load_latest, load_together
 from ciuic.training.outcome import Save, State
 from ciuic.training.pace import Pace
 from ciuic.training.rank_state import Mine
 from ciuic.training.ranks import Ranks
 from ciuic.training.registered import Registered
 from ciuic.training.taking import Run, Taker, Wanted
+from ciuic.training.together import Agreed
 
 
 class ForFrameworks:
     """A part of the manager, which makes all of these."""
 
+    save_dir: Path
     _root: bytes
     _may_join: bool
     """It was not said that this process saves by itself."""
@@ -47,7 +50,7 @@ class ForFrameworks:
 
     def save_handed(
         self,
-        parts: list[Mine] | None,
+        parts: list[Mine] | Agreed | None,
         *,
         epoch: int | None = None,
         step: int | None = None,
@@ -61,9 +64,9 @@ class ForFrameworks:
             self._run.step = step
         return self._taker.take(Wanted("asked for", epoch, tags=tags, hold=hold, may_wait=True), parts)
 
-    def hand_over(self) -> list[Mine] | None:
+    def hand_over(self) -> list[Mine] | Agreed | None:
         """For frameworks that ask rank 0 alone to save: called on every rank before that, so that what each has of its own goes with it."""
-        parts = self._taker.gather_parts()
+        parts = self._taker.gather_parts(may_wait=True)
         if not self._taker.writes:
             self._taker.take(Wanted("asked for"), parts)
         return parts
@@ -85,7 +88,9 @@ class ForFrameworks:
             self._taker.prepared = True
 
     def load_to_resume(self, find: Callable[[], State | None] | None = None) -> State | None:
-        """As `load_latest_snapshot`, but on every rank that which rank 0 finds (by ``find``), with what was this rank's own. Called by all."""
-        find = find or self.load_latest_snapshot
-        ranks = self._taker.ranks
-        return find() if ranks is None else load_together(ranks, find, self.load_snapshot)
+        """As `load_latest_snapshot`, but on every rank that which rank 0 finds (by ``find``), with what was this rank's own, and of what
+        is sharded this rank's part. Called by all."""
+        ranks, likes = self._taker.ranks, self._registered.likes()
+        if ranks is not None:
+            return load_together(ranks, self.save_dir, self._root, likes, find)
+        return find() if find is not None else load_latest(self.save_dir, self._root, likes)

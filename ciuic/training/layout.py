@@ -66,9 +66,10 @@ class TensorInFile(NamedTuple):
     stop: int
 
 
-def lay_out(objects: Mapping[str, Sequence[Leaf]]) -> Layout:
-    """For these objects and no others. The result depends on names, dtypes and shapes alone."""
-    planner = _Planner()
+def lay_out(objects: Mapping[str, Sequence[Leaf]], part: str = "") -> Layout:
+    """For these objects and no others. The result depends on names, dtypes and shapes alone. ``part``: goes into the names of files that
+    other ranks have too."""
+    planner = _Planner(part)
     for name, leaves in objects.items():
         planner.add(name, leaves)
     return Layout(planner.files, planner.tensors, planner.fixed, planner.end)
@@ -82,7 +83,7 @@ def aligned(offset: int) -> int:
 def file_name(tensor: str) -> str:
     """What the file of this tensor is called: its name, with what a file name cannot have as in a URL."""
     quoted = "".join(char if char not in "/%\0" and char.isprintable() else _quoted(char) for char in tensor)
-    if quoted[:1] == "." or quoted == SMALL_FILE:
+    if quoted[:1] == "." or quoted.startswith(SMALL_FILE):
         quoted = _quoted(quoted[0]) + quoted[1:]
     raw = quoted.encode("utf-8", "surrogateescape")
     if len(raw) > _MAX_NAME_BYTES:
@@ -140,7 +141,8 @@ def _tensor(facts: object, begin: int, size_bytes: int) -> TensorInFile:
 
 
 class _Planner:
-    def __init__(self) -> None:
+    def __init__(self, part: str) -> None:
+        self._part = part
         self.files: list[FileInMemory] = []
         self.tensors: dict[str, list[TensorInMemory]] = {}
         self.fixed: list[tuple[int, bytes]] = []
@@ -156,7 +158,7 @@ class _Planner:
             (file_name(leaf.name), [leaf]) for leaf in leaves if leaf.array.size_bytes >= OWN_FILE_BYTES
         ]
         if small:
-            groups.append((SMALL_FILE + SUFFIX, small))
+            groups.append((f"{SMALL_FILE}{self._part}{SUFFIX}", small))
         for file, group in groups:
             self._add_file(f"{name}/{file}", group, offsets)
             weights |= dict.fromkeys((leaf.name for leaf in group), file)
@@ -164,7 +166,7 @@ class _Planner:
             total = sum(leaf.array.size_bytes for leaf in leaves)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
             text = json.dumps(index, indent=1).encode("ascii")
-            self._place(f"{name}/{name}{SUFFIX}.index.json", text, len(text))
+            self._place(f"{name}/{name}{self._part}{SUFFIX}.index.json", text, len(text))
         self.tensors[name] = [TensorInMemory(offsets[leaf.name], leaf.array) for leaf in leaves]
 
     def _add_file(self, path: str, leaves: Sequence[Leaf], offsets: dict[str, int]) -> None:

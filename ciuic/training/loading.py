@@ -16,22 +16,23 @@ from ciuic.training import marks, randomness, rank_state
 from ciuic.training.logs import log, quietly
 from ciuic.training.outcome import State
 from ciuic.training.ranks import Ranks
-from ciuic.training.reading import load, newest_good
+from ciuic.training.reading import NothingGood, PassedOver, load, newest_good
+from ciuic.training.shards import Like
 from ciuic.training.stateful import load_into
 
 
-def load_latest(save_dir: Path, root: bytes) -> State | None:
-    """The newest state that is whole; None if there is no snapshot. Damaged (`NothingGood`) if there are some and none is whole."""
+def load_latest(save_dir: Path, root: bytes, likes: Mapping[str, Like] | None = None) -> State | None:
+    """The newest state that is whole; None if there is no snapshot. Damaged (`NothingGood`) if there are some and none is whole.
+
+    ``likes``: of objects of which this rank has a part; without it everything is whole."""
     with Repository.open(save_dir) as repository:
         candidates = repository.snapshots.list(root=root)
-    loaded = newest_good(str(save_dir), candidates)
+    loaded = newest_good(str(save_dir), candidates, likes)
     if loaded is None:
         return None
     for id_, reason in loaded.passed_over:
         log.warning("ciuic: %s is passed over: %s", id_, reason)
-    if loaded.passed_over:
-        with quietly("what is damaged could not be marked, so that it may be shared by later snapshots"):
-            marks.mark_damage(save_dir, [one.id for one in loaded.passed_over])
+    _mark(save_dir, loaded.passed_over)
     return State(loaded)
 
 
@@ -43,26 +44,64 @@ def load_given(save_dir: Path, snapshot: str) -> State:
 
 
 def load_together(
-    ranks: Ranks, latest: Callable[[], State | None], given: Callable[[str], State]
+    ranks: Ranks,
+    save_dir: Path,
+    root: bytes,
+    likes: Mapping[str, Like],
+    find: Callable[[], State | None] | None = None,
 ) -> State | None:
-    """The one that rank 0 finds, on every rank, with what was this rank's own. Whatever goes wrong on one of them is raised on all."""
-    state, problem = None, ""
-    try:
-        if ranks.saves:
-            state = latest()
-    except (CiuicError, ValueError, OSError) as error:
-        problem = str(error)
-    id_ = ranks.tell((state.id if state is not None else None, problem))
-    if not ranks.saves and id_[0] is not None:
+    """The newest that every rank can read (or the one that rank 0 finds by ``find``), of which each reads what it needs, with what was this
+    rank's own. Whatever is wrong on one of them is raised on all."""
+    passed_over: list[PassedOver] = []
+    for id_ in _candidates(ranks, save_dir, root, find):
+        state, reason, problem = None, "", ""
         try:
-            state = given(id_[0])
-        except (CiuicError, ValueError, OSError) as error:
+            state = State(load(str(save_dir), id_, likes))
+        except (CiuicError, ValueError) as error:
+            reason = str(error)
+        except OSError as error:  # says nothing of the snapshot
             problem = str(error)
-    if found := ranks.first_problem(problem):
-        raise Damaged(f"no snapshot can be read by all ranks: {found}")
-    if state is not None:
-        rank_state.put_own(state, state.ranks, ranks.rank)
-    return state
+        if found := ranks.first_problem(problem):
+            raise Damaged(f"{id_} cannot be read by all ranks: {found}")
+        if not (found := ranks.first_problem(reason)):
+            assert state is not None
+            state.passed_over = passed_over
+            rank_state.put_own(state, state.ranks, ranks.rank)
+            if ranks.saves:
+                _mark(save_dir, passed_over)
+            return state
+        log.warning("ciuic: %s is passed over: %s", id_, found)
+        passed_over.append(PassedOver(id_, found))
+    if passed_over:
+        raise NothingGood(passed_over)
+    return None
+
+
+def _candidates(
+    ranks: Ranks, save_dir: Path, root: bytes, find: Callable[[], State | None] | None
+) -> list[str]:
+    """As rank 0 lists them, newest first; or the one that it finds."""
+    found: tuple[list[str], str] = [], ""
+    if ranks.saves:
+        try:
+            if find is not None:
+                state = find()
+                found = [] if state is None else [state.id], ""
+            else:
+                with Repository.open(save_dir) as repository:
+                    found = [info.id for info in repository.snapshots.list(root=root)], ""
+        except (CiuicError, ValueError, OSError) as error:
+            found = [], str(error)
+    ids, problem = ranks.tell(found)
+    if problem:
+        raise Damaged(f"no snapshot can be read by all ranks: {problem}")
+    return list(ids)
+
+
+def _mark(save_dir: Path, damaged: list[PassedOver]) -> None:
+    if damaged:
+        with quietly("what is damaged could not be marked, so that it may be shared by later snapshots"):
+            marks.mark_damage(save_dir, [one.id for one in damaged])
 
 
 def check_complete(state: State, objects: Mapping[str, Any]) -> None:
@@ -84,5 +123,7 @@ def put_back(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> N
             state.facts.world_size,
             world_size,
         )
+    if rank_state.is_new(state.ranks, rank):
+        return  # no two ranks are to draw the same
     for problem in randomness.restore(state["random_state"]):
         log.warning("ciuic: not resumed exactly: %s", problem)

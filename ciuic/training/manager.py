@@ -175,7 +175,7 @@ class SnapshotManager(ForFrameworks):
         if step is not None:
             self.step = step
         wanted = Wanted("asked for", epoch, metrics or {}, plain, tuple(tags), hold, may_wait=True)
-        parts = self._taker.gather_parts()
+        parts = self._taker.gather_parts(may_wait=True)
         try:
             save = self._taker.take(wanted, parts)
             if wait and save is not None:
@@ -339,14 +339,14 @@ class SnapshotManager(ForFrameworks):
             return False
         if reason:
             with quietly("a snapshot could not be taken"):
-                self._taker.take(Wanted(reason), self._taker.gather_parts())
+                self._taker.take(Wanted(reason), self._taker.gather_parts(may_wait=False))
         return bool(reason)
 
     def _save_last(self, reason: str, as_it_was: Remembered | None) -> bool:
         """Whether it is staged."""
         with quietly("the last snapshot could not be taken"):
             wanted = Wanted(reason, may_wait=True, as_it_was=as_it_was)
-            save = self._taker.take(wanted, self._taker.gather_parts())
+            save = self._taker.take(wanted, self._taker.gather_parts(may_wait=True))
             return save is not None or not self._taker.writes
         return False
 

@@ -46,7 +46,7 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
 
 
 class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """An arena is filled, and is the writer's until it answers."""
+    """An arena is filled, and is the writer's until it answers. With ``claim`` the descriptor of one comes with it."""
 
     number: int
     """Counts the saves of one trainer."""
@@ -56,6 +56,7 @@ class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """MessagePack of a `Manifest`."""
     commit: bool = True
     """False: its files are stored, for a snapshot that another process makes; the answers are `Part` messages and `Put`."""
+    claim: bool = False
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
@@ -82,6 +83,15 @@ class StoredFile(msgspec.Struct, frozen=True, array_like=True):
     map_height: int
 
 
+class Together(msgspec.Struct, frozen=True):
+    """Of a snapshot that the writers of several ranks make (parts.py): rank 0's makes it of what it and the others have stored."""
+
+    token: str
+    """Of this snapshot; the same on all ranks."""
+    rank: int
+    world_size: int
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything about a snapshot but its content."""
 
@@ -93,6 +103,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[File]
     stored: list[StoredFile] = []
     """What other processes have put."""
+    together: Together | None = None
 
 
 class Saved(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import xxhash
 
 from ciuic.training import randomness
+from ciuic.training.shards import contains_shards, is_sharded
 from ciuic.training.stateful import state_of
 from ciuic.training.structure import pack
 from ciuic.training.tensors import Place
@@ -61,6 +62,11 @@ def differing(everybody: list[Mine]) -> dict[str, Any]:
     }
 
 
+def is_new(ranks: Mapping[str, Any], rank: int) -> bool:
+    """Whether there was no such rank when the others were saved."""
+    return rank > 0 and bool(ranks) and str(rank) not in ranks
+
+
 def put_own(state: dict[str, Any], ranks: Mapping[str, Any], rank: int) -> None:
     """Makes of rank 0's state, as `load_latest_snapshot` returns it, this rank's."""
     for name, value in ranks.get(str(rank), {}).items():
@@ -79,10 +85,10 @@ def load_buffers(objects: Mapping[str, Any], ranks: Mapping[str, Any], rank: int
 
 def small_buffers(module: Any) -> dict[str, Any]:
     """Its buffers by their paths, if they are not large."""
-    size_bytes = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
-    if size_bytes > _MOST_BYTES:
+    own = {path: buffer for path, buffer in module.named_buffers() if not is_sharded(buffer)}
+    if sum(buffer.numel() * buffer.element_size() for buffer in own.values()) > _MOST_BYTES:
         return {}
-    return {path: buffer.detach().cpu() for path, buffer in module.named_buffers()}
+    return {path: buffer.detach().cpu() for path, buffer in own.items()}
 
 
 def put_buffers(module: Any, buffers: Mapping[str, Any]) -> None:
@@ -99,6 +105,8 @@ def _small_state(name: str, value: Any) -> Any:
     if torch is not None and isinstance(value, torch.nn.Module):
         return None
     state = state_of(value, name)
+    if contains_shards(state):
+        return None
     size_bytes = sum(leaf.array.size_bytes for leaf in pack(state, name).leaves)
     return state if size_bytes <= _MOST_BYTES else None
 

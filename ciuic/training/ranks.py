@@ -80,6 +80,17 @@ class Ranks:
             raise RanksApart(str(error)) from None
         return everybody
 
+    def exchange(self, mine: Any) -> list[Any]:
+        """What each rank gave, on every rank. RanksApart."""
+        import torch.distributed as dist
+
+        everybody: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(everybody, mine, group=self._quick)
+        except RuntimeError as error:
+            raise RanksApart(str(error)) from None
+        return everybody
+
     def tell(self, what: Any = None) -> Any:
         """What rank 0 tells, on every rank; those wait for it as long as it takes. RanksApart."""
         import torch.distributed as dist
@@ -93,14 +104,8 @@ class Ranks:
 
     def first_problem(self, mine: str) -> str:
         """The first that is not empty, on every rank; empty if all are well. RanksApart."""
-        import torch.distributed as dist
-
-        everybody: list[Any] = [None] * self.world_size
-        try:
-            dist.all_gather_object(everybody, mine, group=self._quick)
-        except RuntimeError as error:
-            raise RanksApart(str(error)) from None
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(everybody) if text), "")
+        texts = enumerate(self.exchange(mine))
+        return next((f"rank {rank}: {text}" for rank, text in texts if text), "")
 
     def close(self) -> None:
         """Lets go of the groups, if the training has not ended them all."""

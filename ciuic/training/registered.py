@@ -7,6 +7,7 @@ from typing import Any
 
 from ciuic.training.boundaries import Boundaries
 from ciuic.training.positions import Position, is_plain_loader
+from ciuic.training.shards import Like, are_sharded, contains_shards, likes_of
 from ciuic.training.stateful import state_of, way_of
 
 
@@ -37,6 +38,15 @@ class Registered:
         """Of each, as it is; tensors are its own."""
         return {name: state_of(value, name) for name, value in self.objects.items()}
 
+    def likes(self) -> dict[str, Like]:
+        """Of objects of which this rank has a part: which."""
+        states = {name: (value, state_of(value, name)) for name, value in self.objects.items()}
+        return {
+            name: likes_of(value, state)
+            for name, (value, state) in states.items()
+            if are_sharded([value]) or contains_shards(state)
+        }
+
     def positions(self) -> dict[str, Any]:
         """The states of those that are counted here."""
         return {name: one.state_dict() for name, one in self.objects.items() if isinstance(one, Position)}
@@ -58,6 +68,10 @@ class Registered:
             self.position, self.has_position = Position(value, boundaries.asked, boundaries.ended), True
             return self.position
         way_of(value, name)
+        if type(value).__name__ == "FullyShardedDataParallel":
+            raise TypeError(
+                f"{name} is a FullyShardedDataParallel, of which no rank can tell its part: use fully_shard (FSDP2), or ciuic.training.dcp"
+            )
         if hasattr(value, "param_groups"):
             boundaries.watch_optimizer(value)
         elif hasattr(value, "__iter__") and hasattr(value, "dataset"):

@@ -8,11 +8,11 @@ entered, signals only leave word: nothing of it is entered twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Final
 
+from ciuic.repository.claim import Claim
 from ciuic.training.costs import Costs
-from ciuic.training.description import replaced
 from ciuic.training.guard import Guard
 from ciuic.training.logs import log
 from ciuic.training.messages import (
@@ -23,14 +23,15 @@ from ciuic.training.messages import (
     Note,
     Notice,
     NotSaved,
+    Put,
     Saved,
 )
 from ciuic.training.outcome import Save, Stats
 from ciuic.training.reading import Facts
-from ciuic.training.staging import gather, stage
+from ciuic.training.staging import State, stage
 from ciuic.training.writer_client import WriterClient
 
-_POLL_SECONDS: Final = 0.2
+POLL_SECONDS: Final = 0.2
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _ROOM: Final = 1.01
@@ -68,33 +69,30 @@ class Saver:
             return None
         return own * (self.client.pending + self.changed)
 
-    def prepare(self, states: Mapping[str, Any]) -> None:
+    def prepare(self, state: State) -> None:
         """Makes room for a state of that size, before there is a save to wait for it."""
-        self.size_bytes = gather(states, {}, {}).size_bytes
+        self.size_bytes = state.size_bytes
         self.client.prepare(int(self.size_bytes * _ROOM) + _ROOM_BYTES)
 
     def stage(
         self,
-        states: Mapping[str, Any],
-        plain: Mapping[str, Any],
-        values: Mapping[str, Any],
+        state: State,
         facts: Facts,
         manifest: Manifest,
         *,
         may_wait: bool,
+        claim: Claim | None = None,
     ) -> tuple[Save | None, bool]:
         """Copies the state and hands it over: the save, and whether it was skipped because both arenas are being written.
 
-        ``manifest``: without its files. ``may_wait``: for an arena to become free. Unsaveable.
+        ``manifest``: without its files. ``may_wait``: for an arena to become free. ``claim``: becomes the writer's.
         """
-        state = gather(states, plain, values)
         self.size_bytes = state.size_bytes
-        facts = replaced(facts, size_bytes=state.size_bytes)
         try:
-            number = stage(self.client, state, facts, manifest)
+            number = stage(self.client, state, facts, manifest, claim)
             while number is None and may_wait:
-                self.hear(_POLL_SECONDS)
-                number = stage(self.client, state, facts, manifest)
+                self.hear(POLL_SECONDS)
+                number = stage(self.client, state, facts, manifest, claim)
         except OSError as error:
             self._not_before = time.monotonic() + self._pause_seconds
             self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
@@ -122,7 +120,7 @@ class Saver:
             if left <= 0:
                 return False
             with self.guard:
-                self.hear(min(left, _POLL_SECONDS))
+                self.hear(min(left, POLL_SECONDS))
         with self.guard:
             self.hear()
         return True
@@ -145,6 +143,8 @@ class Saver:
                 if (save := self._saves.pop(message.number, None)) is not None:
                     save.id = message.id
                 log.debug("ciuic: %s is saved, %d bytes new", message.id, message.new_bytes)
+            elif isinstance(message, Put):
+                self._saves.pop(message.number, None)
             elif isinstance(message, NotSaved):
                 self.failed(message.reason)
                 if (save := self._saves.pop(message.number, None)) is not None:

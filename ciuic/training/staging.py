@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from ciuic.repository.claim import Claim
 from ciuic.training.layout import FileInMemory, Layout, aligned, lay_out
 from ciuic.training.messages import Manifest
 from ciuic.training.reading import FACTS_FILE, STATE_FILE, STATE_VERSION, Facts
@@ -25,11 +26,13 @@ _Signature = tuple[tuple[str, tuple[tuple[str, Array], ...]], ...]
 
 
 class State(NamedTuple):
-    """Everything that is saved at once. Tensors are still the trainer's own."""
+    """Everything that is saved at once, of this rank. Tensors are still the trainer's own."""
 
     leaves: dict[str, list[Leaf]]
     document: bytes
-    """`state.json`."""
+    """`state.json`; empty where another rank stores it."""
+    part: str = ""
+    """What its files are called by that other ranks have too."""
 
     @property
     def size_bytes(self) -> int:
@@ -44,12 +47,20 @@ class _Filled(NamedTuple):
     places: list[Place]
 
 
-def gather(objects: Mapping[str, Any], plain: Mapping[str, Any], values: Mapping[str, Any]) -> State:
-    """``objects``: states by name; ``plain``: values that come back under their own names. Unsaveable. Copies no tensor."""
+def gather(
+    objects: Mapping[str, Any],
+    plain: Mapping[str, Any],
+    values: Mapping[str, Any],
+    *,
+    with_shards: bool = False,
+) -> State:
+    """``objects``: states by name; ``plain``: values that come back under their own names. Unsaveable. Copies no tensor.
+
+    ``with_shards``: other ranks store theirs, which `others_part` tells."""
     leaves: dict[str, list[Leaf]] = {}
     skeletons = {}
     for name, value in (*objects.items(), *plain.items(), (VALUES, dict(values))):
-        packed = pack(value, name)
+        packed = pack(value, name, with_shards=with_shards)
         leaves[name] = packed.leaves
         skeletons[name] = packed.skeleton
     document = {
@@ -61,18 +72,29 @@ def gather(objects: Mapping[str, Any], plain: Mapping[str, Any], values: Mapping
     return State(leaves, json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii"))
 
 
-def stage(client: WriterClient, state: State, facts: Facts, manifest: Manifest) -> int | None:
+def others_part(objects: Mapping[str, Any], rank: int) -> State:
+    """What a rank stores for which another one stores all that is no piece of a shared tensor. Unsaveable."""
+    leaves = {}
+    for name, value in objects.items():
+        leaves[name] = [leaf for leaf in pack(value, name, with_shards=True).leaves if leaf.is_piece]
+    return State(leaves, b"", f".rank{rank}")
+
+
+def stage(
+    client: WriterClient, state: State, facts: Facts, manifest: Manifest, claim: Claim | None = None
+) -> int | None:
     """Copies the state into an arena and hands it to the writer; the number of the save, or None while there is no free arena.
 
-    ``manifest``: without its files. OSError (ENOMEM, no writer).
+    ``manifest``: without its files. ``claim``: for the writer. OSError (ENOMEM, no writer).
     """
     signature = tuple(
         (name, tuple((leaf.name, leaf.array) for leaf in leaves)) for name, leaves in state.leaves.items()
     )
     layout = _layout_for(client, signature, state)
     tail = _Tail(layout)
-    tail.add(STATE_FILE, state.document)
-    tail.add(FACTS_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=1))
+    if state.document:
+        tail.add(STATE_FILE, state.document)
+        tail.add(FACTS_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=1))
     manifest = msgspec.structs.replace(manifest, files=files_of((*layout.files, *tail.files)))
     slot = client.free_slot(tail.end + len(msgspec.msgpack.encode(manifest)))
     if slot is None:
@@ -84,7 +106,7 @@ def stage(client: WriterClient, state: State, facts: Facts, manifest: Manifest) 
     assert slot.arena is not None
     for offset, content in tail.content:
         slot.arena.memory[offset : offset + len(content)] = content
-    return client.submit(slot, manifest, tail.end)
+    return client.submit(slot, manifest, tail.end, commit=bool(state.document), claim=claim)
 
 
 class _Tail:
@@ -105,7 +127,7 @@ def _layout_for(client: WriterClient, signature: _Signature, state: State) -> La
     for slot in client.slots:
         if isinstance(slot.layout, _Filled) and slot.layout.signature == signature:
             return slot.layout.layout
-    return lay_out(state.leaves)
+    return lay_out(state.leaves, state.part)
 
 
 def _places(slot: Slot, signature: _Signature, layout: Layout) -> list[Place]:

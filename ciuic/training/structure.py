@@ -20,6 +20,7 @@ Plain JSON stands for itself. All else is an object with the key ``$``, which na
 ``tensor``     ``name`` in its object's files; ``of``: ``numpy`` where it is not torch's; ``dtype``, ``shape``: where safetensors has
                no name for the dtype
 ``sparse``     torch's: ``layout``, ``size``, ``parts``: tensors; ``coalesced``
+``sharded``    ``name``, ``dtype``, ``shape`` of a tensor that is stored in pieces (`shards`), also by other ranks
 =============  =======================================================================================
 """
 
@@ -34,7 +35,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
-from ciuic.training import sparse, tensors
+from ciuic.training import shards, sparse, tensors
 from ciuic.training.tensors import Array, Unsaveable
 
 KIND: Final = "$"
@@ -72,6 +73,8 @@ class Leaf(NamedTuple):
     value: Any
     """As `tensors.as_plain` returns it."""
     array: Array
+    is_piece: bool = False
+    """Of a tensor of which other ranks have other pieces."""
 
 
 class Packed(NamedTuple):
@@ -79,9 +82,12 @@ class Packed(NamedTuple):
     leaves: list[Leaf]
 
 
-def pack(value: object, where: str) -> Packed:
-    """``where``: how errors call it. Unsaveable names the path and what stands there. Copies no tensor."""
-    packer = _Packer(where)
+def pack(value: object, where: str, *, with_shards: bool = False) -> Packed:
+    """``where``: how errors call it. Unsaveable names the path and what stands there. Copies no tensor.
+
+    ``with_shards``: other ranks store theirs; without it a tensor of which they have parts is refused.
+    """
+    packer = _Packer(where, with_shards)
     return Packed(packer.json(value, ()), packer.leaves)
 
 
@@ -91,8 +97,9 @@ def unpack(skeleton: Json, tensor: Callable[[str, Json], Any]) -> Any:
 
 
 class _Packer:
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, with_shards: bool) -> None:
         self.leaves: list[Leaf] = []
+        self._with_shards = with_shards
         self._where = where
         self._names: dict[object, str] = {}
         self._taken: set[str] = set()
@@ -183,7 +190,22 @@ class _Packer:
             return {KIND: type(value).__name__, "base64": _base64(bytes(value))}
         raise self._refused(value, path)
 
+    def _sharded(self, value: Any, path: tuple[str, ...]) -> Json:
+        name = self._free_name(".".join(path) or "value")
+        try:
+            piece = shards.piece_of(value)
+            if piece is not None:
+                plain = shards.as_storable(tensors.as_plain(piece[1].detach()))
+                leaf = Leaf(shards.piece_name(name, piece[0]), plain, tensors.describe(plain), is_piece=True)
+                self.leaves.append(leaf)
+        except Unsaveable as error:
+            raise Unsaveable(f"{self._at(path)} is {error}") from None
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {KIND: "sharded", "name": name, "dtype": dtype, "shape": list(value.shape)}
+
     def _tensor(self, value: Any, path: tuple[str, ...]) -> Json:
+        if shards.is_sharded(value) and (self._with_shards or shards.is_here_whole(value)):
+            return self._sharded(value, path)
         if tensors.is_sparse(value):
             whole = sparse.parts(value)
             return {KIND: "sparse", **whole, "parts": self._items(whole["parts"], path)}
@@ -195,7 +217,7 @@ class _Packer:
         array = tensors.describe(plain)
         name = self._names.get(same)
         if name is None:
-            name = self._names[same] = self._free_name(".".join(path) or "value")
+            name = self._names[same] = self._free_name(shards.plain_name(".".join(path) or "value"))
             self.leaves.append(Leaf(name, plain, array))
         packed: dict[str, Json] = {KIND: "tensor", "name": name}
         if array.framework != "torch":
@@ -240,7 +262,7 @@ class _Unpacker:
             raise ValueError(f"a {packed[KIND]!r} is not as it should be: {error!r}") from None
 
     def _kind(self, kind: Json, packed: dict[str, Json]) -> Any:
-        if kind == "tensor":
+        if kind in ("tensor", "sharded"):
             return self._tensor(packed["name"], packed)
         if kind == "dict":
             return self._dict(packed)

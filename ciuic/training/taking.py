@@ -14,16 +14,20 @@ from typing import Any, Final, NamedTuple
 
 from ciuic.training import randomness, rank_state
 from ciuic.training.completeness import missing
-from ciuic.training.description import finite, floats, summary, versions
-from ciuic.training.logs import log
+from ciuic.training.description import finite, floats, replaced, summary, versions
+from ciuic.training.logs import log, quietly
 from ciuic.training.messages import Manifest
 from ciuic.training.outcome import Save
 from ciuic.training.pace import Pace
+from ciuic.training.parts import refuse
 from ciuic.training.rank_state import Mine
 from ciuic.training.ranks import Ranks, RanksApart
 from ciuic.training.reading import Facts
 from ciuic.training.registered import Registered
-from ciuic.training.saver import Saver
+from ciuic.training.saver import POLL_SECONDS, Saver
+from ciuic.training.shards import are_sharded
+from ciuic.training.staging import gather
+from ciuic.training.together import Agreed, agree, part_of
 
 TAG: Final = "training"
 
@@ -70,11 +74,12 @@ class Taker:
         self.run = run
         self.ranks = ranks
         """None where this process saves for itself."""
-        self.prepared = ranks is not None and not ranks.saves
+        self.prepared = False
         """There is room for a first save, or none is needed."""
         self._registered = registered
         self._pace = pace
         self._saver = saver
+        self._repository = saver.client.repository
         self._complained = False
 
     @property
@@ -85,15 +90,33 @@ class Taker:
     def prepare(self) -> None:
         """After the first step everything has its size."""
         self.prepared = True
-        self._saver.prepare(self._registered.states())
+        together = self._together
+        if not self.writes and not together:
+            return
+        states = self._registered.states()
+        if self.ranks is not None and together:
+            self._saver.prepare(part_of(self._registered.objects, states, self.ranks.rank))
+        else:
+            self._saver.prepare(gather(states, {}, {}))
         self._saver.hear()
 
-    def gather_parts(self) -> list[Mine] | None:
-        """What each rank has of its own, on rank 0; [] on the others. None where this process saves for itself."""
+    @property
+    def _together(self) -> bool:
+        """Whether each rank has a part of the state."""
+        return self.ranks is not None and are_sharded(self._registered.objects.values())
+
+    def gather_parts(self, *, may_wait: bool) -> list[Mine] | Agreed | None:
+        """What each rank has of its own, on rank 0; [] on the others. None where this process saves for itself. `Agreed` on all where each
+        has a part of the state, and [] where they do not save.
+
+        ``may_wait``: for an arena to become free.
+        """
         if self.ranks is None:
             return None
         # On all alike, whatever becomes of this one: they must find the next one due at the same step.
         self._pace.begin_at(self.run.step)
+        if self._together:
+            return self._agree(self.ranks, may_wait=may_wait)
         try:
             return self.ranks.gather(rank_state.mine(self._registered.objects)) or []
         except RanksApart as error:
@@ -103,15 +126,54 @@ class Taker:
             )
             return None
 
-    def take(self, wanted: Wanted, parts: list[Mine] | None) -> Save | None:
+    def _agree(self, ranks: Ranks, *, may_wait: bool) -> Agreed | list[Mine]:
+        client = self._saver.client
+        while may_wait and not client.can_take:
+            self._saver.hear(POLL_SECONDS)
+        try:
+            states = self._registered.states()
+            found = agree(
+                ranks, self._repository, self._registered.objects, states, is_busy=not client.can_take
+            )
+            if found is None:
+                self._saver.stats.skipped += 1
+            return found or []
+        except (RanksApart, OSError) as error:
+            self._saver.failed(str(error))
+            return []
+
+    def take(self, wanted: Wanted, parts: list[Mine] | Agreed | None) -> Save | None:
         """None where it could not be staged, or another rank writes. Unsaveable."""
+        if isinstance(parts, Agreed):
+            with self._saver.guard:
+                if self.writes:
+                    return self._staged(wanted, parts.parts, parts)
+                self._part_staged(parts)
+                return None
+        if self._together:
+            return None
         if not self.writes:
             self._taken()
             return None
         with self._saver.guard:
             return self._staged(wanted, parts)
 
-    def _staged(self, wanted: Wanted, parts: list[Mine] | None) -> Save | None:
+    def _part_staged(self, agreed: Agreed) -> None:
+        """This rank's, for the snapshot that rank 0's writer makes."""
+        began = time.monotonic()
+        together, self.prepared = agreed.together, True
+        states = self._registered.states()
+        manifest = Manifest(time_ns=time.time_ns(), message="", tags=(), files=[], together=together)
+        state = part_of(self._registered.objects, states, together.rank)
+        save, _ = self._saver.stage(state, Facts(), manifest, may_wait=False)
+        if save is None:
+            with quietly("rank 0 waits for this one's part in vain"):
+                refuse(self._repository, together, self._saver.stats.last_error or "it has no room")
+            return
+        self._saver.stalled(time.monotonic() - began)
+        self._taken()
+
+    def _staged(self, wanted: Wanted, parts: list[Mine] | None, agreed: Agreed | None = None) -> Save | None:
         began = time.monotonic()
         self._saver.hear()
         self._say_what_is_missing()
@@ -129,10 +191,16 @@ class Taker:
             tags=(TAG, *wanted.tags),
             hold_reason=wanted.hold,
             files=[],
+            together=None if agreed is None else agreed.together,
         )
-        save, skipped = self._saver.stage(
-            states, wanted.plain, values, facts, manifest, may_wait=wanted.may_wait
-        )
+        claim = None if agreed is None else agreed.claim
+        try:
+            state = gather(states, wanted.plain, values, with_shards=agreed is not None)
+            facts = replaced(facts, size_bytes=state.size_bytes if agreed is None else agreed.size_bytes)
+            save, skipped = self._saver.stage(state, facts, manifest, may_wait=wanted.may_wait, claim=claim)
+        finally:
+            if claim is not None:
+                claim.release()  # which does nothing if it was handed over
         if save is not None:
             self._saver.stalled(time.monotonic() - began)
             self._taken()

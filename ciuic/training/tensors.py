@@ -225,7 +225,9 @@ def _described(
 
 def _plain_torch(torch: Any, value: Any) -> Any:
     if type(value).__name__ == "DTensor":
-        raise Unsaveable("a DTensor, of which each rank has a part: save it through ciuic.training.dcp")
+        raise Unsaveable(
+            "a DTensor, of which each rank has a part: every rank has to make the manager and call the same of its methods"
+        )
     if torch.nn.parameter.is_lazy(value):
         raise Unsaveable(
             "a parameter of a lazy module that has not seen a batch yet: save after the first one"

@@ -21,6 +21,7 @@ from typing import Final
 import msgspec
 
 from ciuic.readiness import readable
+from ciuic.repository.claim import Claim
 from ciuic.training.arena import Arena
 from ciuic.training.memory import memory_left
 from ciuic.training.messages import (
@@ -84,6 +85,11 @@ class WriterClient:
         """What became of saves whose writer was found to be gone."""
 
     @property
+    def repository(self) -> str:
+        """Its path."""
+        return self._begin.repository
+
+    @property
     def is_ours(self) -> bool:
         """False in a forked child: it has no business with the parent's writer."""
         return os.getpid() == self._pid
@@ -92,6 +98,11 @@ class WriterClient:
     def pending(self) -> int:
         """Saves that were not answered yet."""
         return sum(1 for slot in self.slots if slot.save)
+
+    @property
+    def can_take(self) -> bool:
+        """Whether there is an arena to fill."""
+        return any(slot.is_free for slot in self.slots)
 
     def start(self) -> None:
         """Starts the process unless it runs. OSError."""
@@ -149,11 +160,13 @@ class WriterClient:
             if slot is not None and slot.arena is not None:
                 threading.Thread(target=slot.arena.make_present, name="ciuic-arena", daemon=True).start()
 
-    def submit(self, slot: Slot, manifest: Manifest, at: int, *, commit: bool = True) -> int:
+    def submit(
+        self, slot: Slot, manifest: Manifest, at: int, *, commit: bool = True, claim: Claim | None = None
+    ) -> int:
         """Hands a filled arena over; returns the number of the save. ``at``: where in it there is room for the manifest.
 
         From here on the snapshot comes to be whatever happens to this process. Without ``commit`` the files are stored and there is no
-        snapshot. OSError when there is no writer.
+        snapshot. ``claim``: becomes the writer's. OSError when there is no writer.
         """
         arena = slot.arena
         assert arena is not None
@@ -173,11 +186,15 @@ class WriterClient:
                     manifest_offset=at,
                     manifest_bytes=len(packed),
                     commit=commit,
-                )
+                    claim=claim is not None,
+                ),
+                () if claim is None else (claim.fileno(),),
             )
         except OSError:
             slot.save = 0
             raise
+        if claim is not None:
+            claim.hand_over()
         return self._number
 
     def poll(self, timeout_seconds: float = 0.0) -> list[FromWriter]:

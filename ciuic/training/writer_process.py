@@ -26,7 +26,8 @@ import msgspec
 from ciuic.errors import CiuicError
 from ciuic.readiness import readable
 from ciuic.repository import Repository
-from ciuic.training import notices
+from ciuic.repository.claim import Claim
+from ciuic.training import notices, parts
 from ciuic.training.arena import ReadArena
 from ciuic.training.codecs import Chooser
 from ciuic.training.committing import Known, commit, put_files
@@ -45,11 +46,14 @@ from ciuic.training.messages import (
     NotSaved,
     Part,
     Put,
+    Rules,
     Save,
     Saved,
+    StoredFile,
     receive_from_trainer,
     send,
 )
+from ciuic.training.preservation import Latest
 from ciuic.types import Snapshot
 
 _LOCK_WAIT_SECONDS: Final = 60.0
@@ -132,6 +136,8 @@ class _Writer:
         self._arenas: dict[int, ReadArena] = {}
         self._known = Known()
         self._chooser = Chooser(begin.compression, begin.rules)
+        # Whether a part belongs to a snapshot, so that it can be the base of a difference, another process decides.
+        self._of_parts = Chooser(begin.compression, Rules(keep=(Latest(1),)))
         self._last_began: float | None = None
         self._housekeeping = Housekeeping(
             begin.repository, begin.root, begin.rules, should_stop=trainer.waiting, tell=trainer.tell
@@ -153,6 +159,17 @@ class _Writer:
         self._arenas[number] = ReadArena(fd)
 
     def _save(self, save: Save) -> None:
+        claim = Claim.taken_over(self._trainer.fds.popleft()) if save.claim else None
+        try:
+            saved = self._answer(save)
+        finally:
+            if claim is not None:
+                claim.release()
+        if saved:
+            self._keep_house(self._housekeeping.after)
+
+    def _answer(self, save: Save) -> bool:
+        """Whether there is a new snapshot."""
         began = time.monotonic()
         interval, self._last_began = began - self._last_began if self._last_began else None, began
         try:
@@ -160,8 +177,9 @@ class _Writer:
             packed = memory[save.manifest_offset : save.manifest_offset + save.manifest_bytes]
             manifest = msgspec.msgpack.decode(packed, type=Manifest)
             if not save.commit:
-                self._put(save.number, memory, manifest, began)
-                return
+                self._put(save.number, memory, manifest, began, interval)
+                return False
+            manifest = self._with_parts(manifest)
             try:
                 snapshot = self._commit(memory, manifest, interval)
             except OSError as error:
@@ -173,7 +191,7 @@ class _Writer:
         except Exception as error:  # whatever it is, the training goes on, and so do we
             self._forget()
             self._trainer.tell(NotSaved(number=save.number, reason=_words(error)))
-            return
+            return False
         self._trainer.tell(
             Saved(
                 number=save.number,
@@ -183,7 +201,7 @@ class _Writer:
                 seconds=time.monotonic() - began,
             )
         )
-        self._keep_house(self._housekeeping.after)
+        return True
 
     def _forget(self) -> None:
         """What is in the repository is not what we think."""
@@ -206,16 +224,47 @@ class _Writer:
         except (CiuicError, OSError) as error:
             self._trainer.tell(Note("housekeeping_failed", _words(error)))
 
-    def _put(self, number: int, memory: memoryview, manifest: Manifest, began: float) -> None:
+    def _with_parts(self, manifest: Manifest) -> Manifest:
+        """With what the other ranks' writers have stored, when they have. OSError."""
+        together = manifest.together
+        if together is None:
+            return manifest
+        try:
+            stored = parts.collect(self._begin.repository, together)
+        finally:
+            parts.clear(self._begin.repository, together.token)
+        return msgspec.structs.replace(manifest, stored=[*manifest.stored, *stored])
+
+    def _put(
+        self, number: int, memory: memoryview, manifest: Manifest, began: float, interval: float | None
+    ) -> None:
+        together = manifest.together
+        if together is None:
+            stored, new_bytes = self._stored(memory, manifest, interval)
+            for first in range(0, len(stored), _FILES_IN_A_MESSAGE):
+                self._trainer.tell(Part(number=number, files=stored[first : first + _FILES_IN_A_MESSAGE]))
+        else:
+            with parts.answer(self._begin.repository, together) as answer:
+                try:
+                    stored, new_bytes = self._stored(memory, manifest, interval)
+                except Exception as error:
+                    answer.failed(_words(error))
+                    raise
+                answer.stored(stored)
+        self._trainer.tell(Put(number=number, new_bytes=new_bytes, seconds=time.monotonic() - began))
+
+    def _stored(
+        self, memory: memoryview, manifest: Manifest, interval: float | None
+    ) -> tuple[list[StoredFile], int]:
+        """What another process makes a snapshot of, and by how much the repository has grown."""
         with (
             Repository.open(self._begin.repository) as repository,
             repository.writer(wait_seconds=_TURN_WAIT_SECONDS, command="part of a snapshot") as writer,
         ):
-            stored = put_files(repository, writer, memory, manifest)
-            new_bytes = writer.new_bytes
-        for first in range(0, len(stored), _FILES_IN_A_MESSAGE):
-            self._trainer.tell(Part(number=number, files=stored[first : first + _FILES_IN_A_MESSAGE]))
-        self._trainer.tell(Put(number=number, new_bytes=new_bytes, seconds=time.monotonic() - began))
+            chosen = self._of_parts.begin(writer, interval, self._trainer.waiting)
+            stored = put_files(repository, writer, memory, manifest, chosen)
+            self._of_parts.done(chosen)
+            return stored, writer.new_bytes
 
 
 def _words(error: Exception) -> str:

@@ -42,6 +42,18 @@ def test_ranks_that_are_killed_while_they_store_shards_go_on(tmp_path: Path) -> 
     assert trial.finished() == expected
 
 
+@pytest.mark.slow
+def test_ranks_that_are_killed_while_they_share_a_snapshot_go_on(tmp_path: Path) -> None:
+    """`SnapshotManager` over FSDP2: no snapshot in part, and each rank goes on with its own generators, data and statistics."""
+    trial = Trial(tmp_path, sharded_training.train_managed, random.Random(5), longest_seconds=3.0)
+    expected = trial.uninterrupted()
+    assert expected[0]["own"] != expected[1]["own"]
+    for victims in ((0,), (1,), (0, 1)):
+        trial.killed(victims)
+        assert not trial.read_back()[1]
+    assert trial.finished() == expected
+
+
 def test_ranks_agree_on_the_step_of_a_snapshot(tmp_path: Path) -> None:
     """What one of them finds due at one boundary all save at the next; explicit saves are one snapshot, of all."""
     result = tmp_path / "result"

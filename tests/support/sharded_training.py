@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from ciuic import SnapshotManager
 from ciuic.training.dcp import CiuicStorageReader, CiuicStorageWriter
 
 STEPS = 20
@@ -147,3 +148,87 @@ def die_in_the_middle(rank: int, world: int, save_dir: str) -> None:
 
         writer._wait = wait_and_die  # type: ignore[method-assign]
     dcp.save(trained.state(1), checkpoint_id="torn", storage_writer=writer)
+
+
+class Managed:
+    """With `SnapshotManager`: two kinds of parameters, batch statistics of each rank's own, dropout, a loader that is counted."""
+
+    def __init__(self, rank: int, world: int, save_dir: str, **options: Any) -> None:
+        torch.manual_seed(5)
+        inner = torch.nn.Sequential(
+            torch.nn.Linear(16, 1026),
+            torch.nn.BatchNorm1d(1026),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(1026, 77),
+        )
+        self.model = fully_shard(inner, mesh=init_device_mesh("cpu", (world,))) if world else inner
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
+        torch.manual_seed(50 + rank)
+        data = torch.utils.data.TensorDataset(
+            torch.rand(48, 16, generator=torch.Generator().manual_seed(rank))
+        )
+        self.loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        self.manager = SnapshotManager(save_dir, **options)
+        self.objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        self.manager.register(**self.objects, loader=self.loader)
+
+    def train(self, epochs: int, step_seconds: float = 0.0) -> None:
+        resumed = self.manager.resume()
+        for _ in range((resumed.epoch or 0) if resumed else 0, epochs):
+            for (x,) in self.loader:
+                time.sleep(step_seconds)
+                self.optimizer.zero_grad()
+                self.model(x).square().mean().backward()
+                self.optimizer.step()
+                self.scheduler.step()
+
+    def digest(self) -> str:
+        """Of whole tensors, so by all ranks."""
+        whole = hashlib.sha256()
+        _add(whole, {key: one for key, one in self.model.state_dict().items() if "running" not in key})
+        _add(whole, self.optimizer.state_dict()["state"])
+        return whole.hexdigest()
+
+    def own(self) -> str:
+        """Of what is this rank's alone."""
+        buffers = [one.tolist() for one in self.model.buffers()]
+        return hashlib.sha256(repr((buffers, torch.rand(2).tolist())).encode()).hexdigest()
+
+
+def train_managed(rank: int, world: int, save_dir: str, result: str, step_seconds: float) -> None:
+    """As `train`, with a `SnapshotManager`."""
+    run = Managed(rank, world, save_dir, every_steps=3, max_snapshots=4)
+    run.train(2, step_seconds)
+    run.manager.close()
+    digest = run.digest()
+    Path(f"{result}-{rank}.tmp").write_text(json.dumps({"digest": digest, "own": run.own()}))
+    os.replace(f"{result}-{rank}.tmp", f"{result}-{rank}")
+
+
+def save_managed(rank: int, world: int, save_dir: str, result: str) -> None:
+    """Saved when asked, waited for on every rank; then trained on."""
+    run = Managed(rank, world, save_dir)
+    run.train(1)
+    save = run.manager.save_snapshot(epoch=7, tags=["asked"], wait=True, note={"a": 1.5})
+    digest = run.digest()
+    newest = run.manager.list_snapshots()[0].facts
+    run.train(1)
+    run.manager.close()
+    if rank == 0:
+        assert save is not None
+        found = {"id": save.id, "digest": digest, "world": newest.world_size, "size": newest.size_bytes}
+        Path(result).write_text(json.dumps(found))
+
+
+def resume_managed(rank: int, world: int, save_dir: str, result: str) -> None:
+    """Into a fresh state, by however many ranks."""
+    run = Managed(rank, world, save_dir)
+    resumed = run.manager.resume()
+    digest = run.digest()
+    if world:
+        run.train(2)  # and it can be trained on
+    run.manager.close()
+    if rank == 0:
+        assert resumed is not None
+        Path(result).write_text(json.dumps({"id": resumed.id, "step": resumed.step, "digest": digest}))

@@ -1,4 +1,4 @@
-"""Trainings of several ranks, DDP with SnapshotManager and FSDP through torch.distributed.checkpoint by turns, with ranks killed at random.
+"""Trainings of several ranks, DDP and FSDP with SnapshotManager and FSDP through torch.distributed.checkpoint by turns, with ranks killed at random.
 
 Each trial is a kill of one rank, of the one that saves, or of all; after some of them the run is let through, and every rank must end
 with the bits of a run that nothing happened to. After each kill every snapshot there is must be whole.
@@ -28,7 +28,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
 
     choose = random.Random(seed)
     top = Path(tempfile.mkdtemp())
-    mains = (ddp_training.train, sharded_training.train)
+    mains = (ddp_training.train, sharded_training.train, sharded_training.train_managed)
     until = time.monotonic() + seconds
     kills = runs = whole = 0
     failures: list[str] = []

@@ -13,9 +13,9 @@ from ciuic.errors import Busy, Damaged
 from ciuic.gc import prune
 from ciuic.repository import Repository, RepositoryExists
 from ciuic.training.committing import Known, commit, manifest_of, put_files
+from ciuic.training.files import Files, top_of
 from ciuic.training.messages import File, StoredFile
 from ciuic.training.places import ensure_repository
-from ciuic.training.reading import Files, top_of
 from ciuic.types import SnapshotId
 
 

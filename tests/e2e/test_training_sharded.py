@@ -1,0 +1,44 @@
+"""`SnapshotManager` with a state that is sharded over ranks: FSDP2 on the CPU, gloo, real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+from support import sharded_training  # noqa: E402
+from support.ranks import Ranks  # noqa: E402
+
+from ciuic import SnapshotManager  # noqa: E402
+from ciuic.repository import Repository  # noqa: E402
+from ciuic.training.housekeeping import read_back  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_saved_by_two_ranks_it_is_resumed_by_three_by_one_and_by_none(tmp_path: Path) -> None:
+    """Weights and moments are what they were, to the last bit, however the shards are cut; and a program without ranks reads whole tensors."""
+    save_dir, result = str(tmp_path / "snapshots"), tmp_path / "result"
+    Ranks(tmp_path / "save", 2, sharded_training.save_managed, save_dir, str(result)).check()
+    saved = json.loads(result.read_text())
+    assert saved["world"] == 2
+    for world in (3, 1):
+        here = tmp_path / f"by-{world}"
+        Ranks(here, world, sharded_training.resume_managed, save_dir, str(result)).check()
+        found = json.loads(result.read_text())
+        assert found == {"id": saved["id"], "step": 12, "digest": saved["digest"]}
+    sharded_training.resume_managed(0, 0, save_dir, str(result))
+    assert json.loads(result.read_text())["digest"] == saved["digest"]
+    with SnapshotManager(save_dir) as manager:
+        state = manager.load_latest_snapshot()
+    assert state is not None
+    assert state["note"] == {"a": 1.5}
+    assert state["epoch"] == 7
+    assert state["model_state_dict"]["0.weight"].shape == (1026, 16)
+    with Repository.open(save_dir) as repository:
+        assert not read_back(repository, saved["id"])
