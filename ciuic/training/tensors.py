@@ -32,6 +32,8 @@ _TORCH_DTYPES: Final = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+_OWN_STORAGE_BYTES: Final = 128 << 10
+"""Tensors up to this size are loaded into storages of their own."""
 _BYTES: Final = "U8"
 
 
@@ -196,8 +198,10 @@ def from_buffer(owner: Any, offset: int, array: Array) -> Any:
         if not array.size_bytes:
             return torch.empty(shape, dtype=dtype)
         data = owner[offset : offset + array.size_bytes]
-        if data.storage_offset() % dtype.itemsize or array.size_bytes * 2 < owner.numel():
-            data = data.clone()  # one of many small ones must not keep them all in memory
+        small = array.size_bytes <= _OWN_STORAGE_BYTES or array.size_bytes * 2 < owner.numel()
+        if small or data.storage_offset() % dtype.itemsize:
+            # One of many must not keep them all in memory; and torch reads a generator's state from where its storage begins.
+            data = data.clone()
         return data.view(dtype).view(shape)
     import numpy
 

@@ -174,3 +174,24 @@ def _goes_on(make: Callable[[Any], Any], schedule: Callable[[Any], Any] | None) 
         step_again()
     assert _bytes(again["model"].weight) == _bytes(objects["model"].weight)
     assert again["optimizer"].param_groups[0]["lr"] == objects["optimizer"].param_groups[0]["lr"]
+
+
+def test_the_state_of_a_generator_may_stand_anywhere_among_other_tensors(tmp_path: Path) -> None:
+    """torch reads it from where its storage begins: a view into a larger one is other bytes to it, or none at all."""
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        for before in (1, 1000, 100_000):
+            generator = torch.Generator().manual_seed(before)
+            manager.save_snapshot(
+                alone=torch.zeros(before, dtype=torch.uint8), generator=generator, wait=True
+            )
+            expected = torch.rand(4, generator=generator)
+            state = manager.load_latest_snapshot()
+            assert state is not None
+            saved = state["generator_state_dict"]
+            assert saved.storage_offset() == state["random_state"]["torch"].storage_offset() == 0
+            assert torch.equal(torch.rand(4, generator=_set(torch.Generator(), saved)), expected)
+
+
+def _set(generator: Any, state: Any) -> Any:
+    generator.set_state(state)
+    return generator
