@@ -129,7 +129,6 @@ class RootSupervisor:
             return None
         self._now_served_by(worker)
         await self._renew(worker)
-        await self._on_session(self.path, worker)
         self._settled.set()
         return worker
 
@@ -137,6 +136,8 @@ class RootSupervisor:
         """Returns when the worker has ended and its mount is gone."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(end_when_hung, worker)
+            # Beside the wait: it waits for the cut that is being made, which may be waiting for this very worker's successor.
+            nursery.start_soon(self._on_session, self.path, worker)
             status = await worker.wait()
             nursery.cancel_scope.cancel()
         self.worker = None
@@ -188,7 +189,6 @@ class RootSupervisor:
                     self._deaths += 1
                     continue
                 self._now_served_by(worker, plain=plain)
-                await self._on_session(self.path, worker)
                 return worker
         finally:
             # Without this descriptor a mount that nobody serves would not be dead but hang.

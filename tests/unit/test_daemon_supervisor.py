@@ -36,6 +36,8 @@ class Stage:
         self.sessions: list[str] = []
         self.order: list[str] = []
         self.made: list[FakeWorker] = []
+        self.busy = False
+        """What follows a new session does not end."""
 
     def worker(self, session: str) -> FakeWorker:
         made = FakeWorker(FakeOverlay("/a"), session)
@@ -55,6 +57,8 @@ class Stage:
         async def started(path: str, worker: Worker) -> None:
             await trio.lowlevel.checkpoint()
             self.sessions.append(worker.session)
+            if self.busy:
+                await trio.sleep_forever()
 
         return RootSupervisor(
             RootSettings("/a"),
@@ -94,6 +98,7 @@ def test_a_dead_worker_is_replaced(stage: Stage) -> None:
     supervisor = stage.supervisor(first, second)
 
     async def script() -> None:
+        await until(lambda: stage.sessions == ["one"])
         first.kill()
         await until(lambda: stage.sessions == ["one", "two"])
         assert (supervisor.state, supervisor.restarts, supervisor.worker) == ("mounted", 1, second)
@@ -103,6 +108,23 @@ def test_a_dead_worker_is_replaced(stage: Stage) -> None:
     (alert,) = stage.alerts.standing()
     assert (alert.key, alert.severity) == ("worker:/a", "warning")
     assert "SIGKILL" in alert.message
+
+
+def test_a_worker_that_dies_while_its_session_is_taken_up_is_replaced(stage: Stage) -> None:
+    """What is to be done for a new session may wait for a cut, and that for this root to be served: its worker is watched meanwhile."""
+    stage.busy = True
+    first, second, third = (stage.worker(name) for name in ("one", "two", "three"))
+    supervisor = stage.supervisor(first, second, third)
+
+    async def script() -> None:
+        await until(lambda: stage.sessions == ["one"])
+        first.kill()
+        await until(lambda: stage.sessions == ["one", "two"])
+        second.kill()
+        await until(lambda: stage.sessions == ["one", "two", "three"])
+        assert (supervisor.state, supervisor.worker) == ("mounted", third)
+
+    stage.run(supervisor, script)
 
 
 def test_a_root_that_cannot_be_mounted_is_tried_again(stage: Stage) -> None:
