@@ -1,7 +1,9 @@
 """Memory that the trainer fills and the writer reads, and that does not end with the trainer.
 
 An anonymous file (memfd): no name anywhere, freed by the kernel with the last of the two. It counts as shared memory of whoever
-touched it first; the size of /dev/shm does not bound it. It cannot shrink, so that the reader never meets a missing page.
+touched it first; the size of /dev/shm does not bound it. It cannot shrink, so that the reader never meets a missing page. A process
+that is forked has it mapped, too, and its page tables are not copied: that of shared memory are filled when it is touched. (Keeping it
+from forks would leave a hole there, which something else fills, and which the end of the mapping then takes away.)
 """
 
 from __future__ import annotations
@@ -37,8 +39,6 @@ class Arena:
             raise
         with suppress(OSError):  # only advice
             self.map.madvise(mmap.MADV_HUGEPAGE)
-        with suppress(OSError):  # data loader workers must not carry its page tables
-            self.map.madvise(mmap.MADV_DONTFORK)
         self.memory = memoryview(self.map)
 
     def make_present(self) -> None:

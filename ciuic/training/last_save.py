@@ -8,6 +8,7 @@ the last boundary: the resumed run goes on from that one, and evaluates again.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -132,6 +133,10 @@ class LastSave:
         return manager.stats.last_id or None
 
     def _unguarded(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            if self._word_left or self.watch.told:
+                self.watch.wake()
+            return
         if self._word_left:
             self._word_left = False
             self.hear()

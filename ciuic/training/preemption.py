@@ -207,15 +207,20 @@ class Watch:
         self._forget()
         self._told = told
         left = max(0.0, told.deadline - time.monotonic() - _END_SECONDS)
-        self._timer = threading.Timer(left, self._expire, (threading.main_thread().ident,))
+        self._timer = threading.Timer(left, self._expire)
         self._timer.daemon = True
         self._timer.start()
 
-    def _expire(self, thread: int) -> None:
+    def wake(self) -> None:
+        """From another thread: the main thread looks what there is to do."""
+        thread = threading.main_thread().ident
+        if NOTIFIED in self._previous and thread is not None:
+            signal.pthread_kill(thread, NOTIFIED)
+
+    def _expire(self) -> None:
         """In a thread: the main thread has to find it out."""
         self._expired = True
-        if NOTIFIED in self._previous:
-            signal.pthread_kill(thread, NOTIFIED)
+        self.wake()
 
     def _forget(self) -> None:
         self._told, self._expired = None, False

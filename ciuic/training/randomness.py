@@ -13,9 +13,9 @@ from typing import Any
 def state() -> dict[str, Any]:
     """Of Python's, NumPy's and torch's global generators, on the CPU and on every device that is in use."""
     found: dict[str, Any] = {"python": random.getstate()}
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None:
-        found["numpy"] = numpy.random.get_state(legacy=False)
+    numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
+    if numpy_random is not None:
+        found["numpy"] = numpy_random.get_state(legacy=False)
     if torch is not None:
         found["torch"] = torch.get_rng_state()
         for name, device in _devices(torch):
@@ -30,7 +30,7 @@ def restore(found: dict[str, Any]) -> list[str]:
     problems = []
     random.setstate(tupled(found["python"]))
     if "numpy" in found:
-        import numpy
+        import numpy.random
 
         numpy.random.set_state(found["numpy"])
     if "torch" in found:

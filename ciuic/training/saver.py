@@ -26,7 +26,7 @@ from ciuic.training.messages import (
     Put,
     Saved,
 )
-from ciuic.training.outcome import Save, Stats
+from ciuic.training.outcome import EXIT_SECONDS, Save, Stats
 from ciuic.training.reading import Facts
 from ciuic.training.staging import State, stage
 from ciuic.training.writer_client import WriterClient
@@ -34,6 +34,8 @@ from ciuic.training.writer_client import WriterClient
 POLL_SECONDS: Final = 0.2
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
+_PATIENCE: Final = 3.0
+"""Times what a snapshot is known to take."""
 _ROOM: Final = 1.01
 _ROOM_BYTES: Final = 1 << 20
 """For headers and documents beside the tensors."""
@@ -90,7 +92,8 @@ class Saver:
         self.size_bytes = state.size_bytes
         try:
             number = stage(self.client, state, facts, manifest, claim)
-            while number is None and may_wait:
+            end = time.monotonic() + self._patience_seconds()
+            while number is None and may_wait and self.client.pending and time.monotonic() < end:
                 self.hear(POLL_SECONDS)
                 number = stage(self.client, state, facts, manifest, claim)
         except OSError as error:
@@ -100,11 +103,22 @@ class Saver:
             return None, False
         if number is None:
             self.stats.skipped += 1
-            log.warning("ciuic: a snapshot is skipped: the last two are still being written")
+            if (
+                self.stats.skipped.bit_count() == 1
+            ):  # the first, the second, the fourth: it may go on for days
+                log.warning(
+                    "ciuic: a snapshot is skipped: the last two are still being written (%d so far)",
+                    self.stats.skipped,
+                )
             return None, True
         self._pause_seconds = _FIRST_PAUSE_SECONDS
         save = self._saves[number] = Save(self, number)
         return save, False
+
+    def _patience_seconds(self) -> float:
+        """For so long an arena is waited for: a writer that hangs must not hang the training."""
+        estimate = self.costs.write_estimate_seconds(self.size_bytes)
+        return max(EXIT_SECONDS, _PATIENCE * (estimate or 0.0))
 
     def stalled(self, seconds: float) -> None:
         """The training stood still so long for a save."""
@@ -117,7 +131,7 @@ class Saver:
         end = time.monotonic() + timeout_seconds
         while self.client.pending if number is None else number in self._saves:
             left = end - time.monotonic()
-            if left <= 0:
+            if left <= 0 or not self.client.will_answer:
                 return False
             with self.guard:
                 self.hear(min(left, POLL_SECONDS))

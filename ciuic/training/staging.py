@@ -96,17 +96,20 @@ def stage(
         tail.add(STATE_FILE, state.document)
         tail.add(FACTS_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=1))
     manifest = msgspec.structs.replace(manifest, files=files_of((*layout.files, *tail.files)))
-    slot = client.free_slot(tail.end + len(msgspec.msgpack.encode(manifest)))
+    slot = client.reserve(tail.end + len(msgspec.msgpack.encode(manifest)))
     if slot is None:
         return None
-    places = _places(slot, signature, layout)
-    leaves = [leaf for of_one in state.leaves.values() for leaf in of_one]
-    for place, leaf in zip(places, leaves, strict=True):
-        place.fill(leaf.value)
-    assert slot.arena is not None
-    for offset, content in tail.content:
-        slot.arena.memory[offset : offset + len(content)] = content
-    return client.submit(slot, manifest, tail.end, commit=bool(state.document), claim=claim)
+    try:
+        places = _places(slot, signature, layout)
+        leaves = [leaf for of_one in state.leaves.values() for leaf in of_one]
+        for place, leaf in zip(places, leaves, strict=True):
+            place.fill(leaf.value)
+        assert slot.arena is not None
+        for offset, content in tail.content:
+            slot.arena.memory[offset : offset + len(content)] = content
+        return client.submit(slot, manifest, tail.end, commit=bool(state.document), claim=claim)
+    finally:
+        client.release(slot)
 
 
 class _Tail:

@@ -48,6 +48,10 @@ _PROGRAM: Final = (
 _SPARE: Final = 1.125
 """A new arena is so much larger than what it is made for: a state that grows a little should not need another."""
 GONE: Final = "the writer process is gone"
+FORKED: Final = "this process was forked from the one that made the SnapshotManager: it needs one of its own"
+_left_behind: list[subprocess.Popen[bytes]] = []
+"""Writers that have something to finish and nobody who waits for it."""
+INTERRUPTED: Final = "interrupted while it was handed over"
 
 
 class Slot:
@@ -61,12 +65,14 @@ class Slot:
         """The save for which the writer has it, or 0."""
         self.staged: weakref.ref[memoryview] | None = None
         """What the caller staged in it and will submit later looks at this memory: as long as anything does, it is not free."""
+        self.reserved = False
+        """It is being filled."""
         self.layout: object = None
         """Whatever the caller has put there: good for this arena."""
 
     @property
     def is_free(self) -> bool:
-        return not self.save and (self.staged is None or self.staged() is None)
+        return not (self.save or self.reserved) and (self.staged is None or self.staged() is None)
 
 
 class WriterClient:
@@ -104,8 +110,15 @@ class WriterClient:
         """Whether there is an arena to fill."""
         return any(slot.is_free for slot in self.slots)
 
+    @property
+    def will_answer(self) -> bool:
+        """Whether there is anything to wait for."""
+        return self.is_ours and (self._sock is not None or bool(self._unheard))
+
     def start(self) -> None:
-        """Starts the process unless it runs. OSError."""
+        """Starts the process unless it runs. OSError, also in a forked child."""
+        if not self.is_ours:
+            raise OSError(errno.EPERM, FORKED)
         if self._sock is not None:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -136,7 +149,34 @@ class WriterClient:
         if not free:
             return None
         # The smallest number: a run whose saves are far apart needs the memory of one.
-        slot = free[0]
+        return self._fit(free[0], size_bytes)
+
+    def reserve(self, size_bytes: int) -> Slot | None:
+        """As `free_slot`, and nobody else's until it is submitted or `release`d: a signal handler of the program's that saves in
+        the middle of a save gets the other one."""
+        if not self.is_ours:
+            raise OSError(errno.EPERM, FORKED)
+        for slot in self.slots:
+            if not slot.is_free:
+                continue
+            slot.reserved = True
+            if slot.save:  # such a handler came in between
+                slot.reserved = False
+                continue
+            try:
+                if (found := self._fit(slot, size_bytes)) is not None:
+                    return found
+            except BaseException:
+                slot.reserved = False
+                raise
+            slot.reserved = False
+        return None
+
+    def release(self, slot: Slot) -> None:
+        """It was not submitted after all."""
+        slot.reserved = False
+
+    def _fit(self, slot: Slot, size_bytes: int) -> Slot | None:
         if slot.arena is None or slot.arena.size_bytes < size_bytes:
             if slot.arena is not None:
                 slot.arena.close()
@@ -156,9 +196,11 @@ class WriterClient:
         Failing is no matter. The second arena comes when it is needed, and stands the training still for longer that once.
         """
         with suppress(OSError):
-            slot = self.free_slot(size_bytes)
-            if slot is not None and slot.arena is not None:
-                threading.Thread(target=slot.arena.make_present, name="ciuic-arena", daemon=True).start()
+            slot = self.reserve(size_bytes)
+            if slot is not None:
+                if slot.arena is not None:
+                    threading.Thread(target=slot.arena.make_present, name="ciuic-arena", daemon=True).start()
+                self.release(slot)
 
     def submit(
         self, slot: Slot, manifest: Manifest, at: int, *, commit: bool = True, claim: Claim | None = None
@@ -172,45 +214,55 @@ class WriterClient:
         assert arena is not None
         packed = msgspec.msgpack.encode(manifest)
         arena.memory[at : at + len(packed)] = packed
+        self._number += 1
+        save = Save(
+            number=self._number,
+            arena=slot.number,
+            manifest_offset=at,
+            manifest_bytes=len(packed),
+            commit=commit,
+            claim=claim is not None,
+        )
+        fds = () if claim is None else (claim.fileno(),)
+        try:
+            self._hand_over(slot, arena, save, fds)
+        except (BrokenPipeError, ConnectionResetError):  # somebody killed it just now
+            self._hand_over(slot, arena, save, fds)
+        if claim is not None:
+            claim.hand_over()
+        slot.reserved = False
+        return save.number
+
+    def _hand_over(self, slot: Slot, arena: Arena, save: Save, fds: tuple[int, ...]) -> None:
         self.start()
         if not slot.known_to_writer:
             self._send(Attach(slot.number), (arena.fd,))
             slot.known_to_writer = True
-        self._number += 1
-        slot.save = self._number
+        slot.save = save.number
         try:
-            self._send(
-                Save(
-                    number=slot.save,
-                    arena=slot.number,
-                    manifest_offset=at,
-                    manifest_bytes=len(packed),
-                    commit=commit,
-                    claim=claim is not None,
-                ),
-                () if claim is None else (claim.fileno(),),
-            )
+            self._send(save, fds)
         except OSError:
             slot.save = 0
             raise
-        if claim is not None:
-            claim.hand_over()
-        return self._number
+        except BaseException:
+            # A handler of the program's has raised: whether the writer got it nobody knows. What it may read is not filled again.
+            self._unheard.append(NotSaved(number=save.number, reason=INTERRUPTED))
+            self._part()
+            raise
 
     def poll(self, timeout_seconds: float = 0.0) -> list[FromWriter]:
         """What the writer has said since; waits so long for the first of it."""
-        said, self._unheard = self._unheard, []
-        while self._sock is not None:
-            if not readable(self._sock.fileno(), 0 if said else timeout_seconds):
+        while self.is_ours and self._sock is not None:
+            if not readable(self._sock.fileno(), 0 if self._unheard else timeout_seconds):
                 break
             message = receive_from_writer(self._sock)
             if message is None:
                 self._lose()
-                said, self._unheard = said + self._unheard, []
                 break
+            self._unheard.append(message)  # nothing that a handler raises later on makes it unheard of
             if isinstance(message, (Saved, NotSaved, Put)):
                 self._answered(message.number)
-            said.append(message)
+        said, self._unheard = self._unheard, []
         return said
 
     def close(self, timeout_seconds: float) -> list[FromWriter]:
@@ -231,7 +283,7 @@ class WriterClient:
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout_seconds)
-            self._process = None
+            self._leave_behind()
         for slot in self.slots:
             if slot.arena is not None:
                 slot.arena.close()
@@ -244,6 +296,8 @@ class WriterClient:
         try:
             send(self._sock, message, fds)
         except (BrokenPipeError, ConnectionResetError):
+            if isinstance(message, Save):
+                self._answered(message.number)  # who hands it over knows, and still has what is to be saved
             self._lose()
             raise
 
@@ -256,14 +310,27 @@ class WriterClient:
         """The writer is gone with what it had."""
         lost = [NotSaved(number=slot.save, reason=GONE) for slot in self.slots if slot.save]
         self._unheard.extend(lost or ([] if self._ended else [Note("writer_gone", GONE)]))
+        self._part()
+
+    def _leave_behind(self) -> None:
+        """The process ends by itself; it is looked after so long, so that it does not stay a zombie."""
+        if self._process is not None:
+            _left_behind.append(self._process)
+            self._process = None
+        _left_behind[:] = [one for one in _left_behind if one.poll() is None]
+
+    def _part(self) -> None:
+        """From here on the writer is on its own; it finishes what it has, in memory that is its own from now on."""
         for slot in self.slots:
-            slot.save = 0
+            if slot.save and slot.arena is not None:
+                slot.arena.close()
+                slot.arena, slot.layout = None, None
+            slot.save, slot.known_to_writer = 0, False
         if self._sock is not None:
             self._sock.close()
             self._sock = None
-        if self._process is not None and not self._ended:  # else `close` waits for its end
-            self._process.poll()
-            self._process = None
+        if not self._ended:  # else `close` waits for its end
+            self._leave_behind()
 
 
 def _arena(size_bytes: int) -> Arena:

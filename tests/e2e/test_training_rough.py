@@ -1,0 +1,181 @@
+"""SnapshotManager where programs are rough with it: handlers that save, forks, interrupts, writers that are stopped or killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ciuic import SnapshotManager
+from ciuic.training import saver, staging, writer_client
+from ciuic.training.tensors import Place
+
+
+class Model:
+    """Large enough for a file of its own."""
+
+    def __init__(self) -> None:
+        self.weights = {f"layer{number}": np.zeros(40_000) for number in range(3)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.weights)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = dict(state)
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[SnapshotManager]:
+    with SnapshotManager(tmp_path / "snapshots") as made:
+        made.register(model=Model())
+        yield made
+
+
+def _writer_of(manager: SnapshotManager) -> int:
+    process = manager._saver.client._process
+    assert process is not None
+    return process.pid
+
+
+def test_a_handler_that_saves_in_the_middle_of_a_save_gets_a_snapshot_of_its_own(
+    manager: SnapshotManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is being copied is not handed to the writer by somebody else."""
+    model = manager._registered.objects["model"]
+    fill, saves = Place.fill, []
+
+    def interrupted(place: Place, value: Any) -> None:
+        fill(place, value)
+        if not saves:
+            saves.append(None)
+            for weights in model.weights.values():
+                weights += 1
+            saves.append(manager.save_snapshot(metrics={"inner": 1.0}))
+            for weights in model.weights.values():
+                weights -= 1
+
+    monkeypatch.setattr(staging.Place, "fill", interrupted)
+    saves.append(manager.save_snapshot(metrics={"outer": 1.0}))
+    assert manager.wait()
+    for save, metrics, value in ((saves[1], {"inner": 1.0}, 1.0), (saves[2], {"outer": 1.0}, 0.0)):
+        assert save is not None
+        assert save.id
+        state = manager.load_snapshot(save.id)
+        assert state["metrics"] == metrics
+        assert {float(one) for array in state["model_state_dict"].values() for one in array} == {value}
+
+
+def test_a_forked_process_can_load_and_cannot_save_and_does_not_disturb_its_parent(
+    manager: SnapshotManager, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It has the socket and the arenas of its parent, which are none of its business."""
+    manager.save_snapshot(wait=True)
+    save = manager.save_snapshot()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            manager.wait(1)
+            code = 0 if manager.load_latest_snapshot() is not None and manager.save_snapshot() is None else 2
+            manager.close()
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert save is not None
+    assert save.wait()
+    later = manager.save_snapshot(wait=True)
+    assert later is not None
+    assert later.id
+    assert len(manager.list_snapshots()) == 3
+
+
+def test_a_forked_process_ends_as_any_other(tmp_path: Path) -> None:
+    """With everything torn down that it has inherited."""
+    program = (
+        "import os, sys, numpy\nfrom ciuic import SnapshotManager\n"
+        f"manager = SnapshotManager({str(tmp_path / 'snapshots')!r})\n"
+        "manager.register(state={'a': numpy.zeros(100_000)})\nmanager.save_snapshot(wait=True)\n"
+        "child = os.fork()\n"
+        "if not child:\n    manager.load_latest_snapshot()\n    sys.exit(0)\n"
+        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", program]) == 0
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_an_interrupt_in_the_middle_of_handing_over_loses_no_later_snapshot(
+    manager: SnapshotManager, monkeypatch: pytest.MonkeyPatch, *, sent: bool
+) -> None:
+    """And what the writer may be reading is not filled again."""
+    send = writer_client.send
+
+    def interrupted(sock: Any, message: Any, fds: tuple[int, ...] = ()) -> None:
+        if sent or not isinstance(message, writer_client.Save):
+            send(sock, message, fds)
+        if isinstance(message, writer_client.Save):
+            monkeypatch.setattr(writer_client, "send", send)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer_client, "send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        manager.save_snapshot(metrics={"number": 0.0})
+    for number in range(1, 5):
+        for weights in manager._registered.objects["model"].weights.values():
+            weights += 1
+        save = manager.save_snapshot(metrics={"number": float(number)}, wait=True)
+        assert save is not None
+        assert save.id
+    for saved in manager.list_snapshots():
+        state = manager.load_snapshot(saved.id)
+        values = {float(one) for array in state["model_state_dict"].values() for one in array}
+        assert values == {state["metrics"]["number"]}
+
+
+def test_a_writer_that_hangs_does_not_hang_the_training(
+    manager: SnapshotManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is skipped and counted; what was staged comes to be as soon as the writer goes on."""
+    manager.save_snapshot(wait=True)
+    monkeypatch.setattr(saver, "EXIT_SECONDS", 0.1)
+    writer = _writer_of(manager)
+    os.kill(writer, signal.SIGSTOP)
+    try:
+        assert manager.save_snapshot() is not None
+        assert manager.save_snapshot() is not None
+        assert manager.save_snapshot() is None
+    finally:
+        os.kill(writer, signal.SIGCONT)
+    assert manager.wait()
+    assert (manager.stats.saved, manager.stats.skipped, manager.stats.failed) == (3, 1, 0)
+
+
+def test_a_writer_that_is_killed_between_two_saves_costs_none(manager: SnapshotManager) -> None:
+    """Each is handed to a new one."""
+    for _ in range(3):
+        save = manager.save_snapshot(wait=True)
+        assert save is not None
+        assert save.id
+        writer = _writer_of(manager)
+        os.kill(writer, signal.SIGKILL)
+        os.waitid(os.P_PID, writer, os.WEXITED | os.WNOWAIT)
+    assert (manager.stats.saved, manager.stats.failed) == (3, 0)
+
+
+def test_waiting_for_a_save_after_the_manager_was_closed_ends(manager: SnapshotManager) -> None:
+    """Nobody will answer any more."""
+    manager.save_snapshot(wait=True)
+    writer = _writer_of(manager)
+    os.kill(writer, signal.SIGSTOP)
+    try:
+        save = manager.save_snapshot()
+        manager.close(0.1)
+        assert save is not None
+        assert save.wait(60) is None
+    finally:
+        os.kill(writer, signal.SIGCONT)
