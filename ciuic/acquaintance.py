@@ -18,7 +18,7 @@ from ciuic.watch_client import Hello, introduce
 ANSWER_SECONDS: Final = 10.0
 KNOWN_SECONDS: Final = 1.0
 """A daemon that was there is most likely being started again."""
-UNKNOWN_SECONDS: Final = 30.0
+UNKNOWN_SECONDS: Final = 10.0
 REFUSED_SECONDS: Final = 600.0
 
 

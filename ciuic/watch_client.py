@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
-import tomli
 
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotPermitted, Unreachable
 
@@ -63,6 +62,8 @@ _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answe
 
 def watch_socket(environment: Mapping[str, str]) -> str:
     """Where the daemon listens whose configuration is in force."""
+    import tomli
+
     try:
         with open(environment.get("CIUIC_CONFIG") or _CONFIG, "rb") as file:
             document: Any = tomli.load(file)

@@ -60,7 +60,7 @@ class Page:
             fcntl.fcntl(self.fd, _ADD_SEALS, _SEAL_SHRINK)
             self._map = mmap.mmap(self.fd, _BYTES)
         except BaseException:
-            os.close(self.fd)
+            self.close()
             raise
         # Not by struct, which stores byte by byte: who reads would find half a number.
         self._words = memoryview(self._map).cast("Q")
@@ -82,6 +82,16 @@ class Page:
         text = reason.encode("utf-8", "replace")[: _TEXT_BYTES - 1]
         self._map[_TEXT_AT : _TEXT_AT + _TEXT_BYTES] = text.ljust(_TEXT_BYTES, b"\0")
         self._words[_GOODBYE] = how
+
+    def close(self) -> None:
+        """Lets go of the descriptor; what is written from now on is seen by those who have one of their own."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:
+            self.close()
 
     @property
     def goodbye(self) -> Goodbye:

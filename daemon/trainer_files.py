@@ -23,7 +23,7 @@ from ciuic.daemon.trainer import Identity, Trainer
 from ciuic.daemon.trainers import Trainers
 from ciuic.watch_client import Hello
 
-LOOK_SECONDS: Final = 2.0
+LOOK_SECONDS: Final = 1.0
 _LATE_SECONDS: Final = 5.0
 """A pid file is written after its process began; the clocks that say so are two."""
 log = structlog.get_logger(__name__)

@@ -122,6 +122,9 @@ class LastSave:
         as_it_was = None if at_boundary or not manager._boundaries.unchanged else self._remembered
         return manager._save_last(reason, as_it_was)
 
+    def ends(self) -> None:
+        self._manager._heartbeat.preempted()
+
     def wait_durable(self, seconds: float) -> str | None:
         """And from here on closing the manager takes no longer than that."""
         manager = self._manager

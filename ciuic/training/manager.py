@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from ciuic.training import marks, policies
 from ciuic.training.boundaries import Boundaries
 from ciuic.training.for_frameworks import ForFrameworks
 from ciuic.training.forecast import Forecast, look_ahead
+from ciuic.training.heartbeat import Heartbeat
 from ciuic.training.last_save import LastSave
 from ciuic.training.loading import check_complete, load_given, load_latest, put_back
 from ciuic.training.logs import log, quietly
@@ -59,6 +61,7 @@ class SnapshotManager(ForFrameworks):
         nice: int = 10,
         compression: str = "auto",
         distributed: bool | None = None,
+        heartbeat_seconds: float | None = None,
     ) -> None:
         """Opens the repository at ``save_dir``, or makes one there, parents included.
 
@@ -69,7 +72,8 @@ class SnapshotManager(ForFrameworks):
         repository. ``nice``: of the writer. ``compression``: ``auto`` finds out for each tensor what makes it smaller, within one percent of
         the processors' time; ``small`` takes what time it needs, ``none`` takes none. ``distributed``: whether this is one of several ranks
         that train one model, which then all make a manager and call the same of its methods; None: if torch.distributed is initialized
-        for several. ValueError; CiuicError or OSError when there can be no repository there.
+        for several. ``heartbeat_seconds``: without a step, a report or a save for so long the training counts as hung, for a daemon on the
+        same machine (docs/daemon.md, Trainers), which notices its death in any case. ValueError; CiuicError or OSError when there can be no repository there.
         """
         self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
         rules = policies.Rules(policies.of(interval, every_steps, save_when))
@@ -86,6 +90,7 @@ class SnapshotManager(ForFrameworks):
         self._close_by: float | None = None
         preempted = rule_of(rules)
         ensure_repository(self.save_dir)
+        self._heartbeat = Heartbeat(name, str(self.save_dir), heartbeat_seconds)
         self._saver = Saver(
             Begin(
                 repository=str(self.save_dir),
@@ -94,7 +99,9 @@ class SnapshotManager(ForFrameworks):
                 nice=nice,
                 services=() if preempted is None else preempted.services,
                 compression=compression,
-            )
+                watched=self._heartbeat.hello,
+            ),
+            self._heartbeat.fds,
         )
         self.stats: Stats = self._saver.stats
         self._closed = False
@@ -170,6 +177,7 @@ class SnapshotManager(ForFrameworks):
         objects = {name: value for name, value in given.items() if value is not None and has_state(value)}
         plain = {name: value for name, value in others.items() if name not in objects}
         self.register(**objects)
+        self._heartbeat.beat(self.step)
         if epoch is not None:
             self.epoch = epoch
         if step is not None:
@@ -195,6 +203,7 @@ class SnapshotManager(ForFrameworks):
         """Metrics of the state as it is, for rules that look at them and for the next snapshot. One that is due for them is taken now
         where the state is whole, else at the next boundary."""
         self._pace.report({**(metrics or {}), **more})
+        self._heartbeat.beat(self.step)
         if self._taker.ranks is not None:
             return  # what one rank was told is heard by the others at the next boundary
         if (
@@ -276,6 +285,7 @@ class SnapshotManager(ForFrameworks):
             return
         self._closed = True
         atexit.unregister(self.close)
+        self._heartbeat.closing(sys.exc_info()[1])
         if self._last is not None:
             self._last.watch.remove()
         if self._close_by is not None:
@@ -311,6 +321,7 @@ class SnapshotManager(ForFrameworks):
 
     def _stepped(self) -> None:
         self.step += 1
+        self._heartbeat.beat(self.step)
         self._saver.changed = True
         if self._last is not None:
             self._last.stepped()
@@ -319,6 +330,7 @@ class SnapshotManager(ForFrameworks):
         if self._closed or not self._registered.objects or not self._saver.client.is_ours:
             return
         self._saver.changed = True
+        self._heartbeat.beat(self.step)
         if self._saver.client.pending:
             with self._saver.guard:
                 self._saver.hear()

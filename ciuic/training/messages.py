@@ -12,6 +12,7 @@ import msgspec
 
 from ciuic.training.notices import Metadata
 from ciuic.training.preservation import Keep
+from ciuic.watch_client import Hello
 
 MOST_BYTES: Final = 64 << 10
 COMPRESSIONS: Final = ("auto", "none", "small")
@@ -37,6 +38,8 @@ class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Of clouds, to be asked for notices."""
     compression: str = "auto"
     """One of `COMPRESSIONS`."""
+    watched: Hello | None = None
+    """What a daemon is to know of the trainer; then its page comes with the message."""
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):

@@ -102,6 +102,9 @@ class Host(Protocol):
     def stage_last(self, reason: str, *, at_boundary: bool) -> bool:
         """Whether there is a snapshot of the state, staged or durable."""
 
+    def ends(self) -> None:
+        """The program will be ended for it."""
+
     def wait_durable(self, seconds: float) -> str | None:
         """The id of the last snapshot, if it is durable in this time."""
 
@@ -259,6 +262,8 @@ class Watch:
         told = self._told
         assert told is not None
         self._forget()
+        if self._ends(told):
+            self._host.ends()
         then, previous = self._rule.then, self._previous.get(told.signal)
         if callable(then):
             then(Preempted(told.cause, told.signal, told.deadline, told.frame, told.certain, snapshot))

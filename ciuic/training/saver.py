@@ -44,9 +44,9 @@ _ROOM_BYTES: Final = 1 << 20
 class Saver:
     """Not for several threads at once."""
 
-    def __init__(self, begin: Begin) -> None:
-        """``begin``: what the writer is told when it is started."""
-        self.client = WriterClient(begin)
+    def __init__(self, begin: Begin, begin_fds: tuple[int, ...] = ()) -> None:
+        """``begin``: what the writer is told when it is started, with these descriptors."""
+        self.client = WriterClient(begin, begin_fds=begin_fds)
         self.guard = Guard()
         self.stats = Stats()
         self.costs = Costs()

@@ -78,8 +78,9 @@ class Slot:
 class WriterClient:
     """Not for several threads at once."""
 
-    def __init__(self, begin: Begin, arenas: int = _ARENAS) -> None:
+    def __init__(self, begin: Begin, arenas: int = _ARENAS, *, begin_fds: tuple[int, ...] = ()) -> None:
         self._begin = begin
+        self._begin_fds = begin_fds
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self.slots = [Slot(number) for number in range(arenas)]
@@ -141,7 +142,7 @@ class WriterClient:
         self._ended = False
         for slot in self.slots:
             slot.known_to_writer = False
-        self._send(self._begin)
+        self._send(self._begin, self._begin_fds)
 
     def free_slot(self, size_bytes: int, among: slice = slice(None)) -> Slot | None:
         """One that may be filled, with room for so much; None while the writer has all. OSError (ENOMEM)."""

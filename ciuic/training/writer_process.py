@@ -33,6 +33,7 @@ from ciuic.training.codecs import Chooser
 from ciuic.training.committing import Known, commit, put_files
 from ciuic.training.forecast import measure
 from ciuic.training.housekeeping import Housekeeping
+from ciuic.training.known_to_daemon import Watched
 from ciuic.training.messages import (
     Attach,
     Begin,
@@ -74,10 +75,13 @@ def main(fd: int, trainer_pid: int) -> None:
     begin = trainer.next()
     if not isinstance(begin, Begin):
         return
+    known = Watched(trainer, begin.watched) if begin.watched is not None else None
     _step_back(begin.nice)
     trainer.tell(Measured(measure(begin.repository)))
     notices.watch(begin.services, trainer.notify, lambda text: trainer.tell(Note("no_notices", text)))
     _Writer(trainer, begin).run()
+    if known is not None:
+        known.trainer_gone()
 
 
 class _Trainer:
@@ -89,9 +93,10 @@ class _Trainer:
         self._sock = sock
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self._life = _life_of(pid)
-        if self._life >= 0:
-            self._poll.register(self._life, select.POLLIN)
+        self.life = _life_of(pid)
+        """Its pidfd, or -1."""
+        if self.life >= 0:
+            self._poll.register(self.life, select.POLLIN)
 
     def next(self) -> FromTrainer | None:
         """Waits for it; None when the trainer is gone and all it said was heard.
@@ -100,7 +105,7 @@ class _Trainer:
         """
         while not self.waiting():
             ready = dict(self._poll.poll())
-            if self._sock.fileno() not in ready and self._life in ready and not self.waiting():
+            if self._sock.fileno() not in ready and self.life in ready and not self.waiting():
                 return None
         got = receive_from_trainer(self._sock)
         if got is None:
@@ -124,9 +129,9 @@ class _Trainer:
     def notify(self, event: notices.Event) -> None:
         """From another thread: sending keeps messages whole."""
         self.tell(Notice(event.text, event.seconds, event.certain))
-        if self._life >= 0:
+        if self.life >= 0:
             with suppress(OSError):  # it is gone
-                signal.pidfd_send_signal(self._life, signal.SIGURG)
+                signal.pidfd_send_signal(self.life, signal.SIGURG)
 
 
 class _Writer:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.live import Live, wait_for
-from support.watched import Hook, incidents, trainer, watched
+from support.watched import (
+    Hook,
+    ended_after,
+    incidents,
+    introduced_by,
+    status,
+    train,
+    trainer,
+    watched,
+    when,
+)
 
 pytestmark = pytest.mark.mount
 
@@ -47,20 +59,20 @@ heartbeat = "2s"
 def test_a_trainer_that_dies_has_an_emergency_snapshot_and_somebody_is_told(
     site: Live, root: Path, hook: Hook
 ) -> None:
-    """What a killed, and a failed, training has left is in a snapshot of that instant; one that ends well leaves none."""
+    """What a killed training has left is in a snapshot of that instant; one that fails is told of; one that ends well is not."""
     well = watched(site, "sleep", "1", name="well")
     (root / "log").write_text("step 17\n")
     killed = watched(site, *SLEEP, name="killed")
     child = trainer(site, "killed")
     assert child is not None
-    os.kill(child["pid"], signal.SIGKILL)
+    os.kill(child.pid, signal.SIGKILL)
     notice = hook.wait("trainer_died", "killed")
     assert killed.wait(60) == 128 + signal.SIGKILL
     (root / "log").write_text("overwritten by the next run\n")
     assert "SIGKILL" in notice["message"]
     assert f"trainer_died killed {notice['snapshot']}" in hook.environment()
 
-    listed = wait_for("the commit", lambda: list(site.json("list", "--tag", "emergency")["snapshots"]), 60)
+    listed = when(lambda: site.json("list", "--tag", "emergency")["snapshots"], "the commit")
     assert [one["id"] for one in listed] == [notice["snapshot"]]
     site.run("restore", "-s", notice["snapshot"], "-p", f"{root}/log", "-d", f"{site.top}/back")
     assert (site.top / "back/log").read_text() == "step 17\n"
@@ -77,6 +89,97 @@ def test_a_trainer_that_dies_has_an_emergency_snapshot_and_somebody_is_told(
     assert well.wait(60) == 0
     assert incidents(site, "well") == []
     site.run("watch", "--forget", "failing")
-    status = site.status()
-    assert status is not None
-    assert [alert["key"] for alert in status["alerts"]] == [f"trainer:killed:{os.getcwd()}"]
+    assert [alert.key for alert in status(site).alerts] == [f"trainer:killed:{os.getcwd()}"]
+
+
+def test_a_crash_loop_has_its_share_of_snapshots(site: Live, root: Path, hook: Hook) -> None:
+    """The third death within the hour is told, and says why it has no snapshot. A pid file is followed from process to process, and
+    nobody may speak for a process that is not his."""
+    pid_file = site.top / "pid"
+    for number in (1, 2, 3):
+        process = subprocess.Popen(SLEEP)
+        with ended_after(process):
+            pid_file.write_text(str(process.pid))
+            when(lambda pid=process.pid: _pid(site) == pid, "the watch")  # type: ignore[misc]
+        when(lambda wanted=number: len(incidents(site, "filed")) == wanted, "the incident")  # type: ignore[misc]
+    *others, newest = incidents(site, "filed")
+    assert newest.no_snapshot == "it has had 2 within the hour"
+    assert all(one.snapshot for one in others)
+    assert len(site.json("list", "--tag", "emergency")["snapshots"]) <= 2
+    assert hook.wait("trainer_died", "filed")["trainer"]["pid"] > 0
+    process = subprocess.Popen(SLEEP)
+    with ended_after(process):
+        pid_file.write_text(str(process.pid))
+        when(lambda: _pid(site) == process.pid, "the watch")
+        process.send_signal(signal.SIGINT)
+    when(lambda: _pid(site) == 0, "its end")
+    assert len(incidents(site, "filed")) in (3, 4)  # that it was ^C the kernel tells since Linux 6.15
+
+    socket = site.top / "run/watch.sock"
+    for directory in (site.top.parent, site.top, socket.parent):
+        directory.chmod(0o755)
+    assert "does not watch trainers of user 4711" in introduced_by(4711, socket)
+    os.chown(root, 4711, -1)
+    assert "belongs to somebody else" in introduced_by(4711, socket)
+    assert introduced_by(0, socket) == "welcome"
+    assert trainer(site, "introduced") is not None
+
+
+def _pid(live: Live) -> int:
+    """Of the one with the pid file; between two processes there is none."""
+    found = trainer(live, "filed")
+    return found.pid if found is not None else 0
+
+
+def test_a_training_is_watched_without_asking(site: Live, hook: Hook) -> None:
+    """SnapshotManager makes itself known. An exception, also through a `finally`, and an exit status are failures; its end is none.
+    Stopped it has one incident, with a snapshot; continued it is well again, and may hang again."""
+    ways = ("end", "raise", "finally", "exit", "vanish")
+    running = [train(site, how, how, steps=30) for how in ways]
+    hanging = train(site, "hangs", "end", heartbeat=1.0)
+    with ended_after(hanging, *running):
+        for process in running:
+            process.wait(60)
+        for round_ in (1, 2):
+            hanging.send_signal(signal.SIGSTOP)
+            when(lambda n=round_: len(incidents(site, "hangs")) == 2 * n - 1, "the hang")  # type: ignore[misc]
+            found = trainer(site, "hangs")
+            assert found is not None
+            assert found.state == "hung"
+            time.sleep(2.0 / round_)  # for as long again, and more
+            assert len(incidents(site, "hangs")) == 2 * round_ - 1
+            hanging.send_signal(signal.SIGCONT)
+            when(lambda n=round_: len(incidents(site, "hangs")) == 2 * n, "its return")  # type: ignore[misc]
+        assert [one.kind for one in incidents(site, "hangs")] == ["hung", "recovered"] * 2
+        assert not any("hangs" in alert.key for alert in status(site).alerts)
+        assert hook.wait("trainer_recovered", "training")
+        assert hook.wait("trainer_hung", "training")["snapshot"].startswith("cs-")
+        assert not any(trainer(site, how) for how in ways)
+
+    def told(how: str) -> list[tuple[str, str]]:
+        return [(one.kind, one.reason) for one in incidents(site, how)]
+
+    assert told("raise") == [("failed", "ValueError: loss is nan")]
+    assert told("finally") == [("failed", "ValueError: loss is inf")]
+    # How a process ended that is nobody's child of its own, a daemon knows since Linux 6.15.
+    assert told("exit") in ([], [("failed", "ended with status 3")])
+    assert told("end") == told("vanish") == []
+
+
+def test_another_daemon_goes_on_watching(site: Live, root: Path) -> None:
+    """Killed, a daemon is followed by one that knows its trainers: those that live, and those that died meanwhile."""
+    named = subprocess.Popen(SLEEP)
+    lives, dies = train(site, "lives", "end"), train(site, "dies", "end")
+    with ended_after(named, lives, dies):
+        site.run("watch", "--name", "named", "--pid", str(named.pid))
+        when(lambda: trainer(site, "lives") and trainer(site, "dies"), "both trainings")
+        site.stop(signal.SIGKILL)
+        dies.kill()
+        dies.wait()
+        site.start(root)
+        when(lambda: incidents(site, "dies"), "the word of its writer")
+        lives.kill()
+        named.kill()
+        when(lambda: incidents(site, "lives") and incidents(site, "named"), "their incidents")
+        for name in ("dies", "lives", "named"):
+            assert [one.kind for one in incidents(site, name)] == ["died"]

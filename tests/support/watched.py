@@ -6,11 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from support.live import Live, wait_for
+
+from ciuic.control import ControlClient
+from ciuic.control_types import Incident, StatusDocument, TrainerStatus
+from ciuic.watch_client import Hello, introduce
+
+T = TypeVar("T")
 
 _HOOK = """#!/bin/sh
 cat >> {told}
@@ -60,32 +67,83 @@ def watched(live: Live, *words: str, name: str, options: tuple[str, ...] = ()) -
     process = subprocess.Popen(
         [program, "watch", "--name", name, *options, "--", *words], env=live.env, stdin=subprocess.DEVNULL
     )
-    wait_for(f"the watch of {name}", lambda: trainer(live, name), 60)
+    when(lambda: trainer(live, name), f"the watch of {name}")
     return process
 
 
-def trainer(live: Live, name: str) -> dict[str, Any] | None:
-    """Its line of `ciuic status`, None while it is not watched."""
-    status = live.status()
-    found = (one for one in (status or {}).get("trainers", ()) if one["name"] == name)
-    return next(found, None)
+def train(
+    live: Live, name: str, how: str, *, heartbeat: float = 3600.0, steps: int = 100_000
+) -> subprocess.Popen[bytes]:
+    """A training with SnapshotManager that saves to the directory of this name; returns after its first step."""
+    here = Path(__file__).parents[1]
+    words = ["-m", "support.watched_training", str(live.top / name), str(heartbeat), str(steps), how]
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        env={**live.env, "PYTHONPATH": f"{here}:{here.parent}"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"stepped\n"
+    process.stdout.close()
+    return process
 
 
-def incidents(live: Live, name: str) -> list[dict[str, Any]]:
-    """Newest first."""
-    status = live.status()
-    assert status is not None
-    return [one for one in status["incidents"] if one["trainer"]["name"] == name]
+def status(live: Live) -> StatusDocument:
+    """Asked over the socket: a command for each question would take the processor from what is asked about."""
+    with ControlClient(live.top / "run/control.sock") as client:
+        return client.status()
 
 
-def when(condition: Callable[[], Any], what: str) -> Any:
-    return wait_for(what, condition, 60)
+def _is(live: Live, trainer: TrainerStatus, name: str) -> bool:
+    return name == trainer.name or str(live.top / name) == trainer.where
 
 
-def python(text: str) -> list[str]:
-    """A process that runs this."""
-    return [sys.executable, "-c", text]
+def trainer(live: Live, name: str) -> TrainerStatus | None:
+    """By its name, or by the directory that it saves to; None while it is not watched."""
+    return next((one for one in status(live).trainers if _is(live, one, name)), None)
 
 
-def signalled(pid: int, number: int) -> None:
-    os.kill(pid, number)
+def incidents(live: Live, name: str) -> list[Incident]:
+    """Oldest first."""
+    return [one for one in reversed(status(live).incidents) if _is(live, one.trainer, name)]
+
+
+def when(condition: Callable[[], T], what: str) -> T:
+    """Its first true value."""
+    return wait_for(what, condition, 60)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def ended_after(*processes: subprocess.Popen[bytes]) -> Iterator[None]:
+    """They have ended when the block has."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait(60)
+
+
+def introduced_by(uid: int, socket: Path) -> str:
+    """What a process of this user is answered that wants us to be watched."""
+    life = os.pidfd_open(os.getpid())
+    hello = Hello(name="introduced", where="", kind="pid", pid=os.getpid(), start_ticks=0)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            introduce(socket, hello, [life], seconds=30)
+            os.write(write_end, b"welcome")
+        except BaseException as error:
+            os.write(write_end, str(error).encode())
+        os._exit(0)
+    os.close(write_end)
+    os.close(life)
+    os.waitpid(child, 0)
+    with open(read_end) as answer:
+        return answer.read()

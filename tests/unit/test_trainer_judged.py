@@ -74,7 +74,7 @@ def test_the_reason_is_the_trainers_own_where_it_gave_one() -> None:
 def page() -> Iterator[Page]:
     made = Page()
     yield made
-    os.close(made.fd)
+    made.close()
 
 
 def test_a_page_says_what_was_written(page: Page) -> None:
@@ -109,7 +109,7 @@ def test_what_is_no_page_is_refused(tmp_path: Path) -> None:
     os.ftruncate(shrinking, 4096)
     other = Page()
     os.pwrite(other.fd, b"somebody", 0)
-    fds = [os.open(tmp_path / "file", os.O_RDWR), read_end, write_end, shrinking, other.fd]
+    fds = [os.open(tmp_path / "file", os.O_RDWR), read_end, write_end, shrinking, os.dup(other.fd)]
     try:
         for fd in fds:
             with pytest.raises(ValueError, match=r"memory|page"):
@@ -178,7 +178,7 @@ def test_a_page_that_comes_again_is_no_second_one(page: Page) -> None:
     assert len(watched.pulses()) == 16
     watched.close()
     for other in others:
-        os.close(other.fd)
+        other.close()
 
 
 def test_a_pid_that_is_another_processs_by_now_is_not_believed(tmp_path: Path) -> None:
