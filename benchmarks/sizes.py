@@ -40,7 +40,7 @@ class Size(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sizes", description=__doc__)
-    parser.add_argument("--compression", default="small")
+    parser.add_argument("--compression", default="auto")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found = [measure(work, options.compression) for work in BARS]
@@ -83,7 +83,7 @@ def measure(work: str, compression: str) -> Size:
     optimizer = torch.optim.AdamW(trained, lr=3e-4)
     data = _data(torch)
     with tempfile.TemporaryDirectory() as place:
-        manager = SnapshotManager(place, compression=compression)
+        manager = SnapshotManager(place, compression=compression, max_snapshots=SNAPSHOTS)
         loss, seconds = 0.0, 0.0
         for _ in range(SNAPSHOTS):
             for _ in range(STEPS[work]):

@@ -82,6 +82,8 @@ class Appender:
         self._unsynced: list[PackRecord] = []
         self._failure: OSError | None = None
         self.grown_bytes = 0
+        self.keep_cached = False
+        """Whether what is written stays in the page cache."""
 
     @property
     def unsynced_bytes(self) -> int:
@@ -250,7 +252,7 @@ class Appender:
         except OSError as error:
             self._fail(error, self._synced_end)
             raise
-        if self._kind == "data":
+        if self._kind == "data" and not self.keep_cached:
             self._disk.uncache(self._fd, self._synced_end, self._end - self._synced_end)
         self._synced_end = self._end
 

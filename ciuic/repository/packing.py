@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as TimedOut
+from contextlib import suppress
 from typing import Final, Literal, NamedTuple
 
 import zstandard
 
 from ciuic.repository import packformat as pf
-from ciuic.repository import planes
+from ciuic.repository.coding import Codec, Pace, code, threads
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import PackKind
 from ciuic.repository.sharing import Place
@@ -28,26 +30,15 @@ _WORTH: Final = 9, 10
 """Compressed data is kept below nine tenths: an optimizer's checkpoint yields 0.94, and is then paid for at
 every read.
 """
-MOST_BASES: Final = 4
-"""Behind each other, that a writer lets a chunk have: each is read with it."""
 _WORTH_INSTEAD_OF_SHARING: Final = 1, 2
 """What is shared takes no space while the file is there: only what yields half of it is compressed all the same."""
 _ZSTD_LEVEL: Final = 1
 _HAND_OVER_BYTES: Final = 64 << 10
 """Handing over takes some 50 us, compressing this much 100 to 200."""
 _MOST_THREADS: Final = 8
-
-
-class Codec(NamedTuple):
-    """How somebody who knows what the content is wants it stored. What does not make it smaller is stored as it is."""
-
-    kind: Literal["raw", "zstd", "planes", "difference"]
-    width: int = 0
-    """Bytes of a number, for planes and differences: 2, 4 or 8."""
-    base: ChunkId | None = None
-    """For a difference: a chunk as long as the content."""
-    base_data: Bytes = b""
-    """What that holds."""
+_LOOK_EVERY_SECONDS: Final = 0.02
+_ON_ITS_WAY_SECONDS: Final = 0.2
+"""What has begun is done sooner than anew, unless its thread gets no processor."""
 
 
 class Content(NamedTuple):
@@ -57,10 +48,6 @@ class Content(NamedTuple):
     place: Place | None = None
     codec: Codec | None = None
     """None: a sample decides between compressed and not."""
-
-    @property
-    def needs_new_format(self) -> bool:
-        return self.codec is not None and self.codec.kind in ("planes", "difference")
 
 
 class Packed(NamedTuple):
@@ -79,20 +66,33 @@ class Packer:
 
     def __init__(self) -> None:
         self._own = threading.local()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: dict[bool, ThreadPoolExecutor] = {}
+        """Those that are patient, and others."""
         self._processors = len(os.sched_getaffinity(0))
-        self._coding = threading.Lock()
-        self.coding_seconds = 0.0
-        """Of processor time that codecs have taken."""
+        self.pace: Callable[[], Pace] = lambda: "soon"
+        """Of what has a codec. Asked often, by the thread that this belongs to."""
+        self._now = False
+        self.waited_seconds = 0.0
+        """How long all else waited for codecs that are patient."""
 
-    def worth_a_thread(self, size_bytes: int) -> bool:
-        return self._processors > 1 and size_bytes >= _HAND_OVER_BYTES
+    def worth_a_thread(self, content: Content) -> bool:
+        """Also on one processor where it may wait for others to have no use for that."""
+        patient = content.codec is not None and self.look() == "patient"
+        return (self._processors > 1 or patient) and len(content.data) >= _HAND_OVER_BYTES
 
-    def begin(self, contents: Sequence[Content], kind: PackKind) -> Future[list[Packed]]:
+    def begin(self, contents: Sequence[Content], kind: PackKind) -> Job:
         """Packs them in a thread."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(min(self._processors, _MOST_THREADS), "ciuic-pack")
-        return self._threads.submit(self._pack_all, contents, kind)
+        patient = any(content.codec for content in contents) and self.look() == "patient"
+        pool = self._threads.get(patient)
+        if pool is None:
+            pool = self._threads[patient] = threads(min(self._processors, _MOST_THREADS), patient=patient)
+        return Job(self, pool, contents, kind, patient=patient)
+
+    def look(self) -> Pace:
+        """The pace now."""
+        pace = self.pace()
+        self._now = pace == "now"
+        return pace
 
     def pack(self, content: Content, kind: PackKind) -> Packed:
         """Compressed, or as it is where that is not worth it."""
@@ -107,28 +107,16 @@ class Packer:
         return Packed(data, 0, pf.checksum(data), place)
 
     def _coded(self, data: Bytes, place: Place | None, codec: Codec) -> Packed:
-        began = time.thread_time()
-        stored, flags, base = data, 0, codec.base
-        if codec.kind == "zstd":
-            stored, flags = self._compressor("whole", _ZSTD_LEVEL).compress(data), pf.FLAG_ZSTD
-        elif codec.kind == "planes":
-            stored, flags = planes.encode(data, codec.width), pf.FLAG_PLANES
-        elif codec.kind == "difference":
-            stored = planes.encode(data, codec.width, codec.base_data)
-            flags = pf.FLAG_PLANES | pf.FLAG_DIFFERENCE
-        with self._coding:
-            self.coding_seconds += time.thread_time() - began
-        if not flags or len(stored) >= len(data):
-            return Packed(data, 0, pf.checksum(data), place)
-        return Packed(stored, flags, pf.checksum(stored), None, (flags & pf.FLAG_DIFFERENCE and base) or b"")
+        if self._now:
+            codec = Codec("raw")
+        stored, flags, base = code(data, codec)
+        return Packed(stored, flags, pf.checksum(stored), None if flags else place, base)
 
     def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
-        self._threads = None
-
-    def _pack_all(self, contents: Sequence[Content], kind: PackKind) -> list[Packed]:
-        return [self.pack(content, kind) for content in contents]
+        """Waits for what is on its way, which is short."""
+        for pool in self._threads.values():
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.clear()
 
     def _promises(self, content: Bytes, worth: tuple[int, int]) -> bool:
         """Whether a sample of it compresses."""
@@ -152,3 +140,51 @@ class Packer:
 
 def _is_worth(packed_bytes: int, raw_bytes: int, worth: tuple[int, int]) -> bool:
     return packed_bytes * worth[1] < raw_bytes * worth[0]
+
+
+class Job:
+    """Contents on their way through a thread."""
+
+    def __init__(
+        self,
+        packer: Packer,
+        pool: ThreadPoolExecutor,
+        contents: Sequence[Content],
+        kind: PackKind,
+        *,
+        patient: bool,
+    ) -> None:
+        self._packer = packer
+        self._contents = contents
+        self._kind: PackKind = kind
+        self._patient = patient
+        self._given_up = False
+        self._future = pool.submit(self._pack_all)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> list[Packed]:
+        """Waits for it; for a thread that gets no processor only while it may be patient: then it is done here."""
+        if not self._patient:
+            return self._future.result()
+        began = time.monotonic()
+        try:
+            while self._packer.look() == "patient":
+                with suppress(TimedOut):
+                    return self._future.result(_LOOK_EVERY_SECONDS)
+        finally:
+            self._packer.waited_seconds += time.monotonic() - began
+        if not self._future.cancel():
+            with suppress(TimedOut):
+                return self._future.result(_ON_ITS_WAY_SECONDS)
+        self._given_up = True
+        return [self._packer.pack(content, self._kind) for content in self._contents]
+
+    def _pack_all(self) -> list[Packed]:
+        packed: list[Packed] = []
+        for content in self._contents:
+            if self._given_up:
+                break
+            packed.append(self._packer.pack(content, self._kind))
+        return packed

@@ -9,19 +9,17 @@ small entry for each chunk that is written and not yet synced (bounded by SYNC_B
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from ciuic.errors import Damaged
 from ciuic.repository import packformat as pf
 from ciuic.repository.appender import Appender
+from ciuic.repository.basing import Bases, Held
 from ciuic.repository.chunks import ChunkReader, chunk_id, location_of, read_base, unpack
 from ciuic.repository.disk import Disk
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
-from ciuic.repository.packing import MOST_BASES, Codec, Content, Packed, Packer
+from ciuic.repository.packing import Content, Job, Packed, Packer
 from ciuic.repository.packs import Packs
 from ciuic.repository.recovery import Tail
 from ciuic.repository.writerindex import WriterIndex
@@ -45,7 +43,7 @@ class _Pending(NamedTuple):
     """(id, bytes of content)."""
     kind: PackKind
     size_bytes: int
-    packed: Future[list[Packed]]
+    packed: Job
 
 
 class ChunkStore:
@@ -60,19 +58,23 @@ class ChunkStore:
         tails: dict[PackKind, Tail],
         *,
         pack_bytes: int | None = None,
+        before_planes: Callable[[], None] = lambda: None,
     ) -> None:
+        """``before_planes``: called before a record of format 2 is written."""
         self.packs = packs
         self.index = index
         self.seed = seed
-        self._buffered: dict[bytes, tuple[Bytes, int, int, ChunkId | Literal[b""]]] = {}
-        """(bytes, those of the content, flags, base) of what is not written yet; without flags until it is packed."""
+        self._buffered: dict[bytes, Held] = {}
+        """What is not written yet."""
         self._written: dict[bytes, ChunkLocation] = {}
         self._sealed: set[int] = set()
         self._last_number: int = max([index.last_pack(), *(() if index.all_seen else packs.numbers())])
-        self._packer = Packer()
+        self.packer = Packer()
+        self._before_planes = before_planes
         self._pending: deque[_Pending] = deque()
         self._pending_bytes = 0
         self._reader = ChunkReader(packs, self, seed)
+        self._bases = Bases(packs, self._held, self.find, seed)
         self.appenders: dict[PackKind, Appender] = {
             kind: Appender(
                 disk, packs, kind, tails.get(kind), self._new_number, self._durable, pack_bytes=pack_bytes
@@ -96,11 +98,12 @@ class ChunkStore:
         chunk = self.id_of(data)
         if chunk in self._buffered or chunk in self._written or self.index.good_among((chunk,)):
             return chunk
-        if self._pending or self._packer.worth_a_thread(len(data)):
-            self._take({chunk: Content(data)}, kind)
+        content = Content(data)
+        if self._pending or self.packer.worth_a_thread(content):
+            self._take({chunk: content}, kind)
         else:
             content = Content(bytes(data))  # no copy when it is bytes
-            self._append(chunk, len(content.data), self._packer.pack(content, kind), kind)
+            self._append(chunk, len(content.data), self.packer.pack(content, kind), kind)
         return chunk
 
     def put_all(self, contents: Sequence[Content], kind: PackKind) -> list[ChunkId]:
@@ -126,38 +129,8 @@ class ChunkStore:
         packed = Packed(stored, record.flags, pf.checksum(stored), None, record.base)
         self._append(record.id, record.raw_bytes, packed, kind)
 
-    @property
-    def coding_seconds(self) -> float:
-        """Of processor time that codecs have taken."""
-        return self._packer.coding_seconds
-
-    def _with_base(self, chunk: ChunkId, content: Content) -> Content:
-        """With the content of its base; as planes where there is no such base, or too many are behind it."""
-        codec = content.codec
-        if codec is None or codec.kind != "difference" or codec.base is None:
-            return content
-        with suppress(Damaged):
-            if self._may_rest_on(chunk, codec.base):
-                data = self.get(codec.base)
-                if len(data) == len(content.data):
-                    return content._replace(codec=codec._replace(base_data=data))
-        return content._replace(codec=Codec("planes", codec.width))
-
-    def _may_rest_on(self, chunk: ChunkId, base: ChunkId) -> bool:
-        """Whether the bases of that are few enough, in whichever copies, and this chunk is not among them."""
-        layer = {base}
-        for _ in range(MOST_BASES):
-            if chunk in layer:
-                return False
-            layer = {ChunkId(below) for above in layer for below in self._bases_of(above)}
-            if not layer:
-                return True
-        return False
-
-    def _bases_of(self, chunk: ChunkId) -> set[bytes]:
-        held = self._buffered.get(chunk)
-        bases = {location.base for location in self.find(chunk)} | ({held[3]} if held else set())
-        return {base for base in bases if base}
+    def _held(self, chunk: ChunkId) -> Held | None:
+        return self._buffered.get(chunk)
 
     def _take(self, new: dict[ChunkId, Content], kind: PackKind) -> None:
         """Packs and appends chunks of which none is there."""
@@ -165,11 +138,12 @@ class ChunkStore:
         group_bytes = 0
         kept_bytes = sum(len(content.data) for content in new.values())
         for chunk, given in new.items():
-            content = self._with_base(chunk, given._replace(data=_kept(given.data, kept_bytes)))
-            size_bytes = len(content.data)
-            self._buffered[chunk] = (content.data, size_bytes, 0, _base_of(content))
-            if not self._pending and not group and not self._packer.worth_a_thread(size_bytes):
-                self._append(chunk, size_bytes, self._packer.pack(content, kind), kind)
+            size_bytes = len(given.data)
+            codec = given.codec and self._bases.found(chunk, size_bytes, given.codec)
+            content = given._replace(data=_kept(given.data, kept_bytes), codec=codec)
+            self._buffered[chunk] = Held(content.data, size_bytes, 0, (codec and codec.base) or b"")
+            if not self._pending and not group and not self.packer.worth_a_thread(content):
+                self._append(chunk, size_bytes, self.packer.pack(content, kind), kind)
                 continue
             group.append((chunk, content))
             group_bytes += size_bytes
@@ -185,7 +159,7 @@ class ChunkStore:
         ):
             self._settle_packed()
         chunks = [(chunk, len(content.data)) for chunk, content in group]
-        packed = self._packer.begin([content for _, content in group], kind)
+        packed = self.packer.begin([content for _, content in group], kind)
         self._pending.append(_Pending(chunks, kind, size_bytes, packed))
         self._pending_bytes += size_bytes
 
@@ -206,7 +180,9 @@ class ChunkStore:
             self._append(chunk, raw_bytes, packed, pending.kind)
 
     def _append(self, chunk: ChunkId, raw_bytes: int, packed: Packed, kind: PackKind) -> None:
-        self._buffered[chunk] = (packed.stored, raw_bytes, packed.flags, packed.base)
+        if packed.flags & pf.FLAG_PLANES:
+            self._before_planes()
+        self._buffered[chunk] = Held(packed.stored, raw_bytes, packed.flags, packed.base)
         appender = self.appenders[kind]
         self._moved(appender.append(chunk, raw_bytes, packed))
         if appender.unsynced_bytes >= SYNC_BYTES or appender.unsynced_records >= SYNC_RECORDS:
@@ -237,7 +213,8 @@ class ChunkStore:
         self._sync()
 
     def close(self) -> None:
-        self._packer.close()
+        self.packer.close()
+        self._bases.close()
         self._pending.clear()
         for appender in self.appenders.values():
             appender.close()
@@ -266,11 +243,6 @@ class ChunkStore:
             self._sealed.add(number)
         for record in records:
             self._written.pop(record.id, None)
-
-
-def _base_of(content: Content) -> ChunkId | Literal[b""]:
-    codec = content.codec
-    return codec.base or b"" if codec is not None and codec.kind == "difference" else b""
 
 
 def _kept(data: Bytes, kept_bytes: int) -> Bytes:

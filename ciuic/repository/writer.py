@@ -17,16 +17,17 @@ from ciuic.repository import maintenance
 from ciuic.repository.blockmaps import BlockMaps, update_block_map
 from ciuic.repository.catalogue import info_of
 from ciuic.repository.cataloguing import Cataloguing
+from ciuic.repository.coding import Pace
 from ciuic.repository.config import CODECS_VERSION, raise_format, read_file, repair_config
 from ciuic.repository.disk import Disk
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.ids import Bytes
 from ciuic.repository.index import INDEX_NAME
 from ciuic.repository.lock import Lock
-from ciuic.repository.model import Shortened
+from ciuic.repository.model import PackKind, Shortened
 from ciuic.repository.packing import Content
 from ciuic.repository.packs import Packs
-from ciuic.repository.recovery import reconcile
+from ciuic.repository.recovery import Tail, reconcile
 from ciuic.repository.sharing import Stage
 from ciuic.repository.snapformat import Marks, decode_marks, encode_marks, encode_snapshot
 from ciuic.repository.snapshots import SNAPSHOTS_DIR
@@ -81,11 +82,11 @@ class Writer:
         except BaseException:
             self._index.close()
             raise
-        self._store = ChunkStore(disk, packs, self._index, seed, tails, pack_bytes=pack_bytes)
-        self._stage = Stage(packs.directory)
         self._packs = packs
         self._seed = seed
         self._pack_bytes = pack_bytes
+        self._store = self._new_store(tails)
+        self._stage = Stage(packs.directory)
         self._trees = Trees(self._store)
         self._maps = BlockMaps(self._store)
         self._committed_bytes = 0
@@ -117,6 +118,14 @@ class Writer:
             last.callback(self._catalogue.close)
             with suppress(OSError):  # nothing of this was promised; an interrupted first capture gains by it
                 self._store.sync()
+
+    def _new_store(self, tails: dict[PackKind, Tail]) -> ChunkStore:
+        def raised() -> None:
+            if self.repository.config.format < CODECS_VERSION:
+                self.repository.config = raise_format(self._disk, self._path, self.repository.config)
+
+        args = self._disk, self._packs, self._index, self._seed, tails
+        return ChunkStore(*args, pack_bytes=self._pack_bytes, before_planes=raised)
 
     @property
     def new_bytes(self) -> int:
@@ -151,16 +160,20 @@ class Writer:
     def put_chunks(self, blocks: Sequence[Content]) -> list[ChunkId]:
         """As `put_chunk` for each, and faster. Views of `bytes` are kept as they are until they are written, and what is
         staged is shared if it is stored as it is; of anything else the content is copied."""
-        if self.repository.config.format < CODECS_VERSION and any(
-            content.needs_new_format for content in blocks
-        ):
-            self.repository.config = raise_format(self._disk, self._path, self.repository.config)
         return self._store.put_all(blocks, "data")
 
+    def set_pace(self, pace: Callable[[], Pace]) -> None:
+        """How much time codecs (`Content.codec`) may take from here on: asked again and again. "soon" if nobody says."""
+        self._store.packer.pace = pace
+
     @property
-    def coding_seconds(self) -> float:
-        """Of processor time that codecs (`Content.codec`) have taken."""
-        return self._store.coding_seconds
+    def waited_seconds(self) -> float:
+        """How long all else waited for codecs that are patient."""
+        return self._store.packer.waited_seconds
+
+    def keep_cached(self) -> None:
+        """What is stored will be read again soon: it stays in the page cache, else it leaves that for what was there before."""
+        self._store.appenders["data"].keep_cached = True
 
     @property
     def stage(self) -> Stage:
@@ -366,9 +379,7 @@ class Writer:
         marked = self._index.damaged()
         self._index.clear()
         tails = reconcile(self._disk, self._packs, self._index, progress)
-        self._store = ChunkStore(
-            self._disk, self._packs, self._index, self._seed, tails, pack_bytes=self._pack_bytes
-        )
+        self._store = self._new_store(tails)
         self._trees, self._maps = Trees(self._store), BlockMaps(self._store)
         self._committed_bytes = 0
         self.mark_damaged({chunk for chunk, _, _ in marked})

@@ -1,44 +1,42 @@
-"""Which codec each file of a state is stored with: found out on samples, kept for a while, and given up where time is short.
+"""Which codec each file of a state is stored with, and in whose time that is found out.
 
-Guarantees: none for the content, which comes back the same whatever is chosen; and the processor time that codecs take stays within a
-budget, but for what is on its way when it is spent. Files whose elements have no known width are left to the repository's own choice.
+Guarantees: none for the content, which comes back the same whatever is chosen. With "auto" the training loses no time to codecs: they run
+when no other process wants the processors, unless the training itself waits for the snapshot. What they have not come to when the
+next save waits, or when the snapshot has waited for them for long, is stored as it is. Files whose elements have no known width are
+left to the repository's own choice.
 
-Which base a difference has: every 17th snapshot of a writer has none (a *key*), the next one is based on it, three more each on the one before,
-the fifth on the key again, and so on. So at most four bases lie behind each other and three in four are next to what they are a base of: ten states
-of AdamW, 1.9 million parameters, 20 steps apart, take 0.747 of their size (make bench-sizes).
+Which base a difference has: every 16th snapshot of a writer has none (a *key*), the next one is based on it, two more each on the one before,
+the fourth on the key again, and so on. So at most three bases lie behind each other and two in three are next to what they are a base of.
+Where few snapshots stay, bases that outlive theirs take what differences save: there are differences then until the first has to go.
 """
 
 from __future__ import annotations
 
-import os
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
-import zstandard
-
-from ciuic.errors import Damaged
-from ciuic.repository import Writer, planes
+from ciuic.repository import Writer
+from ciuic.repository.coding import Codec, Pace
 from ciuic.repository.lanes import WIDTHS
-from ciuic.repository.packing import MOST_BASES, Codec
+from ciuic.repository.model import DIFFERENCE
 from ciuic.training.messages import File, Rules
 from ciuic.training.preservation import Latest
 from ciuic.types import ChunkId
 
 Blocks = Mapping[int, ChunkId]
 """The chunks of a file by their numbers."""
-_Kind = Literal["own", "planes", "difference"]
 
-_KEY_EVERY: Final = 17
-_SAMPLE_BYTES: Final = 16 << 10
+_KEY_EVERY: Final = 16
+_IN_A_ROW: Final = 3
 _TRY_AGAIN_EVERY: Final = 8
-_WORTH: Final = 0.95
-"""Share of the raw size below which planes are worth their time at every read."""
-_WORTH_MORE: Final = 0.02
-"""So much less must a dearer codec leave than a cheaper one."""
-_SHARE_OF_TIME: Final = 0.01
-"""Of all processors' time between two saves: what a training may lose by codecs, and no more."""
-_LONG_ENOUGH: Final = 64
-"""Snapshots that stay: bases outlive their snapshots, up to five at a time, and with 32 that takes what differences save."""
+_LONG_ENOUGH: Final = 32
+"""Snapshots that stay: up to three bases outlive theirs, which with this many takes less than differences save."""
+_PATIENCE_SECONDS: Final = 5.0
+_PATIENCE_BYTES_PER_SECOND: Final = 50e6
+"""A snapshot is not durable while it waits for codecs: so long it does, where the processors are taken."""
 
 
 def _base_of(number: int) -> int | None:
@@ -46,138 +44,138 @@ def _base_of(number: int) -> int | None:
     after_key = number % _KEY_EVERY
     if not after_key:
         return None
-    return number - (after_key if after_key % MOST_BASES == 1 else 1)
+    return number - (after_key if after_key % _IN_A_ROW == 1 else 1)
 
 
-class _Choice(NamedTuple):
-    kind: _Kind
+def _worth_differences(rules: Rules | None, there: int) -> bool:
+    """Whether they take less in all. ``there``: the snapshots there are."""
+    return rules is not None and all(
+        isinstance(rule, Latest) and (rule.number >= _LONG_ENOUGH or there < rule.number)
+        for rule in rules.keep
+    )
+
+
+class _Outcome(NamedTuple):
+    """Of a file, when all codecs were tried last."""
+
+    coded: bool
+    """Something of it became smaller."""
+    different: bool
+    """By a difference."""
+    had_base: bool
     age: int
-    """Commits since it was made."""
+    """Commits since."""
 
 
 class Chooser:
     """Of one writer, for all its commits."""
 
-    def __init__(self, compression: str, rules: Rules) -> None:
-        self._differences = all(
-            isinstance(rule, Latest) and rule.number >= _LONG_ENOUGH for rule in rules.keep
-        )
+    def __init__(self, compression: str, rules: Rules | None) -> None:
+        """``rules``: by which snapshots stay; None where nobody knows, and no difference can be made."""
         self.compression = compression
-        self._choices: dict[tuple[str, bool], _Choice] = {}
-        """By path, and whether there was a base to try."""
+        self._rules = rules
+        self._outcomes: dict[str, _Outcome] = {}
         self._number = 0
         self._blocks: dict[int, dict[str, Blocks]] = {}
         """Of the snapshots that a later one may be based on."""
 
-    def begin(self, writer: Writer, interval_seconds: float | None, in_a_hurry: Callable[[], bool]) -> Chosen:
-        """For one commit. ``interval_seconds``: since the one before, as far as is known. ``in_a_hurry``: whether the next is waiting."""
-        budget = None
-        if self.compression == "auto" and interval_seconds is not None:
-            budget = interval_seconds * _SHARE_OF_TIME * len(os.sched_getaffinity(0))
-        base = _base_of(self._number) if self._differences else None
-        return Chosen(self, writer, {} if base is None else self._blocks[base], budget, in_a_hurry)
+    def begin(
+        self,
+        writer: Writer,
+        *,
+        size_bytes: int = 0,
+        in_a_hurry: Callable[[], bool] = lambda: False,
+        awaited: Callable[[], bool] = lambda: False,
+    ) -> Chosen:
+        """For one commit. ``in_a_hurry``: whether the next is waiting; ``awaited``: whether the training stands still for this one."""
+        end = time.monotonic() + _PATIENCE_SECONDS + size_bytes / _PATIENCE_BYTES_PER_SECOND
+
+        def pace() -> Pace:
+            if self.compression != "auto":
+                return "soon"
+            if in_a_hurry() or time.monotonic() > end:
+                return "now"
+            return "soon" if awaited() else "patient"
+
+        writer.set_pace(pace)
+        base = None
+        if self.compression != "none" and _worth_differences(self._rules, _snapshots(writer)):
+            writer.keep_cached()
+            base = _base_of(self._number)
+        return Chosen(self, {} if base is None else self._blocks[base], pace)
 
     def done(self, chosen: Chosen) -> None:
         """The commit was made."""
         key = self._number - self._number % _KEY_EVERY
         self._blocks = {self._number: chosen.blocks, key: self._blocks.get(key, chosen.blocks)}
         self._number += 1
+        for path, outcome in chosen.outcomes():
+            self._outcomes[path] = outcome
 
-    def codec_kind(self, file: File, has_base: bool, trial: Callable[[], _Kind]) -> _Kind:
-        """As it was chosen, or by a new ``trial``."""
-        key = file.path, has_base
-        choice = self._choices.get(key)
-        if choice is None or choice.age >= _TRY_AGAIN_EVERY:
-            choice = _Choice(trial(), 0)
-        self._choices[key] = choice._replace(age=choice.age + 1)
-        return choice.kind
+    def known(self, path: str, has_base: bool) -> _Outcome | None:
+        """What came of it lately, if that tells of now."""
+        outcome = self._outcomes.get(path)
+        if outcome is None or (has_base and not outcome.had_base) or outcome.age >= _TRY_AGAIN_EVERY:
+            return None
+        self._outcomes[path] = outcome._replace(age=outcome.age + 1)
+        return outcome
 
 
 class Chosen:
     """The codecs of one commit."""
 
-    def __init__(
-        self,
-        chooser: Chooser,
-        writer: Writer,
-        bases: Mapping[str, Blocks],
-        budget_seconds: float | None,
-        in_a_hurry: Callable[[], bool],
-    ) -> None:
+    def __init__(self, chooser: Chooser, bases: Mapping[str, Blocks], pace: Callable[[], Pace]) -> None:
         self.blocks: dict[str, Blocks] = {}
         """What was stored, by path: to be filled by who stores it."""
         self._chooser = chooser
-        self._writer = writer
         self._bases = bases
-        self._budget_seconds = budget_seconds
-        self._in_a_hurry = in_a_hurry
-        self._spent = False
+        self._pace = pace
+        self._told: dict[str, _Told] = {}
 
-    def codec(self, file: File, data: memoryview) -> Callable[[int], Codec | None]:
-        """For each block of this file, whose content is ``data``."""
+    def codec(self, file: File) -> Callable[[int], Codec | None]:
+        """For each block of this file."""
         if self._chooser.compression == "none":
             return lambda _: Codec("raw")
-        if file.width not in WIDTHS or self._is_spent():
+        if file.width not in WIDTHS:
             return lambda _: None
         base = self._bases.get(file.path, {})
-        kind = self._chooser.codec_kind(file, bool(base), lambda: self._trial(file, data, base))
-        by_planes = Codec("planes", file.width)
+        known = self._chooser.known(file.path, bool(base))
+        if known is not None and not known.coded:
+            return lambda _: Codec("raw")
+        if known is not None and not known.different:
+            base = {}
+        told = _Told(bool(base))
+        if known is None:
+            self._told[file.path] = told
 
-        def of_block(number: int) -> Codec | None:
-            if kind == "own" or self._is_spent():
-                return None
-            if kind == "difference" and number in base:
-                return Codec("difference", file.width, base[number])
-            return by_planes
+        def of_block(number: int) -> Codec:
+            return Codec("best", file.width, base.get(number), told=told)
 
         return of_block
 
-    def _is_spent(self) -> bool:
-        if self._chooser.compression == "auto" and not self._spent:
-            over = self._budget_seconds is not None and self._writer.coding_seconds > self._budget_seconds
-            self._spent = over or self._in_a_hurry()
-        return self._spent
-
-    def _trial(self, file: File, data: memoryview, base: Blocks) -> _Kind:
-        """What makes samples of a file small enough to be worth it."""
-        block_size = self._writer.repository.block_size
-        best: tuple[_Kind, float] = "own", 1.0
-        plain, by_planes, by_difference, compared = 0, 0, 0, 0
-        compressor = zstandard.ZstdCompressor(level=1)
-        samples = _samples(data, block_size)
-        for number, start, sample in samples:
-            plain += min(len(sample), len(compressor.compress(sample)))
-            by_planes += len(planes.encode(sample, file.width))
-            if number in base:
-                before = self._content(base[number])[start : start + len(sample)]
-                if len(before) == len(sample):
-                    by_difference += len(planes.encode(sample, file.width, before))
-                    compared += len(sample)
-        size = sum(len(sample) for _, _, sample in samples)
-        if not size:
-            return "own"
-        best = "own", plain / size
-        if by_planes / size < min(_WORTH, best[1] - _WORTH_MORE):
-            best = "planes", by_planes / size
-        if compared == size and by_difference / size < min(_WORTH, best[1] - _WORTH_MORE):
-            best = "difference", by_difference / size
-        return best[0]
-
-    def _content(self, chunk: ChunkId) -> bytes:
-        try:
-            return self._writer.chunks.get(chunk)
-        except Damaged:
-            return b""
+    def outcomes(self) -> list[tuple[str, _Outcome]]:
+        """Of the files with which all was tried."""
+        if self._pace() == "now":
+            return []  # what was not coded tells nothing
+        return [(path, told.outcome()) for path, told in self._told.items() if told.flags]
 
 
-def _samples(data: memoryview, block_size: int) -> list[tuple[int, int, memoryview]]:
-    """(block, offset in it, content) at a quarter, the middle and three quarters; none reaches over the end of its block."""
-    found = []
-    for quarter in (1, 2, 3):
-        at = len(data) * quarter // 4 // 8 * 8
-        start = min(at % block_size, max(0, block_size - _SAMPLE_BYTES))
-        at = at // block_size * block_size + start
-        sample = data[at : min(at + _SAMPLE_BYTES, (at // block_size + 1) * block_size)]
-        if len(sample) >= 8:
-            found.append((at // block_size, start, sample))
-    return found
+class _Told:
+    """How the blocks of one file were stored; told by several threads."""
+
+    def __init__(self, had_base: bool) -> None:
+        self.flags: Counter[int] = Counter()
+        self._had_base = had_base
+        self._lock = threading.Lock()
+
+    def __call__(self, flags: int) -> None:
+        with self._lock:
+            self.flags[flags] += 1
+
+    def outcome(self) -> _Outcome:
+        different = any(flags & DIFFERENCE for flags in self.flags)
+        return _Outcome(any(self.flags), different, self._had_base, 0)
+
+
+def _snapshots(writer: Writer) -> int:
+    return len(writer.repository.snapshots.names())

@@ -17,8 +17,9 @@ from typing import Final
 from ciuic.errors import Damaged
 from ciuic.repository import Repository, Writer
 from ciuic.repository.blockmaps import blocks_of
+from ciuic.repository.coding import Codec
 from ciuic.repository.ids import is_zero
-from ciuic.repository.packing import Codec, Content
+from ciuic.repository.packing import Content
 from ciuic.training.codecs import Chosen
 from ciuic.training.messages import File, Manifest, StoredFile
 from ciuic.types import ChunkId, Entry, MapRef, RootRecord, Snapshot, SnapshotDraft, TreeRef
@@ -116,7 +117,7 @@ class _Put:
         if self._chosen is None:
             stored = self._blocks(data, blocks, lambda _: None)
         else:
-            stored = self._blocks(data, blocks, self._chosen.codec(file, data))
+            stored = self._blocks(data, blocks, self._chosen.codec(file))
             self._chosen.blocks[file.path] = stored
         content = self._writer.update_block_map(_EMPTY, blocks, stored)
         return self._entry(file.path, file.size_bytes, content)

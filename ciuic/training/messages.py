@@ -16,7 +16,7 @@ from ciuic.watch_client import Hello
 
 MOST_BYTES: Final = 64 << 10
 COMPRESSIONS: Final = ("auto", "none", "small")
-"""What the user may ask for: codecs within a budget; none at all; whatever they take."""
+"""What the user may ask for: codecs in time that nobody else needs; none at all; whatever they take."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +60,12 @@ class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     commit: bool = True
     """False: its files are stored, for a snapshot that another process makes; the answers are `Part` messages and `Put`."""
     claim: bool = False
+
+
+class Awaited(msgspec.Struct, tag=True, frozen=True):
+    """The training stands still until this save is durable."""
+
+    number: int
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
@@ -118,6 +124,8 @@ class Saved(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     new_bytes: int
     seconds: float
     """From the message to the commit."""
+    waited_seconds: float = 0.0
+    """Of these, for idle processors: it would have taken so much less had it been in a hurry."""
 
 
 class NotSaved(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -164,7 +172,7 @@ class Notice(msgspec.Struct, tag=True, frozen=True):
     certain: bool
 
 
-FromTrainer = Begin | Attach | Save | End
+FromTrainer = Begin | Attach | Save | Awaited | End
 FromWriter = Saved | NotSaved | Part | Put | Note | Notice | Measured
 _TRAINERS: Final[msgspec.msgpack.Decoder[FromTrainer]] = msgspec.msgpack.Decoder(FromTrainer)
 _WRITERS: Final[msgspec.msgpack.Decoder[FromWriter]] = msgspec.msgpack.Decoder(FromWriter)

@@ -129,6 +129,8 @@ class Saver:
     def wait(self, timeout_seconds: float, *, number: int | None = None) -> bool:
         """Until everything that was staged is durable (or one save is); whether that came in time."""
         end = time.monotonic() + timeout_seconds
+        with self.guard:
+            self.client.awaited()
         while self.client.pending if number is None else number in self._saves:
             left = end - time.monotonic()
             if left <= 0 or not self.client.will_answer:
@@ -153,7 +155,7 @@ class Saver:
             if isinstance(message, Saved):
                 self.stats.saved += 1
                 self.stats.last_id, self.stats.last_write_seconds = message.id, message.seconds
-                self.costs.wrote(message.size_bytes, message.seconds)
+                self.costs.wrote(message.size_bytes, message.seconds - message.waited_seconds)
                 if (save := self._saves.pop(message.number, None)) is not None:
                     save.id = message.id
                 log.debug("ciuic: %s is saved, %d bytes new", message.id, message.new_bytes)

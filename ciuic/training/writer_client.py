@@ -26,6 +26,7 @@ from ciuic.training.arena import Arena
 from ciuic.training.memory import memory_left
 from ciuic.training.messages import (
     Attach,
+    Awaited,
     Begin,
     End,
     File,
@@ -84,7 +85,7 @@ class WriterClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self.slots = [Slot(number) for number in range(arenas)]
-        self._number = 0
+        self._number = self._awaited = 0
         self._ended = False
         """It was told to end."""
         self._pid = os.getpid()
@@ -250,6 +251,14 @@ class WriterClient:
             self._unheard.append(NotSaved(number=save.number, reason=INTERRUPTED))
             self._part()
             raise
+
+    def awaited(self) -> None:
+        """The training stands still until what it has handed over is durable: the writer need not give way to it."""
+        newest = max(slot.save for slot in self.slots)
+        if newest > self._awaited:
+            self._awaited = newest
+            with suppress(OSError):  # `poll` will say so
+                self._send(Awaited(newest))
 
     def poll(self, timeout_seconds: float = 0.0) -> list[FromWriter]:
         """What the writer has said since; waits so long for the first of it."""

@@ -25,17 +25,18 @@ import msgspec
 
 from ciuic.errors import CiuicError
 from ciuic.readiness import readable
-from ciuic.repository import Repository
+from ciuic.repository import Repository, Writer
 from ciuic.repository.claim import Claim
 from ciuic.training import notices, parts
 from ciuic.training.arena import ReadArena
-from ciuic.training.codecs import Chooser
+from ciuic.training.codecs import Chooser, Chosen
 from ciuic.training.committing import Known, commit, put_files
 from ciuic.training.forecast import measure
 from ciuic.training.housekeeping import Housekeeping
 from ciuic.training.known_to_daemon import Watched
 from ciuic.training.messages import (
     Attach,
+    Awaited,
     Begin,
     End,
     FromTrainer,
@@ -47,14 +48,12 @@ from ciuic.training.messages import (
     NotSaved,
     Part,
     Put,
-    Rules,
     Save,
     Saved,
     StoredFile,
     receive_from_trainer,
     send,
 )
-from ciuic.training.preservation import Latest
 from ciuic.types import Snapshot
 
 _LOCK_WAIT_SECONDS: Final = 60.0
@@ -90,6 +89,11 @@ class _Trainer:
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self.fds: deque[int] = deque()
         """That came with the message that was returned last."""
+        self.awaited = 0
+        """The newest save for which the training stands still."""
+        self._heard: deque[tuple[FromTrainer, list[int]]] = deque()
+        """And not acted upon."""
+        self._ended = False
         self._sock = sock
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -107,16 +111,28 @@ class _Trainer:
             ready = dict(self._poll.poll())
             if self._sock.fileno() not in ready and self.life in ready and not self.waiting():
                 return None
-        got = receive_from_trainer(self._sock)
-        if got is None:
+        if not self._heard:
             return None
-        message, fds = got
+        message, fds = self._heard.popleft()
         self.fds.extend(fds)
         return message
 
     def waiting(self) -> bool:
-        """Whether there is a message, or the end."""
-        return readable(self._sock.fileno())
+        """Whether there is something to do, or the end."""
+        while not self._heard and not self._ended and readable(self._sock.fileno()):
+            got = receive_from_trainer(self._sock)
+            if got is None:
+                self._ended = True
+            elif isinstance(got[0], Awaited):
+                self.awaited = got[0].number
+            else:
+                self._heard.append(got)
+        return bool(self._heard) or self._ended
+
+    @property
+    def closing(self) -> bool:
+        """Whether it waits for what it has staged, and nothing else will come."""
+        return self.waiting() and bool(self._heard) and isinstance(self._heard[0][0], End)
 
     def tell(self, message: FromWriter) -> None:
         try:
@@ -142,8 +158,7 @@ class _Writer:
         self._known = Known()
         self._chooser = Chooser(begin.compression, begin.rules)
         # Whether a part belongs to a snapshot, so that it can be the base of a difference, another process decides.
-        self._of_parts = Chooser(begin.compression, Rules(keep=(Latest(1),)))
-        self._last_began: float | None = None
+        self._of_parts = Chooser(begin.compression, None)
         self._housekeeping = Housekeeping(
             begin.repository, begin.root, begin.rules, should_stop=trainer.waiting, tell=trainer.tell
         )
@@ -176,23 +191,22 @@ class _Writer:
     def _answer(self, save: Save) -> bool:
         """Whether there is a new snapshot."""
         began = time.monotonic()
-        interval, self._last_began = began - self._last_began if self._last_began else None, began
         try:
             memory = self._arenas[save.arena].memory
             packed = memory[save.manifest_offset : save.manifest_offset + save.manifest_bytes]
             manifest = msgspec.msgpack.decode(packed, type=Manifest)
             if not save.commit:
-                self._put(save.number, memory, manifest, began, interval)
+                self._put(save.number, memory, manifest, began)
                 return False
             manifest = self._with_parts(manifest)
             try:
-                snapshot = self._commit(memory, manifest, interval)
+                snapshot, waited = self._commit(save.number, memory, manifest)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 self._forget()
                 self._housekeeping.make_room()
-                snapshot = self._commit(memory, manifest, interval)
+                snapshot, waited = self._commit(save.number, memory, manifest)
         except Exception as error:  # whatever it is, the training goes on, and so do we
             self._forget()
             self._trainer.tell(NotSaved(number=save.number, reason=_words(error)))
@@ -204,6 +218,7 @@ class _Writer:
                 size_bytes=snapshot.size_bytes,
                 new_bytes=snapshot.new_bytes,
                 seconds=time.monotonic() - began,
+                waited_seconds=waited,
             )
         )
         return True
@@ -213,15 +228,25 @@ class _Writer:
         self._known = Known()
         self._chooser = Chooser(self._begin.compression, self._begin.rules)
 
-    def _commit(self, memory: memoryview, manifest: Manifest, interval: float | None) -> Snapshot:
+    def _commit(self, number: int, memory: memoryview, manifest: Manifest) -> tuple[Snapshot, float]:
+        """And how long it waited for codecs."""
         with (
             Repository.open(self._begin.repository) as repository,
             repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager") as writer,
         ):
-            chosen = self._chooser.begin(writer, interval, self._trainer.waiting)
+            chosen = self._begun(self._chooser, writer, number, manifest)
             snapshot = commit(repository, writer, memory, manifest, self._begin.root, self._known, chosen)
             self._chooser.done(chosen)
-            return snapshot
+            return snapshot, writer.waited_seconds
+
+    def _begun(self, chooser: Chooser, writer: Writer, number: int, manifest: Manifest) -> Chosen:
+        trainer = self._trainer
+        return chooser.begin(
+            writer,
+            size_bytes=sum(file.size_bytes for file in manifest.files),
+            in_a_hurry=lambda: trainer.waiting() and not trainer.closing,
+            awaited=lambda: trainer.closing or trainer.awaited >= number,
+        )
 
     def _keep_house(self, what: Callable[[], None]) -> None:
         try:
@@ -240,33 +265,29 @@ class _Writer:
             parts.clear(self._begin.repository, together.token)
         return msgspec.structs.replace(manifest, stored=[*manifest.stored, *stored])
 
-    def _put(
-        self, number: int, memory: memoryview, manifest: Manifest, began: float, interval: float | None
-    ) -> None:
+    def _put(self, number: int, memory: memoryview, manifest: Manifest, began: float) -> None:
         together = manifest.together
         if together is None:
-            stored, new_bytes = self._stored(memory, manifest, interval)
+            stored, new_bytes = self._stored(number, memory, manifest)
             for first in range(0, len(stored), _FILES_IN_A_MESSAGE):
                 self._trainer.tell(Part(number=number, files=stored[first : first + _FILES_IN_A_MESSAGE]))
         else:
             with parts.answer(self._begin.repository, together) as answer:
                 try:
-                    stored, new_bytes = self._stored(memory, manifest, interval)
+                    stored, new_bytes = self._stored(number, memory, manifest)
                 except Exception as error:
                     answer.failed(_words(error))
                     raise
                 answer.stored(stored)
         self._trainer.tell(Put(number=number, new_bytes=new_bytes, seconds=time.monotonic() - began))
 
-    def _stored(
-        self, memory: memoryview, manifest: Manifest, interval: float | None
-    ) -> tuple[list[StoredFile], int]:
+    def _stored(self, number: int, memory: memoryview, manifest: Manifest) -> tuple[list[StoredFile], int]:
         """What another process makes a snapshot of, and by how much the repository has grown."""
         with (
             Repository.open(self._begin.repository) as repository,
             repository.writer(wait_seconds=_TURN_WAIT_SECONDS, command="part of a snapshot") as writer,
         ):
-            chosen = self._of_parts.begin(writer, interval, self._trainer.waiting)
+            chosen = self._begun(self._of_parts, writer, number, manifest)
             stored = put_files(repository, writer, memory, manifest, chosen)
             self._of_parts.done(chosen)
             return stored, writer.new_bytes

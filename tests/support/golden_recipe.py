@@ -6,7 +6,8 @@ import random
 from collections.abc import Iterable
 
 from ciuic.repository import Writer
-from ciuic.repository.packing import Codec, Content
+from ciuic.repository.coding import Codec
+from ciuic.repository.packing import Content
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
 
 BLOCK = 65536

@@ -14,8 +14,9 @@ from ciuic.check import check
 from ciuic.gc import prune
 from ciuic.repository import DamagedChunk, DamagedPack, PackRecord, Repository, UnsupportedFormat, Writer
 from ciuic.repository import packformat as pf
+from ciuic.repository.coding import MOST_BASES, Codec
 from ciuic.repository.config import FORMAT_VERSION, config_problems, encode_config
-from ciuic.repository.packing import MOST_BASES, Codec, Content
+from ciuic.repository.packing import Content
 from ciuic.sweep import HURRIED
 from ciuic.types import ChunkId, Entry, RootRecord, SnapshotDraft, SnapshotId
 from ciuic.verify import verify_snapshots
@@ -154,6 +155,7 @@ def test_only_a_repository_with_codecs_has_the_new_format(repository: Repository
     assert Repository.open(repository.path).config.format == FORMAT_VERSION == 1
     with repository.writer() as writer:
         put(writer, states(1)[0], PLANES)
+        writer.flush()
         assert Repository.open(repository.path).config.format == 2
     assert config_problems(str(repository.path)) == []
     assert repository.may_have_bases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from collections.abc import Callable, Iterator
@@ -11,11 +12,12 @@ import pytest
 
 from ciuic.repository import Repository, Walker
 from ciuic.repository import packformat as pf
-from ciuic.repository.packing import MOST_BASES
+from ciuic.repository.coding import MOST_BASES
+from ciuic.training import codecs
 from ciuic.training.codecs import Chooser
 from ciuic.training.committing import Known, commit, manifest_of
 from ciuic.training.messages import File, Rules
-from ciuic.training.preservation import Keep, Latest
+from ciuic.training.preservation import EverySteps, Keep, Latest
 from ciuic.types import ChunkId, Snapshot
 
 _BLOCK = 65536
@@ -38,12 +40,12 @@ class Saves:
         content: bytes,
         *,
         width: int = 4,
-        interval: float | None = None,
         in_a_hurry: Callable[[], bool] = lambda: False,
+        awaited: Callable[[], bool] = lambda: False,
     ) -> Snapshot:
         manifest = manifest_of([File("model/weight.safetensors", 0, len(content), width)])
         with self.repository.writer() as writer:
-            chosen = self.chooser.begin(writer, interval, in_a_hurry)
+            chosen = self.chooser.begin(writer, in_a_hurry=in_a_hurry, awaited=awaited)
             view = memoryview(content)
             snapshot = commit(self.repository, writer, view, manifest, b"/training", self.known, chosen)
             self.chooser.done(chosen)
@@ -77,15 +79,15 @@ def weights(count: int, drift: float = 1e-4) -> Iterator[bytes]:
 
 
 def test_twenty_saves_come_back_and_take_little(repository: Repository) -> None:
-    """The first as planes, the next as differences, each from a base that is near, never behind too many, anew from every 17th."""
+    """The first as planes, the next as differences, each from a base that is near, never behind too many, anew from every 16th."""
     saves = Saves(repository)
     states = list(weights(19))
     made = [saves.save(state) for state in states]
     assert [saves.content(snapshot) for snapshot in made] == states
-    assert [saves.flags(snapshot) == {DIFFERENCE} for snapshot in made] == [at % 17 != 0 for at in range(19)]
+    assert [saves.flags(snapshot) == {DIFFERENCE} for snapshot in made] == [at % 16 != 0 for at in range(19)]
     depths = [len(repository.chunks.locate_all(saves.chunks(snapshot)[0])) - 1 for snapshot in made]
-    assert depths == [0, *(1, 2, 3, 4) * 4, 0, 1]
-    assert max(depths) == MOST_BASES
+    assert depths == [0, *(1, 2, 3) * 5, 0, 1, 2]
+    assert max(depths) < MOST_BASES
     assert repository.stored_bytes() < 0.75 * sum(map(len, states))
     assert list(repository.scrub()) == []
 
@@ -101,10 +103,17 @@ def test_what_did_not_change_costs_nothing(repository: Repository) -> None:
     assert repository.stored_bytes() - size < 2 * 4096, "the snapshot's own tree, in a segment"
 
 
-def test_few_snapshots_that_stay_have_no_bases(repository: Repository) -> None:
-    """A base that outlives its snapshot takes more than differences save, where ten are kept."""
-    saves = Saves(repository, keep=(Latest(10),))
-    assert [saves.flags(saves.save(state)) for state in weights(3)] == [{pf.FLAG_PLANES}] * 3
+def test_few_snapshots_that_stay_have_no_bases_that_outlive_theirs(repository: Repository) -> None:
+    """Differences are used until the first has to go: after that a base takes more than they save, where few are kept."""
+    saves = Saves(repository, keep=(Latest(3),))
+    made = [saves.flags(saves.save(state)) for state in weights(5)]
+    assert made == [{pf.FLAG_PLANES}, {DIFFERENCE}, {DIFFERENCE}, {pf.FLAG_PLANES}, {pf.FLAG_PLANES}]
+
+
+def test_whoever_adds_to_those_that_stay_keeps_bases_as_well(repository: Repository) -> None:
+    """Single ones of many snapshots are kept by such rules: there is no difference from one that goes."""
+    saves = Saves(repository, keep=(Latest(100), EverySteps(1000)))
+    assert [saves.flags(saves.save(state)) for state in weights(2)] == [{pf.FLAG_PLANES}] * 2
 
 
 def test_states_that_have_nothing_in_common_are_no_bases(repository: Repository) -> None:
@@ -135,26 +144,44 @@ def test_without_a_width_the_repository_chooses(repository: Repository) -> None:
     assert saves.flags(saves.save(b"words " * 20000, width=0)) == {pf.FLAG_ZSTD}
 
 
-@pytest.mark.parametrize("why", ["the next save is waiting", "the budget is spent"])
-def test_codecs_are_given_up_where_time_is_short(repository: Repository, why: str) -> None:
+@pytest.mark.parametrize("why", ["the next save is waiting", "it has waited for long"])
+def test_codecs_are_given_up_where_time_is_short(
+    repository: Repository, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The content is stored all the same, and the next save may have codecs again."""
     saves = Saves(repository, "auto")
     first, second = weights(2)
-    if why == "the budget is spent":
-        made = saves.save(first, interval=-1.0)
-    else:
-        made = saves.save(first, in_a_hurry=lambda: True)
+    with monkeypatch.context() as patched:
+        if why == "it has waited for long":
+            patched.setattr(codecs, "_PATIENCE_SECONDS", -1.0)
+        made = saves.save(first, in_a_hurry=lambda: why == "the next save is waiting")
     assert saves.flags(made) == {0}
     assert saves.content(made) == first
-    assert pf.FLAG_PLANES & min(saves.flags(saves.save(second, interval=1e9)))
+    assert pf.FLAG_PLANES & min(saves.flags(saves.save(second)))
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_codecs_run_when_nobody_else_wants_the_processor(repository: Repository, is_awaited: bool) -> None:
+    """In the class of threads that get what is left; as all others where the training stands still for the snapshot."""
+    classes: set[int] = set()
+    saves = Saves(repository, "auto")
+    states = weights(2)
+    saves.save(next(states))
+
+    def awaited() -> bool:
+        classes.update(os.sched_getscheduler(int(id_)) for id_ in os.listdir("/proc/self/task"))
+        return is_awaited
+
+    made = saves.save(next(states), awaited=awaited)
+    assert saves.flags(made) == {DIFFERENCE}
+    assert (os.SCHED_IDLE in classes) is not is_awaited
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_small_takes_the_time_it_needs(repository: Repository) -> None:
     """Also when the next save is waiting."""
     saves = Saves(repository, "small")
-    assert saves.flags(saves.save(next(weights(1)), interval=-1.0, in_a_hurry=lambda: True)) == {
-        pf.FLAG_PLANES
-    }
+    assert saves.flags(saves.save(next(weights(1)), in_a_hurry=lambda: True)) == {pf.FLAG_PLANES}
 
 
 def test_numbers_of_two_and_eight_bytes_have_planes_too(repository: Repository) -> None:
