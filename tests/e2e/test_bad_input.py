@@ -263,7 +263,7 @@ def test_a_busy_repository(protected: Live, root: Path) -> None:
     snapshot = protected.snapshot()
     program = (
         "import sys; from pathlib import Path; from ciuic.repository import Repository;"
-        "r = Repository.open(Path(sys.argv[1])); w = r.writer().__enter__(); print('held', flush=True); sys.stdin.read()"
+        "r = Repository.open(Path(sys.argv[1])); w = r.writer(wait_seconds=60).__enter__(); print('held', flush=True); sys.stdin.read()"
     )
     holder = subprocess.Popen(
         [str(installed("python")), "-c", program, str(protected.repository)],

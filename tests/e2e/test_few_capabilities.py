@@ -19,7 +19,7 @@ _CONTAINER = (
 )  # fmt: skip
 _HOLD_LOCK = (
     "import sys; from pathlib import Path; from ciuic.repository import Repository;"
-    "r = Repository.open(Path(sys.argv[1])); w = r.writer().__enter__(); print('held', flush=True); sys.stdin.read()"
+    "r = Repository.open(Path(sys.argv[1])); w = r.writer(wait_seconds=60).__enter__(); print('held', flush=True); sys.stdin.read()"
 )
 _JOB = """
 os.chdir(sys.argv[1])
