@@ -12,6 +12,8 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -40,6 +42,10 @@ class Arena:
         with suppress(OSError):  # only advice
             self.map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(self.map)
+        self.pinned: bool | None = None
+        """Page-locked for devices; None: nobody has asked yet."""
+        self._unpin: Callable[[], None] | None = None
+        self._pinning = threading.Lock()
 
     def make_present(self) -> None:
         """Takes the memory now and not in the first save, in which each page would be a fault; other threads run meanwhile.
@@ -47,13 +53,29 @@ class Arena:
         Where it is not to be had at once that is no matter. mmap.madvise would hold the interpreter lock for all that time
         (measured: 0.6 s for 1 GiB).
         """
-        here = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         _LIBC.madvise(
-            ctypes.c_void_p(here), ctypes.c_size_t(self.size_bytes), ctypes.c_int(_MADV_POPULATE_WRITE)
+            ctypes.c_void_p(self._address()),
+            ctypes.c_size_t(self.size_bytes),
+            ctypes.c_int(_MADV_POPULATE_WRITE),
         )
 
+    def pin(self, register: Callable[[int, int], Callable[[], None] | None]) -> None:
+        """Once, and not after `close`. ``register``: gets address and size, returns how to undo it, or None where it failed."""
+        with self._pinning:
+            if self.pinned is None:
+                self._unpin = register(self._address(), self.size_bytes)
+                self.pinned = self._unpin is not None
+
+    def _address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
     def close(self) -> None:
-        """Lets go of the descriptor; the memory stays for as long as arrays look at it."""
+        """Lets go of the descriptor; the memory stays for as long as arrays look at it. No device may write to it any more."""
+        with self._pinning:
+            self.pinned = False
+            if self._unpin is not None:
+                unpin, self._unpin = self._unpin, None
+                unpin()
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)

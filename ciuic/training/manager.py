@@ -28,6 +28,7 @@ from ciuic.training.boundaries import Boundaries
 from ciuic.training.for_frameworks import ForFrameworks
 from ciuic.training.forecast import Forecast, look_ahead
 from ciuic.training.heartbeat import Heartbeat
+from ciuic.training.lanes import capturing
 from ciuic.training.last_save import LastSave
 from ciuic.training.loading import check_complete, load_given, load_latest, put_back
 from ciuic.training.logs import log, quietly
@@ -62,6 +63,7 @@ class SnapshotManager(ForFrameworks):
         compression: str = "auto",
         distributed: bool | None = None,
         heartbeat_seconds: float | None = None,
+        overlap: bool = True,
     ) -> None:
         """Opens the repository at ``save_dir``, or makes one there, parents included.
 
@@ -73,7 +75,9 @@ class SnapshotManager(ForFrameworks):
         the processors' time; ``small`` takes what time it needs, ``none`` takes none. ``distributed``: whether this is one of several ranks
         that train one model, which then all make a manager and call the same of its methods; None: if torch.distributed is initialized
         for several. ``heartbeat_seconds``: without a step, a report or a save for so long the training counts as hung, for a daemon on the
-        same machine (docs/daemon.md, Trainers), which notices its death in any case. ValueError; CiuicError or OSError when there can be no repository there.
+        same machine (docs/daemon.md, Trainers), which notices its death in any case. ``overlap``: an automatic
+        snapshot copies trained weights from an accelerator beside the next forward and backward; False for a program that changes them
+        otherwise than by its optimizers' steps, without torch knowing (overlap.py). ValueError; CiuicError or OSError when there can be no repository there.
         """
         self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
         rules = policies.Rules(policies.of(interval, every_steps, save_when))
@@ -86,7 +90,6 @@ class SnapshotManager(ForFrameworks):
         """After the first step: what saving will come to, and what will not fit."""
         self._root = os.fsencode(f"/{name}")
         self._boundaries = Boundaries(self._stepped, self._at_boundary)
-        self._registered = Registered(self._boundaries)
         self._close_by: float | None = None
         preempted = rule_of(rules)
         ensure_repository(self.save_dir)
@@ -103,6 +106,8 @@ class SnapshotManager(ForFrameworks):
             ),
             self._heartbeat.fds,
         )
+        self._saver.overlap.enabled = overlap
+        self._registered = Registered(self._boundaries, self._saver.overlap.watch)
         self.stats: Stats = self._saver.stats
         self._closed = False
         self._may_join = distributed is not False
@@ -237,6 +242,7 @@ class SnapshotManager(ForFrameworks):
         if state is None:
             return None
         check_complete(state, self._registered.objects)
+        self._saver.settle()
         with self._saver.guard:
             put_back(state, self._registered.objects, self._taker.ranks)
         self.goes_on_from(state)
@@ -327,7 +333,7 @@ class SnapshotManager(ForFrameworks):
             self._last.stepped()
 
     def _at_boundary(self) -> None:
-        if self._closed or not self._registered.objects or not self._saver.client.is_ours:
+        if self._closed or not self._registered.objects or not self._saver.client.is_ours or capturing():
             return
         self._saver.changed = True
         self._heartbeat.beat(self.step)
@@ -340,6 +346,7 @@ class SnapshotManager(ForFrameworks):
         if not self._save_if_due() and not self._taker.prepared:
             with quietly("the first snapshot could not be prepared"):
                 self._prepare()
+        self._saver.overlap.boundary()
 
     def _save_if_due(self) -> bool:
         if self._pace.vote is None and self._saver.pauses:
@@ -349,6 +356,9 @@ class SnapshotManager(ForFrameworks):
         except RuntimeError as error:
             self._saver.failed(f"the ranks cannot agree any more: {error}")
             return False
+        if self._pace.vote is None and self._saver.underway.changed:
+            reason = reason or "the one before it was changed while it was copied"
+        self._saver.underway.changed = False
         if reason:
             with quietly("a snapshot could not be taken"):
                 self._taker.take(Wanted(reason), self._taker.gather_parts(may_wait=False))

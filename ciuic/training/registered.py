@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ciuic.training.boundaries import Boundaries
@@ -12,13 +12,15 @@ from ciuic.training.stateful import state_of, way_of
 
 
 class Registered:
-    def __init__(self, boundaries: Boundaries) -> None:
+    def __init__(self, boundaries: Boundaries, watch_optimizer: Callable[[Any], None]) -> None:
+        """``watch_optimizer``: called with each."""
         self.objects: dict[str, Any] = {}
         self.position: Position | None = None
         """Of a loader that cannot tell its own."""
         self.has_position = False
         """Whether any of them knows where the run is in its data."""
         self._boundaries = boundaries
+        self._watch_optimizer = watch_optimizer
 
     def add(self, name: str, value: Any) -> None:
         """And watches it. ValueError; TypeError for what has no state."""
@@ -74,6 +76,7 @@ class Registered:
             )
         if hasattr(value, "param_groups"):
             boundaries.watch_optimizer(value)
+            self._watch_optimizer(value)
         elif hasattr(value, "__iter__") and hasattr(value, "dataset"):
             self.has_position = boundaries.watch_loader(value) or self.has_position
         elif hasattr(value, "update_parameters") or not hasattr(value, "forward"):

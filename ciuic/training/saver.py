@@ -26,9 +26,15 @@ from ciuic.training.messages import (
     Put,
     Saved,
 )
+<<<<<<< HEAD
 from ciuic.training.outcome import EXIT_SECONDS, Save, Stats
+=======
+from ciuic.training.outcome import Save, Stats
+from ciuic.training.overlap import Overlap
+>>>>>>> e5c2441 (A state on an accelerator is copied beside the next forward and backward, on a stream of our own)
 from ciuic.training.reading import Facts
 from ciuic.training.staging import State, stage
+from ciuic.training.underway import Underway
 from ciuic.training.writer_client import WriterClient
 
 POLL_SECONDS: Final = 0.2
@@ -56,6 +62,9 @@ class Saver:
         """Since the last save that was staged, or since one failed."""
         self.noticed: Callable[[Notice], None] = lambda notice: None
         """Called with what a metadata service told the writer."""
+        self.overlap = Overlap()
+        self.overlap.before_step = self.settle
+        self.underway = Underway(self.overlap, self._not_saved)
         self._saves: dict[int, Save] = {}
         self._not_before, self._pause_seconds = 0.0, _FIRST_PAUSE_SECONDS
 
@@ -74,7 +83,9 @@ class Saver:
     def prepare(self, state: State) -> None:
         """Makes room for a state of that size, before there is a save to wait for it."""
         self.size_bytes = state.size_bytes
-        self.client.prepare(int(self.size_bytes * _ROOM) + _ROOM_BYTES)
+        lanes = {self.overlap.lane_of(leaf.value) for leaves in state.leaves.values() for leaf in leaves}
+        prepared = [lane.prepare for lane in lanes if lane is not None]
+        self.client.prepare(int(self.size_bytes * _ROOM) + _ROOM_BYTES, prepared)
 
     def stage(
         self,
@@ -83,25 +94,32 @@ class Saver:
         manifest: Manifest,
         *,
         may_wait: bool,
+        beside: bool,
         claim: Claim | None = None,
     ) -> tuple[Save | None, bool]:
         """Copies the state and hands it over: the save, and whether it was skipped because both arenas are being written.
 
-        ``manifest``: without its files. ``may_wait``: for an arena to become free. ``claim``: becomes the writer's.
+        ``manifest``: without its files. ``may_wait``: for an arena to become free. ``beside``: what is on a device may still be on its
+        way on return, and is handed over when it has arrived (`settle`). ``claim``: becomes the writer's.
         """
         self.size_bytes = state.size_bytes
         try:
+<<<<<<< HEAD
             number = stage(self.client, state, facts, manifest, claim)
             end = time.monotonic() + self._patience_seconds()
             while number is None and may_wait and self.client.pending and time.monotonic() < end:
+=======
+            staged = stage(self.client, state, facts, manifest, self.overlap, beside=beside, claim=claim)
+            while staged is None and may_wait:
+                self.underway.finish()
+>>>>>>> e5c2441 (A state on an accelerator is copied beside the next forward and backward, on a stream of our own)
                 self.hear(POLL_SECONDS)
-                number = stage(self.client, state, facts, manifest, claim)
+                staged = stage(self.client, state, facts, manifest, self.overlap, beside=beside, claim=claim)
         except OSError as error:
-            self._not_before = time.monotonic() + self._pause_seconds
-            self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
             self.failed(error.strerror or str(error))
+            self._pause()
             return None, False
-        if number is None:
+        if staged is None:
             self.stats.skipped += 1
             if (
                 self.stats.skipped.bit_count() == 1
@@ -111,14 +129,33 @@ class Saver:
                     self.stats.skipped,
                 )
             return None, True
+        save = self._saves[staged.number] = Save(self, staged.number)
+        self.underway.add(staged)
+        if not beside:
+            self.underway.finish()
+        if save.error is not None:
+            self._pause()
+            return None, False
         self._pause_seconds = _FIRST_PAUSE_SECONDS
-        save = self._saves[number] = Save(self, number)
         return save, False
 
+<<<<<<< HEAD
     def _patience_seconds(self) -> float:
         """For so long an arena is waited for: a writer that hangs must not hang the training."""
         estimate = self.costs.write_estimate_seconds(self.size_bytes)
         return max(EXIT_SECONDS, _PATIENCE * (estimate or 0.0))
+=======
+    def _pause(self) -> None:
+        self._not_before = time.monotonic() + self._pause_seconds
+        self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    def settle(self) -> None:
+        """The program is about to change its weights: from here on that comes after their copy."""
+        if self.underway and self.client.is_ours:
+            with self.guard:
+                self.underway.settle()
+                self.underway.advance()
+>>>>>>> e5c2441 (A state on an accelerator is copied beside the next forward and backward, on a stream of our own)
 
     def stalled(self, seconds: float) -> None:
         """The training stood still so long for a save."""
@@ -136,7 +173,8 @@ class Saver:
             if left <= 0 or not self.client.will_answer:
                 return False
             with self.guard:
-                self.hear(min(left, POLL_SECONDS))
+                if self.underway.finish(left):
+                    self.hear(min(left, POLL_SECONDS))
         with self.guard:
             self.hear()
         return True
@@ -144,10 +182,14 @@ class Saver:
     def close(self, timeout_seconds: float) -> None:
         """Waits so long; what is not done by then is finished by the writer all the same."""
         with self.guard:
+            if self.client.is_ours:
+                self.underway.finish(timeout_seconds)
+                self.underway.abandon()
             self._hear(self.client.close(timeout_seconds))
 
     def hear(self, timeout_seconds: float = 0.0) -> None:
         """What the writer has said since; waits so long for the first of it."""
+        self.underway.advance()
         self._hear(self.client.poll(timeout_seconds))
 
     def _hear(self, said: list[FromWriter]) -> None:
@@ -162,15 +204,18 @@ class Saver:
             elif isinstance(message, Put):
                 self._saves.pop(message.number, None)
             elif isinstance(message, NotSaved):
-                self.failed(message.reason)
-                if (save := self._saves.pop(message.number, None)) is not None:
-                    save.error = message.reason
+                self._not_saved(message.number, message.reason)
             elif isinstance(message, Note):
                 log.warning("ciuic: %s", message.text)
             elif isinstance(message, Measured):
                 self.costs.measured_bytes_per_second = message.bytes_per_second
             elif isinstance(message, Notice):
                 self.noticed(message)
+
+    def _not_saved(self, number: int, reason: str) -> None:
+        self.failed(reason)
+        if (save := self._saves.pop(number, None)) is not None:
+            save.error = reason
 
     def failed(self, reason: str) -> None:
         """Counts and logs it."""

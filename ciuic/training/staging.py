@@ -1,11 +1,12 @@
 """The state at one instant, copied into an arena: all of what a save costs the training.
 
-The layout of an arena is kept for as long as names, shapes and dtypes stay, so that a save is one copy of each tensor and little
+What is on the host is copied on return, what is on a device may still be on its way (`overlap`). The layout of an arena is kept for as long as names, shapes and dtypes stay, so that a save is one copy of each tensor and little
 else. What stands in the arena is the files of the snapshot as they will be restored: safetensors, `state.json`, `snapshot.json`.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -13,8 +14,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ciuic.repository.claim import Claim
+from ciuic.training.arena import Arena
 from ciuic.training.layout import FileInMemory, Layout, aligned, lay_out
 from ciuic.training.messages import Manifest
+from ciuic.training.overlap import Copying, Item, Overlap
 from ciuic.training.reading import FACTS_FILE, STATE_FILE, STATE_VERSION, Facts
 from ciuic.training.structure import Leaf, pack
 from ciuic.training.tensors import Array, Place
@@ -80,13 +83,52 @@ def others_part(objects: Mapping[str, Any], rank: int) -> State:
     return State(leaves, b"", f".rank{rank}")
 
 
-def stage(
-    client: WriterClient, state: State, facts: Facts, manifest: Manifest, claim: Claim | None = None
-) -> int | None:
-    """Copies the state into an arena and hands it to the writer; the number of the save, or None while there is no free arena.
+class Staged:
+    """A state that is in an arena, or on its way there from devices."""
 
-    ``manifest``: without its files. ``claim``: for the writer. OSError (ENOMEM, no writer).
-    """
+    def __init__(
+        self,
+        client: WriterClient,
+        slot: Slot,
+        manifest: Manifest,
+        end: int,
+        *,
+        commit: bool,
+        copying: Copying | None,
+        claim: Claim | None,
+    ) -> None:
+        self.number = client.reserve(slot)
+        """Of the save."""
+        self.copying = copying
+        """None: all of it is there."""
+        self._client = client
+        self._slot = slot
+        self._manifest = manifest
+        self._end = end
+        self._commit = commit
+        self._claim = claim
+
+    def hand_over(self) -> None:
+        """To the writer: nothing is on its way any more. OSError (no writer)."""
+        self._client.submit(self._slot, self._manifest, self._end, commit=self._commit, claim=self._claim)
+
+    def give_up(self) -> None:
+        """There will be no such save."""
+        self._client.release(self._slot)
+
+
+def stage(
+    client: WriterClient,
+    state: State,
+    facts: Facts,
+    manifest: Manifest,
+    overlap: Overlap,
+    *,
+    beside: bool,
+    claim: Claim | None = None,
+) -> Staged | None:
+    """Copies the state into an arena; None while there is no free one. ``manifest``: without its files. ``beside``: what the program
+    does next may go on beside the copy from devices. ``claim``: for the writer. OSError (ENOMEM, the device refuses)."""
     signature = tuple(
         (name, tuple((leaf.name, leaf.array) for leaf in leaves)) for name, leaves in state.leaves.items()
     )
@@ -99,6 +141,7 @@ def stage(
     slot = client.reserve(tail.end + len(msgspec.msgpack.encode(manifest)))
     if slot is None:
         return None
+<<<<<<< HEAD
     try:
         places = _places(slot, signature, layout)
         leaves = [leaf for of_one in state.leaves.values() for leaf in of_one]
@@ -110,6 +153,34 @@ def stage(
         return client.submit(slot, manifest, tail.end, commit=bool(state.document), claim=claim)
     finally:
         client.release(slot)
+=======
+    assert slot.arena is not None
+    try:
+        copying = _fill(slot.arena, state, _places(slot, signature, layout), overlap, beside=beside)
+    except RuntimeError as error:
+        raise OSError(errno.EIO, f"the state cannot be copied from its device: {error}") from None
+    for offset, content in tail.content:
+        slot.arena.memory[offset : offset + len(content)] = content
+    return Staged(client, slot, manifest, tail.end, commit=bool(state.document), copying=copying, claim=claim)
+
+
+def _fill(
+    arena: Arena, state: State, places: list[Place], overlap: Overlap, *, beside: bool
+) -> Copying | None:
+    """RuntimeError where a device has failed."""
+    items: list[Item] = []
+    on_host: list[tuple[Place, Any]] = []
+    leaves = [(name, leaf) for name, of_one in state.leaves.items() for leaf in of_one]
+    for place, (name, leaf) in zip(places, leaves, strict=True):
+        if leaf.array.size_bytes and overlap.lane_of(leaf.value) is not None:
+            items.append(Item(f"{name}.{leaf.name}", place, leaf.value, leaf.array.size_bytes))
+        else:
+            on_host.append((place, leaf.value))
+    copying = Copying(arena, items, overlap, beside=beside) if items else None
+    for place, value in on_host:  # while devices copy by themselves
+        place.fill(value)
+    return copying
+>>>>>>> e5c2441 (A state on an accelerator is copied beside the next forward and backward, on a stream of our own)
 
 
 class _Tail:

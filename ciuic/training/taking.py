@@ -165,7 +165,7 @@ class Taker:
         states = self._registered.states()
         manifest = Manifest(time_ns=time.time_ns(), message="", tags=(), files=[], together=together)
         state = part_of(self._registered.objects, states, together.rank)
-        save, _ = self._saver.stage(state, Facts(), manifest, may_wait=False)
+        save, _ = self._saver.stage(state, Facts(), manifest, may_wait=False, beside=False)
         if save is None:
             with quietly("rank 0 waits for this one's part in vain"):
                 refuse(self._repository, together, self._saver.stats.last_error or "it has no room")
@@ -197,7 +197,11 @@ class Taker:
         try:
             state = gather(states, wanted.plain, values, with_shards=agreed is not None)
             facts = replaced(facts, size_bytes=state.size_bytes if agreed is None else agreed.size_bytes)
-            save, skipped = self._saver.stage(state, facts, manifest, may_wait=wanted.may_wait, claim=claim)
+            # What ranks have agreed on is handed over before they go on.
+            beside = agreed is None and not wanted.may_wait
+            save, skipped = self._saver.stage(
+                state, facts, manifest, may_wait=wanted.may_wait, beside=beside, claim=claim
+            )
         finally:
             if claim is not None:
                 claim.release()  # which does nothing if it was handed over

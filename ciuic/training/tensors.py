@@ -153,12 +153,17 @@ class Place:
         """Copies the elements, in row-major order. ``value``: from `as_plain`, of the kind that was described."""
         if not self._array.size_bytes:
             return
+        if self._array.framework == "torch":
+            target, plain = copyable(self.target(value), value.detach())
+            target.copy_(plain)
+        else:
+            self.target(value)[...] = value
+
+    def target(self, value: Any) -> Any:
+        """The memory as an array of this kind, on the host: for who copies the elements by himself."""
         if self._target is None:
             self._target = self._view(value)
-        if self._array.framework == "torch":
-            _copy(self._target, value.detach())
-        else:
-            self._target[...] = value
+        return self._target
 
     def _view(self, value: Any) -> Any:
         if self._array.framework == "torch":
@@ -168,11 +173,12 @@ class Place:
         return numpy.frombuffer(self._memory, dtype=value.dtype).reshape(value.shape)
 
 
-def _copy(target: Any, value: Any) -> None:
+def copyable(target: Any, value: Any) -> tuple[Any, Any]:
+    """Two tensors of torch that are to be copied, as it can copy them: some dtypes have no copy of their own (those of less than a
+    byte)."""
     if value.dtype.itemsize == 1 and value.is_contiguous():
-        # Some have no copy of their own (those of less than a byte).
-        target, value = target.view(sys.modules["torch"].uint8), value.view(sys.modules["torch"].uint8)
-    target.copy_(value)
+        return target.view(sys.modules["torch"].uint8), value.view(sys.modules["torch"].uint8)
+    return target, value
 
 
 def empty_buffer(size_bytes: int) -> tuple[Any, memoryview]:
