@@ -174,7 +174,7 @@ class SnapshotManager(ForFrameworks):
         reason for which the snapshot is kept for ever. While the writer still has both arenas this waits for one. Returns None when it
         could not be saved, which is logged, and on every rank but 0. TypeError names what cannot be stored.
 
-        One of several ranks waits for rank 0 to have copied the state, or with ``wait`` for the snapshot.
+        Of several ranks all should call it, and wait for nobody but with ``wait``; called on rank 0 alone it saves what that has.
         """
         if self._closed:
             raise ValueError("the manager is closed")
@@ -187,16 +187,16 @@ class SnapshotManager(ForFrameworks):
             self.epoch = epoch
         if step is not None:
             self.step = step
-        wanted = Wanted("asked for", epoch, metrics or {}, plain, tuple(tags), hold, may_wait=True)
-        parts = self._taker.gather_parts(may_wait=True)
+        wanted = Wanted(
+            "asked for", epoch, metrics or {}, plain, tuple(tags), hold, asked=True, may_wait=True
+        )
+        caller, save = sys._getframe(1), None
         try:
-            save = self._taker.take(wanted, parts)
-            if wait and save is not None:
-                save.wait()
+            place = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
+            save = self._taker.take(wanted, self._taker.parts_when_asked(place))
         finally:
-            if self._taker.ranks is not None and parts is not None:
-                with quietly("the other ranks were not told that the state is copied"):
-                    self._taker.ranks.tell()
+            if wait:
+                self._taker.wait_durable(save, EXIT_SECONDS)
         return save
 
     def boundary(self) -> None:
@@ -340,6 +340,8 @@ class SnapshotManager(ForFrameworks):
         if self._saver.client.pending:
             with self._saver.guard:
                 self._saver.hear()
+        if not self._taker.all_at_boundary():
+            self._leave_ranks()
         if self._last is not None:
             self._last.at_boundary()
         self._saver.costs.boundary(time.monotonic(), writing=self._saver.client.pending > 0)
@@ -347,6 +349,16 @@ class SnapshotManager(ForFrameworks):
             with quietly("the first snapshot could not be prepared"):
                 self._prepare()
         self._saver.overlap.boundary()
+
+    def _leave_ranks(self) -> None:
+        log.error(
+            "ciuic: not every rank has registered what it trains with its SnapshotManager, so rank 0 saves by itself from now on, without the "
+            "others' generators and positions: register on every rank, or make the manager with distributed=False on rank 0 if this is meant"
+        )
+        self._taker.leave_ranks()
+        self._pace.vote = None
+        if self._last is not None:
+            self._last.agree = None
 
     def _save_if_due(self) -> bool:
         if self._pace.vote is None and self._saver.pauses:

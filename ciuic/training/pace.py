@@ -29,9 +29,10 @@ class Pace:
         """From here on time and steps are counted."""
         self._last_step, self._last_seconds = step, time.monotonic()
 
-    def taken(self, step: int) -> None:
-        """A snapshot was taken."""
-        self.begin_at(step)
+    def taken(self, step: int | None) -> None:
+        """A snapshot was taken; None: one from which nothing is counted."""
+        if step is not None:
+            self.begin_at(step)
         self.reported = {}
         self.rules.saved()
 

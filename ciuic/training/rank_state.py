@@ -64,7 +64,7 @@ def differing(everybody: list[Mine]) -> dict[str, Any]:
 
 def is_new(ranks: Mapping[str, Any], rank: int) -> bool:
     """Whether there was no such rank when the others were saved."""
-    return rank > 0 and bool(ranks) and str(rank) not in ranks
+    return rank > 0 and str(rank) not in ranks
 
 
 def put_own(state: dict[str, Any], ranks: Mapping[str, Any], rank: int) -> None:

@@ -2,22 +2,33 @@
 
 Rank 0 saves; the others give it what differs from rank to rank (`rank_state`), and all agree on the step. They talk over process groups
 of their own, on gloo, with time-outs of their own: a save that takes long trips none of the training's, and nothing of it is on the
-training's streams. Every rank makes the manager and calls the same of its methods in the same order.
+training's streams. Every rank makes the manager and registers the same.
+
+What must not wait for ranks that may never come goes through the store that torch.distributed was initialized with: whether all are there
+before the first message that needs all, and what each has of its own when the program asks for a snapshot, perhaps on rank 0 alone.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final
 
 log = logging.getLogger("ciuic")
 
-_MEET_SECONDS: Final = 20.0
+_MEET_SECONDS: Final = 10.0
 """For all ranks to make their managers."""
+_SAY_SECONDS: Final = 2.0
+"""After so long it is said what is waited for."""
+_BOUNDARY_SECONDS: Final = 30.0
+"""For all to come to their first boundary: training itself keeps them within a step."""
+_COME_SECONDS: Final = 5.0
+"""For others to be asked for a snapshot, too."""
 _GATHER_SECONDS: Final = 300.0
 """For all ranks to come to one save: less than what training allows its own messages."""
 _PATIENT_SECONDS: Final = 86400.0
@@ -33,10 +44,17 @@ class RanksApart(Exception):
 class Ranks:
     """One of them, from its own side. Not for several threads at once."""
 
-    def __init__(self, rank: int, world_size: int, quick: Any, patient: Any) -> None:
+    def __init__(self, rank: int, world_size: int, quick: Any, patient: Any, prefix: str) -> None:
         self.rank = rank
         self.world_size = world_size
         self._quick, self._patient = quick, patient
+        self._prefix = prefix
+        self._apart: set[str] = set()
+        """Places in the program that ask for snapshots on rank 0 alone."""
+        self._asked: dict[str, tuple[int, int]] = {}
+        """By place: the step at which it asked last, and how often there."""
+        self._now = "", 0, 0
+        """The place that asks, with these."""
 
     @classmethod
     def meet(cls, name: str) -> Ranks | None:
@@ -49,7 +67,8 @@ class Ranks:
         if world_size == 1:
             return None
         number = _made[name] = _made.get(name, 0) + 1
-        if not _all_are_here(dist, f"ciuic/{name}/{number}", rank, world_size):
+        prefix = f"ciuic/{name}/{number}"
+        if not _all_are_here(dist, prefix, rank, world_size, _MEET_SECONDS, "make a SnapshotManager"):
             log.warning(
                 "ciuic: not every rank has made a SnapshotManager, so rank %d saves for itself alone, and a resume would not be exact "
                 "on the others: make it on every rank, or with distributed=False where that is meant",
@@ -58,12 +77,83 @@ class Ranks:
             return None
         quick = dist.new_group(backend="gloo", timeout=timedelta(seconds=_GATHER_SECONDS))
         patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENT_SECONDS))
-        return cls(rank, world_size, quick, patient)
+        return cls(rank, world_size, quick, patient, prefix)
 
     @property
     def saves(self) -> bool:
         """Whether it is this one that writes."""
         return self.rank == 0
+
+    def all_at_boundary(self) -> bool:
+        """The same answer on every rank that asks, before anything is agreed at boundaries. RanksApart."""
+        seconds = _COME_SECONDS if self._apart else _BOUNDARY_SECONDS
+        return self._all_come("boundary", seconds, "come to a boundary of two steps")
+
+    def begin_asked(self, step: int, place: str) -> None:
+        """The program asks for a snapshot, at this place in it. To be called before the next three."""
+        before, number = self._asked.get(place, (step, 0))
+        self._asked[place] = step, number + 1 if before == step else 1
+        self._now = place, *self._asked[place]
+
+    def all_asked(self) -> bool:
+        """The same answer on every rank that was asked. RanksApart."""
+        return self._all_come(f"asked/{self._now}", _COME_SECONDS, "call save_snapshot")
+
+    def hand_in(self, mine: Any) -> list[Any] | None:
+        """What each rank has of its own, on rank 0; None if the others were not asked, for which it waits once. [] on the others, which wait
+        for nobody. RanksApart."""
+        place = self._now[0]
+        with _heard():
+            store = self._store(f"{self._prefix}/own/{self._now}")
+            if not self.saves:
+                store.set(str(self.rank), pickle.dumps(mine))
+                return []
+            names = [str(rank) for rank in range(1, self.world_size)]
+            end = time.monotonic() + (0.0 if place in self._apart else _COME_SECONDS)
+            while not (here := bool(store.check(names))) and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+            if not here:
+                if place not in self._apart:
+                    log.warning(
+                        "ciuic: save_snapshot is called on rank 0 alone at %s: the snapshot has no other rank's generators and position, and "
+                        "the others are not waited for there again; call it on every rank, or make the manager on rank 0 alone with "
+                        "distributed=False if this is meant",
+                        place,
+                    )
+                self._apart.add(place)
+                return None
+            found = [mine, *(pickle.loads(store.get(name)) for name in names)]  # of this program's own ranks
+            for name in names:
+                with suppress(RuntimeError):  # not every store can
+                    store.delete_key(name)
+            return found
+
+    def durable(self, seconds: float) -> bool:
+        """Rank 0 says that what the program asked for is there, or could not be saved; the others wait for it, so long. RanksApart."""
+        name = repr(self._now)
+        with _heard():
+            store = self._store(f"{self._prefix}/durable")
+            if self.saves:
+                store.set(name, "1")
+                return True
+            end = time.monotonic() + seconds
+            while not store.check([name]):
+                if time.monotonic() > end:
+                    return False
+                time.sleep(_POLL_SECONDS)
+            return True
+
+    def _all_come(self, where: str, seconds: float, what: str) -> bool:
+        import torch.distributed as dist
+
+        with _heard():
+            prefix = f"{self._prefix}/{where}"
+            return _all_are_here(dist, prefix, self.rank, self.world_size, seconds, what)
+
+    def _store(self, prefix: str) -> Any:
+        import torch.distributed as dist
+
+        return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
     def vote(self) -> Vote:
         """To agree on one thing, again and again."""
@@ -142,19 +232,35 @@ class Vote:
         return agreed
 
 
-def _all_are_here(dist: Any, prefix: str, rank: int, world_size: int) -> bool:
+@contextmanager
+def _heard() -> Iterator[None]:
+    """RanksApart where the store is gone, with the process that had it."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise RanksApart(str(error)) from None
+
+
+def _all_are_here(dist: Any, prefix: str, rank: int, world_size: int, seconds: float, what: str) -> bool:
     """The same answer on every rank that asks. Rank 0 counts, for so long; the others hear what it found."""
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
-    end = time.monotonic() + _MEET_SECONDS
     store.set(f"here-{rank}", "1")
+    names = ["all"] if rank else [f"here-{one}" for one in range(world_size)]
     if rank:
-        while time.monotonic() < end + _MEET_SECONDS:
-            if store.check(["all"]):
-                return bool(store.get("all") == b"1")
-            time.sleep(_POLL_SECONDS)
-        return False
-    names = [f"here-{one}" for one in range(world_size)]
-    while not (here := bool(store.check(names))) and time.monotonic() < end:
+        seconds *= 2
+    began, said = time.monotonic(), False
+    while not (here := bool(store.check(names))) and time.monotonic() < began + seconds:
+        if not said and time.monotonic() > began + _SAY_SECONDS:
+            said = True
+            log.warning(
+                "ciuic: rank %d waits up to %.0f s for the other ranks to %s; where rank 0 alone is to save, its manager is made with "
+                "distributed=False",
+                rank,
+                seconds,
+                what,
+            )
         time.sleep(_POLL_SECONDS)
+    if rank:
+        return here and bool(store.get("all") == b"1")
     store.set("all", "1" if here else "0")
     return here

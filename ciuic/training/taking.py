@@ -61,6 +61,8 @@ class Wanted(NamedTuple):
     tags: tuple[str, ...] = ()
     hold: str = ""
     """A reason for which it is kept for ever."""
+    asked: bool = False
+    """By the program, perhaps of this rank alone."""
     may_wait: bool = False
     """For the writer to be done with an earlier one."""
     as_it_was: Remembered | None = None
@@ -81,11 +83,13 @@ class Taker:
         self._saver = saver
         self._repository = saver.client.repository
         self._complained = False
+        self._met = False
+        self._is_silent = False
 
     @property
     def writes(self) -> bool:
         """Whether it is this process that writes."""
-        return self.ranks is None or self.ranks.saves
+        return not self._is_silent if self.ranks is None else self.ranks.saves
 
     def prepare(self) -> None:
         """After the first step everything has its size."""
@@ -104,6 +108,45 @@ class Taker:
     def _together(self) -> bool:
         """Whether each rank has a part of the state."""
         return self.ranks is not None and are_sharded(self._registered.objects.values())
+
+    def all_at_boundary(self) -> bool:
+        """Whether the other ranks come to boundaries, too: asked at the first one, since what is agreed there would wait for them."""
+        if self.ranks is not None and not self._met:
+            with quietly("the other ranks are gone"):
+                self._met = self.ranks.all_at_boundary()
+            return self._met
+        return True
+
+    def leave_ranks(self) -> None:
+        """From now on rank 0 saves by itself, and others nothing."""
+        self._is_silent = not self.writes
+        self.ranks = None
+
+    def parts_when_asked(self, place: str) -> list[Mine] | Agreed | None:
+        """As `gather_parts`, when the program asks for a snapshot, perhaps on rank 0 alone: then None. ``place``: where in the program."""
+        if self.ranks is None:
+            return None
+        ranks = self.ranks
+        ranks.begin_asked(self.run.step, place)
+        try:
+            if not self._together:
+                return ranks.hand_in(rank_state.mine(self._registered.objects))
+            if not ranks.all_asked():
+                raise RanksApart(
+                    "each rank has a part of the state, and not every rank has called save_snapshot"
+                )
+        except RanksApart as error:
+            self._saver.failed(str(error))
+            return [] if self._together else None
+        return self._agree(ranks, may_wait=True)
+
+    def wait_durable(self, save: Save | None, seconds: float) -> None:
+        """For what the program asked for, on all ranks."""
+        if save is not None:
+            save.wait()
+        if self.ranks is not None:
+            with quietly("the other ranks are gone"):
+                self.ranks.durable(seconds)
 
     def gather_parts(self, *, may_wait: bool) -> list[Mine] | Agreed | None:
         """What each rank has of its own, on rank 0; [] on the others. None where this process saves for itself. `Agreed` on all where each
@@ -148,17 +191,17 @@ class Taker:
             with self._saver.guard:
                 if self.writes:
                     return self._staged(wanted, parts.parts, parts)
-                self._part_staged(parts)
+                self._part_staged(wanted, parts)
                 return None
         if self._together:
             return None
         if not self.writes:
-            self._taken()
+            self._taken(wanted)
             return None
         with self._saver.guard:
             return self._staged(wanted, parts)
 
-    def _part_staged(self, agreed: Agreed) -> None:
+    def _part_staged(self, wanted: Wanted, agreed: Agreed) -> None:
         """This rank's, for the snapshot that rank 0's writer makes."""
         began = time.monotonic()
         together, self.prepared = agreed.together, True
@@ -171,7 +214,7 @@ class Taker:
                 refuse(self._repository, together, self._saver.stats.last_error or "it has no room")
             return
         self._saver.stalled(time.monotonic() - began)
-        self._taken()
+        self._taken(wanted)
 
     def _staged(self, wanted: Wanted, parts: list[Mine] | None, agreed: Agreed | None = None) -> Save | None:
         began = time.monotonic()
@@ -207,15 +250,17 @@ class Taker:
                 claim.release()  # which does nothing if it was handed over
         if save is not None:
             self._saver.stalled(time.monotonic() - began)
-            self._taken()
+            self._taken(wanted)
         elif skipped:
             self._pace.begin_at(self.run.step)
         return save
 
-    def _taken(self) -> None:
+    def _taken(self, wanted: Wanted) -> None:
         """A snapshot was taken of this boundary, by this rank or by rank 0."""
         self._saver.changed = False
-        self._pace.taken(self.run.step)
+        # The others, which may not have been asked, must find the next one due at the same step.
+        alone = wanted.asked and self.ranks is not None
+        self._pace.taken(None if alone else self.run.step)
 
     def _facts(self, wanted: Wanted, world_size: int) -> Facts:
         epoch = wanted.epoch if wanted.as_it_was is None else wanted.as_it_was.epoch

@@ -63,6 +63,25 @@ def test_ranks_agree_on_the_step_of_a_snapshot(tmp_path: Path) -> None:
         assert found == {"steps": [6], "saves": rank == 0, "epoch": 9, "world": WORLD}
 
 
+def test_rank_0_alone_may_ask_for_snapshots(tmp_path: Path) -> None:
+    """The others are waited for once; what is asked for on rank 0 has its state, and automatic snapshots have every rank's."""
+    save_dir, result = str(tmp_path / "snapshots"), tmp_path / "result"
+    said = Ranks(tmp_path / "logs", WORLD, ddp_training.rank_0_asks, save_dir, str(result)).check()
+    saved = json.loads(result.read_text())
+    assert [world for tags, world in saved if "asked" in tags] == [1, 1, 1]
+    assert [world for tags, world in saved if "asked" not in tags] == [WORLD] * 3
+    assert said[0].count("is called on rank 0 alone at ddp_training.py") == 1
+
+
+def test_rank_0_alone_may_register(tmp_path: Path) -> None:
+    """It saves by itself then, when asked and by its rules, and no rank waits for another."""
+    result = tmp_path / "result"
+    Ranks(
+        tmp_path / "logs", WORLD, ddp_training.rank_0_registers, str(tmp_path / "snapshots"), str(result)
+    ).check(60)
+    assert len(json.loads(result.read_text())) > 4
+
+
 def test_rank_0_alone_may_have_a_manager(tmp_path: Path) -> None:
     """With distributed=False nobody is waited for."""
     result, began = tmp_path / "result", time.monotonic()

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ciuic import SnapshotManager
-from ciuic.training.policies import Moment, Rule
+from ciuic.training import ranks
+from ciuic.training.policies import Interval, Moment, Rule
 
 EPOCHS = 3
 
@@ -59,14 +60,17 @@ class Run:
         resumed = self.manager.resume()
         for epoch in range(resumed.epoch or 0 if resumed else 0, EPOCHS):
             self.sampler.set_epoch(epoch)
-            for x, y in self.loader:
-                time.sleep(step_seconds)
-                self.optimizer.zero_grad()
-                loss = torch.nn.functional.cross_entropy(self.model(x), y)
-                loss.backward()
-                self.optimizer.step()
-                self.scheduler.step()
-                self.seen.append(float(x.sum()) + random.random() + float(loss.detach()))
+            self.one_epoch(step_seconds)
+
+    def one_epoch(self, step_seconds: float = 0.0) -> None:
+        for x, y in self.loader:
+            time.sleep(step_seconds)
+            self.optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(self.model(x), y)
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.seen.append(float(x.sum()) + random.random() + float(loss.detach()))
 
     def digest(self) -> str:
         whole = hashlib.sha256(
@@ -117,3 +121,38 @@ def alone(rank: int, world: int, save_dir: str, result: str) -> None:
         save = run.save_snapshot(model=torch.nn.Linear(2, 2), epoch=1, wait=True)
         run.close()
         Path(result).write_text(str(save is not None and save.id))
+
+
+def rank_0_asks(rank: int, world: int, save_dir: str, result: str) -> None:
+    """`if rank == 0: manager.save_snapshot(…)`, where all ranks have registered and automatic snapshots are taken, too."""
+    ranks._COME_SECONDS = 0.5  # type: ignore[misc]
+    run = Run(rank, world, save_dir, every_steps=7)
+    for epoch in range(EPOCHS):
+        run.sampler.set_epoch(epoch)
+        run.one_epoch()
+        if rank == 0:
+            run.manager.save_snapshot(epoch=epoch, tags=["asked"])
+            run.manager.wait()
+    run.manager.close()
+    if rank == 0:
+        saved = [(list(one.tags), one.facts.world_size) for one in run.manager.list_snapshots()]
+        Path(result).write_text(json.dumps(saved))
+
+
+def rank_0_registers(rank: int, world: int, save_dir: str, result: str) -> None:
+    """All ranks make a manager, with rules; and only rank 0 ever gives it anything to save."""
+    ranks._COME_SECONDS = ranks._BOUNDARY_SECONDS = 0.5  # type: ignore[misc]
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    manager = SnapshotManager(save_dir, every_steps=2, save_when=[Interval(3600)])
+    for epoch in range(4):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.rand(4, 8)).sum().backward()
+            optimizer.step()
+        if rank == 0:
+            manager.save_snapshot(model, optimizer, epoch)
+    manager.close()
+    if rank == 0:
+        Path(result).write_text(json.dumps([one.facts.epoch for one in manager.list_snapshots()]))
