@@ -114,7 +114,7 @@ class LastSave:
     def stage_last(self, reason: str, *, at_boundary: bool) -> bool:
         manager = self._manager
         if not manager._registered.objects or not (
-            manager._saver.changed or manager.stats.saved or manager._saver.client.pending
+            manager._saver.changed or manager.stats.saved or manager._saver.pending
         ):
             return False
         if not manager._saver.changed:

@@ -337,14 +337,14 @@ class SnapshotManager(ForFrameworks):
             return
         self._saver.changed = True
         self._heartbeat.beat(self.step)
-        if self._saver.client.pending:
+        if self._saver.pending:
             with self._saver.guard:
                 self._saver.hear()
         if not self._taker.all_at_boundary():
             self._leave_ranks()
         if self._last is not None:
             self._last.at_boundary()
-        self._saver.costs.boundary(time.monotonic(), writing=self._saver.client.pending > 0)
+        self._saver.costs.boundary(time.monotonic(), writing=self._saver.pending > 0)
         if not self._save_if_due() and not self._taker.prepared:
             with quietly("the first snapshot could not be prepared"):
                 self._prepare()

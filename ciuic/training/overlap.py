@@ -118,7 +118,7 @@ class Copying:
             for lane, on_lane in by_lane.values():
                 self._lanes.append(_OnLane(lane))
                 self._lanes[-1].begin(arena, on_lane, overlap, trained, beside=beside)
-        except RuntimeError:
+        except BaseException:
             # Nothing may be written there any more when the arena is used again.
             for one in self._lanes:
                 with suppress(RuntimeError):

@@ -26,12 +26,8 @@ from ciuic.training.messages import (
     Put,
     Saved,
 )
-<<<<<<< HEAD
 from ciuic.training.outcome import EXIT_SECONDS, Save, Stats
-=======
-from ciuic.training.outcome import Save, Stats
 from ciuic.training.overlap import Overlap
->>>>>>> e5c2441 (A state on an accelerator is copied beside the next forward and backward, on a stream of our own)
 from ciuic.training.reading import Facts
 from ciuic.training.staging import State, stage
 from ciuic.training.underway import Underway
@@ -73,12 +69,17 @@ class Saver:
         """What could not be staged must not be tried again after every step."""
         return time.monotonic() < self._not_before
 
+    @property
+    def pending(self) -> int:
+        """Saves that were staged, and not answered yet."""
+        return self.client.pending + len(self.underway)
+
     def estimate_seconds(self) -> float | None:
         """Until all would be durable that is not; None where nothing was measured."""
         own = self.costs.write_estimate_seconds(self.size_bytes)
         if own is None or not self.size_bytes:
             return None
-        return own * (self.client.pending + self.changed)
+        return own * (self.pending + self.changed)
 
     def prepare(self, state: State) -> None:
         """Makes room for a state of that size, before there is a save to wait for it."""
@@ -104,15 +105,10 @@ class Saver:
         """
         self.size_bytes = state.size_bytes
         try:
-<<<<<<< HEAD
-            number = stage(self.client, state, facts, manifest, claim)
-            end = time.monotonic() + self._patience_seconds()
-            while number is None and may_wait and self.client.pending and time.monotonic() < end:
-=======
             staged = stage(self.client, state, facts, manifest, self.overlap, beside=beside, claim=claim)
-            while staged is None and may_wait:
-                self.underway.finish()
->>>>>>> e5c2441 (A state on an accelerator is copied beside the next forward and backward, on a stream of our own)
+            end = time.monotonic() + self._patience_seconds()
+            while staged is None and may_wait and self.pending and time.monotonic() < end:
+                self.underway.finish(max(0.0, end - time.monotonic()))
                 self.hear(POLL_SECONDS)
                 staged = stage(self.client, state, facts, manifest, self.overlap, beside=beside, claim=claim)
         except OSError as error:
@@ -139,12 +135,11 @@ class Saver:
         self._pause_seconds = _FIRST_PAUSE_SECONDS
         return save, False
 
-<<<<<<< HEAD
     def _patience_seconds(self) -> float:
         """For so long an arena is waited for: a writer that hangs must not hang the training."""
         estimate = self.costs.write_estimate_seconds(self.size_bytes)
         return max(EXIT_SECONDS, _PATIENCE * (estimate or 0.0))
-=======
+
     def _pause(self) -> None:
         self._not_before = time.monotonic() + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
@@ -155,7 +150,6 @@ class Saver:
             with self.guard:
                 self.underway.settle()
                 self.underway.advance()
->>>>>>> e5c2441 (A state on an accelerator is copied beside the next forward and backward, on a stream of our own)
 
     def stalled(self, seconds: float) -> None:
         """The training stood still so long for a save."""
@@ -167,14 +161,15 @@ class Saver:
         """Until everything that was staged is durable (or one save is); whether that came in time."""
         end = time.monotonic() + timeout_seconds
         with self.guard:
+            if self.client.is_ours:
+                self.underway.finish(timeout_seconds)
             self.client.awaited()
-        while self.client.pending if number is None else number in self._saves:
+        while self.pending if number is None else number in self._saves:
             left = end - time.monotonic()
             if left <= 0 or not self.client.will_answer:
                 return False
             with self.guard:
-                if self.underway.finish(left):
-                    self.hear(min(left, POLL_SECONDS))
+                self.hear(min(left, POLL_SECONDS))
         with self.guard:
             self.hear()
         return True

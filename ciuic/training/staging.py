@@ -9,12 +9,12 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from ciuic.repository.claim import Claim
-from ciuic.training.arena import Arena
 from ciuic.training.layout import FileInMemory, Layout, aligned, lay_out
 from ciuic.training.messages import Manifest
 from ciuic.training.overlap import Copying, Item, Overlap
@@ -97,7 +97,7 @@ class Staged:
         copying: Copying | None,
         claim: Claim | None,
     ) -> None:
-        self.number = client.reserve(slot)
+        self.number = client.next_number()
         """Of the save."""
         self.copying = copying
         """None: all of it is there."""
@@ -110,7 +110,9 @@ class Staged:
 
     def hand_over(self) -> None:
         """To the writer: nothing is on its way any more. OSError (no writer)."""
-        self._client.submit(self._slot, self._manifest, self._end, commit=self._commit, claim=self._claim)
+        self._client.submit(
+            self._slot, self._manifest, self._end, commit=self._commit, claim=self._claim, number=self.number
+        )
 
     def give_up(self) -> None:
         """There will be no such save."""
@@ -141,33 +143,32 @@ def stage(
     slot = client.reserve(tail.end + len(msgspec.msgpack.encode(manifest)))
     if slot is None:
         return None
-<<<<<<< HEAD
+    copying = None
     try:
-        places = _places(slot, signature, layout)
-        leaves = [leaf for of_one in state.leaves.values() for leaf in of_one]
-        for place, leaf in zip(places, leaves, strict=True):
-            place.fill(leaf.value)
         assert slot.arena is not None
+        items, on_host = _by_place(state, _places(slot, signature, layout), overlap)
+        copying = Copying(slot.arena, items, overlap, beside=beside) if items else None
+        for place, value in on_host:  # while devices copy by themselves
+            place.fill(value)
         for offset, content in tail.content:
             slot.arena.memory[offset : offset + len(content)] = content
-        return client.submit(slot, manifest, tail.end, commit=bool(state.document), claim=claim)
-    finally:
+        return Staged(
+            client, slot, manifest, tail.end, commit=bool(state.document), copying=copying, claim=claim
+        )
+    except BaseException as error:
+        if copying is not None:
+            with suppress(RuntimeError):  # nothing may be written there any more when it is used again
+                copying.wait()
         client.release(slot)
-=======
-    assert slot.arena is not None
-    try:
-        copying = _fill(slot.arena, state, _places(slot, signature, layout), overlap, beside=beside)
-    except RuntimeError as error:
-        raise OSError(errno.EIO, f"the state cannot be copied from its device: {error}") from None
-    for offset, content in tail.content:
-        slot.arena.memory[offset : offset + len(content)] = content
-    return Staged(client, slot, manifest, tail.end, commit=bool(state.document), copying=copying, claim=claim)
+        if isinstance(error, RuntimeError):
+            raise OSError(errno.EIO, f"the state cannot be copied from its device: {error}") from None
+        raise
 
 
-def _fill(
-    arena: Arena, state: State, places: list[Place], overlap: Overlap, *, beside: bool
-) -> Copying | None:
-    """RuntimeError where a device has failed."""
+def _by_place(
+    state: State, places: list[Place], overlap: Overlap
+) -> tuple[list[Item], list[tuple[Place, Any]]]:
+    """What is on devices, and what is on the host."""
     items: list[Item] = []
     on_host: list[tuple[Place, Any]] = []
     leaves = [(name, leaf) for name, of_one in state.leaves.items() for leaf in of_one]
@@ -176,11 +177,7 @@ def _fill(
             items.append(Item(f"{name}.{leaf.name}", place, leaf.value, leaf.array.size_bytes))
         else:
             on_host.append((place, leaf.value))
-    copying = Copying(arena, items, overlap, beside=beside) if items else None
-    for place, value in on_host:  # while devices copy by themselves
-        place.fill(value)
-    return copying
->>>>>>> e5c2441 (A state on an accelerator is copied beside the next forward and backward, on a stream of our own)
+    return items, on_host
 
 
 class _Tail:

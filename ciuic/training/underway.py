@@ -26,9 +26,10 @@ class Underway:
         self._overlap = overlap
         self._failed = failed
         self._staged: deque[Staged] = deque()
+        self._busy = False
 
-    def __bool__(self) -> bool:
-        return bool(self._staged)
+    def __len__(self) -> int:
+        return len(self._staged)
 
     def add(self, staged: Staged) -> None:
         self._staged.append(staged)
@@ -36,34 +37,58 @@ class Underway:
 
     def settle(self) -> None:
         """The program is about to change what is saved: from here on its device waits where it has to."""
-        for staged in self._staged:
+        for staged in list(self._staged):
             if staged.copying is not None:
                 staged.copying.settle()
 
     def advance(self) -> None:
-        """Hands over what has arrived."""
-        while self._staged and not capturing():
-            staged = self._staged[0]
-            try:
-                if staged.copying is not None and not staged.copying.done():
+        """Hands over what has arrived. Within itself, in a handler of the program's that saves, it does nothing: the outer one will."""
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._staged and not capturing():
+                problem = self._arrived(self._staged[0])
+                if problem is None:
                     return
-                problem = "" if staged.copying is None else self._problem(staged)
-            except RuntimeError as error:
-                problem = f"the device has failed: {error}"
-            self._staged.popleft()
+                self._let_go(self._staged.popleft(), problem)
+        finally:
+            self._busy = False
+
+    def _arrived(self, staged: Staged) -> str | None:
+        """None where it has not; else what is wrong with it, or ""."""
+        copying = staged.copying
+        if copying is None:
+            return ""
+        try:
+            if not copying.done():
+                return None
+            if changed := copying.changed():
+                self._overlap.distrust(changed)
+                self.changed = True
+            return copying.void
+        except RuntimeError as error:
+            return f"the device has failed: {error}"
+
+    def _let_go(self, staged: Staged, problem: str) -> None:
+        handed_over = False
+        try:
             if not problem:
-                try:
-                    staged.hand_over()
-                except OSError as error:
-                    problem = error.strerror or str(error)
-            if problem:
+                staged.hand_over()
+                handed_over = True
+        except OSError as error:
+            problem = error.strerror or str(error)
+        finally:
+            if not handed_over:
                 staged.give_up()
-                self._failed(staged.number, problem)
+                self._failed(staged.number, problem or "interrupted while it was handed over")
 
     def finish(self, timeout_seconds: float | None = None) -> bool:
         """Waits until all has arrived, so long or for ever, and hands it over; whether it came in time."""
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while self._staged:
+            if self._busy:
+                return False
             self.settle()
             self.advance()
             if not self._staged:
@@ -83,10 +108,3 @@ class Underway:
         """What has not arrived will not be saved. Its memory stays as it is: a device may still write there."""
         while self._staged:
             self._failed(self._staged.popleft().number, "its copy from the device did not end in time")
-
-    def _problem(self, staged: Staged) -> str:
-        assert staged.copying is not None
-        if changed := staged.copying.changed():
-            self._overlap.distrust(changed)
-            self.changed = True
-        return staged.copying.void

@@ -63,9 +63,7 @@ class Slot:
         self.arena: Arena | None = None
         self.known_to_writer = False
         self.save = 0
-        """The save whose state it holds or will hold, or 0."""
-        self.handed_over = False
-        """The writer has it."""
+        """The save for which the writer has it, or 0."""
         self.staged: weakref.ref[memoryview] | None = None
         """What the caller staged in it and will submit later looks at this memory: as long as anything does, it is not free."""
         self.reserved = False
@@ -106,7 +104,7 @@ class WriterClient:
 
     @property
     def pending(self) -> int:
-        """Saves that were not answered yet, those included that are not with the writer yet."""
+        """Saves that were not answered yet."""
         return sum(1 for slot in self.slots if slot.save)
 
     @property
@@ -201,21 +199,27 @@ class WriterClient:
         Failing is no matter. The second arena comes when it is needed, and stands the training still for longer that once.
         """
         with suppress(OSError):
-<<<<<<< HEAD
             slot = self.reserve(size_bytes)
             if slot is not None:
                 if slot.arena is not None:
-                    threading.Thread(target=slot.arena.make_present, name="ciuic-arena", daemon=True).start()
+                    arguments = slot.arena, also
+                    threading.Thread(target=_prepare, args=arguments, name="ciuic-arena", daemon=True).start()
                 self.release(slot)
-=======
-            slot = self.free_slot(size_bytes)
-            if slot is not None and slot.arena is not None:
-                arguments = slot.arena, also
-                threading.Thread(target=_prepare, args=arguments, name="ciuic-arena", daemon=True).start()
->>>>>>> e5c2441 (A state on an accelerator is copied beside the next forward and backward, on a stream of our own)
+
+    def next_number(self) -> int:
+        """Of a save that will be submitted later."""
+        self._number += 1
+        return self._number
 
     def submit(
-        self, slot: Slot, manifest: Manifest, at: int, *, commit: bool = True, claim: Claim | None = None
+        self,
+        slot: Slot,
+        manifest: Manifest,
+        at: int,
+        *,
+        commit: bool = True,
+        claim: Claim | None = None,
+        number: int | None = None,
     ) -> int:
         """Hands a filled arena over; returns the number of the save. ``at``: where in it there is room for the manifest.
 
@@ -224,14 +228,10 @@ class WriterClient:
         """
         arena = slot.arena
         assert arena is not None
-        if not slot.save:
-            self.reserve(slot)
         packed = msgspec.msgpack.encode(manifest)
         arena.memory[at : at + len(packed)] = packed
-<<<<<<< HEAD
-        self._number += 1
         save = Save(
-            number=self._number,
+            number=self.next_number() if number is None else number,
             arena=slot.number,
             manifest_offset=at,
             manifest_bytes=len(packed),
@@ -272,41 +272,6 @@ class WriterClient:
             self._awaited = newest
             with suppress(OSError):  # `poll` will say so
                 self._send(Awaited(newest))
-=======
-        try:
-            self.start()
-            if not slot.known_to_writer:
-                self._send(Attach(slot.number), (arena.fd,))
-                slot.known_to_writer = True
-            self._send(
-                Save(
-                    number=slot.save,
-                    arena=slot.number,
-                    manifest_offset=at,
-                    manifest_bytes=len(packed),
-                    commit=commit,
-                    claim=claim is not None,
-                ),
-                () if claim is None else (claim.fileno(),),
-            )
-        except BaseException:
-            slot.save = 0
-            raise
-        if claim is not None:
-            claim.hand_over()
-        slot.handed_over = True
-        return slot.save
-
-    def reserve(self, slot: Slot) -> int:
-        """The number of the save for which it is being filled. It will be submitted or released, and is not free until then."""
-        self._number += 1
-        slot.save, slot.handed_over = self._number, False
-        return self._number
->>>>>>> e5c2441 (A state on an accelerator is copied beside the next forward and backward, on a stream of our own)
-
-    def release(self, slot: Slot) -> None:
-        """There will be no such save."""
-        slot.save = 0
 
     def poll(self, timeout_seconds: float = 0.0) -> list[FromWriter]:
         """What the writer has said since; waits so long for the first of it."""
@@ -333,10 +298,7 @@ class WriterClient:
             with suppress(OSError):
                 self._send(End())
             end = time.monotonic() + timeout_seconds
-            while (
-                any(slot.save and slot.handed_over for slot in self.slots)
-                and (left := end - time.monotonic()) > 0
-            ):
+            while self.pending and (left := end - time.monotonic()) > 0:
                 said += self.poll(left)
         if self._sock is not None:
             self._sock.close()
@@ -346,7 +308,7 @@ class WriterClient:
                 self._process.wait(timeout_seconds)
             self._leave_behind()
         for slot in self.slots:
-            if slot.arena is not None and (slot.handed_over or not slot.save):
+            if slot.arena is not None and not slot.reserved:
                 slot.arena.close()
                 slot.arena = None
         return said
@@ -369,7 +331,6 @@ class WriterClient:
 
     def _lose(self) -> None:
         """The writer is gone with what it had."""
-<<<<<<< HEAD
         lost = [NotSaved(number=slot.save, reason=GONE) for slot in self.slots if slot.save]
         self._unheard.extend(lost or ([] if self._ended else [Note("writer_gone", GONE)]))
         self._part()
@@ -388,13 +349,6 @@ class WriterClient:
                 slot.arena.close()
                 slot.arena, slot.layout = None, None
             slot.save, slot.known_to_writer = 0, False
-=======
-        lost = [slot for slot in self.slots if slot.save and slot.handed_over]
-        words: list[FromWriter] = [NotSaved(number=slot.save, reason=GONE) for slot in lost]
-        self._unheard.extend(words or ([] if self._ended else [Note("writer_gone", GONE)]))
-        for slot in lost:
-            slot.save = 0
->>>>>>> e5c2441 (A state on an accelerator is copied beside the next forward and backward, on a stream of our own)
         if self._sock is not None:
             self._sock.close()
             self._sock = None
