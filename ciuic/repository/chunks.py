@@ -154,14 +154,25 @@ def unpack(
     raw_bytes: int,
     flags: int,
     decompressor: zstandard.ZstdDecompressor | None = None,
-    base: bytes | None = None,
+    base: Bytes | None = None,
 ) -> bytes:
     """Stored bytes → content; never more than ``raw_bytes``, whatever the frame claims. BadCopyError.
 
     A decompressor that is kept spares making one for every chunk. ``base``: content of the base, for a difference.
     """
+    return bytes(unpacked(data, raw_bytes, flags, decompressor, base))
+
+
+def unpacked(
+    data: Bytes,
+    raw_bytes: int,
+    flags: int,
+    decompressor: zstandard.ZstdDecompressor | None = None,
+    base: Bytes | None = None,
+) -> Bytes:
+    """As `unpack`, without a copy of what needs none."""
     if not flags & CODED_FLAGS:
-        return bytes(data)
+        return data
     if flags & FLAG_PLANES:
         return _unpack_planes(data, raw_bytes, flags, base)
     try:
@@ -172,7 +183,7 @@ def unpack(
         raise BadCopyError(f"it cannot be decompressed: {error}") from None
 
 
-def _unpack_planes(data: Bytes, raw_bytes: int, flags: int, base: bytes | None) -> bytes:
+def _unpack_planes(data: Bytes, raw_bytes: int, flags: int, base: Bytes | None) -> bytearray:
     if raw_bytes > MAX_CHUNK_BYTES or bool(flags & FLAG_DIFFERENCE) != (base is not None):
         raise BadCopyError("the index says of it what cannot be")
     try:

@@ -10,6 +10,7 @@ exponent is alone in the highest byte (float32) or begins there. Data and base a
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from ciuic.repository.ids import Bytes
@@ -33,13 +34,29 @@ def turned(data: Bytes, width: int) -> bytes:
     return bytes(_turn_long(data, width)) if numpy is None else _turn(numpy, data, width).tobytes()
 
 
-def turned_back(data: Bytes, width: int) -> bytes:
-    """The inverse of `turned`."""
+def joined(planes: Sequence[Bytes], width: int) -> bytearray:
+    """The numbers of which these are the bytes: all lowest ones first."""
+    numpy = _numpy()
+    data = bytearray(len(planes[0]) * width)
+    if numpy is None:
+        for place, plane in enumerate(planes):
+            data[place::width] = plane
+        return data
+    numbers = numpy.frombuffer(data, f"<u{width}")
+    numpy.copyto(numbers, numpy.frombuffer(planes[-1], "u1"))
+    for plane in reversed(planes[:-1]):
+        numpy.left_shift(numbers, _of(numpy, width, 8), out=numbers)
+        numpy.bitwise_or(numbers, numpy.frombuffer(plane, "u1"), out=numbers)
+    return data
+
+
+def turn_back(data: bytearray, width: int) -> None:
+    """The inverse of `turned`, in place."""
     numpy = _numpy()
     if numpy is None:
-        return _turn_back_long(data, width)
-    numbers = numpy.frombuffer(data, f"<u{width}")
-    return bytes((numbers >> _of(numpy, width, 1) | numbers << _of(numpy, width, 8 * width - 1)).tobytes())
+        data[:] = _turn_back_long(data, width)
+    else:
+        _turn_back(numpy, numpy.frombuffer(data, f"<u{width}"), width)
 
 
 def differences(data: Bytes, base: Bytes, width: int) -> bytes:
@@ -52,15 +69,26 @@ def differences(data: Bytes, base: Bytes, width: int) -> bytes:
     return bytes((change << _of(numpy, width, 1) ^ sign).tobytes())
 
 
-def undone(changes: Bytes, base: Bytes, width: int) -> bytes:
-    """The data of which `differences` made this."""
+def undo(changes: bytearray, base: Bytes, width: int) -> None:
+    """Makes the data of it again of which `differences` made this, in place."""
     numpy = _numpy()
     if numpy is None:
-        return _undone_long(changes, base, width)
-    folded = numpy.frombuffer(changes, f"<u{width}")
+        changes[:] = _undone_long(changes, base, width)
+        return
+    numbers = numpy.frombuffer(changes, f"<u{width}")
     one = _of(numpy, width, 1)
-    change = folded >> one ^ (_of(numpy, width, 0) - (folded & one))
-    return turned_back((change + _turn(numpy, base, width)).data.cast("B"), width)
+    sign = numbers & one
+    numpy.negative(sign, out=sign)
+    numpy.right_shift(numbers, one, out=numbers)
+    numpy.bitwise_xor(numbers, sign, out=numbers)
+    numpy.add(numbers, _turn(numpy, base, width), out=numbers)
+    _turn_back(numpy, numbers, width)
+
+
+def _turn_back(numpy: Any, numbers: Any, width: int) -> None:
+    lowest = numbers << _of(numpy, width, 8 * width - 1)
+    numpy.right_shift(numbers, _of(numpy, width, 1), out=numbers)
+    numpy.bitwise_or(numbers, lowest, out=numbers)
 
 
 def _turn(numpy: Any, data: Bytes, width: int) -> Any:

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ _NAME = re.compile(r"([0-9a-f]{16})\.pack\Z")
 _OPEN_PACKS = 32
 _NOWHERE = 1 << 63
 _RESYNC_BYTES = 1 << 20
+_MOST_AT_ONCE = 1024
+"""Pieces of memory that one call fills."""
 
 
 class Segment(NamedTuple):
@@ -108,6 +110,20 @@ class Packs:
                 break
             done += got
         return done
+
+    def read_scattered(self, number: int, offset: int, targets: Sequence[memoryview]) -> None:
+        """Fills one after the other, as far as the file goes. NotFound when the pack is gone."""
+        fd = self._fd(number)
+        left = [target for target in targets if len(target)]
+        while left:
+            got = os.preadv(fd, left[:_MOST_AT_ONCE], offset)
+            if not got:
+                break
+            offset += got
+            while left and got >= len(left[0]):
+                got -= len(left.pop(0))
+            if got:
+                left[0] = left[0][got:]
 
     def descriptor(self, number: int) -> int:
         """For sharing its extents: ours, and good until another pack is asked for. NotFound."""

@@ -16,7 +16,7 @@ from typing import Final
 import zstandard
 
 from ciuic.repository.ids import Bytes
-from ciuic.repository.lanes import WIDTHS, differences, turned, turned_back, undone
+from ciuic.repository.lanes import WIDTHS, differences, joined, turn_back, turned, undo
 
 _PARAMETERS: Final = (
     zstandard.ZstdCompressionParameters.from_level(1, min_match=7, hash_log=6),
@@ -45,7 +45,7 @@ def encode(data: Bytes, width: int, base: Bytes | None = None) -> bytes:
     )
 
 
-def decode(stored: Bytes, size_bytes: int, base: Bytes | None = None) -> bytes:
+def decode(stored: Bytes, size_bytes: int, base: Bytes | None = None) -> bytearray:
     """The content, ``size_bytes`` long, as is ``base``. ValueError."""
     view = memoryview(stored)
     width = view[0] if view else 0
@@ -56,21 +56,26 @@ def decode(stored: Bytes, size_bytes: int, base: Bytes | None = None) -> bytes:
     at = _head(width).size
     if at + sum(lengths) + rest != len(view) or (base is not None and len(base) != size_bytes):
         raise ValueError("its planes have not the lengths that are said")
-    numbers = bytearray(count * width)
     decompressor = zstandard.ZstdDecompressor()
-    for plane, length in enumerate(lengths):
-        numbers[plane::width] = _plane(view[at : at + length], count, decompressor)
+    planes = []
+    for length in lengths:
+        planes.append(_plane(view[at : at + length], count, decompressor))
         at += length
+    numbers = joined(planes, width)
     if base is None:
-        content = turned_back(numbers, width)
+        turn_back(numbers, width)
     else:
-        content = undone(numbers, memoryview(base)[: count * width], width)
-    return content + bytes(view[at:]) if rest else content
+        undo(numbers, memoryview(base)[: count * width], width)
+    if rest:
+        numbers += view[at:]
+    return numbers
 
 
 def _packed(plane: bytes, compressors: list[zstandard.ZstdCompressor]) -> bytes:
     """In the shortest form that is worth it."""
-    packed = min((compressor.compress(plane) for compressor in compressors), key=len)
+    packed = compressors[0].compress(plane)
+    if 2 * len(packed) < len(plane):  # else there is no more to find
+        packed = min(packed, compressors[1].compress(plane), key=len)
     return packed if len(packed) * _WORTH[1] < len(plane) * _WORTH[0] else plane
 
 

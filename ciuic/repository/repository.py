@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ciuic.repository.bulk import BulkReader
     from ciuic.repository.chunks import ChunkReader
     from ciuic.repository.finder import ReaderFinder
+    from ciuic.repository.intomemory import IntoMemory
     from ciuic.repository.packs import Packs
     from ciuic.repository.trees import Trees
     from ciuic.repository.writer import Writer
@@ -65,6 +66,7 @@ class Repository:
         self._finder: ReaderFinder | None = None
         self._chunks: ChunkReader | None = None
         self._bulk: BulkReader | None = None
+        self._into_memory: IntoMemory | None = None
         self._trees: Trees | None = None
         self._block_maps: BlockMaps | None = None
 
@@ -120,7 +122,8 @@ class Repository:
             self._finder.close()
         if self._packs is not None:
             self._packs.close()
-        self._packs = self._finder = self._chunks = self._bulk = self._trees = self._block_maps = None
+        self._packs = self._finder = self._chunks = self._trees = self._block_maps = None
+        self._bulk = self._into_memory = None
 
     def __enter__(self) -> Repository:
         return self
@@ -147,6 +150,15 @@ class Repository:
 
             self._bulk = BulkReader(self._pack_files(), self._find(), self._seed)
         return self._bulk
+
+    @property
+    def into_memory(self) -> IntoMemory:
+        """Many chunks, each to where the caller wants it."""
+        if self._into_memory is None:
+            from ciuic.repository.intomemory import IntoMemory
+
+            self._into_memory = IntoMemory(self._pack_files(), self._find(), self._seed)
+        return self._into_memory
 
     @property
     def trees(self) -> Trees:

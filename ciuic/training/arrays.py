@@ -48,6 +48,7 @@ class Arrays:
 
     def fetch(self, names: Sequence[str]) -> None:
         entries = [(name, self._files.entry(name)) for name in names]
+        entries.sort(key=lambda entry: -entry[1].size_bytes)
         shares = [entries[number::_THREADS] for number in range(min(_THREADS, len(entries)))]
         with ThreadPoolExecutor(max(1, len(shares)), "ciuic-load") as pool:
             for found in pool.map(self._read_share, shares):

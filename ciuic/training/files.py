@@ -91,16 +91,11 @@ def _fill_zeros(into: memoryview, start: int, stop: int) -> None:
 
 def _read_run(repository: Repository, run: list[tuple[int, ChunkId]], into: memoryview) -> None:
     block_size = repository.block_size
-    chunks = [chunk for _, chunk in run]
-    for piece in repository.bulk.read(chunks):
-        index, chunk = run[piece.position]
-        if piece.source is None:
-            data = memoryview(repository.chunks.get(chunk))
-        else:
-            data = memoryview(piece.source)[piece.start : piece.end]
-        start = index * block_size
-        room = min(block_size, len(into) - start)
-        if len(data) > room:
+    rooms = [into[at * block_size : min((at + 1) * block_size, len(into))] for at, _ in run]
+    for position in repository.into_memory.read([chunk for _, chunk in run], rooms):
+        chunk, room = run[position][1], rooms[position]
+        data = repository.chunks.get(chunk)
+        if len(data) > len(room):
             raise Damaged(f"chunk {chunk.hex()} is longer than the block it stands for")
-        into[start : start + len(data)] = data
-        into[start + len(data) : start + room] = bytes(room - len(data))
+        room[: len(data)] = data
+        room[len(data) :] = bytes(len(room) - len(data))

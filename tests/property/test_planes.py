@@ -59,12 +59,17 @@ def test_the_bytes_are_the_same_without_numpy(pair: tuple[bytes, bytes], width: 
     def all_of() -> tuple[Any, ...]:
         changes = lanes.differences(data, base, width)
         turned = lanes.turned(data, width)
-        return turned, lanes.turned_back(turned, width), changes, lanes.undone(changes, base, width)
+        back, undone = bytearray(turned), bytearray(changes)
+        lanes.turn_back(back, width)
+        lanes.undo(undone, base, width)
+        together = lanes.joined([turned[at::width] for at in range(width)], width)
+        return turned, back, changes, undone, together
 
     with_it = all_of()
     with _without_numpy():
         assert all_of() == with_it
     assert with_it[1] == with_it[3] == data
+    assert with_it[4] == with_it[0]
 
 
 @given(stored=st.binary(max_size=80), size_bytes=st.integers(0, 64), width=_WIDTHS)
