@@ -79,6 +79,8 @@ class States(msgspec.Struct, tag=True, frozen=True):
     """By id: a phase of control_types, or "gone"."""
 
     states: dict[str, str]
+    repository: str = ""
+    """The daemon's."""
 
 
 Question = Cut | Known
@@ -144,8 +146,8 @@ def answer(connection: socket.socket, seconds: float) -> Taken | States:
     return found
 
 
-def states_of(path: str, ids: tuple[str, ...], seconds: float) -> dict[str, str]:
+def states_of(path: str, ids: tuple[str, ...], seconds: float) -> States:
     """What the daemon knows of these. CiuicError."""
     with ask(path, Known(ids[:MOST_IDS])) as connection:
         found = answer(connection, seconds)
-    return found.states if isinstance(found, States) else {}
+    return found if isinstance(found, States) else States({})

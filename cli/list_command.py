@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ciuic.cli import times
+from ciuic.cli import pairs, times
 from ciuic.cli.names import json_name, shown_text
 from ciuic.cli.options import HOST_PATH, FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json, warn
@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     is_flag=True,
     help="One line a snapshot: id|YYYY-MM-DD HH:MM:SS|size_bytes, local time.",
 )
+@click.option(
+    "--pairs",
+    "with_pairs",
+    is_flag=True,
+    help="A fourth field in these lines: the id of the snapshot that belongs to it, if that is there.",
+)
 @json_option
 def command(
     root: bytes | None,
@@ -42,6 +48,7 @@ def command(
     until: str | None,
     limit: int | None,
     machine_readable: bool,
+    with_pairs: bool,
     as_json: bool,
 ) -> None:
     """List the snapshots, newest first.
@@ -61,10 +68,19 @@ def command(
     )
     if machine_readable:
         lines = [f"{info.id}|{times.clock(info.time_ns)}|{info.size_bytes}\n" for info in infos]
+        if with_pairs:
+            others = pairs.ids(pairs.halves(session, infos))
+            lines = [
+                f"{line[:-1]}|{others.get(info.id, '')}\n" for line, info in zip(lines, infos, strict=True)
+            ]
         out("".join(lines), newline=False)  # at once: each echo is a write(2)
     elif as_json:
+        found = pairs.halves(session, infos)
         out_json(
-            {"repository": str(session.repository_dir), "snapshots": [as_document(info) for info in infos]}
+            {
+                "repository": str(session.repository_dir),
+                "snapshots": [{**as_document(info), "pair": _pair(found.get(info.id))} for info in infos],
+            }
         )
     elif infos:
         _table(session, infos)
@@ -95,6 +111,10 @@ def as_document(info: SnapshotInfo) -> dict[str, Any]:
     }
 
 
+def _pair(half: pairs.Half | None) -> dict[str, Any] | None:
+    return None if half is None else pairs.document(half.pair, half)
+
+
 def _table(session: Session, infos: list[SnapshotInfo]) -> None:
     from ciuic.cli.tables import Cell, Column, show_table
     from ciuic.units import human_duration, human_size
@@ -109,6 +129,9 @@ def _table(session: Session, infos: list[SnapshotInfo]) -> None:
         Column("TAGS", shrink=True),
         Column("STATE"),
     ]
+    found = pairs.halves(session, infos)
+    if found:
+        columns.append(Column("PAIR"))
     rows = [
         (
             Cell(str(info.id), "bold"),
@@ -119,6 +142,7 @@ def _table(session: Session, infos: list[SnapshotInfo]) -> None:
             str(info.files),
             shown_text(", ".join(info.tags)),
             state_cell(info),
+            *([pairs.cell(found.get(info.id))] if found else []),
         )
         for info in infos
     ]

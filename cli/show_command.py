@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ciuic.cli import times
+from ciuic.cli import pairs, times
 from ciuic.cli.contents import as_recorded, children_of, roots_below
 from ciuic.cli.names import json_name, plural, shown, shown_text
 from ciuic.cli.options import ID, SNAPSHOT_PATH, FrameCommand
@@ -46,7 +46,8 @@ def command(snapshot_id: str, path: bytes | None, as_json: bool) -> None:
     if path is not None:
         _show_path(session, snapshot, as_recorded(snapshot, path), as_json)
     elif as_json:
-        out_json(_facts(snapshot))
+        half = pairs.looked_up(session, [snapshot]).get(snapshot.id)
+        out_json({**_facts(snapshot), "pair": pairs.document(snapshot.pair, half)})
     else:
         _print_facts(session, snapshot)
 
@@ -109,6 +110,7 @@ def _print_facts(session: Session, snapshot: Snapshot) -> None:
         out(
             f"root     {shown(root.path)}  {plural(facts['files'], 'file')}, {human_size(facts['size_bytes'])}{how[root.mode]}"
         )
+    pairs.print_half(snapshot.pair, pairs.looked_up(session, [snapshot]).get(snapshot.id))
 
 
 def _show_path(session: Session, snapshot: Snapshot, path: bytes, as_json: bool) -> None:

@@ -144,7 +144,11 @@ class Pairing:
                 states[id_] = pending.state.state
             else:  # it may have been removed since
                 states[id_] = "committed" if id_ in committed else "gone"
-        return States(states)
+        return States(states, self._repository())
+
+    def _repository(self) -> str:
+        path = self._daemon.store.path
+        return text_of(path) if path is not None else ""
 
     async def _cut(self, wanted: Cut, caller: Caller) -> Taken:
         training = _checked(wanted)
@@ -170,10 +174,9 @@ class Pairing:
         if pending is None:
             raise Busy(f"no snapshot could be cut within {CUT_SECONDS:.0f} s")
         log.info("pair_cut", id=pending.id, training=training, uid=caller.uid)
-        path = self._daemon.store.path
         return Taken(
             id=pending.id,
-            repository=text_of(path) if path is not None else "",
+            repository=self._repository(),
             time_ns=pending.record.time_ns,
             roots=tuple(pending.state.roots),
             note=_note(wanted.repository, roots),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from ciuic.errors import Damaged
+from ciuic.pairing import PAIRED
 from ciuic.repository import Repository, Writer
 from ciuic.repository.blockmaps import blocks_of
 from ciuic.repository.coding import Codec
@@ -22,7 +23,7 @@ from ciuic.repository.ids import is_zero
 from ciuic.repository.packing import Content
 from ciuic.training.codecs import Chosen
 from ciuic.training.messages import File, Manifest, StoredFile
-from ciuic.types import ChunkId, Entry, MapRef, RootRecord, Snapshot, SnapshotDraft, TreeRef
+from ciuic.types import ChunkId, Entry, MapRef, Pair, RootRecord, Snapshot, SnapshotDraft, SnapshotId, TreeRef
 
 _AT_ONCE: Final = 16
 """Blocks that are looked up and handed over together: 4 MiB."""
@@ -47,11 +48,12 @@ def commit(
     root: bytes,
     known: Known,
     chosen: Chosen | None = None,
+    pair: Callable[[], Pair | None] = lambda: None,
 ) -> Snapshot:
     """Stores ``manifest.files`` from ``memory`` as one snapshot, under ``root``, with what ``manifest.stored`` says is there already.
 
     OSError, or Damaged where something of that is not there: it was not made, and ``known`` is as it was. ``chosen``: which
-    codecs; without it the repository chooses.
+    codecs; without it the repository chooses. ``pair``: its other half, asked for when all is stored.
     """
     if known.snapshot not in repository.snapshots.names():
         known.folders = {}  # somebody removed it, and what its trees refer to may be gone with it
@@ -60,20 +62,31 @@ def commit(
     entries |= {file.path: put.file(file, memory) for file in manifest.files}
     folders = put.folders(entries)
     top = _folder(b"", put.time_ns, writer.update_tree(b"", _listing(entries, folders)))
+    other = pair()
+    tags = manifest.tags if other is None or not other.id else (*manifest.tags, PAIRED)
     draft = SnapshotDraft(
-        id=repository.snapshots.new_id(),
+        id=_id(repository, manifest.id),
         time_ns=manifest.time_ns,
         host=socket.gethostname(),
         roots=(RootRecord(path=root, entry=top),),
-        tags=manifest.tags,
+        tags=tags,
         message=manifest.message,
         parent=known.snapshot,
+        pair=other,
     )
     snapshot = writer.commit(draft)
     if manifest.hold_reason:
         snapshot = writer.set_marks(draft.id, hold=True, reason=manifest.hold_reason)
     known.snapshot, known.entries, known.folders = snapshot.id, entries, folders
     return snapshot
+
+
+def _id(repository: Repository, wanted: str) -> SnapshotId:
+    return (
+        SnapshotId(wanted)
+        if wanted and wanted not in repository.snapshots.names()
+        else repository.snapshots.new_id()
+    )
 
 
 def put_files(

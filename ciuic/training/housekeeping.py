@@ -23,6 +23,8 @@ from ciuic.types import SnapshotId
 
 VERIFIED: Final = "verified"
 _ASK_EVERY: Final = 64
+_LOCK_WAIT_SECONDS: Final = 5.0
+"""For who else writes: the daemon, which may have the same repository, or another trainer. The next save would wait for him, too."""
 _MOST_GIVEN_WAY: Final = 4
 """So often in a row."""
 
@@ -79,7 +81,9 @@ class Housekeeping:
             if not drop and not self._unswept:
                 return
             if drop:
-                with repository.writer(command="SnapshotManager: preservation") as writer:
+                with repository.writer(
+                    wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: preservation"
+                ) as writer:
                     writer.remove_snapshots(drop)
             self._undone = False
             self._free_space(repository, USUAL)
@@ -109,7 +113,9 @@ class Housekeeping:
             if reason:
                 self._tell(Note("snapshot_damaged", f"{info.id} cannot be read back: {reason}"))
                 continue
-            with repository.writer(command="SnapshotManager: verified") as writer:
+            with repository.writer(
+                wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: verified"
+            ) as writer:
                 writer.set_marks(info.id, tags=(*info.tags, VERIFIED))
             return True
         return False
@@ -120,7 +126,13 @@ class Housekeeping:
     def _free_space(self, repository: Repository, thresholds: Thresholds) -> None:
         from ciuic.gc import prune
 
-        report = prune(repository, None, thresholds=thresholds, should_stop=self._gives_way)
+        report = prune(
+            repository,
+            None,
+            thresholds=thresholds,
+            wait_seconds=_LOCK_WAIT_SECONDS,
+            should_stop=self._gives_way,
+        )
         self._unswept = report.stopped
         self._given_way = self._given_way + 1 if report.stopped else 0
 
@@ -162,7 +174,9 @@ def read_back(
     except CiuicError as error:
         bad = damaged_chunks(repository, id_)
         if bad:
-            with repository.writer(command="SnapshotManager: mark damage") as writer:
+            with repository.writer(
+                wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: mark damage"
+            ) as writer:
                 writer.mark_damaged(bad)
         return error.message
     return ""

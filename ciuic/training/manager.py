@@ -25,6 +25,7 @@ from typing import Any
 from ciuic.repository import Repository
 from ciuic.training import marks, policies
 from ciuic.training.boundaries import Boundaries
+from ciuic.training.filesystem import Filesystem, Roots
 from ciuic.training.for_frameworks import ForFrameworks
 from ciuic.training.forecast import Forecast, look_ahead
 from ciuic.training.heartbeat import Heartbeat
@@ -64,6 +65,7 @@ class SnapshotManager(ForFrameworks):
         distributed: bool | None = None,
         heartbeat_seconds: float | None = None,
         overlap: bool = True,
+        filesystem: Roots = False,
     ) -> None:
         """Opens the repository at ``save_dir``, or makes one there, parents included.
 
@@ -77,7 +79,9 @@ class SnapshotManager(ForFrameworks):
         for several. ``heartbeat_seconds``: without a step, a report or a save for so long the training counts as hung, for a daemon on the
         same machine (docs/daemon.md, Trainers), which notices its death in any case. ``overlap``: an automatic
         snapshot copies trained weights from an accelerator beside the next forward and backward; False for a program that changes them
-        otherwise than by its optimizers' steps, without torch knowing (overlap.py). ValueError; CiuicError or OSError when there can be no repository there.
+        otherwise than by its optimizers' steps, without torch knowing (overlap.py). ``filesystem``: with every snapshot one of the files of the same instant,
+        where a daemon protects them: True for all protected directories that belong to this user, or which ones. ValueError; CiuicError or
+        OSError when there can be no repository there.
         """
         self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
         rules = policies.Rules(policies.of(interval, every_steps, save_when))
@@ -114,7 +118,14 @@ class SnapshotManager(ForFrameworks):
         ranks = Ranks.meet(name) if self._may_join else None
         self._pace = Pace(rules, None if ranks is None else ranks.vote())
         self._run = Run()
-        self._taker = Taker(self._run, self._registered, self._pace, self._saver, ranks)
+        self._taker = Taker(
+            self._run,
+            self._registered,
+            self._pace,
+            self._saver,
+            ranks,
+            Filesystem(filesystem, self.save_dir, self.stats),
+        )
         self._last = None if preempted is None else LastSave(self, preempted)
         if self._last is not None:
             self._saver.noticed = self._last.notified
@@ -166,13 +177,15 @@ class SnapshotManager(ForFrameworks):
         tags: tuple[str, ...] | list[str] = (),
         hold: str = "",
         wait: bool = False,
+        filesystem: Roots | None = None,
         **others: Any,
     ) -> Save | None:
         """Saves now, and returns when the state is copied; with ``wait`` when the snapshot is durable.
 
         What is registered is saved too. ``others``: further objects, or plain values, which come back under their own names. ``hold``: a
-        reason for which the snapshot is kept for ever. While the writer still has both arenas this waits for one. Returns None when it
-        could not be saved, which is logged, and on every rank but 0. TypeError names what cannot be stored.
+        reason for which the snapshot is kept for ever. ``filesystem``: with one of the files, which is held with it; None: as the manager has
+        it. While the writer still has both arenas this waits for one. Returns None when it could not be saved, which is logged, and on every
+        rank but 0. TypeError names what cannot be stored.
 
         Of several ranks all should call it, and wait for nobody but with ``wait``; called on rank 0 alone it saves what that has.
         """
@@ -188,7 +201,7 @@ class SnapshotManager(ForFrameworks):
         if step is not None:
             self.step = step
         wanted = Wanted(
-            "asked for", epoch, metrics or {}, plain, tuple(tags), hold, asked=True, may_wait=True
+            "asked for", epoch, metrics or {}, plain, tuple(tags), hold, filesystem, asked=True, may_wait=True
         )
         caller, save = sys._getframe(1), None
         try:

@@ -12,6 +12,7 @@ import msgspec
 
 from ciuic.training.notices import Metadata
 from ciuic.training.preservation import Keep
+from ciuic.types import Pair
 from ciuic.watch_client import Hello
 
 MOST_BYTES: Final = 64 << 10
@@ -48,6 +49,15 @@ class Attach(msgspec.Struct, tag=True, frozen=True):
     arena: int
 
 
+class Asking(msgspec.Struct, frozen=True, kw_only=True):
+    """The files of the same instant were asked for, of the daemon. Its answer comes over a descriptor that comes with the message."""
+
+    by_seconds: float = 0.0
+    """On the monotonic clock: by then, or not at all."""
+    problem: str = ""
+    """Not empty: they could not be asked for, and there is no descriptor."""
+
+
 class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """An arena is filled, and is the writer's until it answers. With ``claim`` the descriptor of one comes with it."""
 
@@ -60,6 +70,7 @@ class Save(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     commit: bool = True
     """False: its files are stored, for a snapshot that another process makes; the answers are `Part` messages and `Put`."""
     claim: bool = False
+    asking: Asking | None = None
 
 
 class Awaited(msgspec.Struct, tag=True, frozen=True):
@@ -109,6 +120,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     tags: tuple[str, ...]
     hold_reason: str = ""
     """Not empty: it is held."""
+    id: str = ""
+    """Which it is to have, unless another has it; empty: any."""
     files: list[File]
     stored: list[StoredFile] = []
     """What other processes have put."""
@@ -126,6 +139,10 @@ class Saved(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """From the message to the commit."""
     waited_seconds: float = 0.0
     """Of these, for idle processors: it would have taken so much less had it been in a hurry."""
+    pair: Pair | None = None
+    """What became of the files that were asked for with it."""
+    pair_note: str = ""
+    """Something that the log should have of it."""
 
 
 class NotSaved(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -68,6 +68,12 @@ class Stats:
     """From the end of the stall to the commit."""
     last_id: str = ""
     last_error: str = ""
+    filesystem: int = 0
+    """Of those that were saved: with a snapshot of the files of the same instant."""
+    filesystem_failed: int = 0
+    """Of those that were saved: without the files that were asked for."""
+    last_filesystem_id: str = ""
+    last_filesystem_error: str = ""
 
 
 class Save:
@@ -77,6 +83,8 @@ class Save:
         self.id: str | None = None
         """Of the snapshot, once it is durable."""
         self.error: str | None = None
+        self.filesystem: str | None = None
+        """Id of the snapshot of the files of the same instant, in the daemon's repository."""
         self._manager = manager
         self._number = number
 

@@ -21,7 +21,7 @@ from ciuic.training.files import Opened
 from ciuic.training.layout import SUFFIX
 from ciuic.training.pieces import InPieces, Source
 from ciuic.training.shards import Like, fitted
-from ciuic.types import ChunkId, SnapshotId
+from ciuic.types import ChunkId, Pair, SnapshotId
 
 STATE_FILE: Final = "state.json"
 FACTS_FILE: Final = "snapshot.json"
@@ -60,6 +60,8 @@ class SavedSnapshot(NamedTuple):
     size_bytes: int
     new_bytes: int
     """By which the repository grew."""
+    filesystem: Pair | None = None
+    """What is known of the snapshot of the files that was asked for with it."""
 
 
 class PassedOver(NamedTuple):
@@ -87,7 +89,8 @@ def saved_snapshots(repository: Repository, root: bytes | None) -> list[SavedSna
     found = []
     for info in repository.snapshots.list(root=root):
         try:
-            found.append(_saved(info, read_facts(repository, info.id)))
+            pair = repository.snapshots.load(info.id).pair
+            found.append(_saved(info, read_facts(repository, info.id), pair))
         except (CiuicError, ValueError):
             continue
     return found
@@ -173,5 +176,7 @@ def _decode_facts(data: bytes | bytearray) -> Facts:
         raise ValueError(f"{FACTS_FILE} is not as it should be: {error}") from None
 
 
-def _saved(info: SnapshotInfo, facts: Facts) -> SavedSnapshot:
-    return SavedSnapshot(info.id, info.time_ns, facts, info.tags, info.held, info.size_bytes, info.new_bytes)
+def _saved(info: SnapshotInfo, facts: Facts, pair: Pair | None) -> SavedSnapshot:
+    return SavedSnapshot(
+        info.id, info.time_ns, facts, info.tags, info.held, info.size_bytes, info.new_bytes, pair
+    )

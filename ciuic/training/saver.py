@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from ciuic.repository.claim import Claim
 from ciuic.training.costs import Costs
+from ciuic.training.filesystem import Asked
 from ciuic.training.guard import Guard
 from ciuic.training.logs import log
 from ciuic.training.messages import (
@@ -58,6 +60,8 @@ class Saver:
         """Since the last save that was staged, or since one failed."""
         self.noticed: Callable[[Notice], None] = lambda notice: None
         """Called with what a metadata service told the writer."""
+        self.saved: Callable[[Saved], None] = lambda saved: None
+        """Called with each that is durable."""
         self.overlap = Overlap()
         self.overlap.before_step = self.settle
         self.underway = Underway(self.overlap, self._not_saved)
@@ -97,20 +101,33 @@ class Saver:
         may_wait: bool,
         beside: bool,
         claim: Claim | None = None,
+        at_instant: Callable[[Manifest], Asked] | None = None,
     ) -> tuple[Save | None, bool]:
         """Copies the state and hands it over: the save, and whether it was skipped because both arenas are being written.
 
         ``manifest``: without its files. ``may_wait``: for an arena to become free. ``beside``: what is on a device may still be on its
-        way on return, and is handed over when it has arrived (`settle`). ``claim``: becomes the writer's.
+        way on return, and is handed over when it has arrived (`settle`). ``claim``: becomes the writer's. ``at_instant``: called when it is
+        sure that the state will be copied, and before.
         """
         self.size_bytes = state.size_bytes
+        begin = partial(
+            stage,
+            self.client,
+            state,
+            facts,
+            manifest,
+            self.overlap,
+            beside=beside,
+            claim=claim,
+            at_instant=at_instant,
+        )
         try:
-            staged = stage(self.client, state, facts, manifest, self.overlap, beside=beside, claim=claim)
+            staged = begin()
             end = time.monotonic() + self._patience_seconds()
             while staged is None and may_wait and self.pending and time.monotonic() < end:
                 self.underway.finish(max(0.0, end - time.monotonic()))
                 self.hear(POLL_SECONDS)
-                staged = stage(self.client, state, facts, manifest, self.overlap, beside=beside, claim=claim)
+                staged = begin()
         except OSError as error:
             self.failed(error.strerror or str(error))
             self._pause()
@@ -195,6 +212,8 @@ class Saver:
                 self.costs.wrote(message.size_bytes, message.seconds - message.waited_seconds)
                 if (save := self._saves.pop(message.number, None)) is not None:
                     save.id = message.id
+                    save.filesystem = message.pair.id or None if message.pair is not None else None
+                self.saved(message)
                 log.debug("ciuic: %s is saved, %d bytes new", message.id, message.new_bytes)
             elif isinstance(message, Put):
                 self._saves.pop(message.number, None)

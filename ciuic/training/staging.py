@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from ciuic.repository.claim import Claim
+from ciuic.training.filesystem import Asked
 from ciuic.training.layout import FileInMemory, Layout, aligned, lay_out
 from ciuic.training.messages import Manifest
 from ciuic.training.overlap import Copying, Item, Overlap
@@ -96,6 +97,7 @@ class Staged:
         commit: bool,
         copying: Copying | None,
         claim: Claim | None,
+        asked: Asked | None,
     ) -> None:
         self.number = client.next_number()
         """Of the save."""
@@ -107,16 +109,29 @@ class Staged:
         self._end = end
         self._commit = commit
         self._claim = claim
+        self._asked = asked
 
     def hand_over(self) -> None:
         """To the writer: nothing is on its way any more. OSError (no writer)."""
         self._client.submit(
-            self._slot, self._manifest, self._end, commit=self._commit, claim=self._claim, number=self.number
+            self._slot,
+            self._manifest,
+            self._end,
+            commit=self._commit,
+            claim=self._claim,
+            asked=self._asked,
+            number=self.number,
         )
+        self._let_go()
 
     def give_up(self) -> None:
         """There will be no such save."""
         self._client.release(self._slot)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._asked is not None:
+            self._asked.close()
 
 
 def stage(
@@ -128,9 +143,11 @@ def stage(
     *,
     beside: bool,
     claim: Claim | None = None,
+    at_instant: Callable[[Manifest], Asked] | None = None,
 ) -> Staged | None:
     """Copies the state into an arena; None while there is no free one. ``manifest``: without its files. ``beside``: what the program
-    does next may go on beside the copy from devices. ``claim``: for the writer. OSError (ENOMEM, the device refuses)."""
+    does next may go on beside the copy from devices. ``claim``: for the writer. ``at_instant``: called when it is sure that
+    the state will be copied, and before. OSError (ENOMEM, the device refuses)."""
     signature = tuple(
         (name, tuple((leaf.name, leaf.array) for leaf in leaves)) for name, leaves in state.leaves.items()
     )
@@ -143,8 +160,9 @@ def stage(
     slot = client.reserve(tail.end + len(msgspec.msgpack.encode(manifest)))
     if slot is None:
         return None
-    copying = None
+    copying = asked = None
     try:
+        asked = None if at_instant is None else at_instant(manifest)
         assert slot.arena is not None
         items, on_host = _by_place(state, _places(slot, signature, layout), overlap)
         copying = Copying(slot.arena, items, overlap, beside=beside) if items else None
@@ -153,9 +171,18 @@ def stage(
         for offset, content in tail.content:
             slot.arena.memory[offset : offset + len(content)] = content
         return Staged(
-            client, slot, manifest, tail.end, commit=bool(state.document), copying=copying, claim=claim
+            client,
+            slot,
+            manifest,
+            tail.end,
+            commit=bool(state.document),
+            copying=copying,
+            claim=claim,
+            asked=asked,
         )
     except BaseException as error:
+        if asked is not None:
+            asked.close()
         if copying is not None:
             with suppress(RuntimeError):  # nothing may be written there any more when it is used again
                 copying.wait()

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 from ciuic.training import randomness, rank_state
 from ciuic.training.completeness import missing
 from ciuic.training.description import finite, floats, replaced, summary, versions
+from ciuic.training.filesystem import Filesystem, Roots, planned_id
 from ciuic.training.logs import log, quietly
 from ciuic.training.messages import Manifest
 from ciuic.training.outcome import Save
@@ -61,6 +62,8 @@ class Wanted(NamedTuple):
     tags: tuple[str, ...] = ()
     hold: str = ""
     """A reason for which it is kept for ever."""
+    filesystem: Roots | None = None
+    """The files of the same instant; None: as the manager has it."""
     asked: bool = False
     """By the program, perhaps of this rank alone."""
     may_wait: bool = False
@@ -71,7 +74,13 @@ class Wanted(NamedTuple):
 
 class Taker:
     def __init__(
-        self, run: Run, registered: Registered, pace: Pace, saver: Saver, ranks: Ranks | None
+        self,
+        run: Run,
+        registered: Registered,
+        pace: Pace,
+        saver: Saver,
+        ranks: Ranks | None,
+        filesystem: Filesystem,
     ) -> None:
         self.run = run
         self.ranks = ranks
@@ -82,6 +91,8 @@ class Taker:
         self._pace = pace
         self._saver = saver
         self._repository = saver.client.repository
+        self._filesystem = filesystem
+        saver.saved = filesystem.heard
         self._complained = False
         self._met = False
         self._is_silent = False
@@ -228,6 +239,7 @@ class Taker:
         if parts:
             values["ranks"] = rank_state.differing(parts)
         facts = self._facts(wanted, world_size=len(parts) if parts else 1)
+        at_instant = self._filesystem.asker(wanted.filesystem)
         manifest = Manifest(
             time_ns=time.time_ns(),
             message=summary(facts),
@@ -235,6 +247,7 @@ class Taker:
             hold_reason=wanted.hold,
             files=[],
             together=None if agreed is None else agreed.together,
+            id="" if at_instant is None else planned_id(),
         )
         claim = None if agreed is None else agreed.claim
         try:
@@ -243,7 +256,13 @@ class Taker:
             # What ranks have agreed on is handed over before they go on.
             beside = agreed is None and not wanted.may_wait
             save, skipped = self._saver.stage(
-                state, facts, manifest, may_wait=wanted.may_wait, beside=beside, claim=claim
+                state,
+                facts,
+                manifest,
+                may_wait=wanted.may_wait,
+                beside=beside,
+                claim=claim,
+                at_instant=at_instant,
             )
         finally:
             if claim is not None:

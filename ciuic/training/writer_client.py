@@ -23,6 +23,7 @@ import msgspec
 from ciuic.readiness import readable
 from ciuic.repository.claim import Claim
 from ciuic.training.arena import Arena
+from ciuic.training.filesystem import Asked
 from ciuic.training.memory import memory_left
 from ciuic.training.messages import (
     Attach,
@@ -219,12 +220,13 @@ class WriterClient:
         *,
         commit: bool = True,
         claim: Claim | None = None,
+        asked: Asked | None = None,
         number: int | None = None,
     ) -> int:
         """Hands a filled arena over; returns the number of the save. ``at``: where in it there is room for the manifest.
 
         From here on the snapshot comes to be whatever happens to this process. Without ``commit`` the files are stored and there is no
-        snapshot. ``claim``: becomes the writer's. OSError when there is no writer.
+        snapshot. ``claim``: becomes the writer's. ``asked``: whose answer the writer reads. OSError when there is no writer.
         """
         arena = slot.arena
         assert arena is not None
@@ -237,8 +239,9 @@ class WriterClient:
             manifest_bytes=len(packed),
             commit=commit,
             claim=claim is not None,
+            asking=None if asked is None else asked.asking,
         )
-        fds = () if claim is None else (claim.fileno(),)
+        fds = (*(() if claim is None else (claim.fileno(),)), *(() if asked is None else asked.fds))
         try:
             self._hand_over(slot, arena, save, fds)
         except (BrokenPipeError, ConnectionResetError):  # somebody killed it just now

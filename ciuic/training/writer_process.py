@@ -31,6 +31,7 @@ from ciuic.training import notices, parts
 from ciuic.training.arena import ReadArena
 from ciuic.training.codecs import Chooser, Chosen
 from ciuic.training.committing import Known, commit, put_files
+from ciuic.training.filesystem import Answer
 from ciuic.training.forecast import measure
 from ciuic.training.housekeeping import Housekeeping
 from ciuic.training.known_to_daemon import Watched
@@ -180,16 +181,19 @@ class _Writer:
 
     def _save(self, save: Save) -> None:
         claim = Claim.taken_over(self._trainer.fds.popleft()) if save.claim else None
+        asked = save.asking is not None and not save.asking.problem
+        files = Answer(save.asking, self._trainer.fds.popleft() if asked else None)
         try:
-            saved = self._answer(save)
+            saved = self._answer(save, files)
         finally:
+            files.close()
             if claim is not None:
                 claim.release()
         if saved:
             self._keep_house(self._housekeeping.after)
 
-    def _answer(self, save: Save) -> bool:
-        """Whether there is a new snapshot."""
+    def _answer(self, save: Save, files: Answer) -> bool:
+        """Whether there is a new snapshot. ``files``: what becomes of those that were asked for with it."""
         began = time.monotonic()
         try:
             memory = self._arenas[save.arena].memory
@@ -200,13 +204,13 @@ class _Writer:
                 return False
             manifest = self._with_parts(manifest)
             try:
-                snapshot, waited = self._commit(save.number, memory, manifest)
+                snapshot, waited = self._commit(save.number, memory, manifest, files)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 self._forget()
                 self._housekeeping.make_room()
-                snapshot, waited = self._commit(save.number, memory, manifest)
+                snapshot, waited = self._commit(save.number, memory, manifest, files)
         except Exception as error:  # whatever it is, the training goes on, and so do we
             self._forget()
             self._trainer.tell(NotSaved(number=save.number, reason=_words(error)))
@@ -219,6 +223,8 @@ class _Writer:
                 new_bytes=snapshot.new_bytes,
                 seconds=time.monotonic() - began,
                 waited_seconds=waited,
+                pair=snapshot.pair,
+                pair_note=files.note,
             )
         )
         return True
@@ -228,14 +234,18 @@ class _Writer:
         self._known = Known()
         self._chooser = Chooser(self._begin.compression, self._begin.rules)
 
-    def _commit(self, number: int, memory: memoryview, manifest: Manifest) -> tuple[Snapshot, float]:
+    def _commit(
+        self, number: int, memory: memoryview, manifest: Manifest, files: Answer
+    ) -> tuple[Snapshot, float]:
         """And how long it waited for codecs."""
         with (
             Repository.open(self._begin.repository) as repository,
             repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager") as writer,
         ):
             chosen = self._begun(self._chooser, writer, number, manifest)
-            snapshot = commit(repository, writer, memory, manifest, self._begin.root, self._known, chosen)
+            snapshot = commit(
+                repository, writer, memory, manifest, self._begin.root, self._known, chosen, files.pair
+            )
             self._chooser.done(chosen)
             return snapshot, writer.waited_seconds
 

@@ -45,15 +45,18 @@ def _cut(live: Live, **fields: object) -> pairing.Taken:
 def _committed(live: Live, id_: str) -> Pair | None:
     wait_for(
         "the snapshot",
-        lambda: pairing.states_of(_socket(live), (id_,), 30) == {id_: "committed"},
+        lambda: pairing.states_of(_socket(live), (id_,), 30).states == {id_: "committed"},
         60,
     )
     with Repository.open(live.repository) as repository:
         return repository.snapshots.load(SnapshotId.parse(id_)).pair
 
 
-def test_what_was_written_when_it_was_asked_for_is_in_it(protected: Live, root: Path) -> None:
-    """Also in a file that is still open for writing; the snapshot names its other half, and the answer the instant."""
+def test_what_was_written_when_it_was_asked_for_is_in_it_whatever_becomes_of_the_daemon(
+    protected: Live, root: Path
+) -> None:
+    """Also in a file that is still open for writing; the snapshot names its other half, and the answer the instant. What a daemon has
+    promised before it is killed the next one commits, with the same words."""
     for number in range(5):
         with open(root / "log", "ab", buffering=0) as log:
             log.write(b"%d\n" % number)
@@ -72,6 +75,22 @@ def test_what_was_written_when_it_was_asked_for_is_in_it(protected: Live, root: 
         assert (protected.top / f"out-{number}/log").read_bytes() == b"".join(
             b"%d\n" % written for written in range(number + 1)
         )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(protected.repository)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    try:
+        taken = _cut(protected, time_ns=7)
+        protected.stop(signal.SIGKILL)
+    finally:
+        holder.communicate(timeout=30)
+    protected.start(root)
+    assert _committed(protected, taken.id) == Pair(
+        of="training", id="cs-aaaaaaaa", repository="/home/x/snapshots", time_ns=7
+    )
 
 
 def test_a_trainer_may_ask_for_the_roots_that_are_his(protected: Live, root: Path, short_tmp: Path) -> None:
@@ -103,7 +122,8 @@ def test_a_trainer_may_ask_for_the_roots_that_are_his(protected: Live, root: Pat
 
 
 def test_who_asks_is_told_at_once_that_it_cannot_be(protected: Live, root: Path) -> None:
-    """No daemon, a directory that is not protected, nonsense: an error that says so, and the daemon goes on."""
+    """A directory that is not protected, nonsense, no daemon: an error that says so, and the daemon goes on. One that hangs keeps nobody
+    waiting; what it was asked is cut when it goes on."""
     with pytest.raises(NotFound, match="/etc is not protected"):
         _cut(protected, roots=("/etc",))
     with pytest.raises(CiuicError):
@@ -116,15 +136,7 @@ def test_who_asks_is_told_at_once_that_it_cannot_be(protected: Live, root: Path)
         with pytest.raises(UsageError, match="cannot be read"):
             pairing.answer(connection, 30)
     assert _cut(protected, roots=(f"{root}/logs",)).roots == (str(root),)
-    assert pairing.states_of(_socket(protected), ("cs-123456",), 30) == {"cs-123456": "gone"}
-    protected.stop()
-    with pytest.raises(Unreachable, match="no daemon answers"):
-        _cut(protected)
-
-
-def test_a_daemon_that_hangs_keeps_nobody_waiting(protected: Live) -> None:
-    """Asking returns at once, the answer in the time that was given for it; what was asked meanwhile is cut when it goes on, and says
-    for whom."""
+    assert pairing.states_of(_socket(protected), ("cs-123456",), 30).states == {"cs-123456": "gone"}
     assert protected.daemon is not None
     protected.daemon.send_signal(signal.SIGSTOP)
     try:
@@ -142,31 +154,10 @@ def test_a_daemon_that_hangs_keeps_nobody_waiting(protected: Live) -> None:
             loaded, _ = repository.snapshots.load_all()
             return [one.pair.id for one in loaded if one.pair is not None]
 
-    wait_for("the snapshot", lambda: halves() == ["cs-bbbbbbbb"], 60)
-
-
-def test_a_daemon_that_is_killed_after_its_answer_leaves_the_promise_to_the_next(
-    protected: Live, root: Path
-) -> None:
-    """The snapshot is committed by the daemon that follows, with what it belongs to."""
-    (root / "f").write_text("1")
-    holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(protected.repository)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"held\n"
-    try:
-        taken = _cut(protected, time_ns=7)
-        assert protected.daemon is not None
-        protected.stop(signal.SIGKILL)
-    finally:
-        holder.communicate(timeout=30)
-    protected.start(root)
-    assert _committed(protected, taken.id) == Pair(
-        of="training", id="cs-aaaaaaaa", repository="/home/x/snapshots", time_ns=7
-    )
+    wait_for("the snapshot", lambda: "cs-bbbbbbbb" in halves(), 60)
+    protected.stop()
+    with pytest.raises(Unreachable, match="no daemon answers"):
+        _cut(protected)
 
 
 _HOLD = (

@@ -1,0 +1,236 @@
+"""`SnapshotManager(filesystem=True)`: a training's state and the files of the same instant, over a real daemon and a real mount."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.live import Live, wait_for
+from support.second_user import User, run_as
+from support.tiny_training import Model, Optimizer
+
+from ciuic import SnapshotManager
+from ciuic.pairing import SOCKET_NAME
+from ciuic.training import filesystem
+from ciuic.training.messages import Manifest
+from ciuic.training.outcome import Stats
+
+pytestmark = pytest.mark.mount
+TRAINER = User(54321, 54321)
+AS_TRAINER = (
+    "setpriv", f"--reuid={TRAINER.uid}", f"--regid={TRAINER.gid}", "--clear-groups",
+    "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search",
+)  # fmt: skip
+"""He reads the checkout and the interpreter, wherever those are. Whom the daemon answers does not depend on it."""
+TRAINING = """
+    import os, sys, torch
+    from ciuic import SnapshotManager
+    root, save_dir = sys.argv[1:]
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = torch.nn.Linear(64, 512)
+    optimizer = torch.optim.Adam(model.parameters())
+    manager = SnapshotManager(save_dir, every_steps=4, filesystem=[root + "/logs"])
+    manager.register(model=model, optimizer=optimizer)
+    with open(root + "/config.json", "w") as file:
+        file.write("{}")
+    os.mkdir(root + "/logs")
+    with open(root + "/logs/log", "wb", buffering=0) as log:
+        for number in range(1, 13):
+            loss = model(torch.randn(4, 64)).square().mean()
+            loss.backward()
+            log.write(b"%d\\n" % number)
+            optimizer.step()
+            if number % 4 == 0:
+                manager.wait()
+    manager.close()
+    print(manager.stats.saved, manager.stats.filesystem, manager.stats.last_filesystem_error)
+"""
+
+
+@pytest.fixture
+def daemon(protected: Live, monkeypatch: pytest.MonkeyPatch) -> Live:
+    """As `protected`; what this process asks is asked of it."""
+    monkeypatch.setenv("CIUIC_CONFIG", str(protected.config))
+    return protected
+
+
+def _listed(live: Live, repository: Path | None = None) -> list[dict[str, Any]]:
+    arguments = [] if repository is None else ["--repo", str(repository)]
+    snapshots: list[dict[str, Any]] = live.json(*arguments, "list")["snapshots"]
+    return snapshots
+
+
+def _paired(live: Live, repository: Path | None = None) -> list[dict[str, Any]]:
+    """When all halves of those in a repository are there."""
+
+    def found() -> list[dict[str, Any]]:
+        having = [one for one in _listed(live, repository) if one["pair"] is not None]
+        return having if all(one["pair"]["state"] == "committed" for one in having) else []
+
+    snapshots: list[dict[str, Any]] = wait_for("the pairs", found, 60)
+    return snapshots
+
+
+def test_each_state_has_the_files_of_its_instant(daemon: Live, root: Path, short_tmp: Path) -> None:
+    """A PyTorch training of an ordinary user: what it had written at a snapshot's boundary can be restored from the other half, found
+    from either side by the installed commands, and the user himself can see that it is there."""
+    pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+    save_dir = short_tmp / "snapshots"
+    save_dir.mkdir()
+    (daemon.top / "run").chmod(0o755)
+    for directory in (short_tmp.parent, short_tmp, daemon.top):
+        directory.chmod(0o755)
+    for directory in (root, save_dir):
+        os.chown(directory, TRAINER.uid, TRAINER.gid)
+    done = subprocess.run(
+        [*AS_TRAINER, sys.executable, "-c", textwrap.dedent(TRAINING), str(root), str(save_dir)],
+        env={**daemon.env, "HOME": str(short_tmp)}, cwd="/", capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.stdout.split() == ["3", "3"], done.stdout + done.stderr
+    states = _paired(daemon, save_dir)
+    assert [one["message"].split(", ")[-1] for one in states] == ["step 12", "step 8", "step 4"]
+    for step, state in zip((12, 8, 4), states, strict=True):
+        files = state["pair"]
+        assert (files["of"], files["repository"]) == ("filesystem", str(daemon.repository))
+        assert files["apart_seconds"] >= 0
+        assert files["time_ns"] >= state["time_ns"]
+        out = short_tmp / f"out-{step}"
+        daemon.run("restore", "-s", files["id"], "-p", str(root), "-d", str(out))
+        lines = (out / "root/logs/log").read_text().split()
+        assert lines[:step] == [str(number) for number in range(1, step + 1)]
+        assert (out / "root/config.json").exists()
+        (other,) = [one for one in _listed(daemon) if one["id"] == files["id"]]
+        assert (other["pair"]["of"], other["pair"]["id"]) == ("training", state["id"])
+        assert other["pair"]["state"] == "committed"
+        assert other["pair"]["time_ns"] == state["time_ns"]
+    newest = states[0]
+    table = daemon.run("--repo", str(save_dir), "list").stdout.decode()
+    assert table.splitlines()[0].split()[-1] == "PAIR"
+    assert newest["pair"]["id"] in table
+    lines = daemon.run("--repo", str(save_dir), "list", "--machine-readable", "--pairs").stdout.decode()
+    assert [line.split("|")[3] for line in lines.splitlines()] == [one["pair"]["id"] for one in states]
+    shown = daemon.run("--repo", str(save_dir), "show", newest["id"]).stdout.decode()
+    assert f"restore -s {newest['pair']['id']} -p {root} -d DIR" in shown
+    assert _seen_by_user(daemon, newest["pair"]) == "committed"
+    daemon.run("forget", "-y", newest["pair"]["id"])
+    assert [one["pair"]["state"] for one in _listed(daemon, save_dir)] == ["gone", "committed", "committed"]
+    daemon.run("--repo", str(save_dir), "forget", "-y", states[1]["id"])
+    (left,) = [one for one in _listed(daemon) if one["id"] == states[1]["pair"]["id"]]
+    assert left["pair"]["state"] == "gone"
+
+
+def _seen_by_user(daemon: Live, pair: dict[str, Any]) -> str:
+    """Who cannot read the daemon's repository asks the daemon whether the other half is there."""
+    half = f"Pair(of='filesystem', id={pair['id']!r}, repository={pair['repository']!r})"
+    script = f"print(*states([{half}], '/', [], {str(daemon.top / 'run' / SOCKET_NAME)!r}).values())"
+    imports = "from ciuic.halves import states; from ciuic.types import Pair"
+    return run_as(TRAINER, script, imports=imports).stdout.strip()
+
+
+def test_a_training_saves_whatever_becomes_of_the_files(
+    daemon: Live,
+    root: Path,
+    short_tmp: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a daemon that hangs, refuses, or is not there, the snapshot is made; it says why it is alone, and the log says it once."""
+    caplog.set_level(logging.WARNING, "ciuic")
+    monkeypatch.setattr(filesystem, "ANSWER_SECONDS", 0.2)
+    assert daemon.daemon is not None
+    save_dir, model = short_tmp / "snapshots", Model()
+    with SnapshotManager(save_dir, filesystem=True) as manager:
+
+        def problem(**more: Any) -> str:
+            save = manager.save_snapshot(model, wait=True, **more)
+            assert save is not None
+            assert (save.error, save.filesystem) == (None, None)
+            found = manager.list_snapshots()[0]
+            assert found.id == save.id
+            assert found.filesystem is not None
+            return found.filesystem.problem
+
+        daemon.daemon.send_signal(signal.SIGSTOP)
+        try:
+            assert problem() == "the daemon has not answered"
+        finally:
+            daemon.daemon.send_signal(signal.SIGCONT)
+        late = _paired(daemon)  # it was asked, and cuts all the same: that half says to what it belongs
+        assert late[0]["pair"]["id"] == manager.stats.last_id
+        monkeypatch.setattr(filesystem, "ANSWER_SECONDS", 30.0)
+        assert problem(filesystem=["/etc"]).startswith("/etc is not protected")
+        daemon.stop(signal.SIGKILL)
+        caplog.clear()
+        assert [problem().partition(" on ")[0] for _ in range(3)] == ["no daemon answers"] * 3
+        assert caplog.text.count("there is no snapshot of the files") == 1
+        alone = manager.save_snapshot(model, wait=True, filesystem=False)
+        assert alone is not None
+        assert manager.list_snapshots()[0].filesystem is None
+        assert (manager.stats.saved, manager.stats.filesystem, manager.stats.filesystem_failed) == (6, 0, 5)
+        daemon.start(root)
+        again = manager.save_snapshot(model, wait=True)
+        assert again is not None
+        assert again.filesystem
+    shown = daemon.run("--repo", str(save_dir), "show", "latest~2").stdout.decode()
+    assert "no snapshot of the files: no daemon answers" in shown
+    assert [one["id"] for one in _paired(daemon, save_dir)] == [again.id]
+
+
+def test_a_half_is_held_with_the_other_and_may_be_left_alone(daemon: Live, short_tmp: Path) -> None:
+    """A state that is held has its files held for the same reason. Of a trainer that died after asking there are files which name a
+    state that is not there, and no listing says otherwise."""
+    with SnapshotManager(short_tmp / "snapshots") as manager:
+        save = manager.save_snapshot(Model(), Optimizer(Model()), 3, hold="paper", filesystem=True, wait=True)
+    assert save is not None
+    (files,) = _paired(daemon)
+    assert files["id"] == save.filesystem
+    assert (files["held"], files["hold_reason"]) == (True, "paper")
+    asker = filesystem.Filesystem(True, short_tmp / "snapshots", Stats()).asker(None)
+    assert asker is not None
+    asked = asker(Manifest(time_ns=1, message="step 1", tags=(), files=[], id="cs-12345678"))
+    asked.close()
+
+    def alone() -> list[str]:
+        return [
+            one["pair"]["id"] for one in _listed(daemon) if one["pair"] and one["pair"]["state"] == "gone"
+        ]
+
+    assert wait_for("the files", alone, 60) == ["cs-12345678"]
+    assert "cs-12345678 gone" in daemon.run("list").stdout.decode()
+
+
+def test_the_state_may_lie_in_what_is_protected_or_with_the_files(
+    daemon: Live, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one repository each half is listed with the other beside it. In a protected directory it is said once that this stores states
+    twice; the copy in the files is a repository that can be read."""
+    caplog.set_level(logging.WARNING, "ciuic")
+    with SnapshotManager(daemon.repository, filesystem=True, max_snapshots=2) as manager:
+        saves = [manager.save_snapshot(Model(), epoch=epoch, wait=True) for epoch in range(3)]
+    assert caplog.text == ""
+    there = {save.id for save in saves[1:] if save is not None}
+
+    def halves() -> dict[str, Any]:
+        found = {one["id"]: one["pair"] for one in _listed(daemon) if one["pair"]}
+        found = {id_: pair for id_, pair in found.items() if pair["state"] == "committed"}
+        return found if found.keys() >= there and len(found) == 4 else {}
+
+    found = wait_for("the files", halves, 60)
+    assert all(found[pair["id"]]["id"] == id_ for id_, pair in found.items())
+    with SnapshotManager(root / "run/snapshots", filesystem=True) as manager:
+        for epoch in range(2):
+            manager.save_snapshot(Model(), epoch=epoch, wait=True)
+    assert caplog.text.count('exclude = ["/run/snapshots"]') == 1
+    newest = _paired(daemon, root / "run/snapshots")[0]
+    out = daemon.top / "out"
+    daemon.run("restore", "-s", newest["pair"]["id"], "-p", str(root / "run"), "-d", str(out))
+    assert len(_listed(daemon, out / "run/snapshots")) == 1  # its own was not committed at its instant
+    daemon.run("--repo", str(out / "run/snapshots"), "verify", "--all", "--checksum")
