@@ -64,10 +64,10 @@ class Acquaintance:
                 connection = introduce(self._path(), self._hello, self._fds, seconds=ANSWER_SECONDS)
             except CiuicError as error:
                 self._refused = not isinstance(error, Unreachable)
-                self._tried.set()
                 if type(error) not in told:
                     told.add(type(error))
                     self._on_trouble(error)
+                self._tried.set()
                 pause = REFUSED_SECONDS if self._refused else UNKNOWN_SECONDS
             else:
                 self._was_known = True

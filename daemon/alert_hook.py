@@ -29,6 +29,8 @@ from ciuic.daemon.worker_process import describe_exit, mark_expendable
 
 BURST: Final = 3
 PAUSE_SECONDS: Final = 600.0
+BURST_OF_A_USER: Final = 30
+"""Of all trainers of one: names cost nothing."""
 MOST_WAITING: Final = 64
 MOST_OUTPUT_BYTES: Final = 4096
 _KILL_SECONDS: Final = 2.0
@@ -107,8 +109,11 @@ def notice_of(event: Event, host: str) -> Notice | None:
 class Pacing:
     """Which of those that come again and again are told."""
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(
+        self, now: Callable[[], float], *, burst: int = BURST, pause_seconds: float = PAUSE_SECONDS
+    ) -> None:
         self._now = now
+        self._burst, self._pause_seconds = burst, pause_seconds
         self._left: dict[str, tuple[float, float, int]] = {}
         """By key: how many may still be told at once, as of when, and how many were left out."""
 
@@ -116,10 +121,10 @@ class Pacing:
         """How many were left out before this one; None: it is left out as well."""
         now = self._now()
         for known, (left, since, count) in list(self._left.items()):
-            if left + (now - since) / PAUSE_SECONDS >= BURST and not count:
+            if left + (now - since) / self._pause_seconds >= self._burst and not count:
                 del self._left[known]
-        left, since, count = self._left.get(key, (float(BURST), now, 0))
-        left = min(BURST, left + (now - since) / PAUSE_SECONDS)
+        left, since, count = self._left.get(key, (float(self._burst), now, 0))
+        left = min(self._burst, left + (now - since) / self._pause_seconds)
         if left < 1:
             self._left[key] = (left, now, count + 1)
             return None
@@ -141,13 +146,17 @@ class AlertHook:
     async def follow(self, events: EventBus) -> None:
         """Until the bus is closed: takes up what is to be told."""
         pacing = Pacing(trio.current_time)
+        of_users = Pacing(
+            trio.current_time, burst=BURST_OF_A_USER, pause_seconds=PAUSE_SECONDS / BURST_OF_A_USER
+        )
         with events.subscribe() as subscription:
             async for event in subscription.events():
                 notice = notice_of(event, self._host) if self._settings().command else None
                 if notice is None:
                     continue
                 left_out = pacing.left_out(f"{notice.event} {notice.key}")
-                if left_out is None:
+                user = str((notice.trainer or {}).get("user", ""))
+                if left_out is None or (user and of_users.left_out(user) is None):
                     log.info("alert_not_told_again", key=notice.key, kind=notice.event)
                     continue
                 notice.left_out = left_out

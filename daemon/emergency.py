@@ -27,6 +27,9 @@ ALERT_SECONDS: Final = 10.0
 """So long an alert waits to name the snapshot: before a cut the kernel's cache may have to be written."""
 HOUR_SECONDS: Final = 3600.0
 ALL_TOGETHER: Final = 4
+OF_A_USER: Final = 2
+"""Names cost nothing: one user must not be able to use up what is there for all."""
+MOST_ALERTS: Final = 64
 _WORDS: Final[dict[IncidentKind, str]] = {
     "died": "died",
     "failed": "failed",
@@ -50,6 +53,14 @@ class _Waiting(NamedTuple):
     text: str
 
 
+class _Cut(NamedTuple):
+    snapshot: str
+    key: str
+    user: str
+    seconds: float
+    """Of the wall clock."""
+
+
 class Emergencies:
     """``run`` is its task. ``take`` cuts a snapshot; CiuicError says why there is none."""
 
@@ -71,15 +82,16 @@ class Emergencies:
         self._on_incident = on_incident
         self._waiting: list[_Waiting] = []
         self._wake = trio.Event()
-        self._taken: list[tuple[str, float]] = []
-        """Key of the trainer and time of each of the last hour, in seconds of the wall clock."""
+        self._taken: list[_Cut] = []
+        """Of the last hour."""
 
     def remember(self, incidents: Iterable[Incident]) -> None:
         """Those of a predecessor count: a daemon that is started again and again must not be a way round the limit."""
         for incident in incidents:
             if incident.snapshot:
                 time = datetime.fromisoformat(incident.time).timestamp()
-                self._taken.append((f"trainer:{incident.trainer.name}:{incident.trainer.where}", time))
+                key = f"trainer:{incident.trainer.name}:{incident.trainer.where}"
+                self._taken.append(_Cut(incident.snapshot, key, incident.trainer.user, time))
 
     def report(self, trainer: Trainer, kind: IncidentKind, reason: str) -> None:
         """Something has happened. Returns at once."""
@@ -127,21 +139,25 @@ class Emergencies:
                 one.incident.no_snapshot = f"a defect: {error!r}"
         else:
             now = self._now_ns() / 1e9
-            self._taken += [(one.key, now) for one in entitled]
+            self._taken += [_Cut(taken.state.id, one.key, one.incident.trainer.user, now) for one in entitled]
             for one in serious:  # those beyond the limit are in it as well
                 one.incident.snapshot, one.incident.no_snapshot = taken.state.id, ""
 
     def _limit(self, one: _Waiting) -> bool:
         """Whether it is one too many, which the incident then says."""
-        now, most = self._now_ns() / 1e9, self._per_hour()
-        self._taken = [(key, time) for key, time in self._taken if 0 <= now - time < HOUR_SECONDS]
-        its_own = sum(key == one.key for key, _ in self._taken)
+        now, most, user = self._now_ns() / 1e9, self._per_hour(), one.incident.trainer.user
+        self._taken = [cut for cut in self._taken if 0 <= now - cut.seconds < HOUR_SECONDS]
+        its_own = len({cut.snapshot for cut in self._taken if cut.key == one.key})
+        of_user = len({cut.snapshot for cut in self._taken if cut.user == user})
+        in_all = len({cut.snapshot for cut in self._taken})
         if most == 0:
             one.incident.no_snapshot = "emergency snapshots are turned off (watch.emergency_per_hour)"
         elif its_own >= most:
             one.incident.no_snapshot = f"it has had {its_own} within the hour"
-        elif len(self._taken) >= ALL_TOGETHER * most:
-            one.incident.no_snapshot = f"there were {len(self._taken)} within the hour"
+        elif user != "root" and of_user >= OF_A_USER * most:
+            one.incident.no_snapshot = f"trainers of {user} have had {of_user} within the hour"
+        elif in_all >= ALL_TOGETHER * most:
+            one.incident.no_snapshot = f"there were {in_all} within the hour"
         return bool(one.incident.no_snapshot)
 
     async def _tell_in_time(self, waiting: list[_Waiting], told: trio.Event) -> None:
@@ -155,6 +171,7 @@ class Emergencies:
         if incident.kind == "recovered":
             self._alerts.clear(one.key)
         else:
+            self._make_room()
             self._alerts.report(
                 one.key,
                 one.text,
@@ -163,6 +180,14 @@ class Emergencies:
             )
         self._on_incident(incident)
         self._events.emit(f"trainer_{incident.kind}", incident=incident, detail=one.text)
+
+    def _make_room(self) -> None:
+        """The oldest go: whoever reads them has enough to do with the others."""
+        standing = [alert for alert in self._alerts.standing() if alert.key.startswith("trainer:")]
+        for alert in sorted(standing, key=lambda alert: alert.since)[
+            : max(0, len(standing) + 1 - MOST_ALERTS)
+        ]:
+            self._alerts.clear(alert.key)
 
 
 def _hint(incident: Incident) -> str:

@@ -69,6 +69,10 @@ class Metrics:
         self._stored = self._gauge("ciuic_store_bytes", "Bytes in the store's packs")
         self._free = self._gauge("ciuic_store_free_bytes", "Free space of the store's file system")
         self._count = self._gauge("ciuic_store_snapshots", "Committed snapshots")
+        self.incidents = Counter(
+            "ciuic_trainer_incidents", "What happened to trainers", ["kind"], registry=self._registry
+        )
+        self._trainers = self._gauge("ciuic_trainers", "Trainers that are watched", ["state"])
         self._alerts = self._gauge("ciuic_alerts", "Standing alerts", ["severity"])
 
     def _gauge(self, name: str, text: str, labels: list[str] | None = None) -> Gauge:
@@ -94,6 +98,8 @@ class Metrics:
         self._count.set(status.repository.snapshots)
         for severity in ("problem", "warning"):
             self._alerts.labels(severity).set(sum(alert.severity == severity for alert in status.alerts))
+        for state in ("running", "hung", "closed", "absent"):
+            self._trainers.labels(state).set(sum(trainer.state == state for trainer in status.trainers))
         return generate_latest(self._registry)
 
     async def follow(self, events: EventBus) -> None:
@@ -103,6 +109,8 @@ class Metrics:
                 self._count_one(event)
 
     def _count_one(self, event: Event) -> None:
+        if event.incident is not None:
+            self.incidents.labels(event.incident.kind).inc()
         if event.snapshot is None:
             return
         if event.kind == "snapshot_cut":

@@ -21,6 +21,7 @@ from ciuic import processes
 from ciuic.config import TrainerConfig
 from ciuic.daemon.trainer import Identity, Trainer
 from ciuic.daemon.trainers import Trainers
+from ciuic.errors import Busy
 from ciuic.watch_client import Hello
 
 LOOK_SECONDS: Final = 1.0
@@ -107,7 +108,14 @@ class TrainerFiles:
             heartbeat_seconds=float(wanted.heartbeat_seconds),
         )
         here = bool(found.pid) or wanted.pid_file is None
-        self._watched[wanted] = trainer = self._trainers.add(identity, life, [], hello, clears=here)
+        try:
+            trainer = self._trainers.add(identity, life, [], hello, clears=here)
+        except Busy as error:
+            log.warning("trainer_refused", trainer=wanted.name, reason=str(error))
+            if life >= 0:
+                os.close(life)
+            return None
+        self._watched[wanted] = trainer
         trainer.pid_file = wanted.pid_file
         return trainer
 

@@ -58,13 +58,13 @@ class Trainers:
     def add(
         self, identity: Identity, life: int, pages: list[int], hello: Hello, *, clears: bool = True
     ) -> Trainer:
-        """From now on it is watched, and its descriptors are ours. Busy when there are too many already; then they are closed.
+        """From now on it is watched, and its descriptors are ours. Busy when there are too many already; then they stay the caller's.
 
         ``clears``: it is here again, which ends the alert about the last time.
         """
         known = self._watched.get(identity)
         if known is None:
-            self._refuse_too_many(identity.uid, [life, *pages])
+            self._refuse_too_many(identity.uid)
             self._missing.pop(identity, None)
             known = self._start(identity, life, hello, self._now_ns())
         else:
@@ -84,11 +84,9 @@ class Trainers:
         self._on_change()
         return known
 
-    def _refuse_too_many(self, uid: int, fds: list[int]) -> None:
+    def _refuse_too_many(self, uid: int) -> None:
         its_own = sum(identity.uid == uid for identity in self._watched)
         if len(self._watched) >= MOST or (uid != 0 and its_own >= MOST_OF_A_USER):
-            for fd in fds:
-                os.close(fd)
             raise Busy(f"{len(self._watched)} trainers are watched already, {its_own} of this user")
 
     def _start(self, identity: Identity, life: int, hello: Hello, since_ns: int) -> Trainer:

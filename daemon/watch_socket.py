@@ -131,11 +131,11 @@ class WatchSocket:
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             _, uid, _ = _CREDENTIALS.unpack(credentials)
             identity, hello = self._checked(data, fds, uid)
+            self._trainers.add(identity, fds[0], fds[1:], hello)
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
-        self._trainers.add(identity, fds[0], fds[1:], hello)
         return Welcome()
 
     def _checked(self, data: bytes, fds: list[int], uid: int) -> tuple[Identity, Hello]:

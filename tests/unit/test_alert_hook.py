@@ -75,8 +75,11 @@ def test_it_reads_what_happened(tmp_path: Path) -> None:
         ("exec yes", "alert_command_killed"),
     ],
 )
-def test_whatever_it_does_the_next_one_is_run(tmp_path: Path, text: str, event: str) -> None:
+def test_whatever_it_does_the_next_one_is_run(
+    tmp_path: Path, text: str, event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that fails, hangs or talks without end is logged, killed if need be, and followed by the next."""
+    monkeypatch.setattr("ciuic.daemon.alert_hook._KILL_SECONDS", 0.1)
     script = tmp_path / "hook"
     script.write_text(f'#!/bin/sh\necho "$CIUIC_KEY" >> {tmp_path}/keys\n{text}\n')
     script.chmod(0o755)

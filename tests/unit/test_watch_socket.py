@@ -1,0 +1,177 @@
+"""The socket on which trainers make themselves known: whom it takes, what it refuses, and that nothing stays open."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+from support.live import wait_for
+
+from ciuic.acquaintance import Acquaintance
+from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.emergency import Emergencies
+from ciuic.daemon.events import EventBus
+from ciuic.daemon.trainers import MOST_OF_A_USER, Trainers
+from ciuic.daemon.watch_socket import Permitted, WatchSocket, bind_watch_socket
+from ciuic.errors import Busy, CiuicError, Unreachable, UsageError
+from ciuic.processes import start_ticks
+from ciuic.watch_client import Hello, introduce, watch_socket
+from ciuic.watch_page import Page
+
+ME = Hello(name="me", where="/w", kind="library", pid=os.getpid(), start_ticks=start_ticks(os.getpid()))
+
+
+class Served:
+    """A watch socket in a thread of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "watch.sock"
+        self._directory = directory
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=trio.run, args=(self._main,))
+
+    def __enter__(self) -> Served:
+        self._thread.start()
+        assert self._ready.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        trio.from_thread.run_sync(self._scope.cancel, trio_token=self._token)
+        self._thread.join(30)
+
+    def names(self) -> list[str]:
+        return [one.name for one in trio.from_thread.run_sync(self.trainers.statuses, trio_token=self._token)]
+
+    async def _main(self) -> None:
+        events = EventBus(lambda: 0)
+        alerts = Alerts(events, lambda: 0)
+
+        async def take(request: object) -> object:
+            await trio.sleep_forever()
+
+        emergencies = Emergencies(
+            take,  # type: ignore[arg-type]
+            alerts=alerts,
+            events=events,
+            now_ns=lambda: 0,
+            per_hour=lambda: 0,
+            on_incident=lambda incident: None,
+        )
+        self.trainers = Trainers(
+            alerts=alerts, emergencies=emergencies, now_ns=lambda: 0, on_change=lambda: None
+        )
+        watched = WatchSocket(self.trainers, lambda: Permitted(["*"], None, []))
+        self._token = trio.lowlevel.current_trio_token()
+        async with trio.open_nursery() as nursery:
+            self._scope = nursery.cancel_scope
+            self.trainers.nursery = nursery
+            nursery.start_soon(watched.serve, bind_watch_socket(self._directory))
+            self._ready.set()
+        self.trainers.close()
+
+
+@pytest.fixture
+def served(short_tmp: Path) -> Iterator[Served]:
+    with Served(short_tmp) as one:
+        yield one
+
+
+@contextmanager
+def life() -> Iterator[int]:
+    fd = os.pidfd_open(os.getpid())
+    yield fd
+    os.close(fd)
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_is_no_trainer_is_refused_and_nothing_stays_open(served: Served) -> None:
+    """Other descriptors, none, too many, pages that are none, names that no terminal should get, bytes that mean nothing."""
+    page = Page()
+    null = os.open("/dev/null", os.O_RDWR)
+    with life() as mine:
+        introduce(served.path, ME, [mine, page.fd], seconds=30).close()
+        before = open_fds()
+        for hello, fds in (
+            (ME, [null]),
+            (ME, [page.fd]),
+            (ME, [mine, null]),
+            (ME, [mine, mine]),
+            (ME, [mine, page.fd, null, null]),
+            (msgspec.structs.replace(ME, name=""), [mine]),
+            (msgspec.structs.replace(ME, name="\x1b[2J"), [mine]),
+            (msgspec.structs.replace(ME, where="x" * 5000), [mine]),
+            (msgspec.structs.replace(ME, heartbeat_seconds=float("nan")), [mine]),
+            (msgspec.structs.replace(ME, kind="file"), [mine]),
+        ):
+            with pytest.raises(UsageError):
+                introduce(served.path, hello, fds, seconds=30)
+        for data in (b"\xc1", b"\x81\xa4type\xa5Hello", b"\x91" * 10_000, os.urandom(500)):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
+                caller.connect(str(served.path))
+                caller.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [null, mine]))])
+                assert b"Refused" in caller.recv(1 << 16)
+        wait_for("the end of the connections", lambda: open_fds() <= before, 30)
+    os.close(null)
+    assert served.names() == ["me"]
+
+
+def test_one_user_has_so_many_places(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has used his up is refused, and his descriptors are closed."""
+    monkeypatch.setattr("ciuic.daemon.trainers.MOST", 1)
+    with life() as mine:
+        introduce(served.path, ME, [mine], seconds=30).close()
+        child = subprocess.Popen(["sleep", "60"])
+        other = os.pidfd_open(child.pid)
+        try:
+            before = open_fds()
+            with pytest.raises(Busy):
+                introduce(served.path, ME, [other], seconds=30)
+            wait_for("the end of the connection", lambda: open_fds() <= before, 30)
+        finally:
+            child.kill()
+            child.wait()
+            os.close(other)
+    assert MOST_OF_A_USER < 512
+
+
+def test_a_daemon_that_comes_later_or_again_is_told(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No daemon is no error; one that comes is told, and the next one too; the last words wait for it."""
+    monkeypatch.setattr("ciuic.acquaintance.UNKNOWN_SECONDS", 0.05)
+    monkeypatch.setattr("ciuic.acquaintance.KNOWN_SECONDS", 0.05)
+    page = Page()
+    troubles: list[CiuicError] = []
+    with life() as mine:
+        known = Acquaintance(
+            lambda: str(short_tmp / "watch.sock"), ME, [mine, page.fd], on_trouble=troubles.append
+        )
+        known.start()
+        known.last_words(30)  # there was none: this ends when it is known that there is none
+        for _ in range(2):
+            with Served(short_tmp) as served:
+                deadline = threading.Event()
+                while served.names() != ["me"]:
+                    assert not deadline.wait(0.02)
+                known.last_words(30)
+        assert {type(trouble) for trouble in troubles} == {Unreachable}
+
+
+def test_the_socket_is_where_the_configuration_says(tmp_path: Path) -> None:
+    """In the runtime directory; in the usual one where there is no configuration that could be read."""
+    file = tmp_path / "ciuic.toml"
+    file.write_text('[daemon]\nruntime_dir = "/run/other"\n')
+    assert watch_socket({"CIUIC_CONFIG": str(file)}) == "/run/other/watch.sock"
+    file.write_text("[daemon")
+    assert watch_socket({"CIUIC_CONFIG": str(file)}) == "/run/ciuic/watch.sock"
+    assert watch_socket({"CIUIC_CONFIG": str(tmp_path / "none")}) == "/run/ciuic/watch.sock"
