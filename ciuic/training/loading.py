@@ -114,7 +114,9 @@ def check_complete(state: State, objects: Mapping[str, Any]) -> None:
 def put_back(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> None:
     """Into the objects, in place, and into the generators; what cannot be exact is logged."""
     for name, value in objects.items():
-        load_into(value, state[f"{name}_state_dict"], name)
+        if (note := _of_another_kind(value, state[f"{name}_state_dict"], name)) is not None:
+            log.warning("ciuic: not resumed exactly: %s", note)
+        _load_into(value, state[f"{name}_state_dict"], name, state.id)
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     rank_state.load_buffers(objects, state.ranks, rank)
     if world_size != state.facts.world_size:
@@ -127,3 +129,27 @@ def put_back(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> N
         return  # no two ranks are to draw the same
     for problem in randomness.restore(state["random_state"]):
         log.warning("ciuic: not resumed exactly: %s", problem)
+
+
+def _load_into(value: Any, saved: Any, name: str, id_: str) -> None:
+    """ValueError where it does not fit, with what the object says."""
+    try:
+        load_into(value, saved, name)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{name} does not take what {id_} has for it: is it the same as when that was saved? {type(error).__name__}: {error}"
+        ) from error
+
+
+def _of_another_kind(value: Any, saved: Any, name: str) -> str | None:
+    """torch loads the state of any optimizer into any other that has as many parameters."""
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    defaults = getattr(value, "defaults", None)
+    if not groups or not isinstance(defaults, dict):
+        return None
+    had, has = set(groups[0]), set(defaults)
+    foreign = sorted(had - has - {"params", "param_names", "initial_lr"})
+    lacking = sorted(has - had)
+    if not foreign or not lacking:
+        return None
+    return f"{name} is a {type(value).__qualname__}, with {', '.join(lacking)}; what was saved has {', '.join(foreign)}: it was of another kind"

@@ -1,10 +1,5 @@
 """`SnapshotManager`: a training's state, saved without a stall and resumed exactly.
 
-    from ciuic import SnapshotManager
-    manager = SnapshotManager(save_dir="./snapshots", interval=3600, max_snapshots=10)
-    manager.save_snapshot(model, optimizer, epoch)
-    state = manager.load_latest_snapshot()
-
 Guarantees: a save costs the training one copy of its state in memory; the rest is the writer process's, which finishes what it was given
 also when the training is killed. A snapshot exists whole or not at all, and what is loaded was checked byte for byte. Whatever goes wrong
 with saving is logged and counted and never raised into the training, but for what the program itself has wrong (an object without a
@@ -22,8 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ciuic.repository import Repository
-from ciuic.training import marks, policies
+from ciuic.training import given, policies
 from ciuic.training.boundaries import Boundaries
 from ciuic.training.filesystem import Filesystem, Roots
 from ciuic.training.for_frameworks import ForFrameworks
@@ -33,6 +27,7 @@ from ciuic.training.lanes import capturing
 from ciuic.training.last_save import LastSave
 from ciuic.training.loading import check_complete, load_given, load_latest, put_back
 from ciuic.training.logs import log, quietly
+from ciuic.training.marks import Marked
 from ciuic.training.messages import COMPRESSIONS, Begin, Rules
 from ciuic.training.outcome import EXIT_SECONDS, Resumed, Save, State, Stats
 from ciuic.training.pace import Pace
@@ -41,14 +36,28 @@ from ciuic.training.policies import Rule
 from ciuic.training.preemption import rule_of
 from ciuic.training.preservation import Keep, Latest
 from ciuic.training.ranks import Ranks
-from ciuic.training.reading import SavedSnapshot, saved_snapshots
 from ciuic.training.registered import Registered
 from ciuic.training.saver import Saver
-from ciuic.training.stateful import has_state
-from ciuic.training.taking import Remembered, Run, Taker, Wanted
+from ciuic.training.taking import Remembered, Run, Taker, Wanted, asked_for
 
 
-class SnapshotManager(ForFrameworks):
+class SnapshotManager(ForFrameworks, Marked):
+    """Saves the state of a training without stopping it, and resumes it exactly.
+
+        manager = SnapshotManager("./snapshots", max_snapshots=10)
+        manager.save_snapshot(model, optimizer, epoch)
+        state = manager.load_latest_snapshot()              # None: there is no snapshot
+        model.load_state_dict(state["model_state_dict"])
+
+    By itself, every 500 steps, everything that an exact resume needs included:
+
+        manager = SnapshotManager("./snapshots", every_steps=500, max_snapshots=10)
+        manager.register(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
+        resumed = manager.resume()                          # None: the run begins
+
+    take, hand_over, save_handed, join_ranks and load_to_resume are for frameworks. What is guaranteed: docs/snapshot-manager.md.
+    """
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str] = "./snapshots",
@@ -56,8 +65,8 @@ class SnapshotManager(ForFrameworks):
         max_snapshots: int | None = None,
         *,
         every_steps: int | None = None,
-        save_when: Iterable[Rule] = (),
-        keep: Iterable[Keep] = (),
+        save_when: Iterable[Rule] | Rule = (),
+        keep: Iterable[Keep] | Keep = (),
         agree: Callable[[bool], bool] | None = None,
         name: str = "training",
         nice: int = 10,
@@ -69,27 +78,29 @@ class SnapshotManager(ForFrameworks):
     ) -> None:
         """Opens the repository at ``save_dir``, or makes one there, parents included.
 
-        ``interval`` (seconds, or text like ``1h``) and ``every_steps`` (of the optimizer): when snapshots are taken by themselves, once the
-        manager knows the objects; ``save_when`` are further rules for that (policies.py). ``max_snapshots``: so many of the newest stay;
-        ``keep`` are further rules for that (preservation.py); with neither all stay. ``agree``: asked by all ranks at each boundary whether
-        any of them was told of preemption, where it is not to be this manager's own way. ``name``: of the run, where several share a
-        repository. ``nice``: of the writer. ``compression``: ``auto`` finds out for each tensor what makes it smaller, within one percent of
-        the processors' time; ``small`` takes what time it needs, ``none`` takes none. ``distributed``: whether this is one of several ranks
-        that train one model, which then all make a manager and call the same of its methods; None: if torch.distributed is initialized
-        for several. ``heartbeat_seconds``: without a step, a report or a save for so long the training counts as hung, for a daemon on the
-        same machine (docs/daemon.md, Trainers), which notices its death in any case. ``overlap``: an automatic
-        snapshot copies trained weights from an accelerator beside the next forward and backward; False for a program that changes them
-        otherwise than by its optimizers' steps, without torch knowing (overlap.py). ``filesystem``: with every snapshot one of the files of the same instant,
-        where a daemon protects them: True for all protected directories that belong to this user, or which ones. ValueError; CiuicError or
-        OSError when there can be no repository there.
+        When, once the objects are known: ``interval`` (seconds, or text like ``1h``), ``every_steps`` (of the optimizer), ``save_when``
+        (further rules: ciuic.training.Steps, AfterIf, OnImprovement, Automatic, BeforePreemption, …).
+        What stays: ``max_snapshots`` of the newest, ``keep`` (further rules: EverySteps, EverySeconds, Best, Held); with neither all.
+        ``name``: of the run, where several share a repository.
+        ``compression``: ``auto`` finds out for each tensor what makes it smaller, within one percent of the processors' time; ``small``
+        takes what time it needs, ``none`` takes none. ``nice``: of the process that writes.
+        ``distributed``: whether this is one of several ranks that train one model, which then all make a manager and call the same of its
+        methods; None: if torch.distributed is initialized for several. ``agree``: asked by all ranks at each boundary whether any of them
+        was told of preemption, where it is not to be this manager's own way.
+        ``heartbeat_seconds``: without a step, a report or a save for so long the training counts as hung, for a daemon on the same machine
+        (docs/daemon.md, Trainers), which notices its death in any case. ``overlap``: an automatic snapshot copies trained weights from an
+        accelerator beside the next forward and backward; False for a program that changes them otherwise than by its optimizers' steps,
+        without torch knowing (overlap.py). ``filesystem``: with every snapshot one of the files of the same instant, where a daemon
+        protects them: True for all protected directories that belong to this user, or which ones.
+
+        ValueError; TypeError; CiuicError or OSError when there can be no repository there.
         """
-        self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
-        rules = policies.Rules(policies.of(interval, every_steps, save_when))
-        self._keeps: tuple[Keep, ...] = (*([] if max_snapshots is None else [Latest(max_snapshots)]), *keep)
-        if compression not in COMPRESSIONS:
-            raise ValueError(f"compression is one of {', '.join(COMPRESSIONS)}, not {compression!r}")
-        if not name or "/" in name or name in (".", ".."):
-            raise ValueError(f"{name!r} cannot be the name of a directory")
+        self.save_dir = Path(given.directory(save_dir))
+        rules = policies.Rules(policies.of(interval, every_steps, given.several(save_when, "save_when")))
+        latest = [] if max_snapshots is None else [Latest(given.count(max_snapshots, "max_snapshots"))]
+        self._keeps: tuple[Keep, ...] = (*latest, *given.several(keep, "keep"))
+        given.one_of(compression, COMPRESSIONS, "compression")
+        given.file_name(name)
         self.forecast: Forecast | None = None
         """After the first step: what saving will come to, and what will not fit."""
         self._root = os.fsencode(f"/{name}")
@@ -174,35 +185,31 @@ class SnapshotManager(ForFrameworks):
         *,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
-        tags: tuple[str, ...] | list[str] = (),
-        hold: str = "",
+        tags: str | tuple[str, ...] | list[str] = (),
+        hold: str | bool = "",
         wait: bool = False,
         filesystem: Roots | None = None,
         **others: Any,
     ) -> Save | None:
         """Saves now, and returns when the state is copied; with ``wait`` when the snapshot is durable.
 
-        What is registered is saved too. ``others``: further objects, or plain values, which come back under their own names. ``hold``: a
-        reason for which the snapshot is kept for ever. ``filesystem``: with one of the files, which is held with it; None: as the manager has
-        it. While the writer still has both arenas this waits for one. Returns None when it could not be saved, which is logged, and on every
-        rank but 0. TypeError names what cannot be stored.
+        What is registered is saved too. ``model`` and ``optimizer``: objects, or what their state_dict() returned. ``others``: further
+        objects, or plain values, which come back under their own names. ``hold``: a reason for which the snapshot is kept for ever.
+        ``filesystem``: with one of the files, which is held with it; None: as the manager has it. While the writer still has both arenas
+        this waits for one. Returns None when it could not be saved, which is logged, and on every rank but 0. TypeError names what cannot
+        be stored.
 
         Of several ranks all should call it, and wait for nobody but with ``wait``; called on rank 0 alone it saves what that has.
         """
         if self._closed:
             raise ValueError("the manager is closed")
-        given = {"model": model, "optimizer": optimizer, **others}
-        objects = {name: value for name, value in given.items() if value is not None and has_state(value)}
-        plain = {name: value for name, value in others.items() if name not in objects}
+        objects, wanted = asked_for(model, optimizer, epoch, others, metrics or {}, tags, hold, filesystem)
+        if not objects and not wanted.plain and not self._registered.objects:
+            raise ValueError("there is nothing to save: give save_snapshot a model, or register it")
         self.register(**objects)
         self._heartbeat.beat(self.step)
-        if epoch is not None:
-            self.epoch = epoch
-        if step is not None:
-            self.step = step
-        wanted = Wanted(
-            "asked for", epoch, metrics or {}, plain, tuple(tags), hold, filesystem, asked=True, may_wait=True
-        )
+        self.epoch = self.epoch if wanted.epoch is None else wanted.epoch
+        self.step = self.step if step is None else given.whole_number(step, "step")
         caller, save = sys._getframe(1), None
         try:
             place = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
@@ -220,7 +227,7 @@ class SnapshotManager(ForFrameworks):
     def report(self, metrics: Mapping[str, float] | None = None, **more: float) -> None:
         """Metrics of the state as it is, for rules that look at them and for the next snapshot. One that is due for them is taken now
         where the state is whole, else at the next boundary."""
-        self._pace.report({**(metrics or {}), **more})
+        self._pace.report(given.numbers({**(metrics or {}), **more}))
         self._heartbeat.beat(self.step)
         if self._taker.ranks is not None:
             return  # what one rank was told is heard by the others at the next boundary
@@ -272,25 +279,6 @@ class SnapshotManager(ForFrameworks):
         self._run.id = state.facts.run or self._run.id
         self._pace.begin_at(self.step)
         self._observe_earlier()
-
-    def list_snapshots(self) -> list[SavedSnapshot]:
-        """Newest first, those that cannot be read left out."""
-        with Repository.open(self.save_dir) as repository:
-            return saved_snapshots(repository, self._root)
-
-    # -- marks
-
-    def tag(self, snapshot: str, *tags: str) -> None:
-        """Adds tags; durable on return. NotFound; Busy."""
-        marks.tag(self.save_dir, snapshot, tags)
-
-    def hold(self, snapshot: str, reason: str = "held") -> None:
-        """Keeps it, whatever `max_snapshots` says, until `release`; durable on return. NotFound; Busy."""
-        marks.hold(self.save_dir, snapshot, reason)
-
-    def release(self, snapshot: str) -> None:
-        """Undoes `hold`."""
-        marks.release(self.save_dir, snapshot)
 
     # -- life
 

@@ -10,10 +10,34 @@ from pathlib import Path
 from typing import Final
 
 from ciuic.repository import Repository
-from ciuic.training.reading import damaged_chunks
+from ciuic.training.reading import SavedSnapshot, damaged_chunks, saved_snapshots
 from ciuic.types import SnapshotId
 
 _LOCK_WAIT_SECONDS: Final = 60.0
+
+
+class Marked:
+    """A part of `SnapshotManager`."""
+
+    save_dir: Path
+    _root: bytes
+
+    def list_snapshots(self) -> list[SavedSnapshot]:
+        """Newest first, those that cannot be read left out."""
+        with Repository.open(self.save_dir) as repository:
+            return saved_snapshots(repository, self._root)
+
+    def tag(self, snapshot: str, *tags: str) -> None:
+        """Adds tags; durable on return. NotFound; Busy."""
+        tag(self.save_dir, snapshot, tags)
+
+    def hold(self, snapshot: str, reason: str = "held") -> None:
+        """Keeps it, whatever `max_snapshots` says, until `release`; durable on return. NotFound; Busy."""
+        hold(self.save_dir, snapshot, reason)
+
+    def release(self, snapshot: str) -> None:
+        """Undoes `hold`."""
+        release(self.save_dir, snapshot)
 
 
 def tag(path: Path, snapshot: str, tags: Iterable[str]) -> None:

@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 from typing import Final
 
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, UsageError
 from ciuic.repository import Repository
 
+_OF_REPOSITORY: Final = frozenset(("config", "packs", "snapshots", "marks"))
+"""Some of it is there while another rank makes it."""
 _OTHERS_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.02
 
@@ -21,6 +23,13 @@ def ensure_repository(path: Path) -> None:
     if Repository.exists(path):
         Repository.open(path).close()
         return
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file: give save_dir a directory that is empty, or is not there yet")
+    names = {one.name for one in path.iterdir()} if path.exists() else set()
+    if names and names.isdisjoint(_OF_REPOSITORY):
+        raise UsageError(
+            f"{path} has other files ({min(names)} …): give save_dir a directory that is empty, or is not there yet"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         Repository.create(path).close()

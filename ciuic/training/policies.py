@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal, NamedTuple
 
+from ciuic.training.given import count
 from ciuic.units import parse_duration
 
 Mode = Literal["min", "max"]
@@ -71,8 +72,7 @@ class Steps(Rule):
     alike: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.number < 1:
-            raise ValueError("a number of steps is from 1 on")
+        object.__setattr__(self, "number", count(self.number, "a number of steps"))
 
     def due(self, moment: Moment) -> bool:
         return moment.steps_since >= self.number
@@ -87,8 +87,7 @@ class AfterIf(Rule):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seconds", seconds_of(self.seconds, "an interval"))
-        if self.changes < 1:
-            raise ValueError("a number of changes is from 1 on")
+        object.__setattr__(self, "changes", count(self.changes, "a number of changes"))
 
     def due(self, moment: Moment) -> bool:
         return moment.seconds_since >= float(self.seconds) and moment.steps_since >= self.changes

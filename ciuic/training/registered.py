@@ -26,7 +26,7 @@ class Registered:
         """And watches it. ValueError; TypeError for what has no state."""
         if not name.isidentifier() or name == "values":
             raise ValueError(f"{name!r} cannot be the name of an object")
-        if self.objects.get(name) is not value:
+        if name not in self.objects or self.objects[name] is not value:
             self.objects[name] = self._known(name, value)
 
     def take(self, objects: Mapping[str, Any], *, with_position: bool) -> None:

@@ -33,9 +33,11 @@ def way_of(value: object, name: str) -> Way:
     for has, way in _WAYS:
         if has(value):
             return way
-    raise TypeError(
-        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which has no state_dict() and load_state_dict()"
-    )
+    kind = type(value)
+    if inspect.isclass(value):
+        raise TypeError(f"{name} is the class {value.__qualname__}; an object of it is wanted")
+    called = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    raise TypeError(f"{name} is of type {called}, which has no state_dict() and load_state_dict()")
 
 
 def has_state(value: object) -> bool:

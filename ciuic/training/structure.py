@@ -239,6 +239,11 @@ class _Packer:
 
     def _refused(self, value: object, path: tuple[str, ...]) -> Unsaveable:
         kind = type(value)
+        if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            return Unsaveable(
+                f"{self._at(path)} is a {kind.__module__}.{kind.__qualname__} within a list or a dict: give it by a name of its own, "
+                "save_snapshot(…, NAME=…) or register(NAME=…)"
+            )
         return Unsaveable(
             f"{self._at(path)} is a {kind.__module__}.{kind.__qualname__}, which can be stored by pickle alone; "
             "give it state_dict() and load_state_dict(), or store its parts"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from ciuic.training import randomness, rank_state
+from ciuic.training import given, randomness, rank_state
 from ciuic.training.completeness import missing
 from ciuic.training.description import finite, floats, replaced, summary, versions
 from ciuic.training.filesystem import Filesystem, Roots, planned_id
@@ -70,6 +70,31 @@ class Wanted(NamedTuple):
     """For the writer to be done with an earlier one."""
     as_it_was: Remembered | None = None
     """Instead of generators and positions as they are."""
+
+
+def asked_for(
+    model: Any,
+    optimizer: Any,
+    epoch: Any,
+    others: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    tags: Any,
+    hold: Any,
+    filesystem: Roots | None,
+) -> tuple[dict[str, Any], Wanted]:
+    """(objects by name, what is wanted) by a program that calls `save_snapshot`. TypeError."""
+    objects, plain = given.objects_and_values(model, optimizer, others)
+    return objects, Wanted(
+        "asked for",
+        None if epoch is None else given.whole_number(epoch, "epoch"),
+        given.numbers(metrics),
+        plain,
+        given.texts(tags),
+        given.reason(hold),
+        filesystem,
+        asked=True,
+        may_wait=True,
+    )
 
 
 class Taker:
