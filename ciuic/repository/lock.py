@@ -17,6 +17,8 @@ import msgspec
 from ciuic.errors import Busy
 
 LOCK_NAME = "lock"
+_FIRST_POLL_SECONDS = 0.002
+"""Writers that take turns wait for each other's last syncs."""
 _POLL_SECONDS = 0.05
 
 
@@ -50,11 +52,12 @@ class Lock:
         """Waits so long; then Busy, naming the owner."""
         fd = os.open(f"{directory}/{LOCK_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            deadline = clock.monotonic() + wait_seconds
+            deadline, pause = clock.monotonic() + wait_seconds, _FIRST_POLL_SECONDS
             while not _try_lock(fd):
                 if clock.monotonic() >= deadline:
                     raise _busy(directory, fd, clock)
-                clock.sleep(_POLL_SECONDS)
+                clock.sleep(pause)
+                pause = min(2 * pause, _POLL_SECONDS)
         except BaseException:
             os.close(fd)
             raise

@@ -26,6 +26,7 @@ from ciuic.training.layout import (
     encode_header,
     file_name,
     lay_out,
+    width_of,
 )
 from ciuic.training.structure import Leaf
 
@@ -102,14 +103,15 @@ class Part:
     def _add_file(self, path: str, group: list[tuple[MetadataIndex, Leaf]]) -> None:
         header = encode_header([leaf for _, leaf in group], of_torch=True)
         size_bytes = len(header) + sum(leaf.array.size_bytes for _, leaf in group)
+        width = width_of([leaf for _, leaf in group])
         there = self._in_place(group, header)
         if there is not None:
-            self.files.append(FileInMemory(path, there, size_bytes))
+            self.files.append(FileInMemory(path, there, size_bytes, width))
             self._content.append((there, header))
             self.places[group[0][0]] = Place(path, len(header))
             return
         start = len(header)
-        offset = self._place(path, header, size_bytes)
+        offset = self._place(path, header, size_bytes, width)
         for index, leaf in group:
             self.places[index] = Place(path, start)
             self._tensors.append(_Tensor(offset + start, leaf))
@@ -127,9 +129,9 @@ class Part:
         del self._staged[address]  # a tensor of two names is two files
         return offset - HEADER_BYTES
 
-    def _place(self, path: str, start: bytes, size_bytes: int) -> int:
+    def _place(self, path: str, start: bytes, size_bytes: int, width: int = 0) -> int:
         offset = aligned(self.end)
-        self.files.append(FileInMemory(path, offset, size_bytes))
+        self.files.append(FileInMemory(path, offset, size_bytes, width))
         self._content.append((offset, start))
         self.end = offset + size_bytes
         return offset

@@ -172,7 +172,7 @@ class _Planner:
     def _add_file(self, path: str, leaves: Sequence[Leaf], offsets: dict[str, int]) -> None:
         header = encode_header(leaves, of_torch=all(leaf.array.framework == "torch" for leaf in leaves))
         size_bytes = len(header) + sum(leaf.array.size_bytes for leaf in leaves)
-        at = self._place(path, header, size_bytes, _width(leaves)) + len(header)
+        at = self._place(path, header, size_bytes, width_of(leaves)) + len(header)
         for leaf in leaves:
             offsets[leaf.name] = at
             at += leaf.array.size_bytes
@@ -185,7 +185,7 @@ class _Planner:
         return offset
 
 
-def _width(leaves: Sequence[Leaf]) -> int:
+def width_of(leaves: Sequence[Leaf]) -> int:
     """Of the numbers that make up most of these tensors."""
     bytes_of: dict[int, int] = {}
     for leaf in leaves:
