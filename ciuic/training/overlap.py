@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from ciuic.training.arena import Arena
-from ciuic.training.lanes import Lane, Mark, lane_of
+from ciuic.training.lanes import Lane, Mark, capturing, lane_of
 from ciuic.training.tensors import Place
 
 _CLONE_BYTES: Final = 64 << 20
@@ -95,7 +95,8 @@ class Overlap:
         self._full_checks = _FULL_CHECKS
 
     def _before_step(self, optimizer: Any, *_: object) -> None:
-        self._stepped.add(id(optimizer))
+        if not capturing():
+            self._stepped.add(id(optimizer))
         self.before_step()
 
 
