@@ -16,6 +16,13 @@ from ciuic.training.followers import override, tell_after
 _FOLLOWERS: Final = ("update_parameters", "update", "step")
 """What is called on those that follow an optimizer's step: averaged models, gradient scalers and averages, schedulers."""
 
+NOTHING_TELLS: Final = (
+    "nothing that is registered tells when a step of several optimizers is over, so no snapshot is taken by itself: register the loader, "
+    "or call boundary() there"
+)
+_UNCLOSED: Final = 5
+"""After so many steps without a boundary there will be none."""
+
 
 class Boundaries:
     """Calls ``at_boundary`` once after each step that is whole, and ``stepped`` at each step of the first optimizer watched."""
@@ -23,7 +30,7 @@ class Boundaries:
     def __init__(self, stepped: Callable[[], None], at_boundary: Callable[[], None]) -> None:
         self._stepped = stepped
         self._at_boundary = at_boundary
-        self._optimizers = 0
+        self._optimizers: list[Any] = []
         self._by_loader = False
         self._told = False
         """The program says it itself."""
@@ -34,13 +41,15 @@ class Boundaries:
         """Something followed since the last boundary."""
         self._in_batch = False
         """A batch of a watched loader was asked for, and the pass is not over."""
+        self._unclosed = 0
+        """Steps of the first optimizer whose boundary never came, in a row."""
         self._expected: set[int] = set()
         self._seen: set[int] = set()
 
     @property
-    def known(self) -> bool:
-        """Whether there is anything that would tell of a boundary."""
-        return bool(self._optimizers or self._by_loader or self._told)
+    def lacking(self) -> bool:
+        """Whether steps are taken and nothing tells when they are over."""
+        return self._unclosed >= _UNCLOSED and not self._told
 
     @property
     def whole(self) -> bool:
@@ -67,16 +76,26 @@ class Boundaries:
         return not self._in_batch
 
     def watch_optimizer(self, optimizer: Any) -> bool:
-        """By its own hook (torch 2.0 and later)."""
-        register = getattr(optimizer, "register_step_post_hook", None)
-        if register is None:
-            return False
-        self._optimizers += 1
+        """By its own hooks (torch 2.0 and later), or by its method."""
+        if any(one is optimizer for one in self._optimizers):
+            return True
         before = getattr(optimizer, "register_step_pre_hook", None)
-        if before is not None:
-            before(self._before_step)
-        register(self._on_first if self._optimizers == 1 else self._on_other)
+        try:
+            if before is not None:
+                before(self._before_step)
+            optimizer.register_step_post_hook(lambda *_: self._after_step(optimizer))
+        except (
+            AttributeError
+        ):  # what wraps another one may have none, or have been made without its base class
+            if not tell_after(optimizer, "step", lambda: self._after_step(optimizer)):
+                return False
+        self._optimizers.append(optimizer)
         return True
+
+    def forget(self, value: object) -> None:
+        """Something that was watched is registered no more."""
+        self._optimizers = [one for one in self._optimizers if one is not value]
+        self._expected.discard(id(value))
 
     def watch_follower(self, value: object) -> bool:
         """A scheduler, a scaler, an average of weights."""
@@ -123,8 +142,15 @@ class Boundaries:
     def _before_step(self, *_: object) -> None:
         self._stepping = True
 
-    def _on_first(self, *_: object) -> None:
+    def _after_step(self, optimizer: Any) -> None:
+        if self._optimizers and optimizer is self._optimizers[0]:
+            self._on_first()
+        elif any(one is optimizer for one in self._optimizers):
+            self._on_other()
+
+    def _on_first(self) -> None:
         self._stepping = False
+        self._unclosed = self._unclosed + 1 if self._open else 0
         if self._open and not self._by_loader:
             self._expected &= self._seen  # what did not follow the step before
         self._open = True
@@ -132,7 +158,7 @@ class Boundaries:
         self._stepped()
         self._close_if_whole()
 
-    def _on_other(self, *_: object) -> None:
+    def _on_other(self) -> None:
         """A step of another optimizer belongs to the same step of the run."""
         self._stepping, self._touched, self._open = False, True, True
 
@@ -144,7 +170,7 @@ class Boundaries:
 
     def _close_if_whole(self) -> None:
         # With several optimizers nothing but a loader, or the program, can tell which of them is the last.
-        if not self._by_loader and self._optimizers == 1 and self._expected <= self._seen:
+        if not self._by_loader and len(self._optimizers) == 1 and self._expected <= self._seen:
             self._close()
 
     def _close(self) -> None:

@@ -66,7 +66,7 @@ def commit(
     tags = manifest.tags if other is None or not other.id else (*manifest.tags, PAIRED)
     draft = SnapshotDraft(
         id=_id(repository, manifest.id),
-        time_ns=manifest.time_ns,
+        time_ns=_after_the_newest(repository, root, manifest.time_ns),
         host=socket.gethostname(),
         roots=(RootRecord(path=root, entry=top),),
         tags=tags,
@@ -87,6 +87,12 @@ def _id(repository: Repository, wanted: str) -> SnapshotId:
         if wanted and wanted not in repository.snapshots.names()
         else repository.snapshots.new_id()
     )
+
+
+def _after_the_newest(repository: Repository, root: bytes, time_ns: int) -> int:
+    """Clocks are set back, and machines differ; what was taken last must be the newest, for who loads and for who deletes."""
+    newest = repository.snapshots.latest(root)
+    return time_ns if newest is None else max(time_ns, newest.time_ns + 1)
 
 
 def put_files(

@@ -5,19 +5,24 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Final
 
 from ciuic.training.stateful import has_state
 
+_OURS: Final = ("values", "random_state", "epoch", "step", "metrics")
+"""What a state has beside the program's values."""
+_MOST: Final = 2**63
+
 
 def whole_number(value: Any, what: str) -> int:
-    """Also NumPy's, and a tensor of one. TypeError."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+    """Also NumPy's, and a tensor of one. TypeError; ValueError for what takes more than eight bytes."""
     try:
-        return operator.index(value)
+        number = operator.index(int(value) if isinstance(value, float) and value.is_integer() else value)
     except TypeError:
         raise TypeError(f"{what} is a whole number, not {value!r}") from None
+    if not -_MOST <= number < _MOST:
+        raise ValueError(f"{what} {number} is too large")
+    return number
 
 
 def count(value: Any, what: str, least: int = 1) -> int:
@@ -88,7 +93,8 @@ def objects_and_values(
     model: Any, optimizer: Any, others: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What has a state, and what is a plain value. A model or an optimizer that is given by its state_dict is saved once, for what is changed
-    by later steps is not in it; it comes back as that of an object. What else they may be is for `way_of` to say. TypeError."""
+    by later steps is not in it; it comes back as that of an object. What else they may be is for `way_of` to say. TypeError; ValueError for
+    a name under which a value could not come back."""
     if hasattr(model, "param_groups") and hasattr(optimizer, "parameters"):
         raise TypeError("model and optimizer are the other way round: save_snapshot(model, optimizer, epoch)")
     objects = {name: value for name, value in others.items() if has_state(value)}
@@ -98,4 +104,7 @@ def objects_and_values(
             values[f"{name}_state_dict"] = value
         elif value is not None:
             objects[name] = value
+    for name in values:
+        if not name.isidentifier() or name in _OURS or name.removesuffix("_state_dict") in objects:
+            raise ValueError(f"{name!r} cannot be the name of a value: a state has something else under it")
     return objects, values

@@ -6,9 +6,9 @@ get the same error. Nothing is changed in any object before the whole state was 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import Repository
@@ -20,20 +20,37 @@ from ciuic.training.reading import NothingGood, PassedOver, load, newest_good
 from ciuic.training.shards import Like
 from ciuic.training.stateful import load_into
 
+_TRIES: Final = 5
+
 
 def load_latest(save_dir: Path, root: bytes, likes: Mapping[str, Like] | None = None) -> State | None:
     """The newest state that is whole; None if there is no snapshot. Damaged (`NothingGood`) if there are some and none is whole.
 
     ``likes``: of objects of which this rank has a part; without it everything is whole."""
-    with Repository.open(save_dir) as repository:
-        candidates = repository.snapshots.list(root=root)
-    loaded = newest_good(str(save_dir), candidates, likes)
+    loaded = None
+    for more in reversed(range(_TRIES)):
+        with Repository.open(save_dir) as repository:
+            candidates = repository.snapshots.list(root=root)
+        try:
+            loaded = newest_good(str(save_dir), candidates, likes)
+        except NothingGood as error:
+            if more and _any_is_gone(save_dir, error.passed_over):
+                continue
+            raise
+        if loaded is None or not (more and _any_is_gone(save_dir, loaded.passed_over)):
+            break
     if loaded is None:
         return None
     for id_, reason in loaded.passed_over:
         log.warning("ciuic: %s is passed over: %s", id_, reason)
     _mark(save_dir, loaded.passed_over)
     return State(loaded)
+
+
+def _any_is_gone(save_dir: Path, passed_over: Iterable[PassedOver]) -> bool:
+    """Whether a training that saves meanwhile has removed one while it was read: there are newer ones then."""
+    with Repository.open(save_dir) as repository:
+        return not repository.snapshots.names().issuperset(one.id for one in passed_over)
 
 
 def load_given(save_dir: Path, snapshot: str) -> State:

@@ -7,6 +7,16 @@ import logging
 log = logging.getLogger("ciuic")
 
 
+_said: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    """In the life of the process."""
+    if text not in _said:
+        _said.add(text)
+        log.warning("ciuic: %s", text)
+
+
 class quietly:  # noqa: N801 (it reads as a word)
     """Saving must not end the training: whatever happens inside is logged."""
 

@@ -150,7 +150,7 @@ class SnapshotManager(ForFrameworks, Marked):
 
     @step.setter
     def step(self, step: int) -> None:
-        self._run.step = step
+        self._run.step = given.whole_number(step, "step")
 
     @property
     def epoch(self) -> int | None:
@@ -159,7 +159,7 @@ class SnapshotManager(ForFrameworks, Marked):
 
     @epoch.setter
     def epoch(self, epoch: int | None) -> None:
-        self._run.epoch = epoch
+        self._run.epoch = None if epoch is None else given.whole_number(epoch, "epoch")
 
     # -- what is saved
 
@@ -231,12 +231,8 @@ class SnapshotManager(ForFrameworks, Marked):
         self._heartbeat.beat(self.step)
         if self._taker.ranks is not None:
             return  # what one rank was told is heard by the others at the next boundary
-        if (
-            self._boundaries.whole
-            and not self._closed
-            and self._registered.objects
-            and self._saver.client.is_ours
-        ):
+        saves = not self._closed and self._registered.objects and self._saver.client.is_ours
+        if saves and self._boundaries.whole:
             self._save_if_due()
 
     # -- what is read back
@@ -332,9 +328,10 @@ class SnapshotManager(ForFrameworks, Marked):
         self._saver.changed = True
         if self._last is not None:
             self._last.stepped()
+        self._pace.listens(self._boundaries)
 
     def _at_boundary(self) -> None:
-        if self._closed or not self._registered.objects or not self._saver.client.is_ours or capturing():
+        if self._closed or not self._registered.objects or not self._saver.is_ours or capturing():
             return
         self._saver.changed = True
         self._heartbeat.beat(self.step)

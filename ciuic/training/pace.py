@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from ciuic.training.boundaries import NOTHING_TELLS, Boundaries
 from ciuic.training.costs import Costs
 from ciuic.training.description import floats
-from ciuic.training.logs import quietly
+from ciuic.training.logs import quietly, warn_once
 from ciuic.training.policies import Moment, Rules
 from ciuic.training.ranks import Vote
 
@@ -39,6 +40,11 @@ class Pace:
     def report(self, metrics: Mapping[str, float]) -> None:
         self.reported |= floats(metrics)
         self.rules.observe(self.reported)
+
+    def listens(self, boundaries: Boundaries) -> None:
+        """Says so where rules would be asked at boundaries, and none ever comes."""
+        if boundaries.lacking and any(True for _ in self.rules):
+            warn_once(NOTHING_TELLS)
 
     def due(self, step: int, costs: Costs) -> str:
         """Why, or "". RuntimeError when the other ranks are gone."""

@@ -21,13 +21,20 @@ class Registered:
         """Whether any of them knows where the run is in its data."""
         self._boundaries = boundaries
         self._watch_optimizer = watch_optimizer
+        self._given: dict[str, Any] = {}
+        """What was registered: for a loader that is counted its position stands in ``objects``."""
 
     def add(self, name: str, value: Any) -> None:
         """And watches it. ValueError; TypeError for what has no state."""
         if not name.isidentifier() or name == "values":
             raise ValueError(f"{name!r} cannot be the name of an object")
-        if name not in self.objects or self.objects[name] is not value:
-            self.objects[name] = self._known(name, value)
+        if name in self.objects and (self.objects[name] is value or self._given.get(name) is value):
+            return
+        before = self._given.pop(name, None)
+        if before is not None and all(one is not before for one in self._given.values()):
+            self._boundaries.forget(before)  # another one takes its place
+        self.objects[name] = self._known(name, value)
+        self._given[name] = value
 
     def take(self, objects: Mapping[str, Any], *, with_position: bool) -> None:
         """Without watching anything. TypeError."""

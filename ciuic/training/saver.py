@@ -16,7 +16,7 @@ from ciuic.repository.claim import Claim
 from ciuic.training.costs import Costs
 from ciuic.training.filesystem import Asked
 from ciuic.training.guard import Guard
-from ciuic.training.logs import log
+from ciuic.training.logs import log, warn_once
 from ciuic.training.messages import (
     Begin,
     FromWriter,
@@ -33,7 +33,7 @@ from ciuic.training.overlap import Overlap
 from ciuic.training.reading import Facts
 from ciuic.training.staging import State, stage
 from ciuic.training.underway import Underway
-from ciuic.training.writer_client import WriterClient
+from ciuic.training.writer_client import FORKED, WriterClient
 
 POLL_SECONDS: Final = 0.2
 _FIRST_PAUSE_SECONDS: Final = 1.0
@@ -67,6 +67,13 @@ class Saver:
         self.underway = Underway(self.overlap, self._not_saved)
         self._saves: dict[int, Save] = {}
         self._not_before, self._pause_seconds = 0.0, _FIRST_PAUSE_SECONDS
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has the writer; in one that was forked from it that is said."""
+        if not self.client.is_ours:
+            warn_once(FORKED)
+        return self.client.is_ours
 
     @property
     def pauses(self) -> bool:

@@ -128,3 +128,54 @@ def test_what_cannot_be_derived_from_is_left_alone() -> None:
     """Classes written in C."""
     assert not tell_after(object(), "__str__", lambda: None)
     assert not tell_after(3, "bit_length", lambda: None)
+
+
+def test_an_optimizer_that_takes_the_place_of_another_is_the_one_that_counts() -> None:
+    """As where a backbone is thawed and its optimizer is made anew."""
+    run = Run()
+    run.boundaries.forget(run.optimizer)
+    second = Optimizer()
+    run.boundaries.watch_optimizer(second)
+    run.optimizer.step()
+    assert run.events == []
+    second.step()
+    assert run.events == ["step", "boundary"]
+
+
+def test_an_optimizer_that_is_watched_twice_counts_once() -> None:
+    """It may be registered under two names."""
+    run = Run()
+    run.boundaries.watch_optimizer(run.optimizer)
+    run.optimizer.step()
+    assert run.events == ["step", "boundary"]
+
+
+def test_what_wraps_an_optimizer_is_watched_by_its_method() -> None:
+    """It need not have hooks."""
+
+    class Lookahead:
+        param_groups: tuple[()] = ()
+
+        def step(self) -> str:
+            return "stepped"
+
+    run = Run()
+    run.boundaries.forget(run.optimizer)
+    wrapper = Lookahead()
+    assert run.boundaries.watch_optimizer(wrapper)
+    assert wrapper.step() == "stepped"
+    assert run.events == ["step", "boundary"]
+
+
+def test_that_nothing_tells_of_boundaries_is_found_out_after_some_steps() -> None:
+    """And the program is told, once."""
+    run = Run()
+    second = Optimizer()
+    run.boundaries.watch_optimizer(second)
+    assert not run.boundaries.lacking
+    for _ in range(10):
+        run.optimizer.step()
+        second.step()
+    assert run.boundaries.lacking
+    run.boundaries.explicit()
+    assert not run.boundaries.lacking

@@ -1,0 +1,137 @@
+"""Where a run is in its data: a loader that is counted goes on behind the last batch, whatever draws its order."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ciuic.training import randomness
+from ciuic.training.positions import Position
+from ciuic.training.structure import pack, unpack
+
+torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+data = torch.utils.data
+_SIZE = 11
+
+
+class Shuffled:
+    """A sampler with a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(_SIZE).tolist())
+
+    def __len__(self) -> int:
+        return _SIZE
+
+
+class Noisy(data.Dataset):  # type: ignore[misc, name-defined, unused-ignore]
+    """Whose items are drawn while they are read."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(3)
+
+    def __len__(self) -> int:
+        return _SIZE
+
+    def __getitem__(self, at: int) -> float:
+        return at + self.rng.random()
+
+
+def _own() -> Any:
+    return torch.Generator().manual_seed(5)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: data.DataLoader(range(_SIZE), batch_size=2),
+    "shuffled": lambda: data.DataLoader(range(_SIZE), batch_size=2, shuffle=True),
+    "a generator": lambda: data.DataLoader(range(_SIZE), batch_size=2, shuffle=True, generator=_own()),
+    "a sampler's": lambda: data.DataLoader(
+        range(_SIZE), batch_size=2, sampler=data.RandomSampler(range(_SIZE), True, 40, generator=_own())
+    ),
+    "weighted": lambda: data.DataLoader(
+        range(_SIZE), batch_size=2, sampler=data.WeightedRandomSampler([1.0] * _SIZE, 9, generator=_own())
+    ),
+    "batches": lambda: data.DataLoader(
+        range(_SIZE),
+        batch_sampler=data.BatchSampler(data.RandomSampler(range(_SIZE), generator=_own()), 3, True),
+    ),
+    "numpy's": lambda: data.DataLoader(range(_SIZE), batch_size=2, sampler=Shuffled(7)),
+    "noisy data": lambda: data.DataLoader(Noisy(), batch_size=2, shuffle=True),
+}
+
+
+class Run:
+    """Takes batches; passes are left after so many of them."""
+
+    def __init__(self, kind: str, leave_after: int) -> None:
+        torch.manual_seed(1)
+        self.loader = LOADERS[kind]()
+        self.taken: list[list[float]] = []
+        self.saved: Any = None
+        self.position = Position(self.loader, self._boundary)
+        self._leave_after = leave_after
+        self._save_at = -1
+
+    def go(self, until: int, save_at: int = -1) -> None:
+        self._save_at = save_at
+        while True:
+            for number, batch in enumerate(self.loader, self.position.taken):
+                self.taken.append(batch.tolist())
+                torch.rand(1)
+                if len(self.taken) == until:
+                    return
+                if number + 1 == self._leave_after:
+                    break
+
+    def _boundary(self) -> None:
+        if len(self.taken) == self._save_at:
+            self.saved = _through({"position": self.position.state_dict(), "random": randomness.state()})
+
+
+def _through(value: Any) -> Any:
+    packed = pack(value, "state")
+    arrays = {
+        leaf.name: leaf.value.clone() if hasattr(leaf.value, "clone") else leaf.value.copy()
+        for leaf in packed.leaves
+    }
+    return unpack(json.loads(json.dumps(packed.skeleton)), lambda name, _: arrays[name])
+
+
+@given(st.sampled_from(sorted(LOADERS)), st.integers(1, 12), st.sampled_from([2, 3, 100]))
+def test_a_run_goes_on_behind_the_last_batch_that_was_saved(
+    kind: str, save_at: int, leave_after: int
+) -> None:
+    """In the same order as a run that went on: with generators of the process or of the loader, and passes left in their middle."""
+    run = Run(kind, leave_after)
+    run.go(save_at + 8, save_at)
+    again = Run(kind, leave_after)
+    again.position.load_state_dict(run.saved["position"])
+    randomness.restore(run.saved["random"])
+    again.go(8)
+    assert again.taken == run.taken[save_at:]
+
+
+def test_whether_a_pass_that_was_left_is_over_is_what_it_was_before() -> None:
+    """For a snapshot that is asked for before the next pass begins."""
+    run = Run("in order", 100)
+    over = []
+    for _ in range(3):
+        for _ in run.loader:
+            break
+        over.append(run.position.state_dict()["at_begin"] is None)
+    assert over == [False, True, True]
+    try:
+        for _ in run.loader:
+            raise ValueError("the training fails")
+    except ValueError:
+        assert run.position.state_dict()["at_begin"] is not None
