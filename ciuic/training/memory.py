@@ -11,10 +11,12 @@ from typing import Final
 _MEMINFO: Final = Path("/proc/meminfo")
 _OWN_GROUP: Final = Path("/proc/self/cgroup")
 _GROUPS: Final = Path("/sys/fs/cgroup")
+_NO_LIMIT: Final = 1 << 60
+"""What stands there where version 1 has none."""
 
 
 def memory_left(meminfo: Path = _MEMINFO, own_group: Path = _OWN_GROUP, groups: Path = _GROUPS) -> int | None:
-    """Bytes, of the machine and of every control group (version 2) that this process is in; None where that is not known."""
+    """Bytes, of the machine and of every control group that this process is in; None where that is not known."""
     found = [left for left in (_of_machine(meminfo), *_of_groups(own_group, groups)) if left is not None]
     return min(found, default=None)
 
@@ -34,13 +36,21 @@ def _of_groups(own_group: Path, groups: Path) -> list[int | None]:
         lines = own_group.read_text().splitlines()
     except OSError:
         return []
-    path = next((line[3:].strip("/") for line in lines if line.startswith("0::")), None)
-    if path is None:
-        return []
-    group = groups / path
-    every = [group, *group.parents]
-    # In a container the group is the top of what is seen.
-    return [_of_group(one) for one in every if one == groups or groups in one.parents]
+    found: list[int | None] = []
+    for line in lines:
+        _, controllers, path = (line + "::").split(":", 2)
+        path = path.removesuffix("::")
+        if not controllers:
+            found += [_of_group(one) for one in _with_parents(groups, path)]
+        elif "memory" in controllers.split(","):
+            found += [_of_old_group(one) for one in _with_parents(groups / "memory", path)]
+    return found
+
+
+def _with_parents(top: Path, path: str) -> list[Path]:
+    """In a container the group is the top of what is seen."""
+    group = top / path.strip("/")
+    return [one for one in (group, *group.parents) if one == top or top in one.parents]
 
 
 def _of_group(group: Path) -> int | None:
@@ -54,3 +64,16 @@ def _of_group(group: Path) -> int | None:
         return max(0, int(limit) - used + int(stat.get("inactive_file", 0)))
     except (OSError, ValueError):
         return None
+
+
+def _of_old_group(group: Path) -> int | None:
+    """As `_of_group`, by version 1."""
+    try:
+        limit = int((group / "memory.limit_in_bytes").read_text())
+        used = int((group / "memory.usage_in_bytes").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if limit >= _NO_LIMIT:
+        return None
+    return max(0, limit - used + int(stat.get("total_inactive_file", 0)))

@@ -126,7 +126,7 @@ class WriterClient:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            program = _PROGRAM.format(path=sys.path, fd=theirs.fileno(), pid=self._pid)
+            program = _PROGRAM.format(path=_path(), fd=theirs.fileno(), pid=self._pid)
             self._process = subprocess.Popen(
                 [sys.executable or "python3", "-c", program],
                 stdin=subprocess.DEVNULL,
@@ -363,6 +363,13 @@ def _prepare(arena: Arena, also: Sequence[Callable[[Arena], None]]) -> None:
     arena.make_present()
     for one in also:
         one(arena)
+
+
+def _path() -> list[str]:
+    """Where the writer finds what this process finds, whatever its directory is; and in any case ciuic itself."""
+    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    found = [os.path.abspath(one) for one in sys.path if isinstance(one, str)]
+    return found if home in found else [*found, home]
 
 
 def _arena(size_bytes: int) -> Arena:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,3 +180,17 @@ def test_waiting_for_a_save_after_the_manager_was_closed_ends(manager: SnapshotM
         assert save.wait(60) is None
     finally:
         os.kill(writer, signal.SIGCONT)
+
+
+def test_the_writer_is_found_where_the_program_was_found(tmp_path: Path) -> None:
+    """As the current directory at its start, which is not the writer's."""
+    checkout = Path(writer_client.__file__).parents[2]
+    elsewhere = [one for one in sys.path if one and Path(one) != checkout]
+    program = (
+        f"import sys; sys.path[:] = ['', *{elsewhere!r}]\n"
+        "from ciuic import SnapshotManager\n"
+        f"manager = SnapshotManager({str(tmp_path / 'snapshots')!r})\n"
+        "manager.register(state={'a': 1})\n"
+        "save = manager.save_snapshot(wait=True)\nmanager.close()\nsys.exit(not save.id)"
+    )
+    assert subprocess.run([sys.executable, "-S", "-c", program], cwd=checkout, check=False).returncode == 0

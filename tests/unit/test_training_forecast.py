@@ -61,3 +61,16 @@ def test_the_least_of_machine_and_groups_is_left(tmp_path: Path) -> None:
         (groups / name / "memory.stat").write_text("anon 5\ninactive_file 100000\n")
     assert left() == 500000
     assert memory_left(tmp_path / "no", tmp_path / "no", groups) is None
+
+
+def test_groups_of_the_first_version_are_known_too(tmp_path: Path) -> None:
+    """Many clusters have them, and in a container the group is the top."""
+    (tmp_path / "meminfo").write_text("MemAvailable: 1000 kB\n")
+    (tmp_path / "cgroup").write_text("12:memory:/docker/a:b\n3:cpu,cpuacct:/docker/a:b\nnonsense\n0::/\n")
+    groups = tmp_path / "groups"
+    for name, limit in (("memory", 400000), ("memory/docker/a:b", 9223372036854771712)):
+        (groups / name).mkdir(parents=True, exist_ok=True)
+        (groups / name / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (groups / name / "memory.usage_in_bytes").write_text("100000\n")
+        (groups / name / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 50000\n")
+    assert memory_left(tmp_path / "meminfo", tmp_path / "cgroup", groups) == 350000
