@@ -190,9 +190,12 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
             memory = memoryview(slot.arena.map)
             slot.layout = None  # not a `staging.stage` layout any more
             slot.staged = weakref.ref(memory)
-            placed = InArena(memory)
+            placed = InArena(memory, slot.arena)
             self._staged.append(_Staged(slot, placed))
-        return dict(copied(state_dict, placed))
+        try:
+            return dict(copied(state_dict, placed))
+        finally:
+            placed.wait()
 
     def synchronize_staging(self) -> None:
         """Nothing is left to wait for when `stage` has returned."""

@@ -9,7 +9,9 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 
+from ciuic.training.arena import Arena
 from ciuic.training.dcp_part import HEADER_BYTES
+from ciuic.training.lanes import Lane, lane_of
 from ciuic.training.layout import OWN_FILE_BYTES, aligned
 
 _SMALL_ALIGNMENT: Final = 64
@@ -36,10 +38,13 @@ def room_for(state: Any) -> int:
 
 
 class InArena:
-    """Places one tensor behind the other. The copies keep ``memory`` alive."""
+    """Places one tensor behind the other, and is done with `wait`. The copies keep ``memory`` alive."""
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview, arena: Arena | None = None) -> None:
+        """``memory``: of the arena; without one, devices have to copy at once."""
         self.end = 0
+        self._arena = arena
+        self._lanes: list[Lane] = []
         self.starts: dict[int, tuple[int, int]] = {}
         """Of those with room for a header before them: by address, offset and size."""
         self._room = torch.frombuffer(memory, dtype=torch.uint8)
@@ -50,10 +55,22 @@ class InArena:
             return torch.empty_like(tensor, device="cpu")
         size_bytes = tensor.numel() * tensor.element_size()
         there = self._room[start : start + size_bytes].view(tensor.dtype).view(tensor.shape)
-        there.copy_(tensor.detach())
+        lane = lane_of(tensor) if self._arena is not None else None
+        if lane is not None and self._arena is not None:
+            if lane not in self._lanes:
+                self._lanes.append(lane)
+                lane.follow()
+            lane.copy(self._arena, there, tensor)
+        else:
+            there.copy_(tensor.detach())
         if size_bytes >= OWN_FILE_BYTES:
             self.starts[there.data_ptr()] = start, size_bytes
         return there
+
+    def wait(self) -> None:
+        """For what devices still copy, also when something was raised: the memory may then be used again."""
+        for lane in self._lanes:
+            lane.mark().wait()
 
 
 def on_heap(tensor: torch.Tensor) -> torch.Tensor:

@@ -229,6 +229,7 @@ class SnapshotManager(ForFrameworks, Marked):
         where the state is whole, else at the next boundary."""
         self._pace.report(given.numbers({**(metrics or {}), **more}))
         self._heartbeat.beat(self.step)
+        self._saver.advance()
         if self._taker.ranks is not None:
             return  # what one rank was told is heard by the others at the next boundary
         saves = not self._closed and self._registered.objects and self._saver.client.is_ours

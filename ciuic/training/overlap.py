@@ -140,8 +140,12 @@ class Copying:
                 self._lost = self._lost or str(error)
 
     def done(self) -> bool:
-        """Whether nothing of it is under way any more. False before `settle`. Not to be asked while a CUDA graph is recorded."""
-        return self._settled and all(mark.done() for mark in self._marks())
+        """Whether nothing of it is under way any more. Not to be asked while a CUDA graph is recorded."""
+        if not all(mark.done() for mark in self._marks()):
+            return False
+        # All has been read, so nothing waits for it; whether it was changed meanwhile is still to be seen.
+        self.settle()
+        return all(mark.done() for mark in self._marks())
 
     def wait(self) -> None:
         """Settles it, and the host waits."""

@@ -168,6 +168,12 @@ class Saver:
         self._not_before = time.monotonic() + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
 
+    def advance(self) -> None:
+        """Hands over what has arrived from devices."""
+        if self.underway and self.client.is_ours:
+            with self.guard:
+                self.underway.advance()
+
     def settle(self) -> None:
         """The program is about to change its weights: from here on that comes after their copy."""
         if self.underway and self.client.is_ours:

@@ -13,6 +13,7 @@ if not torch.distributed.is_available():
 
 from torch.distributed import checkpoint as dcp  # noqa: E402
 
+from ciuic.training.arena import Arena  # noqa: E402
 from ciuic.training.dcp import CiuicStorageReader, CiuicStorageWriter  # noqa: E402
 from ciuic.training.dcp_part import HEADER_BYTES  # noqa: E402
 from ciuic.training.dcp_staging import InArena, copied, room_for  # noqa: E402
@@ -84,3 +85,32 @@ def test_what_was_staged_is_written_from_where_it_stands(
         dcp.load(loaded, storage_reader=reader, no_dist=True)
         assert loaded["big"].eq(number).all()
         assert loaded["small"] == number
+
+
+def test_what_is_on_a_device_is_copied_by_its_lane_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind what the program has queued, and before anybody looks at it."""
+    told: list[str] = []
+
+    class Recording:
+        def follow(self) -> None:
+            told.append("follow")
+
+        def copy(self, arena: object, target: torch.Tensor, value: torch.Tensor) -> None:
+            told.append("copy")
+            target.copy_(value)
+
+        def mark(self) -> Recording:
+            return self
+
+        def wait(self) -> None:
+            told.append("wait")
+
+    lane = Recording()
+    monkeypatch.setattr("ciuic.training.dcp_staging.lane_of", lambda tensor: lane)
+    state = {"a": torch.arange(5.0), "b": torch.arange(3)}
+    arena = Arena(1 << 20)
+    placed = InArena(memoryview(arena.map), arena)
+    found = copied(state, placed)
+    placed.wait()
+    assert told == ["follow", "copy", "copy", "wait"]
+    assert all(found[name].equal(value) for name, value in state.items())
