@@ -26,7 +26,7 @@ from ciuic.chunkset import ChunkSet
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository.claim import is_claimed
-from ciuic.retention import Decision, MinFree, Plan, RetentionPolicy, plan_retention
+from ciuic.retention import TRAINING, Decision, MinFree, Plan, RetentionPolicy, plan_retention
 from ciuic.sweep import (
     HURRIED,
     USUAL,
@@ -223,7 +223,13 @@ class _Run:
             )
         if self.options.policy is None:
             return Plan(tuple(Decision(s.id, s.time_ns, ("no policy",)) for s in snapshots))
-        return plan_retention(snapshots, self.options.policy, now_ns=self.options.now_ns, tz=self.options.tz)
+        return plan_retention(
+            snapshots,
+            self.options.policy,
+            now_ns=self.options.now_ns,
+            tz=self.options.tz,
+            states={snapshot.id for snapshot in snapshots if snapshot.is_state},
+        )
 
     def mark_ahead(self, ids: Sequence[SnapshotId]) -> None:
         """Mark without the lock. Whatever goes wrong, somebody may just have removed a snapshot: begin again later."""
@@ -312,7 +318,7 @@ class _Run:
     def make_room(self, writer: Writer, report: PruneReport) -> None:
         """Below the floor, first rewrite harder, then give up the oldest snapshots that only rules of time keep.
 
-        The newest, held and tagged ones stay even if the floor cannot be reached: the report says so.
+        The newest, held and tagged ones and states of trainings stay even if the floor cannot be reached: the report says so.
         """
         if self.missing_bytes() > 0 and report.garbage_bytes > 0:
             report.add(self.sweep(writer, HURRIED))
@@ -354,7 +360,9 @@ class _Run:
 
 
 def _stays(decision: Decision) -> bool:
-    return any(reason in ("newest", "held") or reason.startswith("tag ") for reason in decision.reasons)
+    return any(
+        reason in ("newest", "held", TRAINING) or reason.startswith("tag ") for reason in decision.reasons
+    )
 
 
 def _dead_bytes(uses: Iterable[PackUse]) -> int:

@@ -15,7 +15,7 @@ snapshots ahead of now claim counts as nothing. Snapshots that come regularly ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, tzinfo
 from itertools import islice
@@ -26,6 +26,7 @@ from ciuic.types import SnapshotId
 NS_PER_SECOND = 10**9
 TAG_EMERGENCY = "emergency"
 """On snapshots that the daemon took because a trainer died or hung."""
+TRAINING = "its training decides"
 _DAY_NS = 86400 * NS_PER_SECOND
 
 
@@ -100,10 +101,19 @@ class Plan:
 
 
 def plan_retention(
-    snapshots: Iterable[SnapshotFacts], policy: RetentionPolicy, *, now_ns: int, tz: tzinfo | None = None
+    snapshots: Iterable[SnapshotFacts],
+    policy: RetentionPolicy,
+    *,
+    now_ns: int,
+    tz: tzinfo | None = None,
+    states: Container[str] = (),
 ) -> Plan:
-    """Decide about each snapshot. ``tz`` None is the local time zone of the process; the order given is no matter."""
-    ordered = sorted(snapshots, key=lambda snapshot: (snapshot.time_ns, snapshot.id), reverse=True)
+    """Decide about each snapshot. ``tz`` None is the local time zone of the process; the order given is no matter.
+
+    ``states``: those of trainings (`Snapshot.is_state`), which stay, and count in no rule: their trainings decide about them.
+    """
+    everything = sorted(snapshots, key=lambda snapshot: (snapshot.time_ns, snapshot.id), reverse=True)
+    ordered = [snapshot for snapshot in everything if snapshot.id not in states]
     reasons: dict[SnapshotId, list[str]] = {snapshot.id: [] for snapshot in ordered}
     _keep_always(ordered, reasons)
     _keep_recent(ordered, policy, now_ns, reasons)
@@ -115,7 +125,7 @@ def plan_retention(
     emergencies = (snapshot for snapshot in ordered if TAG_EMERGENCY in snapshot.tags)
     for position, snapshot in enumerate(islice(emergencies, policy.keep_emergency), 1):
         reasons[snapshot.id].append(f"emergency {position} of {policy.keep_emergency}")
-    return Plan(tuple(Decision(s.id, s.time_ns, tuple(reasons[s.id])) for s in ordered))
+    return Plan(tuple(Decision(s.id, s.time_ns, tuple(reasons.get(s.id, [TRAINING]))) for s in everything))
 
 
 def _keep_always(ordered: Sequence[SnapshotFacts], reasons: dict[SnapshotId, list[str]]) -> None:

@@ -26,6 +26,9 @@ FLAG_MOUNTPOINT = 2
 FLAG_XATTRS_CHUNK = 4
 """``xattrs`` was too large to stand in the entry: it holds one pair (b"", id of a chunk that holds the pairs)."""
 
+STATE_TAGS = frozenset({"training", "dcp"})
+"""On each snapshot of a training's state one of them."""
+
 _SNAPSHOT_ID = re.compile(r"cs-[0-9a-f]{6,32}\Z")
 
 
@@ -172,3 +175,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     held: bool = False
     hold_reason: str = ""
     pair: Pair | None = None
+
+    @property
+    def is_state(self) -> bool:
+        """Of a training: it was made from memory, and how long it stays is for the rules of that training to say."""
+        made = (not root.session and root.mode == "full" for root in self.roots)
+        return not STATE_TAGS.isdisjoint(self.tags) and all(made)

@@ -23,7 +23,7 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
 from ciuic.retention import RetentionPolicy, plan_retention
-from ciuic.types import SnapshotId
+from ciuic.types import STATE_TAGS, SnapshotId
 
 log = structlog.get_logger(__name__)
 
@@ -180,7 +180,13 @@ class Store:
         """Whether a snapshot is kept by no rule, or the store's file system is below its floor."""
         try:
             with self._open() as repository:
-                if plan_retention(repository.snapshots.list(), policy, now_ns=now_ns).removed:
+                infos = repository.snapshots.list()
+                states = {
+                    info.id
+                    for info in infos
+                    if not STATE_TAGS.isdisjoint(info.tags) and repository.snapshots.load(info.id).is_state
+                }
+                if plan_retention(infos, policy, now_ns=now_ns, states=states).removed:
                     return True
         except NotFound:
             return False

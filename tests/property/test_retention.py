@@ -90,6 +90,21 @@ def test_a_plan_applied_twice_removes_nothing_more(history: list[Snapshot], poli
 
 
 @given(history=histories(), policy=policies(), data=st.data())
+def test_states_of_trainings_stay_and_count_in_no_rule(
+    history: list[Snapshot], policy: RetentionPolicy, data: st.DataObject
+) -> None:
+    """They are all kept, and what becomes of the others is what would become of them without any."""
+    states = data.draw(st.sets(st.sampled_from([one.id for one in history]))) if history else set()
+    plan = plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN, states=states)
+    alone = plan_retention([one for one in history if one.id not in states], policy, now_ns=NOW_NS, tz=BERLIN)
+    assert [one.id for one in plan.decisions] == [
+        one.id for one in plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN).decisions
+    ]
+    assert states <= kept(plan)
+    assert tuple(one for one in plan.decisions if one.id not in states) == alone.decisions
+
+
+@given(history=histories(), policy=policies(), data=st.data())
 def test_order_of_listing_is_no_matter(
     history: list[Snapshot], policy: RetentionPolicy, data: st.DataObject
 ) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from ciuic import SnapshotManager
+from ciuic.daemon.store import Store
+from ciuic.gc import prune
 from ciuic.repository import Repository
+from ciuic.retention import RetentionPolicy
 from ciuic.training import EverySteps
 from ciuic.training.housekeeping import divide
 from ciuic.training.messages import Rules
 from ciuic.training.policies import Moment, Rule
 from ciuic.training.reading import read_facts
+from ciuic.types import RootRecord, SnapshotDraft, SnapshotId
 
 
 def test_what_cannot_be_read_is_no_reason_to_delete_it(tmp_path: Path) -> None:
@@ -25,6 +29,31 @@ def test_what_cannot_be_read_is_no_reason_to_delete_it(tmp_path: Path) -> None:
     assert divide(infos, rules, facts)[1] == [infos[1].id]
     del facts[infos[1].id]
     assert divide(infos, rules, facts)[1] == []
+
+
+def test_no_retention_but_its_own_removes_states(tmp_path: Path) -> None:
+    """`ciuic prune`, and the daemon whose repository it is, leave them to their training; other snapshots have their own newest."""
+    with SnapshotManager(tmp_path / "s") as manager:
+        saves = [manager.save_snapshot(value=step, step=step, wait=True) for step in (1, 2, 3)]
+    policy = RetentionPolicy(keep_within_seconds=0, keep_last=0)
+    store = Store(tmp_path / "s", block_bytes=1 << 18)
+    with Repository.open(tmp_path / "s") as repository:
+        entry = repository.snapshots.load(repository.snapshots.ids()[0]).roots[0].entry
+        with repository.writer() as writer:
+            files = RootRecord(path=b"/data", entry=entry, session="00" * 16, epoch=1)
+            for number in (1, 2):
+                id_ = SnapshotId(f"cs-00000{number}")
+                writer.commit(
+                    SnapshotDraft(id=id_, time_ns=number, host="h", roots=(files,), tags=("training",))
+                )
+        assert store.wants_upkeep(policy, None, now_ns=10**18)
+        report = prune(repository, policy, now_ns=10**18)
+        assert report.removed == ["cs-000001"]
+        assert set(repository.snapshots.ids()) == {
+            "cs-000002",
+            *(save.id for save in saves if save is not None),
+        }
+        assert not store.wants_upkeep(policy, None, now_ns=10**18)
 
 
 class _Broken(Rule):
