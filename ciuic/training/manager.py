@@ -129,14 +129,8 @@ class SnapshotManager(ForFrameworks, Marked):
         ranks = Ranks.meet(name) if self._may_join else None
         self._pace = Pace(rules, None if ranks is None else ranks.vote())
         self._run = Run()
-        self._taker = Taker(
-            self._run,
-            self._registered,
-            self._pace,
-            self._saver,
-            ranks,
-            Filesystem(filesystem, self.save_dir, self.stats),
-        )
+        files = Filesystem(filesystem, self.save_dir, self.stats)
+        self._taker = Taker(self._run, self._registered, self._pace, self._saver, ranks, files)
         self._last = None if preempted is None else LastSave(self, preempted)
         if self._last is not None:
             self._saver.noticed = self._last.notified
