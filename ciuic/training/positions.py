@@ -87,6 +87,18 @@ class Position:
         self._resume = state if state["at_begin"] is not None else None
         _restore(own_generators(self._loader), state.get("own", {}))
 
+    def _make_workers(
+        self, begin: Callable[[], Iterator[Any]], own: dict[str, Any], *, passes_before: int
+    ) -> None:
+        """Where workers persist it is the first pass that makes them, and draws for it, and no later one: so not after a resume either."""
+        loader = self._loader
+        persist = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0)
+        if passes_before and persist and getattr(loader, "_iterator", loader) is None:
+            before, own_before = randomness.state(), _states(own)
+            begin()
+            randomness.restore(before)
+            _restore(own, own_before)
+
     @property
     def epoch(self) -> int:
         """The pass to go on with, right after `load_state_dict`: the one that was under way, or the one after it."""
@@ -104,10 +116,12 @@ class Position:
             self._leaves = self._leaves or self._left
             self._at_begin = None  # whatever became of the pass before, it is over
             self._ask()
+            self._make_workers(begin, own, passes_before=self.passes)
             self.passes += 1
             self.batches, self._at_begin, self._own_at_begin = 0, randomness.state(), _states(own)
             batches = begin()
         else:
+            self._make_workers(begin, own, passes_before=self.passes - 1)
             at_snapshot, own_at_snapshot = randomness.state(), _states(own)
             randomness.restore(resume["at_begin"])
             _restore(own, resume.get("own_at_begin", {}))

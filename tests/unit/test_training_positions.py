@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,6 +123,34 @@ def test_a_run_goes_on_behind_the_last_batch_that_was_saved(
     assert again.taken == run.taken[save_at:]
 
 
+def test_workers_that_persist_change_nothing_of_it() -> None:
+    """They are made once, which draws a number, and in a resumed run again. Within a pass, and between two of them."""
+    # A process of its own: workers inherit whatever the tests before have left.
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _with_workers() -> None:
+    for generator, (save_at, leave_after) in ((None, (8, 100)), (_own, (3, 2)), (_own, (6, 100))):
+        LOADERS["workers"] = lambda make=generator: data.DataLoader(  # type: ignore[misc]
+            range(_SIZE),
+            batch_size=2,
+            shuffle=True,
+            num_workers=1,
+            persistent_workers=True,
+            generator=make and make(),
+        )
+        run = Run("workers", leave_after)
+        run.go(save_at + 3, save_at)
+        again = Run("workers", leave_after)
+        again.position.load_state_dict(run.saved["position"])
+        randomness.restore(run.saved["random"])
+        again.go(3)
+        assert again.taken == run.taken[save_at:], (save_at, leave_after, again.taken, run.taken)
+
+
 def test_whether_a_pass_that_was_left_is_over_is_what_it_was_before() -> None:
     """For a snapshot that is asked for before the next pass begins."""
     run = Run("in order", 100)
@@ -135,3 +165,7 @@ def test_whether_a_pass_that_was_left_is_over_is_what_it_was_before() -> None:
             raise ValueError("the training fails")
     except ValueError:
         assert run.position.state_dict()["at_begin"] is not None
+
+
+if __name__ == "__main__":
+    _with_workers()
