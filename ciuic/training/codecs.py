@@ -16,12 +16,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from ciuic.repository import Writer
+from ciuic.repository import packformat as pf
 from ciuic.repository.coding import Codec, Pace
 from ciuic.repository.lanes import WIDTHS
-from ciuic.repository.model import DIFFERENCE
 from ciuic.training.messages import File, Rules
 from ciuic.training.preservation import Latest
 from ciuic.types import ChunkId
@@ -29,6 +29,13 @@ from ciuic.types import ChunkId
 Blocks = Mapping[int, ChunkId]
 """The chunks of a file by their numbers."""
 
+_Kind = Literal["raw", "zstd", "planes", "difference", "best"]
+_KINDS: Final[Mapping[int, _Kind]] = {
+    0: "raw",
+    pf.FLAG_ZSTD: "zstd",
+    pf.FLAG_PLANES: "planes",
+    pf.FLAG_PLANES | pf.FLAG_DIFFERENCE: "difference",
+}
 _KEY_EVERY: Final = 16
 _IN_A_ROW: Final = 3
 _TRY_AGAIN_EVERY: Final = 8
@@ -58,10 +65,10 @@ def _worth_differences(rules: Rules | None, there: int) -> bool:
 class _Outcome(NamedTuple):
     """Of a file, when all codecs were tried last."""
 
-    coded: bool
-    """Something of it became smaller."""
+    kind: _Kind
+    """How all of it was stored; "best" where its blocks differ in that."""
     different: bool
-    """By a difference."""
+    """Some of it as a difference."""
     had_base: bool
     age: int
     """Commits since."""
@@ -140,8 +147,7 @@ class Chosen:
             return lambda _: None
         base = self._bases.get(file.path, {})
         known = self._chooser.known(file.path, bool(base))
-        if known is not None and not known.coded:
-            return lambda _: Codec("raw")
+        kind: _Kind = known.kind if known is not None else "best"
         if known is not None and not known.different:
             base = {}
         told = _Told(bool(base))
@@ -149,7 +155,7 @@ class Chosen:
             self._told[file.path] = told
 
         def of_block(number: int) -> Codec:
-            return Codec("best", file.width, base.get(number), told=told)
+            return Codec(kind, file.width, base.get(number), told=told)
 
         return of_block
 
@@ -173,8 +179,9 @@ class _Told:
             self.flags[flags] += 1
 
     def outcome(self) -> _Outcome:
-        different = any(flags & DIFFERENCE for flags in self.flags)
-        return _Outcome(any(self.flags), different, self._had_base, 0)
+        different = any(flags & pf.FLAG_DIFFERENCE for flags in self.flags)
+        only = _KINDS[next(iter(self.flags))] if len(self.flags) == 1 else "best"
+        return _Outcome(only, different, self._had_base, 0)
 
 
 def _snapshots(writer: Writer) -> int:
