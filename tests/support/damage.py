@@ -1,7 +1,7 @@
 """Every structure of a repository, every damage to it, and what must come of it.
 
 `Repo` makes a small repository that has all structures: sealed packs and unsealed ones, trees of several levels, block
-maps of two, a link table, attributes in a chunk, marks, an index. `structures` says where each lies; `plant` damages
+maps of two, a link table, attributes in a chunk, numbers as planes and as differences from those, marks, an index. `structures` says where each lies; `plant` damages
 one; `judge` asks of what is left all that is promised, and raises AssertionError where it is not kept.
 """
 
@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import stat
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +25,15 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.gc import CollectionRefused, prune
 from ciuic.repository import Repository, Walker
 from ciuic.repository import packformat as pf
+from ciuic.repository.coding import Codec
 from ciuic.repository.config import CONFIG_NAMES, read_config
 from ciuic.repository.index import INDEX_NAME
+from ciuic.repository.packing import Content
 from ciuic.repository.packs import Packs
 from ciuic.repository.treeformat import name_level
 from ciuic.restore import execute, plan_restore
 from ciuic.retention import RetentionPolicy
-from ciuic.types import SnapshotId
+from ciuic.types import ChunkId, SnapshotId
 from ciuic.verify import verify_snapshots
 
 BLOCK = 4096
@@ -84,6 +87,7 @@ def make(top: Path) -> Made:
     with Repository.create(made.repository, block_size=BLOCK) as repository:
         for name in _names_with_borders(int(read_config(str(made.repository)).seed, 16)):
             os.symlink(b"nowhere", os.fsencode(root / "many") + b"/" + name)
+        bases = _store_numbers(repository, root, dice)
         _take(made, repository)
     _copy_index(made)
     with Repository.open(made.repository) as repository:
@@ -92,12 +96,34 @@ def make(top: Path) -> Made:
             writer.put_xattrs([(b"user.filler", dice.randbytes(5000))])
             writer.flush()
         write(root / "changed", dice.randbytes(3 * BLOCK))
+        _store_numbers(repository, root, dice, bases)
         _take(made, repository)
         with repository.writer() as writer:
             writer.set_marks(made.snapshots[0], hold=True, reason="the good one")
             writer.set_marks(made.snapshots[1], tags=["second"])
     made.structures = list(_structures(made))
     return made
+
+
+def _store_numbers(
+    repository: Repository, root: Path, dice: random.Random, bases: list[ChunkId] | None = None
+) -> list[ChunkId]:
+    """A file of numbers, whose blocks are in the repository with codecs before anybody takes a snapshot of it; with ``bases`` as
+    the differences from the file that it was."""
+    path = root / "numbers"
+    if bases is None:
+        numbers = [dice.gauss(0, 0.02) for _ in range(2 * BLOCK // 4)]
+    else:
+        numbers = [number * 1.0001 for number in struct.unpack(f"<{2 * BLOCK // 4}f", path.read_bytes())]
+    data = struct.pack(f"<{len(numbers)}f", *numbers)
+    write(path, data)
+    codecs = [Codec("difference", 4, base) for base in bases] if bases else 2 * [Codec("planes", 4)]
+    blocks = [data[:BLOCK], data[BLOCK:]]
+    with repository.writer() as writer:
+        contents = [Content(block, codec=codec) for block, codec in zip(blocks, codecs, strict=True)]
+        stored = writer.put_chunks(contents)
+        writer.flush()
+    return stored
 
 
 def _names_with_borders(seed: int) -> Iterator[bytes]:
@@ -148,12 +174,16 @@ def _pack_structures(packs: Packs, number: int, sealed: bool) -> Iterator[Struct
     yield Structure(f"{state} pack", file)
     yield Structure("pack header", file, 0, pf.HEADER_BYTES)
     for segment in packs.scan(number):
-        table = pf.SEGMENT_HEAD_BYTES + len(segment.records) * pf.RECORD_BYTES + 8
+        bases = [at for at, record in enumerate(segment.records, 1) if record.base]
+        table = pf.table_bytes(len(segment.records), len(bases))
         yield Structure(
             f"segment head, {state}", file, segment.offset, segment.offset + pf.SEGMENT_HEAD_BYTES
         )
         first = segment.offset + pf.SEGMENT_HEAD_BYTES
         yield Structure(f"record, {state}", file, first, first + pf.RECORD_BYTES)
+        if bases:  # none stands before the first
+            at = first + bases[0] * pf.RECORD_BYTES
+            yield Structure("record of a base", file, at, at + pf.RECORD_BYTES)
         yield Structure(
             f"segment checksum, {state}", file, segment.offset + table - 8, segment.offset + table
         )
@@ -172,6 +202,8 @@ def _chunk_structures(made: Made, repository: Repository) -> Iterator[Structure]
             kind = reached.kind
             if kind in ("tree", "links", "map"):
                 kind += f" node, level {repository.chunks.get(reached.id)[3]}"
+            elif repository.chunks.locate(reached.id).flags & pf.FLAG_PLANES:
+                kind += ", difference" if repository.chunks.locate(reached.id).base else ", planes"
             seen[kind] = seen.get(kind, 0) + 1
             if seen[kind] > 3:
                 continue
@@ -383,7 +415,11 @@ def judge(made: Made, copy: Path, structure: Structure, damage: str) -> None:
         check(repository, repair=True, read_data=True)
     after = readable(made, copy, target)
     assert came.keys() <= after.keys(), f"repair lost {came.keys() - after.keys()}"
-    if structure.kind == "payload: data" and damage != "truncation":
+    if structure.kind == "payload: data, planes":
+        assert all(any(id_ in words for words in found.words) for id_ in made.snapshots), (
+            "it is not named for what is the difference from it"
+        )
+    if structure.kind in ("payload: data", "payload: data, difference") and damage != "truncation":
         assert after == everything(made), "what the live files have was not healed"
     _next_snapshot_is_whole(made, copy, target)
 
