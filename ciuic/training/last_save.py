@@ -17,6 +17,7 @@ from ciuic.training import randomness
 from ciuic.training.evaluation import Glimpse, evaluating
 from ciuic.training.messages import Notice
 from ciuic.training.preemption import BeforePreemption, Watch
+from ciuic.training.ranks import Vote
 from ciuic.training.taking import Remembered
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class LastSave:
         self._word_left = False
         self._pid = os.getpid()
         self.watch = Watch(rule, self)
-        self.agree: Callable[[bool], bool] | None = None
+        self.agree: Vote | Callable[[bool], bool] | None = None
         """Between ranks: whether any of them was told. Asked at each boundary, of all of them."""
         manager._saver.guard.left = self._unguarded
         self.watch.install()
@@ -76,12 +77,15 @@ class LastSave:
         if self.agree is None:
             return True
         try:
-            agreed = self.agree(self.watch.told)
+            if isinstance(self.agree, Vote):
+                word = self.agree(self.watch.word)
+            else:
+                word = int(self.agree(self.watch.told))
         except RuntimeError:
             return True  # the other ranks are gone
-        if agreed and not self.watch.told:
-            self.watch.notified("another rank was told", self._rule.grace_seconds, certain=True)
-        return agreed
+        if word and not self.watch.told:
+            self.watch.heard(word, self._rule.grace_seconds)
+        return bool(word)
 
     # -- what the watch calls
 

@@ -155,8 +155,19 @@ class Watch:
         self._previous.clear()
 
     def notified(self, cause: str, seconds: float, *, certain: bool) -> None:
-        """The cloud says so; or another rank was told."""
+        """The cloud says so."""
         self._tell(Preempted(cause, 0, time.monotonic() + seconds, None, certain))
+
+    @property
+    def word(self) -> int:
+        """What this rank tells others: 0 nothing, 1 a notice, else one more than the signal's number."""
+        return 0 if self._told is None else 1 + self._told.signal
+
+    def heard(self, word: int, seconds: float) -> None:
+        """Another rank was told so: this one ends as that does."""
+        number = word - 1
+        cause = f"{signal.Signals(number).name} to another rank" if number else "another rank was told"
+        self._tell(Preempted(cause, number, time.monotonic() + seconds))
 
     def at_boundary(self) -> None:
         """The state is whole. Raises SystemExit if that is what is to follow."""

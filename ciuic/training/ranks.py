@@ -208,25 +208,26 @@ class Ranks:
 
 
 class Vote:
-    """Whether any rank wanted it at the boundary before. The messages travel during the step between the two."""
+    """Whether any rank wanted it at the boundary before: the largest number that one of them gave, 0 to 255. The messages travel during
+    the step between the two."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._under_way: tuple[Any, Any] | None = None
 
-    def __call__(self, wanted: bool, again: bool = True) -> bool:
+    def __call__(self, wanted: int, again: bool = True) -> int:
         """To be called by every rank at every boundary. ``again``: False if every rank knows that nobody can want it at this one.
         RuntimeError when the others are gone."""
         import torch
         import torch.distributed as dist
 
-        agreed = False
+        agreed = 0
         if self._under_way is not None:
             (work, tensor), self._under_way = self._under_way, None
             work.wait()
-            agreed = bool(tensor.item())
+            agreed = int(tensor.item())
         if not agreed and again:
-            tensor = torch.tensor([wanted], dtype=torch.uint8)
+            tensor = torch.tensor([int(wanted)], dtype=torch.uint8)
             work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
             self._under_way = work, tensor
         return agreed

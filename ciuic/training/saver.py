@@ -159,6 +159,13 @@ class Saver:
         self._pause_seconds = _FIRST_PAUSE_SECONDS
         return save, False
 
+    def wait_for_room(self) -> None:
+        """Until an arena can be filled, as long as a save that may wait does."""
+        end = time.monotonic() + self._patience_seconds()
+        while not self.client.can_take and self.pending and time.monotonic() < end:
+            self.underway.finish(max(0.0, end - time.monotonic()))
+            self.hear(POLL_SECONDS)
+
     def _patience_seconds(self) -> float:
         """For so long an arena is waited for: a writer that hangs must not hang the training."""
         estimate = self.costs.write_estimate_seconds(self.size_bytes)

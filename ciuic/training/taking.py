@@ -25,7 +25,7 @@ from ciuic.training.rank_state import Mine
 from ciuic.training.ranks import Ranks, RanksApart
 from ciuic.training.reading import Facts
 from ciuic.training.registered import Registered
-from ciuic.training.saver import POLL_SECONDS, Saver
+from ciuic.training.saver import Saver
 from ciuic.training.shards import are_sharded
 from ciuic.training.staging import gather
 from ciuic.training.together import Agreed, agree, part_of
@@ -207,8 +207,8 @@ class Taker:
 
     def _agree(self, ranks: Ranks, *, may_wait: bool) -> Agreed | list[Mine]:
         client = self._saver.client
-        while may_wait and not client.can_take:
-            self._saver.hear(POLL_SECONDS)
+        if may_wait:
+            self._saver.wait_for_room()
         try:
             states = self._registered.states()
             found = agree(

@@ -56,9 +56,9 @@ class Run:
             seen=self.seen,
         )
 
-    def train(self, step_seconds: float = 0.0) -> None:
+    def train(self, epochs: int = EPOCHS, step_seconds: float = 0.0) -> None:
         resumed = self.manager.resume()
-        for epoch in range(resumed.epoch or 0 if resumed else 0, EPOCHS):
+        for epoch in range(resumed.epoch or 0 if resumed else 0, epochs):
             self.sampler.set_epoch(epoch)
             self.one_epoch(step_seconds)
 
@@ -86,7 +86,7 @@ class Run:
 def train(rank: int, world: int, save_dir: str, result: str, step_seconds: float) -> None:
     """To the end, from wherever it was; each rank writes RESULT-RANK."""
     run = Run(rank, world, save_dir, every_steps=3, max_snapshots=4)
-    run.train(step_seconds)
+    run.train(EPOCHS, step_seconds)
     run.manager.close()
     Path(f"{result}-{rank}.tmp").write_text(json.dumps({"digest": run.digest(), "steps": len(run.seen)}))
     os.replace(f"{result}-{rank}.tmp", f"{result}-{rank}")

@@ -91,6 +91,8 @@ def _run(
     try:
         main(rank, world, *args)
         dist.destroy_process_group()
+    except SystemExit as end:
+        status = int(end.code or 0)
     except BaseException:
         traceback.print_exc()
         status = 1

@@ -1,0 +1,47 @@
+"""A training of several ranks of which one is told to go.
+
+    torchrun … preempted_ranks.py SAVE_DIR RESULT KIND TOLD
+
+KIND is `ddp` or `fsdp`; rank TOLD sends itself SIGTERM in the middle of its fifth step (-1: none). RESULT-RANK gets what each ends with, if
+it ends by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support import ddp_training, sharded_training
+
+from ciuic.training import BeforePreemption
+
+STEP = 5
+
+
+def train(rank: int, world: int, save_dir: str, result: str, kind: str, told: int) -> None:
+    """To the end, or until it is told."""
+    made: Any = ddp_training.Run if kind == "ddp" else sharded_training.Managed
+    run = made(rank, world, save_dir, save_when=[BeforePreemption(grace_seconds=60)])
+
+    def about_to_step(*_: object) -> None:
+        if run.manager.step + 1 == STEP and rank == told:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run.optimizer.register_step_pre_hook(about_to_step)
+    run.train(2)
+    run.manager.close()
+    found = {"digest": run.digest(), "steps": run.manager.step}
+    Path(f"{result}-{rank}").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(dist.get_rank(), dist.get_world_size(), *sys.argv[1:4], int(sys.argv[4]))  # type: ignore[arg-type]
+    dist.destroy_process_group()
