@@ -13,12 +13,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError, NotPermitted, Unreachable
 from ciuic.readiness import readable
+from ciuic.runtime_dir import runtime_dir
 
 SOCKET_NAME: Final = "pair.sock"
 MOST_BYTES: Final = 32 << 10
@@ -29,8 +30,6 @@ CUT_SECONDS: Final = 5.0
 """The files of a later instant are not asked for any more."""
 ANSWER_SECONDS: Final = 6.0
 """After asking, an answer has come by then, or does not come."""
-_RUNTIME_DIR: Final = "/run/ciuic"
-_CONFIG: Final = "/etc/ciuic/ciuic.toml"
 
 
 class Cut(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -91,15 +90,7 @@ _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answe
 
 def pair_socket(environment: Mapping[str, str]) -> str:
     """Where the daemon listens whose configuration is in force."""
-    import tomli
-
-    try:
-        with open(environment.get("CIUIC_CONFIG") or _CONFIG, "rb") as file:
-            document: Any = tomli.load(file)
-        runtime_dir = document["daemon"]["runtime_dir"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        runtime_dir = _RUNTIME_DIR  # the flat format has no such key
-    return f"{runtime_dir}/{SOCKET_NAME}"
+    return f"{runtime_dir(environment)}/{SOCKET_NAME}"
 
 
 def text_of(path: str | os.PathLike[str]) -> str:

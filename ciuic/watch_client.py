@@ -13,18 +13,17 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotPermitted, Unreachable
+from ciuic.runtime_dir import runtime_dir
 
 SOCKET_NAME: Final = "watch.sock"
 MOST_BYTES: Final = 16 << 10
 MOST_TEXT: Final = 400
 MOST_FDS: Final = 2
-_RUNTIME_DIR: Final = "/run/ciuic"
-_CONFIG: Final = "/etc/ciuic/ciuic.toml"
 
 Kind = Literal["library", "command", "pid", "file"]
 """Who made it known: SnapshotManager; `ciuic watch -- COMMAND`; `ciuic watch --pid`; a [[trainer]] of the configuration."""
@@ -62,15 +61,7 @@ _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answe
 
 def watch_socket(environment: Mapping[str, str]) -> str:
     """Where the daemon listens whose configuration is in force."""
-    import tomli
-
-    try:
-        with open(environment.get("CIUIC_CONFIG") or _CONFIG, "rb") as file:
-            document: Any = tomli.load(file)
-        runtime_dir = document["daemon"]["runtime_dir"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        runtime_dir = _RUNTIME_DIR  # the flat format does not know this key
-    return f"{runtime_dir}/{SOCKET_NAME}"
+    return f"{runtime_dir(environment)}/{SOCKET_NAME}"
 
 
 def introduce(path: str | Path, hello: Hello, fds: Sequence[int], *, seconds: float) -> socket.socket:

@@ -136,11 +136,18 @@ class AlertHook:
     """``follow`` and ``run`` are its tasks."""
 
     def __init__(
-        self, settings: Callable[[], AlertConfig], host: str, environment: Mapping[str, str]
+        self,
+        settings: Callable[[], AlertConfig],
+        host: str,
+        environment: Mapping[str, str],
+        *,
+        as_service: bool = False,
     ) -> None:
+        """``as_service``: by systemd-run, which is known to work."""
         self._settings = settings
         self._host = host
         self._environment = environment
+        self._as_service = as_service
         self._send, self._receive = trio.open_memory_channel[Notice](MOST_WAITING)
 
     async def follow(self, events: EventBus) -> None:
@@ -178,7 +185,9 @@ class AlertHook:
         if not settings.command:
             return
         try:
-            command, how = prepared(settings, notice.environment(), self._environment)
+            command, how = prepared(
+                settings, notice.environment(), self._environment, as_service=self._as_service
+            )
             process = await trio.lowlevel.open_process(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 start_new_session=True, cwd="/", **how,
@@ -208,17 +217,13 @@ class AlertHook:
 
 
 def prepared(
-    settings: AlertConfig,
-    environment: Mapping[str, str],
-    ours: Mapping[str, str],
-    *,
-    systemd_run: str = "systemd-run",
+    settings: AlertConfig, environment: Mapping[str, str], ours: Mapping[str, str], *, as_service: bool
 ) -> tuple[Sequence[str], dict[str, Any]]:
     """(command, how to start it). KeyError when there is no such user."""
     variables = {"PATH": _PATH, "LANG": ours.get("LANG", "C.UTF-8"), **environment}
-    if "INVOCATION_ID" in ours and _is_there(systemd_run):
+    if as_service:
         limit = f"--property=RuntimeMaxSec={settings.timeout_seconds}"
-        prefix = [systemd_run, "--pipe", "--wait", "--collect", "--quiet", "--service-type=exec", limit]
+        prefix = ["systemd-run", "--pipe", "--wait", "--collect", "--quiet", "--service-type=exec", limit]
         prefix += [] if settings.user is None else [f"--uid={settings.user}"]
         prefix += [f"--setenv={name}={value}" for name, value in variables.items()]
         return [*prefix, "--", *settings.command], {"env": {"PATH": _PATH}}
@@ -229,10 +234,6 @@ def prepared(
         how |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": groups}
         variables |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
     return list(settings.command), how
-
-
-def _is_there(program: str) -> bool:
-    return any(os.access(os.path.join(folder, program), os.X_OK) for folder in _PATH.split(":"))
 
 
 async def _attend(process: trio.Process, document: bytes, said: bytearray, seconds: float) -> bool:

@@ -118,7 +118,7 @@ class Daemon:
         )
         self.snapshots.on_committed = self.upkeep.suggest
         self.snapshots.on_scheduled_lost = self.schedule.post
-        self.watch = TrainerWatch(self)
+        self.watch = TrainerWatch(self, as_service=bool(command_prefix))
         self.slice = SLICE if command_prefix else ""
         """What runs beside the job is in this one."""
         self.stopping = False

@@ -11,7 +11,6 @@ A trainer that is killed has an emergency snapshot of every root that can be cut
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -38,10 +37,13 @@ log = structlog.get_logger(__name__)
 class TrainerWatch:
     """Of one daemon. ``tell`` is a task of its whole life, ``run`` of the time in which it works."""
 
-    def __init__(self, daemon: Daemon, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, daemon: Daemon, *, as_service: bool) -> None:
+        """``as_service``: systemd-run is known to work here."""
         self._daemon = daemon
         self._incidents: list[Incident] = []
-        self._hook = AlertHook(lambda: daemon.settings.alert, os.uname().nodename, environment)
+        self._hook = AlertHook(
+            lambda: daemon.settings.alert, os.uname().nodename, os.environ, as_service=as_service
+        )
         self._emergencies = Emergencies(
             daemon.snapshots.take,
             alerts=daemon.alerts,

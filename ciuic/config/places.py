@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import grp
 import os
+import pwd
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ def check_places(config: Config, mounts: Sequence[Mount] | None = None) -> list[
         problems += check_excludes(config, root)
     if not any(problem.severity == "error" for problem in problems):
         problems += check_repository(config, mounts)
-    return problems + check_group(config)
+    return problems + check_group(config) + check_alert(config)
 
 
 def canonical_root(path: str | os.PathLike[str]) -> Path:
@@ -287,6 +288,24 @@ def _lies_in(path: Path, directory: Path) -> _Inside:
 
 
 # --- the rest
+
+
+def check_alert(config: Config) -> list[Problem]:
+    """Whether the alert command could be run. Only a warning: a daemon that tells nobody is better than none."""
+    problems = []
+    command, user = config.alert.command, config.alert.user
+    if command and not os.access(command[0], os.X_OK):
+        origin = config.origin("alert.command")
+        problems.append(
+            Problem("warning", f"alert.command: {command[0]} is no program that can be run", origin=origin)
+        )
+    if user is not None:
+        try:
+            pwd.getpwnam(user)
+        except KeyError:
+            origin = config.origin("alert.user")
+            problems.append(Problem("warning", f"alert.user: there is no user {user}", origin=origin))
+    return problems
 
 
 def check_group(config: Config) -> list[Problem]:

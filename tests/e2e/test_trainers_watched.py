@@ -88,6 +88,16 @@ def test_a_trainer_that_dies_has_an_emergency_snapshot_and_somebody_is_told(
     assert "status 3" in hook.wait("trainer_failed", "failing")["message"]
     assert well.wait(60) == 0
     assert incidents(site, "well") == []
+
+    # In a pid namespace of its own, as in a container, it is another number that it gives.
+    apart = watched(site, *SLEEP, name="apart", inside=("unshare", "--pid", "--fork", "--mount-proc"))
+    child = trainer(site, "apart")
+    assert child is not None
+    assert Path(f"/proc/{child.pid}/comm").read_text() == "sleep\n"
+    os.kill(child.pid, signal.SIGKILL)
+    hook.wait("trainer_died", "apart")
+    apart.wait(60)
+    site.run("watch", "--forget", "apart")
     site.run("watch", "--forget", "failing")
     assert [alert.key for alert in status(site).alerts] == [f"trainer:killed:{os.getcwd()}"]
 
@@ -135,7 +145,7 @@ def test_a_training_is_watched_without_asking(site: Live, hook: Hook) -> None:
     """SnapshotManager makes itself known. An exception, also through a `finally`, and an exit status are failures; its end is none.
     Stopped it has one incident, with a snapshot; continued it is well again, and may hang again."""
     ways = ("end", "raise", "finally", "exit", "vanish")
-    running = [train(site, how, how, steps=30) for how in ways]
+    running = [train(site, how, how, steps=30, wait=False) for how in ways]
     hanging = train(site, "hangs", "end", heartbeat=1.0)
     with ended_after(hanging, *running):
         for process in running:

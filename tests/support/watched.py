@@ -61,32 +61,36 @@ class Hook:
             raise AssertionError(f"{error}; told: {self.told()}") from None
 
 
-def watched(live: Live, *words: str, name: str, options: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
-    """A command under `ciuic watch`; returns when the daemon knows of it."""
+def watched(
+    live: Live, *words: str, name: str, options: tuple[str, ...] = (), inside: tuple[str, ...] = ()
+) -> subprocess.Popen[bytes]:
+    """A command under `ciuic watch`; returns when the daemon knows of it. ``inside``: a program that starts both."""
     program = str(Path(sys.executable).parent / "ciuic")
     process = subprocess.Popen(
-        [program, "watch", "--name", name, *options, "--", *words], env=live.env, stdin=subprocess.DEVNULL
+        [*inside, program, "watch", "--name", name, *options, "--", *words],
+        env=live.env,
+        stdin=subprocess.DEVNULL,
     )
     when(lambda: trainer(live, name), f"the watch of {name}")
     return process
 
 
 def train(
-    live: Live, name: str, how: str, *, heartbeat: float = 3600.0, steps: int = 100_000
+    live: Live, name: str, how: str, *, heartbeat: float = 3600.0, steps: int = 100_000, wait: bool = True
 ) -> subprocess.Popen[bytes]:
-    """A training with SnapshotManager that saves to the directory of this name; returns after its first step."""
+    """A training with SnapshotManager that saves to the directory of this name; returns after its first step, or at once."""
     here = Path(__file__).parents[1]
     words = ["-m", "support.watched_training", str(live.top / name), str(heartbeat), str(steps), how]
     process = subprocess.Popen(
         [sys.executable, *words],
         env={**live.env, "PYTHONPATH": f"{here}:{here.parent}"},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.PIPE if wait else subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"stepped\n"
-    process.stdout.close()
+    if process.stdout is not None:
+        assert process.stdout.readline() == b"stepped\n"
+        process.stdout.close()
     return process
 
 

@@ -136,14 +136,11 @@ def test_an_incident_is_told_once() -> None:
     assert notice_of(Event(kind="snapshot_committed", time="x"), "h") is None
 
 
-def test_under_systemd_it_is_a_service_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_systemd_it_is_a_service_of_its_own() -> None:
     """With the daemon's restrictions (no network) neither mail nor web hook would come through."""
-    (tmp_path / "systemd-run").write_text("")
-    (tmp_path / "systemd-run").chmod(0o755)
-    monkeypatch.setattr("ciuic.daemon.alert_hook._PATH", str(tmp_path))
     notice = Notice(event="e", time="t", host="h", key="k", severity="problem", message="a b")
     settings = AlertConfig(("/bin/hook", "x"), "nobody", 30)
-    command, how = prepared(settings, notice.environment(), {"INVOCATION_ID": "1"})
+    command, how = prepared(settings, notice.environment(), {}, as_service=True)
     assert command[0] == "systemd-run"
     assert command[-3:] == ["--", "/bin/hook", "x"]
     assert {"--uid=nobody", "--property=RuntimeMaxSec=30", "--setenv=CIUIC_MESSAGE=a b"} <= set(command)
@@ -154,7 +151,7 @@ def test_under_systemd_it_is_a_service_of_its_own(tmp_path: Path, monkeypatch: p
 def test_it_runs_as_the_user_that_was_asked_for(tmp_path: Path) -> None:
     """With his groups, and nothing of ours in its environment."""
     command, how = prepared(
-        AlertConfig(("/usr/bin/id",), "nobody", 30), {"CIUIC_EVENT": "e"}, {"SECRET": "s"}
+        AlertConfig(("/usr/bin/id",), "nobody", 30), {"CIUIC_EVENT": "e"}, {"SECRET": "s"}, as_service=False
     )
     assert command == ["/usr/bin/id"]
     assert how["user"] > 0

@@ -9,6 +9,7 @@ import pytest
 
 from ciuic import mountinfo
 from ciuic.config import (
+    AlertConfig,
     Config,
     ControlConfig,
     RepositoryConfig,
@@ -183,6 +184,19 @@ def test_an_unknown_group(tmp_path: Path) -> None:
     """The control socket's group must exist."""
     config = Config(control=ControlConfig(group="no-such-group-here"))
     assert "no group" in check_places(config, mounts())[0].message
+
+
+def test_an_alert_command_that_cannot_be_run(tmp_path: Path) -> None:
+    """It and its user are looked for before the night in which they are needed; a daemon starts without them."""
+    program = tmp_path / "tell"
+    program.write_text("")
+    config = Config(alert=AlertConfig((str(program),), "no-such-user", 30))
+    assert [(problem.severity, problem.message) for problem in check_places(config)] == [
+        ("warning", f"alert.command: {program} is no program that can be run"),
+        ("warning", "alert.user: there is no user no-such-user"),
+    ]
+    program.chmod(0o755)
+    assert check_places(Config(alert=AlertConfig((str(program),), None, 30))) == []
 
 
 def test_the_machines_own_mounts(tmp_path: Path) -> None:
