@@ -75,6 +75,18 @@ def end_of(life: int) -> int | None:
     return int(status) if mask & _INFO_EXIT else None
 
 
+def end_of_zombie(pid: int, ticks: int) -> int | None:
+    """The same of one that has ended and was not reaped yet (field 52 of proc_pid_stat(5)); None where it was, or may not be asked.
+
+    Only for who may trace it: to others it is zero.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(fields[49]) if fields[0] == "Z" and int(fields[19]) == ticks else None
+
+
 def describe(status: int) -> str:
     """A wait status in words: what happened to the process."""
     if os.WIFSIGNALED(status):

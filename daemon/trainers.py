@@ -21,6 +21,7 @@ from ciuic.daemon.emergency import Emergencies
 from ciuic.daemon.trainer import End, Identity, Trainer
 from ciuic.daemon.watch_book import WatchRecord
 from ciuic.errors import Busy
+from ciuic.privileges import captures_may_trace
 from ciuic.watch_client import Hello
 
 LOOK_SECONDS: Final = 1.0
@@ -49,6 +50,7 @@ class Trainers:
         self._emergencies = emergencies
         self._now_ns = now_ns
         self._on_change = on_change
+        self._may_trace = captures_may_trace()
         self._watched: dict[Identity, Trainer] = {}
         self._missing: dict[Identity, WatchRecord] = {}
         """Gone while no daemon watched; their writers may still say how."""
@@ -183,10 +185,15 @@ class Trainers:
             self._ended(trainer, end)
 
     async def _status_of(self, trainer: Trainer) -> int | None:
+        _, pid, ticks = trainer.identity
         deadline = trio.current_time() + REAPED_SECONDS
-        while (status := processes.end_of(trainer.life)) is None and trio.current_time() < deadline:  # noqa: ASYNC110  (the kernel tells nobody)
+        while True:
+            status = processes.end_of(trainer.life)
+            if status is None and pid > 0 and self._may_trace:
+                status = processes.end_of_zombie(pid, ticks)
+            if status is not None or trio.current_time() >= deadline:
+                return status
             await trio.sleep(0.02)
-        return status
 
     def _ended(self, trainer: Trainer, end: End) -> None:
         if end.kind is None:

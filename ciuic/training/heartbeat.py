@@ -30,9 +30,13 @@ class Heartbeat:
         self._page: Page | None = None
         self.hello: Hello | None = None
         """What a daemon is to be told; None where there is nothing to be watched by."""
+        self._life = -1
         try:
             self._page = Page()
+            # Ours to open: a writer that has just begun would look for it when it is gone already.
+            self._life = os.pidfd_open(os.getpid())
         except OSError as error:
+            self._page = None
             log.warning("ciuic: no daemon will see whether the training lives: %s", error.strerror)
             return
         self._said = False
@@ -49,7 +53,11 @@ class Heartbeat:
     @property
     def fds(self) -> tuple[int, ...]:
         """To go with the hello."""
-        return () if self._page is None else (self._page.fd,)
+        return () if self._page is None else (self._life, self._page.fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "_life", -1) >= 0:
+            os.close(self._life)
 
     def beat(self, step: int) -> None:
         """The training lives."""

@@ -20,27 +20,25 @@ class Trainer(Protocol):
     """As the writer process has it."""
 
     fds: deque[int]
-    life: int
 
     def tell(self, message: FromWriter) -> None: ...
 
 
 class Watched:
-    """From now on, until this process ends. Takes the page that came with the first message."""
+    """From now on, until this process ends. Takes the descriptors that came with the first message: its pidfd and its page."""
 
     def __init__(self, trainer: Trainer, hello: Hello) -> None:
         self._trainer = trainer
-        self._page = trainer.fds.popleft()
+        life, self._page = trainer.fds.popleft(), trainer.fds.popleft()
         self._heartbeat = hello.heartbeat_seconds > 0
         self._known = Acquaintance(
-            lambda: watch_socket(os.environ), hello, (trainer.life, self._page), on_trouble=self._trouble
+            lambda: watch_socket(os.environ), hello, (life, self._page), on_trouble=self._trouble
         )
-        if trainer.life >= 0:  # else the kernel is too old
-            self._known.start()
+        self._known.start()
 
     def trainer_gone(self) -> None:
         """Waits only where there was a daemon, which is away, and something to tell it."""
-        if self._trainer.life >= 0 and read_page(self._page).goodbye not in (
+        if read_page(self._page).goodbye not in (
             Goodbye.CLOSED,
             Goodbye.PREEMPTED,
         ):

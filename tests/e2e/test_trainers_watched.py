@@ -169,6 +169,7 @@ def test_a_training_is_watched_without_asking(site: Live, hook: Hook) -> None:
     def told(how: str) -> list[tuple[str, str]]:
         return [(one.kind, one.reason) for one in incidents(site, how)]
 
+    when(lambda: told("raise") and told("finally"), "the word of their writers")
     assert told("raise") == [("failed", "ValueError: loss is nan")]
     assert told("finally") == [("failed", "ValueError: loss is inf")]
     # How a process ended that is nobody's child of its own, a daemon knows since Linux 6.15.

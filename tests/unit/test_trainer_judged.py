@@ -212,7 +212,12 @@ def test_the_kernel_tells_how_it_ended() -> None:
     life = processes.life_of(child.pid)
     assert processes.pid_of(life) == child.pid
     assert processes.owner(child.pid) == os.getuid()
+    ticks = processes.start_ticks(child.pid)
+    os.waitid(os.P_PIDFD, life, os.WEXITED | os.WNOWAIT)
+    assert processes.end_of_zombie(child.pid, ticks) == 3 << 8
+    assert processes.end_of_zombie(child.pid, ticks + 1) is None
     child.wait()
+    assert processes.end_of_zombie(child.pid, ticks) is None
     assert processes.end_of(life) in (None, 3 << 8)
     os.close(life)
     with pytest.raises(ValueError, match="process"):

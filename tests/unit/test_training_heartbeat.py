@@ -14,7 +14,7 @@ from ciuic.watch_page import Goodbye, Pulse, read_page
 
 
 def said(heartbeat: Heartbeat) -> Pulse:
-    (page,) = heartbeat.fds
+    _, page = heartbeat.fds
     return read_page(page)
 
 
@@ -75,7 +75,7 @@ import atexit, os, sys
 from ciuic.training.heartbeat import Heartbeat
 from ciuic.watch_page import read_page
 heartbeat = Heartbeat("t", "/w", None)
-(page,) = heartbeat.fds
+_, page = heartbeat.fds
 copy = os.dup(page)
 out = os.dup(1)
 # After everything that atexit runs: the last of those registered first.
