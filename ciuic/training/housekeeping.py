@@ -22,6 +22,8 @@ from ciuic.training.reading import Facts, damaged_chunks, read_facts
 from ciuic.types import SnapshotId
 
 VERIFIED: Final = "verified"
+DAMAGED: Final = "snapshot_damaged"
+"""Event of the note that one of the trainer's snapshots cannot be read back."""
 _ASK_EVERY: Final = 64
 _LOCK_WAIT_SECONDS: Final = 5.0
 """For who else writes: the daemon, which may have the same repository, or another trainer. The next save would wait for him, too."""
@@ -111,7 +113,7 @@ class Housekeeping:
                 self._given_way += 1
                 return False
             if reason:
-                self._tell(Note("snapshot_damaged", f"{info.id} cannot be read back: {reason}"))
+                self._tell(Note(DAMAGED, f"{info.id} cannot be read back: {reason}"))
                 continue
             with repository.writer(
                 wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: verified"

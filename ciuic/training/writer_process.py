@@ -33,7 +33,7 @@ from ciuic.training.codecs import Chooser, Chosen
 from ciuic.training.committing import Known, commit, put_files
 from ciuic.training.filesystem import Answer
 from ciuic.training.forecast import measure
-from ciuic.training.housekeeping import Housekeeping
+from ciuic.training.housekeeping import DAMAGED, Housekeeping
 from ciuic.training.known_to_daemon import Watched
 from ciuic.training.messages import (
     Attach,
@@ -161,7 +161,11 @@ class _Writer:
         # Whether a part belongs to a snapshot, so that it can be the base of a difference, another process decides.
         self._of_parts = Chooser(begin.compression, None)
         self._housekeeping = Housekeeping(
-            begin.repository, begin.root, begin.rules, should_stop=trainer.waiting, tell=trainer.tell
+            begin.repository,
+            begin.root,
+            begin.rules,
+            should_stop=trainer.waiting,
+            tell=self._housekeeping_says,
         )
 
     def run(self) -> None:
@@ -228,6 +232,11 @@ class _Writer:
             )
         )
         return True
+
+    def _housekeeping_says(self, note: Note) -> None:
+        if note.event == DAMAGED:
+            self._forget()  # else the next snapshot would share what is damaged
+        self._trainer.tell(note)
 
     def _forget(self) -> None:
         """What is in the repository is not what we think."""

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from ciuic import SnapshotManager
+from ciuic.repository import Repository
 from ciuic.training import saver, staging, writer_client
 from ciuic.training.tensors import Place
+from ciuic.types import ChunkId
 
 
 class Model:
@@ -166,6 +168,36 @@ def test_a_writer_that_is_killed_between_two_saves_costs_none(manager: SnapshotM
         os.kill(writer, signal.SIGKILL)
         os.waitid(os.P_PID, writer, os.WEXITED | os.WNOWAIT)
     assert (manager.stats.saved, manager.stats.failed) == (3, 0)
+
+
+def test_later_snapshots_do_not_share_a_directory_that_was_found_damaged(tmp_path: Path) -> None:
+    """What never changes is known to the writer, and not stored again as long as nobody finds it damaged."""
+    moving = Model()
+    with SnapshotManager(tmp_path / "snapshots", max_snapshots=1) as manager:
+        manager.register(moving=moving, frozen=Model())
+        for number in range(10):  # reading back gives way to the next save four times
+            moving.weights["layer0"] += 1
+            assert manager.save_snapshot(epoch=number, wait=True) is not None
+            if number == 1:
+                _damage_tree(tmp_path / "snapshots", b"frozen")
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        state = manager.load_latest_snapshot()
+        assert state is not None
+        assert (state["epoch"], state.passed_over) == (9, [])
+
+
+def _damage_tree(save_dir: Path, name: bytes) -> None:
+    """A directory's listing in the newest snapshot."""
+    with Repository.open(save_dir) as repository:
+        top = repository.snapshots.load(repository.snapshots.ids()[0]).roots[0].entry
+        assert top is not None
+        chunk = next(one.content for one in repository.trees.entries(top.content) if one.name == name)
+        place = repository.chunks.locate(ChunkId(chunk))
+    with open(save_dir / "packs" / f"{place.pack:016x}.pack", "r+b") as file:
+        file.seek(place.offset)
+        first = file.read(1)[0]
+        file.seek(place.offset)
+        file.write(bytes([first ^ 1]))
 
 
 def test_waiting_for_a_save_after_the_manager_was_closed_ends(manager: SnapshotManager) -> None:
