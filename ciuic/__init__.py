@@ -7,6 +7,7 @@ first asked for: the commands should not pay for it.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ STATE_DIR_NAME = b".ciuic-state"
 
 def __getattr__(name: str) -> object:
     if name in ("SnapshotManager", "check_resume"):
+        if sys.platform != "linux":
+            raise ImportError(
+                f"ciuic.{name} runs on Linux alone (on Windows: in WSL 2): its writer takes the state over through memory that only Linux has"
+            )
         from ciuic import training
 
         return getattr(training, name)

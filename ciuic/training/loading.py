@@ -125,7 +125,10 @@ def check_complete(state: State, objects: Mapping[str, Any]) -> None:
     """KeyError unless there is a state for each."""
     lacking = [name for name in objects if f"{name}_state_dict" not in state]
     if lacking:
-        raise KeyError(f"{state.id} has no {', '.join(lacking)}: it was saved before that was registered")
+        raise KeyError(
+            f"{state.id} has no {', '.join(lacking)}: it was saved before that was registered; register what it has ({', '.join(state.facts.objects)}), "
+            "or give another save_dir or name"
+        )
 
 
 def put_back(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any, Final
 
 log = logging.getLogger("ciuic")
@@ -66,6 +67,10 @@ class Ranks:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if world_size == 1:
             return None
+        if find_spec("numpy") is None:
+            raise ImportError(
+                "several ranks talk by torch.distributed's object collectives, which need NumPy: pip install 'ciuic[torch]'"
+            )
         number = _made[name] = _made.get(name, 0) + 1
         prefix = f"ciuic/{name}/{number}"
         if not _all_are_here(dist, prefix, rank, world_size, _MEET_SECONDS, "make a SnapshotManager"):

@@ -1,20 +1,18 @@
-"""Keras 3 on TensorFlow, killed and resumed from the store: the same bits."""
+"""Keras 3 on TensorFlow, torch and JAX, killed and resumed from the store: the same bits."""
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.runs import EXAMPLES, run
 
-if not os.environ.get(
-    "CI"
-):  # there .ci/setup has installed it; importing TensorFlow here would take longer than looking
-    from importlib.util import find_spec
-
-    if find_spec("keras") is None or find_spec("tensorflow") is None:
-        pytest.skip("Keras with TensorFlow is not installed", allow_module_level=True)
+missing = find_spec("keras") is None or find_spec("tensorflow") is None
+if missing and not os.environ.get("CI"):  # there .ci/setup has installed it
+    pytest.skip("Keras with TensorFlow is not installed", allow_module_level=True)
 
 MODULES = "tensorflow keras ciuic.integrations.keras"
 EXAMPLE = EXAMPLES / "keras_fit.py"
@@ -40,7 +38,7 @@ if state is not None:
         variable.assign(value)
     start_epoch = state["epoch"] + 1
 for epoch in range(start_epoch, min(start_epoch + EPOCHS, 4)):
-    model.fit(x, y, batch_size=8, initial_epoch=epoch, epochs=epoch + 1, verbose=0)
+    model.fit(x, y, batch_size=8, initial_epoch=epoch, epochs=epoch + 1, verbose=0, shuffle=False)
     manager.save_snapshot(model, optimizer, epoch)
 manager.close()
 """
@@ -62,14 +60,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     """All runs, in one process that imports TensorFlow once; by the names of their tests."""
     where = tmp_path_factory.mktemp("keras")
     source = EXAMPLE.read_text()
-    head = source.partition("history = model.fit(")[0].replace("Dropout(0.3)", "Dropout(0.0)")
     for old, new in BY_EPOCHS.items():
         assert old in source
         source = source.replace(old, new)
     (where / "epochs.py").write_text(source)
     (where / "damage.py").write_text(DAMAGE)
-    (where / "all_epochs.py").write_text(head + AS_WRITTEN.replace("EPOCHS", "4"))
-    (where / "two_epochs.py").write_text(head + AS_WRITTEN.replace("EPOCHS", "2"))
+    _write_lines(where)
     runs = {
         "steps": tuple(f"{name}@{EXAMPLE}" for name in ("a", "b:9", "b:7", "b", "b")),
         "epochs": ("c@epochs.py", "d:6@epochs.py", "d@damage.py", "d@epochs.py"),
@@ -77,6 +73,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     }
     results = iter(run(MODULES, *(name for names in runs.values() for name in names), where=where))
     return {test: [next(results) for _ in names] for test, names in runs.items()}
+
+
+def _write_lines(where: Path) -> None:
+    head = EXAMPLE.read_text().partition("history = model.fit(")[0].replace("Dropout(0.3)", "Dropout(0.0)")
+    (where / "all_epochs.py").write_text(head + AS_WRITTEN.replace("EPOCHS", "4"))
+    (where / "two_epochs.py").write_text(head + AS_WRITTEN.replace("EPOCHS", "2"))
 
 
 def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(
@@ -99,3 +101,28 @@ def test_the_lines_that_users_write_run_as_they_stand(found: dict[str, list[dict
     """SnapshotManager with a Keras model and optimizer, no callback."""
     whole, _, last = found["lines"]
     assert last["digest"] == whole["digest"]
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_other_backends_go_on_to_the_same_bits(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example in the middle of an epoch, whose order is drawn from torch's generators or NumPy's; and the lines that users write."""
+    if find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    _write_lines(tmp_path)
+    names = (
+        f"a@{EXAMPLE}",
+        f"b:16@{EXAMPLE}",
+        f"b@{EXAMPLE}",
+        "e@all_epochs.py",
+        "f@two_epochs.py",
+        "f@two_epochs.py",
+    )
+    whole, _, last, lines, _, last_lines = run(
+        f"{backend} keras ciuic.integrations.keras", *names, where=tmp_path
+    )
+    assert (whole["steps"], last["steps"]) == (30, 30 - 12)
+    assert last["digest"] == whole["digest"]
+    assert last_lines["digest"] == lines["digest"]
