@@ -172,7 +172,7 @@ class TorchLane:
         return value.device, value.untyped_storage().data_ptr()
 
     def version(self, value: Any) -> int:
-        return int(value._version)
+        return 0 if value.is_inference() else int(value._version)
 
 
 class TorchMark:

@@ -15,7 +15,7 @@ import msgspec
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import DamagedChunk, Repository, SnapshotInfo, Walker
-from ciuic.training import structure
+from ciuic.training import structure, tensors
 from ciuic.training.arrays import arrays_of
 from ciuic.training.files import Opened
 from ciuic.training.layout import SUFFIX
@@ -145,7 +145,7 @@ def load(path: str, id_: str, likes: Mapping[str, Like] | None = None) -> Loaded
     opened = Opened(path, id_)
     source = Source(opened)
     try:
-        with Repository.open(path) as repository:
+        with tensors.normally(), Repository.open(path) as repository:
             files = opened.files(repository)
             facts = _decode_facts(files.read(FACTS_FILE))
             state = json.loads(files.read(STATE_FILE))

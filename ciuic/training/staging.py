@@ -21,7 +21,7 @@ from ciuic.training.messages import Manifest
 from ciuic.training.overlap import Copying, Item, Overlap
 from ciuic.training.reading import FACTS_FILE, STATE_FILE, STATE_VERSION, Facts
 from ciuic.training.structure import Leaf, pack
-from ciuic.training.tensors import Array, Place
+from ciuic.training.tensors import Array, Place, normally
 from ciuic.training.writer_client import Slot, WriterClient, files_of
 
 VALUES: Final = "values"
@@ -164,10 +164,11 @@ def stage(
     try:
         asked = None if at_instant is None else at_instant(manifest)
         assert slot.arena is not None
-        items, on_host = _by_place(state, _places(slot, signature, layout), overlap)
-        copying = Copying(slot.arena, items, overlap, beside=beside) if items else None
-        for place, value in on_host:  # while devices copy by themselves
-            place.fill(value)
+        with normally():
+            items, on_host = _by_place(state, _places(slot, signature, layout), overlap)
+            copying = Copying(slot.arena, items, overlap, beside=beside) if items else None
+            for place, value in on_host:  # while devices copy by themselves
+                place.fill(value)
         for offset, content in tail.content:
             slot.arena.memory[offset : offset + len(content)] = content
         return Staged(

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from math import prod
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast
 
 Framework = Literal["torch", "numpy"]
 
@@ -171,6 +171,14 @@ class Place:
             return torch.frombuffer(self._memory, dtype=torch.uint8).view(value.dtype).view(value.shape)
         numpy = sys.modules["numpy"]
         return numpy.frombuffer(self._memory, dtype=value.dtype).reshape(value.shape)
+
+
+def normally() -> AbstractContextManager[object]:
+    """Tensors that are made within may be changed in place anywhere. What is made in torch's inference mode may not be outside of it."""
+    torch = sys.modules.get("torch")
+    return (
+        nullcontext() if torch is None else cast(AbstractContextManager[object], torch.inference_mode(False))
+    )
 
 
 def copyable(target: Any, value: Any) -> tuple[Any, Any]:

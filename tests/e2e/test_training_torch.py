@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ciuic import SnapshotManager
+
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 HEAD = """
@@ -195,3 +197,24 @@ def test_dtypes_layouts_and_ties_come_back_as_they_were(tmp_path: Path) -> None:
         value["dtype"],
         value["size"],
     )
+
+
+def test_what_is_saved_and_loaded_in_inference_mode_is_good_outside_of_it(tmp_path: Path) -> None:
+    """An evaluation may save and load: the next save works, and what was loaded trains."""
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+
+    step()
+    with SnapshotManager(tmp_path) as manager:
+        with torch.inference_mode():
+            assert manager.save_snapshot(model, optimizer, 1, wait=True) is not None
+            state = manager.load_latest_snapshot()
+        assert manager.save_snapshot(model, optimizer, 2, wait=True) is not None
+    assert state is not None
+    model.load_state_dict(state["model_state_dict"])
+    optimizer.load_state_dict(state["optimizer_state_dict"])
+    step()
