@@ -10,15 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ciuic.retention import Plan, RetentionPolicy, plan_retention
+from ciuic.retention import TAG_EMERGENCY, Plan, RetentionPolicy, plan_retention
 from ciuic.types import Snapshot, SnapshotId
 
 UTC = timezone.utc
 BERLIN = ZoneInfo("Europe/Berlin")
 NOW = datetime(2026, 11, 21, 12, 30, tzinfo=UTC)
 NOW_NS = int(NOW.timestamp()) * 10**9
-NOTHING = RetentionPolicy(keep_within_seconds=0, keep_last=0)
-RULES = ("keep_last", "keep_hourly", "keep_daily", "keep_weekly", "keep_monthly", "keep_yearly")
+NOTHING = RetentionPolicy(keep_within_seconds=0, keep_last=0, keep_emergency=0)
+RULES = (
+    "keep_last",
+    "keep_hourly",
+    "keep_daily",
+    "keep_weekly",
+    "keep_monthly",
+    "keep_yearly",
+    "keep_emergency",
+)
 
 
 def snapshot(number: int, time_ns: int, *, tags: tuple[str, ...] = (), held: bool = False) -> Snapshot:
@@ -36,7 +44,7 @@ ages = st.integers(-3 * 86400, 5 * 365 * 86400) | st.integers(0, 3 * 86400)
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Snapshot]:
-    tags = st.sampled_from([(), ("good",), ("other",), ("good", "other")])
+    tags = st.sampled_from([(), ("good",), ("other",), ("good", "other"), (TAG_EMERGENCY,)])
     made = draw(st.lists(st.tuples(ages, tags, st.sampled_from([False] * 5 + [True])), max_size=30))
     return [snapshot(n, NOW_NS - age * 10**9, tags=t, held=h) for n, (age, t, h) in enumerate(made)]
 
@@ -116,7 +124,7 @@ def test_order_of_listing_is_no_matter(
 
 
 @settings(max_examples=50)
-@given(history=histories(), number=st.integers(1, 6), rule=st.sampled_from(RULES[1:]))
+@given(history=histories(), number=st.integers(1, 6), rule=st.sampled_from(RULES[1:-1]))
 def test_calendar_rules_keep_at_most_their_number(history: list[Snapshot], number: int, rule: str) -> None:
     """A calendar rule alone keeps at most its number, each in its own period, the newest of that period."""
     plan = plan_retention(history, replace(NOTHING, **{rule: number}), now_ns=NOW_NS, tz=UTC)
@@ -169,6 +177,20 @@ def test_reasons_are_said() -> None:
     plan = plan_retention(history, policy, now_ns=NOW_NS, tz=UTC)
     assert [d.reasons for d in plan.decisions] == [("newest", "last 1 of 1"), (), (), ("held", "tag good")]
     assert plan.removed == (SnapshotId("cs-000002"), SnapshotId("cs-000001"))
+
+
+def test_the_newest_emergencies_stay_however_old() -> None:
+    """Who comes back after weeks finds the last ones, though a run that crashed on made many."""
+    history = at(*(NOW - timedelta(days=days) for days in range(10, 18)))
+    history = [
+        snapshot(n, one.time_ns, tags=(TAG_EMERGENCY,) if n % 2 else ()) for n, one in enumerate(history)
+    ]
+    plan = plan_retention(history, replace(NOTHING, keep_emergency=2), now_ns=NOW_NS, tz=UTC)
+    assert [decision.reasons for decision in plan.kept] == [
+        ("newest",),
+        ("emergency 1 of 2",),
+        ("emergency 2 of 2",),
+    ]
 
 
 @pytest.mark.parametrize(("age_seconds", "stays"), [(3600, True), (3601, False)])
