@@ -107,6 +107,7 @@ def is_sparse(value: object) -> bool:
     return (
         torch is not None
         and isinstance(value, torch.Tensor)
+        and value.layout is not torch.strided  # almost all of them, and there are thousands
         and str(value.layout).startswith("torch.sparse_")
         and value.device.type != "meta"
     )
@@ -242,6 +243,20 @@ def _described(
 
 
 def _plain_torch(torch: Any, value: Any) -> Any:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        _check_kind(torch, value)
+    if value.layout is not torch.strided or value.is_nested:
+        raise Unsaveable(f"a tensor of layout {value.layout}: store the tensors that it is made of")
+    if value.is_quantized:
+        raise Unsaveable("a quantized tensor: store its int_repr() and its scales")
+    if value.device.type == "meta":
+        raise Unsaveable("a tensor on the meta device, which has no content")
+    if value.is_conj() or value.is_neg():
+        return value.resolve_conj().resolve_neg()
+    return value
+
+
+def _check_kind(torch: Any, value: Any) -> None:
     if type(value).__name__ == "DTensor":
         raise Unsaveable(
             "a DTensor, of which each rank has a part: every rank has to make the manager and call the same of its methods"
@@ -250,20 +265,11 @@ def _plain_torch(torch: Any, value: Any) -> Any:
         raise Unsaveable(
             "a parameter of a lazy module that has not seen a batch yet: save after the first one"
         )
-    if value.layout is not torch.strided or value.is_nested:
-        raise Unsaveable(f"a tensor of layout {value.layout}: store the tensors that it is made of")
     if type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         kind = type(value)
         raise Unsaveable(
             f"a {kind.__module__}.{kind.__qualname__}, a tensor of its own kind: store the tensors that it is made of"
         )
-    if value.is_quantized:
-        raise Unsaveable("a quantized tensor: store its int_repr() and its scales")
-    if value.device.type == "meta":
-        raise Unsaveable("a tensor on the meta device, which has no content")
-    if value.is_conj() or value.is_neg():
-        return value.resolve_conj().resolve_neg()
-    return value
 
 
 def _is_tensorflow(value: object) -> bool:
