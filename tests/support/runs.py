@@ -37,7 +37,7 @@ def on_two_ranks(script: Path, where: Path) -> Path:
     return made
 
 
-def run(modules: str, *runs: str, where: Path, allowed_s: float = 200) -> list[dict[str, Any]]:
+def run(modules: str, *runs: str, where: Path, allowed_s: float = 280) -> list[dict[str, Any]]:
     """``runs``: ``parts@SCRIPT``, ``parts:7@SCRIPT`` …: a directory for snapshots below ``where``, and the step in which the run is killed."""
     results = where / "results"
     results.unlink(missing_ok=True)
