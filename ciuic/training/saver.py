@@ -205,8 +205,11 @@ class Saver:
             left = end - time.monotonic()
             if left <= 0 or not self.client.will_answer:
                 return False
+            self.client.listen(
+                min(left, POLL_SECONDS)
+            )  # not under the guard: another thread may save meanwhile
             with self.guard:
-                self.hear(min(left, POLL_SECONDS))
+                self.hear()
         with self.guard:
             self.hear()
         return True

@@ -276,6 +276,12 @@ class WriterClient:
             with suppress(OSError):  # `poll` will say so
                 self._send(Awaited(newest))
 
+    def listen(self, timeout_seconds: float) -> None:
+        """Waits so long for something to `poll`."""
+        sock = self._sock
+        if sock is not None and not self._unheard and (fd := sock.fileno()) >= 0:
+            readable(fd, timeout_seconds)
+
     def poll(self, timeout_seconds: float = 0.0) -> list[FromWriter]:
         """What the writer has said since; waits so long for the first of it."""
         while self.is_ours and self._sock is not None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,41 @@ def test_the_writer_is_found_where_the_program_was_found(tmp_path: Path) -> None
         "save = manager.save_snapshot(wait=True)\nmanager.close()\nsys.exit(not save.id)"
     )
     assert subprocess.run([sys.executable, "-S", "-c", program], cwd=checkout, check=False).returncode == 0
+
+
+def test_a_thread_that_waits_for_a_snapshot_keeps_no_other_from_saving(manager: SnapshotManager) -> None:
+    """And what each of them saves is whole."""
+    manager.save_snapshot(wait=True)
+    writer = _writer_of(manager)
+    os.kill(writer, signal.SIGSTOP)
+    try:
+        save = manager.save_snapshot()
+        assert save is not None
+        waiting = threading.Thread(target=save.wait)
+        waiting.start()
+        assert manager.save_snapshot() is not None
+        assert waiting.is_alive()
+    finally:
+        os.kill(writer, signal.SIGCONT)
+    waiting.join()
+    assert save.id
+    assert manager.wait()
+    assert manager.stats.saved == 3
+
+
+def test_threads_that_save_at_the_same_time_make_whole_snapshots(manager: SnapshotManager) -> None:
+    """Each its own."""
+    done: list[Any] = []
+
+    def save(number: int) -> None:
+        done.extend(manager.save_snapshot(metrics={"number": float(number)}) for _ in range(4))
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert manager.wait()
+    assert all(one is not None and one.id for one in done)
+    found = sorted(manager.load_snapshot(one.id)["metrics"]["number"] for one in done)
+    assert found == sorted([0.0, 1.0, 2.0] * 4)
