@@ -84,10 +84,11 @@ class Underway:
                 self._failed(staged.number, problem or "interrupted while it was handed over")
 
     def finish(self, timeout_seconds: float | None = None) -> bool:
-        """Waits until all has arrived, so long or for ever, and hands it over; whether it came in time."""
+        """Waits until all has arrived, so long or for ever, and hands it over; whether it came in time. False at once where it may not
+        wait: within `advance`, and while a CUDA graph is recorded."""
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while self._staged:
-            if self._busy:
+            if self._busy or capturing():
                 return False
             self.settle()
             self.advance()
