@@ -13,11 +13,11 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
-from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError, NotPermitted, Unreachable
+from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError, NotPermitted, Unreachable, UsageError
 from ciuic.readiness import readable
 from ciuic.runtime_dir import runtime_dir
 
@@ -82,10 +82,30 @@ class States(msgspec.Struct, tag=True, frozen=True):
     """The daemon's."""
 
 
+T = TypeVar("T")
 Question = Cut | Known
 Answer = Taken | Refused | States
-QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
+_QUESTIONS: Final[msgspec.msgpack.Decoder[Question]] = msgspec.msgpack.Decoder(Question)
 _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+
+
+def decode_question(data: bytes) -> Question:
+    """UsageError."""
+    return _decoded(_QUESTIONS, data)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """UsageError."""
+    return _decoded(_ANSWERS, data)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(
+            f"the message cannot be read: {error}", hint="are library and daemon of different versions?"
+        ) from None
 
 
 def pair_socket(environment: Mapping[str, str]) -> str:
@@ -127,11 +147,9 @@ def answer(connection: socket.socket, seconds: float) -> Taken | States:
         data = connection.recv(MOST_BYTES)
         if not data:
             raise Unreachable("the daemon went away before it answered")
-        found = _ANSWERS.decode(data)
+        found = decode_answer(data)
     except OSError as error:
         raise Unreachable(f"the daemon went away before it answered: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise CiuicError("the daemon's answer cannot be read", hint="is it of another version?") from error
     if isinstance(found, Refused):
         raise BY_EXIT_CODE.get(found.code, CiuicError)(found.reason, hint=found.hint)
     return found

@@ -30,7 +30,6 @@ from ciuic.pairing import (
     CUT_SECONDS,
     MOST_BYTES,
     PAIRED,
-    QUESTIONS,
     SOCKET_NAME,
     Answer,
     Cut,
@@ -38,6 +37,7 @@ from ciuic.pairing import (
     Refused,
     States,
     Taken,
+    decode_question,
     text_of,
 )
 from ciuic.types import Pair, SnapshotId
@@ -125,15 +125,13 @@ class Pairing:
 
     async def _answer(self, data: bytes, caller: Caller) -> Answer:
         try:
-            question = QUESTIONS.decode(data)
+            question = decode_question(data)
             if isinstance(question, Known):
                 return await self._states(question.ids)
             return await self._cut(question, caller)
         except CiuicError as error:
             log.info("pair_refused", uid=caller.uid, error=error.message)
             return Refused(error.message, error.hint, error.exit_code)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return Refused("the request cannot be read", "is the library of another version?", 2)
 
     async def _states(self, ids: Sequence[str]) -> States:
         committed = await trio.to_thread.run_sync(self._daemon.store.known, frozenset(ids))

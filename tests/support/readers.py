@@ -30,6 +30,7 @@ from ciuic.fuse_layer import undo_format as undo
 from ciuic.fuse_layer.control_frames import MAX_REQUEST_BYTES, FrameError, receive_frame
 from ciuic.fuse_layer.epochs import Epochs
 from ciuic.fuse_layer.tracking import Tracker
+from ciuic.pairing import Cut, Taken, decode_answer, decode_question
 from ciuic.repository import packformat as pf
 from ciuic.repository import snapformat
 from ciuic.repository.blockmaps import decode_map_node, encode_map_node
@@ -46,14 +47,19 @@ from ciuic.repository.treeformat import (
 )
 from ciuic.restore.journal import Mark
 from ciuic.spill import Spill
-from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
+from ciuic.types import ChunkId, Entry, Pair, RootRecord, Snapshot, SnapshotId
 
 ID = ChunkId(b"i" * 16)
 _NAME = "cs-abcdef"
 _ENTRY = Entry(name=b"a", mode=stat.S_IFREG | 0o644, size_bytes=5, content=ID, xattrs=((b"user.x", b"y"),))
 _ROOT = RootRecord(path=b"/r", entry=Entry(name=b"", mode=stat.S_IFDIR | 0o755, content=ID))
 _RECORDS = [PackRecord(ID, 4096 + 88, 10, 10, 0, 7)]
-_SNAPSHOT = Snapshot(id=SnapshotId(_NAME), time_ns=5, host="h", roots=(_ROOT,), tags=("t",), message="m")
+_PAIR = Pair(of="training", id="cs-123456", repository="/x", time_ns=7, roots=("/a",))
+_SNAPSHOT = Snapshot(
+    id=SnapshotId(_NAME), time_ns=5, host="h", roots=(_ROOT,), tags=("t",), message="m", pair=_PAIR
+)
+_CUT = Cut(training=_NAME, repository="/x", time_ns=5, message="m", roots=("/a",), hold_reason="h")
+_TAKEN = Taken(id=_NAME, repository="/r", time_ns=5, roots=("/a",), note="n")
 _REFUSALS = (CiuicError, undo.UndoDamaged, undo.UndoLost, FrameError, BadCopyError, msgspec.MsgspecError)
 _TOML = b"""[repository]
 path = "/r"
@@ -210,6 +216,8 @@ def readers() -> list[Reader]:
         Reader("mark of a restore", Mark.decode, Mark("cs-000001", b"/r", "ab" * 8).encode()),
         Reader("capture job", decode_job, encode_job(CaptureJob(repository="/r", id=_NAME, time_ns=1, host="h", roots=()))),
         Reader("capture message", decode_message, encode_message(Failed(error="no", hint="", code=1))),
+        Reader("question of a trainer", decode_question, msgspec.msgpack.encode(_CUT)),
+        Reader("answer to a trainer", decode_answer, msgspec.msgpack.encode(_TAKEN)),
         Reader("sealed file", _from_file(_sealed), _valid_sealed()),
     ]  # fmt: skip
 
