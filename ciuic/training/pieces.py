@@ -67,13 +67,14 @@ class InPieces:
         import torch
 
         self.shape = tuple(int(one) for one in said["shape"])
-        self._pieces, self._source = pieces, source
+        # Ranks that share no mesh (FSDP2 within tensor parallel groups) may each have stored what is the same on all of them.
+        self._pieces, self._source = list({piece.offsets: piece for piece in pieces}.values()), source
         dtype = getattr(torch, said["dtype"], None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"this torch has no dtype {said['dtype']}")
         self._dtype = dtype
         here = 0
-        for piece in pieces:
+        for piece in self._pieces:
             sizes = self._sizes(piece)
             inside = len(sizes) == len(self.shape) == len(piece.offsets) and all(
                 offset + size <= whole

@@ -60,7 +60,8 @@ def test_names_of_pieces_are_nobody_elses() -> None:
 
 
 def test_any_block_is_read_of_a_tensor_in_pieces() -> None:
-    """Cut along both dimensions, of a dtype that safetensors has no name for as well; without one of the pieces it is damaged."""
+    """Cut along both dimensions, of a dtype that safetensors has no name for as well, or stored by two ranks; without one of the pieces it is
+    damaged."""
     torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
     from ciuic.training.pieces import InPieces, Piece
 
@@ -81,7 +82,7 @@ def test_any_block_is_read_of_a_tensor_in_pieces() -> None:
             read=lambda path, start, size, of=contents: of[path][start : start + size].clone()
         )
         said = {"shape": [5, 7], "dtype": str(dtype).removeprefix("torch.")}
-        tensor = InPieces("a", said, pieces, source)
+        tensor = InPieces("a", said, [*pieces, pieces[0]], source)
         for top, left in itertools.product(range(5), range(7)):
             for rows, columns in itertools.product(range(6 - top), range(8 - left)):
                 found = tensor.read((top, left), (rows, columns))
