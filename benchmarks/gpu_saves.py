@@ -3,10 +3,11 @@
     python -m benchmarks.gpu_saves                               on one GPU, in less than five minutes; prints JSON
     python -m benchmarks.gpu_saves --device cpu --gigabytes 0.02 does everything work? (no figure of it means anything)
 
-*stall*: a step with a save in it, the device waited for before and after, against the median of those without; so work that the device
-puts off for the copy counts as well as a host that waits. *loop*: steps per second with a save every so many steps, until all is
-stored, against none. *restore*: from the directory to a model and an optimizer on the device. Contenders are a save that the manager takes
-by itself (copied beside the next step), one that is asked for (the host waits for the copy), `dcp.async_save` and `torch.save`.
+*stall*: a step with a save in it and the next one, the program's stream waited for after each, against twice the median of those without;
+so work that the device puts off for the copy counts as well as a host that waits. *loop*: steps per second with a save every so many
+steps, until all is stored, against none. *restore*: from the directory to a model and an optimizer on the device. Contenders are a save
+that the manager takes by itself (copied beside the next step), one that is asked for (the host waits for the copy), `dcp.async_save` and
+`torch.save`.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class Training:
         self.optimizer.step()
 
     def sync(self) -> None:
+        """For the program's own stream: what copies beside it is no part of a step until a step waits for it."""
         if self._device != "cpu":
-            self.torch.accelerator.synchronize()
+            self.torch.accelerator.current_stream().synchronize()
 
     def state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
