@@ -133,6 +133,7 @@ class LastSave:
         """And from here on closing the manager takes no longer than that."""
         manager = self._manager
         manager._close_by = time.monotonic() + max(_LEAST_SECONDS, seconds)
+        manager._saver.hurry()
         if not manager.wait(seconds) or manager._saver.changed:
             return None
         if not manager._taker.writes:

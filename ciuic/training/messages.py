@@ -77,6 +77,8 @@ class Awaited(msgspec.Struct, tag=True, frozen=True):
     """The training stands still until this save is durable."""
 
     number: int
+    at_once: bool = False
+    """It is about to end: nothing but being durable counts."""
 
 
 class End(msgspec.Struct, tag=True, frozen=True):

@@ -214,6 +214,11 @@ class Saver:
             self.hear()
         return True
 
+    def hurry(self) -> None:
+        """What was staged is to be durable as soon as that can be."""
+        with self.guard:
+            self.client.awaited(at_once=True)
+
     def close(self, timeout_seconds: float) -> None:
         """Waits so long; what is not done by then is finished by the writer all the same."""
         with self.guard:

@@ -268,13 +268,14 @@ class WriterClient:
             self._part()
             raise
 
-    def awaited(self) -> None:
-        """The training stands still until what it has handed over is durable: the writer need not give way to it."""
+    def awaited(self, *, at_once: bool = False) -> None:
+        """The training stands still until what it has handed over is durable: the writer need not give way to it. ``at_once``: nor is
+        there time for anything but that."""
         newest = max(slot.save for slot in self.slots)
-        if newest > self._awaited:
+        if newest and (newest > self._awaited or at_once):
             self._awaited = newest
             with suppress(OSError):  # `poll` will say so
-                self._send(Awaited(newest))
+                self._send(Awaited(newest, at_once))
 
     def listen(self, timeout_seconds: float) -> None:
         """Waits so long for something to `poll`."""

@@ -92,6 +92,8 @@ class _Trainer:
         """That came with the message that was returned last."""
         self.awaited = 0
         """The newest save for which the training stands still."""
+        self.at_once = 0
+        """And the newest for which there is no time but to write it."""
         self._heard: deque[tuple[FromTrainer, list[int]]] = deque()
         """And not acted upon."""
         self._ended = False
@@ -126,6 +128,7 @@ class _Trainer:
                 self._ended = True
             elif isinstance(got[0], Awaited):
                 self.awaited = got[0].number
+                self.at_once = got[0].number if got[0].at_once else self.at_once
             else:
                 self._heard.append(got)
         return bool(self._heard) or self._ended
@@ -263,7 +266,7 @@ class _Writer:
         return chooser.begin(
             writer,
             size_bytes=sum(file.size_bytes for file in manifest.files),
-            in_a_hurry=lambda: trainer.waiting() and not trainer.closing,
+            in_a_hurry=lambda: (trainer.waiting() and not trainer.closing) or trainer.at_once >= number,
             awaited=lambda: trainer.closing or trainer.awaited >= number,
         )
 
