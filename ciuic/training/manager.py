@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from ciuic.training import given, policies
+from ciuic.training.alone import Alone
 from ciuic.training.boundaries import Boundaries
 from ciuic.training.filesystem import Filesystem, Roots
 from ciuic.training.for_frameworks import ForFrameworks
@@ -130,7 +131,15 @@ class SnapshotManager(ForFrameworks, Marked):
         self._pace = Pace(rules, None if ranks is None else ranks.vote())
         self._run = Run()
         files = Filesystem(filesystem, self.save_dir, self.stats)
-        self._taker = Taker(self._run, self._registered, self._pace, self._saver, ranks, files)
+        self._taker = Taker(
+            self._run,
+            self._registered,
+            self._pace,
+            self._saver,
+            ranks,
+            files,
+            Alone(str(self.save_dir), name),
+        )
         self._last = None if preempted is None else LastSave(self, preempted)
         if self._last is not None:
             self._saver.noticed = self._last.notified
@@ -269,6 +278,8 @@ class SnapshotManager(ForFrameworks, Marked):
         self.step, self.epoch = state.facts.step or 0, state.facts.epoch
         self._run.id = state.facts.run or self._run.id
         self._pace.begin_at(self.step)
+        if self._taker.writes:
+            self._taker.alone.make_sure()
         self._observe_earlier()
 
     # -- life
@@ -289,6 +300,7 @@ class SnapshotManager(ForFrameworks, Marked):
         if self._close_by is not None:
             timeout_seconds = min(timeout_seconds, max(0.0, self._close_by - time.monotonic()))
         self._saver.close(timeout_seconds)
+        self._taker.alone.release()
         if self._taker.ranks is not None:
             self._taker.ranks.close()
             self._taker.ranks = None

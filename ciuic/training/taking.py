@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from ciuic.training import given, randomness, rank_state
+from ciuic.training.alone import Alone
 from ciuic.training.completeness import missing
 from ciuic.training.description import finite, floats, replaced, summary, versions
 from ciuic.training.filesystem import Filesystem, Roots, planned_id
@@ -106,8 +107,10 @@ class Taker:
         saver: Saver,
         ranks: Ranks | None,
         filesystem: Filesystem,
+        alone: Alone,
     ) -> None:
         self.run = run
+        self.alone = alone
         self.ranks = ranks
         """None where this process saves for itself."""
         self.prepared = False
@@ -322,5 +325,6 @@ class Taker:
     def _say_what_is_missing(self) -> None:
         if not self._complained:
             self._complained = True
+            self.alone.make_sure()
             for note in missing(self._registered.objects, has_position=self._registered.has_position):
                 log.warning("ciuic: a resume would not be exact: %s", note)
