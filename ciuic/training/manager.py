@@ -83,7 +83,7 @@ class SnapshotManager(ForFrameworks, Marked):
         (further rules: ciuic.training.Steps, AfterIf, OnImprovement, Automatic, BeforePreemption, …).
         What stays: ``max_snapshots`` of the newest, ``keep`` (further rules: EverySteps, EverySeconds, Best, Held); with neither all.
         ``name``: of the run, where several share a repository.
-        ``compression``: ``auto`` finds out for each tensor what makes it smaller, within one percent of the processors' time; ``small``
+        ``compression``: ``auto`` finds out for each tensor what makes it smaller, while nobody else wants the processors; ``small``
         takes what time it needs, ``none`` takes none. ``nice``: of the process that writes.
         ``distributed``: whether this is one of several ranks that train one model, which then all make a manager and call the same of its
         methods; None: if torch.distributed is initialized for several. ``agree``: asked by all ranks at each boundary whether any of them
