@@ -17,6 +17,7 @@ from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation
 from ciuic.repository.packformat import FLAG_DIFFERENCE
 from ciuic.repository.packs import Packs
+from ciuic.repository.planes import WIDE
 from ciuic.types import ChunkId
 
 
@@ -30,6 +31,8 @@ class Held(NamedTuple):
     """0 until it is packed."""
     base: ChunkId | Literal[b""]
     """That it has or may come to have."""
+    undecided: bool = False
+    """It may come to have another: until it is packed nobody knows what lies behind it."""
 
 
 class Bases:
@@ -50,13 +53,19 @@ class Bases:
         self._all_packs: list[Packs] = []
 
     def found(self, chunk: ChunkId, size_bytes: int, codec: Codec) -> Codec:
-        """A codec for this chunk that can read its base; one without, where it cannot be one."""
-        if codec.base is None:
-            return codec
-        below = self._below(chunk, codec.base)
-        if below and below[0].raw_bytes == size_bytes:
-            return codec._replace(read_base=partial(self._content, codec.base, below))
-        return codec._replace(base=None)
+        """A codec for this chunk that can read its base and its twin; one without, where they cannot be that."""
+        base, twin = codec.base, codec.twin
+        if base is not None:
+            below = self._below(chunk, base)
+            if below and below[0].raw_bytes == size_bytes:
+                codec = codec._replace(read_base=partial(self._content, base, below))
+            else:
+                codec = codec._replace(base=None)
+        if twin is not None:
+            below = self._below(chunk, twin.base) if codec.width == WIDE else []
+            read = partial(self._content, twin.base, below)
+            codec = codec._replace(twin=twin._replace(read=read) if below else None)
+        return codec
 
     def close(self) -> None:
         """When no thread reads any more."""
@@ -72,7 +81,7 @@ class Bases:
                 return []
             held = self._held(at)
             copies = self._find(at)
-            if held is None and not copies:
+            if (held is None and not copies) or (held is not None and held.undecided):
                 return []
             one = held or copies[0]
             if any(copy.base != one.base for copy in copies):

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import Final, Literal, NamedTuple
 
 import zstandard
@@ -18,6 +19,7 @@ import zstandard
 from ciuic.repository import packformat as pf
 from ciuic.repository import planes
 from ciuic.repository.ids import Bytes
+from ciuic.repository.planes import Widening
 from ciuic.types import ChunkId
 
 Pace = Literal["patient", "soon", "now"]
@@ -33,60 +35,96 @@ _WORTH_MORE: Final = 0.02
 """So much less must a dearer codec leave than a cheaper one."""
 
 
+Kind = Literal["raw", "zstd", "planes", "difference", "twin"]
+"""How content is stored."""
+_FLAGS: Final[dict[Kind, int]] = {
+    "raw": 0,
+    "zstd": pf.FLAG_ZSTD,
+    "planes": pf.FLAG_PLANES,
+    "difference": pf.FLAG_PLANES | pf.FLAG_DIFFERENCE,
+    "twin": pf.FLAG_PLANES | pf.FLAG_DIFFERENCE,
+}
+
+
+class Twin(NamedTuple):
+    """A chunk of numbers of 2 bytes, to which those of the content, of 4 bytes, were rounded."""
+
+    base: ChunkId
+    widening: Widening
+    read: Callable[[], Bytes | None] = lambda: None
+    """As `Codec.read_base`."""
+
+
 class Codec(NamedTuple):
     """What does not become smaller by it is stored as it is."""
 
-    kind: Literal["raw", "zstd", "planes", "difference", "best"]
-    """The last: planes, the difference if there is a base, zstd or nothing, as samples of the content show."""
+    kind: Kind | Literal["best"]
+    """The last: whichever of the others leaves least, as samples of the content show. A difference from what is not there is one from the
+    twin, and that from what is not there planes."""
     width: int = 0
     """Bytes of a number, for planes and differences: 2, 4 or 8."""
     base: ChunkId | None = None
     """For a difference: a chunk as long as the content."""
     read_base: Callable[[], Bytes | None] = lambda: None
     """What that holds, checked; None where it cannot be read. Called in whichever thread does the work."""
-    told: Callable[[int], None] = lambda flags: None
-    """Hears with which flags it was stored, in that thread."""
+    told: Callable[[Kind], None] = lambda kind: None
+    """Hears how it was stored, in that thread."""
+    twin: Twin | None = None
+    """For a width of 4."""
 
 
 class Coded(NamedTuple):
     stored: Bytes
-    flags: int
+    kind: Kind
     base: ChunkId | Literal[b""] = b""
+
+    @property
+    def flags(self) -> int:
+        return _FLAGS[self.kind]
 
 
 def code(data: Bytes, codec: Codec) -> Coded:
     """The content as this codec has it."""
     coded = _CODERS[codec.kind](data, codec)
     if len(coded.stored) >= len(data):
-        coded = Coded(data, 0)
-    codec.told(coded.flags)
+        coded = Coded(data, "raw")
+    codec.told(coded.kind)
     return coded
 
 
 def _as_it_is(data: Bytes, codec: Codec) -> Coded:
-    return Coded(data, 0)
+    return Coded(data, "raw")
 
 
 def _zstd(data: Bytes, codec: Codec) -> Coded:
-    return Coded(zstandard.ZstdCompressor(level=1).compress(data), pf.FLAG_ZSTD)
+    return Coded(zstandard.ZstdCompressor(level=1).compress(data), "zstd")
 
 
 def _planes(data: Bytes, codec: Codec) -> Coded:
-    return Coded(planes.encode(data, codec.width), pf.FLAG_PLANES)
+    return Coded(planes.encode(data, codec.width), "planes")
 
 
 def _difference(data: Bytes, codec: Codec, base: Bytes | None = None) -> Coded:
     base = base or codec.read_base()
     if base is None or codec.base is None:
+        return _twin(data, codec)
+    return Coded(planes.encode(data, codec.width, base), "difference", codec.base)
+
+
+def _twin(data: Bytes, codec: Codec, base: Bytes | None = None) -> Coded:
+    base = base or (codec.twin and codec.twin.read())
+    if base is None or codec.twin is None:
         return _planes(data, codec)
-    stored = planes.encode(data, codec.width, base)
-    return Coded(stored, pf.FLAG_PLANES | pf.FLAG_DIFFERENCE, codec.base)
+    widening = codec.twin.widening
+    stored = planes.encode_beside(data, planes.wide_base(base, widening, len(data)), widening)
+    return Coded(stored, "twin", codec.twin.base)
 
 
 def _best(data: Bytes, codec: Codec) -> Coded:
     sample = _sample(data)
     if len(sample) < codec.width:
-        return Coded(data, 0)
+        return Coded(data, "raw")
+    best: Callable[[Bytes, Codec], Coded]
     best, plain = _as_it_is, len(zstandard.ZstdCompressor(level=1).compress(sample)) / len(sample)
     share = 1.0
     if plain < _WORTH:
@@ -94,6 +132,13 @@ def _best(data: Bytes, codec: Codec) -> Coded:
     by_planes = len(planes.encode(sample, codec.width)) / len(sample)
     if by_planes < min(_WORTH, share - _WORTH_MORE):
         best, share = _planes, by_planes
+    twin = codec.twin and codec.twin.read()
+    if twin is not None and codec.twin is not None:
+        wide = planes.wide_base(twin, codec.twin.widening, len(data))
+        beside = planes.encode_beside(sample, _sample(wide), codec.twin.widening)
+        by_twin = len(beside) / len(sample)
+        if by_twin < min(_WORTH, share - _WORTH_MORE):
+            best, share = partial(_twin, base=twin), by_twin
     base = codec.read_base()
     if base is not None:
         by_difference = len(planes.encode(sample, codec.width, _sample(base))) / len(sample)
@@ -107,6 +152,7 @@ _CODERS: Final[dict[str, Callable[[Bytes, Codec], Coded]]] = {
     "zstd": _zstd,
     "planes": _planes,
     "difference": _difference,
+    "twin": _twin,
     "best": _best,
 }
 

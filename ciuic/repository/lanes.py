@@ -10,12 +10,19 @@ exponent is alone in the highest byte (float32) or begins there. Data and base a
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from ciuic.repository.ids import Bytes
 
 WIDTHS: Final = (2, 4, 8)
+BFLOAT16: Final = 1
+FLOAT16: Final = 2
+HALVES: Final = (BFLOAT16, FLOAT16)
+"""Kinds of numbers of 2 bytes that `widened` knows."""
+_HALF_A_STEP: Final = {BFLOAT16: 1 << 15, FLOAT16: 1 << 12}
+"""The most that rounding to the nearest takes or adds, as an integer: so much more is no number below zero."""
 
 
 @functools.cache
@@ -85,6 +92,74 @@ def undo(changes: bytearray, base: Bytes, width: int) -> None:
     _turn_back(numpy, numbers, width)
 
 
+def widened(base: Bytes, kind: int, start: int, count: int) -> bytes:
+    """``count`` numbers of 4 bytes: as float32 what ``base`` has from its number ``start`` on, 0 before its first and behind its last.
+    No arithmetic of floating-point numbers: the same bits everywhere, also of what is no number."""
+    before = min(count, max(0, -start))
+    first = max(0, start)
+    body = memoryview(base)[2 * first : 2 * min(len(base) // 2, first + count - before)]
+    behind = count - before - len(body) // 2
+    return b"".join((bytes(4 * before), _wide(body, kind), bytes(4 * behind)))
+
+
+def remainders(data: Bytes, wide: Bytes, kind: int) -> bytes:
+    """How much more each number of 4 bytes is, as an integer, than the one at the same place of ``wide`` less half a step of this kind."""
+    numpy, half = _numpy(), _HALF_A_STEP[kind]
+    if numpy is None:
+        masks = _masks(4, len(data) // 4)
+        more = _minus_long(int.from_bytes(data, "little"), int.from_bytes(wide, "little"), masks)
+        return _plus_long(more, masks.lowest * half, masks).to_bytes(len(data), "little")
+    more = numpy.frombuffer(data, "<u4") - numpy.frombuffer(wide, "<u4")
+    return bytes((more + _of(numpy, 4, half)).tobytes())
+
+
+def put_back(numbers: bytearray, wide: Bytes, kind: int) -> None:
+    """The inverse of `remainders`, in place."""
+    numpy, half = _numpy(), _HALF_A_STEP[kind]
+    if numpy is None:
+        masks = _masks(4, len(numbers) // 4)
+        less = _minus_long(int.from_bytes(numbers, "little"), masks.lowest * half, masks)
+        whole = _plus_long(less, int.from_bytes(wide, "little"), masks)
+        numbers[:] = whole.to_bytes(len(numbers), "little")
+        return
+    array = numpy.frombuffer(numbers, "<u4")
+    numpy.add(array, numpy.frombuffer(wide, "<u4"), out=array)
+    numpy.subtract(array, _of(numpy, 4, half), out=array)
+
+
+def _wide(body: memoryview, kind: int) -> bytes:
+    numpy = _numpy()
+    if numpy is not None:
+        numbers = numpy.frombuffer(body, "<u2")
+        if kind == FLOAT16:
+            return bytes(numpy.frombuffer(_wide_halves(), "<u4")[numbers].tobytes())
+        return bytes((numbers.astype("<u4") << _of(numpy, 4, 16)).tobytes())
+    if kind == FLOAT16:
+        table = memoryview(_wide_halves())
+        return b"".join(table[4 * half : 4 * half + 4] for (half,) in struct.iter_unpack("<H", body))
+    wide = bytearray(2 * len(body))
+    wide[2::4], wide[3::4] = body[0::2], body[1::2]
+    return bytes(wide)
+
+
+@functools.cache
+def _wide_halves() -> bytes:
+    """Every number of IEEE 754's binary16 as binary32, in the order of their bits."""
+    return struct.pack("<65536I", *map(_wide_half, range(1 << 16)))
+
+
+def _wide_half(half: int) -> int:
+    sign, exponent, mantissa = half >> 15 << 31, half >> 10 & 31, half & 1023
+    if exponent == 31:
+        return sign | 255 << 23 | mantissa << 13
+    if not exponent:
+        if not mantissa:
+            return sign
+        shift = 11 - mantissa.bit_length()
+        mantissa, exponent = mantissa << shift & 1023, 1 - shift
+    return sign | exponent + 112 << 23 | mantissa << 13
+
+
 def _turn_back(numpy: Any, numbers: Any, width: int) -> None:
     lowest = numbers << _of(numpy, width, 8 * width - 1)
     numpy.right_shift(numbers, _of(numpy, width, 1), out=numbers)
@@ -134,19 +209,28 @@ def _turn_back_long(data: Bytes, width: int) -> bytes:
 
 
 def _differences_long(data: Bytes, base: Bytes, width: int) -> bytes:
-    lowest, rest, highest = _masks(width, len(data) // width)
-    new, old = _turned_long(data, width), _turned_long(base, width)
-    # No borrow leaves its number: the highest bits are set before, and put right after (Hacker's Delight, 2-18).
-    change = ((new | highest) - (old & rest)) ^ ((new ^ old ^ highest) & highest)
+    masks = lowest, rest, _ = _masks(width, len(data) // width)
+    change = _minus_long(_turned_long(data, width), _turned_long(base, width), masks)
     sign = change >> (8 * width - 1) & lowest
     folded = (change & rest) << 1 ^ ((sign << 8 * width) - sign)
     return folded.to_bytes(len(data), "little")
 
 
 def _undone_long(changes: Bytes, base: Bytes, width: int) -> bytes:
-    lowest, rest, highest = _masks(width, len(changes) // width)
-    folded, old = int.from_bytes(changes, "little"), _turned_long(base, width)
+    masks = lowest, rest, _ = _masks(width, len(changes) // width)
+    folded = int.from_bytes(changes, "little")
     sign = folded & lowest
     change = folded >> 1 & rest ^ ((sign << 8 * width) - sign)
-    new = ((change & rest) + (old & rest)) ^ ((change ^ old) & highest)
+    new = _plus_long(change, _turned_long(base, width), masks)
     return _turn_back_long(new.to_bytes(len(changes), "little"), width)
+
+
+def _minus_long(new: int, old: int, masks: _Masks) -> int:
+    # No borrow leaves its number: the highest bits are set before, and put right after (Hacker's Delight, 2-18).
+    _, rest, highest = masks
+    return ((new | highest) - (old & rest)) ^ ((new ^ old ^ highest) & highest)
+
+
+def _plus_long(one: int, other: int, masks: _Masks) -> int:
+    _, rest, highest = masks
+    return ((one & rest) + (other & rest)) ^ ((one ^ other) & highest)

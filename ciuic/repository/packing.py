@@ -109,8 +109,9 @@ class Packer:
     def _coded(self, data: Bytes, place: Place | None, codec: Codec) -> Packed:
         if self._now:
             codec = Codec("raw")
-        stored, flags, base = code(data, codec)
-        return Packed(stored, flags, pf.checksum(stored), None if flags else place, base)
+        coded = code(data, codec)
+        checksum = pf.checksum(coded.stored)
+        return Packed(coded.stored, coded.flags, checksum, None if coded.flags else place, coded.base)
 
     def close(self) -> None:
         """Waits for what is on its way, which is short."""

@@ -141,7 +141,7 @@ class ChunkStore:
             size_bytes = len(given.data)
             codec = given.codec and self._bases.found(chunk, size_bytes, given.codec)
             content = given._replace(data=_kept(given.data, kept_bytes), codec=codec)
-            self._buffered[chunk] = Held(content.data, size_bytes, 0, (codec and codec.base) or b"")
+            self._buffered[chunk] = _unpacked(content)
             if not self._pending and not group and not self.packer.worth_a_thread(content):
                 self._append(chunk, size_bytes, self.packer.pack(content, kind), kind)
                 continue
@@ -192,7 +192,7 @@ class ChunkStore:
         """The content, also of what is only buffered. MissingChunk, DamagedChunk."""
         held = self._buffered.get(chunk)
         if held is not None:
-            stored, raw_bytes, flags, base = held
+            stored, raw_bytes, flags, base, _ = held
             content = read_base(base if flags & pf.FLAG_DIFFERENCE else b"", self.get)
             return unpack(bytes(stored), raw_bytes, flags, base=content)
         return self._reader.get(chunk)
@@ -243,6 +243,13 @@ class ChunkStore:
             self._sealed.add(number)
         for record in records:
             self._written.pop(record.id, None)
+
+
+def _unpacked(content: Content) -> Held:
+    """With the base that it may come to have."""
+    codec = content.codec
+    bases = [base for base in (codec.base, codec.twin and codec.twin.base) if base] if codec else []
+    return Held(content.data, len(content.data), 0, bases[0] if bases else b"", undecided=len(bases) > 1)
 
 
 def _kept(data: Bytes, kept_bytes: int) -> Bytes:

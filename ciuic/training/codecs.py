@@ -7,35 +7,29 @@ left to the repository's own choice.
 
 Which base a difference has: every 16th snapshot of a writer has none (a *key*), the next one is based on it, two more each on the one before,
 the fourth on the key again, and so on. So at most three bases lie behind each other and two in three are next to what they are a base of.
-Where few snapshots stay, bases that outlive theirs take what differences save: there are differences then until the first has to go.
+Where few snapshots stay, bases that outlive theirs take what differences save: there are differences then until the first has to go. Numbers of 4 bytes that are there rounded to 2 as well (twins.py) may be stored as what rounding took
+from them, which needs no other snapshot.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
-from ciuic.repository import Writer
-from ciuic.repository import packformat as pf
+from ciuic.repository import Writer, coding
 from ciuic.repository.coding import Codec, Pace
 from ciuic.repository.lanes import WIDTHS
 from ciuic.training.messages import File, Rules
 from ciuic.training.preservation import Latest
+from ciuic.training.twins import Twin, found_among, with_masters_behind
 from ciuic.types import ChunkId
 
 Blocks = Mapping[int, ChunkId]
 """The chunks of a file by their numbers."""
 
-_Kind = Literal["raw", "zstd", "planes", "difference", "best"]
-_KINDS: Final[Mapping[int, _Kind]] = {
-    0: "raw",
-    pf.FLAG_ZSTD: "zstd",
-    pf.FLAG_PLANES: "planes",
-    pf.FLAG_PLANES | pf.FLAG_DIFFERENCE: "difference",
-}
+_Kind = coding.Kind | Literal["best"]
 _KEY_EVERY: Final = 16
 _IN_A_ROW: Final = 3
 _TRY_AGAIN_EVERY: Final = 8
@@ -70,6 +64,7 @@ class _Outcome(NamedTuple):
     different: bool
     """Some of it as a difference."""
     had_base: bool
+    had_twin: bool
     age: int
     """Commits since."""
 
@@ -109,7 +104,8 @@ class Chooser:
         if self.compression != "none" and _worth_differences(self._rules, _snapshots(writer)):
             writer.keep_cached()
             base = _base_of(self._number)
-        return Chosen(self, {} if base is None else self._blocks[base], pace)
+        bases = {} if base is None else self._blocks[base]
+        return Chosen(self, bases, pace, writer.repository.block_size)
 
     def done(self, chosen: Chosen) -> None:
         """The commit was made."""
@@ -119,10 +115,12 @@ class Chooser:
         for path, outcome in chosen.outcomes():
             self._outcomes[path] = outcome
 
-    def known(self, path: str, has_base: bool) -> _Outcome | None:
+    def known(self, path: str, has_base: bool, has_twin: bool) -> _Outcome | None:
         """What came of it lately, if that tells of now."""
         outcome = self._outcomes.get(path)
-        if outcome is None or (has_base and not outcome.had_base) or outcome.age >= _TRY_AGAIN_EVERY:
+        if outcome is None or outcome.age >= _TRY_AGAIN_EVERY:
+            return None
+        if (has_base and not outcome.had_base) or (has_twin and not outcome.had_twin):
             return None
         self._outcomes[path] = outcome._replace(age=outcome.age + 1)
         return outcome
@@ -131,13 +129,23 @@ class Chooser:
 class Chosen:
     """The codecs of one commit."""
 
-    def __init__(self, chooser: Chooser, bases: Mapping[str, Blocks], pace: Callable[[], Pace]) -> None:
+    def __init__(
+        self, chooser: Chooser, bases: Mapping[str, Blocks], pace: Callable[[], Pace], block_size: int
+    ) -> None:
         self.blocks: dict[str, Blocks] = {}
         """What was stored, by path: to be filled by who stores it."""
         self._chooser = chooser
         self._bases = bases
         self._pace = pace
+        self._block_size = block_size
+        self._twins: dict[str, Twin] = {}
         self._told: dict[str, _Told] = {}
+
+    def in_order(self, files: Sequence[File], memory: memoryview) -> list[File]:
+        """In which they are to be stored. Before `codec`."""
+        if self._chooser.compression != "none":
+            self._twins = found_among(files, memory)
+        return with_masters_behind(files, self._twins)
 
     def codec(self, file: File) -> Callable[[int], Codec | None]:
         """For each block of this file."""
@@ -146,42 +154,48 @@ class Chosen:
         if file.width not in WIDTHS:
             return lambda _: None
         base = self._bases.get(file.path, {})
-        known = self._chooser.known(file.path, bool(base))
+        twin = self._twins.get(file.path)
+        known = self._chooser.known(file.path, bool(base), twin is not None)
         kind: _Kind = known.kind if known is not None else "best"
         if known is not None and not known.different:
             base = {}
-        told = _Told(bool(base))
+        told = _Told(bool(base), twin is not None)
         if known is None:
             self._told[file.path] = told
 
         def of_block(number: int) -> Codec:
-            return Codec(kind, file.width, base.get(number), told=told)
+            its_base = base.get(number)
+            other = None if twin is None or (kind == "difference" and its_base) else twin
+            return Codec(kind, file.width, its_base, told=told, twin=self._twin(other, number))
 
         return of_block
+
+    def _twin(self, twin: Twin | None, number: int) -> coding.Twin | None:
+        return twin and twin.of_block(number, self._block_size, self.blocks.get(twin.path, {}))
 
     def outcomes(self) -> list[tuple[str, _Outcome]]:
         """Of the files with which all was tried."""
         if self._pace() == "now":
             return []  # what was not coded tells nothing
-        return [(path, told.outcome()) for path, told in self._told.items() if told.flags]
+        return [(path, told.outcome()) for path, told in self._told.items() if told.kinds]
 
 
 class _Told:
     """How the blocks of one file were stored; told by several threads."""
 
-    def __init__(self, had_base: bool) -> None:
-        self.flags: Counter[int] = Counter()
+    def __init__(self, had_base: bool, had_twin: bool) -> None:
+        self.kinds: set[coding.Kind] = set()
         self._had_base = had_base
+        self._had_twin = had_twin
         self._lock = threading.Lock()
 
-    def __call__(self, flags: int) -> None:
+    def __call__(self, kind: coding.Kind) -> None:
         with self._lock:
-            self.flags[flags] += 1
+            self.kinds.add(kind)
 
     def outcome(self) -> _Outcome:
-        different = any(flags & pf.FLAG_DIFFERENCE for flags in self.flags)
-        only = _KINDS[next(iter(self.flags))] if len(self.flags) == 1 else "best"
-        return _Outcome(only, different, self._had_base, 0)
+        only = next(iter(self.kinds)) if len(self.kinds) == 1 else "best"
+        return _Outcome(only, "difference" in self.kinds, self._had_base, self._had_twin, 0)
 
 
 def _snapshots(writer: Writer) -> int:

@@ -59,7 +59,8 @@ def commit(
         known.folders = {}  # somebody removed it, and what its trees refer to may be gone with it
     put = _Put(writer, repository.block_size, manifest.time_ns, known, chosen)
     entries = {file.path: put.stored(file) for file in manifest.stored}
-    entries |= {file.path: put.file(file, memory) for file in manifest.files}
+    files = manifest.files if chosen is None else chosen.in_order(manifest.files, memory)
+    entries |= {file.path: put.file(file, memory) for file in files}
     folders = put.folders(entries)
     top = _folder(b"", put.time_ns, writer.update_tree(b"", _listing(entries, folders)))
     other = pair()
@@ -106,7 +107,7 @@ def put_files(
     on the repository meanwhile. OSError. ``chosen``: as in `commit`."""
     put = _Put(writer, repository.block_size, manifest.time_ns, Known(), chosen)
     stored = []
-    for file in manifest.files:
+    for file in manifest.files if chosen is None else chosen.in_order(manifest.files, memory):
         entry = put.file(file, memory)
         stored.append(StoredFile(file.path, entry.size_bytes, entry.content, entry.map_height))
     writer.flush()

@@ -14,9 +14,13 @@ from ciuic.check import check
 from ciuic.gc import prune
 from ciuic.repository import DamagedChunk, DamagedPack, PackRecord, Repository, UnsupportedFormat, Writer
 from ciuic.repository import packformat as pf
-from ciuic.repository.coding import MOST_BASES, Codec
+from ciuic.repository.basing import Bases, Held
+from ciuic.repository.coding import MOST_BASES, Codec, Twin
 from ciuic.repository.config import FORMAT_VERSION, config_problems, encode_config
+from ciuic.repository.lanes import BFLOAT16
 from ciuic.repository.packing import Content
+from ciuic.repository.packs import Packs
+from ciuic.repository.planes import Widening
 from ciuic.sweep import HURRIED
 from ciuic.types import ChunkId, Entry, RootRecord, SnapshotDraft, SnapshotId
 from ciuic.verify import verify_snapshots
@@ -291,6 +295,129 @@ def test_nothing_is_freed_while_a_list_that_may_name_bases_is_damaged(repository
     report = prune(repository, thresholds=HURRIED)
     assert any("base" in note for note in report.notes)
     assert len(list(pack.parent.iterdir())) == packs
+
+
+def twins_of(data: bytes) -> bytes:
+    """As bfloat16."""
+    return b"".join(
+        struct.pack("<H", bits + 0x7FFF + (bits >> 16 & 1) >> 16)
+        for (bits,) in struct.iter_unpack("<I", data)
+    )
+
+
+def rounded_of(base: ChunkId, start: int = 0) -> Codec:
+    return Codec("twin", 4, twin=Twin(base, Widening(BFLOAT16, start)))
+
+
+def masters_of(repository: Repository, contents: list[bytes], pack_bytes: int | None = None) -> list[ChunkId]:
+    """The last one, stored as what remains of it beside its twin, which is the end of a chain."""
+    chunks: list[ChunkId] = []
+    with repository.writer(pack_bytes=pack_bytes) as writer:
+        for data in contents:
+            codec = Codec("difference", 2, chunks[-1]) if chunks else Codec("planes", 2)
+            chunks.append(put(writer, twins_of(data), codec))
+        chunks.append(put(writer, contents[-1], rounded_of(chunks[-1])))
+        commit(writer, chunks[-1], len(contents))
+    repository.close()
+    return chunks
+
+
+def test_masters_rest_on_their_twins(repository: Repository, tmp_path: Path) -> None:
+    """At half of their size; nothing that reads, moves, prunes or checks the repository sees anything but a difference."""
+    contents = states(3)
+    chunks = masters_of(repository, contents, pack_bytes=4096)
+    assert repository.chunks.locate(chunks[-1]).stored_bytes < 0.51 * BLOCK
+    assert repository.chunks.locate_all(chunks[-1])[0].base == chunks[-2]
+    wanted = [*map(twins_of, contents), contents[-1]]
+    assert prune(repository, thresholds=HURRIED).notes == []
+    assert [repository.chunks.get(chunk) for chunk in chunks] == wanted
+    with repository.writer() as writer:
+        for pack in repository.packs():
+            writer.rewrite_pack(pack.number, lambda _: True)
+    repository.close()
+    assert list(repository.scrub()) == []
+    assert check(repository, read_data=True).findings == []
+    assert verify_snapshots(repository, checksum=True).damages == []
+    targets = [memoryview(bytearray(BLOCK))]
+    assert list(repository.into_memory.read(chunks[-1:], targets)) == []
+    assert targets[0] == contents[-1]
+    repository.close()
+    (repository.path / "index.sqlite").unlink()
+    assert [repository.chunks.get(chunk) for chunk in chunks] == wanted
+
+
+def test_a_damaged_twin_is_told_for_its_masters(repository: Repository) -> None:
+    """By name; stored anew it makes them good again."""
+    contents = states(2)
+    chunks = masters_of(repository, contents)
+    flip_stored(repository, chunks[0])
+    with pytest.raises(DamagedChunk, match=f"a difference: .*{chunks[0].hex()}"):
+        repository.chunks.get(chunks[-1])
+    assert {found.chunk for found in repository.scrub()} == set(chunks)
+    damages = verify_snapshots(repository, checksum=True).damages
+    assert {damage.chunk: damage.snapshots for damage in damages} == {
+        **dict.fromkeys(chunks[:-1], ()),
+        chunks[-1]: (SnapshotId("cs-000002"),),
+    }
+    with repository.writer() as writer:
+        assert set(writer.mark_damaged(chunks[:1])) == set(chunks)
+        put(writer, twins_of(contents[0]), None)
+        writer.flush()
+        assert writer.mark_damaged(chunks) == []
+    repository.close()
+    assert repository.chunks.get(chunks[-1]) == contents[-1]
+
+
+def test_twins_do_not_lie_too_deep(repository: Repository) -> None:
+    """Behind masters there are no more bases than behind others: with one too many they are planes."""
+    for count in (MOST_BASES, MOST_BASES + 1):
+        chunks = masters_of(repository, states(count, seed=count))
+        depth = len(repository.chunks.locate_all(chunks[-1])) - 1
+        assert depth == (MOST_BASES if count == MOST_BASES else 0)
+
+
+@pytest.mark.parametrize("why", ["missing", "of 8 bytes", "elsewhere"])
+def test_an_impossible_twin_is_done_without(repository: Repository, why: str) -> None:
+    """The content is stored all the same, and reads as what it was."""
+    data = states(1)[0]
+    with repository.writer() as writer:
+        base = ChunkId(b"x" * 16) if why == "missing" else put(writer, twins_of(data), None)
+        codec = rounded_of(base, 1 << 30 if why == "elsewhere" else 0)
+        chunk = put(writer, data, codec._replace(width=8 if why == "of 8 bytes" else 4))
+        assert writer.chunks.get(chunk) == data
+    assert repository.chunks.get(chunk) == data
+    if why != "elsewhere":
+        assert repository.chunks.locate(chunk).flags == pf.FLAG_PLANES
+
+
+@pytest.mark.parametrize("better", ["difference", "twin"])
+def test_of_base_and_twin_the_better_one_is_taken(repository: Repository, better: str) -> None:
+    """As samples show."""
+    first, second = states(2)
+    if better == "twin":
+        first = states(1, seed=2)[0]
+    told: list[str] = []
+    with repository.writer() as writer:
+        before = put(writer, first, PLANES)
+        twin = put(writer, twins_of(second), Codec("planes", 2))
+        chunk = put(writer, second, Codec("best", 4, before, told=told.append, twin=rounded_of(twin).twin))
+        assert writer.chunks.get(chunk) == second
+    assert told == [better]
+    repository.close()
+    assert repository.chunks.locate(chunk).base == (twin if better == "twin" else before)
+    assert repository.chunks.get(chunk) == second
+
+
+def test_what_may_come_to_rest_on_one_of_two_is_no_base_before_it_does(repository: Repository) -> None:
+    """Nobody could say how many lie behind it."""
+    data = states(1)[0]
+    base, chunk = ChunkId(b"b" * 16), ChunkId(b"c" * 16)
+    packs = Packs(str(repository.path / "packs"), b"")
+    for undecided in (False, True):
+        held = Held(data, BLOCK, 0, b"", undecided)
+        bases = Bases(packs, {base: held}.get, lambda _: [], 0)
+        assert (bases.found(chunk, BLOCK, difference(base)).base is None) is undecided
+        assert (bases.found(chunk, BLOCK, rounded_of(base)).twin is None) is undecided
 
 
 def test_tables_that_name_no_base_are_damaged() -> None:

@@ -1,0 +1,182 @@
+"""Masters beside the weights that they were rounded to: found among the files of a state, stored at half their size, and back as they were."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ciuic.repository import Repository, Walker
+from ciuic.training.codecs import Chooser
+from ciuic.training.committing import Known, commit, manifest_of
+from ciuic.training.layout import lay_out
+from ciuic.training.messages import File, Rules
+from ciuic.training.structure import Leaf
+from ciuic.training.tensors import Array
+from ciuic.training.twins import _as_bfloat16, _as_float16, found_among, with_masters_behind
+from ciuic.types import Snapshot
+
+_BLOCK = 65536
+_COUNT = 90_000
+ROUNDED: dict[str, Callable[[int], int]] = {"BF16": _as_bfloat16, "F16": _as_float16}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[Repository]:
+    with Repository.create(tmp_path / "r", block_size=_BLOCK) as made:
+        yield made
+
+
+def weights(seed: int, count: int = _COUNT) -> bytes:
+    drawn = random.Random(seed)
+    return struct.pack(f"<{count}f", *(drawn.gauss(0, 0.02) for _ in range(count)))
+
+
+def rounded(data: bytes, dtype: str) -> bytes:
+    return b"".join(struct.pack("<H", ROUNDED[dtype](bits)) for (bits,) in struct.iter_unpack("<I", data))
+
+
+def _array(dtype: str, size_bytes: int) -> Array:
+    width = 4 if dtype == "F32" else 2
+    return Array("torch", dtype, (size_bytes // width,), size_bytes, element_bytes=width)
+
+
+def state(objects: dict[str, dict[str, tuple[str, bytes]]]) -> tuple[list[File], bytearray]:
+    """Its files, as they stand in memory. ``objects``: of each its tensors, as dtype and content."""
+    leaves = {}
+    for name, tensors in objects.items():
+        leaves[name] = [Leaf(key, None, _array(dtype, len(data))) for key, (dtype, data) in tensors.items()]
+    layout = lay_out(leaves)
+    memory = bytearray(layout.size_bytes)
+    for at, content in layout.fixed:
+        memory[at : at + len(content)] = content
+    for name, tensors in objects.items():
+        for place, (_, data) in zip(layout.tensors[name], tensors.values(), strict=True):
+            memory[place.offset : place.offset + len(data)] = data
+    return [File(*file) for file in layout.files], memory
+
+
+def save(repository: Repository, chooser: Chooser, files: list[File], memory: bytearray) -> Snapshot:
+    with repository.writer() as writer:
+        chosen = chooser.begin(writer)
+        view = memoryview(memory)
+        made = commit(repository, writer, view, manifest_of(files), b"/training", Known(), chosen)
+        chooser.done(chosen)
+    repository.close()
+    return made
+
+
+def contents(repository: Repository, snapshot: Snapshot) -> dict[str, bytes]:
+    """Of its files, by path."""
+    found: dict[str, bytes] = {}
+    top = snapshot.roots[0].entry
+    for folder in repository.trees.entries(top.content):
+        for entry in repository.trees.entries(folder.content):
+            data = bytearray(entry.size_bytes)
+            blocks = -(-entry.size_bytes // _BLOCK)
+            for at, chunk in repository.block_maps.ids(entry.content, entry.map_height, blocks):
+                block = repository.chunks.get(chunk)
+                data[at * _BLOCK : at * _BLOCK + len(block)] = block
+            found[f"{folder.name.decode()}/{entry.name.decode()}"] = bytes(data)
+    return found
+
+
+def mixed(dtype: str, seed: int = 1, damage: bool = False) -> dict[str, dict[str, tuple[str, bytes]]]:
+    """Two layers of one shape, the moments of each, and their masters in another order."""
+    one, other = weights(seed), weights(seed + 1)
+    narrow = bytearray(rounded(one, dtype))
+    if damage:
+        narrow[40_001] ^= 0xFF
+    return {
+        "model": {"a": (dtype, bytes(narrow)), "b": (dtype, rounded(other, dtype))},
+        "optimizer": {
+            "moments": ("F32", weights(77)),
+            "b.master": ("F32", other),
+            "a.master": ("F32", one),
+            "zeros": ("F32", bytes(4 * _COUNT)),
+        },
+    }
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_each_master_is_found_with_its_own_twin(dtype: str) -> None:
+    """Not with another of its shape; and what has none is left alone."""
+    files, memory = state(mixed(dtype))
+    twins = found_among(files, memoryview(memory))
+    assert {path: twin.path for path, twin in twins.items()} == {
+        "optimizer/a.master.safetensors": "model/a.safetensors",
+        "optimizer/b.master.safetensors": "model/b.safetensors",
+    }
+    order = [file.path for file in with_masters_behind(files, twins)]
+    assert sorted(order) == sorted(file.path for file in files)
+    assert all(order.index(path) == order.index(twin.path) + 1 for path, twin in twins.items())
+
+
+def test_nothing_is_looked_at_where_nothing_has_16_bits() -> None:
+    """Not even the files' beginnings."""
+    files, _ = state({"model": {"a": ("F32", weights(1))}})
+    assert found_among(files, memoryview(b"")) == {}
+    assert with_masters_behind(files, {}) == files
+
+
+def test_rubbish_has_no_twin() -> None:
+    """Files that are no safetensors, or not as long as they say."""
+    noise = random.Random(1).randbytes(400_000)
+    sizes = [File("a", 0, 200_000, 2), File("b", 0, 400_000, 4), File("c", 0, 10, 2)]
+    assert found_among(sizes, memoryview(noise)) == {}
+    long = bytearray(noise)
+    long[:8] = (199_000).to_bytes(8, "little")
+    assert found_among(sizes, memoryview(long)) == {}
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_state_comes_back_and_its_masters_take_half(
+    repository: Repository, dtype: str, damage: bool
+) -> None:
+    """In the first snapshot already, and in each after it; also where a number is not what rounding makes of it."""
+    chooser = Chooser("small", Rules())
+    for seed in (1, 5, 9):
+        files, memory = state(mixed(dtype, seed, damage))
+        made = save(repository, chooser, files, memory)
+        found = contents(repository, made)
+        assert found == {f.path: bytes(memory[f.offset : f.offset + f.size_bytes]) for f in files}
+        rest = [
+            location
+            for reached in Walker(repository).walk(made)
+            if reached.kind == "data"
+            for location in [repository.chunks.locate(reached.id)]
+            if location.base
+        ]
+        masters = [location for location in rest if location.stored_bytes < 0.54 * location.raw_bytes]
+        assert len(masters) == 2 * -(-(4 * _COUNT + 4096) // _BLOCK)
+    assert list(repository.scrub()) == []
+
+
+def test_none_means_no_twins_either(repository: Repository) -> None:
+    """All of it as it is."""
+    files, memory = state(mixed("BF16"))
+    made = save(repository, Chooser("none", Rules()), files, memory)
+    stored = [reached.id for reached in Walker(repository).walk(made) if reached.kind == "data"]
+    assert not any(repository.chunks.locate(chunk).base for chunk in stored)
+
+
+def test_a_block_rests_on_the_one_that_has_most_of_its_numbers() -> None:
+    """Wherever headers let them begin."""
+    files, memory = state(mixed("BF16"))
+    twin = found_among(files, memoryview(memory))["optimizer/a.master.safetensors"]
+    assert twin.ahead_bytes == 2048
+    stored = {at: bytes([at]) * 16 for at in range(3)}
+    chosen = [twin.of_block(at, _BLOCK, stored) for at in range(6)]  # type: ignore[arg-type]
+    assert [one and (one.base[0], one.widening.start) for one in chosen] == [
+        (0, 1024),
+        (0, 1024 + _BLOCK // 4),
+        (1, 1024),
+        (1, 1024 + _BLOCK // 4),
+        (2, 1024),
+        (2, 1024 + _BLOCK // 4),
+    ]
+    assert twin.of_block(6, _BLOCK, stored) is None  # type: ignore[arg-type]
