@@ -22,6 +22,7 @@ def main(target: str) -> None:
     with Repository.create(target, block_size=recipe.BLOCK) as repository:
         with repository.writer(pack_bytes=20_000) as writer:
             recipe.put_coded(writer)  # what the snapshots then find there already
+            recipe.put_beside_twins(writer)
             writer.commit(recipe.first_draft(writer))
         with repository.writer() as writer:
             writer.commit(recipe.second_draft(writer))

@@ -38,13 +38,28 @@ class Stored(NamedTuple):
     base: bytes
 
 
+def wide(base: bytes, at: int, kind: int) -> int:
+    """The bits of a number of 2 bytes, as a float32."""
+    if not 0 <= at < len(base) // 2:
+        return 0
+    half = int.from_bytes(base[2 * at : 2 * at + 2], "little")
+    if kind == 1:
+        return half << 16
+    if half & 0x7C00 == 0x7C00:
+        return half >> 15 << 31 | 255 << 23 | (half & 1023) << 13
+    return int.from_bytes(struct.pack("<f", *struct.unpack("<e", half.to_bytes(2, "little"))), "little")
+
+
 def from_planes(payload: bytes, length: int, base: bytes | None) -> bytes:
     """What byte planes hold, number by number."""
     width = payload[0]
     assert width in (2, 4, 8)
-    assert payload[1:4] == bytes(3)
+    kind = payload[1]
+    assert payload[2:4] == bytes(2)
+    assert kind == 0 or (kind in (1, 2) and width == 4 and base is not None)
     count, rest = divmod(length, width)
-    at = 4 + 4 * width
+    at = 4 + 4 * width + (4 if kind else 0)
+    at_start = 4 + 4 * width
     planes = []
     for number in range(width):
         packed = payload[at : at + u32(payload, 4 + 4 * number)]
@@ -56,6 +71,12 @@ def from_planes(payload: bytes, length: int, base: bytes | None) -> bytes:
     content = bytearray()
     for number, digits in enumerate(zip(*planes, strict=True)):
         value = int.from_bytes(bytes(digits), "little")
+        if kind:
+            assert base is not None
+            start = int.from_bytes(payload[at_start : at_start + 4], "little", signed=True)
+            value += wide(base, start + number, kind) - (0x8000 if kind == 1 else 0x1000)
+            content += (value % 2**32).to_bytes(4, "little")
+            continue
         if base is not None:
             change = value // 2 if value % 2 == 0 else -(value + 1) // 2
             before = int.from_bytes(base[number * width : (number + 1) * width], "little")
@@ -202,6 +223,8 @@ def test_the_second_format_has_planes_and_differences() -> None:
     """Or its golden repository would prove nothing of them."""
     found = Golden(Path(__file__).parent / "golden-2")
     assert {stored.flags for stored in found.stored.values()} == {0, 1, 2, 6}
+    assert {stored.payload[1] for stored in found.stored.values() if stored.flags == 6} == {0, 1, 2}
+    assert {recipe.MASTERS, recipe.WIDE_HALVES} <= set(found.chunks.values())
 
 
 def test_footers_list_what_segments_hold(golden: Golden) -> None:

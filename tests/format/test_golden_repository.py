@@ -101,3 +101,18 @@ def test_the_same_content_is_stored_under_the_same_names(golden: Repository) -> 
         assert first.roots == golden.snapshots.load(SnapshotId("cs-000001")).roots
         assert second.roots == golden.snapshots.load(SnapshotId("cs-000002")).roots
     assert golden.check_index() == []
+
+
+def test_what_lies_beside_its_twin_is_what_it_was(golden: Repository) -> None:
+    """In the second format: it is there, as such, and reads as the recipe has it."""
+    if golden.config.format == 1:
+        pytest.skip("the first format has no such thing")
+    with golden.writer() as writer:
+        recipe.put_beside_twins(writer)
+        writer.flush()
+        assert writer.new_bytes == 0
+    for data in (recipe.MASTERS, recipe.WIDE_HALVES):
+        found = golden.chunks.locate(golden.chunks.id_of(data))
+        assert found.base
+        assert found.stored_bytes < 0.7 * len(data)
+        assert golden.chunks.get(golden.chunks.id_of(data)) == data

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Iterable
 
 from ciuic.repository import Writer
-from ciuic.repository.coding import Codec
+from ciuic.repository.coding import Codec, Twin
+from ciuic.repository.lanes import BFLOAT16, FLOAT16
 from ciuic.repository.packing import Content
+from ciuic.repository.planes import Widening
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
 
 BLOCK = 65536
@@ -19,6 +22,14 @@ SPARSE_BLOCKS = 3000
 RAW = random.Random(1).randbytes(BLOCK)
 TEXT = b"".join(b"step %06d loss 0.%06d\n" % (step, step * 7919 % 10**6) for step in range(4000))
 NAMES = [b"many-%03d" % number for number in range(400)]
+HALVES = struct.pack("<4096H", *(place * 40503 % 65536 for place in range(4096)))
+"""Any 16 bits that there are."""
+MASTERS = struct.pack(
+    "<3000I", *((place * 40503 % 65536 << 16) + place * 7919 % 65536 for place in range(-5, 2995))
+)
+"""What bfloat16 numbers of the same places were cut from, from five places before the first on."""
+WIDE_HALVES = struct.pack("<3000f", *(place / 3000 for place in range(3000)))
+"""And float16 numbers."""
 ODD_NAME = b"not utf-8 \xff\n|" + b"x" * 200
 
 
@@ -110,6 +121,17 @@ def put_coded(writer: Writer) -> None:
     writer.put_chunks([Content(first, codec=Codec("planes", 2))])
     base = writer.put_chunks([Content(TEXT[: len(second)], codec=Codec("planes", 8))])[0]
     writer.put_chunks([Content(second, codec=Codec("difference", 4, base))])
+
+
+def put_beside_twins(writer: Writer) -> None:
+    """Numbers of 4 bytes beside those of 2: no snapshot has them. In golden-2 they came later than the rest."""
+    halves = struct.pack("<3000e", *(number for (number,) in struct.iter_unpack("<f", WIDE_HALVES)))
+    for data, base, widening in (
+        (MASTERS, HALVES, Widening(BFLOAT16, -5)),
+        (WIDE_HALVES, halves, Widening(FLOAT16, 0)),
+    ):
+        chunk = writer.put_chunks([Content(base, codec=Codec("raw"))])[0]
+        writer.put_chunks([Content(data, codec=Codec("twin", 4, twin=Twin(chunk, widening)))])
 
 
 def second_draft(writer: Writer) -> SnapshotDraft:
