@@ -1,9 +1,10 @@
 """What successive checkpoints of a training cost on the disk: ten of a small transformer, really trained.
 
-    python -m benchmarks.sizes [--compression auto|small|none] [--out FILE.md]
+    python -m benchmarks.sizes [--compression auto|small|none] [--work adam|lora|mixed] [--out FILE.md]
 
 *adam*: a byte-level language model of 1.9 million parameters on the standard library's sources, AdamW, every parameter trained. *lora*: a frozen
-backbone of 7 million with low-rank adapters (LoRA, rank 2: 0.4 % of the parameters) beside its feed-forward layers. Compared is by how much the packs grew with ten times the state; what was stored is
+backbone of 7 million with low-rank adapters (LoRA, rank 2: 0.4 % of the parameters) beside its feed-forward layers. *mixed*: as *adam*, with weights of bfloat16 and an optimizer
+that keeps them in float32 beside, as those for mixed precision do. Compared is by how much the packs grew with ten times the state; what was stored is
 loaded again and compared bit for bit.
 """
 
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SNAPSHOTS = 10
-BARS = {"adam": 0.75, "lora": 0.10}
-WIDTHS = {"adam": 192, "lora": 384}
-STEPS = {"adam": 20, "lora": 5}
+BARS = {"adam": 0.75, "lora": 0.10, "mixed": None}
+WIDTHS = {"adam": 192, "lora": 384, "mixed": 192}
+STEPS = {"adam": 20, "lora": 5, "mixed": 20}
 CONTEXT, BATCH, RANK = 64, 16, 2
 
 
@@ -41,9 +42,10 @@ class Size(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sizes", description=__doc__)
     parser.add_argument("--compression", default="auto")
+    parser.add_argument("--work", choices=list(BARS), action="append")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found = [measure(work, options.compression) for work in BARS]
+    found = [measure(work, options.compression) for work in options.work or BARS]
     table = report(found, options.compression)
     print(table)
     if options.out:
@@ -61,10 +63,11 @@ def report(found: list[Size], compression: str) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for size in found:
+        bar = BARS[size.work]
         ten, stored = size.raw_bytes / 1e6, size.stored_bytes / 1e6
         lines.append(
             f"| {size.work} | {STEPS[size.work]} | {ten / SNAPSHOTS:.1f} MB | {ten:.1f} MB | {stored:.1f} MB | **{size.share:.3f}** "
-            f"| {BARS[size.work]:.2f} | {size.seconds / SNAPSHOTS * 1e3:.0f} ms | {size.loss:.2f} |"
+            f"| {'' if bar is None else f'{bar:.2f}'} | {size.seconds / SNAPSHOTS * 1e3:.0f} ms | {size.loss:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -79,8 +82,10 @@ def measure(work: str, compression: str) -> Size:
     model = _model(torch, WIDTHS[work])
     if work == "lora":
         _adapt(torch, model)
+    if work == "mixed":
+        model.to(torch.bfloat16)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=3e-4)
+    optimizer = WithMasters(torch, trained) if work == "mixed" else torch.optim.AdamW(trained, lr=3e-4)
     data = _data(torch)
     with tempfile.TemporaryDirectory() as place:
         manager = SnapshotManager(place, compression=compression, max_snapshots=SNAPSHOTS)
@@ -96,11 +101,42 @@ def measure(work: str, compression: str) -> Size:
         assert state is not None
         _same(torch, state["model_state_dict"], model.state_dict())
         _same(torch, state["optimizer_state_dict"]["state"], optimizer.state_dict()["state"])
+        _same(torch, state["optimizer_state_dict"].get("masters"), optimizer.state_dict().get("masters"))
         listed = manager.list_snapshots()
         manager.close()
         packs = sum(path.stat().st_size for path in Path(place, "packs").iterdir())
     assert len(listed) == SNAPSHOTS
     return Size(work, sum(line.size_bytes for line in listed), packs, seconds, loss)
+
+
+class WithMasters:
+    """AdamW on float32 copies of the weights, which are rounded from them after each step."""
+
+    def __init__(self, torch: Any, weights: list[Any]) -> None:
+        self._torch = torch
+        self._weights = weights
+        self._masters = [weight.detach().float() for weight in weights]
+        self._adam = torch.optim.AdamW(self._masters, lr=3e-4)
+
+    def zero_grad(self) -> None:
+        for weight in self._weights:
+            weight.grad = None
+
+    def step(self) -> None:
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            master.grad = weight.grad.float()
+        self._adam.step()
+        with self._torch.no_grad():
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._adam.state_dict(), "masters": self._masters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._adam.load_state_dict({name: state[name] for name in ("state", "param_groups")})
+        for master, loaded in zip(self._masters, state["masters"], strict=True):
+            master.data.copy_(loaded)
 
 
 def _model(torch: Any, width: int) -> Any:
@@ -171,6 +207,10 @@ def _same(torch: Any, found: Any, wanted: Any) -> None:
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             _same(torch, found[name], value)
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            _same(torch, one, other)
     elif torch.is_tensor(wanted):
         assert torch.equal(found, wanted)
 
