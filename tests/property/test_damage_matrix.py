@@ -38,6 +38,7 @@ def test_the_matrix_has_every_structure(made: Made) -> None:
         *("segment checksum, sealed", "segment checksum, open", "footer records", "footer trailer"),
         *("payload: data", "payload: xattrs", "payload: links node, level 0"),
         *("payload: data, planes", "payload: data, difference", "record of a base"),
+        "payload: data, beside its twin",
         *("payload: tree node, level 0", "payload: tree node, level 1", "payload: tree node, level 2"),
         *("payload: map node, level 1", "payload: map node, level 2"),
     }, kinds

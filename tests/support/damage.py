@@ -1,7 +1,7 @@
 """Every structure of a repository, every damage to it, and what must come of it.
 
 `Repo` makes a small repository that has all structures: sealed packs and unsealed ones, trees of several levels, block
-maps of two, a link table, attributes in a chunk, numbers as planes and as differences from those, marks, an index. `structures` says where each lies; `plant` damages
+maps of two, a link table, attributes in a chunk, numbers as planes, beside their twins and as differences from those, marks, an index. `structures` says where each lies; `plant` damages
 one; `judge` asks of what is left all that is promised, and raises AssertionError where it is not kept.
 """
 
@@ -25,11 +25,14 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.gc import CollectionRefused, prune
 from ciuic.repository import Repository, Walker
 from ciuic.repository import packformat as pf
-from ciuic.repository.coding import Codec
+from ciuic.repository.coding import Codec, Twin
 from ciuic.repository.config import CONFIG_NAMES, read_config
 from ciuic.repository.index import INDEX_NAME
+from ciuic.repository.lanes import BFLOAT16
+from ciuic.repository.model import ChunkLocation
 from ciuic.repository.packing import Content
 from ciuic.repository.packs import Packs
+from ciuic.repository.planes import Widening
 from ciuic.repository.treeformat import name_level
 from ciuic.restore import execute, plan_restore
 from ciuic.retention import RetentionPolicy
@@ -109,7 +112,7 @@ def _store_numbers(
     repository: Repository, root: Path, dice: random.Random, bases: list[ChunkId] | None = None
 ) -> list[ChunkId]:
     """A file of numbers, whose blocks are in the repository with codecs before anybody takes a snapshot of it; with ``bases`` as
-    the differences from the file that it was."""
+    the differences from the file that it was; without, half of it beside numbers of 16 bits in a file of their own."""
     path = root / "numbers"
     if bases is None:
         numbers = [dice.gauss(0, 0.02) for _ in range(2 * BLOCK // 4)]
@@ -117,9 +120,16 @@ def _store_numbers(
         numbers = [number * 1.0001 for number in struct.unpack(f"<{2 * BLOCK // 4}f", path.read_bytes())]
     data = struct.pack(f"<{len(numbers)}f", *numbers)
     write(path, data)
-    codecs = [Codec("difference", 4, base) for base in bases] if bases else 2 * [Codec("planes", 4)]
     blocks = [data[:BLOCK], data[BLOCK:]]
     with repository.writer() as writer:
+        if bases:
+            codecs = [Codec("difference", 4, base) for base in bases]
+        else:
+            halves = b"".join(data[at + 2 : at + 4] for at in range(0, len(data), 4))
+            write(root / "halves", halves)
+            base = writer.put_chunks([Content(halves, codec=Codec("planes", 2))])[0]
+            twin = Twin(base, Widening(BFLOAT16, BLOCK // 4))
+            codecs = [Codec("planes", 4), Codec("twin", 4, twin=twin)]
         contents = [Content(block, codec=codec) for block, codec in zip(blocks, codecs, strict=True)]
         stored = writer.put_chunks(contents)
         writer.flush()
@@ -203,7 +213,7 @@ def _chunk_structures(made: Made, repository: Repository) -> Iterator[Structure]
             if kind in ("tree", "links", "map"):
                 kind += f" node, level {repository.chunks.get(reached.id)[3]}"
             elif repository.chunks.locate(reached.id).flags & pf.FLAG_PLANES:
-                kind += ", difference" if repository.chunks.locate(reached.id).base else ", planes"
+                kind += _how_coded(made, repository.chunks.locate(reached.id))
             seen[kind] = seen.get(kind, 0) + 1
             if seen[kind] > 3:
                 continue
@@ -211,6 +221,13 @@ def _chunk_structures(made: Made, repository: Repository) -> Iterator[Structure]
             yield Structure(
                 f"payload: {kind}", _pack_path(place.pack), place.offset, place.offset + place.stored_bytes
             )
+
+
+def _how_coded(made: Made, place: ChunkLocation) -> str:
+    if not place.base:
+        return ", planes"
+    widened = (made.repository / _pack_path(place.pack)).read_bytes()[place.offset + 1]
+    return ", beside its twin" if widened else ", difference"
 
 
 # --- damage
