@@ -103,7 +103,11 @@ def _numbers(file: File, memory: memoryview, lengths: Iterable[int] | None = Non
         return None
     content = memory[file.offset : file.offset + file.size_bytes]
     start = 8 + int.from_bytes(content[:8], "little")
-    if start > len(content) or (lengths is not None and len(content) - start not in lengths):
+    if (
+        len(content) != file.size_bytes
+        or start > len(content)
+        or (lengths is not None and len(content) - start not in lengths)
+    ):
         return None
     try:
         found = decode_header(bytes(content[:start]), file.size_bytes)
@@ -112,7 +116,8 @@ def _numbers(file: File, memory: memoryview, lengths: Iterable[int] | None = Non
     if isinstance(found, int) or len(found) != 1:
         return None
     tensor = next(iter(found.values()))
-    return _Numbers(tensor.dtype, tensor.start, content[tensor.start : tensor.stop])
+    data = content[tensor.start : tensor.stop]
+    return _Numbers(tensor.dtype, tensor.start, data) if len(data) >= 4 * _SAMPLES else None
 
 
 def _print_of_narrow(numbers: _Numbers) -> _Print:

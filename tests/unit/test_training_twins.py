@@ -128,6 +128,9 @@ def test_rubbish_has_no_twin() -> None:
     sizes = [File("a", 0, 200_000, 2), File("b", 0, 400_000, 4), File("c", 0, 10, 2)]
     assert found_among(sizes, memoryview(noise)) == {}
     long = bytearray(noise)
+    assert found_among([*sizes, File("d", 399_990, 200_000, 2)], memoryview(noise)) == {}
+    empty = b'{"a":{"dtype":"BF16","shape":[0],"data_offsets":[0,0]}}'.ljust(199_992)
+    assert found_among(sizes, memoryview((199_992).to_bytes(8, "little") + empty + noise)) == {}
     long[:8] = (199_000).to_bytes(8, "little")
     assert found_among(sizes, memoryview(long)) == {}
 
