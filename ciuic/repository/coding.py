@@ -117,6 +117,9 @@ def _twin(data: Bytes, codec: Codec, base: Bytes | None = None) -> Coded:
         return _planes(data, codec)
     widening = codec.twin.widening
     stored = planes.encode_beside(data, planes.wide_base(base, widening, len(data)), widening)
+    # Takes less time than encoding: there is no reason to go without.
+    if planes.decode(stored, len(data), base) != data:
+        return _planes(data, codec)
     return Coded(stored, "twin", codec.twin.base)
 
 

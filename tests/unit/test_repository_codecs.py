@@ -12,7 +12,15 @@ import pytest
 
 from ciuic.check import check
 from ciuic.gc import prune
-from ciuic.repository import DamagedChunk, DamagedPack, PackRecord, Repository, UnsupportedFormat, Writer
+from ciuic.repository import (
+    DamagedChunk,
+    DamagedPack,
+    PackRecord,
+    Repository,
+    UnsupportedFormat,
+    Writer,
+    planes,
+)
 from ciuic.repository import packformat as pf
 from ciuic.repository.basing import Bases, Held
 from ciuic.repository.coding import MOST_BASES, Codec, Twin
@@ -406,6 +414,20 @@ def test_of_base_and_twin_the_better_one_is_taken(repository: Repository, better
     repository.close()
     assert repository.chunks.locate(chunk).base == (twin if better == "twin" else before)
     assert repository.chunks.get(chunk) == second
+
+
+def test_what_does_not_read_back_beside_its_twin_is_stored_without(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each block is tried before it is stored."""
+    data = states(1)[0]
+    right = planes.encode_beside
+    monkeypatch.setattr(planes, "encode_beside", lambda data, *rest: right(bytes(4) + data[4:], *rest))
+    with repository.writer() as writer:
+        base = put(writer, twins_of(data), None)
+        chunk = put(writer, data, rounded_of(base))
+    assert repository.chunks.locate(chunk).flags == pf.FLAG_PLANES
+    assert repository.chunks.get(chunk) == data
 
 
 def test_what_may_come_to_rest_on_one_of_two_is_no_base_before_it_does(repository: Repository) -> None:
