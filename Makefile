@@ -9,6 +9,10 @@ PY    := $(VENV)/bin/python
 # A test that hangs on a mount cannot be interrupted from Python: pytest-timeout ends the whole run, with all stacks.
 PYTEST := $(PY) -m pytest --timeout=300 --timeout-method=thread
 
+# Each in a process with directories of its own; a file's tests stay together. JOBS=0: in one process, to look into a test.
+JOBS ?= 2
+PARALLEL := -n $(JOBS) --dist loadfile
+
 # What is run on the other driver as well; all that mounts would take twice the time.
 BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/test_daemon_mounts.py
 # And on the kernel driver as on a kernel without passthrough (before 6.9), where everything is cached.
@@ -39,9 +43,9 @@ rescue: preflight-rescue
 test: preflight-test
 	@.ci/setup test
 	@$(MAKE) --no-print-directory check
-	$(PYTEST) $(ARGS)
-	CIUIC_TEST_DRIVER=pyfuse3 $(PYTEST) $(BOTH_DRIVERS)
-	CIUIC_TEST_DRIVER=kernel-cached $(PYTEST) $(CACHED)
+	$(PYTEST) $(PARALLEL) $(ARGS)
+	CIUIC_TEST_DRIVER=pyfuse3 $(PYTEST) $(PARALLEL) $(BOTH_DRIVERS)
+	CIUIC_TEST_DRIVER=kernel-cached $(PYTEST) $(PARALLEL) $(CACHED)
 
 check:
 	@.ci/setup test
