@@ -37,7 +37,11 @@ def _check_all(save_dir: Path, states: dict[int, dict[str, Any]]) -> list[int]:
     return sorted(steps)
 
 
-@pytest.mark.parametrize("behaviours", [set(), {"clamps"}, {"asks"}, {"clamps", "asks"}], ids=str)
+@pytest.mark.parametrize(
+    "behaviours",
+    [set(), {"clamps"}, {"asks"}, {"clamps", "asks"}],
+    ids=lambda value: "-".join(sorted(value)) or "plain",
+)
 def test_every_snapshot_is_the_state_of_its_step(tmp_path: Path, behaviours: set[str]) -> None:
     """Also where the program changes weights between steps, and where it goes on changing them right after it asked for a snapshot."""
     states = train(tmp_path, 7, behaviours, lambda saved: None, 8)
