@@ -173,10 +173,10 @@ class Daemon:
             await self._prepare_store()  # after the roots, which remember where it was
             self.snapshots.trust.take_over(await trio.to_thread.run_sync(self.runtime.read_untrusted))
             self.snapshots.resume(records)
-            for supervisor in self.roots.supervisors.values():
+            self.roots.reconcile_new_sessions = True
+            for supervisor in list(self.roots.supervisors.values()):  # a reload may add roots meanwhile
                 if supervisor.worker is not None:
                     await self.snapshots.reconcile(supervisor.path, supervisor.worker)
-            self.roots.reconcile_new_sessions = True
             last = await trio.to_thread.run_sync(self._last_cut_ns)
             self.schedule.start(last)
             housekeeping = Housekeeping(self)
