@@ -1,8 +1,8 @@
 """How somebody who knows what content is wants it stored, and that in time that nobody else needs.
 
 Guarantees: the same content comes back whatever is chosen; what does not become smaller is stored as it is. While the `Pace` is
-"patient" codecs run in threads of the scheduling class that gets what no other process wants of a processor (SCHED_IDLE), so that they take
-none of it from a training. Who waits for them says when that has to end.
+"patient" codecs run in threads of the scheduling class that gets what no other process wants of a processor (SCHED_IDLE): they take next to
+nothing from a training that leaves one idle (docs/decisions/idle-codecs.md). Who waits for them says when that has to end.
 """
 
 from __future__ import annotations

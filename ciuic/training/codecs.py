@@ -1,6 +1,6 @@
 """Which codec each file of a state is stored with, and in whose time that is found out.
 
-Guarantees: none for the content, which comes back the same whatever is chosen. With "auto" the training loses no time to codecs: they run
+Guarantees: none for the content, which comes back the same whatever is chosen. With "auto" codecs run
 when no other process wants the processors, unless the training itself waits for the snapshot. What they have not come to when the
 next save waits, or when the snapshot has waited for them for long, is stored as it is. Files whose elements have no known width are
 left to the repository's own choice.
