@@ -1,7 +1,7 @@
 """Which codec each file of a state is stored with, and in whose time that is found out.
 
 Guarantees: none for the content, which comes back the same whatever is chosen. With "auto" codecs run
-when no other process wants the processors, unless the training itself waits for the snapshot. What they have not come to when the
+when no other process wants the processors, and not where the training keeps all of them busy, unless it waits for the snapshot itself. What they have not come to when the
 next save waits, or when the snapshot has waited for them for long, is stored as it is. Files whose elements have no known width are
 left to the repository's own choice.
 
@@ -23,6 +23,7 @@ from ciuic.repository.coding import Codec, Pace
 from ciuic.repository.lanes import WIDTHS
 from ciuic.training.messages import File, Rules
 from ciuic.training.preservation import Latest
+from ciuic.training.processors import Idleness
 from ciuic.training.twins import Twin, found_among, with_masters_behind
 from ciuic.types import ChunkId
 
@@ -38,6 +39,10 @@ _LONG_ENOUGH: Final = 32
 _PATIENCE_SECONDS: Final = 5.0
 _PATIENCE_BYTES_PER_SECOND: Final = 50e6
 """A snapshot is not durable while it waits for codecs: so long it does, where the processors are taken."""
+_IDLE_SHARE: Final = 0.15
+"""Of the processors' time since the last commit, below which the training wants them all: codecs would cost it, whatever their class."""
+_WORD_SECONDS: Final = 0.02
+"""For the word to come that the training waits for this snapshot."""
 
 
 def _base_of(number: int) -> int | None:
@@ -72,12 +77,13 @@ class _Outcome(NamedTuple):
 class Chooser:
     """Of one writer, for all its commits."""
 
-    def __init__(self, compression: str, rules: Rules | None) -> None:
-        """``rules``: by which snapshots stay; None where nobody knows, and no difference can be made."""
+    def __init__(self, compression: str, rules: Rules | None, idleness: Idleness | None = None) -> None:
+        """``rules``: by which snapshots stay; None where nobody knows, and no difference can be made. ``idleness``: of the processors."""
         self.compression = compression
         self._rules = rules
         self._outcomes: dict[str, _Outcome] = {}
         self._number = 0
+        self._idleness = Idleness() if idleness is None else idleness
         self._blocks: dict[int, dict[str, Blocks]] = {}
         """Of the snapshots that a later one may be based on."""
 
@@ -90,14 +96,20 @@ class Chooser:
         awaited: Callable[[], bool] = lambda: False,
     ) -> Chosen:
         """For one commit. ``in_a_hurry``: whether the next is waiting; ``awaited``: whether the training stands still for this one."""
-        end = time.monotonic() + _PATIENCE_SECONDS + size_bytes / _PATIENCE_BYTES_PER_SECOND
+        idle = self._idleness.share()
+        patience_seconds = _PATIENCE_SECONDS + size_bytes / _PATIENCE_BYTES_PER_SECOND
+        end = time.monotonic() + (patience_seconds if idle is None or idle >= _IDLE_SHARE else _WORD_SECONDS)
+
+        latest = time.monotonic() + patience_seconds
 
         def pace() -> Pace:
             if self.compression != "auto":
                 return "soon"
-            if in_a_hurry() or time.monotonic() > end:
+            if in_a_hurry():
                 return "now"
-            return "soon" if awaited() else "patient"
+            if awaited():
+                return "soon" if time.monotonic() < latest else "now"
+            return "patient" if time.monotonic() < end else "now"
 
         writer.set_pace(pace)
         base = None
@@ -112,6 +124,7 @@ class Chooser:
         key = self._number - self._number % _KEY_EVERY
         self._blocks = {self._number: chosen.blocks, key: self._blocks.get(key, chosen.blocks)}
         self._number += 1
+        self._idleness.begin()
         for path, outcome in chosen.outcomes():
             self._outcomes[path] = outcome
 

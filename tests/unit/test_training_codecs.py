@@ -18,11 +18,23 @@ from ciuic.training.codecs import Chooser
 from ciuic.training.committing import Known, commit, manifest_of
 from ciuic.training.messages import File, Rules
 from ciuic.training.preservation import EverySteps, Keep, Latest
+from ciuic.training.processors import Idleness
 from ciuic.types import ChunkId, Snapshot
 
 _BLOCK = 65536
 _SIZE = 2 * _BLOCK + 1000
 DIFFERENCE = pf.FLAG_PLANES | pf.FLAG_DIFFERENCE
+
+
+class Processors(Idleness):
+    """As many of them idle as is said."""
+
+    def __init__(self, idle: float | None = 1.0) -> None:
+        super().__init__()
+        self.idle = idle
+
+    def share(self) -> float | None:
+        return self.idle
 
 
 class Saves:
@@ -32,7 +44,8 @@ class Saves:
         self, repository: Repository, compression: str = "small", keep: tuple[Keep, ...] = ()
     ) -> None:
         self.repository = repository
-        self.chooser = Chooser(compression, Rules(keep=keep))
+        self.processors = Processors()
+        self.chooser = Chooser(compression, Rules(keep=keep), self.processors)
         self.known = Known()
 
     def save(
@@ -193,3 +206,44 @@ def test_numbers_of_two_and_eight_bytes_have_planes_too(repository: Repository) 
         made = saves.save(state, width=width)
         assert saves.flags(made) == {pf.FLAG_PLANES}
         assert saves.content(made) == state
+
+
+@pytest.mark.parametrize(
+    ("idle", "is_awaited", "is_coded"),
+    [(0.05, False, False), (0.05, True, True), (0.5, False, True), (None, False, True)],
+)
+def test_a_training_that_keeps_all_processors_busy_is_spared_codecs(
+    repository: Repository,
+    monkeypatch: pytest.MonkeyPatch,
+    idle: float | None,
+    is_awaited: bool,
+    is_coded: bool,
+) -> None:
+    """But for a moment in which it may say that it waits for the snapshot; then they are its own gain."""
+    monkeypatch.setattr(codecs, "_WORD_SECONDS", 0.0)
+    saves = Saves(repository, "auto")
+    saves.processors.idle = idle
+    made = saves.save(next(weights(1)), awaited=lambda: is_awaited)
+    assert saves.flags(made) == ({pf.FLAG_PLANES} if is_coded else {0})
+
+
+def test_idle_time_is_what_the_kernel_counts_for_the_processors_one_may_use(tmp_path: Path) -> None:
+    """Idle and waiting for a disk, of all eight kinds; other processors and short times tell nothing."""
+    stat = tmp_path / "stat"
+    mine = min(os.sched_getaffinity(0))
+
+    def write(*ticks: int) -> None:
+        stat.write_text(
+            f"cpu  1 2 3 4 5 6 7 8 9 10\ncpu{mine} {' '.join(map(str, ticks))} 0 0\ncpu99999 0 0 0 {ticks[0]} 0 0 0 0\nintr 5\n"
+        )
+
+    write(100, 0, 0, 0, 0, 0, 0, 0)
+    idleness = Idleness(str(stat))
+    write(120, 0, 0, 10, 0, 0, 0, 0)
+    assert idleness.share() is None
+    write(150, 10, 10, 20, 10, 0, 0, 0)
+    assert idleness.share() == 0.3
+    idleness.begin()
+    write(250, 10, 10, 20, 10, 0, 0, 0)
+    assert idleness.share() == 0.0
+    assert Idleness(str(tmp_path / "nothing")).share() is None
