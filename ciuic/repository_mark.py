@@ -1,7 +1,7 @@
 """What a root remembers of the repository that its snapshots are in, so that an absent disk is no new beginning.
 
-The mark lies in the root's state directory: it is on the disk that matters, goes with it, and goes when the root is
-unprotected. It says where the repository was and where that file system was mounted. A path that leads to another
+The mark lies in the root's state directory (state_directory.py): it is on the disk that matters, goes with it, and goes when the
+root is unprotected. It says where the repository was and where that file system was mounted. A path that leads to another
 file system now leads to the empty directory below a mount point, most likely, and a repository made there would fill
 the system's disk while the real one waits to be mounted.
 
@@ -11,16 +11,18 @@ nothing that is needed depends on it. Leaves to others when to write it and what
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from ciuic import STATE_DIR_NAME
 from ciuic.config.places import mount_holding
+from ciuic.errors import CiuicError
 from ciuic.mountinfo import Mount
+from ciuic.state_directory import find_state
 
 _NAME = "repository"
 _TEMPORARY = "repository.tmp"
@@ -58,7 +60,7 @@ def read_mark(root_fd: int) -> RepositoryMark | None:
             fd = os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
             with open(fd, "rb") as file:
                 return msgspec.msgpack.decode(file.read(_LONGEST_BYTES), type=RepositoryMark)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, CiuicError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
@@ -79,7 +81,9 @@ def write_mark(root_fd: int, mark: RepositoryMark) -> None:
     if read_mark(root_fd) == mark:
         return
     with _state_directory(root_fd) as directory:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with suppress(FileNotFoundError):
+            os.unlink(_TEMPORARY, dir_fd=directory)  # of a process that was killed here
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(os.open(_TEMPORARY, flags, 0o600, dir_fd=directory), "wb") as file:
             file.write(msgspec.msgpack.encode(mark))
             file.flush()
@@ -90,7 +94,9 @@ def write_mark(root_fd: int, mark: RepositoryMark) -> None:
 
 @contextmanager
 def _state_directory(root_fd: int) -> Iterator[int]:
-    fd = os.open(STATE_DIR_NAME, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd)
+    fd = find_state(root_fd)
+    if fd is None:
+        raise FileNotFoundError(errno.ENOENT, "the root has no state directory")
     try:
         yield fd
     finally:

@@ -33,6 +33,8 @@ class RootJob(msgspec.Struct, kw_only=True, frozen=True):
     """Absolute path of the root on the host."""
     backing_fd: int = -1
     """Number, in the capture process, of an inherited descriptor of the backing directory. -1: open `path` (offline)."""
+    undo_fd: int = -1
+    """Number of an inherited descriptor of the directory with the undo log. -1: found beside the backing directory."""
     session: str = ""
     epoch: int = 0
     """The sealed epoch to capture; 0: no overlay, what is there is read as it is (offline)."""

@@ -255,7 +255,11 @@ def _renumbered(job: CaptureJob, fds: Sequence[int]) -> CaptureJob:
     """The same for a process in which the descriptors have the numbers that ``_fork`` has given them."""
     numbers = {fd: FIRST_PASSED_FD + 2 + index for index, fd in enumerate(fds)}
     roots = (
-        msgspec.structs.replace(root, backing_fd=numbers.get(root.backing_fd, root.backing_fd))
+        msgspec.structs.replace(
+            root,
+            backing_fd=numbers.get(root.backing_fd, root.backing_fd),
+            undo_fd=numbers.get(root.undo_fd, root.undo_fd),
+        )
         for root in job.roots
     )
     return msgspec.structs.replace(job, roots=tuple(roots))

@@ -7,6 +7,7 @@ Guarantee: a root record is returned only for a walk that went through to its en
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable
@@ -14,7 +15,6 @@ from typing import Final
 
 import structlog
 
-from ciuic import STATE_DIR_NAME
 from ciuic.daemon.capture_base import Base, choose_base, expected_of
 from ciuic.daemon.capture_content import ContentReader
 from ciuic.daemon.capture_entry import EntryMaker
@@ -28,6 +28,7 @@ from ciuic.fuse_layer.undo_format import UndoLost, sealed_name
 from ciuic.pace import Pace
 from ciuic.repository import Repository, Writer
 from ciuic.spill import Spill
+from ciuic.state_directory import find_state
 from ciuic.types import RootMode, RootRecord
 
 _log = structlog.get_logger(__name__)
@@ -148,10 +149,11 @@ class OpenRoot:
             self._stack = opening.pop_all()
 
     def _open_sealed(self, job: RootJob, block_size: int, opening: contextlib.ExitStack) -> SealedView:
-        undo = os.path.join(os.fsdecode(STATE_DIR_NAME), "undo")
         try:
-            undo_fd = os.open(undo, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.backing_fd)
-            opening.callback(os.close, undo_fd)
+            undo_fd = job.undo_fd
+            if undo_fd < 0:
+                undo_fd = _find_undo(self.backing_fd)
+                opening.callback(os.close, undo_fd)
             self.sealed = read_sealed(f"/proc/self/fd/{undo_fd}/{sealed_name(job.epoch)}", self.spill)
         except FileNotFoundError as error:
             raise UndoLost(f"epoch {job.epoch} is not sealed, or was given up") from error
@@ -188,6 +190,17 @@ class OpenRoot:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+
+def _find_undo(backing_fd: int) -> int:
+    """Open the undo directory of a root whose worker did not hand it out. FileNotFoundError without one of ciuic's own."""
+    state_fd = find_state(backing_fd)
+    if state_fd is None:
+        raise FileNotFoundError(errno.ENOENT, "no state directory")
+    try:
+        return os.open("undo", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=state_fd)
+    finally:
+        os.close(state_fd)
 
 
 def capture_root(

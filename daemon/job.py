@@ -18,7 +18,7 @@ LOCK_WAIT_SECONDS = 30.0
 def make_job(
     pending: PendingSnapshot, settings: Settings, roots: Mapping[str, RootSupervisor], host: str
 ) -> tuple[CaptureJob, list[int]]:
-    """The job, and the duplicates of backing descriptors that it names: the caller passes them on and closes them.
+    """The job, and the duplicates of descriptors that it names: the caller passes them on and closes them.
 
     CiuicError when the overlay session of a root has ended.
     """
@@ -59,9 +59,14 @@ def _root_job(
     if supervisor is None or worker is None or worker.session != cut.session:
         raise CiuicError(f"the overlay session of {cut.path} has ended")
     fds.append(os.dup(worker.backing_fd))
+    backing_fd, undo_fd = fds[-1], -1
+    if worker.undo_fd is not None:
+        fds.append(os.dup(worker.undo_fd))
+        undo_fd = fds[-1]
     return RootJob(
         path=os.fsencode(cut.path),
-        backing_fd=fds[-1],
+        backing_fd=backing_fd,
+        undo_fd=undo_fd,
         session=cut.session,
         epoch=cut.epoch,
         worker_pid=worker.pid,

@@ -108,7 +108,7 @@ class Roots:
         self.supervisors.pop(path, None)
         if not supervisor.lingers:
             await trio.to_thread.run_sync(remove_state, path)
-        for kind in ("root", "worker", "bypass", "abandoned", "silent"):
+        for kind in ("root", "worker", "bypass", "abandoned", "silent", "reserved"):
             self._alerts.clear(f"{kind}:{path}")
 
     async def stop_all(self) -> None:

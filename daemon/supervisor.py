@@ -217,6 +217,16 @@ class RootSupervisor:
             )
         else:
             self._alerts.clear(f"plain:{self.path}")
+        if worker.set_aside:
+            names = ", ".join(os.fsdecode(name) for name in worker.set_aside)
+            self._alerts.report(
+                f"reserved:{self.path}",
+                f"{self.path} had something of its owner's under the reserved name {os.fsdecode(ciuic.STATE_DIR_NAME)}; "
+                f"it is called {names} now",
+                hint="look at what it is; ciuic has not used it",
+                root=self.path,
+                severity="warning",
+            )
         self._set("mounted")
         log.info(
             "root_mounted", root=self.path, pid=worker.pid, session=worker.session, adopted=worker.adopted

@@ -44,6 +44,7 @@ class WorkerClient(Protocol):
     def status(self) -> WorkerStatus: ...
     def alive(self) -> None: ...
     def backing_fd(self) -> int: ...
+    def undo_fd(self) -> int: ...
     def session_fd(self) -> int: ...
     def hand_over(self) -> None: ...
     def writers(self) -> list[bytes]: ...
@@ -86,6 +87,8 @@ class Worker:
         child: Child | None = None,
         adopted: bool = False,
         session_fd: int | None = None,
+        undo_fd: int | None = None,
+        set_aside: Sequence[bytes] = (),
         version: str = ciuic.__version__,
     ) -> None:
         self.pid = pid
@@ -95,6 +98,10 @@ class Worker:
         self.adopted = adopted
         self.session_fd = session_fd
         """The worker's connection with the kernel; with it a successor goes on. None where none can."""
+        self.undo_fd = undo_fd
+        """The directory of the worker's undo log, for captures; None from a worker that does not hand it out."""
+        self.set_aside = tuple(set_aside)
+        """New names of what the owner of the root had put where the worker's state belongs."""
         self.version = version
         self.connect = connect
         """A new connection each time: a hold belongs to its connection."""
@@ -141,7 +148,7 @@ class Worker:
             return
         self._closed = True
         self._client.close()
-        for fd in (self.pidfd, self.backing_fd, self.session_fd):
+        for fd in (self.pidfd, self.backing_fd, self.session_fd, self.undo_fd):
             if fd is not None:
                 os.close(fd)
         if self._child is not None and self._child.poll() is None:
@@ -175,7 +182,7 @@ async def start_worker(
         try:
             await _wait_ready(ready_read, child, options.root)
             client = ControlClient(options.socket, timeout_seconds=CONTROL_TIMEOUT_SECONDS)
-            status, kept = await trio.to_thread.run_sync(_first_questions, client, limiter=_control_threads)
+            answers = await trio.to_thread.run_sync(_first_questions, client, limiter=_control_threads)
         except BaseException:
             child.kill()
             await _reap(child)
@@ -186,7 +193,14 @@ async def start_worker(
     finally:
         os.close(ready_read)
     return Worker(
-        child.pid, backing_fd, status.session, _connector(options.socket), child=child, session_fd=kept
+        child.pid,
+        backing_fd,
+        answers.status.session,
+        _connector(options.socket),
+        child=child,
+        session_fd=answers.session_fd,
+        undo_fd=answers.undo_fd,
+        set_aside=answers.status.set_aside,
     )
 
 
@@ -215,15 +229,30 @@ def _become_worker(
     )
 
 
-def _first_questions(client: ControlClient) -> tuple[WorkerStatus, int | None]:
-    """Status and session of a worker that serves; closes the client."""
+class _Answers(NamedTuple):
+    """Status and descriptors of a worker that serves; a descriptor is None where the worker refuses it."""
+
+    status: WorkerStatus
+    session_fd: int | None
+    undo_fd: int | None
+
+
+def _first_questions(client: ControlClient) -> _Answers:
+    """Ask a worker for what the daemon keeps of it; closes the client."""
     with client:
-        return client.status(), _session_fd(client)
+        status = client.status()
+        session_fd = _unless_refused(client.session_fd)
+        try:
+            return _Answers(status, session_fd, _unless_refused(client.undo_fd))
+        except BaseException:
+            if session_fd is not None:
+                os.close(session_fd)
+            raise
 
 
-def _session_fd(client: ControlClient) -> int | None:
+def _unless_refused(ask: Callable[[], int]) -> int | None:
     try:
-        return client.session_fd()
+        return ask()
     except WorkerRefused:
         return None
 
@@ -234,22 +263,26 @@ def adopt_worker(socket_path: Path, *, timeout_seconds: float = 5.0) -> Worker |
     if pid is None:
         return None
     client = ControlClient(socket_path, timeout_seconds=timeout_seconds)
+    fds: list[int] = []
     try:
-        status = client.status()
-        session_fd = _session_fd(client)
-        backing_fd = client.backing_fd()
+        with client:
+            backing_fd = client.backing_fd()
+            fds.append(backing_fd)
+            answers = _first_questions(client)
     except WorkerUnreachable:
+        for fd in fds:
+            os.close(fd)
         return None
-    finally:
-        client.close()
     return Worker(
         pid,
         backing_fd,
-        status.session,
+        answers.status.session,
         _connector(socket_path),
         adopted=True,
-        session_fd=session_fd,
-        version=status.version,
+        session_fd=answers.session_fd,
+        undo_fd=answers.undo_fd,
+        set_aside=answers.status.set_aside,
+        version=answers.status.version,
     )
 
 

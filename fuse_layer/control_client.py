@@ -85,6 +85,14 @@ class ControlClient:
         """A new descriptor of the backing directory, O_PATH and close-on-exec; the caller closes it."""
         return self._one_fd("backing_fd")
 
+    def undo_fd(self) -> int:
+        """Return a new descriptor of the directory that holds the undo log, for a capture; the caller closes it.
+
+        Raises:
+            WorkerRefused: the worker is of a version that does not hand it out.
+        """
+        return self._one_fd("undo_fd")
+
     def session_fd(self) -> int:
         """A new descriptor of the worker's connection with the kernel: while anybody has it open, the mount outlives the
         worker. WorkerRefused where no successor could go on with it."""

@@ -56,6 +56,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a successor can go on with its session."""
     version: str = ""
     """Of ciuic."""
+    set_aside: tuple[bytes, ...] = ()
+    """New names, in the root, of what bore the reserved name and was not made by ciuic."""
 
 
 class CutReply(msgspec.Struct, frozen=True, kw_only=True):

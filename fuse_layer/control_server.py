@@ -53,6 +53,8 @@ class CutLike(Protocol):
 class Controllable(Protocol):
     """The control half of the overlay core."""
 
+    @property
+    def undo_fd(self) -> int: ...
     def status(self) -> Mapping[str, Any]: ...
     def writers(self) -> list[bytes]: ...
     def prepare_cut(self, timeout_seconds: float) -> None: ...
@@ -174,6 +176,8 @@ class ControlServer:
                 return Reply()  # needs no lock and no disk
             case "backing_fd":
                 return Reply(fds=(self._backing_fd,))
+            case "undo_fd":
+                return Reply(fds=(self._core.undo_fd,))
             case "writers":
                 return Reply({"paths": self._core.writers()})
             case "prepare":

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import structlog
 
-from ciuic import STATE_DIR_NAME
+from ciuic import state_directory
 from ciuic.fuse_layer import syscalls
 from ciuic.fuse_layer.attributes import Attributes, SetAttr
 from ciuic.fuse_layer.caller import Caller
@@ -43,7 +43,7 @@ from ciuic.fuse_layer.spare import Spare
 from ciuic.fuse_layer.state import Attr, OverlayState
 from ciuic.fuse_layer.times import KernelTimes
 from ciuic.fuse_layer.tracking import Tracker
-from ciuic.fuse_layer.undo import UNDO_DIR, UndoLog
+from ciuic.fuse_layer.undo import UndoLog
 from ciuic.fuse_layer.unseen import UnseenWriters
 from ciuic.fuse_layer.ways import Descriptor
 
@@ -63,8 +63,12 @@ class OverlayCore:
 
     ``kernel_keeps_times``: the driver lets the kernel cache writes (times.py).
 
-    Opening empties the undo directory, and takes up tracking that a clean stop saved. OSError when the state
-    directory cannot be made (read-only or full file system)."""
+    Opening empties the undo directory, and takes up tracking that a clean stop saved.
+
+    Raises:
+        OSError: the state directory cannot be made (read-only or full file system).
+        CiuicError: its name is taken (state_directory.open_state).
+    """
 
     def __init__(
         self,
@@ -78,14 +82,17 @@ class OverlayCore:
         inherited: Inherited | None = None,
         plain: bool = False,
     ) -> None:
-        self._state_fd = _state_directory(backing_fd)
+        self._state_fd, self._set_aside = state_directory.open_state(backing_fd)
+        for name in self._set_aside:
+            log.error("reserved_name_set_aside", new_name=os.fsdecode(name))
         self._plain = plain
         self._removed: Descriptor | None = None
         nodes = NodeTable(backing_fd)
         undo = UndoLog(
             self._state_fd, block_size=block_size, limit_bytes=undo_limit_bytes, on_abandon=self._on_abandon
         )
-        self._state = OverlayState(nodes, Tracker(block_size), undo, plain=plain)
+        hidden = int(state_directory.lies_inside(backing_fd))
+        self._state = OverlayState(nodes, Tracker(block_size), undo, plain=plain, hidden_directories=hidden)
         self._unseen = UnseenWriters(self._state)
         if ledger is not None:
             undo.hidden.keep_orphans_in(self._state_fd, inherited=inherited is not None)
@@ -287,11 +294,13 @@ class OverlayCore:
             "open_files": self.open_files,
             "nodes": len(self._state.nodes),
             "abandoned": [entry._asdict() for entry in self._epochs.abandoned],
+            "set_aside": list(self._set_aside),
         }
 
-    def undo_directory(self) -> bytes:
-        """Where capture finds the undo log, relative to the backing directory."""
-        return STATE_DIR_NAME + b"/" + UNDO_DIR
+    @property
+    def undo_fd(self) -> int:
+        """Descriptor of the directory that holds the undo log; it stays the core's."""
+        return self._state.undo.directory_fd
 
     def save_tracking(self) -> None:
         """For a clean stop, when no operation comes any more: pending epochs are given up into the current
@@ -336,12 +345,3 @@ class OverlayCore:
 
     def _on_abandon(self, epochs: list[int], reason: str) -> None:
         self._epochs.on_abandon(epochs, reason)
-
-
-def _state_directory(backing_fd: int) -> int:
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(STATE_DIR_NAME, 0o700, dir_fd=backing_fd)
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(STATE_DIR_NAME, flags, dir_fd=backing_fd)
-    os.fchmod(fd, 0o700)
-    return fd

@@ -7,6 +7,7 @@ ever lost: it is in a committed snapshot, in a pending set or in the current one
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -263,7 +264,7 @@ def _from_record(record: undo_format.Change) -> Change:
 
 
 def read_saved(state_fd: int, name: bytes) -> bytes | None:
-    """The file's content, and the file is gone, durably: tracking may be trusted once only."""
+    """Take a saved file: return its content and remove it durably, because tracking may be trusted only once."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=state_fd)
     except FileNotFoundError:
@@ -276,14 +277,12 @@ def read_saved(state_fd: int, name: bytes) -> bytes | None:
 
 
 def write_saved(state_fd: int, name: bytes, data: bytes) -> None:
-    """Durable on return, or not there at all."""
+    """Save ``data`` under ``name``: durable on return; after a failure the name leads to what it led to before."""
     temporary = name + b".new"
-    fd = os.open(
-        temporary,
-        os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
-        0o600,
-        dir_fd=state_fd,
-    )
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary, dir_fd=state_fd)  # of a process that was killed here
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(temporary, flags, 0o600, dir_fd=state_fd)
     with os.fdopen(fd, "wb") as file:
         file.write(data)
         file.flush()

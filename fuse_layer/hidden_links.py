@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Final
 
 from ciuic.fuse_layer.ways import Descriptor
+from ciuic.state_directory import own_directory
 
 ORPHANS_DIR: Final = b"open"
 
@@ -97,8 +98,8 @@ class HiddenLinks:
         if not inherited:
             self._orphanage = fresh_directory(state_fd, ORPHANS_DIR)
             return
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._orphanage = Descriptor(os.open(ORPHANS_DIR, flags, dir_fd=state_fd))
+        # Made if missing: its absence costs removed files that were open, not the session.
+        self._orphanage = Descriptor(own_directory(state_fd, ORPHANS_DIR))
         self._orphans = {int(name) for name in os.listdir(self._orphanage.fd)}
 
     def keep_orphan(self, ino: int, path: bytes, dir_fd: int | None, *, follow: bool) -> None:
@@ -146,13 +147,12 @@ class HiddenLinks:
 
 
 def fresh_directory(parent_fd: int, name: bytes) -> Descriptor:
-    """The directory ``name``, made if missing and emptied: what an earlier session saved is of no use to
-    anybody."""
-    with suppress(FileExistsError):
-        os.mkdir(name, 0o700, dir_fd=parent_fd)
-    directory = Descriptor(
-        os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
-    )
+    """Open the directory ``name``, made if missing and emptied: no session uses what an earlier one saved.
+
+    Raises:
+        PermissionError: the name leads to something that ciuic did not make.
+    """
+    directory = Descriptor(own_directory(parent_fd, name))
     for entry in os.listdir(directory.fd):
         try:
             os.unlink(entry, dir_fd=directory.fd)

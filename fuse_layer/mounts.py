@@ -11,18 +11,18 @@ import ctypes
 import errno
 import os
 import re
-import shutil
 import threading
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
-from ciuic import STATE_DIR_NAME
+from ciuic import state_directory
 from ciuic.errors import CiuicError
 
 FS_TYPE = "fuse.ciuic"
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_POSIXACL = 1 << 16
-_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
+_MNT_DETACH = 2
 _KEPT_FLAGS = (
     (os.ST_RDONLY, _MS_RDONLY),
     (os.ST_NOSUID, _MS_NOSUID),
@@ -39,6 +39,10 @@ class AlreadyMounted(CiuicError):
     """One of our own overlays lies over the directory already."""
 
 
+class NotTheRoot(CiuicError):
+    """A path leads somewhere else than it did when it was configured."""
+
+
 class MountEntry(NamedTuple):
     """One line of mountinfo (proc(5)); paths as the kernel knows them, unescaped."""
 
@@ -49,6 +53,7 @@ class MountEntry(NamedTuple):
     mount_point: bytes
     fs_type: str
     source: bytes
+    super_options: bytes = b""
 
 
 def read_mounts(mountinfo: str = "/proc/self/mountinfo") -> list[MountEntry]:
@@ -73,6 +78,7 @@ def parse_mountinfo(text: bytes) -> list[MountEntry]:
                 _unescape(head[4]),
                 tail[0].decode(),
                 _unescape(tail[1]),
+                tail[2] if len(tail) > 2 else b"",
             )
         )
     return entries
@@ -134,11 +140,29 @@ def probe(path: str | bytes, timeout_seconds: float) -> Liveness:
 def open_backing(path: str | bytes) -> int:
     """An O_PATH descriptor of the directory at ``path``, through which it stays reachable under a mount.
 
-    AlreadyMounted when an overlay of ours lies there: its descriptor would lead through the overlay, not beside it.
+    The path was free of symbolic links when it was configured. Whoever owns a directory on the way can put one there
+    since, and would have root mount over any directory of the host.
+
+    Raises:
+        NotTheRoot: a symbolic link is on the way, or another user serves the file system (fusermount3(1)).
+        AlreadyMounted: an overlay of ours lies there: its descriptor would lead through the overlay, not beside it.
+        OSError: it cannot be opened.
     """
-    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if overlay_at(os.readlink(b"/proc/self/fd/%d" % fd)) is not None:
+        reached = os.readlink(b"/proc/self/fd/%d" % fd)
+        if reached != os.path.normpath(os.fsencode(path)):
+            raise NotTheRoot(
+                f"{os.fsdecode(path)} leads to {os.fsdecode(reached)}",
+                hint="a symbolic link was put on the way: protect the directory itself",
+            )
+        entry = mount_of(fd)
+        if entry is not None and _is_served_by_a_user(entry):
+            raise NotTheRoot(
+                f"{os.fsdecode(path)} lies on a FUSE file system that a user serves, not root",
+                hint="protect the directories that its files are kept in",
+            )
+        if overlay_at(reached) is not None:
             raise AlreadyMounted(
                 f"{os.fsdecode(path)} is already mounted by ciuic",
                 hint="stop the daemon that serves it, or unmount it",
@@ -147,6 +171,20 @@ def open_backing(path: str | bytes) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def mount_of(fd: int) -> MountEntry | None:
+    """The mount that an open descriptor is on; None for one that is attached nowhere (any more)."""
+    mount_id = state_directory.mount_id(fd)
+    return next((entry for entry in read_mounts() if entry.mount_id == mount_id), None)
+
+
+def _is_served_by_a_user(entry: MountEntry) -> bool:
+    """Whether a process of an ordinary user answers for the file system, and decides what root sees there."""
+    if not entry.fs_type.startswith("fuse"):
+        return False
+    options = dict(option.partition(b"=")[::2] for option in entry.super_options.split(b","))
+    return options.get(b"user_id", b"0") not in (b"0", b"%d" % os.geteuid())
 
 
 def mount_fuse(backing_fd: int) -> int:
@@ -176,20 +214,36 @@ def mount_fuse(backing_fd: int) -> int:
 
 
 def detach(path: str | bytes) -> None:
-    """Take the topmost mount off ``path`` at once; what is open in it goes on being served.
+    """Take the topmost mount of ours off ``path`` at once; what is open in it goes on being served.
 
-    OSError: EINVAL when nothing is mounted there.
+    The mount is named by a descriptor that was compared with mountinfo, because the owner of a directory on the way may
+    put a symbolic link there at any time. The comparison asks nothing of the mount: a dead one would answer ENOTCONN.
+
+    Raises:
+        OSError: EINVAL when no overlay of ours is mounted there.
     """
     target = os.fsencode(path)
-    if _libc.umount2(target, _MNT_DETACH | _UMOUNT_NOFOLLOW) != 0:
-        _raise_errno(target)
+    fd = os.open(target, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        entry = mount_of(fd)
+        if entry is None or entry.fs_type != FS_TYPE or entry.mount_point != os.path.normpath(target):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), os.fsdecode(target))
+        # Without UMOUNT_NOFOLLOW: the magic link of the descriptor is followed, and nothing else is.
+        if _libc.umount2(b"/proc/self/fd/%d" % fd, _MNT_DETACH) != 0:
+            _raise_errno(target)
+    finally:
+        os.close(fd)
 
 
 def remove_state(path: str | bytes) -> None:
-    """Take the state directory out of a directory that is no longer protected. Nothing happens under a mount of ours, or when
-    it cannot be removed: it is hidden again by the next mount."""
-    if overlay_at(path) is None:
-        shutil.rmtree(os.path.join(os.fsencode(path), STATE_DIR_NAME), ignore_errors=True)
+    """Remove the state of a directory that is no longer protected. Nothing happens under a mount of ours; what cannot be removed
+    stays, and the next session empties it."""
+    with suppress(OSError, CiuicError):  # the directory itself is gone, or is another one by now
+        fd = open_backing(path)
+        try:
+            state_directory.remove_state(fd)
+        finally:
+            os.close(fd)
 
 
 def abort_connection(entry: MountEntry) -> bool:

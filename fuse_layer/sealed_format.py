@@ -7,6 +7,7 @@ A file that was cut short is refused. What is in it and what it means: docs/arch
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, Final, NamedTuple
@@ -76,11 +77,12 @@ _change_decoder = msgspec.msgpack.Decoder(Change)
 
 
 def write_sealed(undo_dir: str | bytes, head: SealedHead, changes: Iterable[tuple[int, Change]]) -> None:
-    """Puts the sealed file in place under its final name in one step (not synced: it does not outlive the
-    machine)."""
+    """Write the sealed file of an epoch; it gets its name when it is whole. Not synced: no reader outlives the machine."""
     final = os.path.join(os.fsdecode(undo_dir), sealed_name(head.epoch))
     temporary = f"{final}.tmp"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)  # of an attempt that failed
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         _write_frame(file, head)
         for frame in _frames(changes):

@@ -69,7 +69,17 @@ class OpenFile:
 class OverlayState:
     """Shared by the operation groups; see the module's docstring."""
 
-    def __init__(self, nodes: NodeTable, tracker: Tracker, undo: UndoLog, *, plain: bool = False) -> None:
+    def __init__(
+        self,
+        nodes: NodeTable,
+        tracker: Tracker,
+        undo: UndoLog,
+        *,
+        plain: bool = False,
+        hidden_directories: int = 0,
+    ) -> None:
+        """``hidden_directories``: directories at the top of the root that the overlay does not show."""
+        self._hidden_directories = hidden_directories
         self.plain = plain
         """Nothing is tracked: every file is served as one of another file system is."""
         self.nodes = nodes
@@ -142,9 +152,9 @@ class OverlayState:
         return Attr(node.id, 0, st, self._visible_links(node, nlink), node.is_written)
 
     def _visible_links(self, node: Node, nlink: int) -> int:
-        """The state directory is hidden, so the root's link count must not count it (btrfs directories always
-        have 1)."""
-        return nlink - 1 if node is self.nodes.root and nlink > 2 else nlink
+        """Link count without the ``..`` of directories that are not shown. A count of 2 or less is not one of subdirectories:
+        btrfs directories always have 1."""
+        return nlink - self._hidden_directories if node is self.nodes.root and nlink > 2 else nlink
 
     def adopt(
         self, parent: Node, name: bytes, read: Callable[[], os.stat_result], *, count: int

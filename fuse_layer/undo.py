@@ -273,7 +273,10 @@ class UndoLog:
         """Old bytes go to their own offsets in a sparse file; holes stay holes."""
         start, end = first * self.block_size, (first + count) * self.block_size
         name = undo_format.blocks_name(ino, self._true_epoch).encode()
-        out = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._directory.fd)
+        # The first copy in an epoch makes the file, so that nothing that lies there is ever written to.
+        made = 0 if ino in self._blocks else os.O_CREAT | os.O_EXCL
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | made
+        out = os.open(name, flags, 0o600, dir_fd=self._directory.fd)
         try:
             for data_start, data_end in _data_ranges(fd, start, end):
                 at = data_start
@@ -331,8 +334,9 @@ class UndoLog:
         """One write of a whole record; visible to the reader on return."""
         log = self._log
         if log is None:
-            # O_TRUNC: one that could not be removed when its epochs ended may end in a torn record.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            # A log that could not be removed when its epochs ended may end in an incomplete record: it goes first.
+            self._unlink_quietly(undo_format.LOG_NAME.encode())
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
             log = self._log = Descriptor(
                 os.open(undo_format.LOG_NAME, flags, 0o600, dir_fd=self._directory.fd)
             )

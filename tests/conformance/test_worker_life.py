@@ -16,6 +16,7 @@ import pytest
 from support.driver import DRIVER, PASSES
 from support.live import wait_for
 from support.overlay import Overlay
+from support.state_dir import state_of
 
 from ciuic.fuse_layer import mounts
 from ciuic.fuse_layer.control_client import WorkerUnreachable
@@ -46,7 +47,7 @@ def test_mounting_in_place_shows_what_is_there(overlay: Overlay, root: Path) -> 
     assert mounts.overlay_at(os.fspath(root)) is not None
     assert os.listdir(root) == ["before"]
     assert (root / "before").read_text() == "was here before the mount"
-    assert ".ciuic-state" in os.listdir(overlay.backing)
+    assert (state_of(root) / "undo").is_dir()
     status = overlay.client.status()
     assert (status.driver, status.epoch, len(status.session)) == (DRIVER, 1, 32)
     assert status.mounted_ns > 0
@@ -92,7 +93,7 @@ def test_stop_with_nothing_open_ends_at_once(overlay: Overlay, root: Path) -> No
     assert overlay.stop() == 0
     assert mounts.overlay_at(os.fspath(root)) is None
     assert (root / "after").read_text() == "written through the mount"
-    assert (root / ".ciuic-state" / "tracking").exists()
+    assert (state_of(root) / "tracking").exists()
     assert not overlay.client.socket_path or not os.path.exists(overlay.client.socket_path)
 
 
@@ -102,7 +103,7 @@ def test_signals_stop_it_cleanly(overlay: Overlay, root: Path, number: signal.Si
     overlay.process.send_signal(number)
     assert overlay.process.wait(WAIT_SECONDS) == 0
     assert mounts.overlay_at(os.fspath(root)) is None
-    assert (root / ".ciuic-state" / "tracking").exists()
+    assert (state_of(root) / "tracking").exists()
 
 
 def test_an_open_file_is_served_after_the_stop_until_it_closes(overlay: Overlay, root: Path) -> None:
@@ -138,7 +139,7 @@ def test_umount_by_somebody_else_is_a_clean_end(overlay: Overlay, root: Path) ->
     """An operator's umount makes the worker save its tracking and end with status 0."""
     subprocess.run(["umount", os.fspath(root)], check=True, timeout=WAIT_SECONDS)
     assert overlay.process.wait(WAIT_SECONDS) == 0
-    assert (root / ".ciuic-state" / "tracking").exists()
+    assert (state_of(root) / "tracking").exists()
 
 
 def test_the_end_of_a_worker_leaves_the_mount_of_its_successor_alone(
@@ -179,7 +180,7 @@ def test_a_killed_worker_leaves_a_dead_mount_and_complete_files(overlay: Overlay
         overlay.client.status()
     mounts.detach(os.fspath(root))
     assert (root / "synced").read_text() == "safe"
-    assert not (root / ".ciuic-state" / "tracking").exists()
+    assert not (state_of(root) / "tracking").exists()
 
 
 def test_a_successor_serves_the_same_root(root: Path, short_tmp: Path) -> None:

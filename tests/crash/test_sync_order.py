@@ -21,6 +21,7 @@ from ciuic.repository.writerindex import WriterIndex
 from ciuic.repository_mark import mark_of, write_mark
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.restore.journal import JOURNAL_NAME
+from ciuic.state_directory import open_state
 from ciuic.types import SnapshotId
 
 CACHE = (INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal", "lock")
@@ -194,9 +195,10 @@ def test_a_changed_configuration_is_durable(watch: SyncWatch, tmp_path: Path) ->
 
 def test_what_a_root_remembers_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
     """A mark that a power cut takes back would let an absent disk pass for a new beginning."""
-    (tmp_path / ".ciuic-state").mkdir()
+    (tmp_path / "root").mkdir()
+    fd = os.open(tmp_path / "root", os.O_PATH)
+    os.close(open_state(fd).fd)
     watch.trust_all()
-    fd = os.open(tmp_path, os.O_PATH)
     try:
         write_mark(fd, mark_of(tmp_path / "r", "f" * 32, []))
     finally:

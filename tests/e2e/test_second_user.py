@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.live import Live, installed, wait_for
 from support.second_user import MADE_UP, NOBODY, User, everything_below, reach, run_as
+from support.state_dir import state_of
 
 from ciuic.privileges import CAPTURE, OVERLAY_WORKER, Capability, permitted
 from ciuic.repository import Repository
@@ -110,9 +111,9 @@ def test_nobody_reaches_what_he_could_not_read_before(live: Live, root: Path, sh
 
 
 def _assert_unreachable(live: Live, root: Path, behind: Path, *, working: bool) -> None:
-    state = behind / ".ciuic-state"
+    state = state_of(root)
     run = live.top / "run"
-    paths = everything_below(live.repository, run, root, behind)
+    paths = everything_below(live.repository, run, root, behind, state.parent)
     if working:
         assert any(path.startswith(str(state / "undo/hold/")) for path in paths)
         assert any(path.startswith(str(state / "undo/blocks-")) for path in paths)

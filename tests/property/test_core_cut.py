@@ -13,10 +13,12 @@ import stat
 import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from support.state_dir import state_of
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer import sealed_format, swaps, syscalls, undo_format
@@ -26,7 +28,11 @@ from ciuic.spill import Spill
 BLOCK = 4096
 NAMES = [b"a", b"b", b"c", b"\xff\n|"]
 ROOT = Caller(0, 0)
-UNDO = os.fsdecode(STATE_DIR_NAME) + "/undo"
+
+
+def undo_of(top: bytes) -> bytes:
+    """The undo directory of the root at ``top``."""
+    return os.fsencode(state_of(Path(os.fsdecode(top))) / "undo")
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def xattrs_of(path: bytes) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def has_hold_link(top: bytes, ino: int) -> bool:
-    return os.path.lexists(os.path.join(top, os.fsencode(UNDO), b"hold", b"%d" % ino))
+    return os.path.lexists(os.path.join(undo_of(top), b"hold", b"%d" % ino))
 
 
 def observe(top: bytes) -> World:
@@ -92,7 +98,7 @@ def observe(top: bytes) -> World:
 def rebuild(top: bytes, root_ino: int, log: undo_format.LogReader) -> World:
     """The tree at the cut: backing directory corrected by the undo log."""
     world = World()
-    undo = os.path.join(top, os.fsencode(UNDO))
+    undo = undo_of(top)
 
     def visit(path: bytes | None, ino: int, key: tuple[bytes, ...]) -> None:
         record = log.inode(ino)
@@ -206,7 +212,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.top = tempfile.mkdtemp(prefix="ciuic-core-").encode()
+        self.place = tempfile.mkdtemp(prefix="ciuic-core-")
+        self.top = self.place.encode() + b"/root"
         os.makedirs(self.top + b"/a/b")
         with open(self.top + b"/c", "wb") as file:
             file.write(b"0123456789" * 3000)
@@ -223,7 +230,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.close()
         os.close(self.backing_fd)
         os.umask(self.umask)
-        shutil.rmtree(self.top)
+        shutil.rmtree(self.place)
 
     @initialize(target=directories)
     def root_directory(self) -> int:
@@ -343,7 +350,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.check_sealed(cut.epoch)
 
     def check_sealed(self, epoch: int) -> None:
-        path = os.fsdecode(self.top) + f"/{UNDO}/{undo_format.sealed_name(epoch)}"
+        path = f"{os.fsdecode(undo_of(self.top))}/{undo_format.sealed_name(epoch)}"
         sealed = sealed_format.read_sealed(path, Spill(os.fsdecode(self.top)))
         if sealed.head.complete:
             check_tracking(sealed, self.history[sealed.head.since], self.history[epoch])
@@ -359,7 +366,7 @@ class CoreMachine(RuleBasedStateMachine):
         (self.core.committed if commit else self.core.abort)(epoch)
 
     def verify(self, epoch: int) -> None:
-        path = os.fsdecode(self.top) + f"/{UNDO}/{undo_format.LOG_NAME}"
+        path = f"{os.fsdecode(undo_of(self.top))}/{undo_format.LOG_NAME}"
         log = undo_format.LogReader(path, epoch)
         try:
             log.poll()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from support.capture_bench import BLOCK, Bench, bench
 from support.core_driver import KINDS, PATHS, CoreDriver, Operation, path_of
 from support.faulty_os import FaultyOs, Killed, faults_in
+from support.state_dir import state_of
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer import epochs, hidden_links, swaps, undo, undo_format
@@ -66,7 +67,7 @@ def life(seed: int, faulty: FaultyOs) -> Life:
             except Killed:
                 killed = True
         if killed:
-            faulty.after_power_cut(here.backing / STATE_NAME, choose)
+            faulty.after_power_cut(state_of(here.backing), choose)
         _start_again(here, choose)
         return Life(faulty.calls, tuple(job.outcomes), tree, exact, killed)
 
@@ -84,14 +85,14 @@ def _settle(here: Bench, waiting: list[int], faulty: FaultyOs, choose: random.Ra
     here.snapshot()
     assert here.core.status()["pending"] == []
     if not faulty.stop_at:
-        kept = [path.name for path in (here.backing / STATE_NAME / "undo").rglob("*") if path.is_file()]
+        kept = [path.name for path in (state_of(here.backing) / "undo").rglob("*") if path.is_file()]
         assert kept == []
     return exact
 
 
 def _captured(here: Bench, epoch: int) -> bool:
     """Whether the epoch's capture was done, and then it was exact; else it was told so."""
-    if not (here.backing / STATE_NAME / "undo" / undo_format.sealed_name(epoch)).exists():
+    if not (state_of(here.backing) / "undo" / undo_format.sealed_name(epoch)).exists():
         return False
     try:
         record, report = here.capture(epoch)
@@ -112,8 +113,8 @@ def _start_again(here: Bench, choose: random.Random) -> None:
     """New workers over what is there: the state is emptied, the tracking used once, the next snapshots exact."""
     for number in range(2):
         here.start_again(f"{number + 6}" * 32)
-        assert not (here.backing / STATE_NAME / _SAVED).exists(), "tracking can be used twice"
-        undo_dir = here.backing / STATE_NAME / "undo"
+        assert not (state_of(here.backing) / _SAVED).exists(), "tracking can be used twice"
+        undo_dir = state_of(here.backing) / "undo"
         assert [path.name for path in undo_dir.rglob("*") if not path.is_dir()] == []
         for mode in ("full", "tracked"):
             here.run(_some(choose, 10))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from support.state_dir import state_of
 
 from ciuic.fuse_layer import sealed_format, undo, undo_format
 from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore
@@ -64,7 +65,7 @@ def _failing(number: int) -> object:
 
 
 def _left(backing: Path) -> list[str]:
-    state = backing / ".ciuic-state/undo"
+    state = state_of(backing) / "undo"
     return sorted([path.name for path in state.iterdir() if path.name != "hold"] + os.listdir(state / "hold"))
 
 
@@ -87,7 +88,7 @@ def test_giving_up_several_epochs_writes_nothing(
     assert _left(backing) == []
     monkeypatch.undo()
     cut = job.core.cut()
-    path = backing / ".ciuic-state/undo" / undo_format.sealed_name(cut.epoch)
+    path = state_of(backing) / "undo" / undo_format.sealed_name(cut.epoch)
     sealed = sealed_format.read_sealed(str(path), Spill(str(backing)))
     assert sealed.changes.get((backing / "a").stat().st_ino) is not None
 

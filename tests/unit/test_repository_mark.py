@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from support.state_dir import state_of
 
 from ciuic.daemon import store as store_module
 from ciuic.daemon.store import Store
@@ -15,6 +16,7 @@ from ciuic.errors import NotFound
 from ciuic.mountinfo import Mount, parse
 from ciuic.repository import Repository
 from ciuic.repository_mark import absent_mount_point, mark_of, read_mark, read_mark_at, write_mark
+from ciuic.state_directory import open_state
 
 ROOT_MOUNT = b"21 1 8:1 / / rw - ext4 /dev/a rw\n"
 
@@ -29,8 +31,9 @@ def mounts(*points: Path) -> list[Mount]:
 
 @pytest.fixture
 def root_fd(tmp_path: Path) -> Iterator[int]:
-    (tmp_path / "root/.ciuic-state").mkdir(parents=True)
+    (tmp_path / "root").mkdir()
     fd = os.open(tmp_path / "root", os.O_PATH)
+    os.close(open_state(fd).fd)
     yield fd
     os.close(fd)
 
@@ -42,9 +45,9 @@ def test_a_mark_is_read_as_it_was_written(root_fd: int, tmp_path: Path) -> None:
         mark = mark_of(path, "f" * 32, mounts())
         write_mark(root_fd, mark)
         assert read_mark(root_fd) == read_mark_at(tmp_path / "root") == mark
-    assert os.listdir(tmp_path / "root/.ciuic-state") == ["repository"]
+    assert os.listdir(state_of(tmp_path / "root")) == ["repository"]
     for junk in (b"", b"\xff" * 40, b"\x93\xa1a\xa1b\xa1\xff"):
-        (tmp_path / "root/.ciuic-state/repository").write_bytes(junk)
+        (state_of(tmp_path / "root") / "repository").write_bytes(junk)
         assert read_mark(root_fd) is None
     assert read_mark_at(tmp_path / "nothing") is None
 
@@ -98,6 +101,6 @@ def test_a_new_daemon_makes_no_repository_below_the_mount_point(
 
 def test_a_root_that_cannot_remember_costs_nothing(root_fd: int, tmp_path: Path) -> None:
     """The repository is made and used all the same."""
-    (tmp_path / "root/.ciuic-state").rmdir()
+    state_of(tmp_path / "root").rmdir()
     Store(tmp_path / "repository", block_bytes=4096).ensure([root_fd])
     assert Repository.exists(tmp_path / "repository")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.state_dir import state_of
 
-from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore
 from ciuic.fuse_layer.undo_format import LogReader
 
@@ -35,7 +35,7 @@ def test_names_in_a_directory_made_after_the_cut_have_no_records(core: OverlayCo
     for name in (b"file", b"folder"):
         core.rename(ROOT_ID, name, new.node, name, 0)
         core.rename(new.node, name, ROOT_ID, b"back-" + name, 0)
-    undo = tmp_path / "root" / os.fsdecode(STATE_DIR_NAME) / "undo"
+    undo = state_of(tmp_path / "root") / "undo"
     log = LogReader(str(undo / "log"), epoch)
     log.poll()
     assert log.names(os.stat(tmp_path / "root/new").st_ino) == {}

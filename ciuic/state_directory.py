@@ -1,0 +1,365 @@
+"""State directory of a root: undo log, saved tracking and repository mark, out of reach of the root's owner.
+
+A root belongs to a user who may rename, replace, link and mount over whatever lies in it, while ciuic writes its state as root. So the
+state of a root lies beside it: in ``.ciuic-state/<inode number and generation of the root>`` below the nearest ancestor directory on the same mount in
+which nobody but root (or the user who runs ciuic) can make or rename entries. It must be the same mount because the undo log keeps
+inodes alive by hard links. Where no such ancestor exists (the root is the top of its mount, or its owner also owns every directory
+above) the state lies in the root itself, and every level of it is checked.
+
+Invariants:
+
+* Every directory is opened by one name relative to an open descriptor, never through a symbolic link or into another mount, and is
+  used only if it belongs to the effective user with mode 0700. The check is made on the descriptor that is used afterwards, so
+  renaming the directory later has no effect on an open one.
+* The mount is compared before anything is asked of the directory: a user's FUSE mount over the name is never called.
+* What bears the reserved name in a root and is not ours is renamed, never used and never deleted.
+* Only entries that ciuic makes are ever removed.
+
+References: openat(2), proc_pid_fdinfo(5) (``mnt_id``), ioctl_fsgetxattr (linux/fs.h), fusermount3(1) for mounts by users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import struct
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from ciuic import STATE_DIR_NAME
+from ciuic.errors import CiuicError
+
+ENTRIES: Final = frozenset(
+    {
+        *(b"undo", b"open", b"nowhere"),
+        *(b"tracking", b"tracking.new", b"succession", b"succession.new"),
+        *(b"repository", b"repository.tmp", b"probe"),
+    }
+)
+"""Names that ciuic makes in a state directory."""
+
+_FLAGS: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_ANCESTORS: Final = 4096  # PATH_MAX: an absolute path that can be configured has fewer components
+_MAX_SET_ASIDE: Final = 8
+"""Attempts against an owner who makes the reserved name again as fast as it is renamed."""
+_MAX_DEPTH: Final = 4
+"""Levels below a state directory that removal descends; ciuic makes two."""
+_KEY: Final = re.compile(rb"[0-9]+-[0-9a-f]+")
+_FS_IOC_GETVERSION: Final = 0x80087601
+_FS_IOC_FSGETXATTR: Final = 0x801C581F
+_FS_IOC_FSSETXATTR: Final = 0x401C5820
+_FSXATTR: Final = struct.Struct("=5I8x")  # xflags, extsize, nextents, projid, cowextsize
+_FS_XFLAG_PROJINHERIT: Final = 0x200
+_ACLS: Final = ("system.posix_acl_default", "system.posix_acl_access")
+
+
+class StateDirectory(NamedTuple):
+    """An open state directory."""
+
+    fd: int
+    """O_RDONLY; the caller closes it."""
+    set_aside: tuple[bytes, ...]
+    """New names, in the root, of what bore the reserved name and was not made by ciuic."""
+
+
+def open_state(root_fd: int) -> StateDirectory:
+    """Open the state directory of a root, made if missing.
+
+    Args:
+        root_fd: the backing directory; O_PATH suffices.
+
+    Raises:
+        OSError: it can be made nowhere (full or read-only file system).
+        CiuicError: the reserved name in the root is taken by something that cannot be renamed.
+    """
+    set_aside = _set_aside(root_fd)
+    fd = find_state(root_fd)
+    if fd is None:
+        fd = _make_beside(root_fd)
+    if fd is None:
+        fd, more = _make_inside(root_fd)
+        set_aside += more
+    return StateDirectory(fd, set_aside)
+
+
+def find_state(root_fd: int) -> int | None:
+    """Open the state directory of a root if there is one that ciuic made; the caller closes the descriptor."""
+    name = _key(root_fd)
+    for parent_fd in _parents(root_fd):
+        container = _open_own(parent_fd, STATE_DIR_NAME)
+        if container is None:
+            continue
+        with _closing(container):
+            state = _open_own(container, name)
+        if state is not None:
+            return state
+    return None
+
+
+def remove_state(root_fd: int) -> None:
+    """Remove the state of a root that is no longer protected. What cannot be removed stays; nothing else is touched."""
+    name = _key(root_fd)
+    for parent_fd in _parents(root_fd):
+        container = _open_own(parent_fd, STATE_DIR_NAME)
+        if container is None:
+            continue
+        with _closing(container), contextlib.suppress(OSError):
+            state = _open_own(container, name)
+            if state is not None:
+                with _closing(state):
+                    _empty(state)
+                os.rmdir(name, dir_fd=container)
+        with contextlib.suppress(OSError):  # states of other roots are in it
+            os.rmdir(STATE_DIR_NAME, dir_fd=parent_fd)
+
+
+def lies_inside(root_fd: int) -> bool:
+    """Tell whether the root has a directory of ciuic's under the reserved name, which its link count includes."""
+    fd = _open_own(root_fd, STATE_DIR_NAME)
+    if fd is None:
+        return False
+    os.close(fd)
+    return True
+
+
+def own_directory(parent_fd: int, name: bytes) -> int:
+    """Open the directory ``name`` below a state directory, made if missing; the caller closes the descriptor.
+
+    Raises:
+        PermissionError: something else has the name.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent_fd)
+    fd = _open_own(parent_fd, name)
+    if fd is None:
+        raise PermissionError(errno.EPERM, "not a directory of ciuic's own", os.fsdecode(name))
+    return fd
+
+
+# -- finding ---------------------------------------------------------------------------------------------
+
+
+def _key(root_fd: int) -> bytes:
+    """Name of the root's state directory: inode number and generation, so that a directory that is given the number of a
+    removed root does not find that root's state. Where a file system has no generations it may; readers allow for stale
+    state (undo logs are emptied, saved tracking only adds to what is compared).
+    """
+    generation = b""
+    with contextlib.suppress(OSError), _closing(os.open(".", os.O_RDONLY | _FLAGS, dir_fd=root_fd)) as fd:
+        generation = fcntl.ioctl(fd, _FS_IOC_GETVERSION, bytes(8))[:4]
+    return b"%d-%x" % (os.fstat(root_fd).st_ino, int.from_bytes(generation, "little"))
+
+
+def _parents(root_fd: int) -> Iterator[int]:
+    """Directories that may hold the container: ancestors on the same mount, nearest first, then the root itself."""
+    yield from _ancestors(root_fd)
+    yield root_fd
+
+
+def _ancestors(root_fd: int) -> Iterator[int]:
+    """O_PATH descriptors of the directories above, up to the top of the mount; each is valid until the next is asked for."""
+    mount, device = mount_id(root_fd), os.fstat(root_fd).st_dev
+    below, below_ino = os.dup(root_fd), os.fstat(root_fd).st_ino
+    try:
+        for _ in range(_MAX_ANCESTORS):
+            above = os.open("..", os.O_PATH | _FLAGS, dir_fd=below)
+            os.close(below)
+            below = above
+            if mount_id(above) != mount:
+                return
+            st = os.fstat(above)
+            if st.st_dev != device or st.st_ino == below_ino:
+                return  # a btrfs subvolume ends here, or the root directory of this process does
+            below_ino = st.st_ino
+            yield above
+    finally:
+        os.close(below)
+
+
+def _is_trusted(directory_fd: int) -> bool:
+    """Whether nobody else can rename or remove entries that are ours. The group bits of a mode include an ACL's mask (acl(5))."""
+    st = os.fstat(directory_fd)
+    ours = st.st_uid in (0, os.geteuid())
+    return ours and (not st.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or bool(st.st_mode & stat.S_ISVTX))
+
+
+def _open_own(parent_fd: int, name: bytes) -> int | None:
+    """A descriptor of the directory if it is on the parent's mount, ours, and closed to everybody else; else None."""
+    try:
+        # O_PATH asks nothing of a file system that a user may have mounted here.
+        found = os.open(name, os.O_PATH | _FLAGS, dir_fd=parent_fd)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES):
+            return None
+        raise
+    with _closing(found):
+        if mount_id(found) != mount_id(parent_fd):
+            return None
+        st = os.fstat(found)
+        if st.st_uid != os.geteuid() or st.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+            return None
+        return os.open(".", os.O_RDONLY | _FLAGS, dir_fd=found)
+
+
+def mount_id(fd: int) -> int:
+    """Id of the mount that a descriptor is on, as in mountinfo; asks nothing of the file system."""
+    with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
+        for line in file:
+            if line.startswith(b"mnt_id:"):
+                return int(line[7:])
+    raise CiuicError("the kernel does not say which mount a descriptor is on", hint="is /proc mounted?")
+
+
+# -- making ----------------------------------------------------------------------------------------------
+
+
+def _make_beside(root_fd: int) -> int | None:
+    """A new state directory below the nearest trusted ancestor in which one can be made and linked into; None without one."""
+    for parent_fd in _ancestors(root_fd):
+        if not _is_trusted(parent_fd):
+            continue
+        try:
+            fd = _make(parent_fd, root_fd)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE):
+                raise
+            continue  # an immutable directory, for example
+        if fd is None:
+            continue  # the name is taken; this is not the root's owner's doing, and not ours to rename
+        _join_project(root_fd, fd)
+        if _takes_links(root_fd, fd):
+            return fd
+        os.close(fd)
+        with contextlib.suppress(OSError):
+            container = own_directory(parent_fd, STATE_DIR_NAME)
+            with _closing(container):
+                os.rmdir(_key(root_fd), dir_fd=container)
+            os.rmdir(STATE_DIR_NAME, dir_fd=parent_fd)
+    return None
+
+
+def _make_inside(root_fd: int) -> tuple[int, tuple[bytes, ...]]:
+    set_aside: tuple[bytes, ...] = ()
+    for _ in range(_MAX_SET_ASIDE):
+        fd = _make(root_fd, root_fd)
+        if fd is not None:
+            return fd, set_aside
+        set_aside += _set_aside(root_fd)
+    raise CiuicError(
+        f"{os.fsdecode(STATE_DIR_NAME)} in the root is made again and again by somebody else",
+        hint="find the process that makes it, or protect a directory whose parent belongs to root",
+    )
+
+
+def _make(parent_fd: int, root_fd: int) -> int | None:
+    """Container and state directory below ``parent_fd``; None when the reserved name is taken by something that is not ours."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(STATE_DIR_NAME, 0o700, dir_fd=parent_fd)
+    container = _open_own(parent_fd, STATE_DIR_NAME)
+    if container is None:
+        return None
+    with _closing(container):
+        _drop_acls(container)
+        fd = own_directory(container, _key(root_fd))
+    _drop_acls(fd)
+    return fd
+
+
+def _drop_acls(fd: int) -> None:
+    """Remove what a default ACL of the parent has put on a new directory: its mask lets nobody in, a later chmod might."""
+    for name in _ACLS:
+        with contextlib.suppress(OSError):  # there is none
+            os.removexattr(fd, name)
+    os.fchmod(fd, 0o700)
+
+
+def _join_project(root_fd: int, state_fd: int) -> None:
+    """Put the state directory into the root's quota project: ext4 and XFS refuse links between projects (EXDEV)."""
+    try:
+        with _closing(os.open(".", os.O_RDONLY | _FLAGS, dir_fd=root_fd)) as readable:
+            wanted = _FSXATTR.unpack(fcntl.ioctl(readable, _FS_IOC_FSGETXATTR, bytes(_FSXATTR.size)))
+        has = _FSXATTR.unpack(fcntl.ioctl(state_fd, _FS_IOC_FSGETXATTR, bytes(_FSXATTR.size)))
+        inherit = wanted[0] & _FS_XFLAG_PROJINHERIT
+        if (wanted[3], inherit) != (has[3], has[0] & _FS_XFLAG_PROJINHERIT):
+            flags = has[0] & ~_FS_XFLAG_PROJINHERIT | inherit
+            fcntl.ioctl(state_fd, _FS_IOC_FSSETXATTR, _FSXATTR.pack(flags, *has[1:3], wanted[3], has[4]))
+    except OSError:
+        return  # a file system without projects; _takes_links finds out where it matters
+
+
+def _takes_links(root_fd: int, state_fd: int) -> bool:
+    """Whether a file of the root can be linked into the state directory; True where the file system does not let us try."""
+    try:
+        probe = os.open(".", os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600, dir_fd=root_fd)
+    except OSError:
+        return True
+    with _closing(probe):
+        try:
+            os.link(b"/proc/self/fd/%d" % probe, b"probe", dst_dir_fd=state_fd, follow_symlinks=True)
+        except OSError as error:
+            return error.errno != errno.EXDEV
+        os.unlink(b"probe", dir_fd=state_fd)
+    return True
+
+
+def _set_aside(root_fd: int) -> tuple[bytes, ...]:
+    """Rename what bears the reserved name in the root and is not ours, so that it is neither used nor hidden."""
+    try:
+        os.close(os.open(STATE_DIR_NAME, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=root_fd))
+    except FileNotFoundError:
+        return ()
+    container = _open_own(root_fd, STATE_DIR_NAME)
+    if container is not None:
+        with _closing(container):
+            names = set(map(os.fsencode, os.listdir(container)))
+        if all(_KEY.fullmatch(name) for name in names):
+            return ()
+    new_name = b"%b.set-aside-%b" % (STATE_DIR_NAME, secrets.token_hex(4).encode())
+    try:
+        os.rename(STATE_DIR_NAME, new_name, src_dir_fd=root_fd, dst_dir_fd=root_fd)
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise CiuicError(
+            f"{os.fsdecode(STATE_DIR_NAME)} in the root is not ciuic's and cannot be renamed: {error.strerror}",
+            hint="the name is reserved; unmount or rename what has it, then protect the directory again",
+        ) from error
+    return (new_name,)
+
+
+# -- removing --------------------------------------------------------------------------------------------
+
+
+def _empty(directory_fd: int) -> None:
+    """Remove the entries that ciuic makes, and what is below them."""
+    for name in ENTRIES:
+        with contextlib.suppress(OSError):
+            _remove(directory_fd, name, _MAX_DEPTH)
+
+
+def _remove(parent_fd: int, name: bytes, depth: int) -> None:
+    try:
+        os.unlink(name, dir_fd=parent_fd)
+        return
+    except IsADirectoryError:
+        pass
+    fd = _open_own(parent_fd, name)
+    if fd is None or not depth:
+        return
+    with _closing(fd):
+        for entry in os.listdir(fd):
+            _remove(fd, os.fsencode(entry), depth - 1)
+    os.rmdir(name, dir_fd=parent_fd)
+
+
+@contextlib.contextmanager
+def _closing(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
