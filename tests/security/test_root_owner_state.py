@@ -1,0 +1,371 @@
+"""The owner of a root prepares, replaces, links and keeps what ciuic's state lies in: root writes nowhere else, and reads nothing of the owner's as state.
+
+Attacker: a local user who owns the root, and perhaps the directories above it. What is looked at afterwards is a directory of mode
+0700 that belongs to root: nothing may appear or change in it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support.ci import needs
+from support.hostile_user import HostileUser
+from support.overlay import Overlay
+from support.second_user import MADE_UP
+from support.small_disks import missing, small_disk
+
+from ciuic import STATE_DIR_NAME, state_directory
+from ciuic.daemon.capture_root import _find_undo
+from ciuic.fuse_layer import mounts, undo_format
+from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore
+from ciuic.fuse_layer.mounts import NotTheRoot
+from ciuic.repository_mark import mark_of, read_mark, write_mark
+
+pytestmark = pytest.mark.mount
+NAME = os.fsdecode(STATE_DIR_NAME)
+EPOCHS = range(1, 4)
+ROOT = Caller(0, 0)
+
+
+class Scene(NamedTuple):
+    """A directory that only root enters, and a root that the attacker owns."""
+
+    top: Path
+    canary: Path
+    root: Path
+
+
+@contextmanager
+def _scene(owned: str = "home/root") -> Iterator[Scene]:
+    """``owned``: path of the root below ``top``; its first directory belongs to the attacker, and so does everything below."""
+    top = Path(tempfile.mkdtemp(prefix="ciuic-owner-", dir="/tmp"))
+    try:
+        top.chmod(0o755)
+        canary, root = top / "canary", top / owned
+        canary.mkdir(mode=0o700)
+        (canary / "secret").write_text("secret of root")
+        root.mkdir(parents=True)
+        for path in (top / owned.split("/")[0], *(top / owned.split("/")[0]).rglob("*")):
+            os.chown(path, MADE_UP.uid, MADE_UP.gid)
+        yield Scene(top, canary, root)
+    finally:
+        shutil.rmtree(top)
+
+
+@pytest.fixture(params=["root", "home/root", "home/deep/root"])
+def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
+    with _scene(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def attacker() -> Iterator[HostileUser]:
+    with HostileUser(MADE_UP) as user:
+        yield user
+
+
+def _plant(attacker: HostileUser, scene: Scene, undo: str, victims: list[Path]) -> None:
+    """Symbolic links out of the undo directory under every name that a worker is going to write to."""
+    names = [undo_format.LOG_NAME, *(undo_format.sealed_name(epoch) + ".tmp" for epoch in EPOCHS)]
+    names += [undo_format.blocks_name(path.stat().st_ino, epoch) for path in victims for epoch in EPOCHS]
+    for name in names:
+        attacker("symlink", scene.canary / f"planted-{name}", f"{undo}/{name}")
+
+
+def _untouched(scene: Scene) -> None:
+    assert os.listdir(scene.canary) == ["secret"]
+    assert (scene.canary / "secret").read_text() == "secret of root"
+
+
+def test_a_state_directory_prepared_by_the_owner_is_never_used(scene: Scene, attacker: HostileUser) -> None:
+    """The attack that wrote files as root: the directories made beforehand, a descriptor kept, links planted, content overwritten
+    while a snapshot is pending."""
+    files = [scene.root / f"file{number}" for number in range(4)]
+    for file in files:
+        attacker("write", file, "chosen by the attacker" * 500)
+    for below in ("", "/undo", "/undo/hold", "/open"):
+        attacker("mkdir", f"{scene.root}/{NAME}{below}")
+    attacker("keep", scene.root / NAME / "undo", "undo")
+    _plant(attacker, scene, "@undo", files)
+    with Overlay(scene.root, scene.top / "w.sock") as overlay:
+        _plant(attacker, scene, "@undo", files)
+        for _ in EPOCHS:
+            overlay.client.cut()
+            for file in files:
+                assert attacker("overwrite", file, "changed") == 0
+            assert attacker("truncate", str(files[0]), 3) == 0
+        assert overlay.client.status().abandoned == ()
+        (aside,) = overlay.client.status().set_aside
+        assert (overlay.backing / os.fsdecode(aside) / "undo").is_dir()
+    _untouched(scene)
+
+
+def test_state_lies_where_only_root_renames(scene: Scene, attacker: HostileUser) -> None:
+    """The directory that holds it belongs to root at every level, and the owner of the root cannot enter, move or replace it."""
+    with Overlay(scene.root, scene.top / "w.sock"):
+        container = scene.top / NAME
+        assert container.is_dir()
+        for path in (container, *container.rglob("*")):
+            facts = path.lstat()
+            assert facts.st_uid == 0
+            assert stat.S_IMODE(facts.st_mode) & 0o077 == 0
+        assert attacker("rename", container, scene.top / "away") != 0
+        assert attacker("listdir", container) != 0
+        assert attacker("rmdir", container) != 0
+
+
+@pytest.fixture
+def whole_mount() -> Iterator[Scene]:
+    """A root that is the top of its mount, so that there is no place beside it."""
+    needs(missing("ext4"))
+    with _scene("nothing") as made, small_disk(made.top, "ext4") as point:
+        os.chown(point, MADE_UP.uid, MADE_UP.gid)
+        yield made._replace(root=point)
+
+
+def test_in_the_root_itself_what_the_owner_puts_there_is_set_aside(
+    whole_mount: Scene, attacker: HostileUser
+) -> None:
+    """A root that fills its mount: the owner moves the state directory, and puts links, files or directories in its place,
+    between two sessions and, by a descriptor kept, during one. Every cut is exact or given up, and nothing else is written."""
+    scene = whole_mount
+    root, file = scene.root, scene.root / "file"
+    attacker("write", file, "first" * 2000)
+    attacker("keep", root, "behind")
+    for number, trick in enumerate(("nothing", "directories", "link", "file", "moved back", "mounted")):
+        if trick != "nothing":
+            assert attacker("rename", root / NAME, root / f"away{number}") == 0
+        if trick == "directories":
+            for below in ("", "/undo", "/undo/hold"):
+                attacker("mkdir", f"{root}/{NAME}{below}")
+            _plant(attacker, scene, f"{root}/{NAME}/undo", [file])
+        elif trick == "link":
+            attacker("symlink", scene.canary, root / NAME)
+        elif trick == "file":
+            attacker("write", root / NAME, "a file")
+        elif trick == "moved back":
+            assert attacker("rename", root / "away1", root / NAME) == 0
+        elif trick == "mounted":
+            attacker("mkdir", root / NAME)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=700", "none", root / NAME], check=True)
+            with pytest.raises(AssertionError, match="cannot be renamed"):
+                Overlay(root, scene.top / f"{number}.sock").stop()
+            subprocess.run(["umount", root / NAME], check=True)
+            os.rmdir(root / NAME)
+            assert os.listdir(scene.canary) == ["secret"]
+        with Overlay(root, scene.top / f"{number}.sock") as overlay:
+            assert bool(overlay.client.status().set_aside) == (trick in ("directories", "link", "file"))
+            overlay.client.cut()
+            attacker("rename", f"@behind/{NAME}", f"@behind/behind{number}")
+            attacker("mkdir", f"@behind/{NAME}")
+            attacker("mkdir", f"@behind/{NAME}/undo")
+            _plant(attacker, scene, f"@behind/{NAME}/undo", [file])
+            assert attacker("overwrite", file, f"round {number}") == 0
+            assert overlay.client.status().abandoned == ()
+            attacker("rename", f"@behind/{NAME}", f"@behind/planted{number}")
+            attacker("rename", f"@behind/behind{number}", f"@behind/{NAME}")
+        _untouched(scene)
+
+
+def test_what_another_part_of_ciuic_made_is_not_taken_for_state(
+    whole_mount: Scene, attacker: HostileUser
+) -> None:
+    """A repository of root's in a directory of the attacker's, renamed to the reserved name: it is neither used nor removed."""
+    scene = whole_mount
+    repository = scene.root / "repository"
+    repository.mkdir(mode=0o700)
+    (repository / "undo").mkdir()
+    (repository / "config").write_text("precious")
+    assert attacker("rename", repository, scene.root / NAME) == 0
+    with Overlay(scene.root, scene.top / "w.sock") as overlay:
+        (aside,) = overlay.client.status().set_aside
+    mounts.remove_state(str(scene.root))
+    kept = scene.root / os.fsdecode(aside)
+    assert sorted(os.listdir(kept)) == ["config", "undo"]
+    assert (kept / "config").read_text() == "precious"
+    assert not (scene.root / NAME).exists()
+
+
+def test_default_acls_and_group_bits_of_the_root_let_nobody_in(scene: Scene, attacker: HostileUser) -> None:
+    """Default ACLs on every directory of the owner's, and the setgid bit: what is made as state is closed all the same."""
+    acl = f"default:user:{MADE_UP.uid}:rwx,default:mask::rwx"
+    for path in (scene.root, scene.root.parent):
+        subprocess.run(["setfacl", "-m", acl, path], check=True)
+        path.chmod(0o2755)
+    with Overlay(scene.root, scene.top / "w.sock") as overlay:
+        attacker("write", scene.root / "file", "old")
+        overlay.client.cut()
+        attacker("overwrite", scene.root / "file", "new")
+        for path in scene.top.rglob(f"{NAME}/**/*"):
+            assert attacker("listdir", path) != 0
+            assert attacker.read(path) is None
+
+
+def test_a_symbolic_link_on_the_way_to_a_root_is_refused(scene: Scene, attacker: HostileUser) -> None:
+    """The root, or a directory above it, replaced by a link after it was configured: root mounts over nothing of its own."""
+    for path in (scene.root, scene.root.parent):
+        if path == scene.top:
+            continue
+        assert attacker("rename", path, f"{path}.away") == (0 if path.parent != scene.top else 13)
+        if path.exists():
+            continue
+        attacker("symlink", scene.canary, path)
+        with pytest.raises((NotTheRoot, OSError)):
+            mounts.open_backing(str(scene.root))
+        path.unlink()
+        assert attacker("rename", f"{path}.away", path) == 0
+
+
+def test_an_overlay_is_detached_by_what_it_is_not_by_its_path(scene: Scene, attacker: HostileUser) -> None:
+    """A link in place of a directory above makes the path lead to another mount: that one stays."""
+    point = scene.canary / "mounted"
+    point.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", point], check=True)
+    try:
+        link = scene.top / "link"
+        link.symlink_to(scene.canary)
+        with pytest.raises(OSError, match="Invalid argument"):
+            mounts.detach(str(link / "mounted"))
+        assert os.path.ismount(point)
+    finally:
+        subprocess.run(["umount", point], check=True)
+        link.unlink()
+        point.rmdir()
+
+
+def test_the_owner_cannot_say_where_the_repository_was(scene: Scene, attacker: HostileUser) -> None:
+    """A mark of the owner's making would keep root from beginning a repository, or name another place."""
+    attacker("mkdir", scene.root / NAME)
+    fd = os.open(scene.root, os.O_PATH)
+    try:
+        attacker("write", scene.root / NAME / "repository", "\x93\xc4\x01/\xc4\x01/\xa1x")
+        assert read_mark(fd) is None
+        with pytest.raises(FileNotFoundError):
+            write_mark(fd, mark_of(scene.top / "r", "f" * 32, []))
+        os.close(state_directory.open_state(fd).fd)
+        mark = mark_of(scene.top / "r", "f" * 32, [])
+        write_mark(fd, mark)
+        assert read_mark(fd) == mark
+    finally:
+        os.close(fd)
+
+
+TRICKS = (
+    "mkdir root/{state}",
+    "mkdir root/{state}/undo",
+    "mkdir root/{state}/undo/hold",
+    "rename root/{state} root/away{n}",
+    "rename root root.away{n}",
+    "rename root.away{n} root",
+    "mkdir root",
+    "symlink {canary} root/{state}",
+    "symlink {canary} root",
+    "symlink {canary}/x root/{state}/undo/log",
+    "keep root kept",
+    "keep root/{state} kept",
+    "mkdir @kept/{state}",
+    "mkdir @kept/undo",
+    "rename @kept/{state} @kept/gone{n}",
+    "symlink {canary}/y @kept/undo/log",
+    "symlink {canary}/y @kept/log",
+    "link root/file root/{state}/tracking",
+    "unlink root/{state}",
+    "rmdir root/{state}",
+)
+
+
+class OwnerMachine(RuleBasedStateMachine):
+    """The owner's tricks in any order, before, between and during sessions of the overlay core."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = _scene()
+        self.scene = self.stack.__enter__()
+        self.attacker = HostileUser(MADE_UP)
+        self.core: OverlayCore | None = None
+        self.fd = -1
+        self.tricks = 0
+        self.umask = os.umask(0)
+
+    @initialize()
+    def furnish(self) -> None:
+        self.attacker("write", self.scene.root / "file", "old content" * 1000)
+
+    @rule(trick=st.sampled_from(TRICKS), number=st.integers(0, 2))
+    def play(self, trick: str, number: int) -> None:
+        words = trick.format(state=NAME, canary=self.scene.canary, n=number).split()
+        home = self.scene.root.parent
+        self.attacker(
+            words[0], *(w if w.startswith(("@", "/")) or w == "kept" else f"{home}/{w}" for w in words[1:])
+        )
+        self.tricks += 1
+
+    @precondition(lambda self: self.core is None)
+    @rule()
+    def start(self) -> None:
+        try:
+            self.fd = mounts.open_backing(str(self.scene.root))
+        except (OSError, NotTheRoot):
+            return
+        self.core = OverlayCore(self.fd, session="0" * 32, block_size=4096)
+
+    @precondition(lambda self: self.core is not None)
+    @rule()
+    def cut_and_change(self) -> None:
+        assert self.core is not None
+        cut = self.core.cut()
+        try:
+            attr = self.core.lookup(ROOT_ID, b"file")
+        except OSError:
+            return
+        handle = self.core.open(attr.node, os.O_RDWR)
+        try:
+            self.core.write(handle, 0, b"new")
+        finally:
+            self.core.release(handle)
+            self.core.forget(attr.node, 1)
+        if not self.core.status()["abandoned"]:
+            undo = _find_undo(self.fd)
+            assert os.path.exists(f"/proc/self/fd/{undo}/{undo_format.sealed_name(cut.epoch)}")
+            os.close(undo)
+
+    @precondition(lambda self: self.core is not None)
+    @rule(clean=st.booleans())
+    def stop(self, clean: bool) -> None:
+        assert self.core is not None
+        if clean:
+            self.core.save_tracking()
+        self.core.close()
+        os.close(self.fd)
+        self.core = None
+
+    @precondition(lambda self: self.core is None)
+    @rule()
+    def unprotect(self) -> None:
+        mounts.remove_state(str(self.scene.root))
+
+    def teardown(self) -> None:
+        try:
+            if self.core is not None:
+                self.stop(True)
+            _untouched(self.scene)
+        finally:
+            os.umask(self.umask)
+            self.attacker.__exit__(None, None, None)
+            self.stack.__exit__(None, None, None)
+
+
+TestOwnerMachine = OwnerMachine.TestCase
+TestOwnerMachine.settings = settings(stateful_step_count=25, deadline=None)
