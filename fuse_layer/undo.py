@@ -31,6 +31,8 @@ from ciuic.fuse_layer.ways import Descriptor
 UNDO_DIR: Final = b"undo"
 _LOCK_STRIPES: Final = 64
 _COPY_BYTES: Final = 1 << 20
+_ROOM_CHECK_BYTES: Final = 16 << 20
+"""Copied bytes between two looks at the free space: 2 µs of statvfs for 10 ms of copying."""
 _CANNOT_CLONE: Final = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL)
 _NO_XATTRS: Final = (errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -58,6 +60,9 @@ class UndoLog:
         self.limit_bytes = limit_bytes
         self.bytes_kept = 0
         """Space that undo takes on the backing file system, removed files that are kept alive included."""
+        self._copied_bytes = 0
+        """What of ``bytes_kept`` is new on the disk, written by root and so charged to no user's quota."""
+        self._room_checked_at = 0
         self.clones = True
         """Whether the backing file system shares extents, as far as is known."""
         self._on_abandon = on_abandon
@@ -157,7 +162,7 @@ class UndoLog:
             self._log = None
             self._kept_directories = {}
             self._forget_saved()
-            self.bytes_kept = 0
+            self.bytes_kept = self._copied_bytes = self._room_checked_at = 0
             names = os.listdir(self._directory.fd)
             ours = (undo_format.LOG_NAME, "blocks-", "new-", "sealed-")
             gone = [self._unlink_quietly(os.fsencode(name)) for name in names if name.startswith(ours)]
@@ -189,6 +194,16 @@ class UndoLog:
         else:
             if self.bytes_kept > self.limit_bytes:
                 self.abandon(f"undo log: over its limit of {self.limit_bytes} bytes")
+            elif self._copied_bytes - self._room_checked_at >= _ROOM_CHECK_BYTES:
+                self._check_room()
+
+    def _check_room(self) -> None:
+        """Give the sealed epochs up when copies take more space than is left: other users of the file system need it too,
+        and the owner of a root could fill it past any quota. Files that are kept alive do not count, they were there before."""
+        self._room_checked_at = self._copied_bytes
+        room = os.statvfs(self._directory.fd)
+        if self._copied_bytes > room.f_bavail * room.f_frsize:
+            self.abandon(f"undo log: its {self._copied_bytes} bytes are more than the file system has left")
 
     def keep_inode(self, st: os.stat_result, target: int | bytes, *, follow: bool = True) -> None:
         """Save attributes and extended attributes, read from ``target`` (a descriptor or path), before they
@@ -287,6 +302,7 @@ class UndoLog:
                     _write_all(out, piece, at)
                     at += len(piece)
                     self.bytes_kept += len(piece)
+                    self._copied_bytes += len(piece)
             if os.fstat(out).st_size < end:
                 os.ftruncate(
                     out, end
