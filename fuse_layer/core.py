@@ -38,7 +38,9 @@ from ciuic.fuse_layer.gate import GateHeld, HoldExpired
 from ciuic.fuse_layer.ledger import Inherited
 from ciuic.fuse_layer.ledger_writer import Ledger
 from ciuic.fuse_layer.namespace import Namespace
+from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.nodes import ROOT_ID, NodeTable
+from ciuic.fuse_layer.settling import settle
 from ciuic.fuse_layer.spare import Spare
 from ciuic.fuse_layer.state import Attr, OverlayState
 from ciuic.fuse_layer.times import KernelTimes
@@ -117,6 +119,7 @@ class OverlayCore:
         more answers EBADF (``has_file``)."""
         self._state.nodes.nowhere = self._nowhere
         self._state.nodes.inherit(inherited)
+        settle(self._state.nodes, inherited.changes, self._is_gone)
         self._state.inherit_handles(inherited.last_handle)
         lost = 0
         for opened in inherited.files.values():
@@ -339,6 +342,16 @@ class OverlayCore:
             os.rmdir(_NOWHERE_NAME, dir_fd=self._state_fd)
             self._removed = removed
         return self._removed
+
+    def _is_gone(self, node: Node) -> bool:
+        """Whether the inode of a node whose only known name was removed has no name left."""
+        try:
+            fd = self._state.undo.hidden.open_orphan(node.ino, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return True  # nobody has it open: whoever finds it by another name finds it anew
+        orphan = Descriptor(fd)
+        st = os.fstat(orphan.fd)
+        return st.st_nlink <= self._state.undo.hidden.of(node.ino)
 
     def _open_inodes(self) -> set[int]:
         return {file.node.ino for file in list(self._state.files.values())}

@@ -21,11 +21,12 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple, Protocol
 
-from ciuic.fuse_layer import kernel_protocol
+from ciuic.fuse_layer import kernel_protocol, name_changes
+from ciuic.fuse_layer.name_changes import Inodes, Names
 
-VERSION: Final = 2
-_VERSIONS_READ: Final = (1, VERSION)
-"""Version 1 had no archive."""
+VERSION: Final = 3
+_VERSIONS_READ: Final = (1, 2, VERSION)
+"""Version 1 had no archive, version 2 no write-ahead records of names."""
 INTENTS_KEPT: Final = 1024
 """More than requests that can be in work at once."""
 _SLICE_RECORDS: Final = 256
@@ -34,7 +35,7 @@ _LENGTH = struct.Struct("<I")
 _KIND = struct.Struct("<B")
 _BEGIN, _NODE, _NAME, _RENAMED, _UNLINKED, _DROPPED, _REPLACED = 1, 2, 3, 4, 5, 6, 7
 _OPENED, _CLOSED, _DIR_OPENED, _DIR_CLOSED, _LISTING = 8, 9, 10, 11, 12
-_INTENT, _LINGERS, _LINGERS_NOT = 13, 14, 15
+_INTENT, _LINGERS, _LINGERS_NOT, _CHANGING = 13, 14, 15, 16
 
 _BEGIN_FIELDS = struct.Struct("<IIQI")
 """version, minor, flags, max_write_bytes"""
@@ -129,6 +130,8 @@ class Inherited:
         self.listings: dict[int, list[bytes]] = {}
         self.intents: dict[int, int] = {}
         """Unique of a request that cannot be repeated → a number that tells whether it was carried out."""
+        self.changes: dict[Names, Inodes] = {}
+        """Renames and removals that were begun, and whose outcome nobody noted."""
         self.lingering: set[int] = set()
         """Nodes that a mapping may be writing to although no handle is left (unseen.py)."""
 
@@ -178,7 +181,7 @@ class Inherited:
         while at + begins < end:
             (length,) = _LENGTH.unpack_from(data, at)
             stop, kind = at + begins + length, data[at + begins]
-            if not length or stop > end or kind > _LINGERS_NOT:
+            if not length or stop > end or kind > _CHANGING:
                 return  # torn: told to nobody
             if kind == _NODE:  # what most are: not taken apart before somebody wants to know
                 record = data[at:stop]
@@ -258,6 +261,11 @@ def intent_record(unique: int, number: int) -> bytes:
     return _record(_INTENT, _PAIR.pack(unique, number))
 
 
+def changing_record(names: Names, inodes: Inodes) -> bytes:
+    """Names are about to change; see name_changes.py."""
+    return _record(_CHANGING, name_changes.encode(names, inodes))
+
+
 def lingers_record(node_id: int, *, lingers: bool) -> bytes:
     """A mapping may go on writing to the node without a handle, or no longer."""
     return _record(_LINGERS if lingers else _LINGERS_NOT, _ONE.pack(node_id))
@@ -323,6 +331,7 @@ def _apply_name(found: Inherited, body: bytes) -> None:
 def _apply_renamed(found: Inherited, body: bytes) -> None:
     node_id, parent, new_parent, length = _RENAMED_FIELDS.unpack_from(body)
     names = body[_RENAMED_FIELDS.size :]
+    found.changes.pop(Names(parent, names[:length], new_parent, names[length:]), None)
     node = found.node(node_id)
     if node is None:
         return
@@ -335,6 +344,7 @@ def _apply_renamed(found: Inherited, body: bytes) -> None:
 
 def _apply_unlinked(found: Inherited, body: bytes) -> None:
     node_id, parent, gone = _UNLINKED_FIELDS.unpack_from(body)
+    found.changes.pop(Names(parent, body[_UNLINKED_FIELDS.size :]), None)
     node = found.node(node_id)
     if node is None:
         return
@@ -398,5 +408,6 @@ _APPLY: Final[dict[int, Callable[[Inherited, bytes], None]]] = {
     _LISTING: _apply_listing,
     _INTENT: lambda found, body: found.intents.update([_PAIR.unpack_from(body)]),
     _LINGERS: lambda found, body: found.lingering.add(_ONE.unpack_from(body)[0]),
+    _CHANGING: lambda found, body: found.changes.update([name_changes.decode(body)]),
     _LINGERS_NOT: lambda found, body: found.lingering.discard(_ONE.unpack_from(body)[0]),
 }

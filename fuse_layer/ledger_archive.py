@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from ciuic.fuse_layer.ledger import INTENTS_KEPT, Inherited, NodeFacts, Opened, OpenedDirectory, records_of
+from ciuic.fuse_layer.name_changes import Inodes, Names
 
 _SLICE_ROWS: Final = 128
 _WAIT_SECONDS: Final = 5.0
@@ -39,6 +40,7 @@ class _Rest(msgspec.Struct, array_like=True):
     listings: dict[int, list[bytes]]
     intents: dict[int, int]
     lingering: set[int]
+    changes: list[tuple[Names, Inodes]] = []
 
 
 class Archive:
@@ -98,6 +100,7 @@ class Archive:
             to.files = {opened.handle: opened for opened in rest.files}
             to.directories = {opened.handle: opened for opened in rest.directories}
             to.listings, to.intents, to.lingering = rest.listings, rest.intents, rest.lingering
+            to.changes = dict(rest.changes)
 
     # -- for a worker ---------------------------------------------------------------------------------
 
@@ -108,6 +111,8 @@ class Archive:
         yield from found.apply(data)
         for unique in list(islice(found.intents, max(0, len(found.intents) - INTENTS_KEPT))):
             del found.intents[unique]
+        for names in list(islice(found.changes, max(0, len(found.changes) - INTENTS_KEPT))):
+            del found.changes[names]
         rest = msgspec.msgpack.encode(
             _Rest(
                 list(found.files.values()),
@@ -115,6 +120,7 @@ class Archive:
                 found.listings,
                 found.intents,
                 found.lingering,
+                list(found.changes.items()),
             )
         )
         database = self._database

@@ -201,24 +201,17 @@ class Namespace:
         state = self._state
         with state.gate:
             way = self._new_way(parent, new_name)
-            source = self._source_of_link(node)
+            source, nameless = self._source_of_link(node)
             state.keep_inode(node)
             if _lstat_or_none(way) is None:
                 state.keep_name(parent, way, None)
-            state.with_space(
-                lambda: os.link(
-                    source.path if source.follow else source.name or b"",
-                    new_name,
-                    src_dir_fd=source.dir_fd,
-                    dst_dir_fd=way.dir_fd,
-                    follow_symlinks=source.follow,
-                )
-            )
-            if state.tracked(parent) and source.follow:
+            path = b"/proc/self/fd/%d" % source.fd
+            state.with_space(lambda: os.link(path, new_name, dst_dir_fd=way.dir_fd, follow_symlinks=True))
+            if state.tracked(parent) and nameless:
                 state.tracker.mark_created(parent, new_name, node.ino)  # O_TMPFILE: in no snapshot before
             elif state.tracked(parent):
                 state.tracker.mark_name(parent, new_name, ABSENT)
-            if source.follow:
+            if nameless:
                 state.undo.hidden.let_orphan_go(node.ino)
             if state.tracked(parent):
                 for known_parent, known_name in node.names():
@@ -228,16 +221,18 @@ class Namespace:
                 state.tracker.mark_attrs(node)
             return state.adopt(parent, new_name, way.stat, count=1)[1]
 
-    def _source_of_link(self, node: Node) -> Way:
-        """How to reach what gets one more name: by a name, or, made by O_TMPFILE, by an open handle. The system refuses the
-        latter (ENOENT) to a file that has lost its last name."""
+    def _source_of_link(self, node: Node) -> tuple[Descriptor, bool]:
+        """A descriptor of what gets one more name, never a name alone: another thread may rename something else to it.
+
+        The second value tells that it has no name, because O_TMPFILE made it. The system refuses a link (ENOENT) to a file
+        that has lost its last name.
+        """
         file = self._state.any_file(node)
         if node.parent is None and file is not None:
-            return Way(Descriptor(os.dup(file.fd)), None)
-        source = self._nodes.way(node)
-        if source.name is None:
+            return Descriptor(os.dup(file.fd)), True
+        if self._nodes.way(node).name is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-        return source
+        return self._nodes.pin(node), False
 
     # -- removing -----------------------------------------------------------------------------------
 
@@ -254,6 +249,8 @@ class Namespace:
             target = self._target(way)
             self._state.keep_name(parent, way, target.st)
             keep = self._keep_removed(target, way)
+            if target.is_remembered:
+                self._nodes.changing(parent, name, target.st.st_ino)
             self._state.with_space(lambda: remove(way))
             if self._state.tracked(parent):
                 self._state.tracker.mark_removed(parent, name, target.st.st_ino)
@@ -310,6 +307,10 @@ class Namespace:
             state.keep_name(parent, way, source.st, moved=True)
             state.keep_name(new_parent, new_way, replaced.st if replaced else None, moved=exchange)
             keep = self._keep_removed(replaced, new_way) if replaced is not None and not exchange else None
+            self._nodes.changing(
+                parent, name, source.st.st_ino, to=(new_parent, new_name),
+                replaced=replaced.st.st_ino if replaced is not None else 0, exchange=exchange,
+            )  # fmt: skip
             state.with_space(lambda: _rename(way, new_way, flags))
             if exchange and replaced is not None:
                 self._exchanged((parent, name, source), (new_parent, new_name, replaced))
@@ -376,6 +377,13 @@ class _Target(NamedTuple):
     @property
     def key(self) -> tuple[int, int]:
         return self.st.st_dev, self.st.st_ino
+
+    @property
+    def is_remembered(self) -> bool:
+        """Whether the inode, or its open directory, may be asked for when this name is gone. What is not is settled by the next
+        inode that gets its number."""
+        node = self.node
+        return node is not None and (node.is_dir or self.nlink > 1 or node.handles is not None)
 
 
 def _lstat_or_none(way: Way) -> os.stat_result | None:

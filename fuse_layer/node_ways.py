@@ -129,11 +129,21 @@ class NodeWays:
             try:
                 pinned = Descriptor(self.way(node).open(os.O_PATH))
             except FileNotFoundError:
-                continue  # this name went away while we looked: another may lead there
+                self._prefer_another_name(node)  # this one went away while we looked
+                continue
             st = os.fstat(pinned.fd)
             if (st.st_dev, st.st_ino) == (node.dev, node.ino):
                 return pinned
+            self._prefer_another_name(node)
         raise stale()
+
+    def _prefer_another_name(self, node: Node) -> None:
+        """Take turns among the names that are known to lead to the node."""
+        with self._lock:
+            if node.parent is not None and node.aliases:
+                other = node.aliases.pop()
+                node.aliases = {*node.aliases, (node.parent, node.name)}
+                node.parent, node.name = other
 
     def open(self, node: Node, flags: int) -> int:
         """The node's inode opened with ``flags``; ESTALE as ``pin``. Never through its name alone: between the way and the

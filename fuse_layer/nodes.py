@@ -18,6 +18,7 @@ from typing import Final
 from ciuic.fuse_layer import ledger
 from ciuic.fuse_layer.ledger import Inherited, NodeFacts
 from ciuic.fuse_layer.ledger_writer import Ledger
+from ciuic.fuse_layer.name_changes import Inodes, Names
 from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.node_ways import NodeWays
 from ciuic.fuse_layer.ways import Descriptor, stale
@@ -276,6 +277,15 @@ class NodeTable(NodeWays):
                 parent.below += 1
 
     # -- names --------------------------------------------------------------------------------------
+
+    def changing(
+        self, parent: Node, name: bytes, ino: int, *, to: tuple[Node, bytes] | None = None,
+        replaced: int = 0, exchange: bool = False,
+    ) -> None:  # fmt: skip
+        """Note that a name is about to be renamed (``to``) or removed, before the system call that does it."""
+        if self.ledger is not None:
+            names = Names(parent.id, name, to[0].id, to[1]) if to is not None else Names(parent.id, name)
+            self.ledger.append(ledger.changing_record(names, Inodes(ino, replaced, exchange)))
 
     def renamed(self, node: Node, parent: Node, name: bytes, new_parent: Node, new_name: bytes) -> None:
         with self._lock:

@@ -1,0 +1,55 @@
+"""Write-ahead records of changes of names: what a worker was about to rename or remove when it died.
+
+A rename takes effect in the backing directory before the node table and the ledger know of it. A worker that is killed in between
+leaves a successor with a table that says the old name, and the kernel never asks for a name again that it knows: the job would get
+ENOENT or ESTALE for a file that is there. The record is therefore written before the system call, and a successor compares it with
+the directory before it answers anything (settling.py).
+
+A record is dropped when the outcome is in the ledger. One that stays because the change failed does no harm: the directory decides.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import MutableMapping
+from typing import Final, NamedTuple
+
+_FIELDS: Final = struct.Struct("<QQQQBH")
+"""parent, inode, new parent, inode replaced, exchange, length of the name; name, new name"""
+
+
+class Names(NamedTuple):
+    """Which names change, as node ids of directories and names in them."""
+
+    parent: int
+    name: bytes
+    new_parent: int = 0
+    """0: the name is removed."""
+    new_name: bytes = b""
+
+
+class Inodes(NamedTuple):
+    """What the names lead to before the change."""
+
+    ino: int
+    replaced: int = 0
+    """Inode number under the new name; 0 where that is free."""
+    exchange: bool = False
+
+
+Changes = MutableMapping[Names, Inodes]
+
+
+def encode(names: Names, inodes: Inodes) -> bytes:
+    """The body of a record."""
+    fields = _FIELDS.pack(
+        names.parent, inodes.ino, names.new_parent, inodes.replaced, inodes.exchange, len(names.name)
+    )
+    return fields + names.name + names.new_name
+
+
+def decode(body: bytes) -> tuple[Names, Inodes]:
+    """The other way round."""
+    parent, ino, new_parent, replaced, exchange, length = _FIELDS.unpack_from(body)
+    rest = body[_FIELDS.size :]
+    return Names(parent, rest[:length], new_parent, rest[length:]), Inodes(ino, replaced, bool(exchange))

@@ -1,0 +1,433 @@
+"""Operations on names whose worker is killed at any step, and repeated to a successor: the same as in a plain directory.
+
+A small kernel: it remembers what each name was bound to and never looks a name up twice, as the real one does with unlimited timeouts; a
+request whose worker died comes again, marked as resent. No mount, so a run takes milliseconds and the step of the death is chosen.
+Only requests that a plain directory carries out are sent; afterwards every name and handle that the kernel remembers must work.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from unittest import mock
+
+from ciuic.fuse_layer import (
+    attributes,
+    data,
+    directories,
+    hidden_links,
+    ledger_writer,
+    namespace,
+    node_ways,
+    state,
+    syscalls,
+    ways,
+)
+from ciuic.fuse_layer import kernel_protocol as p
+from ciuic.fuse_layer.core import ROOT_ID, OverlayCore
+from ciuic.fuse_layer.kernel_driver import KernelDriver
+from ciuic.fuse_layer.kernel_negotiation import Negotiated
+from ciuic.fuse_layer.kernel_protocol import Request
+from ciuic.fuse_layer.ledger_writer import Ledger
+
+_MODULES = (attributes, data, directories, hidden_links, namespace, node_ways, state, ways)
+_CALLS = frozenset(
+    (
+        "link",
+        "unlink",
+        "rename",
+        "mkdir",
+        "rmdir",
+        "symlink",
+        "mknod",
+        "open",
+        "chmod",
+        "setxattr",
+        "ftruncate",
+    )
+)
+_TERMS = Negotiated(45, 0)
+_MOST_STEPS = 9
+"""More than any of these requests takes."""
+_NOTHING = -1
+
+
+class Killed(BaseException):
+    """The worker is gone."""
+
+
+class _Step:
+    """Counts steps of the worker and ends it at one of them."""
+
+    def __init__(self) -> None:
+        self.left = _NOTHING
+        self.dead = False
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        self._maybe_die()
+        result = call()
+        self._maybe_die()
+        return result
+
+    def _maybe_die(self) -> None:
+        if self.dead:
+            raise Killed
+        if self.left > 0:
+            self.left -= 1
+            if not self.left:
+                self.dead = True
+                raise Killed
+
+
+class _Os:
+    """``os`` whose changing calls are steps."""
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(os, name)
+        if name not in _CALLS:
+            return value
+        return lambda *args, **options: self._step(lambda: value(*args, **options))
+
+
+class _Ledger(Ledger):
+    """Its appends are steps. It never goes into the archive, whose thread would outlive the worker here; test_ledger.py does that."""
+
+    step: _Step
+
+    @property
+    def _is_full(self) -> bool:
+        return False
+
+    def append(self, record: bytes) -> None:
+        self.step(lambda: Ledger.append(self, record))
+
+
+class Life:
+    """One worker's driver, without a kernel; each goes on with the ledger of the one before."""
+
+    def __init__(self, root: Path, base: Path, step: _Step) -> None:
+        inherited = ledger_writer.replay(base)
+        self._backing = os.open(root, os.O_PATH)
+        self._fuse = os.open("/dev/null", os.O_RDWR)
+        kept = _Ledger(base)
+        kept.step = step
+        kept.begin(_TERMS.minor, _TERMS.flags, _TERMS.max_write_bytes)
+        self.core = OverlayCore(self._backing, session="s", ledger=kept, inherited=inherited)
+        self.driver = KernelDriver(self.core, self._fuse, _TERMS, ledger=kept, inherited=inherited)
+        self._kept = kept
+
+    def ask(self, opcode: int, node: int, body: bytes, unique: int) -> bytes:
+        request = Request(opcode, unique, node, 0, 0, 1, 0)
+        return cast(bytes, self.driver._handlers()[opcode](request, memoryview(body)))
+
+    def die(self) -> None:
+        """Descriptors close, and nothing else happens."""
+        os.close(self._kept._fd)
+        self._kept._fd = -1
+        os.close(self._backing)
+        os.close(self._fuse)
+
+
+class Open(NamedTuple):
+    """A file that a program has open, with its descriptor in the plain directory."""
+
+    handle: int
+    node: int
+    fd: int
+
+
+class Kernel:
+    """What the kernel remembers: names, handles, and which worker serves."""
+
+    def __init__(self, top: Path) -> None:
+        self.plain, self.root = top / "plain", top / "root"
+        for path in (self.plain, self.root):
+            path.mkdir()
+        self._base = top / "ledger"
+        self.step = _Step()
+        self.life = Life(self.root, self._base, self.step)
+        self.names: dict[str, int] = {"": ROOT_ID}
+        """Path → node, positive entries alone."""
+        self.files: list[Open] = []
+        self.kills = 0
+        self._unique = 0
+
+    def ask(self, opcode: int, node: int, body: bytes, *, kill_at: int = 0) -> bytes:
+        """The answer; with ``kill_at`` the worker dies at that step, or when it is done and has not answered."""
+        self._unique += 2
+        if not kill_at:
+            return self.life.ask(opcode, node, body, self._unique)
+        self.step.left = kill_at
+        with suppress(Killed):
+            self.life.ask(opcode, node, body, self._unique)
+        self.life.die()
+        self.kills += 1
+        self.step.left, self.step.dead = _NOTHING, False
+        self.life = Life(self.root, self._base, self.step)
+        return self.life.ask(opcode, node, body, self._unique | p.UNIQUE_RESEND)
+
+    def look(self, path: str) -> int:
+        """The node of a path that exists, asked for only where it is not remembered."""
+        if path not in self.names:
+            parent, _, name = path.rpartition("/")
+            reply = self.ask(p.LOOKUP, self.look(parent), os.fsencode(name) + b"\0")
+            self.names[path] = p.ENTRY_HEAD.unpack_from(reply)[0]
+        return self.names[path]
+
+    def bind(self, path: str, reply: bytes) -> int:
+        node: int = p.ENTRY_HEAD.unpack_from(reply)[0]
+        self.names[path] = node
+        return node
+
+    def drop(self, path: str) -> None:
+        for known in [known for known in self.names if known == path or known.startswith(f"{path}/")]:
+            del self.names[known]
+
+    def move(self, old: str, new: str) -> None:
+        moved = {k: v for k, v in self.names.items() if k == old or k.startswith(f"{old}/")}
+        self.drop(old)
+        self.drop(new)
+        self.names |= {new + known[len(old) :]: node for known, node in moved.items()}
+
+    def forget_name(self, path: str) -> None:
+        """Memory is short: the kernel drops a name, and asks for it again when it is needed."""
+        self.drop(path)
+
+
+def _attr(reply: bytes, at: int) -> tuple[int, ...]:
+    _, size, *_, mode, nlink, uid, gid, _, _, _ = p.ATTR.unpack_from(reply, at)
+    return size if stat.S_ISREG(mode) else 0, mode, nlink, uid, gid
+
+
+def _facts(st: os.stat_result) -> tuple[int, ...]:
+    size = st.st_size if stat.S_ISREG(st.st_mode) else 0
+    return size, st.st_mode, st.st_nlink, st.st_uid, st.st_gid
+
+
+class Run:
+    """One random run."""
+
+    def __init__(self, seed: int, top: Path) -> None:
+        self.choose = random.Random(seed)
+        self.kernel = Kernel(top)
+        self.log: list[str] = []
+
+    # -- choosing -------------------------------------------------------------------------------------
+
+    def _paths(self, wanted: Callable[[Path], bool]) -> list[str]:
+        plain = self.kernel.plain
+        return sorted(str(path.relative_to(plain)) for path in plain.rglob("*") if wanted(path))
+
+    def _some(self, wanted: Callable[[Path], bool]) -> str | None:
+        found = self._paths(wanted)
+        return self.choose.choice(found) if found else None
+
+    def _folder(self) -> str:
+        return self.choose.choice(["", *self._paths(lambda path: path.is_dir() and not path.is_symlink())])
+
+    def _free(self) -> str:
+        while True:
+            folder, name = self._folder(), self.choose.choice("abcdefgh")
+            path = f"{folder}/{name}" if folder else name
+            if not (self.kernel.plain / path).is_symlink() and not (self.kernel.plain / path).exists():
+                return path
+            if self.choose.random() < 0.3:
+                name = f"n{self.choose.randrange(1000)}"
+                path = f"{folder}/{name}" if folder else name
+                if not (self.kernel.plain / path).exists():
+                    return path
+
+    def _ask(self, opcode: int, node: int, body: bytes, what: str) -> bytes:
+        kill_at = self.choose.randrange(1, _MOST_STEPS) if self.choose.random() < 0.5 else 0
+        self.log.append(f"{what} (killed at {kill_at})" if kill_at else what)
+        return self.kernel.ask(opcode, node, body, kill_at=kill_at)
+
+    def _at(self, path: str) -> tuple[int, bytes]:
+        parent, _, name = path.rpartition("/")
+        return self.kernel.look(parent), os.fsencode(name) + b"\0"
+
+    # -- operations -----------------------------------------------------------------------------------
+
+    def create(self) -> None:
+        path = self._free()
+        parent, name = self._at(path)
+        body = p.CREATE_IN.pack(os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o100644, 0, 0) + name
+        reply = self._ask(p.CREATE, parent, body, f"create {path}")
+        node = self.kernel.bind(path, reply)
+        handle, _, _ = p.OPEN_OUT.unpack_from(reply, len(reply) - p.OPEN_OUT.size)
+        fd = os.open(self.kernel.plain / path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        self.kernel.files.append(Open(handle, node, fd))
+
+    def mkdir(self) -> None:
+        path = self._free()
+        parent, name = self._at(path)
+        self.kernel.bind(path, self._ask(p.MKDIR, parent, p.MKDIR_IN.pack(0o755, 0) + name, f"mkdir {path}"))
+        (self.kernel.plain / path).mkdir(0o755)
+
+    def symlink(self) -> None:
+        path = self._free()
+        parent, name = self._at(path)
+        self.kernel.bind(path, self._ask(p.SYMLINK, parent, name + b"target\0", f"symlink {path}"))
+        (self.kernel.plain / path).symlink_to("target")
+
+    def link(self) -> None:
+        source = self._some(lambda path: path.is_file() and not path.is_symlink())
+        if source is None:
+            return
+        path = self._free()
+        node, (parent, name) = self.kernel.look(source), self._at(path)
+        reply = self._ask(p.LINK, parent, p.LINK_IN.pack(node) + name, f"link {source} {path}")
+        assert self.kernel.bind(path, reply) == node, "a hard link is another inode"
+        os.link(self.kernel.plain / source, self.kernel.plain / path)
+
+    def unlink(self) -> None:
+        path = self._some(lambda path: path.is_symlink() or path.is_file())
+        if path is None:
+            return
+        self.kernel.look(path)
+        parent, name = self._at(path)
+        self._ask(p.UNLINK, parent, name, f"unlink {path}")
+        self.kernel.drop(path)
+        (self.kernel.plain / path).unlink()
+
+    def rmdir(self) -> None:
+        path = self._some(lambda path: not path.is_symlink() and path.is_dir() and not any(path.iterdir()))
+        if path is None:
+            return
+        self.kernel.look(path)
+        parent, name = self._at(path)
+        self._ask(p.RMDIR, parent, name, f"rmdir {path}")
+        self.kernel.drop(path)
+        (self.kernel.plain / path).rmdir()
+
+    def rename(self) -> None:
+        old = self._some(lambda path: True)
+        if old is None:
+            return
+        new = self._free() if self.choose.random() < 0.5 else self._some(lambda path: True)
+        flags = self.choose.choice((0, 0, 0, syscalls.RENAME_NOREPLACE, syscalls.RENAME_EXCHANGE))
+        plain = self.kernel.plain
+        if new is None or new == old or f"{new}/".startswith(f"{old}/") or f"{old}/".startswith(f"{new}/"):
+            return
+        same = (plain / new).exists() and not (plain / new).is_symlink() and not (plain / old).is_symlink()
+        if same and (plain / old).exists() and os.path.samefile(plain / old, plain / new):
+            return  # the kernel answers by itself
+        try:
+            syscalls.renameat2(-100, os.fsencode(plain / old), -100, os.fsencode(plain / new), flags)
+        except OSError:
+            return
+        for path in (old, new):
+            if os.path.lexists(self.kernel.root / path):
+                self.kernel.look(path)
+        (parent, name), (new_parent, new_name) = self._at(old), self._at(new)
+        if flags or self.choose.random() < 0.5:
+            body = p.RENAME2_IN.pack(new_parent, flags, 0)
+            self._ask(p.RENAME2, parent, body + name + new_name, f"rename {old} {new} {flags}")
+        else:
+            self._ask(p.RENAME, parent, p.RENAME_IN.pack(new_parent) + name + new_name, f"rename {old} {new}")
+        if flags == syscalls.RENAME_EXCHANGE:
+            self.kernel.move(old, "/swapped")
+            self.kernel.move(new, old)
+            self.kernel.move("/swapped", new)
+        else:
+            self.kernel.move(old, new)
+
+    def chmod(self) -> None:
+        path = self._some(lambda path: not path.is_symlink())
+        if path is None:
+            return
+        mode = self.choose.choice((0o600, 0o644, 0o755))
+        fields = (p.FATTR_MODE, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, mode, 0, 0, 0, 0)
+        self._ask(p.SETATTR, self.kernel.look(path), p.SETATTR_IN.pack(*fields), f"chmod {path}")
+        (self.kernel.plain / path).chmod(mode)
+
+    def write(self) -> None:
+        if not self.kernel.files:
+            return
+        file = self.choose.choice(self.kernel.files)
+        data, offset = self.choose.randbytes(8), self.choose.randrange(100)
+        body = p.WRITE_IN.pack(file.handle, offset, len(data), 0, 0, os.O_RDWR, 0) + data
+        self._ask(p.WRITE, file.node, body, f"write {file.handle}")
+        os.pwrite(file.fd, data, offset)
+
+    def close(self) -> None:
+        if not self.kernel.files:
+            return
+        file = self.kernel.files.pop(self.choose.randrange(len(self.kernel.files)))
+        self._ask(
+            p.RELEASE, file.node, p.RELEASE_IN.pack(file.handle, os.O_RDWR, 0, 0), f"close {file.handle}"
+        )
+        os.close(file.fd)
+
+    def forget(self) -> None:
+        path = self._some(lambda path: True)
+        if path is not None:
+            self.log.append(f"forget {path}")
+            self.kernel.drop(path)
+
+    # -- checking -------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        kernel = self.kernel
+        for path, node in sorted(kernel.names.items()):
+            if not path:
+                continue
+            reply = kernel.ask(p.GETATTR, node, p.GETATTR_IN.pack(0, 0, 0))
+            assert _attr(reply, p.ATTR_HEAD.size) == _facts(os.lstat(kernel.plain / path)), path
+        for file in kernel.files:
+            reply = kernel.ask(p.GETATTR, file.node, p.GETATTR_IN.pack(p.GETATTR_FH, 0, file.handle))
+            assert _attr(reply, p.ATTR_HEAD.size) == _facts(os.fstat(file.fd)), f"handle {file.handle}"
+        listing = sorted(str(path.relative_to(kernel.root)) for path in kernel.root.rglob("*"))
+        assert listing == self._paths(lambda path: True)
+
+    def go(self, operations: int) -> int:
+        """Carries out so many; the number of kills. AssertionError, or the OSError that the job would have got."""
+        kinds = [self.create, self.mkdir, self.symlink, self.link, self.link, self.unlink, self.rmdir]
+        kinds += [self.rename, self.rename, self.rename, self.chmod, self.write, self.close, self.forget]
+        try:
+            for _ in range(operations):
+                self.choose.choice(kinds)()
+                self.check()
+        except (AssertionError, OSError) as error:
+            raise AssertionError("\n".join([*self.log, repr(error)])) from error
+        finally:
+            for file in self.kernel.files:
+                os.close(file.fd)
+        return self.kernel.kills
+
+
+@contextmanager
+def _steps(step: _Step) -> Iterator[None]:
+    with ExitStack() as stack:
+        fake = _Os(step)
+        for module in _MODULES:
+            if hasattr(module, "os"):
+                stack.enter_context(mock.patch.object(module, "os", fake))
+        real = syscalls.renameat2
+        renameat2 = lambda *args: step(lambda: real(*args))  # noqa: E731
+        stack.enter_context(mock.patch.object(namespace.syscalls, "renameat2", renameat2))
+        yield
+
+
+def run(seed: int, operations: int = 40) -> int:
+    """One run in a directory of its own; the number of kills."""
+    top = Path(tempfile.mkdtemp(prefix="ciuic-killed-"))
+    umask = os.umask(0)
+    try:
+        this = Run(seed, top)
+        with _steps(this.kernel.step):
+            return this.go(operations)
+    finally:
+        os.umask(umask)
+        shutil.rmtree(top, ignore_errors=True)  # the ledger's thread may be at work in it
+        shutil.rmtree(top, ignore_errors=True)
