@@ -152,7 +152,7 @@ class OverlayCore:
         """The operations, each documented in its module."""
         times = KernelTimes(self._state, active=self._kernel_keeps_times)
         names, data = Namespace(self._state), Data(self._state, times, self._unseen)
-        self._data = data
+        self._data, self._names = data, names
         attributes, directories = Attributes(self._state, data, times), Directories(self._state)
         self._listings = directories
         self.lookup, self.forget, self.readlink = names.lookup, names.forget, names.readlink
@@ -234,6 +234,15 @@ class OverlayCore:
         """What was just created will be written past us (unseen.py)."""
         with self._state.gate:
             self._unseen.add(handle, self._state.file(handle))
+
+    @property
+    def before_freeing(self) -> Callable[[], None]:
+        """Called before a removal that frees much space; a driver lets other requests go on."""
+        return self._names.before_freeing
+
+    @before_freeing.setter
+    def before_freeing(self, call: Callable[[], None]) -> None:
+        self._names.before_freeing = call
 
     def needs_no_flush(self, handle: int) -> None:
         """Nothing that is written through the handle waits in the kernel's cache."""

@@ -48,6 +48,7 @@ class KernelDriver:
         core.held_by_kernel = self.modes.is_passthrough
         self._negotiated = negotiated
         self._answers = Answers(writeback=negotiated.writeback)
+        core.before_freeing = lambda: self.session.hand_on()
         self._handles = HandleRequests(
             *(core, self.modes, self.book, self._answers), writeback=negotiated.writeback, made=self._made
         )

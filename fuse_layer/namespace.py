@@ -24,6 +24,9 @@ _BACKING_FLAGS_DROPPED = (
     os.O_APPEND | os.O_DIRECT | os.O_SYNC | os.O_DSYNC | os.O_TRUNC | os.O_EXCL | os.O_CREAT
 )
 _DEFAULT_ACL = "system.posix_acl_default"
+_FREED_AT_ONCE_BYTES = 1 << 20
+"""A job that removes an old checkpoint and writes the next one on a nearly full disk needs the space when unlink returns. Small files
+keep a descriptor until the kernel forgets them, so that an O_PATH descriptor of the job's can still be opened anew."""
 
 
 def backing_flags(flags: int) -> int:
@@ -43,6 +46,8 @@ class Namespace:
     def __init__(self, state: OverlayState) -> None:
         self._state = state
         self._nodes = state.nodes
+        self.before_freeing: Callable[[], None] = lambda: None
+        """Called before a removal that frees much space, which takes the file system up to seconds."""
 
     def _way(self, parent: Node, name: bytes) -> Way:
         if not parent.is_dir:
@@ -266,6 +271,9 @@ class Namespace:
         # Other links than this one do not help a successor unless we know one: the kernel may have forgotten them.
         if node is not None and node.handles is not None and (target.nlink <= 1 or not node.aliases):
             self._state.undo.hidden.keep_orphan(node.ino, way.name or b"", way.dir_fd, follow=False)
+        if target.frees_much:
+            self.before_freeing()
+            return None  # a descriptor would keep the space until the kernel forgets the node, after it was answered
         if node is None or not node.lookups:
             return None
         return Descriptor(
@@ -277,7 +285,7 @@ class Namespace:
         gone = stat.S_ISDIR(target.st.st_mode) or target.nlink <= 1
         node = target.node
         if node is not None:
-            self._nodes.unlinked(node, parent, name, gone=gone, keep=keep)
+            self._nodes.unlinked(node, parent, name, gone=gone, keep=keep, last=target.st)
         if target.st.st_dev != self._nodes.device:
             return
         tracker = self._state.tracker
@@ -377,6 +385,17 @@ class _Target(NamedTuple):
     @property
     def key(self) -> tuple[int, int]:
         return self.st.st_dev, self.st.st_ino
+
+    @property
+    def frees_much(self) -> bool:
+        """Whether this is the last name of a large file that nobody has open."""
+        node = self.node
+        return (
+            stat.S_ISREG(self.st.st_mode)
+            and self.nlink <= 1
+            and self.st.st_blocks * 512 >= _FREED_AT_ONCE_BYTES
+            and (node is None or node.handles is None)
+        )
 
     @property
     def is_remembered(self) -> bool:

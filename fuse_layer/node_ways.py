@@ -38,6 +38,7 @@ class NodeWays:
         self._directories: OrderedDict[int, Descriptor] = OrderedDict()
         self._removed: OrderedDict[int, Descriptor] = OrderedDict()
         """By node id: ways to what lost its last name while the kernel remembers it."""
+        self._last_attributes: OrderedDict[int, os.stat_result] = OrderedDict()
         self._emptied: dict[int, Descriptor] = {}
         """By node id: what stands for directories that were removed in a predecessor's time."""
 
@@ -97,8 +98,16 @@ class NodeWays:
                 if len(self._directories) > _KEPT_DIRECTORIES:
                     self._directories.popitem(last=False)
 
-    def _keep_removed(self, node: Node, keep: Descriptor | None) -> None:
+    def last_attributes(self, node: Node) -> os.stat_result | None:
+        """Attributes of a file that was removed, and its space freed, while the kernel remembers it."""
+        return self._last_attributes.get(node.id)
+
+    def _keep_removed(self, node: Node, keep: Descriptor | None, last: os.stat_result | None) -> None:
         if keep is None:
+            if last is not None and node.handles is None and node.lookups:
+                self._last_attributes[node.id] = last
+                if len(self._last_attributes) > _KEPT_REMOVED:
+                    self._last_attributes.popitem(last=False)
             return
         self._removed[node.id] = keep
         if len(self._removed) > _KEPT_REMOVED:

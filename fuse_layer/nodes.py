@@ -205,6 +205,7 @@ class NodeTable(NodeWays):
             self._forget_key(node)
             self._directories.pop(node.id, None)
             self._removed.pop(node.id, None)
+            self._last_attributes.pop(node.id, None)
             self._emptied.pop(node.id, None)
             names = node.names()
             node.parent, node.aliases = None, None
@@ -301,8 +302,12 @@ class NodeTable(NodeWays):
                 node.aliases.add((new_parent, new_name))
             self._drop_below(parent)
 
-    def unlinked(self, node: Node, parent: Node, name: bytes, *, gone: bool, keep: Descriptor | None) -> None:
-        """The name is no longer there. ``gone``: it was the last; ``keep`` then still leads to the inode."""
+    def unlinked(
+        self, node: Node, parent: Node, name: bytes, *, gone: bool, keep: Descriptor | None,
+        last: os.stat_result | None = None,
+    ) -> None:  # fmt: skip
+        """The name is no longer there. ``gone``: it was the last; ``keep`` then still leads to the inode, or ``last`` tells what
+        its attributes were."""
         with self._lock:
             if self.ledger is not None:
                 self.ledger.append(ledger.unlinked_record(node.id, parent.id, name, gone=gone))
@@ -319,7 +324,7 @@ class NodeTable(NodeWays):
             if gone:
                 self._unkey(node)
                 self._directories.pop(node.id, None)
-                self._keep_removed(node, keep)
+                self._keep_removed(node, keep, last)
             self._maybe_drop(node)
 
     def replaced(self, node: Node, st: os.stat_result) -> None:

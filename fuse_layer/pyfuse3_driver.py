@@ -25,6 +25,7 @@ from pyfuse3 import FileHandleT, FileNameT, FlagT, InodeT, ModeT, XAttrNameT
 from ciuic.fuse_layer.caller import Caller
 from ciuic.fuse_layer.core import Attr, OverlayCore, SetAttr
 from ciuic.fuse_layer.dispatch import Dispatch
+from ciuic.fuse_layer.gate import GateHeld
 from ciuic.fuse_layer.pyfuse3_values import absent_entry, entry_of, statvfs_of
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
     def init(self) -> None:
         """Called on the event loop, before any request."""
         self.core.inline_thread = threading.get_ident()
+        self.core.before_freeing = self._not_on_the_loop
 
     # -- names and attributes -----------------------------------------------------------------------
 
@@ -174,6 +176,11 @@ class Pyfuse3Driver(pyfuse3.Operations):
         self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
         return entry_of(await self.dispatch.change(self.core.link, inode, new_parent_inode, new_name))
+
+    def _not_on_the_loop(self) -> None:
+        """Send a removal that takes long to a thread, as an operation that meets a hold; nothing has changed yet."""
+        if threading.get_ident() == self.core.inline_thread:
+            raise GateHeld
 
     @_answered
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:

@@ -141,6 +141,9 @@ class OverlayState:
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
+            last = self.nodes.last_attributes(node)
+            if last is not None:
+                return Attr(node.id, 0, last, 0)
         pinned = self.nodes.pin(node)  # its name is another's just now
         return self._attr_of(node, lambda: os.fstat(pinned.fd))
 
