@@ -95,6 +95,7 @@ class OverlayCore:
         )
         hidden = int(state_directory.lies_inside(backing_fd))
         self._state = OverlayState(nodes, Tracker(block_size), undo, plain=plain, hidden_directories=hidden)
+        nodes.on_dropped = undo.hidden.let_orphan_go
         self._unseen = UnseenWriters(self._state)
         if ledger is not None:
             undo.hidden.keep_orphans_in(self._state_fd, inherited=inherited is not None)
@@ -354,11 +355,9 @@ class OverlayCore:
 
     def _is_gone(self, node: Node) -> bool:
         """Whether the inode of a node whose only known name was removed has no name left."""
-        try:
-            fd = self._state.undo.hidden.open_orphan(node.ino, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
+        orphan = self._state.undo.hidden.find_orphan(node.ino)
+        if orphan is None:
             return True  # nobody has it open: whoever finds it by another name finds it anew
-        orphan = Descriptor(fd)
         st = os.fstat(orphan.fd)
         return st.st_nlink <= self._state.undo.hidden.of(node.ino)
 

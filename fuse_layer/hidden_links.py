@@ -139,6 +139,15 @@ class HiddenLinks:
         for ino in list(self._orphans):
             self.let_orphan_go(ino)
 
+    def find_orphan(self, ino: int) -> Descriptor | None:
+        """An O_PATH descriptor of what was kept; None when it was not."""
+        if ino not in self._orphans:
+            return None
+        try:
+            return Descriptor(self.open_orphan(ino, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
+        except FileNotFoundError:
+            return None
+
     def open_orphan(self, ino: int, flags: int) -> int:
         """OSError when it was not kept."""
         if self._orphanage is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping
+from os import XATTR_CREATE
 from typing import Any
 
 from ciuic.fuse_layer import kernel_protocol as p
@@ -273,16 +274,31 @@ class KernelDriver:
         value = bytes(rest[len(name) + 1 : len(name) + 1 + size])
         if len(value) != size:
             raise p.Malformed("the value is shorter than announced")
-        if request.resent:
-            flags = 0  # whether it was there is the kernel's and the predecessor's to know
+        if flags == XATTR_CREATE:
+            flags = self._create_flag(request, name)
         self.core.setxattr(request.node, name, value, flags, drops_group_bit=kills)
         return b""
 
-    def _removexattr(self, request: Request, data: memoryview) -> Reply:
+    def _create_flag(self, request: Request, name: bytes) -> int:
+        """XATTR_CREATE, or 0 where a predecessor found the attribute absent and may have made it."""
+        unique = request.unique & ~p.UNIQUE_RESEND
+        if request.resent and self.book.intent_of(unique) == 0:
+            return 0
         try:
-            self.core.removexattr(request.node, p.name_of(data))
+            self.core.getxattr(request.node, name)
+        except OSError:
+            self.book.intends(unique, 0)
+        return XATTR_CREATE
+
+    def _removexattr(self, request: Request, data: memoryview) -> Reply:
+        name, unique = p.name_of(data), request.unique & ~p.UNIQUE_RESEND
+        if not request.resent:
+            self.core.getxattr(request.node, name)  # ENODATA, or there is something to remove
+            self.book.intends(unique, 1)
+        try:
+            self.core.removexattr(request.node, name)
         except OSError as error:
-            if error.errno != errno.ENODATA or not request.resent:
+            if error.errno != errno.ENODATA or self.book.intent_of(unique) is None:
                 raise
         return b""
 

@@ -24,6 +24,7 @@ _BACKING_FLAGS_DROPPED = (
     os.O_APPEND | os.O_DIRECT | os.O_SYNC | os.O_DSYNC | os.O_TRUNC | os.O_EXCL | os.O_CREAT
 )
 _DEFAULT_ACL = "system.posix_acl_default"
+_OPENED_BY_THE_KERNEL = (stat.S_IFIFO, stat.S_IFCHR, stat.S_IFBLK)
 _FREED_AT_ONCE_BYTES = 1 << 20
 """A job that removes an old checkpoint and writes the next one on a nearly full disk needs the space when unlink returns. Small files
 keep a descriptor until the kernel forgets them, so that an O_PATH descriptor of the job's can still be opened anew."""
@@ -216,15 +217,17 @@ class Namespace:
                 state.tracker.mark_created(parent, new_name, node.ino)  # O_TMPFILE: in no snapshot before
             elif state.tracked(parent):
                 state.tracker.mark_name(parent, new_name, ABSENT)
-            if nameless:
-                state.undo.hidden.let_orphan_go(node.ino)
             if state.tracked(parent):
                 for known_parent, known_name in node.names():
                     state.tracker.mark_touched(
                         known_parent, known_name
                     )  # one name becomes several: each entry changes its form
                 state.tracker.mark_attrs(node)
-            return state.adopt(parent, new_name, way.stat, count=1)[1]
+            attr = state.adopt(parent, new_name, way.stat, count=1)[1]
+            if nameless:
+                # The name is in the ledger now: before, a successor finds the file by our link alone.
+                state.undo.hidden.let_orphan_go(node.ino)
+            return attr
 
     def _source_of_link(self, node: Node) -> tuple[Descriptor, bool]:
         """A descriptor of what gets one more name, never a name alone: another thread may rename something else to it.
@@ -269,7 +272,9 @@ class Namespace:
         """A descriptor for what is about to lose its name while the kernel may still ask about it."""
         node = target.node
         # Other links than this one do not help a successor unless we know one: the kernel may have forgotten them.
-        if node is not None and node.handles is not None and (target.nlink <= 1 or not node.aliases):
+        if target.may_be_open and (target.nlink <= 1 or (node is not None and not node.aliases)):
+            assert node is not None
+            node.kept = node.handles is None
             self._state.undo.hidden.keep_orphan(node.ino, way.name or b"", way.dir_fd, follow=False)
         if target.frees_much:
             self.before_freeing()
@@ -385,6 +390,15 @@ class _Target(NamedTuple):
     @property
     def key(self) -> tuple[int, int]:
         return self.st.st_dev, self.st.st_ino
+
+    @property
+    def may_be_open(self) -> bool:
+        """Whether a program may have the file open. The kernel opens pipes and devices by itself and tells nobody."""
+        if self.node is None:
+            return False
+        return self.node.handles is not None or (
+            bool(self.node.lookups) and stat.S_IFMT(self.st.st_mode) in _OPENED_BY_THE_KERNEL
+        )
 
     @property
     def frees_much(self) -> bool:

@@ -77,6 +77,8 @@ class Node:
     """Is the one that is found by its inode number."""
     astray = _Seldom(False)
     """Names that are not known lead to its inode, and none that is."""
+    kept = _Seldom(False)
+    """Has no name, no handle that we know, and a link of ours that must go with the node: a pipe or device."""
     privileged = _Seldom(False)
     """Had a set-user-id or set-group-id bit when its attributes were last read."""
     kept_mtime_ns: _Seldom[int | None] = _Seldom(None)

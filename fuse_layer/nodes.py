@@ -46,6 +46,8 @@ class NodeTable(NodeWays):
         """Nodes whose id is not their inode number; the others are found by id. A million entries less, and their keys."""
         self._set_key(self.root)
         self._next_synthetic = _SYNTHETIC_IDS_FROM
+        self.on_dropped: Callable[[int], None] = lambda ino: None
+        """Told the inode number of a ``kept`` node that the kernel has forgotten; under the lock, so it must not wait."""
         self.nowhere: Callable[[], Descriptor] | None = None
         """Opens an empty directory that was removed: what is left of a predecessor's removed directories."""
         self._inherited: Inherited | None = None
@@ -203,6 +205,8 @@ class NodeTable(NodeWays):
             if self.ledger is not None:
                 self.ledger.append(ledger.dropped_record(node.id))
             self._forget_key(node)
+            if node.kept:
+                self.on_dropped(node.ino)
             self._directories.pop(node.id, None)
             self._removed.pop(node.id, None)
             self._last_attributes.pop(node.id, None)

@@ -144,7 +144,14 @@ class OverlayState:
             last = self.nodes.last_attributes(node)
             if last is not None:
                 return Attr(node.id, 0, last, 0)
-        pinned = self.nodes.pin(node)  # its name is another's just now
+        try:
+            pinned = self.nodes.pin(node)  # its name is another's just now
+        except OSError:
+            # Removed in a predecessor's time; a pipe that a program has open, whose handle the kernel never told us.
+            orphan = self.undo.hidden.find_orphan(node.ino) if node.parent is None else None
+            if orphan is None:
+                raise
+            pinned = orphan
         return self._attr_of(node, lambda: os.fstat(pinned.fd))
 
     def _attr_of(self, node: Node, read: Callable[[], os.stat_result]) -> Attr:

@@ -50,6 +50,7 @@ TORTURES = [
     Torture("cut", 2),
     Torture("kills", 2),
     Torture("survival", 1),
+    Torture("twins", 2),
     Torture("power", 2),
     Torture("saved_state", 1),
     Torture("damage", 1),

@@ -1,0 +1,488 @@
+"""A job that makes every change twice, through an overlay and in a plain directory, and compares each result. Run as a script:
+
+    python twin_job.py ROOT PLAIN SEED UNTIL
+
+Several threads work in directories of their own and in one that they share, where an operation and its twin are one step. Every
+operation that FUSE carries is tried, also those that fail: result, errno and the facts that follow must be the plain directory's.
+Works until the file UNTIL is there. Prints a line of JSON (operations, calls, long calls) and exits with 0, or 1 and what differed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import mmap
+import os
+import random
+import stat
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+THREADS = 3
+LONG_SECONDS = 0.005
+_MAX_FILES = 6
+_NAMES = "abcdefgh"
+_SIZE = 1 << 16
+_FALLOCATE_MODES = (0, 1, 3, 16)  # FUSE carries neither collapse nor insert (conformance.md)
+_RENAME_FLAGS = (0, 0, 1, 2)
+_libc = ctypes.CDLL(None, use_errno=True)
+_MINE = 0xFFFFFFFF
+
+
+class Open(NamedTuple):
+    """A file that is open on both sides."""
+
+    overlay: int
+    plain: int
+    flags: int
+    top: str
+    """Whose it is; what is shared is used by one thread at a time."""
+    what: str
+    """How it was opened."""
+
+    def close(self) -> None:
+        os.close(self.overlay)
+        os.close(self.plain)
+
+
+class Differs(AssertionError):
+    """The two sides did not agree."""
+
+
+class Clock:
+    """How long the overlay's side took."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.seconds: list[float] = []
+        self.long: list[tuple[str, float, float]] = []
+
+    def __call__(self, what: str, call: Callable[[], Any]) -> tuple[int, Any]:
+        began = time.perf_counter()
+        try:
+            return 0, call()
+        except OSError as error:
+            return error.errno or -1, None
+        finally:
+            seconds = time.perf_counter() - began
+            self.calls += 1
+            if seconds >= LONG_SECONDS:
+                self.long.append((what, time.time() - seconds, seconds))
+            if not self.calls % 16:
+                self.seconds.append(seconds)
+
+
+class Twin:
+    """One thread's work."""
+
+    def __init__(self, overlay: Path, plain: Path, seed: str, shared: threading.Lock) -> None:
+        self._sides = overlay, plain
+        self._choose = random.Random(seed)
+        self._name = seed.rpartition("-")[2]
+        self._shared = shared
+        self._files: list[Open] = []
+        self.clock = Clock()
+        self.operations = 0
+        self.history: list[str] = []
+        for side in self._sides:
+            (side / self._name).mkdir(exist_ok=True)
+
+    # -- choosing and comparing -----------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One operation."""
+        kinds = [kind for kind in dir(self) if kind.startswith("do_")]
+        kind = self._choose.choice(kinds)
+        if self._choose.random() < 0.3:
+            with self._shared:
+                self._top = "shared"
+                getattr(self, kind)()
+        else:
+            self._top = self._name
+            getattr(self, kind)()
+        self.operations += 1
+
+    def _path(self) -> str:
+        depth = self._choose.choice((1, 1, 1, 2, 2, 3))
+        return "/".join([self._top, *(self._choose.choice(_NAMES) for _ in range(depth))])
+
+    def _both(self, what: str, call: Callable[[str], Any]) -> Any:
+        """Carry ``call`` out with the top of each side; the common value."""
+        overlay, plain = self._sides
+        return self._compare(what, lambda: call(str(overlay)), lambda: call(str(plain)))
+
+    def _handles(self, what: str, file: Open, call: Callable[[int], Any]) -> Any:
+        what = f"{what} ({file.what}, {file.overlay})"
+        return self._compare(what, lambda: call(file.overlay), lambda: call(file.plain))
+
+    def _compare(self, what: str, overlay: Callable[[], Any], plain: Callable[[], Any]) -> Any:
+        one = self.clock(what, overlay)
+        try:
+            other: tuple[int, Any] = 0, plain()
+        except OSError as error:
+            other = error.errno or -1, None
+        self.history.append(f"{what} -> {errno.errorcode.get(other[0], other[0])}")
+        del self.history[:-60]
+        if one != other:
+            raise Differs(f"{what}: overlay {one!r}, plain {other!r}")
+        return one[1] if one[0] == 0 else None
+
+    def _file(self) -> Open | None:
+        mine = [file for file in self._files if file.top == self._top]
+        return self._choose.choice(mine) if mine else None
+
+    def _keep(self, what: str, flags: int, call: Callable[[str], int]) -> None:
+        """Open on both sides, and keep the pair for a while."""
+        found: list[int] = []
+        self._both(what, lambda top: found.append(call(top)))
+        if len(found) == 2:
+            self._files.append(Open(found[0], found[1], flags, self._top, what))
+        elif found:
+            raise Differs(f"{what}: opened on one side")
+        mine = [file for file in self._files if file.top == self._top]
+        if len(mine) > _MAX_FILES:
+            self._files.remove(mine[0])
+            mine[0].close()
+
+    # -- names ----------------------------------------------------------------------------------------
+
+    def do_create(self) -> None:
+        path = self._path()
+        flags = os.O_CREAT | self._choose.choice((os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_APPEND))
+        flags |= os.O_NONBLOCK | self._choose.choice((0, os.O_EXCL, os.O_TRUNC))  # a pipe may have the name
+        mode = self._choose.choice((0o600, 0o644, 0o755))
+        self._keep(f"create {path} {flags:o}", flags, lambda top: os.open(f"{top}/{path}", flags, mode))
+
+    def do_open(self) -> None:
+        path = self._path()
+        flags = self._choose.choice(
+            (os.O_RDONLY, os.O_RDWR, os.O_WRONLY | os.O_APPEND, os.O_RDWR | os.O_TRUNC)
+        )
+        flags |= os.O_NONBLOCK | os.O_NOFOLLOW
+        self._keep(f"open {path} {flags:o}", flags, lambda top: os.open(f"{top}/{path}", flags))
+
+    def do_nameless(self) -> None:
+        flags = os.O_TMPFILE | os.O_RDWR
+        self._keep("tmpfile", flags, lambda top: os.open(f"{top}/{self._top}", flags, 0o600))
+        if self._choose.random() < 0.5 and self._files:
+            file, path = self._files[-1], self._path()
+            if file.flags == flags:
+                self._pair(f"name the tmpfile {path}", file, path)
+
+    def _pair(self, what: str, file: Open, path: str) -> None:
+        overlay, plain = self._sides
+
+        # dir_fd makes CPython use linkat(2), which alone can follow the magic link.
+        def linked(fd: int, top: Path) -> None:
+            where = os.open(top, os.O_PATH | os.O_DIRECTORY)
+            try:
+                os.link(f"/proc/self/fd/{fd}", path, dst_dir_fd=where, follow_symlinks=True)
+            finally:
+                os.close(where)
+
+        self._compare(what, lambda: linked(file.overlay, overlay), lambda: linked(file.plain, plain))
+
+    def do_mkdir(self) -> None:
+        path = self._path()
+        self._both(f"mkdir {path}", lambda top: os.mkdir(f"{top}/{path}", 0o755))
+
+    def do_mkfifo(self) -> None:
+        path = self._path()
+        self._both(f"mkfifo {path}", lambda top: os.mkfifo(f"{top}/{path}", 0o640))
+
+    def do_symlink(self) -> None:
+        path = self._path()
+        self._both(f"symlink {path}", lambda top: os.symlink("elsewhere", f"{top}/{path}"))
+        self._both(f"readlink {path}", lambda top: os.readlink(f"{top}/{path}"))
+
+    def do_link(self) -> None:
+        old, new = self._path(), self._path()
+        self._both(f"link {old} {new}", lambda top: os.link(f"{top}/{old}", f"{top}/{new}"))
+
+    def do_unlink(self) -> None:
+        path = self._path()
+        self._both(f"unlink {path}", lambda top: os.unlink(f"{top}/{path}"))
+
+    def do_rmdir(self) -> None:
+        path = self._path()
+        self._both(f"rmdir {path}", lambda top: os.rmdir(f"{top}/{path}"))
+
+    def do_rename(self) -> None:
+        old, new, flags = self._path(), self._path(), self._choose.choice(_RENAME_FLAGS)
+
+        def rename(top: str) -> None:
+            result = _libc.renameat2(-100, f"{top}/{old}".encode(), -100, f"{top}/{new}".encode(), flags)
+            if result:
+                raise OSError(ctypes.get_errno(), "")
+
+        self._both(f"rename {old} {new} {flags}", rename)
+
+    def do_rename_then_link(self) -> None:
+        """What a program does that keeps a backup: the name is changed and given back to the same file."""
+        path = self._path()
+        for what in ("rename", "link", "unlink"):
+            old, new = (path, f"{path}.x") if what == "rename" else (f"{path}.x", path)
+            if what == "unlink":
+                self._both(f"unlink {old}", lambda top, old=old: os.unlink(f"{top}/{old}"))  # type: ignore[misc]
+            else:
+                call = getattr(os, what)
+                self._both(
+                    f"{what} {old} {new}", lambda top, c=call, o=old, n=new: c(f"{top}/{o}", f"{top}/{n}")
+                )  # type: ignore[misc]
+
+    # -- attributes -----------------------------------------------------------------------------------
+
+    def do_stat(self) -> None:
+        path = self._path()
+        self._both(f"stat {path}", lambda top: _facts(os.lstat(f"{top}/{path}")))
+
+    def do_chmod(self) -> None:
+        path, mode = self._path(), self._choose.choice((0o600, 0o644, 0o750, 0o700))
+
+        def chmod(top: str) -> tuple[int, ...]:
+            if stat.S_ISLNK(os.lstat(f"{top}/{path}").st_mode):
+                return ()
+            os.chmod(f"{top}/{path}", mode)
+            return _facts(os.lstat(f"{top}/{path}"))
+
+        self._both(f"chmod {path}", chmod)
+
+    def do_utimens(self) -> None:
+        path, when = self._path(), self._choose.randrange(1 << 60)
+
+        def utime(top: str) -> int:
+            os.utime(f"{top}/{path}", ns=(when, when), follow_symlinks=False)
+            return os.lstat(f"{top}/{path}").st_mtime_ns
+
+        self._both(f"utimens {path}", utime)
+
+    def do_chown(self) -> None:
+        path, uid = self._path(), self._choose.choice((0, 1000))
+
+        def chown(top: str) -> tuple[int, ...]:
+            os.lchown(f"{top}/{path}", uid, -1)
+            return _facts(os.lstat(f"{top}/{path}"))
+
+        self._both(f"chown {path}", chown)
+
+    def do_xattr(self) -> None:
+        path, name = self._path(), f"user.{self._choose.choice('xyz')}"
+        value, flags = self._choose.randbytes(4), self._choose.choice((0, os.XATTR_CREATE, os.XATTR_REPLACE))
+        kind = self._choose.choice(("set", "set", "get", "remove", "list"))
+
+        def change(top: str) -> Any:
+            where = f"{top}/{path}"
+            if kind == "set":
+                return os.setxattr(where, name, value, flags, follow_symlinks=False)
+            if kind == "get":
+                return os.getxattr(where, name, follow_symlinks=False)
+            if kind == "remove":
+                return os.removexattr(where, name, follow_symlinks=False)
+            return sorted(os.listxattr(where, follow_symlinks=False))
+
+        self._both(f"{kind} xattr {path} {name} {flags}", change)
+
+    def do_acl(self) -> None:
+        path, user = self._path(), self._choose.randrange(1000, 1004)
+        entries = ((1, 6, _MINE), (2, 4, user), (4, 4, _MINE), (16, 4, _MINE), (32, 0, _MINE))
+        acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+        def set_acl(top: str) -> bytes:
+            if not stat.S_ISREG(os.lstat(f"{top}/{path}").st_mode):
+                return b""
+            os.setxattr(f"{top}/{path}", "system.posix_acl_access", acl)
+            return os.getxattr(f"{top}/{path}", "system.posix_acl_access")
+
+        self._both(f"acl {path}", set_acl)
+
+    def do_listing(self) -> None:
+        path = self._choose.choice((self._top, self._path()))
+        self._both(f"listdir {path}", lambda top: sorted(os.listdir(f"{top}/{path}")))
+
+    def do_listing_during_changes(self) -> None:
+        """What stays is listed once, whatever is made and removed meanwhile."""
+        stay, goes = [f"{self._top}/{name}" for name in ("stays", "goes")]
+
+        def listing(top: str) -> int:
+            for path in (stay, goes):
+                os.close(os.open(f"{top}/{path}", os.O_WRONLY | os.O_CREAT, 0o644))
+            with os.scandir(f"{top}/{self._top}") as entries:
+                seen = [entry.name for entry in [next(entries)]]
+                os.unlink(f"{top}/{goes}")
+                seen += [entry.name for entry in entries]
+            os.unlink(f"{top}/{stay}")
+            return seen.count("stays")
+
+        self._both("listing during changes", listing)
+
+    # -- content --------------------------------------------------------------------------------------
+
+    def do_write(self) -> None:
+        file = self._file()
+        if file is None:
+            return
+        data, offset = (
+            self._choose.randbytes(self._choose.choice((1, 100, 5000))),
+            self._choose.randrange(_SIZE),
+        )
+        self._handles(f"write {len(data)} at {offset}", file, lambda fd: os.pwrite(fd, data, offset))
+
+    def do_read(self) -> None:
+        file = self._file()
+        if file is not None:
+            offset = self._choose.randrange(_SIZE)
+            self._handles(f"read at {offset}", file, lambda fd: os.pread(fd, 8000, offset))
+
+    def do_read_whole(self) -> None:
+        path = self._path()
+
+        def read(top: str) -> bytes:
+            fd = os.open(f"{top}/{path}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                return b"" if not stat.S_ISREG(os.fstat(fd).st_mode) else os.read(fd, 4 * _SIZE)
+            finally:
+                os.close(fd)
+
+        self._both(f"content of {path}", read)
+
+    def do_truncate(self) -> None:
+        path, size, file = self._path(), self._choose.randrange(_SIZE), self._file()
+        if file is not None and self._choose.random() < 0.5:
+            self._handles(f"ftruncate {size}", file, lambda fd: os.ftruncate(fd, size))
+        else:
+
+            def truncate(top: str) -> None:
+                if stat.S_ISREG(os.lstat(f"{top}/{path}").st_mode):
+                    os.truncate(f"{top}/{path}", size)
+
+            self._both(f"truncate {path} {size}", truncate)
+
+    def do_fallocate(self) -> None:
+        file, mode = self._file(), self._choose.choice(_FALLOCATE_MODES)
+        if file is None:
+            return
+        offset, length = self._choose.randrange(8) * 4096, (1 + self._choose.randrange(4)) * 4096
+
+        def allocate(fd: int) -> int:
+            if _libc.fallocate(fd, mode, ctypes.c_long(offset), ctypes.c_long(length)):
+                raise OSError(ctypes.get_errno(), "")
+            return os.fstat(fd).st_size
+
+        self._handles(f"fallocate {mode} {offset} {length}", file, allocate)
+
+    def do_mmap(self) -> None:
+        file = self._file()
+        if file is None or file.flags & os.O_ACCMODE != os.O_RDWR:
+            return
+        data, at = self._choose.randbytes(100), self._choose.randrange(3000)
+
+        def store(fd: int) -> bytes:
+            if not stat.S_ISREG(os.fstat(fd).st_mode) or os.fstat(fd).st_size < 4096:
+                return b""
+            with mmap.mmap(fd, 4096) as mapped:
+                mapped[at : at + 100] = data
+                mapped.flush()
+                return bytes(mapped[:])
+
+        self._handles("mapped store", file, store)
+
+    def do_fsync(self) -> None:
+        file = self._file()
+        if file is not None:
+            self._handles("fsync", file, os.fsync)
+
+    def do_fstat(self) -> None:
+        file = self._file()
+        if file is not None:
+            self._handles("fstat", file, lambda fd: _facts(os.fstat(fd)))
+
+    def do_lock(self) -> None:
+        file, other = self._file(), self._file()
+        if file is None or other is None:
+            return
+        kind = self._choose.choice((fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_UN)) | fcntl.LOCK_NB
+        self._handles("flock", file, lambda fd: fcntl.flock(fd, kind))
+        self._handles("flock again", other, lambda fd: fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB))
+        for each in dict.fromkeys((file, other)):
+            self._handles("unlock", each, lambda fd: fcntl.flock(fd, fcntl.LOCK_UN))
+
+    def do_close(self) -> None:
+        file = self._file()
+        if file is not None:
+            self._files.remove(file)
+            self._handles("close", file, os.close)
+
+    def end(self) -> None:
+        """Both trees are the same, to the byte."""
+        for file in self._files:
+            file.close()
+        self._top = self._name
+        for folder, folders, files in os.walk(self._sides[1] / self._name):
+            for name in (*folders, *files):
+                path = os.path.relpath(os.path.join(folder, name), self._sides[1])
+                self._both(f"at the end {path}", lambda top, path=path: _facts(os.lstat(f"{top}/{path}")))  # type: ignore[misc]
+        self._both("all names", lambda top: sorted(_names(f"{top}/{self._name}")))
+
+
+def _names(top: str) -> list[str]:
+    return [
+        os.path.relpath(os.path.join(at, name), top)
+        for at, folders, files in os.walk(top)
+        for name in (*folders, *files)
+    ]
+
+
+def _facts(st: os.stat_result) -> tuple[int, ...]:
+    size = st.st_size if not stat.S_ISDIR(st.st_mode) else 0
+    return st.st_mode, st.st_nlink, size, st.st_uid, st.st_gid
+
+
+def _work(twin: Twin, until: Path, failures: list[str]) -> None:
+    try:
+        while not until.exists() and not failures:
+            for _ in range(20):
+                twin.step()
+        if not failures:
+            twin.end()
+    except BaseException as error:
+        text = "\n".join([*twin.history, "".join(traceback.format_exception(error))])
+        failures.append(text)
+
+
+def main() -> int:
+    overlay, plain, seed, until = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
+    os.umask(0o022)
+    shared, failures = threading.Lock(), list[str]()
+    for side in (overlay, plain):
+        with contextlib.suppress(FileExistsError):
+            (side / "shared").mkdir()
+    twins = [Twin(overlay, plain, f"{seed}-{number}", shared) for number in range(THREADS)]
+    threads = [threading.Thread(target=_work, args=(twin, until, failures)) for twin in twins]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for failure in failures[:1]:
+        sys.stderr.write(failure)
+    clocks = [twin.clock for twin in twins]
+    said = {
+        "operations": sum(twin.operations for twin in twins),
+        "calls": sum(clock.calls for clock in clocks),
+        "long": [call for clock in clocks for call in clock.long],
+        "sample": [round(seconds, 6) for clock in clocks for seconds in clock.seconds][-20000:],
+    }
+    sys.stdout.write(json.dumps(said))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""SIGKILL of overlay workers under a random job whose every result is compared with a plain directory's (support/twin_job.py).
+
+Several roots, so that more workers die in a second than one root's could. No call may differ from its twin, whatever it was doing
+when the worker died, and at the end both trees are the same.
+
+    make torture SECONDS=5400 ARGS=twins        some 10,000 kills on two processors
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from support import twin_job
+from support.site import Site, site_in, until
+from torture.figure import Figure
+
+_ROOTS = 3
+_LONGEST_PAUSE_SECONDS = 0.25
+
+
+def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
+    """Kills until the time is over, or until so many workers are dead."""
+    top = Path(tempfile.mkdtemp())
+    with site_in(top) as site:
+        site.driver = "kernel"
+        roots = [site.root(f"r{number}") for number in range(_ROOTS)]
+        plains = [top / f"plain{number}" for number in range(_ROOTS)]
+        for plain in plains:
+            plain.mkdir()
+        site.start()
+        jobs = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    twin_job.__file__,
+                    str(root),
+                    str(plain),
+                    f"{seed}{number}",
+                    str(top / "stop"),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for number, (root, plain) in enumerate(zip(roots, plains, strict=True))
+        ]
+        counts = [0] * _ROOTS
+        killers = [
+            threading.Thread(
+                target=_kill, args=(site, root, jobs, random.Random(seed + at), time.monotonic() + seconds, kills, counts, at)
+            )
+            for at, root in enumerate(roots)
+        ]  # fmt: skip
+        try:
+            for killer in killers:
+                killer.start()
+            for killer in killers:
+                killer.join()
+            (top / "stop").touch()
+            outputs = [job.communicate(timeout=300) for job in jobs]
+        finally:
+            for job in jobs:
+                job.kill()
+                job.wait()
+        site.stop()
+        lost = [
+            line
+            for line in site.log.read_text().splitlines()
+            if "handle_lost" in line or "not_settled" in line
+        ]
+    differences = [error for job, (_, error) in zip(jobs, outputs, strict=True) if job.returncode]
+    said = [json.loads(output) for output, _ in outputs if output]
+    longest = max((call[2] for job in said for call in job["long"]), default=0.0)
+    sample = sorted(seconds for job in said for seconds in job["sample"])
+    return [
+        Figure("workers killed", sum(counts), () if sum(counts) else ("nothing was killed",)),
+        Figure(
+            "operations compared with a plain directory's",
+            sum(job["operations"] for job in said),
+            tuple(differences),
+        ),
+        Figure("handles that a successor could not open", len(lost), tuple(lost[:3])),
+        Figure("system calls of the jobs", sum(job["calls"] for job in said)),
+        Figure("longest system call, ms", round(1000 * longest)),
+        Figure("median system call, µs", round(1e6 * statistics.median(sample)) if sample else 0),
+        Figure("99th percentile, µs", round(1e6 * sample[len(sample) * 99 // 100]) if sample else 0),
+    ]
+
+
+def _kill(
+    site: Site,
+    root: Path,
+    jobs: list[subprocess.Popen[str]],
+    rng: random.Random,
+    until_time: float,
+    kills: int,
+    counts: list[int],
+    at: int,
+) -> None:
+    """End the worker of ``root`` at random moments, until the time is over, enough are dead, or a job has ended."""
+    while time.monotonic() < until_time and (not kills or sum(counts) < kills):
+        if any(job.poll() is not None for job in jobs):
+            return
+        before = site.root_status(root).worker_pid
+        if not before:
+            time.sleep(0.01)
+            continue
+        time.sleep(rng.uniform(0, _LONGEST_PAUSE_SECONDS))
+        try:
+            os.kill(before, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+        counts[at] += 1
+        until("a successor", lambda before=before: site.root_status(root).worker_pid not in (0, before))
