@@ -18,7 +18,7 @@ What is kept is ciuic.retention's decision, except that ``min_free`` may go furt
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import tzinfo
 
@@ -130,13 +130,16 @@ def prune(
 def forget(repository: Repository, ids: Sequence[SnapshotId], *, wait_seconds: float = 0) -> None:
     """Delete these snapshots, durably on return; their space is freed by the next prune. Needs no free space.
 
-    Refuses held ones, and unknown ones, before anything is deleted. A snapshot that cannot be read can be
+    Refuses held ones, except those held for an ordinary user, and unknown ones, before anything is deleted. A snapshot that cannot be read can be
     forgotten: asking for it by name is the way out of CollectionRefused.
     """
     with repository.writer(wait_seconds=wait_seconds, command="forget") as writer:
         unreadable = {snapshot.id for snapshot in repository.snapshots.unreadable()}
         for id_ in ids:
-            if id_ not in unreadable and repository.snapshots.load(id_).held:
+            if id_ in unreadable:
+                continue
+            snapshot = repository.snapshots.load(id_)
+            if snapshot.held and snapshot.hold_uid is None:
                 raise CiuicError(f"{id_} is held and stays", hint=f"`ciuic release {id_}` first")
         writer.remove_snapshots(ids)
 
@@ -319,6 +322,7 @@ class _Run:
         """Below the floor, first rewrite harder, then give up the oldest snapshots that only rules of time keep.
 
         The newest, held and tagged ones and states of trainings stay even if the floor cannot be reached: the report says so.
+        What is held for an ordinary user goes, first of all where nothing else keeps it.
         """
         if self.missing_bytes() > 0 and report.garbage_bytes > 0:
             report.add(self.sweep(writer, HURRIED))
@@ -329,6 +333,7 @@ class _Run:
             self.marks = marks
             self.remove(writer, report, chosen)
             report.removed_for_space += chosen
+            report.notes += [self._yielded(id_) for id_ in chosen if id_ in self.held_for_users()]
             report.add(self.sweep(writer, HURRIED))
         still_missing = self.missing_bytes()
         if still_missing > 0 and not report.stopped:
@@ -337,14 +342,25 @@ class _Run:
                 "what remains is the newest, held or tagged, or not of this repository"
             )
 
+    def held_for_users(self) -> frozenset[SnapshotId]:
+        """Those held for ordinary users: such a hold binds the rules, and yields to ``min_free``."""
+        return frozenset(snapshot.id for snapshot in self.known.values() if snapshot.hold_uid is not None)
+
+    def _yielded(self, id_: SnapshotId) -> str:
+        return f"{id_} was held for user {self.known[id_].hold_uid}, and yielded to min_free"
+
     def sacrifices(self, plan: Plan, missing_bytes: int) -> tuple[list[SnapshotId], Marks]:
         """The fewest oldest snapshots that free ``missing_bytes``, oldest first, and the marks of all others.
 
         Walked newest first, each snapshot's count is what it alone adds to those before it: what goes when it
         and everything after it in that order go.
         """
-        safe = [decision.id for decision in plan.kept if _stays(decision)]
-        others = [decision.id for decision in plan.kept if not _stays(decision)]
+        users = self.held_for_users()
+        safe = [decision.id for decision in plan.kept if _stays(decision, users)]
+        others = [decision.id for decision in plan.kept if not _stays(decision, users)]
+        # At the end, so that they go first: a user's holds must not cost others what the rules keep for them.
+        alone_held = {decision.id for decision in plan.kept if decision.reasons == ("held",)}
+        others.sort(key=lambda id_: id_ in alone_held)
         marks = Marks(self.repository)
         for id_ in safe:
             self.mark_one(marks, id_)
@@ -359,9 +375,12 @@ class _Run:
         return others[first:][::-1], rest
 
 
-def _stays(decision: Decision) -> bool:
+def _stays(decision: Decision, held_for_users: Container[SnapshotId]) -> bool:
     return any(
-        reason in ("newest", "held", TRAINING) or reason.startswith("tag ") for reason in decision.reasons
+        reason in ("newest", TRAINING)
+        or reason.startswith("tag ")
+        or (reason == "held" and decision.id not in held_for_users)
+        for reason in decision.reasons
     )
 
 

@@ -158,7 +158,7 @@ class SnapshotDraft(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed snapshot. ``hold_reason``, ``held`` and ``tags`` may change later; nothing else does."""
+    """A committed snapshot. ``held``, ``hold_reason``, ``hold_uid`` and ``tags`` may change later; nothing else does."""
 
     id: SnapshotId
     time_ns: int
@@ -174,6 +174,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     files: int = 0
     held: bool = False
     hold_reason: str = ""
+    hold_uid: int | None = None
+    """The ordinary user that the hold was made for, which yields to ``min_free``; None for every other hold."""
     pair: Pair | None = None
 
     @property

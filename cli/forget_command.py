@@ -27,7 +27,7 @@ from ciuic.types import SnapshotId
 def command(ids: tuple[str, ...], yes: bool, as_json: bool) -> None:
     """Delete snapshots for good.
 
-    Held snapshots must be released first. The space comes back with `ciuic prune`, or the daemon's next one.
+    Held snapshots must be released first, except those that are held for an ordinary user. The space comes back with `ciuic prune`, or the daemon's next one.
     """
     from ciuic.gc import forget
 
@@ -47,7 +47,8 @@ def command(ids: tuple[str, ...], yes: bool, as_json: bool) -> None:
 
 
 def _refuse_held(session: Session, ids: Sequence[SnapshotId]) -> None:
-    held = [snapshot_id for snapshot_id in ids if session.repository.snapshots.load(snapshot_id).held]
+    loaded = (session.repository.snapshots.load(snapshot_id) for snapshot_id in ids)
+    held = [snapshot.id for snapshot in loaded if snapshot.held and snapshot.hold_uid is None]
     if held:
         raise CiuicError(
             f"{', '.join(held)} {'is' if len(held) == 1 else 'are'} held; nothing was removed",

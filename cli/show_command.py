@@ -66,6 +66,7 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "parent": snapshot.parent or None,
         "held": snapshot.held,
         "hold_reason": snapshot.hold_reason,
+        "hold_uid": snapshot.hold_uid,
         "state": "committed",
         "roots": [_root_facts(root) for root in snapshot.roots],
     }
@@ -99,7 +100,7 @@ def _print_facts(session: Session, snapshot: Snapshot) -> None:
     if snapshot.message:
         out(f"message  {shown_text(snapshot.message)}")
     if snapshot.held:
-        out(f"held     {shown_text(snapshot.hold_reason) or 'yes'}")
+        out(f"held     {shown_text(snapshot.hold_reason) or 'yes'}{_held_for(snapshot.hold_uid)}")
     for root in snapshot.roots:
         facts = _root_facts(root)
         how = {
@@ -206,3 +207,7 @@ def _owner(database: str, number: int) -> str:
         return pwd.getpwuid(number).pw_name if database == "pwd" else grp.getgrgid(number).gr_name
     except KeyError:
         return str(number)
+
+
+def _held_for(uid: int | None) -> str:
+    return "" if uid is None else f" (for user {uid}; yields to min_free)"

@@ -123,7 +123,7 @@ def _commit(
         )
     )
     if job.hold:
-        snapshot = writer.set_marks(snapshot.id, hold=True, reason=job.hold_reason)
+        snapshot = writer.set_marks(snapshot.id, hold=True, reason=job.hold_reason, hold_uid=job.hold_uid)
     return snapshot
 
 

@@ -59,6 +59,8 @@ class CaptureJob(msgspec.Struct, kw_only=True, frozen=True):
     message: str = ""
     hold: bool = False
     hold_reason: str = ""
+    hold_uid: int | None = None
+    """The ordinary user that it is held for."""
     pair: Pair | None = None
     lock_wait_seconds: float = 0.0
     """How long to wait for another writer to the repository before Busy (75)."""

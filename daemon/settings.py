@@ -9,7 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ciuic.config import AlertConfig, Config, MinFree, TrainerConfig, WatchConfig, repository_path
+from ciuic.config import (
+    AlertConfig,
+    Config,
+    HoldsConfig,
+    MinFree,
+    TrainerConfig,
+    WatchConfig,
+    repository_path,
+)
 from ciuic.pace import MIN_SHARE
 from ciuic.retention import RetentionPolicy
 
@@ -40,6 +48,7 @@ class Settings(NamedTuple):
     block_bytes: int = 256 * 1024
     undo_limit_bytes: int = 16 << 30
     watch: WatchConfig = WatchConfig()
+    holds: HoldsConfig = HoldsConfig()
     alert: AlertConfig = AlertConfig()
     trainers: tuple[TrainerConfig, ...] = ()
     config_path: str = ""
@@ -68,6 +77,7 @@ def settings_of(config: Config) -> Settings:
         block_bytes=config.repository.block_size_bytes,
         undo_limit_bytes=config.capture.undo_limit_bytes,
         watch=config.watch,
+        holds=config.holds,
         alert=config.alert,
         trainers=config.trainers,
         config_path=str(config.file or ""),

@@ -280,7 +280,7 @@ KEYS: dict[str, Key] = {
             _min_free,
             "",
             "Free space on the repository's file system (`50GiB` or `5%`) below which the oldest snapshots go "
-            "although a rule keeps them; never the newest, held or tagged ones.",
+            "although a rule keeps them; never the newest, held or tagged ones, except those that an ordinary user holds.",
             show=_show_min_free,
         ),
         Key(
@@ -330,6 +330,19 @@ KEYS: dict[str, Key] = {
             _count,
             "3",
             "So many emergency snapshots an hour for one trainer at most, and four times as many in all; 0: none.",
+        ),
+        Key(
+            "holds.max_of_a_user",
+            _count,
+            "16",
+            "How many held snapshots of its roots a user may have at once that is neither root nor in `control.group`; "
+            "0: none. Further ones are taken and not held.",
+        ),
+        Key(
+            "holds.max_of_a_user_per_hour",
+            _count,
+            "8",
+            "How many of them such a user may ask for within an hour.",
         ),
         Key(
             "alert.command",

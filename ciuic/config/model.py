@@ -127,6 +127,14 @@ class WatchConfig:
 
 
 @dataclass(frozen=True)
+class HoldsConfig:
+    """Limits of each user that asks for held snapshots of its roots without being an administrator."""
+
+    max_of_a_user: int = 16
+    max_of_a_user_per_hour: int = 8
+
+
+@dataclass(frozen=True)
 class AlertConfig:
     command: tuple[str, ...] = ()
     """Program and arguments; none: nobody is told."""
@@ -154,6 +162,7 @@ class Config:
     capture: CaptureConfig = CaptureConfig()
     control: ControlConfig = ControlConfig()
     watch: WatchConfig = WatchConfig()
+    holds: HoldsConfig = HoldsConfig()
     alert: AlertConfig = AlertConfig()
     trainers: tuple[TrainerConfig, ...] = ()
     runtime_dir: Path = Path("/run/ciuic")

@@ -40,6 +40,8 @@ _VALUE_OF: dict[str, Callable[[Config], Any]] = {
     "control.group": lambda config: config.control.group,
     "watch.users": lambda config: config.watch.users,
     "watch.emergency_per_hour": lambda config: config.watch.emergency_per_hour,
+    "holds.max_of_a_user": lambda config: config.holds.max_of_a_user,
+    "holds.max_of_a_user_per_hour": lambda config: config.holds.max_of_a_user_per_hour,
     "alert.command": lambda config: config.alert.command,
     "alert.user": lambda config: config.alert.user,
     "alert.timeout": lambda config: config.alert.timeout_seconds,

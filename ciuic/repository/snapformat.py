@@ -48,6 +48,8 @@ class Marks(msgspec.Struct, frozen=True, kw_only=True):
     hold_reason: str = ""
     tags: tuple[str, ...] | None = None
     """None: as the snapshot file says."""
+    hold_uid: int | msgspec.UnsetType = msgspec.UNSET
+    """The user that the hold was made for; not in the file where it is the hold of whoever owns the repository."""
 
 
 _T = TypeVar("_T", StoredSnapshot, Marks)
@@ -139,6 +141,7 @@ def apply_marks(stored: StoredSnapshot, marks: Marks) -> Snapshot:
         pair=stored.pair,
         held=marks.held,
         hold_reason=marks.hold_reason,
+        hold_uid=marks.hold_uid if marks.held and isinstance(marks.hold_uid, int) else None,
     )
 
 

@@ -12,6 +12,8 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ciuic.errors import NotFound
 from ciuic.repository import maintenance
 from ciuic.repository.blockmaps import BlockMaps, update_block_map
@@ -270,9 +272,12 @@ class Writer:
         hold: bool | None = None,
         reason: str | None = None,
         tags: Iterable[str] | None = None,
+        hold_uid: int | None = None,
     ) -> Snapshot:
-        """Changes what is given, leaves the rest; durable on return. Releasing a hold clears its reason.
-        NotFound.
+        """Change what is given and leave the rest; durable on return. Releasing a hold clears its reason. NotFound.
+
+        ``hold_uid``: the ordinary user that ``hold`` is made for. Without it a hold is that of the repository's owner, whose
+        it was before notwithstanding.
         """
         snapshots = self.repository.snapshots
         if id_ not in snapshots.names():
@@ -285,11 +290,15 @@ class Writer:
             old = Marks(id=id_, held=True)  # as `SnapshotStore.load` reads it
         held = old.held if hold is None else hold
         kept_reason = old.hold_reason if reason is None else reason
+        user: int | msgspec.UnsetType = old.hold_uid if hold is None else msgspec.UNSET
+        if hold_uid is not None:
+            user = hold_uid
         marks = Marks(
             id=id_,
             held=held,
             hold_reason=kept_reason if held else "",
             tags=old.tags if tags is None else tuple(dict.fromkeys(tags)),
+            hold_uid=user if held else msgspec.UNSET,
         )
         self._catalogue.changed = True
         self._disk.replace_file(snapshots.marks_path(id_), encode_marks(marks))

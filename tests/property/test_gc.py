@@ -338,6 +338,47 @@ def test_the_floor_takes_the_oldest(repository: Repository, monkeypatch: pytest.
         assert read_back(repository, ids[number]) == expected
 
 
+def test_holds_of_ordinary_users_yield_to_the_floor_and_to_root(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept by every rule of time; below min_free those that nothing else keeps go first, the oldest first; a hold of the repository's
+    owner stays, also on what a user held before. `forget` takes a user's, and refuses the owner's."""
+    ids = []
+    for number in range(7):
+        with repository.writer(pack_bytes=PACK) as writer:
+            ids.append(store(writer, {b"own": noise(number, 100 * BLOCK)}, number=number).id)
+    with repository.writer() as writer:
+        for number in (0, 1, 2, 5):
+            writer.set_marks(ids[number], hold=True, reason="a user's", hold_uid=4321)
+        writer.set_marks(ids[0], hold=True)
+        writer.set_marks(ids[1], tags=("looked at",))  # leaves the hold as it is
+    assert [repository.snapshots.load(id_).hold_uid for id_ in ids] == [
+        None,
+        4321,
+        4321,
+        None,
+        None,
+        4321,
+        None,
+    ]
+    rules = RetentionPolicy(keep_within_seconds=0, keep_last=4)  # keeps 3 to 6
+
+    assert prune(repository, rules).removed == []
+    capacity = repository.stored_bytes() + 10 * BLOCK
+    monkeypatch.setattr(gc, "free_bytes", lambda path: capacity - repository.stored_bytes())
+    report = prune(repository, rules, min_free=MinFree(size_bytes=150 * BLOCK))
+    assert report.removed == report.removed_for_space == ids[1:3]
+    assert [note for note in report.notes if "user 4321" in note] == report.notes != []
+    report = prune(repository, rules, min_free=MinFree(size_bytes=10_000 * BLOCK))
+    assert report.removed == ids[3:6]
+
+    with pytest.raises(CiuicError, match="is held"):
+        forget(repository, [ids[0]])
+    with repository.writer() as writer:
+        writer.set_marks(ids[6], hold=True, hold_uid=4321)
+    forget(repository, [ids[6]])
+
+
 def test_a_full_disk_drops_and_does_not_copy(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without room for copies, snapshots and dead packs go all the same, and what was not done is said."""
     from ciuic import sweep

@@ -11,6 +11,7 @@ from ciuic.config import (
     KEYS,
     AlertConfig,
     Config,
+    HoldsConfig,
     IoPriority,
     MinFree,
     WatchConfig,
@@ -91,6 +92,9 @@ group = "ml"
 [watch]
 users = ["alice", "*"]
 emergency_per_hour = 0
+[holds]
+max_of_a_user = 2
+max_of_a_user_per_hour = 1
 [alert]
 command = ["/usr/bin/tell", "a b"]
 user = "nobody"
@@ -126,6 +130,7 @@ heartbeat = "15m"
     assert config.capture.undo_limit_bytes == 2 << 30
     assert config.control.socket == Path("/run/other/control.sock")
     assert config.watch == WatchConfig(("alice", "*"), 0)
+    assert config.holds == HoldsConfig(2, 1)
     assert config.alert == AlertConfig(("/usr/bin/tell", "a b"), "nobody", 60)
     assert [trainer.pid_file for trainer in config.trainers] == [Path("/run/one.pid"), None]
     assert config.trainers[1].heartbeat_seconds == 900
