@@ -153,6 +153,13 @@ def limit_worker() -> frozenset[int]:
     return keep_only(OVERLAY_WORKER)
 
 
+def limit_receiver() -> frozenset[int]:
+    """For the calling process to own a socket of strangers. Call when it listens: it may do nothing any more that its user may not."""
+    leave_network()
+    no_core_dumps()
+    return keep_only(())
+
+
 def _to_write(repository: str) -> frozenset[int]:
     """CAP_DAC_OVERRIDE, unless the repository and what is in it are ours to write."""
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -18,12 +19,16 @@ from typing import Final, Literal
 import msgspec
 
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotPermitted, Unreachable
+from ciuic.readiness import readable
 from ciuic.runtime_dir import runtime_dir
 
 SOCKET_NAME: Final = "watch.sock"
 MOST_BYTES: Final = 16 << 10
 MOST_TEXT: Final = 400
 MOST_FDS: Final = 2
+_FIRST_PAUSE_SECONDS: Final = 0.001
+_LONGEST_PAUSE_SECONDS: Final = 0.05
+"""Between two attempts to send while the daemon decides, which takes it about a millisecond."""
 
 Kind = Literal["library", "command", "pid", "file"]
 """Who made it known: SnapshotManager; `ciuic watch -- COMMAND`; `ciuic watch --pid`; a [[trainer]] of the configuration."""
@@ -73,8 +78,7 @@ def introduce(path: str | Path, hello: Hello, fds: Sequence[int], *, seconds: fl
     try:
         connection.settimeout(seconds)
         connection.connect(os.fspath(path))
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
-        connection.sendmsg([msgspec.msgpack.encode(hello)], [rights], socket.MSG_NOSIGNAL)
+        _send(connection, msgspec.msgpack.encode(hello), fds, time.monotonic() + seconds)
         data = connection.recv(MOST_BYTES)
         answer = _ANSWERS.decode(data) if data else None
     except PermissionError as error:
@@ -92,3 +96,21 @@ def introduce(path: str | Path, hello: Hello, fds: Sequence[int], *, seconds: fl
     if answer is None:
         raise Unreachable(f"the daemon behind {os.fspath(path)} did not answer")
     raise BY_EXIT_CODE.get(answer.code, CiuicError)(answer.reason, hint=answer.hint)
+
+
+def _send(connection: socket.socket, data: bytes, fds: Sequence[int], deadline: float) -> None:
+    """Send the message as soon as the daemon takes descriptors of this caller; return unsent when it has refused the caller. OSError."""
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+    pause_seconds = _FIRST_PAUSE_SECONDS
+    while True:
+        try:
+            connection.sendmsg([data], [rights], socket.MSG_NOSIGNAL)
+            return
+        except PermissionError:
+            # Linux 6.16 and later: no descriptor can be sent before the daemon has asked the kernel who calls. Nothing tells when.
+            remaining_seconds = deadline - time.monotonic()
+            if remaining_seconds <= 0:
+                raise TimeoutError("the daemon did not say whether it takes this caller") from None
+            if readable(connection.fileno(), min(pause_seconds, remaining_seconds)):
+                return  # a refusal, or the end: the caller reads it
+            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)

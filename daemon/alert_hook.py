@@ -16,6 +16,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -185,8 +186,12 @@ class AlertHook:
         if not settings.command:
             return
         try:
-            command, how = prepared(
-                settings, notice.environment(), self._environment, as_service=self._as_service
+            # In a thread: it looks the user up, and the name service may hang. The alerts after this one wait then, nothing else.
+            command, how = await trio.to_thread.run_sync(
+                partial(
+                    prepared, settings, notice.environment(), self._environment, as_service=self._as_service
+                ),
+                abandon_on_cancel=True,
             )
             process = await trio.lowlevel.open_process(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

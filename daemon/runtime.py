@@ -9,7 +9,6 @@ pending snapshots is replaced atomically. Leaves to others: what the journal mea
 from __future__ import annotations
 
 import fcntl
-import grp
 import os
 import socket
 from contextlib import suppress
@@ -19,6 +18,7 @@ import msgspec
 import structlog
 
 from ciuic.errors import Busy, CiuicError, NotPermitted
+from ciuic.peer_socket import allow_descriptors
 from ciuic.types import Pair
 from ciuic.worker_sockets import worker_socket
 
@@ -46,6 +46,10 @@ class PendingRecord(msgspec.Struct, kw_only=True):
     hold: bool = False
     hold_reason: str = ""
     """Empty: the message says it."""
+    hold_uid: int | None = None
+    """The ordinary user that it is held for."""
+    asked_uid: int | None = None
+    """The ordinary user that asked for it."""
     pair: Pair | None = None
     scheduled: bool = False
     attempts: int = 0
@@ -160,9 +164,11 @@ def bind_control_socket(path: Path, group_id: int | None, stored_fd: int | None 
             raise Busy(f"another ciuic daemon answers on {path}", hint="ask it: ciuic status")
         listener = _bind(path)
     try:
+        # Its callers are root and the administrators' group, and send no descriptors: none can block us by one (ciuic.peer_socket).
+        allow_descriptors(listener, allowed=False)
+        path.chmod(0o600)
         if group_id is not None:
-            os.chown(path, -1, group_id)
-        path.chmod(0o600 if group_id is None else 0o660)
+            permit_control_group(path, group_id)
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
@@ -208,13 +214,7 @@ def _answers(path: Path) -> bool:
     return True
 
 
-def group_id(name: str | None) -> int | None:
-    """Of the group that the configuration names; CiuicError when there is none."""
-    if not name:
-        return None
-    try:
-        return grp.getgrnam(name).gr_gid
-    except KeyError as error:
-        raise CiuicError(
-            f"there is no group {name}", hint="make it, or change [control] group in the configuration"
-        ) from error
+def permit_control_group(path: Path, group_id: int) -> None:
+    """Let the members of a group use the control socket from now on. OSError."""
+    os.chown(path, -1, group_id)
+    path.chmod(0o660)

@@ -61,6 +61,15 @@ class Context(NamedTuple):
     flush: Flush = flush
 
 
+class Asker(NamedTuple):
+    """The ordinary user that asked for a snapshot."""
+
+    uid: int
+
+    hold_uid: int | None
+    """The same where it is held for that user."""
+
+
 class Snapshots:
     """The queue of pending snapshots and the task that captures them."""
 
@@ -89,6 +98,7 @@ class Snapshots:
         scheduled: bool = False,
         pair: Pair | None = None,
         hold_reason: str = "",
+        user: Asker | None = None,
     ) -> PendingSnapshot:
         """Cuts now. On return the instant is fixed, the id is final, and the journal names it. Cancelled, it may be cut all the same.
 
@@ -120,6 +130,8 @@ class Snapshots:
                 tags=tags,
                 hold=request.hold,
                 hold_reason=hold_reason,
+                hold_uid=user.hold_uid if user is not None else None,
+                asked_uid=user.uid if user is not None else None,
                 pair=pair,
                 scheduled=scheduled,
                 hold_microseconds=max(cut.hold_us for cut in cuts),
@@ -145,6 +157,10 @@ class Snapshots:
         """Oldest first; and the last failure, if nothing was committed since."""
         failure = [self.last_failure] if self.last_failure else []
         return [*failure, *(pending.state for pending in self._queue.unfinished())]
+
+    def pending_records(self) -> list[PendingRecord]:
+        """Of those that are neither committed nor given up."""
+        return [pending.record for pending in self._queue]
 
     def scheduled_is_waiting(self) -> bool:
         """Whether a snapshot that the schedule asked for is still on its way: another would only pile up."""

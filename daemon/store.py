@@ -160,6 +160,33 @@ class Store:
         except NotFound:
             return frozenset()
 
+    def known_of(self, ids: frozenset[str], roots: frozenset[str]) -> frozenset[str]:
+        """Return committed snapshots: those of ``ids``, and all that have one of these roots.
+
+        How long it takes depends on nothing that a stranger may ask for.
+        """
+        if not ids and not roots:
+            return frozenset()
+        try:
+            with self._open() as repository:
+                found = ids & repository.snapshots.names()
+                wanted = {os.fsencode(root) for root in roots}
+                if not wanted:
+                    return found
+                infos = repository.snapshots.list()
+                return found | {str(info.id) for info in infos if not wanted.isdisjoint(info.roots)}
+        except NotFound:
+            return frozenset()
+
+    def held_for(self, uid: int) -> int:
+        """How many committed snapshots are held for an ordinary user."""
+        try:
+            with self._open() as repository:
+                held = [info.id for info in repository.snapshots.list() if info.held]
+                return sum(_is_held_for(repository, id_, uid) for id_ in held)
+        except NotFound:
+            return 0
+
     def snapshot_of_epoch(self, root: str, session: str, epoch: int) -> LastSnapshot | None:
         """The committed snapshot that holds this epoch of this session; None when there is none."""
         wanted = (os.fsencode(root), session, epoch)
@@ -235,6 +262,13 @@ class Store:
         with _in_words(path), Repository.open(path) as repository:
             self._seen = True
             yield repository
+
+
+def _is_held_for(repository: Repository, id_: SnapshotId, uid: int) -> bool:
+    try:
+        return repository.snapshots.load(id_).hold_uid == uid
+    except (Damaged, NotFound):
+        return False
 
 
 def summary(info: LastSnapshot) -> SnapshotSummary:

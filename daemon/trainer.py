@@ -7,7 +7,6 @@ our own clock, whatever the trainer's page claims, and time in which we did not 
 from __future__ import annotations
 
 import os
-import pwd
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
@@ -16,6 +15,7 @@ import trio
 
 from ciuic import processes
 from ciuic.control_types import IncidentKind, TrainerStatus, rfc3339
+from ciuic.daemon.accounts import user_name
 from ciuic.watch_client import Kind
 from ciuic.watch_page import Goodbye, Pulse, read_page
 
@@ -181,7 +181,7 @@ class Trainer:
             name=self.name,
             where=self.where,
             pid=max(0, self.identity.pid),
-            user=_user_name(self.identity.uid),
+            user=user_name(self.identity.uid),
             kind=self.kind,
             state=state,
             since=rfc3339(self.since_ns),
@@ -196,10 +196,3 @@ class Trainer:
             if fd >= 0:
                 os.close(fd)
         self.life, self._pages = -1, []
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

@@ -134,6 +134,10 @@ class Trainers:
     def find(self, identity: Identity) -> Trainer | None:
         return self._watched.get(identity)
 
+    def uids(self) -> set[int]:
+        """Users with a trainer that is watched."""
+        return {identity.uid for identity in self._watched}
+
     def statuses(self) -> list[TrainerStatus]:
         return [trainer.status() for trainer in self._watched.values()]
 

@@ -20,11 +20,12 @@ import trio
 from ciuic.control_types import Incident, TrainerStatus
 from ciuic.daemon.alert_hook import AlertHook
 from ciuic.daemon.emergency import Emergencies
+from ciuic.daemon.permission import WatchPermission
 from ciuic.daemon.supervisor import backing_descriptors
 from ciuic.daemon.trainer_files import TrainerFiles
 from ciuic.daemon.trainers import Trainers
 from ciuic.daemon.watch_book import MOST_INCIDENTS, WatchBook, read_book, remove_book, write_book
-from ciuic.daemon.watch_socket import Permitted, WatchSocket, bind_watch_socket
+from ciuic.daemon.watch_socket import WatchSocket
 from ciuic.errors import NotFound
 from ciuic.watch_client import SOCKET_NAME
 
@@ -56,7 +57,14 @@ class TrainerWatch:
             alerts=daemon.alerts, emergencies=self._emergencies, now_ns=daemon.now_ns, on_change=self._note
         )
         self._files = TrainerFiles(self._trainers, lambda: daemon.settings.trainers)
-        self._socket = WatchSocket(self._trainers, self._permitted)
+        self._socket = WatchSocket(
+            daemon.settings.runtime_dir,
+            self._trainers,
+            lambda caller: self._permission()(caller),
+            alerts=daemon.alerts,
+            owners=self._owners,
+            learn_name=daemon.accounts.learn_name,
+        )
 
     async def tell(self) -> None:
         """Runs the alert command when there is something to tell."""
@@ -78,10 +86,8 @@ class TrainerWatch:
                 nursery.start_soon(self._emergencies.run)
                 nursery.start_soon(self._trainers.look)
                 nursery.start_soon(self._files.run)
-                try:
-                    nursery.start_soon(self._socket.serve, bind_watch_socket(runtime_dir))
-                except OSError as error:
-                    log.error("watch_socket_not_made", error=str(error))
+                nursery.start_soon(self._socket.serve)
+                nursery.start_soon(self._daemon.accounts.learn_names, self._trainers.uids())
         finally:
             self._trainers.nursery = None
             self._note()
@@ -97,6 +103,10 @@ class TrainerWatch:
     def statuses(self) -> list[TrainerStatus]:
         return self._trainers.statuses()
 
+    def uids(self) -> set[int]:
+        """Users with a trainer that is watched."""
+        return self._trainers.uids()
+
     def incidents(self) -> list[Incident]:
         """Newest first."""
         return list(self._incidents)
@@ -108,11 +118,13 @@ class TrainerWatch:
                 f"no trainer {trainer} is watched, and no alert speaks of one", hint="see: ciuic status"
             )
 
-    def _permitted(self) -> Permitted:
-        settings = self._daemon.settings
+    def _owners(self) -> frozenset[int]:
         with backing_descriptors(self._daemon.roots.supervisors.values()) as fds:
-            owners = [os.fstat(fd).st_uid for fd in fds]
-        return Permitted(settings.watch.users, settings.group, owners)
+            return frozenset(os.fstat(fd).st_uid for fd in fds)
+
+    def _permission(self) -> WatchPermission:
+        accounts = self._daemon.accounts
+        return WatchPermission(accounts.group_id, accounts.everybody, accounts.user_ids, self._owners())
 
     def _add(self, incident: Incident) -> None:
         self._incidents = [incident, *self._incidents][:MOST_INCIDENTS]

@@ -1,152 +1,105 @@
 """`watch.sock`: where trainers make themselves known. One message, one answer; then the caller may go.
 
-Guarantees: what the kernel says of the caller decides, not what the message says: somebody who is neither root nor owns the process is
-refused, and so is who may not have his trainers watched at all. Every descriptor that came is ours to keep or closed. What goes wrong
-with one caller ends his connection alone; one that says nothing is hung up on.
+Guarantees: what the kernel says of the caller decides, not what the message says: a caller whose trainers are not watched is refused
+before any descriptor of its is received, and so is one that is neither root nor owns the process it speaks of. Descriptors of strangers
+are received by a process of its own (peer_server.py); what comes here is a pidfd and pages, ours to keep or closed.
 """
 
 from __future__ import annotations
 
-import array
-import grp
-import os
-import pwd
-import socket
-import struct
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import structlog
-import trio
 
 from ciuic import processes
+from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.peer_messages import ReceiverOptions
+from ciuic.daemon.peer_server import PeerServer, Question, Reply, close_all
 from ciuic.daemon.trainer import Identity
 from ciuic.daemon.trainers import Trainers
 from ciuic.errors import CiuicError, NotPermitted, UsageError
-from ciuic.watch_client import MOST_BYTES, MOST_FDS, MOST_TEXT, SOCKET_NAME, Answer, Hello, Refused, Welcome
+from ciuic.peer_socket import Caller
+from ciuic.watch_client import MOST_BYTES, MOST_TEXT, SOCKET_NAME, Hello, Refused, Welcome
 from ciuic.watch_page import check_page
 
-HELLO_SECONDS: Final = 5.0
-MOST_CALLERS: Final = 256
-_BACKLOG: Final = 64
-_CREDENTIALS: Final = struct.Struct("3i")
+MAX_CONNECTIONS: Final = 1024
+"""Trainers keep theirs open. 512 trainers are watched at most, some with several managers."""
+MAX_CONNECTIONS_OF_A_USER: Final = 256
 _HELLO: Final[msgspec.msgpack.Decoder[Hello]] = msgspec.msgpack.Decoder(Hello)
 log = structlog.get_logger(__name__)
 
 
-class Permitted:
-    """Who may have his trainers watched: root, ``users`` ("*": everybody), members of ``group``, owners of roots."""
-
-    def __init__(self, users: Iterable[str], group: str | None, owners: Iterable[int]) -> None:
-        self._users = frozenset(users)
-        self._group = group
-        self._owners = frozenset(owners)
-
-    def __call__(self, uid: int) -> bool:
-        if uid == 0 or uid in self._owners or "*" in self._users:
-            return True
-        try:
-            known = pwd.getpwuid(uid)
-        except KeyError:
-            return False
-        if known.pw_name in self._users:
-            return True
-        with suppress(KeyError):
-            found = grp.getgrnam(self._group or "")
-            return known.pw_gid == found.gr_gid or known.pw_name in found.gr_mem
-        return False
-
-
-def bind_watch_socket(runtime_dir: Path) -> socket.socket:
-    """Open to everybody; call with the runtime directory acquired. OSError."""
-    path = runtime_dir / SOCKET_NAME
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    try:
-        path.unlink(missing_ok=True)
-        listener.bind(os.fspath(path))
-        path.chmod(0o666)
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    listener.setblocking(False)
-    return listener
+async def _learn_nothing(uid: int) -> None:
+    """For servers that show no names."""
 
 
 class WatchSocket:
     """``serve`` is its task."""
 
-    def __init__(self, trainers: Trainers, permitted: Callable[[], Permitted]) -> None:
+    def __init__(
+        self,
+        runtime_dir: Path,
+        trainers: Trainers,
+        permitted: Callable[[Caller], bool],
+        *,
+        alerts: Alerts,
+        owners: Callable[[], Iterable[int]] = tuple,
+        learn_name: Callable[[int], Awaitable[None]] = _learn_nothing,
+    ) -> None:
+        """``owners``: users that own roots, who go before users without a trainer when there are too many connections."""
         self._trainers = trainers
         self._permitted = permitted
-        self._callers = 0
+        self._learn_name = learn_name
+        options = ReceiverOptions(
+            path=str(runtime_dir / SOCKET_NAME),
+            max_message_bytes=MOST_BYTES,
+            max_connections=MAX_CONNECTIONS,
+            max_connections_of_a_user=MAX_CONNECTIONS_OF_A_USER,
+            takes_descriptors=True,
+        )
+        self.server = PeerServer(
+            options,
+            self._answer,
+            alerts=alerts,
+            admit=self._refusal,
+            known=lambda: {*owners(), *trainers.uids()},
+        )
 
-    async def serve(self, listener: socket.socket) -> None:
-        """For ever. Takes ``listener`` over."""
-        listening = trio.socket.from_stdlib_socket(listener)
-        with listening:
-            async with trio.open_nursery() as nursery:
-                while True:
-                    try:
-                        connection, _ = await listening.accept()
-                    except OSError as error:  # out of descriptors, or gone again
-                        log.warning("watch_not_accepted", error=str(error))
-                        await trio.sleep(1.0)
-                        continue
-                    nursery.start_soon(self._serve_one, connection)
+    async def serve(self) -> None:
+        """Until it is cancelled."""
+        await self.server.serve()
 
-    async def _serve_one(self, connection: trio.socket.SocketType) -> None:
-        with connection:
-            if self._callers >= MOST_CALLERS:
-                return
-            self._callers += 1
-            try:
-                answer: Answer
-                try:
-                    answer = await self._hear(connection)
-                except CiuicError as error:
-                    log.info("trainer_refused", reason=str(error))
-                    answer = Refused(error.message, error.hint, error.exit_code)
-                await connection.send(msgspec.msgpack.encode(answer))
-                if isinstance(answer, Welcome):
-                    await connection.recv(1)  # who waits here learns by our end that there is nobody
-            except (OSError, trio.TooSlowError) as error:
-                log.debug("watch_caller_gone", error=repr(error))
-            except Exception:
-                log.exception("watch_caller_failed")
-            finally:
-                self._callers -= 1
+    def _refusal(self, caller: Caller) -> bytes:
+        if self._permitted(caller):
+            return b""
+        return _refused(_not_permitted(caller))
 
-    async def _hear(self, connection: trio.socket.SocketType) -> Answer:
-        with trio.fail_after(HELLO_SECONDS):
-            room = socket.CMSG_SPACE(MOST_FDS * array.array("i").itemsize)
-            data, ancillary, flags, _ = await connection.recvmsg(MOST_BYTES, room, socket.MSG_CMSG_CLOEXEC)
-        fds = _descriptors(ancillary)
+    async def _answer(self, question: Question) -> Reply:
+        """Take over or close every descriptor of the question."""
         try:
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or not data:
-                raise UsageError("what came is no message of a trainer")
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            _, uid, _ = _CREDENTIALS.unpack(credentials)
-            identity, hello = self._checked(data, fds, uid)
-            self._trainers.add(identity, fds[0], fds[1:], hello)
+            if question.trouble:
+                raise UsageError(question.trouble)
+            identity, hello = self._checked(question)
+            await self._learn_name(identity.uid)
+            self._trainers.add(identity, question.fds[0], question.fds[1:], hello)
+        except CiuicError as error:
+            close_all(question.fds)
+            return Reply(_refused(error))
         except BaseException:
-            for fd in fds:
-                os.close(fd)
+            close_all(question.fds)
             raise
-        return Welcome()
+        return Reply(msgspec.msgpack.encode(Welcome()), keep=True)
 
-    def _checked(self, data: bytes, fds: list[int], uid: int) -> tuple[Identity, Hello]:
-        """Who it is. UsageError; NotPermitted."""
-        if not self._permitted()(uid):
-            raise NotPermitted(
-                f"this daemon does not watch trainers of user {uid}",
-                hint="name the user in the daemon's configuration: [watch] users",
-            )
+    def _checked(self, question: Question) -> tuple[Identity, Hello]:
+        """Return which process it is, and what it said. UsageError; NotPermitted."""
+        uid, fds = question.caller.uid, question.fds
+        if not self._permitted(question.caller):  # the configuration may have changed since it was admitted
+            raise _not_permitted(question.caller)
         try:
-            hello = _HELLO.decode(data)
+            hello = _HELLO.decode(question.data)
             texts = (hello.name, hello.where)
             if not hello.name or any(len(text) > MOST_TEXT or not text.isprintable() for text in texts):
                 raise UsageError("a name that is empty, too long, or not to be printed")
@@ -169,9 +122,13 @@ class WatchSocket:
         ), hello
 
 
-def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    found = array.array("i")
-    for level, kind, data in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return list(found)
+def _not_permitted(caller: Caller) -> NotPermitted:
+    return NotPermitted(
+        f"this daemon does not watch trainers of user {caller.uid}",
+        hint="name the user in the daemon's configuration: [watch] users",
+    )
+
+
+def _refused(error: CiuicError) -> bytes:
+    log.info("trainer_refused", reason=str(error))
+    return msgspec.msgpack.encode(Refused(error.message, error.hint, error.exit_code))

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import threading
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
-import trio
 from support.live import wait_for
+from support.peers import connected, send_descriptors
+from support.served_watch import ServedWatch
 
 from ciuic.acquaintance import Acquaintance
-from ciuic.daemon.alerts import Alerts
-from ciuic.daemon.emergency import Emergencies
-from ciuic.daemon.events import EventBus
-from ciuic.daemon.trainers import MOST_OF_A_USER, Trainers
-from ciuic.daemon.watch_socket import Permitted, WatchSocket, bind_watch_socket
+from ciuic.daemon.trainers import MOST_OF_A_USER
 from ciuic.errors import Busy, CiuicError, Unreachable, UsageError
 from ciuic.processes import start_ticks
 from ciuic.watch_client import Hello, introduce, watch_socket
@@ -30,58 +25,9 @@ from ciuic.watch_page import Page
 ME = Hello(name="me", where="/w", kind="library", pid=os.getpid(), start_ticks=start_ticks(os.getpid()))
 
 
-class Served:
-    """A watch socket in a thread of its own."""
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "watch.sock"
-        self._directory = directory
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=trio.run, args=(self._main,))
-
-    def __enter__(self) -> Served:
-        self._thread.start()
-        assert self._ready.wait(30)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        trio.from_thread.run_sync(self._scope.cancel, trio_token=self._token)
-        self._thread.join(30)
-
-    def names(self) -> list[str]:
-        return [one.name for one in trio.from_thread.run_sync(self.trainers.statuses, trio_token=self._token)]
-
-    async def _main(self) -> None:
-        events = EventBus(lambda: 0)
-        alerts = Alerts(events, lambda: 0)
-
-        async def take(request: object) -> object:
-            await trio.sleep_forever()
-
-        emergencies = Emergencies(
-            take,  # type: ignore[arg-type]
-            alerts=alerts,
-            events=events,
-            now_ns=lambda: 0,
-            per_hour=lambda: 0,
-            on_incident=lambda incident: None,
-        )
-        self.trainers = Trainers(
-            alerts=alerts, emergencies=emergencies, now_ns=lambda: 0, on_change=lambda: None
-        )
-        watched = WatchSocket(self.trainers, lambda: Permitted(["*"], None, []))
-        self._token = trio.lowlevel.current_trio_token()
-        async with trio.open_nursery() as nursery:
-            self._scope = nursery.cancel_scope
-            self.trainers.nursery = nursery
-            nursery.start_soon(watched.serve, bind_watch_socket(self._directory))
-            self._ready.set()
-        self.trainers.close()
-
-
 @pytest.fixture
-def served(short_tmp: Path) -> Iterator[Served]:
-    with Served(short_tmp) as one:
+def served(short_tmp: Path) -> Iterator[ServedWatch]:
+    with ServedWatch(short_tmp) as one:
         yield one
 
 
@@ -96,7 +42,7 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_what_is_no_trainer_is_refused_and_nothing_stays_open(served: Served) -> None:
+def test_what_is_no_trainer_is_refused_and_nothing_stays_open(served: ServedWatch) -> None:
     """Other descriptors, none, too many, pages that are none, names that no terminal should get, bytes that mean nothing."""
     page = Page()
     null = os.open("/dev/null", os.O_RDWR)
@@ -118,16 +64,15 @@ def test_what_is_no_trainer_is_refused_and_nothing_stays_open(served: Served) ->
             with pytest.raises(UsageError):
                 introduce(served.path, hello, fds, seconds=30)
         for data in (b"\xc1", b"\x81\xa4type\xa5Hello", b"\x91" * 10_000, os.urandom(500)):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
-                caller.connect(str(served.path))
-                caller.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [null, mine]))])
+            with connected(served.path) as caller:
+                assert send_descriptors(caller, data, [null, mine])
                 assert b"Refused" in caller.recv(1 << 16)
         wait_for("the end of the connections", lambda: open_fds() <= before, 30)
     os.close(null)
     assert served.names() == ["me"]
 
 
-def test_one_user_has_so_many_places(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_user_has_so_many_places(served: ServedWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has used his up is refused, and his descriptors are closed."""
     monkeypatch.setattr("ciuic.daemon.trainers.MOST", 1)
     with life() as mine:
@@ -159,7 +104,7 @@ def test_a_daemon_that_comes_later_or_again_is_told(short_tmp: Path, monkeypatch
         known.start()
         known.last_words(30)  # there was none: this ends when it is known that there is none
         for _ in range(2):
-            with Served(short_tmp) as served:
+            with ServedWatch(short_tmp) as served:
                 deadline = threading.Event()
                 while served.names() != ["me"]:
                     assert not deadline.wait(0.02)

@@ -1,0 +1,66 @@
+"""How many snapshots ordinary users may have held: by number, as the repository has it, and by the hour.
+
+A hold keeps a snapshot from retention, so each costs the repository's disk for as long as it stands. Administrators hold what they like.
+Guarantees: the number counts across daemons, because the repository records for whom each hold is; the rate counts in one daemon's life.
+A hold that is refused costs the user no snapshot: the snapshot is taken and not held.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import trio
+
+from ciuic.config import HoldsConfig
+from ciuic.daemon.runtime import PendingRecord
+from ciuic.daemon.store import Store
+from ciuic.errors import CiuicError
+
+HOUR_SECONDS: Final = 3600.0
+MAX_USERS: Final = 1024
+"""Whose rate is remembered: names of users in a container cost nothing, and memory does."""
+
+
+class UserHolds:
+    """Belongs to the trio thread."""
+
+    def __init__(
+        self,
+        limits: Callable[[], HoldsConfig],
+        store: Callable[[], Store],
+        pending: Callable[[], Iterable[PendingRecord]],
+    ) -> None:
+        self._limits = limits
+        self._store = store
+        self._pending = pending
+        self._asked: dict[int, deque[float]] = {}
+        """Times of holds granted within the last hour, by user."""
+
+    async def refusal(self, uid: int) -> str:
+        """Return why this user gets no further hold now; empty, and the hold counted, when it gets one."""
+        limits = self._limits()
+        recent = self._recent(uid)
+        if len(recent) >= limits.max_of_a_user_per_hour:
+            return f"it is not held: user {uid} has had {len(recent)} held within the hour"
+        recent.append(trio.current_time())  # before the await: others of this user must see it
+        try:
+            held = await trio.to_thread.run_sync(self._store().held_for, uid)
+        except CiuicError:
+            held = 0  # the repository cannot be read; then nothing can be committed to it either
+        # With what others of this user are granted meanwhile, so that many at once do not all count the same.
+        held += sum(record.hold_uid == uid for record in self._pending())
+        if held >= limits.max_of_a_user:
+            recent.pop()
+            return f"it is not held: {held} snapshots are held for user {uid} already"
+        return ""
+
+    def _recent(self, uid: int) -> deque[float]:
+        since = trio.current_time() - HOUR_SECONDS
+        recent = self._asked.setdefault(uid, deque())
+        while recent and recent[0] < since:
+            recent.popleft()
+        if len(self._asked) > MAX_USERS:
+            self._asked = {other: times for other, times in self._asked.items() if times or other == uid}
+        return recent
