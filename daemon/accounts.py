@@ -9,12 +9,15 @@ from __future__ import annotations
 import grp
 import pwd
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 import structlog
 import trio
 
 from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.runtime import permit_control_group
+from ciuic.errors import CiuicError
 
 REFRESH_SECONDS: Final = 60.0
 """So long a change of an account may go unnoticed. Group membership itself is the kernel's word and needs no look-up."""
@@ -44,15 +47,15 @@ class Accounts:
         wanted: Callable[[], Wanted],
         alerts: Alerts,
         *,
-        on_group: Callable[[int], None] = lambda gid: None,
+        control_socket: Path | None = None,
     ) -> None:
-        """``on_group`` is told of each change of the group's number."""
+        """``control_socket`` is given to the group when its number becomes known, or changes, while the daemon runs."""
         self.group_id: int | None = None
         """None: there is no such group, or nobody knows yet."""
         self.user_ids: frozenset[int] = frozenset()
         self._wanted = wanted
         self._alerts = alerts
-        self._on_group = on_group
+        self._control_socket = control_socket
         self._found: Wanted | None = None
         self._name_service = trio.CapacityLimiter(1)
         """A look-up that hangs keeps its place, so that no other thread is started to hang beside it."""
@@ -61,6 +64,17 @@ class Accounts:
     def everybody(self) -> bool:
         """Whether ``watch.users`` names everybody."""
         return EVERYBODY in self._wanted().users
+
+    async def start(self) -> None:
+        """Look up for the first time. CiuicError when there is no such group.
+
+        Where the name service does not say, the daemon goes on, and only root may use the control socket for now.
+        """
+        group = self._wanted().group
+        if await self.refresh() and group and self.group_id is None:
+            raise CiuicError(
+                f"there is no group {group}", hint="make it, or change [control] group in the configuration"
+            )
 
     async def run(self) -> None:
         """Look up again and again, for ever."""
@@ -114,8 +128,13 @@ class Accounts:
     def _set_group(self, group_id: int | None) -> None:
         if group_id != self.group_id:
             self.group_id = group_id
-            if group_id is not None:
-                self._on_group(group_id)
+            if group_id is not None and self._control_socket is not None:
+                try:
+                    permit_control_group(self._control_socket, group_id)
+                except FileNotFoundError:
+                    pass  # before the daemon has made it, with this group
+                except OSError as error:
+                    log.error("control_group_not_set", group_id=group_id, error=str(error))
 
 
 def user_name(uid: int) -> str:

@@ -42,7 +42,7 @@ def make_job(
         message=record.message,
         hold=record.hold,
         hold_reason=record.hold_reason or record.message if record.hold else "",
-        hold_uid=record.hold_uid if record.hold else None,
+        hold_uid=record.user if record.hold else None,
         pair=record.pair,
         lock_wait_seconds=LOCK_WAIT_SECONDS,
         io_priority=settings.io_priority,

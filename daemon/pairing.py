@@ -22,7 +22,6 @@ from ciuic.control_types import SnapshotRequest
 from ciuic.daemon.peer_messages import ReceiverOptions
 from ciuic.daemon.peer_server import PeerServer, Question, Reply
 from ciuic.daemon.permission import is_administrator, owns
-from ciuic.daemon.snapshots import Asker
 from ciuic.daemon.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.user_holds import UserHolds
 from ciuic.errors import Busy, CiuicError, NotFound, NotPermitted, Unreachable, UsageError
@@ -123,7 +122,7 @@ class Pairing:
                 id_
                 for id_, pending in found.items()
                 if pending is not None
-                and (pending.record.asked_uid == caller.uid or not roots.isdisjoint(pending.state.roots))
+                and (pending.record.user == caller.uid or not roots.isdisjoint(pending.state.roots))
             )
             committed = await trio.to_thread.run_sync(self._daemon.store.known_of, visible, roots)
         states: dict[str, str] = {}
@@ -152,24 +151,26 @@ class Pairing:
         waiting = sum(state.state != "failed" for state in self._daemon.snapshots.unfinished())
         if not privileged and waiting >= MAX_WAITING:
             raise Busy(f"{waiting} snapshots wait for capture already")
-        note = _note(wanted.repository, roots)
-        held = bool(wanted.hold_reason)
-        if held and not privileged and (refusal := await self._holds.refusal(caller.uid)):
-            held, note = False, f"{refusal}; {note}" if note else refusal
-            log.warning("hold_refused", uid=caller.uid, reason=refusal)
-        asker = None if privileged else Asker(caller.uid, caller.uid if held else None)
         request = SnapshotRequest(
             message=f"files of {training}: {wanted.message[:MAX_TEXT]}".rstrip(": "),
             tags=[PAIRED],
-            hold=held,
             roots=[root.path for root in roots],
         )
         pair = Pair(of="training", id=training, repository=wanted.repository, time_ns=wanted.time_ns)
         pending = None
-        with trio.move_on_after(CUT_SECONDS):
-            pending = await self._daemon.snapshots.take(
-                request, pair=pair, hold_reason=wanted.hold_reason[:MAX_TEXT] if held else "", user=asker
-            )
+        refusal = await self._hold_refusal(wanted, caller, privileged=privileged)
+        request.hold = bool(wanted.hold_reason) and not refusal
+        try:
+            with trio.move_on_after(CUT_SECONDS):
+                pending = await self._daemon.snapshots.take(
+                    request,
+                    pair=pair,
+                    hold_reason=wanted.hold_reason[:MAX_TEXT] if request.hold else "",
+                    user=None if privileged else caller.uid,
+                )
+        finally:
+            if request.hold and not privileged:
+                self._holds.settled(caller.uid)
         if pending is None:
             raise Busy(f"no snapshot could be cut within {CUT_SECONDS:.0f} s")
         log.info("pair_cut", id=pending.id, training=training, uid=caller.uid)
@@ -178,8 +179,17 @@ class Pairing:
             repository=self._repository(),
             time_ns=pending.record.time_ns,
             roots=tuple(pending.state.roots),
-            note=note,
+            note="; ".join(filter(None, (refusal, _note(wanted.repository, roots)))),
         )
+
+    async def _hold_refusal(self, wanted: Cut, caller: Caller, *, privileged: bool) -> str:
+        """Return why what is wanted held is not; empty where it is, or is not wanted held."""
+        if privileged or not wanted.hold_reason:
+            return ""
+        refusal = await self._holds.refusal(caller.uid)
+        if refusal:
+            log.warning("hold_refused", uid=caller.uid, reason=refusal)
+        return refusal
 
     def _chosen(self, wanted: Sequence[str], caller: Caller, *, privileged: bool) -> list[RootSupervisor]:
         roots = self._daemon.roots.supervisors

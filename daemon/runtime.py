@@ -46,10 +46,8 @@ class PendingRecord(msgspec.Struct, kw_only=True):
     hold: bool = False
     hold_reason: str = ""
     """Empty: the message says it."""
-    hold_uid: int | None = None
-    """The ordinary user that it is held for."""
-    asked_uid: int | None = None
-    """The ordinary user that asked for it."""
+    user: int | None = None
+    """The ordinary user that asked for it, and for whom it is held where it is."""
     pair: Pair | None = None
     scheduled: bool = False
     attempts: int = 0

@@ -1,8 +1,9 @@
 """Serving the control API: Hypercorn's HTTP under trio, on a socket that runtime.py has bound.
 
-Guarantees: what goes wrong in one connection ends that connection and nothing else, whatever its caller does; no more
-than ``MOST_CONNECTIONS`` are served at once, and who comes on top of them is told so; at the end requests in flight get
-a few seconds, then their connections close, also those whose callers do not read.
+The mode and group of the socket let in root and the members of ``control.group``, who are administrators. Guarantees: what goes wrong
+in one connection ends that connection and nothing else, whatever its caller does; no more than ``MOST_CONNECTIONS`` are served at
+once, some of them root's alone, and one caller too many is told so; at the end requests in flight get a few seconds, then their
+connections close, also those whose callers do not read.
 The socket's name is removed only by whoever made it.
 """
 
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from typing import cast
 
 import structlog
 import trio
@@ -26,6 +28,7 @@ from starlette.applications import Starlette
 
 from ciuic.daemon.api import refusal
 from ciuic.errors import Busy
+from ciuic.peer_socket import caller_of
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -33,6 +36,8 @@ if sys.version_info < (3, 11):
 GRACEFUL_SECONDS = 3.0
 KEEP_ALIVE_SECONDS = 5.0
 MOST_CONNECTIONS = 512
+ROOTS_SHARE = 8
+"""One connection of so many is for root alone: a member of the group whose program runs wild does not keep the operator out."""
 _HUNG_UP = (trio.BrokenResourceError, trio.BusyResourceError, trio.ClosedResourceError)
 """What a caller who goes away in the middle may leave behind."""
 log = structlog.get_logger(__name__)
@@ -80,14 +85,19 @@ class _Connections:
         self._app: AppWrapper = wrap_app(app, self._config.wsgi_max_body_size, "asgi")  # type: ignore[arg-type]
         self._context = WorkerContext(None)
         self._most = most
+        self._most_of_others = most - most // ROOTS_SHARE
         self._count = 0
+        self._others = 0
+        """Those that are not root's."""
 
     async def handle(self, stream: trio.SocketStream) -> None:
         """One connection from beginning to end. Raises nothing but cancellation (and what is no Exception)."""
-        if self._count >= self._most:
+        of_others = int(not _is_root(stream))
+        if self._count >= self._most or (of_others and self._others >= self._most_of_others):
             await _turn_away(stream)
             return
         self._count += 1
+        self._others += of_others
         try:
             await self._serve(stream)
         except BaseExceptionGroup as group:
@@ -100,6 +110,7 @@ class _Connections:
             _note(error)
         finally:
             self._count -= 1
+            self._others -= of_others
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         async with trio.open_nursery() as nursery:
@@ -128,6 +139,13 @@ def _http_config() -> Config:
     config.read_timeout = None  # a wait for a first capture may take hours
     config.include_server_header = False
     return config
+
+
+def _is_root(stream: trio.SocketStream) -> bool:
+    try:
+        return caller_of(cast(socket.socket, stream.socket)).uid == 0
+    except OSError:
+        return False
 
 
 async def _close_when_cancelled(stream: trio.SocketStream) -> None:

@@ -40,7 +40,7 @@ from ciuic.daemon.pending import PendingSnapshot
 from ciuic.daemon.predecessor import end_orphaned_captures
 from ciuic.daemon.restart import is_restarting
 from ciuic.daemon.roots import Roots
-from ciuic.daemon.runtime import RuntimeDirectory, bind_control_socket, permit_control_group
+from ciuic.daemon.runtime import RuntimeDirectory, bind_control_socket
 from ciuic.daemon.schedule import Schedule
 from ciuic.daemon.server import serve_api
 from ciuic.daemon.sessions import SessionStore
@@ -122,7 +122,7 @@ class Daemon:
         self.accounts = Accounts(
             lambda: Wanted(self.settings.group, self.settings.watch.users),
             self.alerts,
-            on_group=self._group_known,
+            control_socket=self.settings.socket,
         )
         self.watch = TrainerWatch(self, as_service=bool(command_prefix))
         self.slice = SLICE if command_prefix else ""
@@ -130,8 +130,6 @@ class Daemon:
         self.stopping = False
         self.retry_schedule = False
         """The scheduled snapshot failed: housekeeping asks for another one soon."""
-        self._serving = False
-        """The control socket is there."""
         self._stop = trio.Event()
         self._served = trio.Event()
 
@@ -141,14 +139,13 @@ class Daemon:
         """From start to clean stop. Raises CiuicError when the daemon cannot be what it should be."""
         self.runtime.acquire()
         try:
-            await self._find_group()
+            await self.accounts.start()
             listener = bind_control_socket(
                 self.settings.socket, self.accounts.group_id, self._stored_fds.pop(CONTROL_FD_NAME, None)
             )
         except BaseException:
             self.runtime.release()
             raise
-        self._serving = True
         self._notifier.store(CONTROL_FD_NAME, listener.fileno())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
@@ -167,22 +164,6 @@ class Daemon:
         self._notifier.unstore(CONTROL_FD_NAME)
         self.runtime.release()
         log.info("daemon_stopped")
-
-    async def _find_group(self) -> None:
-        """CiuicError when there is no such group. Where the name service does not say, only root may use the control socket for now."""
-        if await self.accounts.refresh() and self.settings.group and self.accounts.group_id is None:
-            raise CiuicError(
-                f"there is no group {self.settings.group}",
-                hint="make it, or change [control] group in the configuration",
-            )
-
-    def _group_known(self, group_id: int) -> None:
-        """The number of ``control.group`` became known, or changed, while the socket is there."""
-        if self._serving:
-            try:
-                permit_control_group(self.settings.socket, group_id)
-            except OSError as error:
-                log.error("control_group_not_set", group_id=group_id, error=str(error))
 
     async def _work(self, nursery: trio.Nursery, working: trio.CancelScope) -> None:
         """Brings everything up and keeps it going until ``working`` is cancelled."""

@@ -21,7 +21,7 @@ import trio
 
 from ciuic.control_types import SnapshotRequest, SnapshotState, rfc3339
 from ciuic.daemon.alerts import Alerts
-from ciuic.daemon.capture_job import EXIT_UNDO_LOST, Done, Failed
+from ciuic.daemon.capture_job import EXIT_UNDO_LOST, Done, Failed, printable
 from ciuic.daemon.capture_process import CaptureProcess
 from ciuic.daemon.cut import Flush, cut_all, flush, flush_all, mounted_roots
 from ciuic.daemon.events import EventBus
@@ -61,15 +61,6 @@ class Context(NamedTuple):
     flush: Flush = flush
 
 
-class Asker(NamedTuple):
-    """The ordinary user that asked for a snapshot."""
-
-    uid: int
-
-    hold_uid: int | None
-    """The same where it is held for that user."""
-
-
 class Snapshots:
     """The queue of pending snapshots and the task that captures them."""
 
@@ -98,11 +89,11 @@ class Snapshots:
         scheduled: bool = False,
         pair: Pair | None = None,
         hold_reason: str = "",
-        user: Asker | None = None,
+        user: int | None = None,
     ) -> PendingSnapshot:
         """Cuts now. On return the instant is fixed, the id is final, and the journal names it. Cancelled, it may be cut all the same.
 
-        Busy when too many wait; NotFound for a root that is not protected; CiuicError when no root can be cut.
+        ``user``: the ordinary user that asks for it, and for whom it is held where it is. Busy when too many wait; NotFound for a root that is not protected; CiuicError when no root can be cut.
         """
         async with self._cut_lock:  # the queue's order is the order of the epochs
             if len(self._queue) >= MAX_PENDING:
@@ -130,8 +121,7 @@ class Snapshots:
                 tags=tags,
                 hold=request.hold,
                 hold_reason=hold_reason,
-                hold_uid=user.hold_uid if user is not None else None,
-                asked_uid=user.uid if user is not None else None,
+                user=user,
                 pair=pair,
                 scheduled=scheduled,
                 hold_microseconds=max(cut.hold_us for cut in cuts),
@@ -159,7 +149,7 @@ class Snapshots:
         return [*failure, *(pending.state for pending in self._queue.unfinished())]
 
     def pending_records(self) -> list[PendingRecord]:
-        """Of those that are neither committed nor given up."""
+        """Return the records of what is neither committed nor given up."""
         return [pending.record for pending in self._queue]
 
     def scheduled_is_waiting(self) -> bool:
@@ -278,7 +268,7 @@ class Snapshots:
     async def _commit(self, pending: PendingSnapshot, done: Done) -> None:
         await self._tell_workers(pending, committed=True)
         self.trust.settle(pending)
-        unread = [f"{_text(error.root)}/{_text(error.path)}: {error.error}" for error in done.errors]
+        unread = [f"{printable(error.root)}/{printable(error.path)}: {error.error}" for error in done.errors]
         pending.committed(new_bytes=done.new_bytes, errors=unread)
         log.info(
             "snapshot_committed",
@@ -410,7 +400,3 @@ class Snapshots:
             log.info("epoch_reconciled", root=path, epoch=epoch, snapshot=found.id if found else "")
         except CiuicError as error:
             log.warning("epoch_not_reconciled", root=path, epoch=epoch, error=str(error))
-
-
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "backslashreplace")

@@ -178,14 +178,14 @@ class Store:
         except NotFound:
             return frozenset()
 
-    def held_for(self, uid: int) -> int:
-        """How many committed snapshots are held for an ordinary user."""
+    def held_for(self, uid: int) -> frozenset[str]:
+        """Return the committed snapshots that are held for an ordinary user."""
         try:
             with self._open() as repository:
                 held = [info.id for info in repository.snapshots.list() if info.held]
-                return sum(_is_held_for(repository, id_, uid) for id_ in held)
+                return frozenset(str(id_) for id_ in held if _is_held_for(repository, id_, uid))
         except NotFound:
-            return 0
+            return frozenset()
 
     def snapshot_of_epoch(self, root: str, session: str, epoch: int) -> LastSnapshot | None:
         """The committed snapshot that holds this epoch of this session; None when there is none."""

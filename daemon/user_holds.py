@@ -7,7 +7,7 @@ A hold that is refused costs the user no snapshot: the snapshot is taken and not
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -37,24 +37,38 @@ class UserHolds:
         self._pending = pending
         self._asked: dict[int, deque[float]] = {}
         """Times of holds granted within the last hour, by user."""
+        self._under_way: Counter[int] = Counter()
+        """Holds granted to each user for snapshots that are not cut yet."""
 
     async def refusal(self, uid: int) -> str:
-        """Return why this user gets no further hold now; empty, and the hold counted, when it gets one."""
+        """Return why this user gets no further hold now; empty, and the hold counted, when it gets one.
+
+        After an empty answer `settled` has to follow, when the snapshot is cut or will not be.
+        """
         limits = self._limits()
         recent = self._recent(uid)
         if len(recent) >= limits.max_of_a_user_per_hour:
             return f"it is not held: user {uid} has had {len(recent)} held within the hour"
-        recent.append(trio.current_time())  # before the await: others of this user must see it
+        # Both before the await: others that this user asks for meanwhile must see it.
+        recent.append(trio.current_time())
+        self._under_way[uid] += 1
         try:
             held = await trio.to_thread.run_sync(self._store().held_for, uid)
         except CiuicError:
-            held = 0  # the repository cannot be read; then nothing can be committed to it either
-        # With what others of this user are granted meanwhile, so that many at once do not all count the same.
-        held += sum(record.hold_uid == uid for record in self._pending())
-        if held >= limits.max_of_a_user:
+            held = frozenset()  # the repository cannot be read; then nothing can be committed to it either
+        # With what is on its way: one that was committed just now may be in both.
+        held |= {record.id for record in self._pending() if record.hold and record.user == uid}
+        if len(held) + self._under_way[uid] > limits.max_of_a_user:
             recent.pop()
-            return f"it is not held: {held} snapshots are held for user {uid} already"
+            self.settled(uid)
+            return f"it is not held: {len(held)} snapshots are held for user {uid} already"
         return ""
+
+    def settled(self, uid: int) -> None:
+        """The snapshot of a granted hold is pending now, or was not cut."""
+        self._under_way[uid] -= 1
+        if not self._under_way[uid]:
+            del self._under_way[uid]
 
     def _recent(self, uid: int) -> deque[float]:
         since = trio.current_time() - HOUR_SECONDS

@@ -290,15 +290,13 @@ class Writer:
             old = Marks(id=id_, held=True)  # as `SnapshotStore.load` reads it
         held = old.held if hold is None else hold
         kept_reason = old.hold_reason if reason is None else reason
-        user: int | msgspec.UnsetType = old.hold_uid if hold is None else msgspec.UNSET
-        if hold_uid is not None:
-            user = hold_uid
+        unset: int | msgspec.UnsetType = old.hold_uid if hold is None else msgspec.UNSET
         marks = Marks(
             id=id_,
             held=held,
             hold_reason=kept_reason if held else "",
             tags=old.tags if tags is None else tuple(dict.fromkeys(tags)),
-            hold_uid=user if held else msgspec.UNSET,
+            hold_uid=(unset if hold_uid is None else hold_uid) if held else msgspec.UNSET,
         )
         self._catalogue.changed = True
         self._disk.replace_file(snapshots.marks_path(id_), encode_marks(marks))

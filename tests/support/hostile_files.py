@@ -81,7 +81,7 @@ def hostile_files(directory: Path) -> Iterator[Path]:
         yield directory / "f"
     finally:
         server.kill()
-        server.wait(30)
+        server.communicate(timeout=30)
         subprocess.run(["umount", "-l", directory], check=False, timeout=30)
 
 

@@ -72,4 +72,3 @@ class ServedWatch:
             await watched.server.ready.wait()
             self._ready.set()
         self.trainers.close()
-

@@ -1,0 +1,283 @@
+"""Attacker: another user of the host, who may connect to `pair.sock` and `watch.sock`. The daemon and other users are not kept waiting."""
+
+from __future__ import annotations
+
+import grp
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from support.attackers import (
+    CUT,
+    FLOOD,
+    INTRODUCE,
+    KNOWN,
+    SEND_A_FILE,
+    SEND_A_LINGERING_SOCKET,
+    attack,
+    attacking,
+)
+from support.hostile_files import hostile_files
+from support.live import Live, wait_for
+from support.second_user import User
+from support.served_watch import ServedWatch
+
+from ciuic.daemon import peer_server
+from ciuic.daemon.permission import WatchPermission
+
+pytestmark = pytest.mark.mount
+MALLORY = User(61011, 61011)
+ALICE = User(61012, 61012)
+TWINS = tuple(User(61020 + number, 61020) for number in range(5))
+OLDER_KERNEL = (
+    "import sys; from ciuic import peer_socket;"
+    "peer_socket.allow_descriptors = lambda sock, *, allowed: False;"
+    "from ciuic.daemon.peer_receiver import main; sys.exit(main(sys.argv[1:]))"
+)
+"""A receiver that cannot keep callers from sending descriptors: before Linux 6.16."""
+
+
+@pytest.fixture(params=["this kernel", "older kernel"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "older kernel":
+        command = (peer_server.RECEIVER_COMMAND[0], "-c", OLDER_KERNEL)
+        monkeypatch.setattr(peer_server, "RECEIVER_COMMAND", command)
+    return str(request.param)
+
+
+@pytest.fixture
+def short_tmp(short_tmp: Path, run_dir: Path) -> Path:
+    """Every user may come as far as here, as to /run."""
+    run_dir.chmod(0o755)
+    short_tmp.chmod(0o755)
+    return short_tmp
+
+
+@pytest.fixture
+def root(short_tmp: Path) -> Path:
+    """Belongs to Alice."""
+    path = short_tmp / "root"
+    path.mkdir()
+    os.chown(path, ALICE.uid, ALICE.gid)
+    return path
+
+
+@pytest.fixture
+def live(short_tmp: Path, root: Path) -> Iterator[Live]:
+    """A daemon that watches everybody's trainers, so that Mallory comes further than by default."""
+    top = short_tmp / "live"
+    top.mkdir(mode=0o755)
+    with Live(top, more_config='\n[watch]\nusers = ["*"]\n') as one:
+        (top / "run").chmod(0o755)
+        one.run("protect", str(root))
+        one.start(root)
+        wait_for("the first snapshot", one.list, 60)
+        wait_for("the sockets", lambda: len(_sockets(one)) == 2, 60)
+        yield one
+
+
+def _sockets(live: Live) -> list[Path]:
+    return [path for name in ("pair", "watch") if (path := live.top / f"run/{name}.sock").is_socket()]
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _parent(pid: int) -> int:
+    """0 where there is no such process any more."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _receivers(path: Path) -> list[int]:
+    """Processes that were started to own this socket. Helpers have the same words, and a parent that has them."""
+    named = {pid for pid, command in _commands().items() if b'"path":"%s"' % os.fsencode(path) in command}
+    return sorted(pid for pid in named if _parent(pid) not in named)
+
+
+def _commands() -> dict[int, bytes]:
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                found[int(entry.name)] = (entry / "cmdline").read_bytes()
+    return found
+
+
+def _receiver(path: Path) -> int:
+    (one,) = _receivers(path)
+    return one
+
+
+def _helpers(receiver: int) -> list[int]:
+    """Its children. One that hangs in its exit has no words any more."""
+    return [pid for pid in _commands() if _parent(pid) == receiver]
+
+
+# -- finding 3: descriptors that do not close
+
+
+def test_a_descriptor_that_never_closes_does_not_touch_the_daemon(live: Live, short_tmp: Path) -> None:
+    """Sent to both sockets by somebody who may even have trainers watched: the daemon is in no uninterruptible wait, answers, takes
+    snapshots, and watches Alice's trainer; an alert names the user."""
+    assert live.daemon is not None
+    with hostile_files(short_tmp / "hostile") as file:
+        for path in _sockets(live):
+            attack(MALLORY, SEND_A_FILE, str(path), str(file))
+        wait_for("the alert", lambda: f"user {MALLORY.uid} sent" in str(live.status()), 60)
+        assert _state(live.daemon.pid) != "D"
+        assert attack(ALICE, INTRODUCE, str(live.top / "run/watch.sock"), "alices") == "welcome"
+        assert attack(ALICE, CUT, str(live.top / "run/pair.sock"), "").startswith("cs-")
+        assert live.snapshot()
+        live.stop()  # it does not wait for what hangs
+
+
+def test_who_sends_what_does_not_close_is_refused_and_nobody_else(short_tmp: Path, kernel: str) -> None:
+    """One process hangs, however often it is tried; others are served by the same receiver; when the file system is gone, so is it."""
+    with ServedWatch(short_tmp) as served:
+        receiver = _receiver(served.path)
+        with hostile_files(short_tmp / "hostile") as file:
+            assert "not that of a trainer" in attack(MALLORY, SEND_A_FILE, str(served.path), str(file))
+            wait_for("the alert", lambda: f"socket:watch.sock:{MALLORY.uid}" in served.alerts(), 60)
+            for _ in range(3):
+                attack(MALLORY, SEND_A_FILE, str(served.path), str(file))
+                assert "do not close" in attack(MALLORY, INTRODUCE, str(served.path), "again")
+            assert attack(ALICE, INTRODUCE, str(served.path), "alices") == "welcome"
+            assert _receiver(served.path) == receiver
+            assert len(_helpers(receiver)) == 1
+        wait_for("the end of the helper", lambda: not _helpers(receiver), 60)
+
+
+def test_sockets_that_linger_keep_nobody_waiting(live: Live) -> None:
+    """A TCP socket whose last close waits for ten minutes, on each socket and on both at once: the daemon answers meanwhile."""
+    paths = [str(path) for path in _sockets(live)]
+    with attacking(MALLORY, SEND_A_LINGERING_SOCKET, *paths):
+        for _ in range(3):
+            assert live.status() is not None
+        assert attack(ALICE, INTRODUCE, str(live.top / "run/watch.sock"), "alices") == "welcome"
+        assert attack(ALICE, CUT, str(live.top / "run/pair.sock"), "").startswith("cs-")
+
+
+def test_sockets_that_linger_keep_no_other_user_waiting(short_tmp: Path, kernel: str) -> None:
+    """The same to the receiver of a kernel that lets everybody send descriptors: a helper closes them."""
+    with (
+        ServedWatch(short_tmp) as served,
+        attacking(MALLORY, SEND_A_LINGERING_SOCKET, *[str(served.path)] * 5),
+    ):
+        receiver = _receiver(served.path)
+        assert attack(ALICE, INTRODUCE, str(served.path), "alices") == "welcome"
+        assert _receiver(served.path) == receiver
+
+
+def test_who_is_not_permitted_sends_no_descriptor(short_tmp: Path, kernel: str) -> None:
+    """A caller whose trainers are not watched is refused, and what it sent is received by nobody: no process hangs."""
+    with (
+        hostile_files(short_tmp / "hostile") as file,
+        ServedWatch(short_tmp, WatchPermission(owners=frozenset({ALICE.uid}))) as served,
+    ):
+        said = attack(MALLORY, SEND_A_FILE, str(served.path), str(file))
+        assert f"does not watch trainers of user {MALLORY.uid}" in said
+        assert attack(ALICE, INTRODUCE, str(served.path), "alices") == "welcome"
+        wait_for("the end of helpers", lambda: not _helpers(_receiver(served.path)), 60)
+        assert served.alerts() == {}
+
+
+def test_a_receiver_may_do_nothing(live: Live) -> None:
+    """It has no capability, can gain none, and lets nobody trace it."""
+    for path in _sockets(live):
+        lines = Path(f"/proc/{_receiver(path)}/status").read_text().splitlines()
+        facts = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+        assert (int(facts["CapPrm"], 16), int(facts["CapEff"], 16), facts["NoNewPrivs"]) == (0, 0, "1")
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_receiver_that_ends_or_stands_still_is_replaced(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
+) -> None:
+    """The next caller finds another one; trainers stay watched."""
+    monkeypatch.setattr(peer_server, "SILENT_SECONDS", 3.0)
+    with ServedWatch(short_tmp) as served:
+        assert attack(ALICE, INTRODUCE, str(served.path), "before") == "welcome"
+        first = _receiver(served.path)
+        os.kill(first, sent)
+        wait_for("another receiver", lambda: (found := _receivers(served.path)) and first not in found, 60)
+        wait_for("an answer", lambda: attack(ALICE, INTRODUCE, str(served.path), "after") == "welcome", 60)
+
+
+# -- finding 7: floods
+
+
+def test_a_flood_of_one_user_keeps_nobody_out(live: Live) -> None:
+    """With more silent connections than there is room for on both sockets, all of one user, others are heard at once."""
+    pair, watch = (str(path) for path in _sockets(live))
+    with attacking(MALLORY, FLOOD, pair, "300"), attacking(MALLORY, FLOOD, watch, "600"):
+        for number in range(5):
+            assert attack(ALICE, INTRODUCE, watch, f"alices {number}") == "welcome"
+            assert attack(ALICE, KNOWN, pair, "cs-123456") == "[('cs-123456', 'gone')]"
+        assert attack(ALICE, CUT, pair, "").startswith("cs-")
+        assert attack(User(0, 0), INTRODUCE, watch, "roots") == "welcome"
+
+
+def test_a_flood_of_many_users_keeps_no_owner_out(live: Live) -> None:
+    """With every place of the socket taken, each user within its own limit, the owner of a root is heard all the same."""
+    pair, _ = (str(path) for path in _sockets(live))
+    floods = [attacking(user, FLOOD, pair, "80") for user in TWINS]
+    for flood in floods:
+        flood.__enter__()
+    try:
+        for _ in range(3):
+            assert attack(ALICE, KNOWN, pair, "cs-123456") == "[('cs-123456', 'gone')]"
+        assert attack(ALICE, CUT, pair, "").startswith("cs-")
+    finally:
+        for flood in floods:
+            flood.__exit__(None, None, None)
+
+
+def test_a_member_of_the_group_does_not_keep_root_out(short_tmp: Path, root: Path) -> None:
+    """With as many connections to the control socket as its group may have, all silent, root's commands are answered."""
+    group = next(entry for entry in grp.getgrall() if entry.gr_gid not in (0, 65534))
+    top = short_tmp / "live"
+    top.mkdir(mode=0o755)
+    with Live(top, more_config=f'\n[control]\ngroup = "{group.gr_name}"\n') as live:
+        (top / "run").chmod(0o755)
+        live.run("protect", str(root))
+        live.start(root)
+        member = User(61013, 61013, (group.gr_gid,))
+        with attacking(member, FLOOD, str(top / "run/control.sock"), "600", "SOCK_STREAM"):
+            for _ in range(3):
+                assert live.status() is not None
+        live.stop()
+
+
+# -- finding 11: who is told what
+
+
+def test_only_those_who_may_have_a_snapshot_learn_of_it(live: Live) -> None:
+    """To a stranger a snapshot is as one that never was; its asker, the owner of its root and root are told."""
+    pair = str(live.top / "run/pair.sock")
+    taken = attack(ALICE, CUT, pair, "").split()[0]
+    scheduled = wait_for("snapshots", lambda: [one.id for one in live.list() if one.id != taken], 60)[0]
+    wait_for("the commit", lambda: taken in [one.id for one in live.list()], 60)
+    ids = sorted((taken, scheduled, "cs-123456"))
+    assert attack(MALLORY, KNOWN, pair, *ids) == str([(id_, "gone") for id_ in ids])
+    told = str([(id_, "gone" if id_ == "cs-123456" else "committed") for id_ in ids])
+    assert attack(ALICE, KNOWN, pair, *ids) == told
+    assert attack(User(0, 0), KNOWN, pair, *ids) == told
+    assert "no protected root belongs to you" in attack(MALLORY, CUT, pair, "")
+
+
+def test_membership_in_the_group_is_what_the_kernel_says(short_tmp: Path) -> None:
+    """A process with the group is a member on both sockets, whether or not its user has an account; one that has given the group up
+    is not."""
+    member, stranger = User(61013, 61013, (60999,)), User(61013, 61013)
+    with ServedWatch(short_tmp, WatchPermission(group_id=60999)) as served:
+        assert attack(member, INTRODUCE, str(served.path), "member") == "welcome"
+        assert "NotPermitted" in attack(stranger, INTRODUCE, str(served.path), "stranger")
+        many = User(61013, 61013, tuple(range(60000, 61000)))  # more than one kilobyte of them
+        assert attack(many, INTRODUCE, str(served.path), "many") == "welcome"

@@ -1,0 +1,83 @@
+"""Attacker: the owner of a root, who may have snapshots of it taken and held. The repository's disk stays the operator's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.attackers import CUT, attack
+from support.live import Live, wait_for
+from support.second_user import User
+
+from ciuic import pairing
+
+pytestmark = pytest.mark.mount
+OWNER = User(61014, 61014)
+
+
+@pytest.fixture
+def live(short_tmp: Path, run_dir: Path) -> Iterator[Live]:
+    """A daemon that lets an ordinary user hold two snapshots, and three within an hour."""
+    run_dir.chmod(0o755)
+    short_tmp.chmod(0o755)
+    root, top = short_tmp / "root", short_tmp / "live"
+    root.mkdir()
+    os.chown(root, OWNER.uid, OWNER.gid)
+    top.mkdir(mode=0o755)
+    limits = "\n[holds]\nmax_of_a_user = 2\nmax_of_a_user_per_hour = 3\n"
+    with Live(top, more_config=limits) as one:
+        (top / "run").chmod(0o755)
+        one.run("protect", str(root))
+        one.start(root)
+        wait_for("the first snapshot", one.list, 60)
+        yield one
+
+
+def _held(live: Live, user: User) -> tuple[str, str]:
+    """A snapshot that the user asked to have held, once it is committed: its id, and what the daemon said about it."""
+    pair = str(live.top / "run/pair.sock")
+    said = attack(user, CUT, pair, "mine")
+    id_, _, note = said.partition(" ")
+    assert id_.startswith("cs-"), said
+    done = {
+        id_: "committed"
+    }  # the daemon says so when it is held as well, which it is a moment after it is listed
+    wait_for("the commit", lambda: pairing.states_of(pair, (id_,), 30).states == done, 60)
+    return id_, note
+
+
+def _holder(live: Live, id_: str) -> tuple[bool, int | None]:
+    shown = live.json("show", id_)
+    return shown["held"], shown["hold_uid"]
+
+
+def test_a_user_holds_so_many_snapshots_and_no_more(live: Live) -> None:
+    """Further ones are taken and not held, which the answer says; the number counts across daemons, the rate while releases make room.
+    Root holds what it likes, and forgets what a user holds."""
+    first, second = _held(live, OWNER), _held(live, OWNER)
+    assert (first[1], second[1]) == ("", "")
+    assert _holder(live, first[0]) == _holder(live, second[0]) == (True, OWNER.uid)
+    id_, note = _held(live, OWNER)
+    assert "2 snapshots are held for user" in note
+    assert _holder(live, id_) == (False, None)
+    live.stop()
+    live.start()
+    wait_for("the socket", (live.top / "run/pair.sock").is_socket, 60)
+    live.wait_mounted(live.top.parent / "root")
+    assert "2 snapshots are held for user" in _held(live, OWNER)[1]
+
+    live.run("forget", "-y", first[0])
+    live.run("release", second[0])
+    assert [_held(live, OWNER)[1], _held(live, OWNER)[1]] == ["", ""]
+    newest = live.list()[0].id
+    live.run("release", newest)
+    assert _held(live, OWNER)[1] == ""
+    live.run("release", live.list()[0].id)
+    assert "within the hour" in _held(live, OWNER)[1]
+
+    roots = [_held(live, User(0, 0)) for _ in range(4)]
+    assert {note for _, note in roots} == {""}
+    assert {_holder(live, id_) for id_, _ in roots} == {(True, None)}
+    assert live.run("forget", "-y", roots[0][0], expect=1)
