@@ -91,6 +91,9 @@ def _live(task: str, fds: Sequence[int], number: int, caller: Caller, max_messag
         go.recv(1)  # the end: our parent has done with the connection what it had to
         if task == "receive":
             _receive(connection, channel, number, caller, max_message_bytes)
+        # One that hangs from here on must not hold the daemon's channel open: the daemon sees by its end that a receiver has ended.
+        channel.close()
+        connection.close()
         status = 0
     finally:
         os._exit(status)
@@ -129,9 +132,6 @@ def _receive(
     poll.register(channel, select.POLLOUT)
     poll.poll(_DELIVER_MS)
     socket.send_fds(channel, [encode(said)], fds, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-    # The parent must not take the connection or the channel for open on our account while what came does not close.
-    connection.close()
-    channel.close()
 
 
 def is_harmless(fds: Sequence[int]) -> bool:

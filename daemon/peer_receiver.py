@@ -12,7 +12,6 @@ connection nor anything that was queued on one (ciuic.peer_socket has the reason
 
 from __future__ import annotations
 
-import os
 import resource
 import selectors
 import signal
@@ -310,7 +309,6 @@ def main(arguments: list[str]) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     listener = peer_socket.listen(Path(options.path), mode=0o666)
-    os.chdir("/")
     privileges.limit_receiver()
     return Receiver(channel, options).run(listener)
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -94,6 +95,10 @@ class PeerServer:
         self._known = known
         self._command = list(RECEIVER_COMMAND)
         self._name = Path(options.path).name
+        self._nursery: trio.Nursery
+        """Of `serve`: for waits that outlast one receiver."""
+        self._hung: Counter[int] = Counter()
+        """Helpers that cannot be ended, by user."""
         self._left_behind = 0
         self._one_has_ended = trio.Event()
         self.ready = trio.Event()
@@ -103,10 +108,11 @@ class PeerServer:
         """Until it is cancelled. On return no receiver of ours lives, except one that cannot be ended."""
         failures = 0
         async with trio.open_nursery() as nursery:
+            self._nursery = nursery
             while True:
                 began = trio.current_time()
                 try:
-                    await self._run_one(nursery)
+                    await self._run_one()
                 except OSError as error:
                     log.error("receiver_not_started", socket=self._name, error=str(error))
                     self._report(f"no process can be started to serve it: {error}")
@@ -114,7 +120,7 @@ class PeerServer:
                 await trio.sleep(BACKOFF_SECONDS[min(failures, len(BACKOFF_SECONDS)) - 1])
                 await self._room_to_fail()
 
-    async def _run_one(self, nursery: trio.Nursery) -> None:
+    async def _run_one(self) -> None:
         """One receiver from its start to its end."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel = trio.socket.from_stdlib_socket(ours)
@@ -125,7 +131,7 @@ class PeerServer:
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
-                    cwd=str(Path(self._options.path).parent),
+                    cwd="/",
                     env=child_environment(),
                 )
             try:
@@ -134,12 +140,12 @@ class PeerServer:
             finally:
                 channel.close()  # it ends by itself when it reads the end
                 with trio.CancelScope(shield=True):
-                    await self._end(process, nursery)
+                    await self._end(process)
         log.warning(
             "receiver_ended", socket=self._name, pid=process.pid, how=describe_exit(process.returncode)
         )
 
-    async def _end(self, process: trio.Process, nursery: trio.Nursery) -> None:
+    async def _end(self, process: trio.Process) -> None:
         with trio.move_on_after(END_SECONDS):
             await process.wait()
             return
@@ -149,12 +155,13 @@ class PeerServer:
             return
         log.error("receiver_left_behind", socket=self._name, pid=process.pid)
         self._report(f"its process {process.pid} hangs and was replaced")
-        nursery.start_soon(self._await_left_behind, process)
+        self._nursery.start_soon(self._await_left_behind, process)
 
     async def _await_left_behind(self, process: trio.Process) -> None:
         self._left_behind += 1
         await process.wait()
         self._left_behind -= 1
+        self.serves()
         self._one_has_ended.set()
         self._one_has_ended = trio.Event()
 
@@ -178,7 +185,13 @@ class PeerServer:
             self._alerts.clear(f"socket:{self._name}")
 
     def user_hung(self, message: Hung) -> None:
-        """A descriptor of a user does not close."""
+        """Alert while a helper waits for a descriptor of a user's to close."""
+        try:
+            pidfd = os.pidfd_open(message.pid)  # it outlives its receiver, so we look ourselves for its end
+        except ProcessLookupError:
+            return
+        self._hung[message.uid] += 1
+        self._nursery.start_soon(self._await_hung, message.uid, pidfd)
         log.error("descriptor_does_not_close", socket=self._name, uid=message.uid, pid=message.pid)
         self._alerts.report(
             f"socket:{self._name}:{message.uid}",
@@ -187,6 +200,16 @@ class PeerServer:
             "if it is a file system of that user's, umount -f ends it",
             severity="warning",
         )
+
+    async def _await_hung(self, uid: int, pidfd: int) -> None:
+        try:
+            await trio.lowlevel.wait_readable(pidfd)
+        finally:
+            os.close(pidfd)
+        self._hung[uid] -= 1
+        if not self._hung[uid]:
+            del self._hung[uid]
+            self._alerts.clear(f"socket:{self._name}:{uid}")
 
     def known_users(self) -> tuple[int, ...]:
         return tuple(sorted(set(self._known())))

@@ -151,7 +151,7 @@ def test_who_sends_what_does_not_close_is_refused_and_nobody_else(short_tmp: Pat
             assert attack(ALICE, INTRODUCE, str(served.path), "alices") == "welcome"
             assert _receiver(served.path) == receiver
             assert len(_helpers(receiver)) == 1
-        wait_for("the end of the helper", lambda: not _helpers(receiver), 60)
+        wait_for("the end of the helper", lambda: not _helpers(receiver) and not served.alerts(), 60)
 
 
 def test_sockets_that_linger_keep_nobody_waiting(live: Live) -> None:
