@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ciuic.child_process import find_program, program_environment
 from ciuic.cli.findings import Finding, ok, problem, warning
 from ciuic.cli.names import shown, shown_text
 from ciuic.errors import CiuicError
@@ -87,7 +88,9 @@ def _bypassing(root: RootConfig) -> Iterator[Finding]:
 def answers(path: Path, seconds: float = _ANSWER_SECONDS) -> bool:
     """Whether stat(2) of ``path`` succeeds in time. Asked by a child that can be left behind: the wait cannot be broken."""
     child = subprocess.Popen(
-        ["stat", "--", str(path)],
+        [find_program("stat"), "--", str(path)],
+        env=program_environment(),
+        cwd="/",
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -111,6 +110,8 @@ def _offline(session: Session, roots: Sequence[Path], message: str) -> str:
     """By the capture process, with no overlay: not one instant, but nobody is changing these files now."""
     import subprocess  # few restores come here
 
+    from ciuic.child_process import environment, module_command
+
     present = [root for root in roots if root.is_dir()]
     if not present:
         raise CiuicError("none of the roots is there")
@@ -120,7 +121,9 @@ def _offline(session: Session, roots: Sequence[Path], message: str) -> str:
     with (
         open(said, "r+b") as complaints,
         subprocess.Popen(
-            [sys.executable, "-m", "ciuic.daemon.capture"],
+            module_command("ciuic.daemon.capture"),
+            env=environment(),
+            cwd="/",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=complaints,

@@ -16,6 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
+from ciuic.child_process import find_program, program_environment
 from ciuic.errors import CiuicError, NotPermitted
 
 UNITS: Final = ("ciuic.service", "ciuic-capture.slice", "ciuic-scrub.service", "ciuic-scrub.timer")
@@ -34,7 +35,7 @@ class Systemd:
 
     @property
     def runs(self) -> bool:
-        return self.running_mark.is_dir() and shutil.which(self.systemctl) is not None
+        return self.running_mark.is_dir() and shutil.which(find_program(self.systemctl)) is not None
 
     def require(self) -> None:
         """CiuicError where systemd does not run this machine."""
@@ -97,7 +98,9 @@ class Systemd:
     def call(self, *arguments: str) -> str:
         """Runs systemctl; its complaint becomes the error's message."""
         result = subprocess.run(
-            [self.systemctl, *arguments],
+            [find_program(self.systemctl), *arguments],
+            env=program_environment(),
+            cwd="/",
             capture_output=True,
             text=True,
             check=False,

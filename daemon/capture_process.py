@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +20,7 @@ import msgspec
 import structlog
 import trio
 
+from ciuic.child_process import environment, module_command
 from ciuic.daemon.capture_job import (
     EXIT_INTERRUPTED,
     CaptureJob,
@@ -32,7 +32,6 @@ from ciuic.daemon.capture_job import (
 )
 from ciuic.daemon.worker_process import (
     EXPENDABLE_OOM_SCORE_ADJ,
-    child_environment,
     describe_exit,
     mark_expendable,
 )
@@ -41,7 +40,7 @@ from ciuic.processes import start_ticks
 
 TERMINATE_GRACE_SECONDS = 10.0
 MAX_LINE_BYTES = 16 << 20
-CAPTURE_COMMAND = (sys.executable, "-m", "ciuic.daemon.capture")
+CAPTURE_MODULE = "ciuic.daemon.capture"
 log = structlog.get_logger(__name__)
 
 CODE_KILLED = -1
@@ -68,10 +67,10 @@ class Captures:
     def __init__(self, cwd: Path, prefix: Sequence[str] = ()) -> None:
         """``prefix`` goes before each command, as slices.py has it."""
         self._cwd = cwd
-        self._command = [*prefix, *CAPTURE_COMMAND]
+        self._command = [*prefix, *module_command(CAPTURE_MODULE)]
         self._spare = SpareProcess(
             cwd,
-            child_environment(),
+            environment(),
             "ciuic.daemon.capture_forked",
             prefix=prefix,
             oom_score_adj=EXPENDABLE_OOM_SCORE_ADJ,
@@ -92,12 +91,10 @@ class Captures:
 class CaptureProcess:
     """One run. ``run`` once; ``kill`` from anywhere in the trio thread."""
 
-    def __init__(
-        self, *, cwd: Path, command: Sequence[str] = CAPTURE_COMMAND, spare: SpareProcess | None = None
-    ) -> None:
+    def __init__(self, *, cwd: Path, command: Sequence[str] = (), spare: SpareProcess | None = None) -> None:
         self.pid = 0
         self._cwd = cwd
-        self._command = list(command)
+        self._command = list(command or module_command(CAPTURE_MODULE))
         self._spare = spare
         self._process: _Process | None = None
         self._kill_reason = ""
@@ -128,7 +125,7 @@ class CaptureProcess:
                 pass_fds=tuple(fds),
                 start_new_session=True,
                 cwd=str(self._cwd),
-                env=child_environment(),
+                env=environment(),
             )
         self._process, self.pid = process, process.pid
         mark_expendable(process.pid)

@@ -9,7 +9,6 @@ write() had returned when ``flush`` began is in the cut, unless ``flush`` says o
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import structlog
 import trio
 
+from ciuic.child_process import program_environment, script_command
 from ciuic.daemon.flush_helper import VANISHED
 from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.daemon.worker_process import Worker, WorkerClient
@@ -93,10 +93,11 @@ async def prepare(root: str, worker: Worker) -> None:
 async def _run_helper(root: str, names: Sequence[bytes]) -> int:
     """The helper's exit status. When cancelled it is killed and not waited for: it may hang as long as the mount does."""
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-I", "-S", str(_HELPER), root],
+        script_command(str(_HELPER), root),
         stdin=subprocess.PIPE,
         start_new_session=True,
         cwd="/",
+        env=program_environment(),
     )
     assert process.stdin is not None
     try:

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 import structlog
 import trio
 
+from ciuic.child_process import find_program, program_environment
+
 QUESTION_SECONDS = 3.0
 log = structlog.get_logger(__name__)
 
@@ -26,10 +28,12 @@ async def is_restarting(environment: Mapping[str, str] = os.environ) -> bool:
         unit = unit_of(file.read())
     if unit is None:
         return False
-    command = ["systemctl", "list-jobs", "--no-legend", "--plain", unit]
+    command = [find_program("systemctl"), "list-jobs", "--no-legend", "--plain", unit]
     try:
         with trio.fail_after(QUESTION_SECONDS):
-            answer = await trio.run_process(command, capture_stdout=True, stderr=subprocess.DEVNULL)
+            answer = await trio.run_process(
+                command, capture_stdout=True, stderr=subprocess.DEVNULL, cwd="/", env=program_environment()
+            )
     except (OSError, subprocess.CalledProcessError, trio.TooSlowError) as error:
         log.warning("service_manager_not_asked", error=str(error) or type(error).__name__)
         return False

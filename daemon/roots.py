@@ -10,6 +10,7 @@ from collections.abc import Callable
 import structlog
 import trio
 
+from ciuic.child_process import environment
 from ciuic.control_types import RootStatus
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.events import EventBus
@@ -21,7 +22,7 @@ from ciuic.daemon.settings import RootSettings, Settings
 from ciuic.daemon.snapshots import Snapshots
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import RootSupervisor
-from ciuic.daemon.worker_process import Worker, WorkerOptions, child_environment, peer_pid
+from ciuic.daemon.worker_process import Worker, WorkerOptions, peer_pid
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.mounts import remove_state
 from ciuic.fuse_layer.standby import SpareProcess
@@ -54,7 +55,7 @@ class Roots:
         self._alerts = alerts
         self._events = events
         self._snapshots = snapshots
-        self._spare = SpareProcess(runtime.path, child_environment())
+        self._spare = SpareProcess(runtime.path, environment())
         self._hooks = hooks or RealMounts(self._options, self._own_pids, spare=self._spare, kept=sessions)
 
     def start(self, root: RootSettings, nursery: trio.Nursery) -> RootSupervisor:

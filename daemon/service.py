@@ -18,6 +18,7 @@ import structlog
 import trio
 
 from ciuic import mountinfo
+from ciuic.child_process import module_command
 from ciuic.config import Config, Problem, check_overlaps, check_repository, raise_for
 from ciuic.control_types import (
     PruneReport,
@@ -50,7 +51,7 @@ from ciuic.daemon.snapshots import Context, Snapshots
 from ciuic.daemon.status import status_document
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import backing_descriptors
-from ciuic.daemon.upkeep import UPKEEP_COMMAND, Upkeep
+from ciuic.daemon.upkeep import UPKEEP_MODULE, Upkeep
 from ciuic.daemon.watch import TrainerWatch
 from ciuic.errors import CiuicError, NotFound, Unreachable
 
@@ -115,7 +116,7 @@ class Daemon:
             self.alerts,
             cwd=self.settings.runtime_dir,
             now_ns=now_ns,
-            command=[*command_prefix, *UPKEEP_COMMAND],
+            command=[*command_prefix, *module_command(UPKEEP_MODULE)],
         )
         self.snapshots.on_committed = self.upkeep.suggest
         self.snapshots.on_scheduled_lost = self.schedule.post

@@ -13,16 +13,25 @@ from collections.abc import Mapping, Sequence
 
 import structlog
 
+from ciuic.child_process import find_program, program_environment
+
 SLICE = "ciuic-capture.slice"
 TRIAL_SECONDS = 10.0
 log = structlog.get_logger(__name__)
 
 
-def slice_prefix(environment: Mapping[str, str], *, systemd_run: str = "systemd-run") -> tuple[str, ...]:
+def slice_prefix(environment: Mapping[str, str], *, systemd_run: str = "") -> tuple[str, ...]:
     """What to put before a command; empty where we are no systemd service or the trial failed. Blocks for the trial."""
     if "INVOCATION_ID" not in environment:
         return ()
-    prefix = (systemd_run, "--scope", "--quiet", "--collect", f"--slice={SLICE}", "--")
+    prefix = (
+        systemd_run or find_program("systemd-run"),
+        "--scope",
+        "--quiet",
+        "--collect",
+        f"--slice={SLICE}",
+        "--",
+    )
     reason = _try(prefix)
     if reason:
         log.warning("capture_slice_not_used", reason=reason)
@@ -42,6 +51,8 @@ def _try(prefix: Sequence[str]) -> str:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            cwd="/",
+            env=program_environment(),
         )
     except OSError as error:
         return f"{prefix[0]} cannot be run: {error.strerror}"

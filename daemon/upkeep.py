@@ -7,7 +7,6 @@ repository is not walked after every snapshot. Leaves what to remove to ciuic.re
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,17 +15,18 @@ import msgspec
 import structlog
 import trio
 
+from ciuic.child_process import environment, module_command
 from ciuic.control_types import ErrorDocument, PruneReport
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.store import Store
 from ciuic.daemon.upkeep_process import UpkeepJob
-from ciuic.daemon.worker_process import child_environment, describe_exit, mark_expendable
+from ciuic.daemon.worker_process import describe_exit, mark_expendable
 from ciuic.errors import BY_EXIT_CODE, CiuicError
 
 COST_RATIO = 20
 MIN_PAUSE_SECONDS = 60.0
-UPKEEP_COMMAND = (sys.executable, "-m", "ciuic.daemon.upkeep_process")
+UPKEEP_MODULE = "ciuic.daemon.upkeep_process"
 log = structlog.get_logger(__name__)
 
 
@@ -42,7 +42,7 @@ class Upkeep:
         *,
         cwd: Path,
         now_ns: Callable[[], int],
-        command: Sequence[str] = UPKEEP_COMMAND,
+        command: Sequence[str] = (),
     ) -> None:
         self._settings = settings
         self._store = store
@@ -50,7 +50,7 @@ class Upkeep:
         self._alerts = alerts
         self._cwd = cwd
         self._now_ns = now_ns
-        self._command = list(command)
+        self._command = list(command or module_command(UPKEEP_MODULE))
         self._wake = trio.Event()
 
     def suggest(self) -> None:
@@ -114,7 +114,7 @@ class Upkeep:
             stdout=subprocess.PIPE,
             start_new_session=True,
             cwd=str(self._cwd),
-            env=child_environment(),
+            env=environment(),
         )
         mark_expendable(process.pid)
         assert process.stdin is not None

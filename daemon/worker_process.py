@@ -12,7 +12,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ import structlog
 import trio
 
 import ciuic
+from ciuic.child_process import environment, module_command
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.control_client import ControlClient, WorkerRefused, WorkerUnreachable
 from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, connect
@@ -219,13 +219,13 @@ def _become_worker(
             return child
     # trio's own process type cannot outlive its parent quietly.
     return subprocess.Popen(
-        [sys.executable, "-m", "ciuic.fuse_layer.worker", *_arguments(options, *fds)],
+        module_command("ciuic.fuse_layer.worker", *_arguments(options, *fds)),
         pass_fds=fds,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # a Ctrl-C in our terminal is not meant for the job's file system
         cwd=str(options.socket.parent),  # never below a root, which a worker must not touch by name
-        env=child_environment(),
+        env=environment(),
     )
 
 
@@ -298,13 +298,6 @@ def peer_pid(socket_path: Path) -> int | None:
         credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, _, _ = struct.unpack("3i", credentials)
     return int(pid)
-
-
-def child_environment() -> dict[str, str]:
-    """Our environment, so completed that ``python -m ciuic…`` finds this very package whatever its directory is."""
-    source = str(Path(ciuic.__file__).parent.parent)
-    paths = [source, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def _connector(socket_path: Path) -> Callable[[], WorkerClient]:

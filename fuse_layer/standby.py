@@ -31,6 +31,7 @@ from typing import Final
 
 import structlog
 
+from ciuic.child_process import module_command, shown_command
 from ciuic.readiness import readable
 
 FIRST_PASSED_FD: Final = 100
@@ -91,7 +92,7 @@ class SpareProcess:
         oom_score_adj: str = "",
     ) -> None:
         """``prefix`` goes before the command, as slices.py has it; ``oom_score_adj`` is what it and its children start with."""
-        self._command = [*prefix, sys.executable, "-m", "ciuic.fuse_layer.standby", module]
+        self._command = [*prefix, *module_command("ciuic.fuse_layer.standby", module)]
         self._oom_score_adj = oom_score_adj
         self._cwd = cwd
         self._environment = dict(environment)
@@ -252,7 +253,7 @@ def rename(module: str) -> None:
     What the kernel shows as the command line is memory of the process itself (proc_pid_cmdline(5)), whose place and size
     are fields 48 and 49 of proc_pid_stat(5): it can be written over, and not made longer.
     """
-    shown = b"\0".join((os.fsencode(sys.executable), b"-m", os.fsencode(module)))
+    shown = b"\0".join(map(os.fsencode, shown_command(module)))
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

@@ -10,7 +10,6 @@ import errno
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -20,6 +19,7 @@ from typing import Final
 
 import msgspec
 
+from ciuic.child_process import environment, module_command
 from ciuic.readiness import readable
 from ciuic.repository.claim import Claim
 from ciuic.training.arena import Arena
@@ -44,9 +44,6 @@ from ciuic.training.messages import (
 )
 
 _ARENAS: Final = 2
-_PROGRAM: Final = (
-    "import sys; sys.path[:] = {path!r}\nfrom ciuic.training.writer_process import main\nmain({fd}, {pid})"
-)
 _SPARE: Final = 1.125
 """A new arena is so much larger than what it is made for: a state that grows a little should not need another."""
 GONE: Final = "the writer process is gone"
@@ -126,9 +123,10 @@ class WriterClient:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            program = _PROGRAM.format(path=_path(), fd=theirs.fileno(), pid=self._pid)
+            arguments = str(theirs.fileno()), str(self._pid)
             self._process = subprocess.Popen(
-                [sys.executable or "python3", "-c", program],
+                module_command("ciuic.training.writer_process", *arguments),
+                env=environment(of_trainer=True),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -370,13 +368,6 @@ def _prepare(arena: Arena, also: Sequence[Callable[[Arena], None]]) -> None:
     arena.make_present()
     for one in also:
         one(arena)
-
-
-def _path() -> list[str]:
-    """Where the writer finds what this process finds, whatever its directory is; and in any case ciuic itself."""
-    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    found = [os.path.abspath(one) for one in sys.path if isinstance(one, str)]
-    return found if home in found else [*found, home]
 
 
 def _arena(size_bytes: int) -> Arena:

@@ -335,3 +335,7 @@ def _step_back(nice: int) -> None:
         os.nice(nice)
     with suppress(OSError), open(_AUTOGROUP, "w") as file:
         file.write(str(nice))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

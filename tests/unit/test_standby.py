@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic.daemon.worker_process import child_environment
+from ciuic.child_process import environment
 from ciuic.fuse_layer.standby import SpareProcess
 
 _REFUSED = 2
@@ -18,7 +18,7 @@ _REFUSED = 2
 
 @pytest.fixture
 def spare(tmp_path: Path) -> Iterator[SpareProcess]:
-    made = SpareProcess(tmp_path, child_environment())
+    made = SpareProcess(tmp_path, environment())
     made.prepare()
     try:
         yield made

@@ -1,0 +1,217 @@
+"""An attacker who controls the environment or the current directory of a process of root: none of its code runs, no program of its is found."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ciuic import child_process
+from ciuic.child_process import environment, find_program, import_path, module_command, program_environment
+
+CHECKOUT = Path(__file__).parents[2]
+STRANGER = 54321
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="what root does for others needs root")
+_CLI = "import sys; from ciuic.cli import main; sys.argv[0] = 'ciuic'; main()"
+
+
+def foreign_directory(path: Path) -> Path:
+    path.mkdir()
+    os.chown(path, STRANGER, STRANGER)
+    return path
+
+
+def plant(where: Path, module: str, mark: Path) -> None:
+    """A module that leaves a mark when it is imported."""
+    package = where / module
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+
+
+def ciuic(cwd: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command as the installed script runs it: without the current directory on its import path."""
+    return subprocess.run(
+        [sys.executable, "-I", "-c", _CLI, *arguments],
+        cwd=cwd, env={**os.environ, **variables}, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+def offline(repository: Path, root: Path) -> None:
+    command = module_command(
+        "ciuic.daemon.capture", "--offline", "--repo", str(repository), "--root", str(root)
+    )
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=120, cwd="/")
+
+
+@needs_root
+def test_a_restore_runs_no_code_from_the_current_directory(tmp_path: Path) -> None:
+    """The safety snapshot without a daemon is taken by an interpreter that is started; the directory is an attacker's."""
+    from ciuic.repository import Repository
+
+    root, repository, mark = tmp_path / "root", tmp_path / "repository", tmp_path / "mark"
+    root.mkdir()
+    (root / "file").write_text("one")
+    Repository.create(repository).close()
+    offline(repository, root)
+    config = tmp_path / "ciuic.toml"
+    config.write_text(
+        f'[repository]\npath = "{repository}"\n[daemon]\nruntime_dir = "{tmp_path}/run"\n[[root]]\npath = "{root}"\n'
+    )
+    hostile = foreign_directory(tmp_path / "hostile")
+    for module in ("ciuic", "msgspec", "runpy"):
+        plant(hostile, module, mark)
+    (root / "file").write_text("two")
+    done = ciuic(
+        hostile, "--config", str(config), "restore", "-s", "latest", "-p", str(root / "file"), "--overwrite",
+        PYTHONPATH=f":{hostile}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "safety snapshot cs-" in done.stderr
+    assert (root / "file").read_text() == "one"
+    assert not mark.exists()
+
+
+@needs_root
+def test_a_child_of_root_has_known_variables_alone(tmp_path: Path) -> None:
+    """Neither the hooks of interpreters, shells and C libraries nor anything else that a caller has invented reach it."""
+    hostile = {
+        **{f"PYTHON{name}": "/x" for name in ("PATH", "STARTUP", "HOME", "USERBASE", "PLATLIBDIR", "PYCACHEPREFIX")},
+        "PYTHONINSPECT": "1", "PYTHONWARNINGS": "error::antigravity.X", "PYTHONBREAKPOINT": "x.y",
+        "LD_PRELOAD": "/x.so", "LD_AUDIT": "/x.so", "LD_LIBRARY_PATH": f"{tmp_path}/none:relative:", "GCONV_PATH": "/x",
+        "LOCPATH": "/x", "NLSPATH": "/x", "BASH_ENV": "/x", "ENV": "/x", "IFS": "x", "TMPDIR": "/x", "SQLITE_TMPDIR": "/x",
+        "DBUS_SYSTEM_BUS_ADDRESS": "unix:path=/x", "SYSTEMD_UNIT_PATH": "/x", "PATH": "/x",
+    }  # fmt: skip
+    kept = {"LANG": "C.UTF-8", "LC_TIME": "C", "TZ": "UTC", "CIUIC_WITHOUT_PASSTHROUGH": "1"}
+    found = program_environment({**hostile, **kept})
+    assert found == {**kept, "PATH": child_process.SYSTEM_PATH}
+    assert set(environment({**hostile, **kept})) == {*found, "CIUIC_IMPORT_PATH"}
+
+
+@needs_root
+def test_a_child_of_root_imports_only_what_root_alone_can_write(tmp_path: Path) -> None:
+    """Entries that mean the current directory, that belong to others, that others may write, or whose parents they may."""
+    good, open_to_all, below = tmp_path / "good", tmp_path / "open", tmp_path / "open/below"
+    foreign = foreign_directory(tmp_path / "foreign")
+    for path in (good, open_to_all, below):
+        path.mkdir()
+    open_to_all.chmod(0o777)
+    entries = ["", ".", "relative", str(foreign), str(open_to_all), str(below), str(good), f"{good}:x"]
+    assert import_path([*entries, str(CHECKOUT), *sys.path])[0] == str(good)
+    found = import_path([*entries, str(CHECKOUT)])
+    assert found == [str(good), str(CHECKOUT)]
+    assert import_path([str(good)]) == [str(CHECKOUT), str(good)]
+
+
+@needs_root
+def test_a_training_of_root_keeps_its_packages_but_not_its_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A volume of a container often belongs to another user; what is imported from it has been imported already."""
+    packages, here = foreign_directory(tmp_path / "packages"), foreign_directory(tmp_path / "here")
+    monkeypatch.chdir(here)
+    found = import_path(["", str(here), str(packages), str(CHECKOUT)], of_trainer=True)
+    assert found == [str(packages), str(CHECKOUT)]
+
+
+@pytest.mark.parametrize("privileged", [True, False])
+def test_a_child_finds_this_very_package_wherever_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, privileged: bool
+) -> None:
+    """Also if its current directory has one of the same name, as root and as an ordinary user."""
+    if privileged and os.geteuid() != 0:
+        pytest.skip("isolated mode is root's")
+    monkeypatch.setattr(child_process, "is_privileged", lambda: privileged)
+    plant(tmp_path, "ciuic", tmp_path / "mark")
+    done = _run_child("ciuic.cli.names", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "mark").exists()
+
+
+def test_an_ordinary_users_child_finds_what_its_parent_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same order, and with the variables that its libraries may need."""
+    monkeypatch.setattr(child_process, "is_privileged", lambda: False)
+    (tmp_path / "of_the_training.py").write_text(
+        "import json, os, sys; print(json.dumps([sys.path, sys.argv, os.environ.get('LD_LIBRARY_PATH')]))"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/the/training")
+    monkeypatch.setenv("PYTHONSTARTUP", "/nowhere")
+    done = _run_child("of_the_training", Path("/"), "--word")
+    path, words, libraries = json.loads(done.stdout)
+    assert path == import_path()
+    assert words == [str(tmp_path / "of_the_training.py"), "--word"]
+    assert libraries == "/of/the/training"
+    assert "PYTHONSTARTUP" not in environment()
+
+
+def _run_child(module: str, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        module_command(module, *words),
+        env=environment(), cwd=cwd, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
+@needs_root
+def test_root_looks_for_programs_where_the_system_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not where its caller's PATH leads."""
+    for name in ("stat", "no-such-program"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:.:{os.environ['PATH']}")
+    assert find_program("stat") in ("/usr/bin/stat", "/bin/stat")
+    assert find_program("no-such-program") == "/usr/bin/no-such-program"
+
+
+def _product_files() -> Iterator[Path]:
+    for package in ("ciuic", "daemon", "cli", "fuse_layer"):
+        yield from sorted(path for path in (CHECKOUT / package).rglob("*.py"))
+
+
+_STARTS = {"Popen", "run", "call", "check_call", "check_output", "open_process", "run_process"}
+_MODULES = {"subprocess", "trio", "lowlevel"}
+_CALLERS_OWN = {
+    "cli/watch_run.py": "the command that the caller names, as the caller would run it",
+    "ciuic/training/requeue.py": "Slurm's scontrol, in the environment that Slurm gave the job",
+    "daemon/alert_hook.py": "the operator's command; tests/security/test_alert_text.py",
+}
+
+
+def test_interpreters_are_started_in_one_place_and_children_get_directory_and_environment() -> None:
+    """No other module names sys.executable, and each start says where and with what the child runs."""
+    wrong = []
+    for path in _product_files():
+        name = str(path.relative_to(CHECKOUT))
+        if name.startswith(("ciuic/daemon/", "ciuic/cli/", "ciuic/fuse_layer/")):
+            continue  # links to the folders at the top
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{name}:{getattr(node, 'lineno', 0)}"
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr == "executable"
+                and name not in ("ciuic/child_process.py", "cli/systemd.py")  # the latter looks for what is beside it
+            ):  # fmt: skip
+                wrong.append(f"{where} names sys.executable")
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                given = {keyword.arg for keyword in node.keywords}
+                owner = node.func.value
+                owner_name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+                if (
+                    node.func.attr in _STARTS and owner_name in _MODULES and owner_name + node.func.attr != "triorun"
+                    and name not in _CALLERS_OWN and not {"cwd", "env"} <= given
+                ):  # fmt: skip
+                    wrong.append(f"{where} starts a process without cwd and env")
+                if owner_name == "os" and node.func.attr.startswith(
+                    ("exec", "spawn", "posix_spawn", "popen", "system")
+                ):
+                    wrong.append(f"{where} calls os.{node.func.attr}")
+    assert wrong == []
