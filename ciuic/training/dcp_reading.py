@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository
-from ciuic.training import structure
+from ciuic.training import rank_messages, structure
 from ciuic.training.arrays import arrays_of
 from ciuic.training.dcp_metadata import METADATA_FILE, Place, decode_metadata
 from ciuic.training.dcp_part import OBJECTS_FILE, OBJECTS_VERSION
@@ -126,12 +126,17 @@ class CiuicStorageReader(StorageReader):
     def _agreed(self) -> str:
         """What rank 0 found, or why it found none, told to all: they must not read different ones."""
         found: list[Any] = ["", "", False]
+        data = None
         if dist.get_rank(self._group) == 0:
             try:
                 found[0] = self._newest_whole()
             except (CiuicError, OSError) as error:
                 found = ["", str(error), isinstance(error, NotFound)]
-        dist.broadcast_object_list(found, group=self._group, group_src=0)
+            data = rank_messages.encode(found)
+        try:
+            found = list(rank_messages.decode(rank_messages.broadcast(data, self._group)))
+        except (ValueError, TypeError) as error:
+            raise Damaged(f"which snapshot to read cannot be agreed with rank 0: {error}") from None
         if found[1]:
             raise NotFound(found[1]) if found[2] else Damaged(found[1])
         return str(found[0])

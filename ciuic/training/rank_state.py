@@ -33,6 +33,28 @@ class Mine(NamedTuple):
     """``random``, objects by name, ``buffers`` of modules by name."""
     problem: str = ""
 
+    def message(self) -> dict[str, Any]:
+        """The plain value that other ranks are sent."""
+        return {"states": self.states, "problem": self.problem}
+
+    @classmethod
+    def of(cls, message: Any) -> Mine:
+        """What another rank has sent. ValueError for anything else."""
+        try:
+            states, problem = message["states"], message["problem"]
+        except (TypeError, LookupError):
+            states = problem = None
+        if (
+            not isinstance(states, dict)
+            or not isinstance(problem, str)
+            or not all(isinstance(name, str) for name in states)
+            or not isinstance(states.get(_BUFFERS, {}), dict)
+        ):
+            raise ValueError(
+                f"another rank has sent {type(message).__name__}, expected what it has of its own"
+            )
+        return cls(states, problem)
+
 
 def mine(objects: Mapping[str, Any]) -> Mine:
     """Of this rank. What is wrong with it is told to rank 0, too, which must not wait for it in vain."""
@@ -44,6 +66,8 @@ def mine(objects: Mapping[str, Any]) -> Mine:
         found[_RANDOM] = randomness.state()
         buffers = {name: small_buffers(value) for name, value in objects.items() if _has_own_buffers(value)}
         found[_BUFFERS] = {name: own for name, own in buffers.items() if own}
+        # Here, where it becomes a problem that is told: a rank that fails to send lets the others wait in vain.
+        pack(found, "state of one rank")
         return Mine(found)
     except Exception as error:
         return Mine({}, str(error) or type(error).__name__)

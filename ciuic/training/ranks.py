@@ -11,14 +11,14 @@ before the first message that needs all, and what each has of its own when the p
 from __future__ import annotations
 
 import logging
-import pickle
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any, Final
+
+from ciuic.training import rank_messages
 
 log = logging.getLogger("ciuic")
 
@@ -67,10 +67,6 @@ class Ranks:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if world_size == 1:
             return None
-        if find_spec("numpy") is None:
-            raise ImportError(
-                "several ranks talk by torch.distributed's object collectives, which need NumPy: pip install 'ciuic[torch]'"
-            )
         number = _made[name] = _made.get(name, 0) + 1
         prefix = f"ciuic/{name}/{number}"
         if not _all_are_here(dist, prefix, rank, world_size, _MEET_SECONDS, "make a SnapshotManager"):
@@ -106,12 +102,12 @@ class Ranks:
 
     def hand_in(self, mine: Any) -> list[Any] | None:
         """What each rank has of its own, on rank 0; None if the others were not asked, for which it waits once. [] on the others, which wait
-        for nobody. RanksApart."""
+        for nobody. RanksApart, also for what rank 0 received and cannot read."""
         place = self._now[0]
         with _heard():
             store = self._store(f"{self._prefix}/own/{self._now}")
             if not self.saves:
-                store.set(str(self.rank), pickle.dumps(mine))
+                store.set(str(self.rank), rank_messages.encode(mine))
                 return []
             names = [str(rank) for rank in range(1, self.world_size)]
             end = time.monotonic() + (0.0 if place in self._apart else _COME_SECONDS)
@@ -127,7 +123,10 @@ class Ranks:
                     )
                 self._apart.add(place)
                 return None
-            found = [mine, *(pickle.loads(store.get(name)) for name in names)]  # of this program's own ranks
+            # Rank 0's own as well: what is compared with it has come the same way.
+            found = [
+                rank_messages.decode(one) for one in (rank_messages.encode(mine), *map(store.get, names))
+            ]
             for name in names:
                 with suppress(RuntimeError):  # not every store can
                     store.delete_key(name)
@@ -166,36 +165,21 @@ class Ranks:
 
     def gather(self, mine: Any) -> list[Any] | None:
         """What each rank gave, on rank 0; None on the others. RanksApart."""
-        import torch.distributed as dist
-
-        everybody: list[Any] | None = [None] * self.world_size if self.saves else None
-        try:
-            dist.gather_object(mine, everybody, group=self._quick, group_dst=0)
-        except RuntimeError as error:
-            raise RanksApart(str(error)) from None
-        return everybody
+        with _heard():
+            everybody = rank_messages.gather(rank_messages.encode(mine), self._quick)
+            return None if everybody is None else [rank_messages.decode(one) for one in everybody]
 
     def exchange(self, mine: Any) -> list[Any]:
         """What each rank gave, on every rank. RanksApart."""
-        import torch.distributed as dist
-
-        everybody: list[Any] = [None] * self.world_size
-        try:
-            dist.all_gather_object(everybody, mine, group=self._quick)
-        except RuntimeError as error:
-            raise RanksApart(str(error)) from None
-        return everybody
+        with _heard():
+            everybody = rank_messages.all_gather(rank_messages.encode(mine), self._quick)
+            return [rank_messages.decode(one) for one in everybody]
 
     def tell(self, what: Any = None) -> Any:
         """What rank 0 tells, on every rank; those wait for it as long as it takes. RanksApart."""
-        import torch.distributed as dist
-
-        box = [what]
-        try:
-            dist.broadcast_object_list(box, group=self._patient, group_src=0)
-        except RuntimeError as error:
-            raise RanksApart(str(error)) from None
-        return box[0]
+        with _heard():
+            data = rank_messages.encode(what) if self.saves else None
+            return rank_messages.decode(rank_messages.broadcast(data, self._patient))
 
     def first_problem(self, mine: str) -> str:
         """The first that is not empty, on every rank; empty if all are well. RanksApart."""
@@ -240,7 +224,7 @@ class Vote:
 
 @contextmanager
 def _heard() -> Iterator[None]:
-    """RanksApart where the store is gone, with the process that had it."""
+    """Raise RanksApart where the store or a rank is gone, or has sent what no rank of ours does."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

@@ -169,7 +169,7 @@ class Taker:
         ranks.begin_asked(self.run.step, place)
         try:
             if not self._together:
-                return ranks.hand_in(rank_state.mine(self._registered.objects))
+                return _received(ranks.hand_in(rank_state.mine(self._registered.objects).message()))
             if not ranks.all_asked():
                 raise RanksApart(
                     "each rank has a part of the state, and not every rank has called save_snapshot"
@@ -200,7 +200,7 @@ class Taker:
         if self._together:
             return self._agree(self.ranks, may_wait=may_wait)
         try:
-            return self.ranks.gather(rank_state.mine(self._registered.objects)) or []
+            return _received(self.ranks.gather(rank_state.mine(self._registered.objects).message())) or []
         except RanksApart as error:
             log.error(
                 "ciuic: the other ranks did not save with this one, whose generators and position alone are in the snapshot: %s",
@@ -328,3 +328,11 @@ class Taker:
             self.alone.make_sure()
             for note in missing(self._registered.objects, has_position=self._registered.has_position):
                 log.warning("ciuic: a resume would not be exact: %s", note)
+
+
+def _received(messages: list[Any] | None) -> list[Mine] | None:
+    """What ranks have sent of their own. RanksApart where one of them has sent something else."""
+    try:
+        return None if messages is None else [Mine.of(message) for message in messages]
+    except ValueError as error:
+        raise RanksApart(str(error)) from None

@@ -18,7 +18,7 @@ from ciuic.training import rank_state, shards
 from ciuic.training.logs import log
 from ciuic.training.messages import Together
 from ciuic.training.rank_state import Mine
-from ciuic.training.ranks import Ranks
+from ciuic.training.ranks import Ranks, RanksApart
 from ciuic.training.staging import State, gather, others_part
 
 
@@ -31,6 +31,26 @@ class _Ready(NamedTuple):
     outline: str
     """Digest of what must be the same on all ranks."""
     size_bytes: int
+
+    def message(self) -> dict[str, Any]:
+        """The plain value that other ranks are sent."""
+        return {**self._asdict(), "mine": self.mine.message()}
+
+    @classmethod
+    def of(cls, message: Any) -> _Ready:
+        """What another rank has sent. ValueError for anything else."""
+        try:
+            made = cls(**{**message, "mine": Mine.of(message["mine"])})
+        except (TypeError, LookupError):
+            made = None
+        texts = () if made is None else (made.token, made.outline)
+        if (
+            made is None
+            or not all(isinstance(text, str) for text in texts)
+            or type(made.size_bytes) is not int
+        ):
+            raise ValueError("another rank has sent something else than whether it can save")
+        return made
 
 
 class Agreed(NamedTuple):
@@ -81,7 +101,11 @@ def _agree(
     except (TypeError, ValueError) as error:
         mine = Mine({}, str(error))
     token = os.urandom(16).hex() if ranks.saves else ""
-    everybody = ranks.exchange(_Ready(mine, token, is_busy, _outline(states), size_bytes))
+    ready = _Ready(mine, token, is_busy, _outline(states), size_bytes)
+    try:
+        everybody = [_Ready.of(one) for one in ranks.exchange(ready.message())]
+    except ValueError as error:
+        raise RanksApart(str(error)) from None
     problem = next(
         (f"rank {at}: {one.mine.problem}" for at, one in enumerate(everybody) if one.mine.problem), ""
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import pickle
+import pickle  # noqa: TID251  between processes of one test
 import resource
 import signal
 import subprocess

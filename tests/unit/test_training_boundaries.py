@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
+import pickle  # noqa: TID251  a training may pickle what it watches
 from collections.abc import Callable, Iterator
 from typing import Any
 

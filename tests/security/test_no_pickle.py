@@ -1,0 +1,167 @@
+"""An attacker who reaches the port of torch's store, or a connection between ranks: nothing that is received is executed."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import math
+import pickle  # noqa: TID251  the attacker's
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support.ranks import Ranks as Processes  # noqa: E402
+
+from ciuic.training import rank_messages  # noqa: E402
+from ciuic.training.rank_state import Mine, differing  # noqa: E402
+from ciuic.training.ranks import Ranks, RanksApart  # noqa: E402
+
+CHECKOUT = Path(__file__).parents[2]
+_EXECUTING = {
+    "pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "multiprocessing",
+    "code",
+    "codeop",
+}
+_COLLECTIVES = {
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "recv_object_list",
+}
+
+
+class Payload:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.mark), "w")
+
+
+def first_rank(store: Any) -> Ranks:
+    """Rank 0 of two, which knows the other by the store alone."""
+    made = Ranks(0, 2, None, None, "ciuic/run/1")
+    made._store = lambda prefix: torch.distributed.PrefixStore(prefix, store)  # type: ignore[method-assign]
+    made.begin_asked(1, "train.py:7")
+    return made
+
+
+@pytest.mark.parametrize("payload", [b"", b"\x80", b"garbage", b"\x92\xc4\x02{}\x90", None])
+def test_what_an_attacker_puts_into_the_store_runs_nothing(tmp_path: Path, payload: bytes | None) -> None:
+    """Rank 0 reads what the other rank has of its own. A pickle there, or garbage, is refused."""
+    mark = tmp_path / "mark"
+    store, name = torch.distributed.HashStore(), f"ciuic/run/1/own/{('train.py:7', 1, 1)}"
+    data = pickle.dumps(Mine({"random": Payload(mark)})) if payload is None else payload
+    torch.distributed.PrefixStore(name, store).set("1", data)
+    try:
+        found = first_rank(store).hand_in(Mine({}).message())
+    except RanksApart:
+        pass
+    else:
+        with pytest.raises(ValueError, match="another rank"):
+            Mine.of((found or [None])[-1])
+    assert not mark.exists()
+
+
+def test_what_a_rank_of_ours_puts_there_arrives() -> None:
+    """With tensors of every kind, tied ones tied, and nothing compared as different that is the same."""
+    weight = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    states = {
+        "object position": {"at": 10**40, "rate": math.nan, "seen": {(1, 2): b"\x00"}, "order": collections.OrderedDict(a=1)},
+        "random": {"torch": torch.get_rng_state(), "empty": torch.empty(0, 3)},
+        "buffers": {"model": {"a": weight, "tied": weight, "whole": torch.tensor(3), "complex": torch.tensor([1j])}},
+    }  # fmt: skip
+    store = torch.distributed.HashStore()
+    other = first_rank(store)
+    other.rank = 1
+    assert other.hand_in(Mine(states).message()) == []
+    own, found = map(Mine.of, first_rank(store).hand_in(Mine(states).message()) or [])
+    assert differing([own, found]) == {"1": {}}
+    buffers = found.states["buffers"]["model"]
+    assert torch.equal(buffers["a"], weight)
+    assert buffers["a"].dtype is torch.bfloat16
+    assert buffers["a"] is buffers["tied"]
+    buffers["a"].zero_()
+    assert weight.sum() == 15
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        ["t", "F32", [2**62], b""], ["t", "F32", [-1], b"abcd"], ["t", "F32", [-1, -4], b"x" * 16], ["t", "O", [1], b"x" * 8],
+        ["t", "F32", [1 << 200], b""], ["u", "F32", [1], b"abcd"], ["t", "F32", [1], b"abc"],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"dtype": "load"}, {"dtype": "float64", "shape": [7]}, {"of": "numpy", "dtype": "O", "shape": [1]}],
+)
+def test_tensors_that_cannot_be_are_refused(tensor: list[Any], extra: dict[str, Any]) -> None:
+    """Sizes that nobody has sent are not allocated; names of dtypes are not looked up as anything else."""
+    import json
+
+    import msgspec
+
+    skeleton = json.dumps({"$": "tensor", "name": "t", **extra}).encode()
+    shape = [min(size, 2**63) for size in tensor[2]]
+    data = msgspec.msgpack.encode([skeleton, [[tensor[0], tensor[1], shape, tensor[3]]]])
+    with pytest.raises(ValueError, match=r"."):
+        rank_messages.decode(data)
+
+
+def _exchange(rank: int, world: int) -> None:
+    from ciuic.training.ranks import Ranks
+
+    ranks = Ranks.meet("run")
+    assert ranks is not None
+    values = [{"rank": one, "tensor": torch.full((one * 1000 + 1,), one)} for one in range(world)]
+    everybody = ranks.exchange(values[rank])
+    assert [one["rank"] for one in everybody] == [*range(world)]
+    assert all(
+        torch.equal(one["tensor"], want["tensor"]) for one, want in zip(everybody, values, strict=True)
+    )
+    gathered = ranks.gather(values[rank])
+    assert (gathered is None) == (rank > 0)
+    assert gathered is None or [one["rank"] for one in gathered] == [*range(world)]
+    assert ranks.tell(("told", [rank]) if rank == 0 else None) == ("told", [0])
+    assert ranks.first_problem("broken" if rank == 1 else "") == "rank 1: broken"
+    ranks.close()
+
+
+def test_real_ranks_understand_one_another(tmp_path: Path) -> None:
+    """Over process groups on gloo, with messages of different lengths."""
+    Processes(tmp_path / "ranks", 3, _exchange).check()
+
+
+def test_no_module_of_the_product_can_execute_what_it_reads() -> None:
+    """Neither pickle and its kin, nor eval, exec and compile, nor torch's collectives of objects, which unpickle."""
+    wrong = []
+    for package in ("ciuic", "daemon", "cli", "fuse_layer"):
+        for path in sorted((CHECKOUT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names: list[str] = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    names = [node.module or ""]
+                called = node.func if isinstance(node, ast.Call) else None
+                wrong += [f"{path}: imports {name}" for name in names if name.partition(".")[0] in _EXECUTING]
+                if isinstance(called, ast.Name) and called.id in ("eval", "exec", "compile", "__import__"):
+                    wrong.append(f"{path}:{called.lineno}: {called.id}")
+                if isinstance(called, ast.Attribute):
+                    of_torch = isinstance(called.value, ast.Name) and called.value.id == "torch"
+                    if called.attr in _COLLECTIVES or (called.attr == "load" and of_torch):
+                        wrong.append(f"{path}:{called.lineno}: {called.attr}")
+    assert wrong == []
