@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy
 import zstandard
 
 from ciuic.config import parse_config
@@ -47,6 +48,7 @@ from ciuic.repository.treeformat import (
 )
 from ciuic.restore.journal import Mark
 from ciuic.spill import Spill
+from ciuic.training import rank_messages
 from ciuic.types import ChunkId, Entry, Pair, RootRecord, Snapshot, SnapshotId
 
 ID = ChunkId(b"i" * 16)
@@ -92,6 +94,14 @@ def _snapshot_payload(data: bytes) -> object:
 
 def _marks_payload(data: bytes) -> object:
     return snapformat.decode_marks(_NAME, snapformat._wrap(b"CIUICMRK", data))
+
+
+def _rank_message(data: bytes) -> object:
+    """It refuses with a ValueError, as what reads a training's state does."""
+    try:
+        return rank_messages.decode(data)
+    except ValueError as error:
+        raise CiuicError(str(error)) from error
 
 
 def _table(data: bytes) -> object:
@@ -218,6 +228,7 @@ def readers() -> list[Reader]:
         Reader("capture message", decode_message, encode_message(Failed(error="no", hint="", code=1))),
         Reader("question of a trainer", decode_question, msgspec.msgpack.encode(_CUT)),
         Reader("answer to a trainer", decode_answer, msgspec.msgpack.encode(_TAKEN)),
+        Reader("message of a rank", _rank_message, rank_messages.encode({"states": {"a": (1, b"x", float("nan"))}, "n": numpy.arange(3)})),
         Reader("sealed file", _from_file(_sealed), _valid_sealed()),
     ]  # fmt: skip
 
