@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import stat
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 _OTHERS_MAY_WRITE: Final = 0o022
@@ -39,22 +39,27 @@ class Flaw(NamedTuple):
     @property
     def remedy(self) -> str:
         """Commands that mend it."""
+        import shlex  # not for the commands that find nothing wrong
+
         name = shlex.quote(self.path)
         if stat.S_ISLNK(self.mode):
             return f"chown -h root:root {name}"
         return f"chown root:root {name}; chmod go-w {name}"
 
 
-def find_flaw(path: str | os.PathLike[str]) -> Flaw | None:
+def find_flaw(path: str | os.PathLike[str], *, owners: Iterable[int] = ()) -> Flaw | None:
     """The first flaw on the way to ``path`` or in itself; None if there is none.
 
     What does not exist yet has no flaw of its own. A directory with the sticky bit, such as /tmp, is accepted on the way: its
     entries can be renamed by their owners alone, and each entry's owner is checked.
 
+    Args:
+        owners: uids that may own files and directories on the way, besides root and this process's own.
+
     Raises:
         OSError: a component could not be examined.
     """
-    trusted = {0, os.geteuid()}
+    trusted = {0, os.geteuid(), *owners}
     pending = os.path.abspath(path).split("/")[::-1]
     current, links = "/", 0
     flaw = _flaw_of(current, os.lstat(current), trusted, is_last=not any(pending))
@@ -81,11 +86,6 @@ def find_flaw(path: str | os.PathLike[str]) -> Flaw | None:
         current = "/" if target.startswith("/") else current
         pending.extend(target.split("/")[::-1])
     return flaw
-
-
-def flaw_of_fd(fd: int, path: str) -> Flaw | None:
-    """The flaw of an open file alone, named ``path``. OSError."""
-    return _flaw_of(path, os.fstat(fd), {0, os.geteuid()}, is_last=True)
 
 
 def _flaw_of(path: str, status: os.stat_result, trusted: set[int], *, is_last: bool) -> Flaw | None:

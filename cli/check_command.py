@@ -34,7 +34,7 @@ def command(repair: bool, read_data: bool, as_json: bool) -> int:
     session = current()
     with progress("check") as reporter:
         report = check(
-            session.repository,
+            session.own_repository if repair else session.repository,
             repair=repair,
             read_data=read_data,
             wait_seconds=LOCK_WAIT_SECONDS,

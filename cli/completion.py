@@ -21,7 +21,9 @@ _MAX_CANDIDATES: Final = 500
 
 def _session(ctx: click.Context) -> Session:
     """The session with the global options of the words typed so far: their callbacks run while completing, too."""
-    return ctx.find_object(Session) or Session()
+    session = ctx.find_object(Session) or Session()
+    session.verbosity = -1  # warnings would stand in the middle of the line that is being typed
+    return session
 
 
 def complete_snapshot(ctx: click.Context, incomplete: str) -> list[CompletionItem]:

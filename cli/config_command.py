@@ -52,7 +52,7 @@ def show(as_json: bool) -> None:
 @json_option
 def check(file: bytes | None, as_json: bool) -> int:
     """Say everything that is wrong with the configuration, with line numbers. Exit 2 if anything must be mended."""
-    from ciuic.config import check_places, check_text, find_file, read_text
+    from ciuic.config import check_file, check_places, check_text, find_file, read_text
 
     session = current()
     path = Path(os.fsdecode(file)) if file is not None else find_file(session.config_option)
@@ -62,6 +62,8 @@ def check(file: bytes | None, as_json: bool) -> int:
         config = session.config
     else:
         config, problems = check_text(read_text(path), path)
+        if (foreign := check_file(path)) is not None:
+            problems = [foreign, *problems]
     if config is not None:
         problems = problems + check_places(config)
     errors = [problem for problem in problems if problem.severity == "error"]

@@ -25,7 +25,7 @@ def command() -> int:
 
     def reload() -> Config:
         # The file found at the start, even if another has appeared since; --repo stays in force.
-        return load_config(config.file, repository=session.repo_option)
+        return load_config(config.file, repository=session.repo_option, trust_repository=session.trust_option)
 
     if session.verbosity > 0:
         config = replace(config, log=replace(config.log, level="debug"))

@@ -101,6 +101,9 @@ def _places(
     except CiuicError as error:
         yield problem("repository", error.message, error.hint)
     else:
+        yield from _safely(
+            "owners", lambda: places.owners(config, repository, trusted=session.trusts_repository)
+        )
         yield from _safely("repository", lambda: _repository(session, config))
         yield from _safely("file system", lambda: places.file_systems(config, repository, mounts))
         yield from _safely("free space", lambda: places.space(config, repository, mounts))

@@ -199,6 +199,25 @@ def _space_finding(place: Path, facts: os.statvfs_result, floor_bytes: int) -> F
     return ok("free space", text)
 
 
+def owners(config: Config, repository: Path, *, trusted: bool) -> Iterator[Finding]:
+    """What others than root could change of what root's daemon goes by and writes to."""
+    from ciuic.config import check_owners
+    from ciuic.repository.trust import foreign_flaw, hint, refusal
+
+    for trouble in check_owners(config):
+        say = problem if trouble.severity == "error" else warning
+        yield say("owners", shown_text(str(trouble)), trouble.hint)
+    flaw = foreign_flaw(repository)
+    if flaw is None:
+        return
+    if trusted:
+        yield warning(
+            "owners", f"the repository's {shown_text(flaw.found)}", "it is used as the configuration says"
+        )
+    else:
+        yield problem("owners", shown_text(refusal(repository, flaw)), hint(flaw))
+
+
 def repository_state(repository: Repository | CiuicError, config: Config, now_ns: int) -> Iterator[Finding]:
     """Opened or not, secret or not, readable snapshots, and whether they are taken."""
     if isinstance(repository, CiuicError):

@@ -32,7 +32,7 @@ def command(ids: tuple[str, ...], yes: bool, as_json: bool) -> None:
     from ciuic.gc import forget
 
     session = current()
-    unreadable = {bad.id for bad in session.repository.snapshots.unreadable()}
+    unreadable = {bad.id for bad in session.own_repository.snapshots.unreadable()}
     broken = [SnapshotId.parse(text) for text in ids if text in unreadable]
     chosen = [*resolve_all(session, [text for text in ids if text not in unreadable]), *broken]
     _refuse_held(session, [snapshot_id for snapshot_id in chosen if snapshot_id not in broken])

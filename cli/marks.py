@@ -28,7 +28,7 @@ def change_hold(texts: Sequence[str], *, hold: bool, reason: str, as_json: bool)
     ids = resolve_all(session, texts)
     word = "held" if hold else "released"
     done = []
-    with session.repository.writer(wait_seconds=LOCK_WAIT_SECONDS, command=f"ciuic {word}") as writer:
+    with session.own_repository.writer(wait_seconds=LOCK_WAIT_SECONDS, command=f"ciuic {word}") as writer:
         for snapshot_id in ids:
             marked = writer.set_marks(snapshot_id, hold=hold, reason=reason if hold else None)
             done.append({"id": str(snapshot_id), "held": marked.held, "hold_reason": marked.hold_reason})

@@ -34,6 +34,12 @@ def _remember(field: str) -> Callable[[click.Context, click.Parameter, Any], Non
     return keep
 
 
+def _trusting(context: click.Context, _: click.Parameter, trusted: bool) -> None:
+    session = context.find_object(Session)
+    if trusted and session is not None:
+        session.trust_option = True
+
+
 def _louder(context: click.Context, _: click.Parameter, count: int) -> None:
     session = context.find_object(Session)
     if count and session is not None:
@@ -69,6 +75,14 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             help="Repository; needs no configuration file (CIUIC_REPO).",
         ),
         click.Option(
+            ["--trust-repository"],
+            is_flag=True,
+            expose_value=False,
+            hidden=hidden,
+            callback=_trusting,
+            help="Write into the repository although another user owns it.",
+        ),
+        click.Option(
             ["-v", "--verbose"],
             count=True,
             expose_value=False,
@@ -88,7 +102,7 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
 
 
 def global_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """--config, --repo, -v, -q for the group."""
+    """--config, --repo, --trust-repository, -v, -q for the group."""
     params: list[click.Parameter] = getattr(function, "__click_params__", [])
     function.__click_params__ = [*params, *reversed(_global_params(hidden=False))]  # type: ignore[attr-defined]
     return function

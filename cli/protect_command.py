@@ -151,12 +151,16 @@ def _refuse_absent_disk(session: Session, roots: Sequence[RootConfig], path: Pat
 def _make_repository(session: Session, path: Path, block_size_bytes: int) -> bool:
     """Makes the repository if there is none, and opens it if there is: a damaged one must not be found out later."""
     from ciuic.repository import Repository
+    from ciuic.repository.trust import require_own
 
+    # Not session.trusts_repository: the file that says it may be written by this very command.
+    trusted = session.config.trusts_repository
+    require_own(path, trusted=trusted)
     if Repository.exists(path):
         Repository.open(path).close()
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    Repository.create(path, block_size=block_size_bytes).close()
+    Repository.create(path, block_size=block_size_bytes, refuse_foreign=not trusted).close()
     return True
 
 

@@ -56,7 +56,7 @@ def _prune(session: Session, dry_run: bool) -> PruneReport:
     try:
         with progress("prune") as reporter:
             return prune(
-                session.repository,
+                session.repository if dry_run else session.own_repository,
                 config.retention,
                 min_free=config.min_free,
                 dry_run=dry_run,

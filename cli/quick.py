@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple, cast
 import tomli
 
 from ciuic.errors import BY_EXIT_CODE, CiuicError, Unreachable
+from ciuic.ownership import find_flaw
 from ciuic.socket_http import Answer, Connection
 
 _FILES: Final = ("/etc/ciuic/ciuic.toml", "/etc/ciuric.conf")
@@ -91,7 +92,7 @@ def find_socket(environment: Mapping[str, str]) -> str | None:
     file = environment.get("CIUIC_CONFIG") or next(filter(os.path.lexists, _FILES), "")
     if not file:
         return f"{_RUNTIME_DIR}/{_SOCKET_NAME}"
-    if file.endswith(".conf"):
+    if file.endswith(".conf") or (os.geteuid() == 0 and _others_may_write(file)):
         return None
     try:
         with open(file, "rb") as opened:
@@ -106,6 +107,14 @@ def find_socket(environment: Mapping[str, str]) -> str | None:
         runtime_dir = daemon.get("runtime_dir", _RUNTIME_DIR)
         found = f"{runtime_dir}/{_SOCKET_NAME}" if isinstance(runtime_dir, str) else None
     return found if isinstance(found, str) and found.startswith("/") else None
+
+
+def _others_may_write(file: str) -> bool:
+    """Whether the whole program refuses this configuration."""
+    try:
+        return find_flaw(file) is not None
+    except OSError:
+        return True
 
 
 def _ask(connection: Connection, request: Request, body: bytes) -> int:

@@ -158,7 +158,7 @@ def _offline_job(session: Session, roots: Sequence[Path], message: str) -> dict[
         detail(f"no exclude patterns: {error.message}")
     return {
         "repository": str(session.repository_dir),
-        "id": str(session.repository.snapshots.new_id()),
+        "id": str(session.own_repository.snapshots.new_id()),
         "time_ns": time.time_ns(),
         "host": socket.gethostname(),
         "roots": [
@@ -173,6 +173,7 @@ def _offline_job(session: Session, roots: Sequence[Path], message: str) -> dict[
         "lock_wait_seconds": LOCK_WAIT_SECONDS,
         # Somebody is waiting for this one.
         "io_priority": "none",
+        "trust_repository": session.trusts_repository,
     }
 
 

@@ -6,10 +6,14 @@ not run, the command says so and changes nothing.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import click
 
+from ciuic.cli.names import shown_text
 from ciuic.cli.options import FrameCommand
-from ciuic.cli.output import json_option, note, out, out_json
+from ciuic.cli.output import json_option, note, out, out_json, warn
 from ciuic.cli.session import current
 
 
@@ -29,7 +33,9 @@ def install(no_start: bool, as_json: bool) -> None:
     system = Systemd()
     system.require()
     config = session.config.file if session.config_option is not None else None
-    written = system.install(this_program(), config=config, start=not no_start)
+    program = this_program()
+    _say_if_foreign(program)
+    written = system.install(program, config=config, start=not no_start)
     if as_json:
         out_json({"units": [str(path) for path in written], "enabled": True, "started": not no_start})
         return
@@ -38,6 +44,15 @@ def install(no_start: bool, as_json: bool) -> None:
     out("ciuic.service is enabled" + ("" if no_start else " and running"))
     if not session.config.roots:
         note("no root is protected yet: ciuic protect PATH")
+
+
+def _say_if_foreign(program: Path) -> None:
+    """A service of root's that runs what others may change: said, because a developer's own checkout is like that."""
+    from ciuic.ownership import find_flaw
+
+    flaw = find_flaw(program) if os.geteuid() == 0 else None
+    if flaw is not None:
+        warn(f"whoever can will choose what root runs: the {shown_text(flaw.found)}", hint=flaw.remedy)
 
 
 @command.command("uninstall", cls=FrameCommand)

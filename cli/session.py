@@ -29,6 +29,8 @@ class Session:
 
     config_option: Path | None = None
     repo_option: Path | None = None
+    trust_option: bool = False
+    """--trust-repository was given: the repository may belong to another user."""
     verbosity: int = 0
     """-1 quiet, 0, 1 verbose, 2 with tracebacks."""
     json: bool = False
@@ -49,7 +51,9 @@ class Session:
         if self._config is None:
             from ciuic.config import load_config
 
-            self._config = load_config(self.config_option, repository=self.repo_option)
+            self._config = load_config(
+                self.config_option, repository=self.repo_option, trust_repository=self.trust_option
+            )
         return self._config
 
     @property
@@ -64,14 +68,43 @@ class Session:
 
     @property
     def repository(self) -> Repository:
-        """The repository, open for reading (no lock) until the run ends."""
+        """The repository, open for reading (no lock) until the run ends. Of another user's root is told."""
         if self._repository is None:
             from ciuic.repository import Repository, log
 
             log.sink = self._library_event
             self._closing.callback(setattr, log, "sink", None)
             self._repository = self._closing.enter_context(Repository.open(self.repository_dir))
+            self._say_if_foreign()
         return self._repository
+
+    @property
+    def own_repository(self) -> Repository:
+        """The same, to be written to. ForeignRepository where root was not told to write into another user's."""
+        from ciuic.repository.trust import require_own
+
+        require_own(self.repository_dir, trusted=self.trusts_repository)
+        return self.repository
+
+    @property
+    def trusts_repository(self) -> bool:
+        """Whether the repository may belong to another user: the word of the file is about the repository that it names."""
+        if self.trust_option or self.repo_option is not None or environment_path("CIUIC_REPO") is not None:
+            return self.trust_option
+        return self.config.trusts_repository
+
+    def _say_if_foreign(self) -> None:
+        from ciuic.repository.trust import foreign_flaw
+
+        flaw = None if self.verbosity < 0 else foreign_flaw(self.repository_dir)
+        if flaw is not None and not self.trusts_repository:
+            from ciuic.cli.names import shown_text
+            from ciuic.cli.output import warn
+
+            warn(
+                f"another user may have written what is in this repository: the {shown_text(flaw.found)}",
+                hint="it is read, and not written to",
+            )
 
     @property
     def control(self) -> ControlClient:

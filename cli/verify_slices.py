@@ -24,7 +24,7 @@ from ciuic.verify_slice import verify_slice
 def verify_for(session: Session, seconds: float, *, restart: bool, as_json: bool) -> int:
     """One slice; the exit code."""
     deadline = time.monotonic() + seconds
-    repository = session.repository
+    repository = session.own_repository  # where it stopped is noted there
     pace = Pace(
         gauges(waits_files(str(session.config.runtime_dir))), min_share=session.config.capture.min_share
     )

@@ -46,6 +46,7 @@ from ciuic.fuse_layer.undo_format import UndoDamaged, UndoLost
 from ciuic.pace import Pace, gauges, waits_files, yield_to_others
 from ciuic.privileges import limit_capture
 from ciuic.repository import Repository, Writer
+from ciuic.repository.trust import require_own
 from ciuic.types import RootRecord, Snapshot, SnapshotDraft, SnapshotId
 
 _log = structlog.get_logger(__name__)
@@ -59,6 +60,7 @@ def run_job(job: CaptureJob, report: Report, committed: Callable[[Done], None] =
     is done then only spares others work. Raises what capture_root raises, and Busy.
     """
     begun = time.monotonic()
+    require_own(job.repository, trusted=job.trust_repository)
     with Repository.open(job.repository) as repository, _writer(repository, job, report) as writer:
         report.new_bytes = lambda: writer.new_bytes
         records: list[RootRecord] = []
@@ -263,6 +265,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tag", metavar="TAG", action="append", default=[])
     parser.add_argument("-m", "--message", metavar="TEXT", default="")
+    parser.add_argument("--trust-repository", action="store_true", help="although another user owns it")
     parser.add_argument("--hold", action="store_true", help="never prune it")
     parser.add_argument(
         "--wait", metavar="SECONDS", type=float, default=0.0, help="for the repository's lock"
@@ -297,6 +300,7 @@ def _offline_job(options: argparse.Namespace) -> CaptureJob:
         tags=tuple(options.tag),
         message=options.message,
         hold=options.hold,
+        trust_repository=options.trust_repository,
         lock_wait_seconds=options.wait,
         io_priority=options.io_priority,
         min_share=options.min_share,

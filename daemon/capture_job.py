@@ -70,6 +70,8 @@ class CaptureJob(msgspec.Struct, kw_only=True, frozen=True):
     """Of the time, that is worked in at least while others wait for the disk (ciuic.pace)."""
     runtime_dir: str = ""
     """Where the workers have their sockets; empty where nothing is to be heard of them."""
+    trust_repository: bool = False
+    """Whether the repository may belong to another user."""
 
 
 class Progress(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="progress"):

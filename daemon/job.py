@@ -48,6 +48,7 @@ def make_job(
         io_priority=settings.io_priority,
         min_share=settings.min_share,
         runtime_dir=str(settings.runtime_dir),
+        trust_repository=settings.trust_repository,
     )
     return job, fds
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 import trio
 
-from ciuic.config import Config, load_config
+from ciuic.config import Config, check_owners, load_config, raise_for
 from ciuic.daemon import logs
 from ciuic.daemon.notify import Notifier, take_stored_fds
 from ciuic.daemon.service import Daemon
@@ -29,6 +29,7 @@ def run_daemon(config: Config, *, reload: Callable[[], Config] | None = None) ->
     """See ``ciuic.daemon.run``."""
     if os.geteuid() != 0:
         raise NotPermitted("the daemon mounts file systems and must run as root", hint="sudo ciuic daemon")
+    raise_for(check_owners(config))
     as_json = {"json": True, "text": False}.get(config.log.format)
     # Every caller of the control socket is a descriptor here, and a caller must not keep captures from starting.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

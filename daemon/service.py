@@ -83,7 +83,7 @@ class Daemon:
         self.alerts = Alerts(self.events, now_ns)
         self.metrics_registry = Metrics()
         self.runtime = RuntimeDirectory(self.settings.runtime_dir)
-        self.store = Store(self.settings.repository, block_bytes=self.settings.block_bytes)
+        self.store = _store(self.settings)
         self.schedule = Schedule(self.settings.interval_seconds)
         self._captures = Captures(self.runtime.path, command_prefix)
         self.snapshots = Snapshots(
@@ -375,8 +375,8 @@ class Daemon:
                 f"the repository cannot change from {self.settings.repository} to {settings.repository} while running",
                 hint="restart the daemon: systemctl restart ciuic",
             )
-        if self.store.path != settings.repository:
-            self.store = Store(settings.repository, block_bytes=settings.block_bytes)
+        if (self.store.path, self.store.trusted) != (settings.repository, settings.trust_repository):
+            self.store = _store(settings)
         self.settings = settings._replace(socket=self.settings.socket, runtime_dir=self.settings.runtime_dir)
 
     def _refuse_when_stopping(self) -> None:
@@ -389,6 +389,10 @@ async def _finished(pending: PendingSnapshot) -> None:
     await pending.finished.wait()
     if pending.failure is not None:
         raise pending.failure
+
+
+def _store(settings: Settings) -> Store:
+    return Store(settings.repository, block_bytes=settings.block_bytes, trusted=settings.trust_repository)
 
 
 def _check_repository(config: Config) -> list[Problem]:

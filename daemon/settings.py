@@ -38,6 +38,7 @@ class Settings(NamedTuple):
     runtime_dir: Path
     repository: Path | None
     """None: there is no root yet, and so no file system to put the repository on."""
+    trust_repository: bool = False
     group: str | None = None
     roots: tuple[RootSettings, ...] = ()
     interval_seconds: int = 3600
@@ -64,6 +65,7 @@ def settings_of(config: Config) -> Settings:
         socket=config.control.socket,
         runtime_dir=config.runtime_dir,
         repository=repository_path(config) if config.roots or config.repository.path else None,
+        trust_repository=config.trusts_repository,
         group=config.control.group,
         roots=tuple(
             RootSettings(str(root.path), root.driver, tuple(config.excludes_of(root)))

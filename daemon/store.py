@@ -21,6 +21,7 @@ from ciuic.config import MinFree
 from ciuic.control_types import RepositoryStatus, SnapshotSummary, rfc3339
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository
+from ciuic.repository.trust import require_own
 from ciuic.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
 from ciuic.retention import RetentionPolicy, plan_retention
 from ciuic.types import STATE_TAGS, SnapshotId
@@ -64,8 +65,10 @@ class LastSnapshot(Protocol):
 class Store:
     """The repository at ``path``; None when the configuration does not say where."""
 
-    def __init__(self, path: Path | None, *, block_bytes: int) -> None:
+    def __init__(self, path: Path | None, *, block_bytes: int, trusted: bool = False) -> None:
+        """``trusted``: the repository may belong to another user."""
         self.path = path
+        self.trusted = trusted
         self._block_bytes = block_bytes
         self._making = threading.Lock()
         self._seen = False
@@ -82,13 +85,14 @@ class Store:
         self._marks = [mark for fd in root_fds if (mark := read_mark(fd)) is not None]
         # The daemon's start and the first snapshot ask for it at the same time, and only one of them may make it.
         with self._making, _in_words(path):
+            require_own(path, trusted=self.trusted)
             if not Repository.exists(path):
                 refusal = self._refusal(path)
                 if refusal is not None:
                     raise refusal
                 if any(mark.path == os.fsencode(path) for mark in self._marks):
                     log.warning("repository_gone_and_made_anew", path=str(path))
-                Repository.create(path, block_size=self._block_bytes).close()
+                Repository.create(path, block_size=self._block_bytes, refuse_foreign=not self.trusted).close()
         self._seen = True
         self._tell(path, root_fds)
 
@@ -259,6 +263,7 @@ class Store:
     @contextmanager
     def _open(self) -> Iterator[Repository]:
         path = self._known_path()
+        require_own(path, trusted=self.trusted)
         with _in_words(path), Repository.open(path) as repository:
             self._seen = True
             yield repository

@@ -97,6 +97,7 @@ class Upkeep:
             io_priority=settings.io_priority,
             min_share=1.0 if awaited else settings.min_share,
             runtime_dir=str(settings.runtime_dir),
+            trust_repository=settings.trust_repository,
         )
         async with self._lock:
             report = await self._run_process(job)

@@ -34,13 +34,16 @@ class UpkeepJob(msgspec.Struct, kw_only=True, frozen=True):
     io_priority: str = "idle"
     min_share: float = 1.0
     runtime_dir: str = ""
+    trust_repository: bool = False
 
 
 def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) -> PruneReport:
     """Decides about every snapshot, removes what nothing keeps, frees the space. Durable on return."""
     from ciuic.gc import prune
     from ciuic.repository import Repository
+    from ciuic.repository.trust import require_own
 
+    require_own(job.repository, trusted=job.trust_repository)
     with Repository.open(job.repository) as repository:
         result = prune(
             repository,

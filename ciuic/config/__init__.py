@@ -49,6 +49,7 @@ from ciuic.retention import MinFree
 
 if TYPE_CHECKING:
     from ciuic.config.edit import add_roots, remove_roots, writable_file
+    from ciuic.config.owners import alert_flaw, check_file, check_owners
     from ciuic.config.places import (
         canonical_root,
         check_overlaps,
@@ -91,8 +92,11 @@ __all__ = [
     "TrainerConfig",
     "WatchConfig",
     "add_roots",
+    "alert_flaw",
     "canonical_root",
+    "check_file",
     "check_overlaps",
+    "check_owners",
     "check_places",
     "check_repository",
     "check_repository_beside",
@@ -129,6 +133,7 @@ _LATE = {
         "places",
     ),
     **dict.fromkeys(("ShownValue", "shown"), "show"),
+    **dict.fromkeys(("alert_flaw", "check_file", "check_owners"), "owners"),
 }
 
 

@@ -205,6 +205,14 @@ def _one_of(choices: Sequence[str]) -> Callable[[object], str]:
     return parse
 
 
+def _flag(value: object) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false"):  # the flat format has text alone
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, got {value!r}")
+    return value
+
+
 def _show_list(values: Sequence[str]) -> str:
     return ", ".join(values)
 
@@ -239,6 +247,13 @@ KEYS: dict[str, Key] = {
             "256KiB",
             "Size of the blocks of a repository that is yet to be made; a power of two.",
             show=format_size,
+        ),
+        Key(
+            "repository.trust_owner",
+            _flag,
+            "false",
+            "Use the repository although another user owns it, or may replace it.",
+            show=lambda value: str(value).lower(),
         ),
         Key(
             "schedule.interval",

@@ -34,6 +34,7 @@ from ciuic.config.model import (
     TrainerConfig,
     WatchConfig,
 )
+from ciuic.config.owners import refuse_foreign_file
 from ciuic.config.toml_source import TomlPath, line_numbers, line_of, statements
 from ciuic.errors import ConfigError, NotPermitted
 from ciuic.retention import RetentionPolicy
@@ -48,23 +49,30 @@ def load_config(
     file: Path | None = None,
     *,
     repository: Path | None = None,
+    trust_repository: bool = False,
     environ: Mapping[str, str] | None = None,
     searched: Iterable[Path] = (TOML_FILE, FLAT_FILE),
 ) -> Config:
-    """The effective configuration. ``file`` and ``repository`` are the values of --config and --repo.
+    """The effective configuration. ``file``, ``repository`` and ``trust_repository`` are the values of --config, --repo and
+    --trust-repository.
 
-    Raises ConfigError listing every mistake, NotPermitted when the file may not be read.
+    Raises ConfigError listing every mistake, also where this is root and others may write the file; NotPermitted when the file may
+    not be read.
     """
     environ = os.environ if environ is None else environ
     path = find_file(file, environ=environ, searched=searched)
     draft = _Draft(path)
     if path is not None:
+        refuse_foreign_file(path)
         draft.read(read_text(path))
     if repository is not None:
         draft.put_path("repository.path", repository, Origin("option", "--repo"))
     elif environ.get(REPOSITORY_VARIABLE):
         variable = Origin("environment", REPOSITORY_VARIABLE)
         draft.put_path("repository.path", Path(environ[REPOSITORY_VARIABLE]), variable)
+    if trust_repository:
+        draft.values["repository.trust_owner"] = True
+        draft.origins["repository.trust_owner"] = Origin("option", "--trust-repository")
     return draft.finish()
 
 
@@ -298,7 +306,9 @@ class _Draft:
         return Config(
             roots=tuple(self.roots),
             exclude=values["exclude"],
-            repository=RepositoryConfig(values["repository.path"], values["repository.block_size"]),
+            repository=RepositoryConfig(
+                values["repository.path"], values["repository.block_size"], values["repository.trust_owner"]
+            ),
             schedule=ScheduleConfig(values["schedule.interval"]),
             retention=RetentionPolicy(
                 keep_within_seconds=values["retention.keep_within"],

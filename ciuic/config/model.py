@@ -72,6 +72,8 @@ class RepositoryConfig:
     """None: at the top of the file system that holds the first root; see places.repository_path."""
     block_size_bytes: int = 256 * 1024
     """For a repository that is yet to be made; one that exists keeps its own."""
+    trust_owner: bool = False
+    """Whether it may belong to another user; see Config.trusts_repository."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,13 @@ class Config:
     def origin(self, key: str) -> Origin:
         """Where the value of the dotted ``key`` comes from."""
         return self.origins.get(key, DEFAULT)
+
+    @property
+    def trusts_repository(self) -> bool:
+        """Whether the repository may belong to another user. What a file says is about the repository that the file names."""
+        if self.origin("repository.trust_owner").kind == "option":
+            return True
+        return self.repository.trust_owner and self.origin("repository.path").kind in ("file", "default")
 
     def excludes_of(self, root: RootConfig) -> tuple[str, ...]:
         """The patterns in force for ``root``, as ExcludeMatcher and capture take them."""

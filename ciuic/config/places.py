@@ -16,8 +16,10 @@ from pathlib import Path
 
 from ciuic import STATE_DIR_NAME, mountinfo
 from ciuic.config.model import Config, Problem, RootConfig
+from ciuic.config.owners import check_owners
 from ciuic.errors import ConfigError, NotFound, NotPermitted, UsageError
 from ciuic.mountinfo import Mount
+from ciuic.repository.trust import foreign_flaw, hint, refusal
 
 CIUIC_FS_TYPE = b"fuse.ciuic"
 DEFAULT_REPOSITORY_NAME = ".ciuic_snapshots"
@@ -39,7 +41,7 @@ def check_places(config: Config, mounts: Sequence[Mount] | None = None) -> list[
         problems += check_excludes(config, root)
     if not any(problem.severity == "error" for problem in problems):
         problems += check_repository(config, mounts)
-    return problems + check_group(config) + check_alert(config)
+    return [*problems, *check_group(config), *check_alert(config), *check_owners(config)]
 
 
 def canonical_root(path: str | os.PathLike[str]) -> Path:
@@ -223,6 +225,10 @@ def check_repository(config: Config, mounts: Sequence[Mount]) -> list[Problem]:
         problems.append(Problem("error", f"the repository {repository} is not a directory", _NAME_IT, origin))
     for root in config.roots:
         problems += check_repository_beside(config, root, repository)
+    flaw = None if config.trusts_repository else foreign_flaw(repository)
+    if flaw is not None:
+        # Only a warning: the roots are served, without snapshots, and an alert says so.
+        problems.append(Problem("warning", refusal(repository, flaw), hint(flaw), origin))
     return problems
 
 

@@ -72,17 +72,27 @@ class Repository:
 
     @classmethod
     def create(
-        cls, path: str | os.PathLike[str], *, block_size: int = DEFAULT_BLOCK_SIZE, disk: Disk | None = None
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        disk: Disk | None = None,
+        refuse_foreign: bool = False,
     ) -> Repository:
         """Makes a repository (directory 0700, configuration 0600), durable on return, and opens it.
 
         The directory may exist if it is empty; RepositoryExists otherwise. ValueError for an unfit block
         size. A crash leaves a directory that `create` takes up again.
+
+        ``refuse_foreign``: NotPermitted for a directory that another user owns or may write to, also if it came to be just now
+        and where the place is a link.
         """
         check_block_size(block_size)
         disk = disk or Disk()
         where = os.path.abspath(os.fspath(path))
-        _make_directories(disk, where)
+        if refuse_foreign:
+            where = os.path.realpath(where)
+        _make_directories(disk, where, refuse_foreign)
         config = RepositoryConfig(
             format=FORMAT_VERSION,
             id=os.urandom(16).hex(),
@@ -103,7 +113,7 @@ class Repository:
         finally:
             lock.release()
         disk.sync_dir(os.path.dirname(where))
-        return cls(Path(where), config, disk)
+        return cls(Path(os.path.abspath(os.fspath(path))), config, disk)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, disk: Disk | None = None) -> Repository:
@@ -305,35 +315,68 @@ def _make_dir(disk: Disk, path: str) -> None:
         disk.make_dir(path)
 
 
-def _make_directories(disk: Disk, where: str) -> None:
-    """The directory with its empty parts. RepositoryExists unless it was missing, empty, or begun by a
+def _make_directories(disk: Disk, where: str, refuse_foreign: bool) -> None:
+    """Make the directory with its empty parts. RepositoryExists unless it was missing, empty, or begun by a
     crashed create.
     """
     try:
         if not os.path.isdir(where):
             _make_dir(disk, where)
-        found = set(os.listdir(where))
-        own = {
-            PACKS_DIR,
-            SNAPSHOTS_DIR,
-            MARKS_DIR,
-            LOCK_NAME,
-            CLAIM_NAME,
-            "config.tmp",
-            "config.copy.tmp",
-            "config.copy",
-        }
-        if found - own or any(os.listdir(f"{where}/{PACKS_DIR}") for _ in found & {PACKS_DIR}):
-            what = "is a repository already" if Repository.exists(where) else "is not empty"
-            raise RepositoryExists(f"{where} {what}")
-        os.chmod(where, 0o700)
-        for name in (PACKS_DIR, SNAPSHOTS_DIR, MARKS_DIR):
-            if name not in found:
-                # Durable with the name of the configuration, which comes after.
-                _make_dir(disk, f"{where}/{name}")
+        fd = _open_directory(where, refuse_foreign)
+        try:
+            _make_parts(disk, where, fd)
+        finally:
+            os.close(fd)
     except FileNotFoundError:
         raise NotFound(f"cannot make a repository at {where}: its parent directory is missing") from None
     except PermissionError as error:
         raise NotPermitted(
             f"cannot make a repository at {where}: {error.strerror}", hint="Run as root."
         ) from None
+
+
+def _make_parts(disk: Disk, where: str, fd: int) -> None:
+    found = set(os.listdir(fd))
+    own = {
+        PACKS_DIR,
+        SNAPSHOTS_DIR,
+        MARKS_DIR,
+        LOCK_NAME,
+        CLAIM_NAME,
+        "config.tmp",
+        "config.copy.tmp",
+        "config.copy",
+    }
+    if found - own or any(os.listdir(f"{where}/{PACKS_DIR}") for _ in found & {PACKS_DIR}):
+        what = "is a repository already" if Repository.exists(where) else "is not empty"
+        raise RepositoryExists(f"{where} {what}")
+    os.fchmod(fd, 0o700)
+    for name in (PACKS_DIR, SNAPSHOTS_DIR, MARKS_DIR):
+        if name not in found:
+            # Durable with the name of the configuration, which comes after.
+            _make_dir(disk, f"{where}/{name}")
+
+
+def _open_directory(where: str, refuse_foreign: bool) -> int:
+    """A descriptor of the directory; with ``refuse_foreign`` it is ours. NotPermitted; OSError.
+
+    Owner and mode are asked by descriptor: between two looks at the name another user may exchange what it means where everybody
+    may make names (/tmp). What is ours stays under its name, there as well.
+    """
+    # Without O_NOFOLLOW the save_dir of a training may be a link, as its user has made it.
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if refuse_foreign else 0)
+    try:
+        fd = os.open(where, flags)
+    except OSError as error:
+        if refuse_foreign and error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(where):
+            raise NotPermitted(f"{where} became a link while a repository was made there") from None
+        raise
+    status = os.fstat(fd)
+    if refuse_foreign and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
+        os.close(fd)
+        raise NotPermitted(
+            f"a repository must be made in a directory of one's own: {where} belongs to uid {status.st_uid}, "
+            f"mode {status.st_mode & 0o7777:04o}",
+            hint="remove it, or name another place",
+        )
+    return fd

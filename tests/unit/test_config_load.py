@@ -70,6 +70,7 @@ exclude = [
 [repository]
 path = "/big/store"
 block_size = "1MiB"
+trust_owner = true
 [schedule]
 interval = "15m"
 [retention]
@@ -311,5 +312,5 @@ def test_the_example_is_true() -> None:
     setting = re.compile(r"# (?=(\w+ = |\[\[\w+\]\]))")
     config = parse_config("".join(setting.sub("", line) for line in text.splitlines(keepends=True)), file)
     assert len(config.roots) == len(config.trainers) == 1
-    unset = {"repository.block_size", "daemon.runtime_dir"}
+    unset = {"repository.block_size", "repository.trust_owner", "daemon.runtime_dir"}
     assert {key for key in KEYS if config.origin(key).kind == "default"} == unset
