@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 from ciuic.cli import times
 from ciuic.cli.names import shown_text
 from ciuic.cli.output import out
+from ciuic.plain_names import shown_name
 from ciuic.units import human_duration
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def _print_table(trainers: list[TrainerStatus]) -> None:
     ]
     rows = [
         (
-            shown_text(f"{trainer.name} ({trainer.where})" if trainer.where else trainer.name),
+            _name_and_place(trainer),
             str(trainer.pid or "-"),
             shown_text(trainer.user),
             Cell(trainer.state, _COLOURS.get(trainer.state, "yellow")),
@@ -52,9 +53,14 @@ def _print_table(trainers: list[TrainerStatus]) -> None:
     show_table(columns, rows)
 
 
+def _name_and_place(trainer: TrainerStatus) -> str:
+    name = shown_name(trainer.name)
+    return f"{name} ({shown_name(trainer.where)})" if trainer.where else name
+
+
 def _incident_line(incident: Incident) -> str:
     """What happened, and what there is of it."""
-    text = f"incident   {times.clock_of(incident.time)} {shown_text(incident.trainer.name)} {incident.kind}"
+    text = f"incident   {times.clock_of(incident.time)} {shown_name(incident.trainer.name)} {incident.kind}"
     if incident.reason:
         text += f": {shown_text(incident.reason)}"
     if incident.snapshot:

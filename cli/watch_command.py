@@ -16,6 +16,7 @@ from ciuic.cli.options import FrameCommand
 from ciuic.cli.output import note
 from ciuic.cli.session import Session, current
 from ciuic.errors import CiuicError, NotFound
+from ciuic.plain_names import shown_name
 
 _ANSWER_SECONDS: Final = 10.0
 
@@ -109,7 +110,7 @@ def _watch_process(session: Session, pid: int, name: str) -> None:
         introduce(watch_socket(session), hello, [life], seconds=_ANSWER_SECONDS).close()
     finally:
         os.close(life)
-    note(f"process {pid} is watched as {hello.name}; `ciuic status` shows it")
+    note(f"process {pid} is watched as {shown_name(hello.name)}; `ciuic status` shows it")
 
 
 def _program_of(pid: int) -> str:

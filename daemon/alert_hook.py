@@ -6,17 +6,17 @@ longer than it may; what it says, and that it failed, is in the log. What happen
 ten minutes, with the number of those left out.
 
 Under systemd it is run as a service of its own (systemd-run): the daemon may not open network connections, and its children neither.
+How it is started is alert_command.py's business.
 """
 
 from __future__ import annotations
 
 import os
-import pwd
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -25,8 +25,11 @@ import trio
 
 from ciuic.config import AlertConfig
 from ciuic.control_types import Event
+from ciuic.daemon.alert_command import Prepared, prepare, remove_left_over
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.worker_process import describe_exit, mark_expendable
+from ciuic.errors import NotPermitted
+from ciuic.plain_names import escaped, one_line, trainer_key
 
 BURST: Final = 3
 PAUSE_SECONDS: Final = 600.0
@@ -36,7 +39,6 @@ MOST_WAITING: Final = 64
 MOST_OUTPUT_BYTES: Final = 4096
 _KILL_SECONDS: Final = 2.0
 _LAST_WORDS_SECONDS: Final = 0.1
-_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _OF_TRAINERS: Final = "trainer:"
 log = structlog.get_logger(__name__)
 
@@ -60,7 +62,7 @@ class Notice(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of the same key, since the last one that was told."""
 
     def environment(self) -> dict[str, str]:
-        """For programs that do not read JSON."""
+        """For programs that do not read JSON. One line each; the trainer's name as people are shown it."""
         trainer = self.trainer or {}
         found = {
             "CIUIC_EVENT": self.event,
@@ -70,10 +72,10 @@ class Notice(msgspec.Struct, kw_only=True, omit_defaults=True):
             "CIUIC_HOST": self.host,
             "CIUIC_TIME": self.time,
             "CIUIC_SNAPSHOT": self.snapshot,
-            "CIUIC_TRAINER": str(trainer.get("name", "")),
+            "CIUIC_TRAINER": escaped(str(trainer.get("name", ""))),
             "CIUIC_PID": str(trainer.get("pid", "")),
         }
-        return {name: value.replace("\0", " ") for name, value in found.items()}
+        return {name: one_line(value) for name, value in found.items()}
 
 
 def notice_of(event: Event, host: str) -> Notice | None:
@@ -84,7 +86,7 @@ def notice_of(event: Event, host: str) -> Notice | None:
             event=event.kind,
             time=incident.time,
             host=host,
-            key=f"{_OF_TRAINERS}{incident.trainer.name}:{incident.trainer.where}",
+            key=trainer_key(incident.trainer.name, incident.trainer.where),
             severity={"recovered": "info", "lost": "warning"}.get(incident.kind, "problem"),
             message=event.detail,
             trainer=msgspec.to_builtins(incident.trainer),
@@ -142,13 +144,16 @@ class AlertHook:
         host: str,
         environment: Mapping[str, str],
         *,
-        as_service: bool = False,
+        service_directory: Path | None = None,
+        on_refusal: Callable[[NotPermitted | None], None] = lambda _: None,
     ) -> None:
-        """``as_service``: by systemd-run, which is known to work."""
+        """``service_directory``: root's own directory, where systemd-run is known to work; None elsewhere.
+        ``on_refusal`` is told why the command is not run, and None when it is."""
         self._settings = settings
         self._host = host
         self._environment = environment
-        self._as_service = as_service
+        self._service_directory = service_directory
+        self._on_refusal = on_refusal
         self._send, self._receive = trio.open_memory_channel[Notice](MOST_WAITING)
 
     async def follow(self, events: EventBus) -> None:
@@ -175,6 +180,8 @@ class AlertHook:
 
     async def run(self) -> None:
         """For ever: one after the other."""
+        if self._service_directory is not None:
+            remove_left_over(self._service_directory)
         async for notice in self._receive:
             try:
                 await self._tell(notice)
@@ -186,18 +193,36 @@ class AlertHook:
         if not settings.command:
             return
         try:
+            language = self._environment.get("LANG", "C.UTF-8")
             # In a thread: it looks the user up, and the name service may hang. The alerts after this one wait then, nothing else.
-            command, how = await trio.to_thread.run_sync(
-                partial(
-                    prepared, settings, notice.environment(), self._environment, as_service=self._as_service
-                ),
+            prepared = await trio.to_thread.run_sync(
+                prepare,
+                settings,
+                notice.environment(),
+                language,
+                self._service_directory,
                 abandon_on_cancel=True,
             )
+        except NotPermitted as error:
+            log.error("alert_command_refused", key=notice.key, error=error.message, hint=error.hint)
+            self._on_refusal(error)
+            return
+        except (OSError, KeyError) as error:
+            log.error("alert_command_failed", key=notice.key, command=settings.command[0], error=str(error))
+            return
+        self._on_refusal(None)
+        try:
+            await self._run(notice, settings, prepared)
+        finally:
+            prepared.discard()
+
+    async def _run(self, notice: Notice, settings: AlertConfig, prepared: Prepared) -> None:
+        try:
             process = await trio.lowlevel.open_process(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                start_new_session=True, cwd="/", **how,
+                prepared.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                start_new_session=True, cwd="/", **prepared.how,
             )  # fmt: skip
-        except (OSError, KeyError, subprocess.SubprocessError) as error:
+        except (OSError, subprocess.SubprocessError) as error:
             log.error("alert_command_failed", key=notice.key, command=settings.command[0], error=str(error))
             return
         mark_expendable(process.pid)
@@ -219,26 +244,6 @@ class AlertHook:
             )
         else:
             log.info("alert_told", key=notice.key, kind=notice.event, output=output)
-
-
-def prepared(
-    settings: AlertConfig, environment: Mapping[str, str], ours: Mapping[str, str], *, as_service: bool
-) -> tuple[Sequence[str], dict[str, Any]]:
-    """(command, how to start it). KeyError when there is no such user."""
-    variables = {"PATH": _PATH, "LANG": ours.get("LANG", "C.UTF-8"), **environment}
-    if as_service:
-        limit = f"--property=RuntimeMaxSec={settings.timeout_seconds}"
-        prefix = ["systemd-run", "--pipe", "--wait", "--collect", "--quiet", "--service-type=exec", limit]
-        prefix += [] if settings.user is None else [f"--uid={settings.user}"]
-        prefix += [f"--setenv={name}={value}" for name, value in variables.items()]
-        return [*prefix, "--", *settings.command], {"env": {"PATH": _PATH}}
-    how: dict[str, Any] = {"env": variables}
-    if settings.user is not None:
-        user = pwd.getpwnam(settings.user)
-        groups = os.getgrouplist(user.pw_name, user.pw_gid)
-        how |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": groups}
-        variables |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name}
-    return list(settings.command), how
 
 
 async def _attend(process: trio.Process, document: bytes, said: bytearray, seconds: float) -> bool:

@@ -19,6 +19,7 @@ from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.trainer import Trainer
 from ciuic.errors import CiuicError
+from ciuic.plain_names import one_line, shown_name, trainer_key
 from ciuic.retention import TAG_EMERGENCY
 
 GATHER_SECONDS: Final = 0.2
@@ -90,14 +91,14 @@ class Emergencies:
         for incident in incidents:
             if incident.snapshot:
                 time = datetime.fromisoformat(incident.time).timestamp()
-                key = f"trainer:{incident.trainer.name}:{incident.trainer.where}"
+                key = trainer_key(incident.trainer.name, incident.trainer.where)
                 self._taken.append(_Cut(incident.snapshot, key, incident.trainer.user, time))
 
     def report(self, trainer: Trainer, kind: IncidentKind, reason: str) -> None:
         """Something has happened. Returns at once."""
         incident = Incident(kind=kind, time=rfc3339(self._now_ns()), trainer=trainer.status(), reason=reason)
         text = (
-            f"trainer {trainer.label} {_WORDS[kind]}: {reason}"
+            f"trainer {trainer.label} {_WORDS[kind]}: {one_line(reason)}"
             if reason
             else f"trainer {trainer.label} {_WORDS[kind]}"
         )
@@ -192,6 +193,6 @@ class Emergencies:
 
 def _hint(incident: Incident) -> str:
     if incident.snapshot:
-        return f"emergency snapshot {incident.snapshot}; goes when the trainer comes again, or: ciuic watch --forget {incident.trainer.name}"
+        return f"emergency snapshot {incident.snapshot}; goes when the trainer comes again, or: ciuic watch --forget {shown_name(incident.trainer.name)}"
     why = f"no emergency snapshot: {incident.no_snapshot}; " if incident.no_snapshot else ""
-    return f"{why}goes when the trainer comes again, or: ciuic watch --forget {incident.trainer.name}"
+    return f"{why}goes when the trainer comes again, or: ciuic watch --forget {shown_name(incident.trainer.name)}"

@@ -16,6 +16,7 @@ import trio
 from ciuic import processes
 from ciuic.control_types import IncidentKind, TrainerStatus, rfc3339
 from ciuic.daemon.accounts import user_name
+from ciuic.plain_names import shown_name, trainer_key
 from ciuic.watch_client import Kind
 from ciuic.watch_page import Goodbye, Pulse, read_page
 
@@ -105,12 +106,14 @@ class Trainer:
     @property
     def key(self) -> str:
         """Of its alert: the same for the same training when it comes again."""
-        return f"trainer:{self.name}:{self.where}"
+        return trainer_key(self.name, self.where)
 
     @property
     def label(self) -> str:
         """For a person."""
-        shown = f"{self.name} ({self.where})" if self.where else self.name
+        shown = shown_name(self.name)
+        if self.where:
+            shown += f" ({shown_name(self.where)})"
         return f"{shown}, pid {self.identity.pid}" if self.identity.pid > 0 else shown
 
     @property

@@ -21,6 +21,7 @@ from ciuic.daemon.emergency import Emergencies
 from ciuic.daemon.trainer import End, Identity, Trainer
 from ciuic.daemon.watch_book import WatchRecord
 from ciuic.errors import Busy
+from ciuic.plain_names import escaped
 from ciuic.privileges import captures_may_trace
 from ciuic.watch_client import Hello
 
@@ -121,12 +122,13 @@ class Trainers:
         """By name or pid: watched no more, and the alert goes. How many that were."""
         found = 0
         for trainer in list(self._watched.values()):
-            if text in (trainer.name, str(trainer.identity.pid)) and trainer.kind != "file":
+            known = (trainer.name, escaped(trainer.name), str(trainer.identity.pid))
+            if text in known and trainer.kind != "file":
                 self.drop(trainer)
                 self._alerts.clear(trainer.key)
                 found += 1
         for alert in self._alerts.standing():
-            if alert.key.startswith(f"trainer:{text}:"):
+            if alert.key.startswith((f"trainer:{text}:", f"trainer:{escaped(text)}:")):
                 self._alerts.clear(alert.key)
                 found += 1
         return found

@@ -26,7 +26,7 @@ from ciuic.daemon.trainer_files import TrainerFiles
 from ciuic.daemon.trainers import Trainers
 from ciuic.daemon.watch_book import MOST_INCIDENTS, WatchBook, read_book, remove_book, write_book
 from ciuic.daemon.watch_socket import WatchSocket
-from ciuic.errors import NotFound
+from ciuic.errors import NotFound, NotPermitted
 from ciuic.watch_client import SOCKET_NAME
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ class TrainerWatch:
         self._daemon = daemon
         self._incidents: list[Incident] = []
         self._hook = AlertHook(
-            lambda: daemon.settings.alert, os.uname().nodename, os.environ, as_service=as_service
+            lambda: daemon.settings.alert,
+            os.uname().nodename,
+            os.environ,
+            service_directory=daemon.settings.runtime_dir if as_service else None,
+            on_refusal=self._alert_refused,
         )
         self._emergencies = Emergencies(
             daemon.snapshots.take,
@@ -117,6 +121,12 @@ class TrainerWatch:
             raise NotFound(
                 f"no trainer {trainer} is watched, and no alert speaks of one", hint="see: ciuic status"
             )
+
+    def _alert_refused(self, error: NotPermitted | None) -> None:
+        if error is None:
+            self._daemon.alerts.clear("alert-command")
+        else:
+            self._daemon.alerts.report("alert-command", error.message, hint=error.hint, severity="warning")
 
     def _owners(self) -> frozenset[int]:
         with backing_descriptors(self._daemon.roots.supervisors.values()) as fds:

@@ -14,7 +14,8 @@ import trio.testing
 
 from ciuic.config import AlertConfig
 from ciuic.control_types import Alert, Event, Incident, TrainerStatus
-from ciuic.daemon.alert_hook import AlertHook, Notice, Pacing, notice_of, prepared
+from ciuic.daemon.alert_command import prepare
+from ciuic.daemon.alert_hook import AlertHook, Notice, Pacing, notice_of
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.events import EventBus
 
@@ -136,24 +137,30 @@ def test_an_incident_is_told_once() -> None:
     assert notice_of(Event(kind="snapshot_committed", time="x"), "h") is None
 
 
-def test_under_systemd_it_is_a_service_of_its_own() -> None:
+def test_under_systemd_it_is_a_service_of_its_own(tmp_path: Path) -> None:
     """With the daemon's restrictions (no network) neither mail nor web hook would come through."""
     notice = Notice(event="e", time="t", host="h", key="k", severity="problem", message="a b")
     settings = AlertConfig(("/bin/hook", "x"), "nobody", 30)
-    command, how = prepared(settings, notice.environment(), {}, as_service=True)
-    assert command[0] == "systemd-run"
+    command, how, file = prepare(settings, notice.environment(), "C.UTF-8", tmp_path)
+    assert os.path.basename(command[0]) == "systemd-run"
     assert command[-3:] == ["--", "/bin/hook", "x"]
-    assert {"--uid=nobody", "--property=RuntimeMaxSec=30", "--setenv=CIUIC_MESSAGE=a b"} <= set(command)
+    assert file is not None
+    assert {
+        "--uid=nobody",
+        "--property=RuntimeMaxSec=30",
+        f"--property=EnvironmentFile={file}",
+    } <= set(command)
+    assert 'CIUIC_MESSAGE="a b"' in file.read_text().splitlines()
     assert "user" not in how
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_it_runs_as_the_user_that_was_asked_for(tmp_path: Path) -> None:
     """With his groups, and nothing of ours in its environment."""
-    command, how = prepared(
-        AlertConfig(("/usr/bin/id",), "nobody", 30), {"CIUIC_EVENT": "e"}, {"SECRET": "s"}, as_service=False
+    command, how, _ = prepare(
+        AlertConfig(("/usr/bin/id",), "nobody", 30), {"CIUIC_EVENT": "e"}, "C.UTF-8", None
     )
     assert command == ["/usr/bin/id"]
     assert how["user"] > 0
-    assert "SECRET" not in how["env"]
+    assert set(how["env"]) == {"CIUIC_EVENT", "HOME", "LANG", "LOGNAME", "PATH", "USER"}
     assert how["env"]["USER"] == "nobody"
