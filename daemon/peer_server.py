@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -21,6 +20,7 @@ import msgspec
 import structlog
 import trio
 
+from ciuic.child_process import environment, module_command
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.peer_messages import (
     MAX_MESSAGE_BYTES,
@@ -38,7 +38,7 @@ from ciuic.daemon.peer_messages import (
     decode_from_receiver,
     encode,
 )
-from ciuic.daemon.worker_process import child_environment, describe_exit, mark_expendable
+from ciuic.daemon.worker_process import describe_exit, mark_expendable
 from ciuic.peer_socket import Caller
 
 START_SECONDS: Final = 60.0
@@ -51,7 +51,7 @@ STABLE_SECONDS: Final = 60.0
 MAX_LEFT_BEHIND: Final = 4
 """Receivers that were killed and did not end. With so many the socket is not served until one of them has."""
 _MAX_FDS: Final = 2
-RECEIVER_COMMAND: Final = (sys.executable, "-m", "ciuic.daemon.peer_receiver")
+RECEIVER_COMMAND: Final = tuple(module_command("ciuic.daemon.peer_receiver"))
 log = structlog.get_logger(__name__)
 
 
@@ -132,7 +132,7 @@ class PeerServer:
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                     cwd="/",
-                    env=child_environment(),
+                    env=environment(),
                 )
             try:
                 mark_expendable(process.pid)

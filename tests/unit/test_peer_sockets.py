@@ -216,4 +216,4 @@ def test_the_event_loop_asks_no_name_service() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import) and {"pwd", "grp"} & {alias.name for alias in node.names}:
                 found.add(file.name)
-    assert found == {"accounts.py", "alert_hook.py"}
+    assert found == {"accounts.py", "alert_command.py"}
