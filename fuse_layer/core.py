@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -88,7 +89,7 @@ class OverlayCore:
         for name in self._set_aside:
             log.error("reserved_name_set_aside", new_name=os.fsdecode(name))
         self._plain = plain
-        self._removed: Descriptor | None = None
+        self._removed: dict[tuple[int, int, int], Descriptor] = {}
         nodes = NodeTable(backing_fd)
         undo = UndoLog(
             self._state_fd, block_size=block_size, limit_bytes=undo_limit_bytes, on_abandon=self._on_abandon
@@ -342,16 +343,20 @@ class OverlayCore:
         self._state.undo.hidden.let_orphans_go()
         os.close(self._state_fd)
 
-    def _nowhere(self) -> Descriptor:
-        """A removed directory, the same for all; open to everybody, so that what is tried in it fails as it does natively."""
-        if self._removed is None:
+    def _nowhere(self, facts: tuple[int, int, int]) -> Descriptor:
+        """A removed directory of this mode, owner and group, the same for all. The kernel judges who may do what in it."""
+        found = self._removed.get(facts)
+        if found is None:
+            mode, uid, gid = facts
             with contextlib.suppress(FileExistsError):
-                os.mkdir(_NOWHERE_NAME, 0o777, dir_fd=self._state_fd)
+                os.mkdir(_NOWHERE_NAME, 0o700, dir_fd=self._state_fd)
             flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            removed = Descriptor(os.open(_NOWHERE_NAME, flags, dir_fd=self._state_fd))
+            found = self._removed[facts] = Descriptor(os.open(_NOWHERE_NAME, flags, dir_fd=self._state_fd))
+            path = b"/proc/self/fd/%d" % found.fd
+            os.chown(path, uid, gid)
+            os.chmod(path, stat.S_IMODE(mode))
             os.rmdir(_NOWHERE_NAME, dir_fd=self._state_fd)
-            self._removed = removed
-        return self._removed
+        return found
 
     def _is_gone(self, node: Node) -> bool:
         """Whether the inode of a node whose only known name was removed has no name left."""

@@ -35,7 +35,7 @@ _LENGTH = struct.Struct("<I")
 _KIND = struct.Struct("<B")
 _BEGIN, _NODE, _NAME, _RENAMED, _UNLINKED, _DROPPED, _REPLACED = 1, 2, 3, 4, 5, 6, 7
 _OPENED, _CLOSED, _DIR_OPENED, _DIR_CLOSED, _LISTING = 8, 9, 10, 11, 12
-_INTENT, _LINGERS, _LINGERS_NOT, _CHANGING = 13, 14, 15, 16
+_INTENT, _LINGERS, _LINGERS_NOT, _CHANGING, _EMPTIED = 13, 14, 15, 16, 17
 
 _BEGIN_FIELDS = struct.Struct("<IIQI")
 """version, minor, flags, max_write_bytes"""
@@ -51,6 +51,8 @@ _REPLACED_FIELDS = struct.Struct("<QQQ")
 """id, dev, ino"""
 _OPENED_FIELDS = struct.Struct("<QQQIII")
 """handle, node, unique of the request, flags of the open, open_flags of the answer, backing id (0: none)"""
+_EMPTIED_FIELDS = struct.Struct("<QIII")
+"""id, mode, uid, gid"""
 _PAIR = struct.Struct("<QQ")
 _TRIPLE = struct.Struct("<QQQ")
 _ONE = struct.Struct("<Q")
@@ -90,7 +92,7 @@ class OpenedDirectory(NamedTuple):
 class NodeFacts:
     """A node as the ledger knows it."""
 
-    __slots__ = ("aliases", "dev", "gone", "id", "ino", "kind", "name")
+    __slots__ = ("aliases", "dev", "emptied", "gone", "id", "ino", "kind", "name")
 
     def __init__(self, node_id: int, dev: int, ino: int, kind: int, name: tuple[int, bytes] | None) -> None:
         self.id, self.dev, self.ino, self.kind = node_id, dev, ino, kind
@@ -99,6 +101,8 @@ class NodeFacts:
         self.aliases: set[tuple[int, bytes]] = set()
         self.gone = False
         """Its last name is gone; only handles lead to it."""
+        self.emptied: tuple[int, int, int] | None = None
+        """Mode, owner and group of a directory that is gone."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -181,7 +185,7 @@ class Inherited:
         while at + begins < end:
             (length,) = _LENGTH.unpack_from(data, at)
             stop, kind = at + begins + length, data[at + begins]
-            if not length or stop > end or kind > _CHANGING:
+            if not length or stop > end or kind > _EMPTIED:
                 return  # torn: told to nobody
             if kind == _NODE:  # what most are: not taken apart before somebody wants to know
                 record = data[at:stop]
@@ -226,6 +230,11 @@ def renamed_record(node_id: int, parent: int, name: bytes, new_parent: int, new_
 
 def unlinked_record(node_id: int, parent: int, name: bytes, *, gone: bool) -> bytes:
     return _record(_UNLINKED, _UNLINKED_FIELDS.pack(node_id, parent, gone), name)
+
+
+def emptied_record(node_id: int, mode: int, uid: int, gid: int) -> bytes:
+    """A directory was removed that a program may have open, with what its attributes were."""
+    return _record(_EMPTIED, _EMPTIED_FIELDS.pack(node_id, mode, uid, gid))
 
 
 def dropped_record(node_id: int) -> bytes:
@@ -288,6 +297,8 @@ def records_of(node: bytes | NodeFacts) -> bytes:
         group += name_record(node.id, other, alias, several=True)
     if node.gone:
         group += unlinked_record(node.id, 0, b"", gone=True)
+    if node.emptied is not None:
+        group += emptied_record(node.id, *node.emptied)
     return group
 
 
@@ -356,6 +367,13 @@ def _apply_unlinked(found: Inherited, body: bytes) -> None:
     node.gone = bool(gone)
 
 
+def _apply_emptied(found: Inherited, body: bytes) -> None:
+    node_id, mode, uid, gid = _EMPTIED_FIELDS.unpack_from(body)
+    node = found.node(node_id)
+    if node is not None:
+        node.emptied = mode, uid, gid
+
+
 def _apply_replaced(found: Inherited, body: bytes) -> None:
     node_id, dev, ino = _REPLACED_FIELDS.unpack_from(body)
     node = found.node(node_id)
@@ -401,6 +419,7 @@ _APPLY: Final[dict[int, Callable[[Inherited, bytes], None]]] = {
     _UNLINKED: _apply_unlinked,
     _DROPPED: _apply_dropped,
     _REPLACED: _apply_replaced,
+    _EMPTIED: _apply_emptied,
     _OPENED: _apply_opened,
     _CLOSED: _pop(lambda found: found.files),  # type: ignore[arg-type,return-value]
     _DIR_OPENED: _apply_dir_opened,

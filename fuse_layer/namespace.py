@@ -258,7 +258,7 @@ class Namespace:
             self._state.keep_name(parent, way, target.st)
             keep = self._keep_removed(target, way)
             if target.is_remembered:
-                self._nodes.changing(parent, name, target.st.st_ino)
+                self._nodes.changing(parent, name, target.st.st_ino, goes=target.remembered)
             self._state.with_space(lambda: remove(way))
             if self._state.tracked(parent):
                 self._state.tracker.mark_removed(parent, name, target.st.st_ino)
@@ -323,6 +323,7 @@ class Namespace:
             self._nodes.changing(
                 parent, name, source.st.st_ino, to=(new_parent, new_name),
                 replaced=replaced.st.st_ino if replaced is not None else 0, exchange=exchange,
+                goes=replaced.remembered if replaced is not None and not exchange else None,
             )  # fmt: skip
             state.with_space(lambda: _rename(way, new_way, flags))
             if exchange and replaced is not None:
@@ -390,6 +391,11 @@ class _Target(NamedTuple):
     @property
     def key(self) -> tuple[int, int]:
         return self.st.st_dev, self.st.st_ino
+
+    @property
+    def remembered(self) -> tuple[Node, os.stat_result] | None:
+        """The node with its attributes, where the kernel knows it."""
+        return None if self.node is None else (self.node, self.st)
 
     @property
     def may_be_open(self) -> bool:

@@ -79,6 +79,8 @@ class Node:
     """Names that are not known lead to its inode, and none that is."""
     kept = _Seldom(False)
     """Has no name, no handle that we know, and a link of ours that must go with the node: a pipe or device."""
+    emptied: _Seldom[tuple[int, int, int] | None] = _Seldom(None)
+    """Mode, owner and group of a directory whose removal a predecessor had begun."""
     privileged = _Seldom(False)
     """Had a set-user-id or set-group-id bit when its attributes were last read."""
     kept_mtime_ns: _Seldom[int | None] = _Seldom(None)

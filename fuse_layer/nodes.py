@@ -26,6 +26,8 @@ from ciuic.fuse_layer.ways import Descriptor, stale
 ROOT_ID: Final = 1
 _SYNTHETIC_IDS_FROM: Final = 1 << 62
 _LOOKED_UP_FOR_EVER: Final = 1 << 60
+_EMPTIED_BY_SOMEBODY: Final = (stat.S_IFDIR | 0o755, 0, 0)
+"""Attributes of a removed directory whose removal nobody noted: its worker died in it."""
 
 
 class NodeTable(NodeWays):
@@ -48,8 +50,9 @@ class NodeTable(NodeWays):
         self._next_synthetic = _SYNTHETIC_IDS_FROM
         self.on_dropped: Callable[[int], None] = lambda ino: None
         """Told the inode number of a ``kept`` node that the kernel has forgotten; under the lock, so it must not wait."""
-        self.nowhere: Callable[[], Descriptor] | None = None
-        """Opens an empty directory that was removed: what is left of a predecessor's removed directories."""
+        self.nowhere: Callable[[tuple[int, int, int]], Descriptor] | None = None
+        """Opens an empty directory that was removed, of this mode, owner and group: what is left of a predecessor's removed
+        directories."""
         self._inherited: Inherited | None = None
         """Where nodes of a predecessor are that nobody has asked for yet."""
 
@@ -256,15 +259,22 @@ class NodeTable(NodeWays):
         node.lookups = _LOOKED_UP_FOR_EVER
         node.keyed = not known.gone
         self._by_id[known.id] = node
+        node.emptied = known.emptied
         if not known.gone:
             self._set_key(node)
-        elif node.is_dir and self.nowhere is not None:
-            # The inode went with the predecessor; nothing was in it, and nothing can come into it.
-            with suppress(OSError):
-                nowhere = self._emptied[known.id] = self.nowhere()
-                st = os.fstat(nowhere.fd)
-                node.dev, node.ino = st.st_dev, st.st_ino
+        else:
+            self._stand_in(node)
         return node
+
+    def _stand_in(self, node: Node) -> None:
+        """For a directory that was removed in a predecessor's time: the inode went with it; nothing was in it, and nothing can come
+        into it."""
+        if not node.is_dir or self.nowhere is None:
+            return
+        with suppress(OSError):
+            nowhere = self._emptied[node.id] = self.nowhere(node.emptied or _EMPTIED_BY_SOMEBODY)
+            st = os.fstat(nowhere.fd)
+            node.dev, node.ino = st.st_dev, st.st_ino
 
     def _inherit_names(self, node: Node, known: NodeFacts) -> None:
         if known.name is not None:
@@ -285,10 +295,14 @@ class NodeTable(NodeWays):
 
     def changing(
         self, parent: Node, name: bytes, ino: int, *, to: tuple[Node, bytes] | None = None,
-        replaced: int = 0, exchange: bool = False,
+        replaced: int = 0, exchange: bool = False, goes: tuple[Node, os.stat_result] | None = None,
     ) -> None:  # fmt: skip
-        """Note that a name is about to be renamed (``to``) or removed, before the system call that does it."""
+        """Note that a name is about to be renamed (``to``) or removed, before the system call that does it. ``goes``: what loses its
+        name, where the kernel remembers it."""
         if self.ledger is not None:
+            if goes is not None and stat.S_ISDIR(goes[1].st_mode):
+                st = goes[1]
+                self.ledger.append(ledger.emptied_record(goes[0].id, st.st_mode, st.st_uid, st.st_gid))
             names = Names(parent.id, name, to[0].id, to[1]) if to is not None else Names(parent.id, name)
             self.ledger.append(ledger.changing_record(names, Inodes(ino, replaced, exchange)))
 
@@ -329,6 +343,8 @@ class NodeTable(NodeWays):
                 self._unkey(node)
                 self._directories.pop(node.id, None)
                 self._keep_removed(node, keep, last)
+                if keep is None and node.emptied is not None:
+                    self._stand_in(node)
             self._maybe_drop(node)
 
     def replaced(self, node: Node, st: os.stat_result) -> None:

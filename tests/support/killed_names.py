@@ -159,6 +159,8 @@ class Kernel:
         self.names: dict[str, int] = {"": ROOT_ID}
         """Path → node, positive entries alone."""
         self.files: list[Open] = []
+        self.removed: list[tuple[int, tuple[int, ...]]] = []
+        """Nodes of removed directories that a program has open, with their attributes."""
         self.kills = 0
         self._unique = 0
 
@@ -304,11 +306,14 @@ class Run:
         path = self._some(lambda path: not path.is_symlink() and path.is_dir() and not any(path.iterdir()))
         if path is None:
             return
-        self.kernel.look(path)
+        node = self.kernel.look(path)
         parent, name = self._at(path)
         self._ask(p.RMDIR, parent, name, f"rmdir {path}")
         self.kernel.drop(path)
+        kept = os.open(self.kernel.plain / path, os.O_PATH)
         (self.kernel.plain / path).rmdir()
+        self.kernel.removed.append((node, _facts(os.fstat(kept))))
+        os.close(kept)
 
     def rename(self) -> None:
         old = self._some(lambda path: True)
@@ -387,6 +392,9 @@ class Run:
         for file in kernel.files:
             reply = kernel.ask(p.GETATTR, file.node, p.GETATTR_IN.pack(p.GETATTR_FH, 0, file.handle))
             assert _attr(reply, p.ATTR_HEAD.size) == _facts(os.fstat(file.fd)), f"handle {file.handle}"
+        for node, facts in kernel.removed:
+            reply = kernel.ask(p.GETATTR, node, p.GETATTR_IN.pack(0, 0, 0))
+            assert _attr(reply, p.ATTR_HEAD.size) == facts, f"removed directory {node}"
         listing = sorted(str(path.relative_to(kernel.root)) for path in kernel.root.rglob("*"))
         assert listing == self._paths(lambda path: True)
 
