@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import time
 from typing import Final
 
@@ -112,7 +113,10 @@ class UnseenWriters:
         """A mapping may go on writing to the node; a predecessor's last handle on it is closed."""
         with contextlib.suppress(OSError):
             node = self._state.nodes.get(node_id)
-            asking = self._state.nodes.way(node).open(os.O_RDONLY)
+            if node.kind != stat.S_IFREG:
+                return
+            # Not by its name alone: that may be a pipe's by now, and opening one would wait for ever.
+            asking = self._state.nodes.open(node, os.O_RDONLY)
             self._mapped[node_id] = (node, asking)
             self._state.nodes.remember(node_id)
 
