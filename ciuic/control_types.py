@@ -111,6 +111,8 @@ class RootStatus(_Document):
     driver_why: str = ""
     passthrough: bool = False
     """The kernel carries data to the files by itself."""
+    filtered: bool = False
+    """System calls that the worker has no use for are refused by the kernel (seccomp)."""
     state: MountState = "starting"
     session: str = ""
     epoch: int = 0

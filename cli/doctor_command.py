@@ -82,6 +82,12 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
         if root.driver_why
     }
     yield from _safely("driver", lambda: machine.driver(wanted, release, served))
+    unfiltered = [
+        root.path
+        for root in (status.roots if status is not None else ())
+        if root.driver_why and not root.filtered
+    ]
+    yield from _safely("system calls", lambda: machine.system_calls(unfiltered))
     yield from findings
     yield from _safely("service", lambda: machine.systemd_unit(_systemd(), daemon_answers=status is not None))
     yield from _places(session, config, paths, mountinfo.read(), daemon_answers=status is not None)

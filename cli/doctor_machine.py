@@ -11,7 +11,7 @@ import ctypes
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -99,6 +99,32 @@ def driver(
             yield ok("driver", f"{root}: {driver_name}: {why}")
         else:
             yield _driver_of(root, name, _offer(root, release), release)
+
+
+def system_calls(unfiltered: Iterable[str], offered: Callable[[], str] | None = None) -> Iterator[Finding]:
+    """Whether workers and captures are held to the system calls that they need.
+
+    Args:
+        unfiltered: Roots whose worker says that it is not filtered.
+        offered: Says why this machine cannot filter system calls; empty where it can.
+    """
+    from ciuic import seccomp
+
+    lacking = (offered or seccomp.offered)()
+    if lacking:
+        yield warning(
+            "system calls",
+            f"workers and captures are not filtered: {lacking}",
+            "run a kernel with CONFIG_SECCOMP_FILTER; snapshots do not depend on it",
+        )
+        return
+    for root in unfiltered:
+        yield warning(
+            "system calls",
+            f"the worker of {root} is not filtered although this machine could do it",
+            "the reason follows system_calls_not_filtered in the log: journalctl -u ciuic",
+        )
+    yield ok("system calls", "what workers and captures have no use for is refused by the kernel (seccomp)")
 
 
 def _offer(root: str | None, release: str) -> Offer:

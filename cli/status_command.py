@@ -163,6 +163,10 @@ def _print_roots(status: StatusDocument) -> None:
     for root in status.roots:
         if root.driver_why and not root.passthrough:
             out(f"{shown_text(root.path)}: driver {root.driver}: {shown_text(root.driver_why)}")
+        if root.driver_why and not root.filtered:
+            out(
+                f"{shown_text(root.path)}: system calls of the worker are not filtered; ciuic doctor says why"
+            )
         if root.error:
             out(f"{shown_text(root.path)}: {shown_text(root.error)}", fg="red")
         for process in root.bypassing if root.path not in alerted else ():

@@ -25,6 +25,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from ciuic import seccomp_profiles
 from ciuic.daemon import logs
 from ciuic.daemon.capture_job import (
     EXIT_INTERRUPTED,
@@ -242,11 +243,14 @@ def _be_humble(io_priority: str) -> None:
 
 
 def _be_weak(repository: str) -> None:
-    """Keep the privileges that reading takes, and no others."""
+    """Keep the privileges and the system calls that a capture takes, and no others."""
     try:
         limit_capture(repository)
     except OSError as error:  # a filter of system calls: a snapshot is worth more than this
         _log.warning("privileges_not_dropped", error=str(error))
+    unfiltered = seccomp_profiles.limit_calls(seccomp_profiles.CAPTURE)
+    if unfiltered:
+        _log.warning("system_calls_not_filtered", reason=unfiltered)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -369,6 +369,7 @@ class RootSupervisor:
             "driver",
             "driver_why",
             "passthrough",
+            "filtered",
             "epoch",
             "dirty_bytes",
             "dirty_inodes",

@@ -71,6 +71,7 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
 
 def main() -> int:
     """The process."""
+    from ciuic import seccomp_profiles
     from ciuic.privileges import limit_upkeep
 
     stop = threading.Event()
@@ -84,6 +85,9 @@ def main() -> int:
             Path("/proc/self/oom_score_adj").write_text("500")
         with suppress(OSError):  # a filter of system calls: full disks are worse than this
             limit_upkeep(job.repository)
+        unfiltered = seccomp_profiles.limit_calls(seccomp_profiles.UPKEEP)
+        if unfiltered:
+            sys.stderr.write(f"upkeep: system calls are not filtered: {unfiltered}\n")
 
         def asked_to_stop() -> bool:  # it asks between any two pieces of work
             pace.step()

@@ -47,6 +47,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     driver: str = ""
     driver_why: str = ""
     passthrough: bool = False
+    filtered: bool = False
+    """Whether system calls that a worker has no use for are refused (seccomp_profiles.py)."""
     mounted_ns: int = 0
     abandoned: tuple[Abandoned, ...] = ()
     requests: int = 0

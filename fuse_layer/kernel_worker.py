@@ -210,6 +210,7 @@ class KernelWorker:
         return {
             "driver": "kernel",
             "driver_why": self._place.driver_why,
+            "filtered": self._place.filtered,
             "version": ciuic.__version__,
             "passthrough": self._driver.modes.passthrough,
             "survives": self._ledger is not None and self._ledger.kept,

@@ -106,6 +106,7 @@ class Pyfuse3Worker:
         return {
             "driver": "pyfuse3",
             "driver_why": self._place.driver_why,
+            "filtered": self._place.filtered,
             "passthrough": False,
             "version": ciuic.__version__,
             "mounted_ns": self._mounted_ns,

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from ciuic import privileges
+from ciuic import privileges, seccomp_profiles
 from ciuic.fuse_layer import mounts, syscalls
 from ciuic.fuse_layer.core import OverlayCore
 from ciuic.fuse_layer.driver_choice import Choice, ask_kernel, choose
@@ -90,6 +90,18 @@ def _prepare_process(root: str) -> None:
         privileges.limit_worker()
     except OSError as error:  # a filter of system calls: the job's file system is worth more than this
         log.warning("privileges_not_dropped", error=str(error))
+
+
+def _filter_calls() -> bool:
+    """Refuse system calls that a worker has no use for; return whether that is in force.
+
+    To be called before the first thread, and before anything that a job wrote is looked at. Not earlier: importing trio, which
+    pyfuse3 does, looks for a library by starting ldconfig (ctypes.util.find_library).
+    """
+    unfiltered = seccomp_profiles.limit_calls(seccomp_profiles.WORKER)
+    if unfiltered:
+        log.warning("system_calls_not_filtered", reason=unfiltered)
+    return not unfiltered
 
 
 def _raise_descriptor_limit() -> None:
@@ -163,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.session_fd is not None:
             os.set_inheritable(arguments.session_fd, False)
             place.driver_why = "it goes on with the session of a worker that ended"
+            place.filtered = _filter_calls()
             KernelWorker(place, make_core, session_fd=arguments.session_fd).run()
             log.info("overlay_stopped", root=arguments.root)
             return 0
@@ -172,8 +185,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Imported here: a successor that is waited for needs neither libfuse nor an event loop.
             from ciuic.fuse_layer.pyfuse3_worker import Pyfuse3Worker
 
+            place.filtered = _filter_calls()
             Pyfuse3Worker(make_core(kernel_keeps_times=True), place).run()
         else:
+            place.filtered = _filter_calls()
             depth = choice.offer.stack_depth
             KernelWorker(place, make_core, passthrough=choice.offer.passthrough, stack_depth=depth).run()
     except Exception:

@@ -39,6 +39,8 @@ class Place:
         self.grace_seconds = SIGNAL_GRACE_SECONDS
         self.driver_why = ""
         """Why this driver serves, in words, for whoever asks for the worker's status."""
+        self.filtered = False
+        """Whether system calls that a worker has no use for are refused (seccomp_profiles.py)."""
         self._ready_fd = ready_fd
 
     def announce(self) -> None:

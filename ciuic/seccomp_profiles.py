@@ -1,0 +1,140 @@
+"""System calls that each kind of process may make, and the function that begins to hold it to them.
+
+Guarantees: what a kind needs is listed, all else is refused with EPERM (seccomp.py); a process that cannot be filtered goes
+on without a filter, because a job's file system and its snapshots are worth more. Every list is wider than what was seen
+in the test suites (docs/architecture.md, section 13): a C library may choose another call of the same sort. No list has a call
+that starts a program, makes a process, looks into another process, loads code into the kernel, changes a namespace or
+reaches a network.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ciuic import seccomp
+from ciuic.seccomp import Condition, Profile
+
+_AF_UNIX: Final = 1
+_CLONE_THREAD: Final = 0x00010000
+_PROT_WRITE, _PROT_EXEC = 2, 4
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_FIOCLEX, _FIONCLEX, _FIONBIO, _FIONREAD = 0x5451, 0x5450, 0x5421, 0x541B
+# MS_REMOUNT, MS_BIND, MS_MOVE, MS_UNBINDABLE, MS_PRIVATE, MS_SLAVE, MS_SHARED: what changes existing mounts.
+_MS_EXISTING: Final = 1 << 5 | 1 << 12 | 1 << 13 | 1 << 17 | 1 << 18 | 1 << 19 | 1 << 20
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_MEMORY: Final = _names(
+    "brk mmap munmap mremap mprotect madvise mincore msync membarrier mlock munlock mlock2"
+)
+_THREADS: Final = _names("""
+    clone futex futex_waitv futex_wait futex_wake futex_requeue set_robust_list get_robust_list rseq set_tid_address gettid
+    getpid getppid tgkill exit exit_group sched_yield sched_getaffinity sched_getscheduler sched_getparam
+    sched_get_priority_max sched_get_priority_min sched_getattr getpriority ioprio_get getcpu arch_prctl prctl
+    rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending rt_sigsuspend rt_sigtimedwait sigaltstack restart_syscall pause
+""")
+_TIME: Final = _names("""
+    clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time times
+    timerfd_create timerfd_settime timerfd_gettime
+""")
+_WAITING: Final = _names("""
+    poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2
+    eventfd eventfd2 pipe pipe2
+""")
+_KNOWING: Final = _names("""
+    getuid geteuid getgid getegid getresuid getresgid getgroups getpgrp getpgid getsid capget uname sysinfo getrusage
+    getrlimit prlimit64 getrandom get_mempolicy
+""")
+_DESCRIPTORS: Final = _names("""
+    read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 lseek close close_range dup dup2 dup3 fcntl
+    fstat newfstatat statx
+""")
+_READING: Final = _names("""
+    open openat openat2 stat lstat access faccessat faccessat2 readlink readlinkat statfs fstatfs getdents getdents64
+    getcwd chdir fchdir getxattr lgetxattr fgetxattr getxattrat listxattr llistxattr flistxattr listxattrat
+    name_to_handle_at fadvise64 readahead cachestat file_getattr flock ioctl
+""")
+_WRITING: Final = _names("""
+    creat truncate ftruncate fallocate fsync fdatasync sync_file_range syncfs sendfile splice tee vmsplice copy_file_range
+    mkdir mkdirat rmdir link linkat unlink unlinkat symlink symlinkat rename renameat renameat2
+    chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat umask memfd_create
+""")
+_OWNING: Final = _names("""
+    chown fchown lchown fchownat mknod mknodat setxattr lsetxattr fsetxattr setxattrat removexattr lremovexattr
+    fremovexattr removexattrat file_setattr
+""")
+_ANSWERING: Final = _names("""
+    sendto recvfrom sendmsg recvmsg getsockopt setsockopt getsockname getpeername shutdown
+""")
+_SERVING: Final = _names("socket socketpair bind listen accept accept4 connect") | _ANSWERING
+
+_UNIX_ONLY: Final = (Condition(0, (_AF_UNIX,)),)
+_CONDITIONS: Final = {
+    "clone": (Condition(0, (_CLONE_THREAD,), mask=_CLONE_THREAD),),  # threads, never processes
+    # Memory is writable or executable, never both and never first one and then the other: no code is made at run time.
+    "mmap": (Condition(2, (_PROT_WRITE | _PROT_EXEC,), mask=_PROT_WRITE | _PROT_EXEC, allows=False),),
+    "mprotect": (Condition(2, (_PROT_EXEC,), mask=_PROT_EXEC, allows=False),),
+    "prlimit64": (Condition(0, (0,)),),  # its own limits
+    "socket": _UNIX_ONLY,
+    "socketpair": _UNIX_ONLY,
+    "ioctl": (
+        Condition(1, (_TIOCSTI, _TIOCLINUX), allows=False),
+    ),  # keystrokes for the terminal it was started from
+    "mount": (Condition(3, (0,), mask=_MS_EXISTING),),  # something new; no other name for what is mounted
+}
+# clone3 takes its flags in memory, where no filter sees them; the C library then uses clone. map_shadow_stack and mseal are
+# attempts of a C library to be safer, which it gives up at ENOSYS.
+_ABSENT: Final = _names("clone3 map_shadow_stack mseal")
+_COMMON: Final = _MEMORY | _THREADS | _TIME | _WAITING | _KNOWING | _DESCRIPTORS
+
+WORKER: Final = Profile(
+    "worker",
+    # capset, setfsuid, setfsgid: to create as the caller.
+    _COMMON | _READING | _WRITING | _OWNING | _SERVING
+    | _names("capset setfsuid setfsgid mount umount2"),
+    _CONDITIONS,
+    _ABSENT,
+)  # fmt: skip
+"""Serves one root: every operation on files that a job may ask for, its control socket, mounting and unmounting."""
+
+CAPTURE: Final = Profile(
+    "capture",
+    # sched_setscheduler: codec threads step behind all others. chown: of what it makes in a repository of another user.
+    _COMMON | _READING | _WRITING | _names("sched_setscheduler chown fchown fchownat"),
+    _CONDITIONS,
+    _ABSENT,
+)
+"""Reads backing directories and undo logs, writes the repository."""
+
+UPKEEP: Final = CAPTURE._replace(name="upkeep")
+"""Reads and writes the repository."""
+
+RECEIVER: Final = Profile(
+    "receiver",
+    _COMMON - _names("pipe pipe2 prlimit64 pwrite64 pwritev pwritev2") | _ANSWERING | _names("ioctl"),
+    # On a descriptor of somebody else no request but those that the kernel answers for every descriptor.
+    {**_CONDITIONS, "ioctl": (Condition(1, (_FIOCLEX, _FIONCLEX, _FIONBIO, _FIONREAD)),)},
+    _ABSENT,
+)
+"""Takes messages with descriptors from strangers: it looks at what it was sent, passes it on or closes it, and opens nothing."""
+
+
+def limit_calls(profile: Profile) -> str:
+    """Hold this process to the profile, for good. Call before threads are started, after privileges were given up.
+
+    Returns:
+        Why there is no filter; empty when it is in force. Without one the process is to go on.
+    """
+    try:
+        seccomp.install(profile)
+    except seccomp.Unavailable as error:
+        return str(error)
+    return ""
+
+
+def limit_receiver() -> str:
+    """Hold this process to what a receiver of descriptors needs; import everything before. Returns as `limit_calls`."""
+    return limit_calls(RECEIVER)

@@ -1,0 +1,280 @@
+"""A worker, a capture or an upkeep that was taken over by what it reads: the system calls that it can still make.
+
+Each forbidden call is made with arguments that the kernel would take or answer otherwise, so that EPERM is the filter's answer:
+the processes run as root with all capabilities, less what the profile takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.live import Live, installed, wait_for
+
+from ciuic import seccomp
+from ciuic.daemon.upkeep_process import UpkeepJob
+from ciuic.repository import Repository
+from ciuic.retention import RetentionPolicy
+from ciuic.syscall_numbers import NUMBERS
+
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(bool(seccomp.offered()), reason="this machine filters no system calls"),
+]
+
+_HOLD_LOCK = (
+    "import sys; from pathlib import Path; from ciuic.repository import Repository;"
+    "r = Repository.open(Path(sys.argv[1])); w = r.writer(wait_seconds=30).__enter__(); print('held', flush=True); sys.stdin.read()"
+)
+_FORBIDDEN = [
+    "execve",
+    "execveat",
+    "fork",
+    "ptrace",
+    "process_vm_readv",
+    "bpf",
+    "perf_event_open",
+    "init_module",
+    "finit_module",
+    "kexec_load",
+    "io_uring_setup",
+    "userfaultfd",
+    "keyctl",
+    "add_key",
+    "setns",
+    "unshare",
+    "personality",
+    "swapon",
+    "reboot",
+    "open_by_handle_at",
+    "chroot",
+    "setuid",
+    "setgroups",
+    "pidfd_open",
+    "kill",
+    "acct",
+]
+_CONFINED = """
+import ctypes, errno, json, os, socket, sys, threading
+from ciuic import privileges, seccomp, seccomp_profiles, syscall_numbers
+numbers = json.loads(sys.argv[2])
+libc = ctypes.CDLL(None, use_errno=True)
+def made(number, *arguments):
+    ctypes.set_errno(0)
+    result = libc.syscall(ctypes.c_long(number), *(ctypes.c_long(a) for a in arguments))
+    return errno.errorcode.get(ctypes.get_errno(), "") if result == -1 else result
+def opened(domain):
+    try:
+        socket.socket(domain).close()
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return "opened"
+privileges.keep_only(privileges.permitted())
+why = seccomp_profiles.limit_calls(getattr(seccomp_profiles, sys.argv[1]))
+"""
+
+
+def confined(profile: str, script: str, *arguments: str) -> str:
+    """Run a script in a process that holds itself to a profile; return what it prints."""
+    numbers = {name: NUMBERS[name][0 if seccomp.machine() == "x86_64" else 1] for name in NUMBERS}
+    done = subprocess.run(
+        [sys.executable, "-c", _CONFINED + script, profile, json.dumps(numbers), *arguments],
+        capture_output=True, text=True, check=False, timeout=60, cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def live(short_tmp: Path) -> Iterator[Live]:
+    with Live(short_tmp) as one:
+        yield one
+
+
+@pytest.fixture
+def root(short_tmp: Path) -> Path:
+    path = short_tmp / "root"
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("profile", ["WORKER", "CAPTURE", "UPKEEP", "RECEIVER"])
+def test_a_forbidden_call_is_refused_and_the_process_goes_on(profile: str) -> None:
+    """Programs, processes, other processes, kernel code, namespaces and networks end in EPERM; nothing is killed."""
+    script = f"""
+found = {{name: made(numbers[name], 0, 0, 0, 0, 0, 0) for name in {_FORBIDDEN!r} if numbers[name] is not None}}
+found["inet"], found["netlink"] = opened(socket.AF_INET), opened(socket.AF_NETLINK)
+found["clone of a process"] = made(numbers["clone"], 17, 0, 0, 0, 0)
+found["code"] = made(numbers["mmap"], 0, 4096, 7, 0x22, -1, 0)
+found["newer call"] = made(5000)
+thread = threading.Thread(target=found.setdefault, args=("thread", "ran")); thread.start(); thread.join()
+status = dict(line.split(":", 1) for line in open("/proc/self/status")) if sys.argv[1] != "RECEIVER" else {{"Seccomp": "2"}}
+found["mode"] = status["Seccomp"].strip()
+print(json.dumps([why, found]))
+"""
+    why, found = json.loads(confined(profile, script))
+    assert why == ""
+    assert (found.pop("newer call"), found.pop("thread"), found.pop("mode")) == ("ENOSYS", "ran", "2")
+    assert len(found) > 20
+    assert set(found.values()) == {"EPERM"}, found
+
+
+def test_a_receiver_takes_messages_and_opens_nothing() -> None:
+    """It receives descriptors, looks at them, sends them on and closes them; files, sockets and terminals are out of reach."""
+    script = """
+ours, theirs = left
+socket.send_fds(ours, [b"hello"], [0, 1])
+data, fds, _, _ = socket.recv_fds(theirs, 100, 10)
+kinds = [os.fstat(fd).st_mode for fd in fds]
+os.set_inheritable(fds[0], False); os.set_blocking(fds[1], True)
+socket.send_fds(theirs, [data], fds)
+for fd in fds: os.close(fd)
+import select
+assert select.select([ours], [], [], 5)[0] == [ours]
+assert ours.recv(100) == b"hello"
+theirs.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+def refused(what):
+    try:
+        what()
+    except PermissionError:
+        return True
+assert refused(lambda: os.open("/etc/passwd", os.O_RDONLY))
+assert refused(lambda: os.open("/", os.O_PATH))
+assert refused(lambda: socket.socket(socket.AF_UNIX))
+assert refused(lambda: os.unlink("/nothing"))
+assert refused(lambda: os.kill(os.getpid(), 0))
+print("done", len(kinds))
+"""
+    script = script.replace("ours, theirs = left", "")
+    head = "ours, theirs = socket.socketpair()\n"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os, socket, sys\nfrom ciuic import privileges\nfrom ciuic.seccomp_profiles import limit_receiver\n"
+            f"{head}privileges.keep_only(())\nassert limit_receiver() == ''\n{script}",
+        ],
+        capture_output=True, text=True, check=False, timeout=60, cwd="/",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.strip()) == (0, "done 2"), done.stderr
+
+
+def _seccomp(pid: int) -> str:
+    lines = (line.partition(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return next(value.strip() for key, _, value in lines if key == "Seccomp")
+
+
+def _pids(live: Live, module: str) -> list[int]:
+    return [pid for pid, command in live.processes().items() if f"-m {module} " in f"{command} "]
+
+
+@contextmanager
+def _lock_held(live: Live) -> Iterator[None]:
+    """Inside, nobody else writes to the repository: a capture or an upkeep waits, filtered already."""
+    holder = subprocess.Popen(
+        [str(installed("python")), "-c", _HOLD_LOCK, str(live.repository)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        yield
+    finally:
+        holder.communicate(timeout=30)
+
+
+@pytest.mark.parametrize("driver", ["kernel", "pyfuse3"])
+def test_living_workers_and_captures_are_filtered(live: Live, root: Path, driver: str) -> None:
+    """The worker of either driver and a capture at work are in filter mode, status says so, and the snapshot is made."""
+    pytest.importorskip("pyfuse3") if driver == "pyfuse3" else None
+    live.config.write_text(f'{live.config.read_text()}\n[[root]]\npath = "{root}"\ndriver = "{driver}"\n')
+    live.start(root)
+    wait_for("the first snapshot", live.list, 60)
+    (root / "file").write_text("x")
+    with _lock_held(live):
+        snapshot = live.run("snapshot").stdout.decode().split()[0]
+        wait_for("the capture", lambda: _pids(live, "ciuic.daemon.capture"), 30)
+        (capture,) = _pids(live, "ciuic.daemon.capture")
+        wait_for("the filter of the capture", lambda: _seccomp(capture) == "2", 30)
+        (worker,) = _pids(live, "ciuic.fuse_layer.worker")
+        assert _seccomp(worker) == "2"
+    wait_for("the snapshot", lambda: snapshot in [listed.id for listed in live.list()], 60)
+    status = live.status()
+    assert status is not None
+    assert [(one["driver"], one["filtered"]) for one in status["roots"]] == [(driver, True)]
+    assert "system_calls_not_filtered" not in live.daemon_log.read_text()
+
+
+def test_a_living_upkeep_is_filtered(live: Live) -> None:
+    """The process that removes snapshots is in filter mode when it begins to wait for the repository, and does its work."""
+    Repository.create(live.repository).close()
+    job = UpkeepJob(repository=str(live.repository), policy=RetentionPolicy())
+    import msgspec
+
+    with _lock_held(live):
+        upkeep = subprocess.Popen(
+            [sys.executable, "-m", "ciuic.daemon.upkeep_process"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/",
+        )  # fmt: skip
+        assert upkeep.stdin is not None
+        upkeep.stdin.write(msgspec.json.encode(job))
+        upkeep.stdin.close()
+        upkeep.stdin = None
+        wait_for("the filter of upkeep", lambda: _seccomp(upkeep.pid) == "2", 30)
+    out, err = upkeep.communicate(timeout=60)
+    assert (upkeep.returncode, err) == (0, b"")
+    assert json.loads(out)["removed"] == []
+
+
+def test_without_filters_everything_goes_on_and_says_so(live: Live, root: Path) -> None:
+    """Where seccomp(2) itself is refused, as in some containers, roots are served and captured; log, status and doctor tell."""
+    live.config.write_text(f'{live.config.read_text()}\n[[root]]\npath = "{root}"\n')
+    number = NUMBERS["seccomp"][0 if seccomp.machine() == "x86_64" else 1]
+    refusing = live.top / "refusing"
+    refusing.write_text(
+        f"#!{installed('python')}\n"
+        "import os, sys\n"
+        "from ciuic import privileges, seccomp\n"
+        "from ciuic.syscall_numbers import NUMBERS\n"
+        f"profile = seccomp.Profile('no seccomp', frozenset(NUMBERS) - {{'seccomp'}})\n"
+        "privileges.keep_only(privileges.permitted())\n"
+        "seccomp.install(profile)\n"
+        f"os.execv({str(installed())!r}, ['ciuic', *sys.argv[1:]])\n"
+    )
+    refusing.chmod(0o755)
+    assert number is not None
+    with open(live.daemon_log, "ab") as log:
+        live.daemon = subprocess.Popen(
+            [str(refusing), "daemon"], env=live.env, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+    live.wait_mounted(root)
+    wait_for("the first snapshot", live.list, 60)
+    (root / "file").write_text("served")
+    live.snapshot()
+    assert "system_calls_not_filtered" in live.daemon_log.read_text()
+    status = live.status()
+    assert status is not None
+    assert [one["filtered"] for one in status["roots"]] == [False]
+    assert "not filtered" in live.run("status").stdout.decode()
+    findings = live.json("doctor", expect=None)["findings"]
+    assert any(one["check"] == "system calls" and one["level"] == "warning" for one in findings)
+
+
+def test_what_the_filter_refuses_is_logged() -> None:
+    """The kernel's log names process and call, so that a profile that is too narrow shows."""
+    pid = confined("CAPTURE", "made(numbers['ptrace'], 0, 0, 0, 0); print(os.getpid())")
+    try:
+        log = subprocess.run(["dmesg"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("the kernel's log cannot be read here")
+    if "type=1326" not in log:
+        pytest.skip("this kernel keeps no audit records (no CONFIG_AUDIT, or an audit daemon takes them)")
+    number = NUMBERS["ptrace"][0 if os.uname().machine == "x86_64" else 1]
+    assert any(f"pid={pid} " in line and f"syscall={number} " in line for line in log.splitlines())
