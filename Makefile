@@ -6,6 +6,7 @@
 SHELL := /bin/sh
 VENV  := .venv
 PY    := $(VENV)/bin/python
+LOCKED := $(PY) -m pip install -qq --require-hashes --no-deps
 # A test that hangs on a mount cannot be interrupted from Python: pytest-timeout ends the whole run, with all stacks.
 PYTEST := $(PY) -m pytest --timeout=300 --timeout-method=thread
 
@@ -19,11 +20,13 @@ BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/t
 CACHED := tests/conformance tests/property/test_mount_exact.py \
 	tests/e2e/test_survival.py::test_a_job_does_not_notice_that_its_worker_is_killed
 
-.PHONY: help rescue test check unit torture bench bench-store bench-store-memory bench-polite bench-saves bench-sizes setup setup-test preflight clean
+.PHONY: help rescue test check lock sbom unit torture bench bench-store bench-store-memory bench-polite bench-saves bench-sizes setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
-	@echo "make check    formatting, lint, types, layers (no root needed)"
+	@echo "make check    formatting, lint, types, layers, known weaknesses of dependencies (no root needed)"
+	@echo "make lock     newest versions of all dependencies into requirements/ (CONTRIBUTING.md)"
+	@echo "make sbom     list of the components of a release, CycloneDX, in dist/"
 	@echo "make torture  tries to break every promise for SECONDS=600 with SEED=… DRIVER=kernel (or pyfuse3, kernel-cached) and prints one table of figures"
 	@echo "make bench    measures ciuic next to the plain directory; a table and a plot in benchmarks/results (docs/benchmarks.md)"
 	@echo "make bench-store  measures snapshots next to restic, borg and cp (docs/benchmarks.md)"
@@ -53,6 +56,17 @@ check:
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	@$(PY) .ci/audit.py
+
+lock:
+	@.ci/setup test
+	@.ci/lock $(ARGS)
+
+sbom:
+	@.ci/setup test
+	@mkdir -p dist
+	$(VENV)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
+		--of JSON -o dist/ciuic.cdx.json requirements/run.txt
 
 SECONDS ?= 600
 DRIVER ?= kernel
@@ -62,12 +76,12 @@ torture: preflight-torture
 
 bench: preflight-bench
 	@.ci/setup test
-	@$(VENV)/bin/python -c 'import matplotlib' 2>/dev/null || $(PY) -m pip install -qq --group bench
+	@$(VENV)/bin/python -c 'import matplotlib' 2>/dev/null || $(LOCKED) -r requirements/bench.txt
 	@PYTHONPATH=tests $(PY) -m benchmarks $(ARGS)
 
 bench-store: preflight-bench-store
 	@.ci/setup test
-	@$(VENV)/bin/python -c 'import matplotlib' 2>/dev/null || $(PY) -m pip install -qq --group bench
+	@$(VENV)/bin/python -c 'import matplotlib' 2>/dev/null || $(LOCKED) -r requirements/bench.txt
 	@PYTHONPATH=tests $(PY) -m benchmarks.store $(ARGS)
 
 bench-store-memory:
