@@ -11,15 +11,20 @@ from ciuic.cli.session import current
 
 
 @click.command("daemon", cls=FrameCommand)
-def command() -> int:
+@click.option(
+    "--workers", is_flag=True, help="Only fork overlay workers, for ciuic.service (ciuic-workers.service)."
+)
+def command(workers: bool) -> int:
     """Run the service in the foreground, for systemd or a container.
 
     It mounts the protected roots, takes snapshots on schedule, applies retention and answers on the control socket,
     until SIGTERM or ^C; then it unmounts and leaves nothing behind.
     """
     from ciuic.config import Config, load_config
-    from ciuic.daemon import run
+    from ciuic.daemon import run, run_workers
 
+    if workers:
+        run_workers()
     session = current()
     config = session.config
 

@@ -19,7 +19,14 @@ from typing import Any, Final
 from ciuic.child_process import find_program, program_environment
 from ciuic.errors import CiuicError, NotPermitted
 
-UNITS: Final = ("ciuic.service", "ciuic-capture.slice", "ciuic-scrub.service", "ciuic-scrub.timer")
+UNITS: Final = (
+    "ciuic.service",
+    "ciuic-workers.service",
+    "ciuic-workers.socket",
+    "ciuic-capture.slice",
+    "ciuic-scrub.service",
+    "ciuic-scrub.timer",
+)
 _ENABLED: Final = ("ciuic.service", "ciuic-scrub.timer")
 _DROP_INS: Final = ("ciuic.service.d/config.conf", "ciuic-scrub.service.d/config.conf")
 
@@ -70,6 +77,10 @@ class Systemd:
         if not present:
             return []
         self.call("disable", "--now", *(name for name in _ENABLED if self.unit_dir / name in present))
+        if (
+            self.unit_dir / "ciuic-workers.socket" in present
+        ):  # started by ciuic.service, and left by it to the next start
+            self.call("stop", "ciuic-workers.socket")
         for path in present:
             self._unlink(path)
         for name in _DROP_INS:

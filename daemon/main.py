@@ -22,6 +22,8 @@ from ciuic.errors import CiuicError, NotPermitted
 
 _OOM_SCORE_ADJ = "-500"
 """Better anybody else than us, but rather we than a worker, which the job would miss at once."""
+WORKER_SERVICE = "CIUIC_WORKER_SERVICE"
+"""Environment variable that ciuic.service sets: path of the socket of ciuic-workers.service."""
 log = structlog.get_logger(__name__)
 
 
@@ -48,6 +50,7 @@ def run_daemon(config: Config, *, reload: Callable[[], Config] | None = None) ->
             now_ns=time.time_ns,
             stored_fds=stored_fds,
             command_prefix=slice_prefix(os.environ),
+            worker_service=os.environ.get(WORKER_SERVICE, ""),
         )
         trio.run(daemon.main, strict_exception_groups=True)
     except BaseExceptionGroup as group:

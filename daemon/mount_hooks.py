@@ -48,6 +48,8 @@ class RealMounts:
         self._options = options
         self._own_pids = own_pids
         self._spare = spare
+        self._service = spare if spare is not None and spare.service else None
+        """Where every worker comes from, not successors alone."""
         self._kept = kept
 
     async def establish(self, settings: RootSettings) -> Worker:
@@ -55,12 +57,12 @@ class RealMounts:
         left = self._kept.take(settings.path) if self._kept is not None else None
         adopted = None
         if left is not None:
-            adopted = await _go_on(options, *left)
+            adopted = await _go_on(options, *left, spare=self._service)
         if adopted is None:
             adopted = await trio.to_thread.run_sync(recover_root, settings.path, options.socket)
         if adopted is None:
             backing_fd = await trio.to_thread.run_sync(open_root, settings.path, abandon_on_cancel=True)
-            adopted = await start_worker(options, backing_fd)
+            adopted = await start_worker(options, backing_fd, spare=self._service)
         self._prepared_for_its_death(adopted, settings.path)
         return adopted
 
@@ -98,13 +100,15 @@ class RealMounts:
         return await trio.to_thread.run_sync(work)
 
 
-async def _go_on(options: WorkerOptions, session_fd: int, backing_fd: int) -> Worker | None:
+async def _go_on(
+    options: WorkerOptions, session_fd: int, backing_fd: int, *, spare: SpareProcess | None
+) -> Worker | None:
     """Goes on with a session whose worker died while no daemon ran. None where there is nothing to go on with; closes both
     descriptors."""
     try:
         orphaned = await trio.to_thread.run_sync(is_orphaned, options.root, options.socket)
         if orphaned:
-            return await start_worker(options, os.dup(backing_fd), session_fd)
+            return await start_worker(options, os.dup(backing_fd), session_fd, spare=spare)
     except (CiuicError, OSError) as error:
         log.error("session_not_taken_over", root=options.root, error=str(error))
     finally:

@@ -44,6 +44,7 @@ class Roots:
         snapshots: Snapshots,
         hooks: MountHooks | None = None,
         sessions: SessionStore | None = None,
+        worker_service: str = "",
     ) -> None:
         self.supervisors: dict[str, RootSupervisor] = {}
         self.nursery: trio.Nursery | None = None
@@ -55,7 +56,7 @@ class Roots:
         self._alerts = alerts
         self._events = events
         self._snapshots = snapshots
-        self._spare = SpareProcess(runtime.path, environment())
+        self._spare = SpareProcess(runtime.path, environment(), service=worker_service)
         self._hooks = hooks or RealMounts(self._options, self._own_pids, spare=self._spare, kept=sessions)
 
     def start(self, root: RootSettings, nursery: trio.Nursery) -> RootSupervisor:

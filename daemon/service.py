@@ -71,7 +71,9 @@ class Daemon:
         now_ns: Callable[[], int],
         stored_fds: dict[str, int] | None = None,
         command_prefix: Sequence[str] = (),
+        worker_service: str = "",
     ) -> None:
+        """``command_prefix``: see slices.py; ``worker_service``: see fuse_layer/standby_service.py."""
         raise_for([*check_overlaps(config.roots), *_check_repository(config)])
         self._load = load
         self._notifier = notifier
@@ -108,6 +110,7 @@ class Daemon:
             events=self.events,
             snapshots=self.snapshots,
             sessions=self.sessions,
+            worker_service=worker_service,
         )
         self.upkeep = Upkeep(
             lambda: self.settings,

@@ -15,18 +15,20 @@ import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import structlog
 import trio
 
 import ciuic
 from ciuic.child_process import environment, module_command
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, UsageError
 from ciuic.fuse_layer.control_client import ControlClient, WorkerRefused, WorkerUnreachable
 from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, connect
-from ciuic.fuse_layer.standby import FIRST_PASSED_FD, ForkedProcess, SpareProcess
+from ciuic.fuse_layer.standby import FIRST_PASSED_FD, WORKER, ForkedProcess, SpareProcess
 
+LISTEN_VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+"""How systemd tells a process of its sockets (sd_listen_fds(3))."""
 READY_TIMEOUT_SECONDS = 30.0
 CONTROL_TIMEOUT_SECONDS = 30.0
 EXPENDABLE_OOM_SCORE_ADJ = "500"
@@ -217,6 +219,13 @@ def _become_worker(
         child = spare.become(arguments, fds)
         if child is not None:
             return child
+        if (
+            spare.service
+        ):  # started by us it would lack capabilities: files that it makes would belong to root
+            raise WorkerDied(
+                f"{spare.service} does not answer, so there is no process that could become the overlay worker of {options.root}",
+                hint="systemctl status ciuic-workers.socket ciuic-workers.service",
+            )
     # trio's own process type cannot outlive its parent quietly.
     return subprocess.Popen(
         module_command("ciuic.fuse_layer.worker", *_arguments(options, *fds)),
@@ -227,6 +236,19 @@ def _become_worker(
         cwd=str(options.socket.parent),  # never below a root, which a worker must not touch by name
         env=environment(),
     )
+
+
+def exec_standby() -> NoReturn:
+    """Replace this process by one that forks workers for a daemon that asks on the socket passed by systemd."""
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        raise UsageError(
+            "expected a listening socket from systemd (LISTEN_PID), got none",
+            hint="systemctl start ciuic-workers.socket; `ciuic daemon` alone needs no such process",
+        )
+    os.chdir("/")
+    command = module_command("ciuic.fuse_layer.standby", WORKER)
+    listening = {name: os.environ[name] for name in LISTEN_VARIABLES if name in os.environ}
+    os.execve(command[0], command, {**environment(), **listening})
 
 
 class _Answers(NamedTuple):

@@ -42,7 +42,7 @@ _MAX_FDS: Final = 250
 _ANSWER_SECONDS: Final = 10.0
 """So long it may take to import everything, on a busy host."""
 _POLL_SECONDS: Final = 0.005
-_UNKNOWN_STATUS: Final = 255
+UNKNOWN_STATUS: Final = 255
 WORKER: Final = "ciuic.fuse_layer.worker"
 log = structlog.get_logger(__name__)
 
@@ -90,8 +90,12 @@ class SpareProcess:
         *,
         prefix: Sequence[str] = (),
         oom_score_adj: str = "",
+        service: str = "",
     ) -> None:
-        """``prefix`` goes before the command, as slices.py has it; ``oom_score_adj`` is what it and its children start with."""
+        """``prefix`` goes before the command, as slices.py has it; ``oom_score_adj`` is what it and its children start with.
+        ``service``: path of the socket of standby_service.py, which systemd starts; no process is started here then.
+        """
+        self.service = service
         self._command = [*prefix, *module_command("ciuic.fuse_layer.standby", module)]
         self._oom_score_adj = oom_score_adj
         self._cwd = cwd
@@ -103,7 +107,12 @@ class SpareProcess:
     def prepare(self) -> None:
         """Start it, unless there is one. Without memory or processes to spare there is none: no error."""
         with self._lock:
-            if self._socket is not None and self._child is not None and self._child.poll() is None:
+            if self._socket is not None and (
+                self.service or (self._child is not None and self._child.poll() is None)
+            ):
+                return
+            if self.service:
+                self._connect()
                 return
             self._let_go()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -128,6 +137,8 @@ class SpareProcess:
     def become(self, arguments: Sequence[str], fds: Sequence[int]) -> ForkedProcess | None:
         """A process with these arguments, in which descriptor number ``fds[i]`` is FIRST_PASSED_FD + i. None when there is
         nobody who could fork it. Waits for one that is still starting."""
+        if self.service:
+            self.prepare()
         pid = self._ask(list(arguments), fds) if len(fds) <= _MAX_FDS else 0
         if not pid:
             return None
@@ -141,7 +152,7 @@ class SpareProcess:
         deadline = time.monotonic() + _ANSWER_SECONDS
         while (status := self._ask(pid)) is None and self._socket is not None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)  # its end is seen a moment before its parent may collect it
-        return _UNKNOWN_STATUS if status is None else status
+        return UNKNOWN_STATUS if status is None else status
 
     def _ask(self, what: list[str] | int, fds: Sequence[int] = ()) -> int | None:
         with self._lock:
@@ -165,6 +176,17 @@ class SpareProcess:
         with self._lock:
             self._let_go()
 
+    def _connect(self) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(_ANSWER_SECONDS)
+        try:
+            connection.connect(self.service)
+        except OSError as error:
+            connection.close()
+            log.warning("no_spare_process", service=self.service, error=str(error))
+            return
+        self._socket = connection
+
     def _weigh(self, pid: int) -> None:
         if self._oom_score_adj:
             with suppress(OSError):  # it has ended, or /proc is not what it should be
@@ -187,9 +209,16 @@ def main(module: str) -> int:
     """Fork processes until nobody asks any more; in one of them, its exit status."""
     # Imported here, so that whoever only starts this does not import a worker.
     program = importlib.import_module(module)
+    from ciuic.fuse_layer import standby_service
+
     gc.collect()
     gc.freeze()  # what all of them share is not written to by their collectors
-    arguments = _serve()
+    if standby_service.is_activated():
+        child = standby_service.Forker(standby_service.activated_listener()).serve()
+        _settle(child.fds)
+        arguments: list[str] | None = child.arguments
+    else:
+        arguments = _serve()
     if arguments is None:
         return 0
     status: int = program.main(arguments)
@@ -200,25 +229,35 @@ def _serve() -> list[str] | None:
     """None at the end; returns in each process that is forked as well, with its arguments."""
     with socket.socket(fileno=os.dup(0)) as come:
         while True:
-            message, fds, _, _ = socket.recv_fds(come, _MESSAGE_BYTES, _MAX_FDS)
-            if not message:
+            asked, fds = receive(come)
+            if asked is None:
                 return None
-            asked = json.loads(message)
             answer: int | None
             if isinstance(asked, int):
-                answer = _status(asked)
+                answer = collect(asked)
             else:
-                answer = _forked()
+                answer = fork()
                 if answer is None:
                     break
                 for fd in fds:  # of a session: it would not end while we held it
                     os.close(fd)
-            come.send(json.dumps(answer).encode())
+            reply(come, answer)
     _settle(fds)
     return list(asked)
 
 
-def _forked() -> int | None:
+def receive(connection: socket.socket) -> tuple[list[str] | int | None, list[int]]:
+    """A request and its descriptors; None at the end of the connection."""
+    message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, _MAX_FDS)
+    return (json.loads(message) if message else None), fds
+
+
+def reply(connection: socket.socket, answer: int | None) -> None:
+    """Answer a request."""
+    connection.send(json.dumps(answer).encode())
+
+
+def fork() -> int | None:
     """The new process's number, 0 where there can be none; None in the new one."""
     try:
         return os.fork() or None
@@ -227,12 +266,12 @@ def _forked() -> int | None:
         return 0
 
 
-def _status(pid: int) -> int | None:
-    """Of a child."""
+def collect(pid: int) -> int | None:
+    """Exit status of a child as of Popen; None while it lives."""
     try:
         found, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
-        return _UNKNOWN_STATUS
+        return UNKNOWN_STATUS
     return os.waitstatus_to_exitcode(status) if found else None
 
 

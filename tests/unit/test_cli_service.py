@@ -70,9 +70,13 @@ def test_configuration_named_at_install_is_kept(system: Systemd) -> None:
 def test_uninstall_removes_what_install_wrote(system: Systemd) -> None:
     """After uninstall nothing of ours is left, and a second uninstall finds nothing to do."""
     system.install(PROGRAM, config=Path("/etc/x.toml"), start=True)
-    assert len(system.uninstall()) == 6
+    assert len(system.uninstall()) == len(UNITS) + 2
     assert list(system.unit_dir.iterdir()) == []
-    assert calls(system)[-2:] == ["disable --now ciuic.service ciuic-scrub.timer", "daemon-reload"]
+    assert calls(system)[-3:] == [
+        "disable --now ciuic.service ciuic-scrub.timer",
+        "stop ciuic-workers.socket",
+        "daemon-reload",
+    ]
     assert system.uninstall() == []
 
 

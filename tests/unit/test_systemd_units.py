@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,10 +11,11 @@ import pytest
 from support.ci import needs
 
 from ciuic.cli.systemd import UNITS, for_program, unit_text
+from ciuic.daemon.main import WORKER_SERVICE
+from ciuic.privileges import CAPTURE, OVERLAY_WORKER, UPKEEP
 
 MOUNT_NAMESPACE_OPTIONS = [
     "PrivateTmp",
-    "PrivateMounts",
     "PrivateDevices",
     "ProtectSystem",
     "ProtectHome",
@@ -22,7 +24,7 @@ MOUNT_NAMESPACE_OPTIONS = [
     "ProtectKernelLogs",
     "ProtectControlGroups",
     "ProtectProc",
-    "ProtectClock",
+    "PrivateIPC",
     "ProtectHostname",
     "ReadOnlyPaths",
     "ReadWritePaths",
@@ -60,41 +62,66 @@ def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
     assert (result.returncode, said) == (0, [])
 
 
-def test_systemd_rates_the_service_no_worse_than_it_can_be(tmp_path: Path) -> None:
-    """The exposure level of systemd-analyze stays below 6 of 10: what is left is what mounting for others takes."""
+@pytest.mark.parametrize(
+    ("unit", "tenths"), [("ciuic.service", 40), ("ciuic-workers.service", 50), ("ciuic-scrub.service", 20)]
+)
+def test_systemd_rates_the_units_no_worse_than_they_can_be(tmp_path: Path, unit: str, tenths: int) -> None:
+    """The exposure level of systemd-analyze, of 10: what is left is what looking at, and mounting for, others takes."""
     analyze = shutil.which("systemd-analyze")
     needs("" if analyze else "systemd-analyze is not installed")
     assert analyze is not None
-    unit = tmp_path / "ciuic.service"
-    unit.write_text(for_program(unit_text("ciuic.service"), Path("/bin/true")))
+    path = tmp_path / unit
+    path.write_text(for_program(unit_text(unit), Path("/bin/true")))
     done = subprocess.run(
-        [analyze, "security", "--no-pager", "--offline=true", "--threshold=60", str(unit)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [analyze, "security", "--no-pager", "--offline=true", f"--threshold={tenths}", str(path)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if "unrecognized option" in done.stderr:
         pytest.skip("this systemd-analyze rates no files")
     assert done.returncode == 0, done.stdout[-300:] + done.stderr
+    level = re.search(r"exposure level for \S+: ([0-9.]+)", done.stdout)
+    assert level is not None
+    assert float(level[1]) * 10 < tenths
 
 
-def test_the_service_gets_no_mount_namespace_of_its_own() -> None:
-    """Any of these options would mount the overlays where no job sees them."""
-    used = {key for key, _ in settings("ciuic.service")}
+@pytest.mark.parametrize("unit", ["ciuic.service", "ciuic-workers.service"])
+def test_the_service_gets_no_mount_namespace_of_its_own(unit: str) -> None:
+    """Any of these options would mount the overlays where no job sees them, or hide from the daemon what jobs see."""
+    used = {key for key, _ in settings(unit)}
     assert used.isdisjoint(MOUNT_NAMESPACE_OPTIONS)
+    assert (
+        dict(settings(unit))["PrivateMounts"] == "no"
+    )  # which PrivateNetwork= would imply from systemd 255 on
 
 
 def test_a_crash_of_the_daemon_leaves_the_workers_alone() -> None:
     """Only the main process is signalled, an out-of-memory kill stops nothing else, and sockets outlive a restart."""
-    values = dict(settings("ciuic.service"))
-    assert values["KillMode"] == "process"
-    assert values["OOMPolicy"] == "continue"
-    assert values["RuntimeDirectoryPreserve"] == "restart"
+    for unit in ("ciuic.service", "ciuic-workers.service"):
+        values = dict(settings(unit))
+        assert values["KillMode"] == "process"
+        assert values["OOMPolicy"] == "continue"
+    assert dict(settings("ciuic.service"))["RuntimeDirectoryPreserve"] == "restart"
+
+
+def test_the_daemon_asks_for_workers_where_the_socket_is() -> None:
+    """One path in three places; root alone may ask; what workers need is in their unit and not in the daemon's."""
+    service, socket = dict(settings("ciuic.service")), dict(settings("ciuic-workers.socket"))
+    assert service["Environment"] == f"{WORKER_SERVICE}={socket['ListenSequentialPacket']}"
+    assert service["Requires"] == "ciuic-workers.socket"
+    assert socket["SocketMode"] == "0600"
+    given = {
+        unit: {
+            word for key, value in settings(unit) if key == "CapabilityBoundingSet" for word in value.split()
+        }
+        for unit in ("ciuic.service", "ciuic-workers.service")
+    }
+    assert {f"CAP_{one.name}" for one in OVERLAY_WORKER} <= given["ciuic-workers.service"]
+    assert {f"CAP_{one.name}" for one in CAPTURE | UPKEEP} <= given["ciuic.service"]
 
 
 def test_the_workers_are_not_throttled_and_captures_are() -> None:
     """The data path has an ordinary share; the slice of captures the least one."""
-    service, capture = dict(settings("ciuic.service")), dict(settings("ciuic-capture.slice"))
+    service, capture = dict(settings("ciuic-workers.service")), dict(settings("ciuic-capture.slice"))
     assert service["IOSchedulingClass"] != "idle"
     assert int(service["CPUWeight"]) >= 100
     assert (capture["CPUWeight"], capture["IOWeight"]) == ("1", "1")

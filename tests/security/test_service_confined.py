@@ -1,0 +1,195 @@
+"""The units as systemd runs them: a daemon that was taken over has little, and no job loses anything by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ci import needs
+from support.live import installed, wait_for
+from support.real_systemd import RealSystemd, reason_against
+
+from ciuic.privileges import OVERLAY_WORKER, Capability, permitted
+
+pytestmark = [pytest.mark.mount, pytest.mark.slow]
+CODE = Path(__file__).parents[2]
+_DAEMON = {
+    Capability[name]
+    for name in ("SYS_ADMIN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "SYS_PTRACE", "CHOWN")
+}
+_CONFIG = """
+[repository]
+path = "/srv/repository"
+[[root]]
+path = "/srv/root"
+"""
+_JOB = """
+import ctypes, os, stat, sys
+os.chdir("/srv/root"); os.chmod(".", 0o777)
+def job():
+    os.setgroups([]); os.setresgid(1234, 1234, 1234); os.setresuid(1234, 1234, 1234)
+    os.umask(0o022)
+    open("his", "w").write("his")
+    os.mkdir("folder"); os.mkfifo("folder/fifo"); os.symlink("his", "folder/link")
+    os.chmod("his", 0o4755)
+pid = os.fork()
+if pid == 0:
+    job(); os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+facts = os.stat("his")
+assert (facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode)) == (1234, 1234, 0o4755), facts
+os.mknod("device", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+assert stat.S_ISCHR(os.stat("device").st_mode)
+open("program", "w").write("x"); os.chmod("program", 0o6755); os.chown("program", 4321, 4321); os.chmod("program", 0o6755)
+assert stat.S_IMODE(os.stat("program").st_mode) == 0o6755
+os.setxattr("program", "trusted.mine", b"1")
+os.setxattr("program", "security.capability", bytes.fromhex("0100000200040000" + "00" * 12))
+print("done")
+"""
+_HOLDER = """
+import os, sys
+file = open("/srv/root/held", "w+b", buffering=0)
+print("open", flush=True)
+for line in sys.stdin:
+    file.write(line.encode()); file.seek(0); print(len(file.read()), flush=True); file.seek(0, 2)
+"""
+
+
+class Host:
+    """A systemd with ciuic installed as a service."""
+
+    def __init__(self, systemd: RealSystemd) -> None:
+        self.systemd = systemd
+
+    def __call__(self, *command: str, expect: int | None = 0) -> str:
+        done = self.systemd.run(list(command))
+        if expect is not None and done.returncode != expect:
+            journal = self.systemd.log.read_text(errors="replace")[-4000:]
+            raise AssertionError(
+                f"{command} ended with {done.returncode}\n{done.stdout}{done.stderr}\n{journal}"
+            )
+        return str(done.stdout)
+
+    def ciuic(self, *arguments: str, expect: int | None = 0) -> str:
+        return self("env", "CIUIC_CONFIG=/etc/mine.toml", str(installed()), *arguments, expect=expect)
+
+    def root(self) -> dict[str, Any]:
+        status = json.loads(self.ciuic("status", "--json", expect=None) or "{}")
+        return dict((status.get("roots") or [{}])[0])
+
+    def mounted(self) -> dict[str, Any]:
+        return wait_for("the mount", lambda: (root := self.root()).get("state") == "mounted" and root, 60)  # type: ignore[no-any-return]
+
+    def process(self, unit: str) -> dict[str, str]:
+        """/proc/PID/status of a unit's main process."""
+        pid = self("systemctl", "show", "--value", "--property=MainPID", unit).strip()
+        return self.status(pid)
+
+    def status(self, pid: str) -> dict[str, str]:
+        lines = (line.partition(":") for line in self("cat", f"/proc/{pid}/status").splitlines())
+        return {key: value.strip() for key, _, value in lines}
+
+
+@pytest.fixture
+def host(short_tmp: Path) -> Iterator[Host]:
+    needs(reason_against())
+    with RealSystemd(short_tmp, [CODE]) as systemd:
+        one = Host(systemd)
+        one("mount", "-t", "tmpfs", "tmpfs", "/srv")
+        one("mkdir", "/srv/root", "/srv/work")
+        one("sh", "-c", f"printf '%s' '{_CONFIG}' > /etc/mine.toml")
+        one.ciuic("--config", "/etc/mine.toml", "service", "install")
+        one.mounted()
+        yield one
+
+
+def _mask(capabilities: set[Capability]) -> int:
+    return sum(1 << number for number in capabilities)
+
+
+@pytest.mark.skipif(not permitted() >= OVERLAY_WORKER, reason="this machine grants fewer capabilities")
+def test_the_service_does_everything_with_less(host: Host) -> None:
+    """Users, devices, set-id programs, attributes, snapshots, a worker's death and a restart are as without the hardening."""
+    root = host.mounted()
+    assert root["filtered"] is True
+
+    daemon, workers = host.process("ciuic.service"), host.process("ciuic-workers.service")
+    assert int(daemon["CapBnd"], 16) == _mask(_DAEMON)
+    assert int(workers["CapBnd"], 16) & _mask(set(OVERLAY_WORKER)) == _mask(set(OVERLAY_WORKER))
+    assert (daemon["Seccomp"], daemon["NoNewPrivs"]) == ("2", "1")
+    worker = str(root["worker_pid"])
+    assert "ciuic-workers.service" in host("cat", f"/proc/{worker}/cgroup")
+    spaces = host(
+        "readlink", *(f"/proc/{pid}/ns/mnt" for pid in ("1", daemon["Pid"], workers["Pid"], worker))
+    )
+    assert len(set(spaces.split())) == 1  # jobs see the overlay, and the daemon sees what jobs see
+
+    job = host.systemd.python(_JOB)
+    assert job.stdout == "done\n", job.stderr
+    snapshot = host.ciuic("snapshot", "--wait").strip()
+    assert snapshot in host.ciuic("list")
+    host.ciuic("restore", "-s", snapshot, "-p", "/srv/root", "-d", "/srv/out")
+    assert host("stat", "-c", "%u %g %a", "/srv/out/root/program").split() == ["4321", "4321", "6755"]
+    assert host.ciuic("prune", "--dry-run", expect=None) is not None
+
+    holder = subprocess.Popen(
+        [*host.systemd.prefix(), str(installed("python")), "-c", _HOLDER],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+    )  # fmt: skip
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "open\n"
+
+        def writes() -> int:
+            assert holder.stdin is not None
+            assert holder.stdout is not None
+            holder.stdin.write("x\n")
+            return int(holder.stdout.readline())
+
+        assert writes() == 2
+        if root["driver"] == "kernel":
+            host("kill", "-KILL", worker)
+            assert writes() == 4  # a successor, from the service, goes on with the session
+            assert host.mounted()["worker_pid"] != int(worker)
+        before = writes()
+        host("systemctl", "restart", "ciuic.service")
+        assert writes() == before + 2
+        assert host.mounted()["filtered"] is True
+        assert writes() == before + 4
+        host("systemctl", "restart", "ciuic-workers.service")
+        assert writes() == before + 6
+        host.ciuic("snapshot", "--wait")
+    finally:
+        holder.communicate(timeout=30)
+    host.ciuic("service", "uninstall")
+    assert "fuse.ciuic" not in host("cat", "/proc/1/mountinfo")
+    assert host("ls", "/srv/root").split() == ["device", "folder", "held", "his", "program"]
+    assert not os.path.exists("/run/ciuic-workers.sock")
+
+
+def test_without_the_workers_service_no_worker_is_made_of_the_daemon(host: Host) -> None:
+    """It would lack capabilities, and files would belong to root: the root stays plain, with an alert, and is tried again."""
+    host("systemctl", "stop", "ciuic.service")
+    broken = "/run/systemd/system/ciuic-workers.service.d"
+    host("mkdir", "-p", broken)
+    host(
+        "sh",
+        "-c",
+        f"printf '[Service]\\nRestart=no\\nExecStart=\\nExecStart=/bin/false\\n' > {broken}/broken.conf",
+    )
+    host("systemctl", "daemon-reload")
+    host("systemctl", "start", "--no-block", "ciuic.service")
+    found = wait_for("the refusal", lambda: host.root().get("error") or "", 60)
+    assert "ciuic-workers" in found
+    assert "fuse.ciuic" not in host("cat", "/proc/1/mountinfo")
+    host("rm", "-r", broken)
+    host("systemctl", "daemon-reload")
+    host("systemctl", "reset-failed")
+    host("systemctl", "restart", "ciuic-workers.socket")
+    assert host.mounted()["filtered"] is True
