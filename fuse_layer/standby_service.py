@@ -87,25 +87,32 @@ class Forker:
         """Handle one request; None but in a new process."""
         try:
             asked, fds = standby.receive(connection)
-            if asked is None:
-                self._disconnect(connection)
-            elif isinstance(asked, int):
+        except (OSError, ValueError) as error:  # killed, or a daemon of a version with another protocol
+            log.warning("request_not_understood", error=str(error))
+            asked, fds = None, []
+        try:
+            if isinstance(asked, int):
                 standby.reply(connection, self._status(asked))
-            else:
+            elif isinstance(asked, list) and all(isinstance(word, str) for word in asked):
                 pid = standby.fork()
                 if pid is None:
                     return Child(asked, fds)
-                for fd in fds:  # of a session: it would not end while we held it
-                    os.close(fd)
-                if pid:
-                    pidfd = os.pidfd_open(pid)
-                    self._children[pidfd] = pid
-                    self._poll.register(pidfd, select.POLLIN)
+                self._watch(pid)
                 standby.reply(connection, pid)
+            else:
+                self._disconnect(connection)
         except OSError as error:  # the daemon was killed between question and answer
             log.warning("daemon_lost", error=str(error))
             self._disconnect(connection)
+        for fd in fds:  # of a session: it would not end while they are held here
+            os.close(fd)
         return None
+
+    def _watch(self, pid: int) -> None:
+        if pid:
+            pidfd = os.pidfd_open(pid)
+            self._children[pidfd] = pid
+            self._poll.register(pidfd, select.POLLIN)
 
     def _disconnect(self, connection: socket.socket) -> None:
         self._poll.unregister(connection)

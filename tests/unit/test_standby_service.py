@@ -1,0 +1,120 @@
+"""The process that systemd starts to fork workers: many daemons after and beside each other, and nobody else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.live import wait_for
+from support.second_user import MADE_UP, run_as
+
+from ciuic.daemon.worker_process import WorkerDied, WorkerOptions, _become_worker, child_environment
+from ciuic.fuse_layer.standby import WORKER, SpareProcess
+
+_REFUSED = 2
+"""Exit status of a worker with a command line that it does not understand (argparse)."""
+# As systemd starts it: the listening socket is descriptor 3, LISTEN_PID is the process itself.
+_ACTIVATED = "import os, sys; os.environ['LISTEN_PID'] = str(os.getpid()); os.dup2(int(sys.argv[1]), 3); os.execv(sys.executable, [sys.executable, '-m', 'ciuic.fuse_layer.standby', sys.argv[2]])"
+
+
+@pytest.fixture
+def service(short_tmp: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    path = short_tmp / "workers.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-c", _ACTIVATED, str(listener.fileno()), WORKER],
+            pass_fds=(listener.fileno(),), env=child_environment(), cwd="/", stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    try:
+        yield path, process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def _spare(path: Path) -> SpareProcess:
+    return SpareProcess(Path("/"), {}, service=str(path))
+
+
+def test_daemons_beside_each_other_get_their_workers(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """Each connection has its requests answered; a worker's descriptors stay with nobody else, and its end is told."""
+    path, _ = service
+    one, other = _spare(path), _spare(path)
+    for spare in (one, other, one):
+        reader, writer = os.pipe()
+        worker = spare.become(["--nonsense"], [writer])
+        os.close(writer)
+        assert worker is not None
+        assert os.read(reader, 1) == b""
+        os.close(reader)
+        assert worker.wait() == _REFUSED
+    one.close()
+    assert other.become(["--nonsense"], []) is not None
+    other.close()
+
+
+def test_a_worker_whose_daemon_is_gone_is_collected(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """It does not stay a zombie, which a daemon that has adopted it would take for alive; its status can still be asked."""
+    path, process = service
+    gone = _spare(path)
+    worker = gone.become(["--nonsense"], [])
+    assert worker is not None
+    gone.close()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for("the end of the worker", lambda: str(worker.pid) not in children.read_text().split(), 30)
+    following = _spare(path)
+    following.prepare()
+    assert following.status_of(worker.pid) == _REFUSED
+    following.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_nobody_but_root_is_answered(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """Even where the socket's mode lets a user connect, the connection is closed without a process made."""
+    path, process = service
+    path.chmod(0o666)
+    for parent in (path.parent, path.parent.parent):
+        parent.chmod(0o711)
+    script = (
+        "import socket; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(20); s.connect(sys.argv[1])\n"
+        "try:\n    s.send(b'[]'); print(s.recv(10))\nexcept (BrokenPipeError, ConnectionResetError):\n    print(b'')\n"
+    )
+    assert run_as(MADE_UP, script, str(path)).stdout.strip() == "b''"
+    assert Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text() == ""
+    assert process.poll() is None
+
+
+def test_garbage_and_a_vanished_asker_end_nothing(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """A message that is no request, and a connection closed before its answer, leave the others served."""
+    path, process = service
+    for message in (b"{", b'{"a": 1}', b"[1, 2]", b"null", b"\xff"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+            one.settimeout(20)
+            one.connect(str(path))
+            one.send(message)
+            assert one.recv(100) == b""
+    spare = _spare(path)
+    assert spare.become(["--nonsense"], []) is not None
+    assert process.poll() is None
+    spare.close()
+
+
+def test_without_it_no_worker_is_started_in_its_place(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """A daemon that has a service for workers may lack what a worker needs: it says which unit to look at."""
+    path, process = service
+    spare = _spare(path)
+    spare.prepare()
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    options = WorkerOptions("/nowhere", Path("/nowhere.sock"), "auto", 4096, 4096)
+    with pytest.raises(WorkerDied, match="does not answer") as refused:
+        _become_worker(spare, options, 0, 1, None)
+    assert "ciuic-workers.service" in refused.value.hint
