@@ -2,7 +2,7 @@
 
 Guarantees: what a kind needs is listed, all else is refused with EPERM (seccomp.py); a process that cannot be filtered goes
 on without a filter, because a job's file system and its snapshots are worth more. Every list is wider than what was seen
-in the test suites (docs/architecture.md, section 13): a C library may choose another call of the same sort. No list has a call
+in the test suites (docs/system-calls.md): a C library may choose another call of the same sort. No list has a call
 that starts a program, makes a process, looks into another process, loads code into the kernel, changes a namespace or
 reaches a network.
 """
