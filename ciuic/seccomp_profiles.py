@@ -9,6 +9,7 @@ reaches a network.
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 from ciuic import seccomp
@@ -19,8 +20,16 @@ _CLONE_THREAD: Final = 0x00010000
 _PROT_WRITE, _PROT_EXEC = 2, 4
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _FIOCLEX, _FIONCLEX, _FIONBIO, _FIONREAD = 0x5451, 0x5450, 0x5421, 0x541B
+_TCGETS = 0x5401  # asked by open() of what it has opened by name
 # MS_REMOUNT, MS_BIND, MS_MOVE, MS_UNBINDABLE, MS_PRIVATE, MS_SLAVE, MS_SHARED: what changes existing mounts.
 _MS_EXISTING: Final = 1 << 5 | 1 << 12 | 1 << 13 | 1 << 17 | 1 << 18 | 1 << 19 | 1 << 20
+
+
+# CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET.
+_CLONE_NAMESPACES: Final = (
+    0x80 | 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
+)
+_OPENED_TO_WRITE: Final = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | (os.O_TMPFILE & ~os.O_DIRECTORY)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -114,12 +123,22 @@ UPKEEP: Final = CAPTURE._replace(name="upkeep")
 
 RECEIVER: Final = Profile(
     "receiver",
-    _COMMON - _names("pipe pipe2 prlimit64 pwrite64 pwritev pwritev2") | _ANSWERING | _names("ioctl"),
-    # On a descriptor of somebody else no request but those that the kernel answers for every descriptor.
-    {**_CONDITIONS, "ioctl": (Condition(1, (_FIOCLEX, _FIONCLEX, _FIONBIO, _FIONREAD)),)},
+    _COMMON - _names("pipe pipe2 prlimit64 pwrite64 pwritev pwritev2")
+    | _ANSWERING
+    | _names("ioctl accept accept4 socketpair openat getdents64 wait4 waitid pidfd_open pidfd_send_signal"),
+    {
+        **_CONDITIONS,
+        # A process for each connection with descriptors, in no namespace of its own.
+        "clone": (Condition(0, (0,), mask=_CLONE_NAMESPACES),),
+        # /proc/self/fd and fdinfo: what descriptors there are, and whose process one refers to.
+        "openat": (Condition(2, (0,), mask=_OPENED_TO_WRITE),),
+        # On a descriptor of somebody else no request but those that the kernel answers for every descriptor.
+        "ioctl": (Condition(1, (_FIOCLEX, _FIONCLEX, _FIONBIO, _FIONREAD, _TCGETS)),),
+    },
     _ABSENT,
 )
-"""Takes messages with descriptors from strangers: it looks at what it was sent, passes it on or closes it, and opens nothing."""
+"""Owns a socket of strangers: it accepts, looks at what it was sent in a process of its own, passes it on or closes it. It reads, and
+changes nothing that has a name."""
 
 
 def limit_calls(profile: Profile) -> str:

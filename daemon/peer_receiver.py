@@ -43,6 +43,7 @@ from ciuic.daemon.peer_messages import (
 )
 from ciuic.daemon.peer_places import Place, Places
 from ciuic.peer_socket import Caller, Queued
+from ciuic.seccomp_profiles import limit_receiver
 
 BEAT_SECONDS: Final = 1.0
 ANSWER_SECONDS: Final = 60.0
@@ -310,6 +311,7 @@ def main(arguments: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     listener = peer_socket.listen(Path(options.path), mode=0o666)
     privileges.limit_receiver()
+    limit_receiver()  # where there are no filters `doctor` and the workers' log say so
     return Receiver(channel, options).run(listener)
 
 

@@ -14,7 +14,8 @@ import pytest
 from support.live import wait_for
 from support.second_user import MADE_UP, run_as
 
-from ciuic.daemon.worker_process import WorkerDied, WorkerOptions, _become_worker, child_environment
+from ciuic.child_process import environment
+from ciuic.daemon.worker_process import WorkerDied, WorkerOptions, _become_worker
 from ciuic.fuse_layer.standby import WORKER, SpareProcess
 
 _REFUSED = 2
@@ -31,7 +32,7 @@ def service(short_tmp: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
         listener.listen()
         process = subprocess.Popen(
             [sys.executable, "-c", _ACTIVATED, str(listener.fileno()), WORKER],
-            pass_fds=(listener.fileno(),), env=child_environment(), cwd="/", stderr=subprocess.DEVNULL,
+            pass_fds=(listener.fileno(),), env=environment(), cwd="/", stderr=subprocess.DEVNULL,
         )  # fmt: skip
     try:
         yield path, process
