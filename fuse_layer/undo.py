@@ -71,6 +71,7 @@ class UndoLog:
         self._io = threading.Lock()
         self._locks = tuple(threading.RLock() for _ in range(_LOCK_STRIPES))
         self._log: Descriptor | None = None
+        self._making_log = threading.Lock()
         self._kept_directories: dict[int, Descriptor] = {}
         self._clearing = threading.Lock()
         self._unclean = False
@@ -348,19 +349,24 @@ class UndoLog:
 
     def _append(self, record: undo_format.Record) -> None:
         """One write of a whole record; visible to the reader on return."""
-        log = self._log
-        if log is None:
-            # A log that could not be removed when its epochs ended may end in an incomplete record: it goes first.
-            self._unlink_quietly(undo_format.LOG_NAME.encode())
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-            log = self._log = Descriptor(
-                os.open(undo_format.LOG_NAME, flags, 0o600, dir_fd=self._directory.fd)
-            )
+        log = self._log or self._new_log()
         data = undo_format.encode(record)
         written = os.write(log.fd, data)
         if written != len(data):
             raise OSError(errno.ENOSPC, "a record of the undo log was cut short")
         self.bytes_kept += written
+
+    def _new_log(self) -> Descriptor:
+        # Two operations may save the first thing of an epoch at one instant. Without the lock the second removed the log of the
+        # first, with its record, and a capture that had opened it saw no record at all.
+        with self._making_log:
+            if self._log is None:
+                # A log that could not be removed when its epochs ended may end in an incomplete record: it goes first.
+                self._unlink_quietly(undo_format.LOG_NAME.encode())
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+                fd = os.open(undo_format.LOG_NAME, flags, 0o600, dir_fd=self._directory.fd)
+                self._log = Descriptor(fd)
+            return self._log
 
 
 def read_xattrs(target: int | bytes, *, follow: bool = True) -> dict[bytes, bytes]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ciuic.fuse_layer.undo import UndoLog
 from ciuic.fuse_layer.undo_format import (
+    LOG_NAME,
     AbandonedRecord,
     BlocksRecord,
     InodeRecord,
@@ -139,3 +142,29 @@ def test_a_bitmap_says_which_blocks(blocks: set[int]) -> None:
     assert list(bitmap_blocks(bytes(bitmap))) == sorted(blocks)
     runs = list(bitmap_runs(bytes(bitmap)))
     assert [block for first, stop in runs for block in range(first, stop)] == sorted(blocks)
+
+
+def test_the_first_records_of_an_epoch_may_come_at_one_instant(tmp_path: Path) -> None:
+    """Threads that find no log yet, each of them: a reader sees the records of all."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    log = UndoLog(fd, block_size=4096, limit_bytes=1 << 30, on_abandon=lambda epochs, reason: None)
+    try:
+        for epoch in range(1, 40):
+            log.begin(epoch)
+            together = threading.Barrier(4)
+
+            def save(directory: int, together: threading.Barrier = together) -> None:
+                together.wait()
+                log.keep_absent(directory, b"name")
+
+            threads = [threading.Thread(target=save, args=(1000 + number,)) for number in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            reader = LogReader(f"/proc/self/fd/{log.directory_fd}/{LOG_NAME}", epoch)
+            assert reader.poll() == 4
+            reader.close()
+            log.end(epoch)
+    finally:
+        os.close(fd)
