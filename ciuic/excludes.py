@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 _RULES_VERSION = b"ciuic-excludes-1"
-_CACHED_DIRECTORIES = 4096
 _POSIX_CLASSES = {
     b"alnum": rb"0-9A-Za-z",
     b"alpha": rb"A-Za-z",
@@ -37,14 +36,28 @@ _POSIX_CLASSES = {
 
 
 class _Rule(NamedTuple):
-    regex: re.Pattern[bytes]
+    tokens: tuple[re.Pattern[bytes] | None, ...]
+    """One for each component of the pattern; None stands for ``**``."""
     negated: bool
     dir_only: bool
     absolute: bool
 
 
+class Scope(NamedTuple):
+    """What the patterns make of one directory: all that has to be known of its path to judge the names in it."""
+
+    excluded: bool
+    """Nothing below it comes back."""
+    states: tuple[int, ...]
+    """For each rule a set of bits: bit n is set if the first n tokens match the path down to here."""
+
+
 class ExcludeMatcher:
     """The compiled patterns of one root; made once for each capture.
+
+    Patterns are matched component by component (`top`, `below`, `excludes`): the work for a name and the memory for a directory
+    do not depend on how deep it lies. Matching whole paths let the owner of a directory 9,000 levels deep make every name cost
+    megabytes, and a pattern with several ``**`` time that grows with a power of the path's length.
 
     ``patterns`` is what ``effective_patterns`` returns. Raises ValueError, naming the pattern, for one that
     cannot match anything.
@@ -52,23 +65,56 @@ class ExcludeMatcher:
 
     def __init__(self, root: str | bytes | os.PathLike[str], patterns: Iterable[str | bytes] = ()) -> None:
         self._root = os.fsencode(root).strip(b"/")
-        self._prefix = self._root + b"/" if self._root else b""
         self._patterns = tuple(os.fsencode(pattern) for pattern in patterns)
         self._rules = [_compile(pattern) for pattern in reversed(self._patterns)]
-        self._excluded_directories: dict[bytes, bool] = {}
+        above = [name for name in self._root.split(b"/") if name]
+        self._top = Scope(False, tuple(_state_of(rule, above) for rule in self._rules))
+        self._last = (b"", self._top)
+        """The directory that `match` was asked about last: a caller asks about its names in a row."""
 
     def __bool__(self) -> bool:
         """Whether there is any pattern: without one, nothing needs to be asked."""
         return bool(self._rules)
 
+    @property
+    def top(self) -> Scope:
+        """The scope of the root, which is never excluded itself."""
+        return self._top
+
+    def below(self, scope: Scope, name: bytes) -> Scope:
+        """The scope of the directory ``name`` in the directory of ``scope``."""
+        excluded = self.excludes(scope, name, True)
+        states = zip(self._rules, scope.states, strict=True)
+        return Scope(excluded, tuple(_step(rule.tokens, state, name) for rule, state in states))
+
+    def excludes(self, scope: Scope, name: bytes, is_dir: bool) -> bool:
+        """Whether ``name`` in the directory of ``scope`` is excluded: by the last pattern that matches, or with the directory."""
+        if scope.excluded:
+            return True
+        for rule, state in zip(self._rules, scope.states, strict=True):
+            last = len(rule.tokens) - 1
+            if not state >> last & 1 or (rule.dir_only and not is_dir):
+                continue
+            token = rule.tokens[last]
+            if token is None or token.fullmatch(name):
+                return not rule.negated
+        return False
+
     def match(self, path: bytes, is_dir: bool) -> bool:
         """Whether ``path`` (relative to the root, no leading ``/``) or a directory above it is excluded."""
         if not self._rules or not path:
             return False
-        parent, slash, _ = path.rpartition(b"/")
-        if slash and self._directory_excluded(parent):
-            return True
-        return self._decide(path, is_dir)
+        parent, _, name = path.rpartition(b"/")
+        return self.excludes(self._scope_of(parent), name, is_dir)
+
+    def _scope_of(self, directory: bytes) -> Scope:
+        known, scope = self._last
+        if known != directory:
+            scope = self._top
+            for name in directory.split(b"/") if directory else ():
+                scope = self.below(scope, name)
+            self._last = (directory, scope)
+        return scope
 
     def digest(self) -> str:
         """32 hex digits that differ whenever the matcher could decide differently."""
@@ -85,36 +131,46 @@ class ExcludeMatcher:
         """The absolute pattern that matches the root itself or a directory above it: likely a mistake."""
         parts = self._root.split(b"/") if self._root else []
         for depth in range(1, len(parts) + 1):
-            path = b"/".join(parts[:depth])
             for pattern, rule in zip(reversed(self._patterns), self._rules, strict=True):
-                if rule.absolute and not rule.negated and rule.regex.fullmatch(path):
+                if rule.absolute and not rule.negated and _matches(rule, parts[:depth]):
                     return os.fsdecode(pattern)
         return None
 
-    def _directory_excluded(self, path: bytes) -> bool:
-        cache = self._excluded_directories
-        known = cache.get(path)
-        if known is not None:
-            return known
-        excluded = False
-        position = 0
-        while not excluded and position != len(path):
-            position = path.find(b"/", position + 1)
-            position = len(path) if position < 0 else position
-            ancestor = path[:position]
-            excluded = cache[ancestor] if ancestor in cache else self._decide(ancestor, True)
-        if len(cache) >= _CACHED_DIRECTORIES:
-            cache.clear()
-        cache[path] = excluded
-        return excluded
 
-    def _decide(self, path: bytes, is_dir: bool) -> bool:
-        for rule in self._rules:
-            if rule.dir_only and not is_dir:
-                continue
-            if rule.regex.fullmatch(self._prefix + path if rule.absolute else path):
-                return not rule.negated
-        return False
+def _step(tokens: tuple[re.Pattern[bytes] | None, ...], state: int, name: bytes) -> int:
+    """The set of matched prefixes after one more component."""
+    reached = 0
+    for at, token in enumerate(tokens):
+        if not state >> at & 1:
+            continue
+        if token is None:
+            reached |= 1 << at  # it takes this component, and may take more
+        elif token.fullmatch(name):
+            reached |= 1 << at + 1
+    return _closed(tokens, reached)
+
+
+def _closed(tokens: tuple[re.Pattern[bytes] | None, ...], state: int) -> int:
+    """With the prefixes that match because a ``**`` takes no component. The last token takes one at least."""
+    for at in range(len(tokens) - 1):
+        if state >> at & 1 and tokens[at] is None:
+            state |= 1 << at + 1
+    return state
+
+
+def _state_of(rule: _Rule, above: Sequence[bytes]) -> int:
+    """The state of a rule at the top of a root that lies below these directories."""
+    state = _closed(rule.tokens, 1)
+    for name in above if rule.absolute else ():
+        state = _step(rule.tokens, state, name)
+    return state
+
+
+def _matches(rule: _Rule, parts: Sequence[bytes]) -> bool:
+    """Whether the rule matches the directory that these names lead to."""
+    state, last = _state_of(rule, parts[:-1]), len(rule.tokens) - 1
+    token = rule.tokens[last]
+    return bool(state >> last & 1) and (token is None or token.fullmatch(parts[-1]) is not None)
 
 
 def effective_patterns(
@@ -170,10 +226,10 @@ def _compile(pattern: bytes) -> _Rule:
         raise ValueError(f"the pattern {os.fsdecode(pattern)!r} names nothing")
     anchored = absolute or b"/" in body
     try:
-        source = _translate(body) if anchored else rb"(?:.*/)?" + _translate_part(body)
+        tokens = _translate(body) if anchored else (None, _component(body))
     except ValueError as error:
         raise ValueError(f"{error} in the pattern {os.fsdecode(pattern)!r}") from None
-    return _Rule(re.compile(source, re.DOTALL), negated, dir_only, absolute)
+    return _Rule(tokens, negated, dir_only, absolute)
 
 
 def _strip_trailing_spaces(pattern: bytes) -> bytes:
@@ -184,17 +240,13 @@ def _strip_trailing_spaces(pattern: bytes) -> bytes:
     return stripped
 
 
-def _translate(body: bytes) -> bytes:
+def _translate(body: bytes) -> tuple[re.Pattern[bytes] | None, ...]:
     """An anchored pattern: ``**`` alone between slashes spans directories."""
-    parts = body.split(b"/")
-    source = b""
-    for index, part in enumerate(parts):
-        last = index == len(parts) - 1
-        if part == b"**":
-            source += b".+" if last else rb"(?:.*/)?"
-        else:
-            source += _translate_part(part) + (b"" if last else b"/")
-    return source
+    return tuple(None if part == b"**" else _component(part) for part in body.split(b"/"))
+
+
+def _component(part: bytes) -> re.Pattern[bytes]:
+    return re.compile(_translate_part(part), re.DOTALL)
 
 
 def _translate_part(part: bytes) -> bytes:
