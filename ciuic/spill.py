@@ -26,6 +26,11 @@ _SETTINGS: Final = (
 )
 """One user, one process, nothing to be kept; 16 MiB of it in memory."""
 _FETCHED_ROWS: Final = 1024
+_PAGE_NAMES: Final = 64
+"""So many names of a table that was written out are in memory at a time. A capture goes through one table for each level of a
+directory chain: at 2,048 levels that is 60 MB of the longest names."""
+_NAME_OVERHEAD_BYTES: Final = 200
+"""What a name costs in memory beyond its length: objects, and its places in a dictionary and a list."""
 _SIGN: Final = 1 << 63
 _SCHEMA: Final = """
 CREATE TABLE numbers (owner INTEGER, number INTEGER, value BLOB, PRIMARY KEY (owner, number)) WITHOUT ROWID;
@@ -150,6 +155,7 @@ class NameTable:
         self._spill = spill
         self._owner = owner
         self._recent: dict[bytes, int] = {}
+        self._recent_bytes = 0
         self._is_spilled = False
 
     def __contains__(self, name: bytes) -> bool:
@@ -163,8 +169,14 @@ class NameTable:
         )
         return bool(found)
 
+    @property
+    def held_bytes(self) -> int:
+        """Upper bound of what its names take in memory, also while `items` goes through them."""
+        return _PAGE_NAMES * (_NAME_OVERHEAD_BYTES + 255) if self._is_spilled else self._recent_bytes
+
     def put(self, name: bytes, value: int = 0) -> None:
         self._recent[name] = value
+        self._recent_bytes += len(name) + _NAME_OVERHEAD_BYTES
         if len(self._recent) >= self._spill.most_entries:
             self.write_out()
 
@@ -172,16 +184,23 @@ class NameTable:
         """All of it in byte order. Nothing may be put meanwhile."""
         if self._is_spilled:
             self.write_out()
-            rows = self._spill.rows(
-                "SELECT name, value FROM names WHERE owner = ? ORDER BY name", (self._owner,)
-            )
-            yield from ((name, value if value >= -1 else value + 2 * _SIGN) for name, value in rows)
+            yield from self._pages()
         else:
             yield from sorted(self._recent.items())
 
+    def _pages(self) -> Iterator[tuple[bytes, int]]:
+        """Page by page and without an open cursor between them: thousands of tables may be gone through at once."""
+        statement = "SELECT name, value FROM names WHERE owner = ? AND name {} ? ORDER BY name LIMIT ?"
+        after, comparison = b"", ">="
+        while page := list(
+            self._spill.rows(statement.format(comparison), (self._owner, after, _PAGE_NAMES))
+        ):
+            yield from ((name, value if value >= -1 else value + 2 * _SIGN) for name, value in page)
+            after, comparison = page[-1][0], ">"
+
     def clear(self) -> None:
         """Its room is given to others."""
-        self._recent = {}
+        self._recent, self._recent_bytes = {}, 0
         if self._is_spilled:
             self._spill.execute("DELETE FROM names WHERE owner = ?", (self._owner,))
             self._is_spilled = False
@@ -191,7 +210,7 @@ class NameTable:
         self._is_spilled = True
         rows = ((self._owner, name, _signed(value)) for name, value in sorted(self._recent.items()))
         self._spill.add("INSERT OR REPLACE INTO names VALUES (?,?,?)", rows)
-        self._recent = {}
+        self._recent, self._recent_bytes = {}, 0
 
 
 def _signed(number: int) -> int:

@@ -121,6 +121,8 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     mode: RootMode = "full"
     excludes_digest: str = ""
+    depth: int = 0
+    """No directory lies more levels below the root; 0: not known."""
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

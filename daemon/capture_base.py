@@ -113,24 +113,63 @@ class OldPlaces:
                 yield entry.link or entry.ino, entry, was
 
 
+class Step:
+    """A name in the base, with a link to the directory that it is in: what lies deep costs its own name and no path."""
+
+    __slots__ = ("directory", "ino", "name", "parent")
+
+    def __init__(self, parent: Step | None, directory: int, name: bytes, ino: int) -> None:
+        self.parent = parent
+        """Of the directory that the name is in; None for the root."""
+        self.directory = directory
+        """The inode number of that directory."""
+        self.name = name
+        self.ino = ino
+        """The inode number that the name leads to."""
+
+
 class LinkName(NamedTuple):
-    """One name of a hard-linked inode in the base, with the directories that lead there."""
+    """One name of a hard-linked inode in the base."""
 
     ino: int
-    steps: tuple[tuple[int, bytes, int], ...]
-    """(directory's inode number, name, inode number of what the name is), from the root down, the last is the link."""
+    step: Step
 
 
 def link_names(trees: Trees, base: RootRecord, root_ino: int, wanted: set[int]) -> Iterator[LinkName]:
-    """Every name in the base of the wanted hard-linked inodes. Walks all of its directories (metadata only)."""
-    stack: list[tuple[int, Entry, tuple[tuple[int, bytes, int], ...]]] = [(root_ino, base.entry, ())]
+    """Every name in the base of the wanted hard-linked inodes, those of one directory one after the other.
+
+    Walks all of its directories (metadata only). Names of directories of one directory are remembered while they wait.
+    """
+    stack: list[tuple[Step | None, int, bytes]] = [(None, root_ino, base.entry.content)]
     while stack:
-        ino, directory, steps = stack.pop()
-        for entry in trees.entries(directory.content):
-            if entry.link in wanted and entry.link:
-                yield LinkName(entry.link, (*steps, (ino, entry.name, entry.link)))
+        step, ino, tree = stack.pop()
+        for entry in trees.entries(tree):
+            if entry.link and entry.link in wanted:
+                yield LinkName(entry.link, Step(step, ino, entry.name, entry.link))
             elif entry.is_dir and entry.content:
-                stack.append((entry.ino, entry, (*steps, (ino, entry.name, entry.ino))))
+                stack.append((Step(step, ino, entry.name, entry.ino), entry.ino, entry.content))
+
+
+def levels_of(trees: Trees, tree: bytes, *, most_levels: int, most_nodes: int = 0) -> int | None:
+    """How many levels of directories lie below the entries of this tree, ``most_levels`` + 1 where there are more than that.
+
+    None where more than ``most_nodes`` directories (0: any number) would have to be read to know.
+    """
+    levels = nodes = 0
+    stack = [(tree, 1)]
+    while stack:
+        tree, level = stack.pop()
+        nodes += 1
+        if most_nodes and nodes > most_nodes:
+            return None
+        for entry in trees.entries(tree):
+            if entry.is_dir:
+                levels = max(levels, level)
+                if entry.content:
+                    stack.append((entry.content, level + 1))
+        if levels > most_levels:
+            return most_levels + 1
+    return levels
 
 
 def expected_of(sealed: Sealed | None) -> tuple[int, int]:

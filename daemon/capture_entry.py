@@ -5,6 +5,7 @@ The one place that decides whether content must be read.
 
 from __future__ import annotations
 
+import errno
 import stat
 from typing import Final
 
@@ -12,7 +13,7 @@ import msgspec
 
 from ciuic.daemon.capture_base import Base
 from ciuic.daemon.capture_content import EMPTY_MAP, ContentReader, Stored
-from ciuic.daemon.capture_view import Thing
+from ciuic.daemon.capture_view import Thing, Unreadable
 from ciuic.fuse_layer.sealed_format import Sealed
 from ciuic.repository import Writer
 from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, Entry, MapRef, TreeRef
@@ -46,10 +47,14 @@ class EntryMaker:
             entry, content=stored.map.content, map_height=stored.map.map_height, target=thing.target
         )
 
-    def directory(self, name: bytes, thing: Thing, tree: TreeRef) -> Entry:
-        entry = self._attributes(name, thing, 0)
+    def directory(self, name: bytes, thing: Thing) -> Entry:
+        """A directory's entry without what is below it. Unreadable."""
+        return self._attributes(name, thing, 0)
+
+    def with_tree(self, directory: Entry, tree: TreeRef) -> Entry:
+        """The same with what is below it."""
         return msgspec.structs.replace(
-            entry, content=tree.id, total_files=tree.total_files, total_bytes=tree.total_bytes
+            directory, content=tree.id, total_files=tree.total_files, total_bytes=tree.total_bytes
         )
 
     def mountpoint(self, name: bytes, thing: Thing) -> Entry:
@@ -63,7 +68,10 @@ class EntryMaker:
 
     def _attributes(self, name: bytes, thing: Thing, flags: int) -> Entry:
         st = thing.stat
-        xattrs, xattrs_flag = self._writer.put_xattrs(thing.xattrs.items()) if thing.xattrs else ((), 0)
+        try:
+            xattrs, xattrs_flag = self._writer.put_xattrs(thing.xattrs.items()) if thing.xattrs else ((), 0)
+        except ValueError as error:  # more than a chunk holds; XFS and others let an owner set as many as he likes
+            raise Unreadable(OSError(errno.E2BIG, f"extended attributes: {error}")) from error
         size_bytes = st.size if thing.is_file else len(thing.target)
         is_device = stat.S_ISCHR(st.mode) or stat.S_ISBLK(st.mode)
         return Entry(

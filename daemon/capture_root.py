@@ -19,6 +19,7 @@ from ciuic.daemon.capture_base import Base, choose_base, expected_of
 from ciuic.daemon.capture_content import ContentReader
 from ciuic.daemon.capture_entry import EntryMaker
 from ciuic.daemon.capture_job import Progress, ReadError, RootJob
+from ciuic.daemon.capture_place import Place
 from ciuic.daemon.capture_view import OfflineLog, SealedView, Unreadable, open_log
 from ciuic.daemon.capture_walk import TrackingBroken, Walked, Walker
 from ciuic.errors import CiuicError, Damaged
@@ -34,6 +35,7 @@ from ciuic.types import RootMode, RootRecord
 _log = structlog.get_logger(__name__)
 _PROGRESS_SECONDS: Final = 0.5
 _ERRORS_NAMED: Final = 1000
+_ERRORS_NAMED_OF_ROOT: Final = 250
 
 
 class Interrupted(Exception):
@@ -59,20 +61,23 @@ class Report:
         self._tell = tell
         self._clock = clock
         self._told_at = clock()
-        self._path = b""
+        self._at: tuple[Place, bytes] = (Place(), b"")
         self._path_was_read = True
+        self._errors_of_root = 0
         self.pace = Pace(())
 
     def begin(self, root: bytes, entries_expected: int, bytes_expected: int) -> None:
         """A root is next; what it is expected to take comes on top of what is done, 0 for unknown."""
         self.root = root
+        self._errors_of_root = 0
         self.entries_expected = self.entries + entries_expected if entries_expected else 0
         self.bytes_expected = self.bytes_read + bytes_expected if bytes_expected else 0
         self._emit()
 
-    def visited(self, path: bytes) -> None:
+    def visited(self, directory: Place, name: bytes) -> None:
+        """``name`` in the directory is looked at. Its path is put together only when somebody is told of it."""
         self.entries += 1
-        self._path = path
+        self._at = (directory, name)
         self._path_was_read = False
         self._tick()
 
@@ -90,11 +95,21 @@ class Report:
         self._tick()
 
     def failed(self, path: bytes, error: OSError) -> None:
+        """Something at ``path`` could not be read. The first ones of each root are named: the owner of one root must not fill
+        the log, nor the list in which others look for theirs."""
         self.errors_total += 1
+        self._errors_of_root += 1
+        if self._errors_of_root > _ERRORS_NAMED_OF_ROOT or len(self.errors) >= _ERRORS_NAMED:
+            return
         text = error.strerror or str(error)
-        if len(self.errors) < _ERRORS_NAMED:
-            self.errors.append(ReadError(root=self.root, path=path, error=text))
+        self.errors.append(ReadError(root=self.root, path=path, error=text))
         _log.warning("entry_not_readable", root=os.fsdecode(self.root), path=os.fsdecode(path), error=text)
+
+    def root_failed(self, errors_before: tuple[int, int]) -> None:
+        """What could not be read in a root that is left out, or walked again, is no matter any more."""
+        del self.errors[errors_before[0] :]
+        self.errors_total = errors_before[1]
+        self._errors_of_root = 0
 
     def check(self) -> None:
         """Raises Interrupted when the process was asked to stop."""
@@ -122,7 +137,7 @@ class Report:
                 entries_expected=self.entries_expected,
                 bytes_expected=self.bytes_expected,
                 pace=self.pace.state,
-                path=self._path,
+                path=self._at[0].path_of(self._at[1]),
             )
         )
 
@@ -233,6 +248,7 @@ def capture_root(
         epoch=job.epoch,
         mode=mode,
         excludes_digest=digest,
+        depth=walked.depth,
     )
     return record, base.snapshot_id if base is not None else ""
 
@@ -261,8 +277,7 @@ def _walk_with_fallback(
                 raise
             _log.error("base_snapshot_damaged", snapshot=base.snapshot_id, reason=str(error))
             base = None
-        del report.errors[errors_before[0] :]
-        report.errors_total = errors_before[1]
+        report.root_failed(errors_before)
 
 
 def _walk(

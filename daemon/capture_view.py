@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -91,6 +92,30 @@ class Thing:
         self.close()
 
 
+class ListedNames:
+    """Names in byte order, one after the other."""
+
+    def __init__(self, names: NameTable, *, left_out: bytes = b"", room_bytes: int = sys.maxsize) -> None:
+        if names.held_bytes > room_bytes:
+            names.write_out()
+        self.held_bytes = names.held_bytes
+        """What they take in memory until the last one was given."""
+        self._names = _until_done(names, left_out)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._names
+
+    def __next__(self) -> bytes:
+        return next(self._names)
+
+
+def _until_done(names: NameTable, left_out: bytes) -> Iterator[bytes]:
+    try:
+        yield from (name for name, _ in names.items() if name != left_out)
+    finally:
+        names.clear()
+
+
 class SealedView:
     """A root as it was at the cut. Not thread-safe.
 
@@ -114,9 +139,9 @@ class SealedView:
         """The root directory itself. Unreadable."""
         return self._finish(self._pin(b".", self.backing_fd, os.O_DIRECTORY))
 
-    def names(self, directory: Thing, *, is_root: bool = False) -> Iterator[bytes]:
+    def names(self, directory: Thing, *, is_root: bool = False, room_bytes: int = sys.maxsize) -> ListedNames:
         """Names that may have been in the directory at the cut, sorted; `child` says which of them were. They are read before
-        this returns. Unreadable."""
+        this returns, and wait in a temporary file if they take more memory than ``room_bytes``. Unreadable."""
         names = self._spill.names()
         for listed in self._listing(directory) if directory.fd >= 0 else ():
             for name in listed:
@@ -126,7 +151,7 @@ class SealedView:
             record = self._name_record(directory, name)
             if record is not None and record.ino:
                 names.put(name)
-        return _names_of(names, left_out=STATE_DIR_NAME if is_root else b"")
+        return ListedNames(names, left_out=STATE_DIR_NAME if is_root else b"", room_bytes=room_bytes)
 
     def child(self, directory: Thing, name: bytes) -> Thing | None:
         """What the name led to at the cut, with its attributes then; None when it did not exist. Unreadable."""
@@ -277,13 +302,6 @@ class SealedView:
             return os.stat(hold_name(ino), dir_fd=self.undo_fd, follow_symlinks=False).st_ino == ino
         except FileNotFoundError:
             return False
-
-
-def _names_of(names: NameTable, *, left_out: bytes) -> Iterator[bytes]:
-    try:
-        yield from (name for name, _ in names.items() if name != left_out)
-    finally:
-        names.clear()
 
 
 def _is_removed_directory(record: NameRecord) -> bool:

@@ -17,6 +17,9 @@ from ciuic.repository.treeformat import Node, NodeRef, decode_node, decode_xattr
 from ciuic.types import FLAG_XATTRS_CHUNK, ChunkId, Entry
 
 _CACHED_NODES = 512
+_CACHED_BYTES = 16 << 20
+"""Of nodes as they are stored; decoded they take some four times as much. Nodes of usual entries have 5 KB, of entries with
+targets and attributes as long as their owner could make them 300 KB."""
 
 
 class ChunkSource(Protocol):
@@ -32,19 +35,22 @@ class Trees:
 
     def __init__(self, chunks: ChunkSource) -> None:
         self._chunks = chunks
-        self._cache: OrderedDict[tuple[ChunkId, bool], Node] = OrderedDict()
+        self._cache: OrderedDict[tuple[ChunkId, bool], tuple[Node, int]] = OrderedDict()
+        self._cached_bytes = 0
 
     def node(self, chunk: ChunkId, *, links: bool = False) -> Node:
         """One decoded node; the last few hundred are kept."""
         key = (chunk, links)
-        node = self._cache.get(key)
-        if node is not None:
+        known = self._cache.get(key)
+        if known is not None:
             self._cache.move_to_end(key)
-            return node
-        node = decode_node(chunk, self._chunks.get(chunk), links=links)
-        self._cache[key] = node
-        if len(self._cache) > _CACHED_NODES:
-            self._cache.popitem(last=False)
+            return known[0]
+        data = self._chunks.get(chunk)
+        node = decode_node(chunk, data, links=links)
+        self._cache[key] = (node, len(data))
+        self._cached_bytes += len(data)
+        while len(self._cache) > _CACHED_NODES or (self._cached_bytes > _CACHED_BYTES and len(self._cache) > 1):
+            self._cached_bytes -= self._cache.popitem(last=False)[1][1]
         return node
 
     def child(self, parent: Node, ref: NodeRef, *, links: bool = False) -> Node:

@@ -43,8 +43,8 @@ class _Trees:
     def entry(self, tree: bytes, name: bytes) -> Entry | None:
         return self._stored[tree].get(name) if tree else None
 
-    def entries(self, tree: bytes) -> Iterator[Entry]:
-        return iter([entry for _, entry in sorted(self._stored[tree].items())] if tree else [])
+    def entries(self, tree: bytes, *, after: bytes = b"") -> Iterator[Entry]:
+        return iter([entry for name, entry in sorted(self._stored[tree].items()) if name > after] if tree else [])
 
     def links(self, links: bytes) -> Iterator[Entry]:
         return self.entries(links)
