@@ -192,9 +192,7 @@ class NameTable:
         """Page by page and without an open cursor between them: thousands of tables may be gone through at once."""
         statement = "SELECT name, value FROM names WHERE owner = ? AND name {} ? ORDER BY name LIMIT ?"
         after, comparison = b"", ">="
-        while page := list(
-            self._spill.rows(statement.format(comparison), (self._owner, after, _PAGE_NAMES))
-        ):
+        while page := list(self._spill.rows(statement.format(comparison), (self._owner, after, _PAGE_NAMES))):
             yield from ((name, value if value >= -1 else value + 2 * _SIGN) for name, value in page)
             after, comparison = page[-1][0], ">"
 

@@ -26,6 +26,11 @@ FLAG_MOUNTPOINT = 2
 FLAG_XATTRS_CHUNK = 4
 """``xattrs`` was too large to stand in the entry: it holds one pair (b"", id of a chunk that holds the pairs)."""
 
+TAG_INCOMPLETE = "incomplete"
+"""On a snapshot that lacks something that could not be read; its message names it."""
+TAG_PARTIAL = "partial"
+"""On a snapshot that lacks a root; `Snapshot.left_out` and its message say which and why."""
+
 STATE_TAGS = frozenset({"training", "dcp"})
 """On each snapshot of a training's state one of them."""
 
@@ -144,6 +149,14 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     problem: str = ""
 
 
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A root that a snapshot was to have and has not."""
+
+    path: bytes
+    """Absolute path of the root on the host."""
+    reason: str = ""
+
+
 class SnapshotDraft(msgspec.Struct, frozen=True, kw_only=True):
     """What capture hands to Writer.commit."""
 
@@ -157,6 +170,9 @@ class SnapshotDraft(msgspec.Struct, frozen=True, kw_only=True):
     parent: str = ""
     """Id of the snapshot this one was built on, empty for none."""
     pair: Pair | None = None
+    left_out: tuple[LeftOut, ...] = ()
+    incomplete: tuple[bytes, ...] = ()
+    """Paths of the roots of which something could not be read."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +195,10 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     hold_uid: int | None = None
     """The ordinary user that the hold was made for, which yields to ``min_free``; None for every other hold."""
     pair: Pair | None = None
+    left_out: tuple[LeftOut, ...] = ()
+    """Roots that it was to have and has not."""
+    incomplete: tuple[bytes, ...] = ()
+    """Paths of the roots of which something could not be read. Empty in older snapshots, where only the tag says so."""
 
     @property
     def is_state(self) -> bool:

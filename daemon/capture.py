@@ -4,8 +4,9 @@ Reads a CaptureJob as JSON from standard input (capture_job), or builds one from
 plain directories that no daemon serves, which is not one instant. Writes Progress lines and one Done or Failed to standard
 output, logs to standard error, and exits with 0 exactly when the snapshot is committed.
 
-Guarantees: nothing is committed unless every root was walked to its end; SIGTERM and SIGINT end it cleanly between two
-steps, SIGKILL at any moment leaves the repository as it was before plus garbage. It never changes a backing file.
+Guarantees: what is committed has every root that was walked to its end, and says which were not and why; SIGTERM and SIGINT
+end it cleanly between two steps, SIGKILL at any moment leaves the repository as it was before plus garbage. It never changes
+a backing file.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -30,7 +31,6 @@ from ciuic.daemon import logs
 from ciuic.daemon.capture_job import (
     EXIT_INTERRUPTED,
     EXIT_UNDO_LOST,
-    TAG_INCOMPLETE,
     CaptureJob,
     Done,
     Failed,
@@ -40,7 +40,8 @@ from ciuic.daemon.capture_job import (
     encode_message,
     printable,
 )
-from ciuic.daemon.capture_root import Interrupted, Report, capture_root
+from ciuic.daemon.capture_root import Interrupted, Report
+from ciuic.daemon.capture_roots import Captured, capture_roots, limit_memory
 from ciuic.errors import Busy, CiuicError, UsageError
 from ciuic.excludes import effective_patterns
 from ciuic.fuse_layer.undo_format import UndoDamaged, UndoLost
@@ -48,7 +49,7 @@ from ciuic.pace import Pace, gauges, waits_files, yield_to_others
 from ciuic.privileges import limit_capture
 from ciuic.repository import Repository, Writer
 from ciuic.repository.trust import require_own
-from ciuic.types import RootRecord, Snapshot, SnapshotDraft, SnapshotId
+from ciuic.types import TAG_INCOMPLETE, TAG_PARTIAL, LeftOut, Snapshot, SnapshotDraft, SnapshotId
 
 _log = structlog.get_logger(__name__)
 _LOCK_POLL_SECONDS: Final = 0.5
@@ -64,14 +65,9 @@ def run_job(job: CaptureJob, report: Report, committed: Callable[[Done], None] =
     require_own(job.repository, trusted=job.trust_repository)
     with Repository.open(job.repository) as repository, _writer(repository, job, report) as writer:
         report.new_bytes = lambda: writer.new_bytes
-        records: list[RootRecord] = []
-        parent = ""
-        for root in job.roots:
-            record, builds_on = capture_root(root, repository, writer, report)
-            records.append(record)
-            parent = parent or builds_on
+        captured = capture_roots(job, repository, writer, report)
         report.check()
-        snapshot = _commit(job, tuple(records), parent, writer, report)
+        snapshot = _commit(job, captured, writer, report)
         done = _done(snapshot, report, begun)
         committed(done)
     return done
@@ -90,6 +86,7 @@ def _done(snapshot: Snapshot, report: Report, begun: float) -> Done:
         seconds=round(time.monotonic() - begun, 3),
         errors=tuple(report.errors),
         errors_total=report.errors_total,
+        left_out=snapshot.left_out,
     )
 
 
@@ -106,23 +103,26 @@ def _writer(repository: Repository, job: CaptureJob, report: Report) -> Writer:
                 raise
 
 
-def _commit(
-    job: CaptureJob, records: tuple[RootRecord, ...], parent: str, writer: Writer, report: Report
-) -> Snapshot:
-    tags, message = job.tags, job.message
+def _commit(job: CaptureJob, captured: Captured, writer: Writer, report: Report) -> Snapshot:
+    tags, notes = job.tags, [job.message]
     if report.errors_total:
         tags = (*tags, TAG_INCOMPLETE)
-        message = f"{message} {_incomplete(report)}".strip()
+        notes.append(_incomplete(report))
+    if captured.left_out:
+        tags = (*tags, TAG_PARTIAL)
+        notes.append(_left_out(captured.left_out))
     snapshot = writer.commit(
         SnapshotDraft(
             id=SnapshotId.parse(job.id),
             time_ns=job.time_ns,
             host=job.host,
-            roots=records,
+            roots=captured.records,
             tags=tags,
-            message=message,
-            parent=parent,
+            message=" ".join(filter(None, notes)),
+            parent=captured.parent,
             pair=job.pair,
+            left_out=captured.left_out,
+            incomplete=captured.incomplete,
         )
     )
     if job.hold:
@@ -137,6 +137,13 @@ def _incomplete(report: Report) -> str:
     )
     more = report.errors_total - min(_PATHS_IN_MESSAGE, len(report.errors))
     return f"[not readable: {named}{f' and {more} more' if more else ''}]"
+
+
+def _left_out(roots: Sequence[LeftOut]) -> str:
+    """The same for roots that are not in it."""
+    named = "; ".join(f"{printable(root.path)}: {root.reason}" for root in roots[:_PATHS_IN_MESSAGE])
+    more = len(roots) - _PATHS_IN_MESSAGE
+    return f"[left out: {named}{f'; and {more} more' if more > 0 else ''}]"
 
 
 def failure(error: BaseException, repository: str) -> Failed:
@@ -193,6 +200,7 @@ def _capture(find_job: Callable[[], CaptureJob], words_fd: int, repository: str)
         repository = job.repository
         _be_humble(job.io_priority)
         heard = gauges(waits_files(job.runtime_dir) if job.runtime_dir else ())
+        limit_memory(job.memory_limit_bytes)
         report.pace = Pace(heard, min_share=job.min_share, on_pause=report.paused)
         _be_weak(repository)
         run_job(job, report, committed)
@@ -203,7 +211,7 @@ def _capture(find_job: Callable[[], CaptureJob], words_fd: int, repository: str)
         if done:  # the snapshot is there all the same
             _log.warning("repository_not_closed", error=str(error))
             return 0
-        failed = failure(error, repository)
+        failed = msgspec.structs.replace(failure(error, repository), root=report.root)
         unexpected = not isinstance(error, CiuicError | UndoLost | UndoDamaged | Interrupted | OSError)
         _log.error("capture_failed", error=failed.error, code=failed.code, exc_info=unexpected)
         output.tell(failed)

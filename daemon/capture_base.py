@@ -11,12 +11,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ciuic.daemon.capture_job import TAG_INCOMPLETE
 from ciuic.errors import Damaged, NotFound
 from ciuic.fuse_layer.sealed_format import Sealed
 from ciuic.repository import Repository, Trees
 from ciuic.spill import Spill
-from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord
+from ciuic.types import FLAG_MOUNTPOINT, TAG_INCOMPLETE, Entry, RootRecord, Snapshot
 
 ABSENT = 0
 """In `Change.names`: the name did not exist when the epoch began."""
@@ -59,7 +58,7 @@ def choose_base(
             and continued
             and sealed.head.complete
             and record.excludes_digest == excludes_digest
-            and TAG_INCOMPLETE not in snapshot.tags
+            and not _lacks_something(snapshot, path)
         )
         base = Base(str(snapshot.id), snapshot.time_ns, record, trusted)
         if trusted:
@@ -68,6 +67,12 @@ def choose_base(
         if sealed is None or not sealed.head.complete or not sealed.head.since:
             break
     return newest
+
+
+def _lacks_something(snapshot: Snapshot, root: bytes) -> bool:
+    """Whether something of this root could not be read: tracking would not come back to it. What another root lacks must not
+    cost this one a comparison of everything; older snapshots do not say whose it is."""
+    return root in snapshot.incomplete if snapshot.incomplete else TAG_INCOMPLETE in snapshot.tags
 
 
 class OldPlaces:

@@ -70,7 +70,9 @@ class EntryMaker:
         st = thing.stat
         try:
             xattrs, xattrs_flag = self._writer.put_xattrs(thing.xattrs.items()) if thing.xattrs else ((), 0)
-        except ValueError as error:  # more than a chunk holds; XFS and others let an owner set as many as he likes
+        except (
+            ValueError
+        ) as error:  # more than a chunk holds; XFS and others let an owner set as many as he likes
             raise Unreadable(OSError(errno.E2BIG, f"extended attributes: {error}")) from error
         size_bytes = st.size if thing.is_file else len(thing.target)
         is_device = stat.S_ISCHR(st.mode) or stat.S_ISBLK(st.mode)

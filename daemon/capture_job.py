@@ -16,14 +16,15 @@ from typing import TypeVar
 import msgspec
 
 from ciuic.pace import PaceState
-from ciuic.types import Pair
+from ciuic.types import LeftOut, Pair
 
 EXIT_UNDO_LOST = 20
 """The sealed state was given up or cannot be read exactly any more; nothing was committed, and trying again is useless."""
 EXIT_INTERRUPTED = 130
 """SIGTERM or SIGINT; nothing was committed."""
-TAG_INCOMPLETE = "incomplete"
-"""Put on a snapshot that lacks something that could not be read; `Done.errors` and the message name it."""
+DEFAULT_MEMORY_LIMIT_BYTES = 4 << 30
+"""Of a capture's data. Twenty times what captures of ten million files were measured to take; a capture that reaches it works for
+somebody who wants it to."""
 
 
 class RootJob(msgspec.Struct, kw_only=True, frozen=True):
@@ -66,6 +67,10 @@ class CaptureJob(msgspec.Struct, kw_only=True, frozen=True):
     """How long to wait for another writer to the repository before Busy (75)."""
     io_priority: str = "idle"
     """idle, best-effort:N or none."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Roots that the snapshot was to have and that cannot be captured."""
+    memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
+    """For the process; 0: none."""
     min_share: float = 1.0
     """Of the time, that is worked in at least while others wait for the disk (ciuic.pace)."""
     runtime_dir: str = ""
@@ -118,7 +123,9 @@ class Done(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="do
     seconds: float
     errors: tuple[ReadError, ...] = ()
     errors_total: int = 0
-    """`errors` names the first thousand."""
+    """`errors` names the first thousand, of each root the first 250."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Roots that are not in the snapshot."""
 
 
 class Failed(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="failed"):
@@ -128,6 +135,8 @@ class Failed(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="
     hint: str = ""
     code: int = 1
     """The exit status: one of ciuic.errors, EXIT_UNDO_LOST or EXIT_INTERRUPTED."""
+    root: bytes = b""
+    """The root that was being read; empty when none was."""
 
 
 Message = Progress | Done | Failed

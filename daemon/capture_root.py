@@ -38,6 +38,10 @@ _ERRORS_NAMED: Final = 1000
 _ERRORS_NAMED_OF_ROOT: Final = 250
 
 
+class RootUnreadable(CiuicError):
+    """The root itself cannot be read: other roots of the same snapshot can."""
+
+
 class Interrupted(Exception):
     """The process was asked to stop."""
 
@@ -147,14 +151,14 @@ class OpenRoot:
 
     def __init__(self, job: RootJob, block_size: int, room: str) -> None:
         """``room``: a directory for what does not fit into memory. UndoLost when the sealed epoch is not there (any more);
-        OSError when the root is not."""
+        RootUnreadable when the root is not."""
         self._stack = contextlib.ExitStack()
         self.spill = Spill(room)
         with contextlib.ExitStack() as opening:
             opening.callback(self.spill.close)
             self.backing_fd = job.backing_fd
             if self.backing_fd < 0:
-                self.backing_fd = os.open(job.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                self.backing_fd = _open_root(job.path)
                 opening.callback(os.close, self.backing_fd)
             self.sealed: Sealed | None = None
             if job.epoch:
@@ -218,12 +222,19 @@ def _find_undo(backing_fd: int) -> int:
         os.close(state_fd)
 
 
+def _open_root(path: bytes) -> int:
+    try:
+        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise RootUnreadable(f"{os.fsdecode(path)} cannot be opened: {error.strerror}") from error
+
+
 def capture_root(
     job: RootJob, repository: Repository, writer: Writer, report: Report
 ) -> tuple[RootRecord, str]:
     """Reads one root into the repository: its record, and the id of the snapshot it builds on ("" for none).
 
-    UndoLost, UndoDamaged, Interrupted, Damaged, Unreadable (the root itself), OSError (the repository, or no such root).
+    UndoLost, UndoDamaged, Interrupted, Damaged, RootUnreadable, OSError (the repository).
     """
     excludes = ExcludeMatcher(job.path, job.excludes)
     digest = excludes.digest()
@@ -314,6 +325,6 @@ def _walk(
     try:
         return walker.run()
     except Unreadable as error:
-        raise CiuicError(f"{os.fsdecode(job.path)} cannot be read: {error}") from error
+        raise RootUnreadable(f"{os.fsdecode(job.path)} cannot be read: {error}") from error
     finally:
         content.close()

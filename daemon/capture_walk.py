@@ -160,7 +160,9 @@ class Walker:
         """Begin a directory; `previous` is its own older entry, `old` what the base has under its path. Unreadable."""
         if place.depth > self._limit:
             raise Unreadable(
-                OSError(errno.ENAMETOOLONG, f"directories more than {self._limit} levels deep are not captured")
+                OSError(
+                    errno.ENAMETOOLONG, f"directories more than {self._limit} levels deep are not captured"
+                )
             )
         names = self._names(thing, place, visit)
         attributes = self._maker.directory(place.name, thing)

@@ -13,7 +13,7 @@ import xxhash
 
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.treeformat import attributes_problem
-from ciuic.types import CHUNK_ID_BYTES, Pair, RootRecord, Snapshot, SnapshotId
+from ciuic.types import CHUNK_ID_BYTES, LeftOut, Pair, RootRecord, Snapshot, SnapshotId
 
 VERSION = 1
 _HEAD = struct.Struct(
@@ -38,6 +38,8 @@ class StoredSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     new_bytes: int
     files: int
     pair: Pair | None = None
+    left_out: tuple[LeftOut, ...] = ()
+    incomplete: tuple[bytes, ...] = ()
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +72,8 @@ def encode_snapshot(snapshot: Snapshot, repository_id: str) -> bytes:
         new_bytes=snapshot.new_bytes,
         files=snapshot.files,
         pair=snapshot.pair,
+        left_out=snapshot.left_out,
+        incomplete=snapshot.incomplete,
     )
     if problem := _problem(stored):
         raise ValueError(f"no such snapshot can be: {problem}")
@@ -91,14 +95,17 @@ def _problem(stored: StoredSnapshot) -> str:
     counts = (stored.size_bytes, stored.files, stored.time_ns)
     if any(not 0 <= count < 1 << 63 for count in counts) or abs(stored.new_bytes) >= 1 << 63:
         return "it has an impossible size, number of files or time"
+    for path in [root.path for root in stored.roots] + [root.path for root in stored.left_out]:
+        parts = path.split(b"/")
+        if not path.startswith(b"/") or b"\0" in path or b".." in parts or b"." in parts:
+            return f"{path!r} cannot be the path of a root"
     for root in stored.roots:
-        parts = root.path.split(b"/")
-        if not root.path.startswith(b"/") or b"\0" in root.path or b".." in parts or b"." in parts:
-            return f"{root.path!r} cannot be the path of a root"
         if len(root.links) not in (0, CHUNK_ID_BYTES):
             return f"the id of a link table has {len(root.links)} bytes"
         if root.entry.link or not stat.S_ISDIR(root.entry.mode & 0o170000):
             return f"the root {root.path!r} is no directory"
+        if not 0 <= root.depth < 1 << 63:
+            return f"the root {root.path!r} has an impossible depth"
         if problem := attributes_problem(root.entry):
             return f"the root {root.path!r}: {problem}"
     return _pair_problem(stored.pair) if stored.pair is not None else ""
@@ -139,6 +146,8 @@ def apply_marks(stored: StoredSnapshot, marks: Marks) -> Snapshot:
         new_bytes=stored.new_bytes,
         files=stored.files,
         pair=stored.pair,
+        left_out=stored.left_out,
+        incomplete=stored.incomplete,
         held=marks.held,
         hold_reason=marks.hold_reason,
         hold_uid=marks.hold_uid if marks.held and isinstance(marks.hold_uid, int) else None,

@@ -49,7 +49,9 @@ class Trees:
         node = decode_node(chunk, data, links=links)
         self._cache[key] = (node, len(data))
         self._cached_bytes += len(data)
-        while len(self._cache) > _CACHED_NODES or (self._cached_bytes > _CACHED_BYTES and len(self._cache) > 1):
+        while len(self._cache) > _CACHED_NODES or (
+            self._cached_bytes > _CACHED_BYTES and len(self._cache) > 1
+        ):
             self._cached_bytes -= self._cache.popitem(last=False)[1][1]
         return node
 

@@ -263,6 +263,8 @@ class Writer:
             new_bytes=self.new_bytes,
             files=sum(root.entry.total_files + root.links_files for root in draft.roots),
             pair=draft.pair,
+            left_out=draft.left_out,
+            incomplete=draft.incomplete,
         )
 
     def set_marks(

@@ -44,7 +44,9 @@ class _Trees:
         return self._stored[tree].get(name) if tree else None
 
     def entries(self, tree: bytes, *, after: bytes = b"") -> Iterator[Entry]:
-        return iter([entry for name, entry in sorted(self._stored[tree].items()) if name > after] if tree else [])
+        return iter(
+            [entry for name, entry in sorted(self._stored[tree].items()) if name > after] if tree else []
+        )
 
     def links(self, links: bytes) -> Iterator[Entry]:
         return self.entries(links)
@@ -115,6 +117,8 @@ class _Writer:
             tags=draft.tags,
             message=draft.message,
             parent=draft.parent,
+            left_out=draft.left_out,
+            incomplete=draft.incomplete,
         )
         self._repository.snapshots.kept[draft.id] = snapshot
         return snapshot

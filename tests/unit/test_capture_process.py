@@ -21,7 +21,6 @@ from ciuic.daemon import capture
 from ciuic.daemon.capture_job import (
     EXIT_INTERRUPTED,
     EXIT_UNDO_LOST,
-    TAG_INCOMPLETE,
     CaptureJob,
     Done,
     Failed,
@@ -36,7 +35,7 @@ from ciuic.daemon.capture_root import Report
 from ciuic.errors import Busy, NotFound
 from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore
 from ciuic.repository import Repository
-from ciuic.types import Entry, SnapshotId
+from ciuic.types import TAG_INCOMPLETE, Entry, SnapshotId
 
 SESSION = "7" * 32
 COMMAND = (sys.executable, "-m", "ciuic.daemon.capture")

@@ -18,12 +18,12 @@ from support.snapshot_manifest import snapshot_manifest
 from support.trees import assert_same, make_everything, manifest
 
 from ciuic.daemon import capture_content, capture_root, capture_view
-from ciuic.daemon.capture_job import TAG_INCOMPLETE, Progress, RootJob
-from ciuic.daemon.capture_root import Interrupted, Report
+from ciuic.daemon.capture_job import Progress, RootJob
+from ciuic.daemon.capture_root import Interrupted, Report, RootUnreadable
 from ciuic.errors import CiuicError, Damaged
 from ciuic.fuse_layer.core import ROOT_ID, Caller, SetAttr
 from ciuic.fuse_layer.undo_format import UndoLost
-from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, RootRecord, SnapshotDraft, SnapshotId
+from ciuic.types import FLAG_OPEN_FOR_WRITING, TAG_INCOMPLETE, Entry, RootRecord, SnapshotDraft, SnapshotId
 
 ROOT = Caller(0, 0)
 OLD_NS = 1_600_000_000 * 10**9
@@ -453,7 +453,7 @@ def test_offline_a_file_that_changes_while_it_is_read_is_marked(
 def test_a_root_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     """Never an empty snapshot."""
     repository = MemoryRepository(tmp_path, BLOCK)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(RootUnreadable, match="No such file"):
         capture_root.capture_root(
             RootJob(path=b"/nonexistent/root"), repository, repository.writer(), Report(lambda _: None)
         )

@@ -1,0 +1,104 @@
+"""Capture of the roots of one snapshot, one after the other.
+
+Guarantee: a root that cannot be captured costs no other root its snapshot. It is left out, with the reason; the others go on. An
+error of the repository, which all of them need, ends the capture. Nothing here commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import traceback
+from typing import NamedTuple
+
+import structlog
+
+from ciuic.daemon.capture_job import CaptureJob, printable
+from ciuic.daemon.capture_root import Interrupted, Report, RootUnreadable, capture_root
+from ciuic.errors import CiuicError
+from ciuic.repository import Repository, Writer
+from ciuic.types import LeftOut, RootRecord
+
+_log = structlog.get_logger(__name__)
+
+
+class Captured(NamedTuple):
+    """What the snapshot will hold."""
+
+    records: tuple[RootRecord, ...]
+    left_out: tuple[LeftOut, ...]
+    incomplete: tuple[bytes, ...]
+    """Roots of which something could not be read."""
+    parent: str
+    """Id of the snapshot that the first root builds on; empty for none."""
+
+
+def capture_roots(job: CaptureJob, repository: Repository, writer: Writer, report: Report) -> Captured:
+    """Read every root that can be read.
+
+    Raises what the first root failed with when none could be; Interrupted; OSError and CiuicError of the repository.
+    """
+    records: list[RootRecord] = []
+    left_out = list(job.left_out)
+    incomplete: list[bytes] = []
+    parent = ""
+    first_failure: Exception | None = None
+    for root in job.roots:
+        before = len(report.errors), report.errors_total
+        try:
+            record, builds_on = capture_root(root, repository, writer, report)
+        except Exception as error:
+            if not costs_one_root(error):
+                raise
+            _log_failure(root.path, error)
+            report.root_failed(before)
+            # Its frames hold what the walk held: the next root needs that memory.
+            traceback.clear_frames(error.__traceback__)
+            first_failure = first_failure or error.with_traceback(None)
+            left_out.append(LeftOut(path=root.path, reason=reason_of(error)))
+            gc.collect()
+            continue
+        records.append(record)
+        parent = parent or builds_on
+        if report.errors_total > before[1]:
+            incomplete.append(root.path)
+    if first_failure is not None and not records:
+        report.root = job.roots[0].path
+        raise first_failure
+    return Captured(tuple(records), tuple(left_out), tuple(incomplete), parent)
+
+
+def costs_one_root(error: Exception) -> bool:
+    """Whether an error says nothing of the repository and of other roots: the root itself, its undo log, or the memory that the
+    walk through it took. A defect of ours that one root brings out must not cost the others theirs either."""
+    if isinstance(error, RootUnreadable):
+        return True
+    return not isinstance(error, Interrupted | CiuicError | OSError)
+
+
+def reason_of(error: Exception) -> str:
+    """Why a root was left out, in one line that JSON can carry."""
+    if isinstance(error, CiuicError):
+        return printable(error.message)
+    if isinstance(error, MemoryError):
+        return "the memory limit of a capture was reached while it was read"
+    return printable(str(error) or type(error).__name__)
+
+
+def _log_failure(path: bytes, error: Exception) -> None:
+    known = isinstance(error, CiuicError) or type(error).__name__ in (
+        "UndoLost",
+        "UndoDamaged",
+        "TrackingBroken",
+    )
+    _log.error("root_left_out", root=os.fsdecode(path), error=reason_of(error), exc_info=not known)
+
+
+def limit_memory(limit_bytes: int) -> None:
+    """Let allocations beyond the limit fail in this process: as MemoryError, which costs the root that is read, instead of
+    costing the host its memory. Data of the kernel and shared mappings are not counted (setrlimit(2), RLIMIT_DATA)."""
+    if limit_bytes:
+        with contextlib.suppress(ValueError, OSError):  # a lower limit is in force already
+            resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.RLIM_INFINITY))
