@@ -62,6 +62,8 @@ class SnapshotState(_Document):
     new_bytes: int = 0
     incomplete: list[str] = []
     """What could not be read from the backing directories; the snapshot is committed without it and says so."""
+    left_out: dict[str, str] = {}
+    """Roots that are not in the snapshot, with the reason: it is `partial`."""
     hold_microseconds: int = 0
     """How long changing operations were stopped for the cut."""
 
@@ -142,6 +144,8 @@ class SnapshotSummary(_Document):
     time: str
     new_bytes: int = 0
     size_bytes: int = 0
+    partial: bool = False
+    """It lacks roots."""
 
 
 class RepositoryStatus(_Document):

@@ -26,7 +26,16 @@ from ciuic.chunkset import ChunkSet
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository.claim import is_claimed
-from ciuic.retention import TRAINING, Decision, MinFree, Plan, RetentionPolicy, plan_retention
+from ciuic.retention import (
+    NEWEST,
+    TRAINING,
+    Decision,
+    MinFree,
+    Plan,
+    RetentionPolicy,
+    plan_retention,
+    snapshots_having,
+)
 from ciuic.sweep import (
     HURRIED,
     USUAL,
@@ -232,6 +241,10 @@ class _Run:
             now_ns=self.options.now_ns,
             tz=self.options.tz,
             states={snapshot.id for snapshot in snapshots if snapshot.is_state},
+            having=snapshots_having(
+                {snapshot.id: [root.path for root in snapshot.roots] for snapshot in snapshots},
+                [root.path for snapshot in snapshots for root in snapshot.left_out],
+            ),
         )
 
     def mark_ahead(self, ids: Sequence[SnapshotId]) -> None:
@@ -321,8 +334,8 @@ class _Run:
     def make_room(self, writer: Writer, report: PruneReport) -> None:
         """Below the floor, first rewrite harder, then give up the oldest snapshots that only rules of time keep.
 
-        The newest, held and tagged ones and states of trainings stay even if the floor cannot be reached: the report says so.
-        What is held for an ordinary user goes, first of all where nothing else keeps it.
+        The newest (of each root), held and tagged ones and states of trainings stay even if the floor cannot be reached: the
+        report says so. What is held for an ordinary user goes, first of all where nothing else keeps it.
         """
         if self.missing_bytes() > 0 and report.garbage_bytes > 0:
             report.add(self.sweep(writer, HURRIED))
@@ -377,8 +390,8 @@ class _Run:
 
 def _stays(decision: Decision, held_for_users: Container[SnapshotId]) -> bool:
     return any(
-        reason in ("newest", TRAINING)
-        or reason.startswith("tag ")
+        reason == TRAINING
+        or reason.startswith((NEWEST, "tag "))
         or (reason == "held" and decision.id not in held_for_users)
         for reason in decision.reasons
     )

@@ -15,10 +15,11 @@ snapshots ahead of now claim counts as nothing. Snapshots that come regularly ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, tzinfo
 from itertools import islice
+from types import MappingProxyType
 from typing import Protocol
 
 from ciuic.types import SnapshotId
@@ -28,6 +29,7 @@ TAG_EMERGENCY = "emergency"
 """On snapshots that the daemon took because a trainer died or hung."""
 TRAINING = "its training decides"
 _DAY_NS = 86400 * NS_PER_SECOND
+NEWEST = "newest"
 
 
 class SnapshotFacts(Protocol):
@@ -107,14 +109,45 @@ def plan_retention(
     now_ns: int,
     tz: tzinfo | None = None,
     states: Container[str] = (),
+    having: Mapping[bytes, Container[str]] = MappingProxyType({}),
 ) -> Plan:
     """Decide about each snapshot. ``tz`` None is the local time zone of the process; the order given is no matter.
 
     ``states``: those of trainings (`Snapshot.is_state`), which stay, and count in no rule: their trainings decide about them.
+    ``having``: for each root that some partial snapshot lacks, the snapshots that have it (`snapshots_having`). All rules are
+    applied once more to these alone: a partial snapshot takes no other's place, and the last one that has a root stays.
     """
     everything = sorted(snapshots, key=lambda snapshot: (snapshot.time_ns, snapshot.id), reverse=True)
     ordered = [snapshot for snapshot in everything if snapshot.id not in states]
     reasons: dict[SnapshotId, list[str]] = {snapshot.id: [] for snapshot in ordered}
+    _apply_rules(ordered, policy, now_ns, tz, reasons)
+    for root, ids in sorted(having.items()):
+        again: dict[SnapshotId, list[str]] = {snapshot.id: [] for snapshot in ordered if snapshot.id in ids}
+        _apply_rules([s for s in ordered if s.id in again], policy, now_ns, tz, again)
+        name = root.decode("utf-8", "backslashreplace")
+        for id_, found in again.items():
+            # That it is the newest one with the root is said in any case: it keeps it from being sacrificed for space.
+            new = found if not reasons[id_] else [reason for reason in found if reason == NEWEST]
+            reasons[id_].extend(f"{reason} with {name}" for reason in new)
+    return Plan(tuple(Decision(s.id, s.time_ns, tuple(reasons.get(s.id, [TRAINING]))) for s in everything))
+
+
+def snapshots_having(
+    roots: Mapping[SnapshotId, Collection[bytes]], left_out: Iterable[bytes]
+) -> dict[bytes, frozenset[SnapshotId]]:
+    """What `plan_retention` takes, from the roots that each snapshot has and those that some were to have and have not."""
+    return {
+        lacked: frozenset(id_ for id_, paths in roots.items() if lacked in paths) for lacked in set(left_out)
+    }
+
+
+def _apply_rules(
+    ordered: Sequence[SnapshotFacts],
+    policy: RetentionPolicy,
+    now_ns: int,
+    tz: tzinfo | None,
+    reasons: dict[SnapshotId, list[str]],
+) -> None:
     _keep_always(ordered, reasons)
     _keep_recent(ordered, policy, now_ns, reasons)
     for number, singular, bucket_of in _BUCKETS:
@@ -125,12 +158,11 @@ def plan_retention(
     emergencies = (snapshot for snapshot in ordered if TAG_EMERGENCY in snapshot.tags)
     for position, snapshot in enumerate(islice(emergencies, policy.keep_emergency), 1):
         reasons[snapshot.id].append(f"emergency {position} of {policy.keep_emergency}")
-    return Plan(tuple(Decision(s.id, s.time_ns, tuple(reasons.get(s.id, [TRAINING]))) for s in everything))
 
 
 def _keep_always(ordered: Sequence[SnapshotFacts], reasons: dict[SnapshotId, list[str]]) -> None:
     if ordered:
-        reasons[ordered[0].id].append("newest")
+        reasons[ordered[0].id].append(NEWEST)
     for snapshot in ordered:
         if snapshot.held:
             reasons[snapshot.id].append("held")

@@ -115,7 +115,7 @@ async def _run_helper(root: str, names: Sequence[bytes]) -> int:
 async def mounted_roots(
     known: Mapping[str, RootSupervisor], wanted: Sequence[str]
 ) -> tuple[list[RootSupervisor], list[str]]:
-    """The mounted roots that are asked for (none named: all), and in words the ones of "all" that cannot be cut.
+    """The mounted roots that are asked for (none named: all), and those of "all" that are not mounted.
 
     NotFound for a root that is not known; CiuicError for one that is asked for by name and not mounted.
     """
@@ -132,7 +132,7 @@ async def mounted_roots(
         raise CiuicError(f"not mounted: {', '.join(absent)}", hint="ciuic status says why")
     if not mounted:
         raise CiuicError("no root is protected", hint="protect one: ciuic protect PATH")
-    return mounted, [f"{path} is not mounted" for path in absent]
+    return mounted, absent
 
 
 async def flush_all(supervisors: Sequence[RootSupervisor], flush_one: Flush) -> bool:

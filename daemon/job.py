@@ -11,6 +11,7 @@ from ciuic.daemon.runtime import CutRecord
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.errors import CiuicError
+from ciuic.types import LeftOut
 
 LOCK_WAIT_SECONDS = 30.0
 
@@ -20,24 +21,27 @@ def make_job(
 ) -> tuple[CaptureJob, list[int]]:
     """The job, and the duplicates of descriptors that it names: the caller passes them on and closes them.
 
-    CiuicError when the overlay session of a root has ended.
+    A root whose overlay session has ended is left out; CiuicError when no other remains.
     """
     record = pending.record
     fds: list[int] = []
-    try:
-        jobs = tuple(
-            _root_job(cut, roots, fds, pending.trust_tracking.get(cut.path, False)) for cut in record.cuts
-        )
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
+    jobs: list[RootJob] = []
+    for cut in pending.remaining:
+        try:
+            jobs.append(_root_job(cut, roots, fds, pending.trust_tracking.get(cut.path, False)))
+        except CiuicError as error:
+            pending.lose(cut.path, error.message)
+    if not jobs:
+        raise CiuicError(pending.lost or "no root is left that could be captured")
     job = CaptureJob(
         repository=str(settings.repository),
         id=record.id,
         time_ns=record.time_ns,
         host=host,
-        roots=jobs,
+        roots=tuple(jobs),
+        left_out=tuple(
+            LeftOut(path=os.fsencode(path), reason=reason) for path, reason in record.left_out.items()
+        ),
         tags=tuple(record.tags),
         message=record.message,
         hold=record.hold,

@@ -5,6 +5,7 @@ Guarantees: every state change goes through one method and is announced; the ret
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import trio
 from ciuic.control_types import Progress, SnapshotState, rfc3339
 from ciuic.daemon import capture_job
 from ciuic.daemon.capture_process import CODE_KILLED, CaptureProcess
-from ciuic.daemon.runtime import PendingRecord
+from ciuic.daemon.runtime import CutRecord, PendingRecord
 from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError
 
 BUSY_PATIENCE_SECONDS = 30 * 60
@@ -49,7 +50,6 @@ class PendingSnapshot:
         record: PendingRecord,
         *,
         announce: Callable[[str, SnapshotState], None],
-        missing: list[str] | None = None,
         trust_tracking: dict[str, bool] | None = None,
         settles: set[str] | None = None,
         cut_at: float = 0.0,
@@ -62,7 +62,13 @@ class PendingSnapshot:
         self.cut_at = cut_at
         """On trio's clock."""
         self.lost = ""
-        """Why the sealed state can no longer be captured; empty while it can."""
+        """Why an overlay session ended before its sealed state was captured; empty while all live."""
+        self.has_lost_session = False
+        """A session ended since the last attempt began."""
+        self.tries = 0
+        """Attempts since a root was left out for the last time."""
+        self.root_in_progress = ""
+        """The root that the running attempt reads."""
         self.process: CaptureProcess | None = None
         self.wake = trio.Event()
         """Set when a wait between two attempts must end."""
@@ -77,7 +83,7 @@ class PendingSnapshot:
             tags=list(record.tags),
             message=record.message,
             attempts=record.attempts,
-            incomplete=list(missing or []),
+            left_out=dict(record.left_out),
             hold_microseconds=record.hold_microseconds,
         )
 
@@ -88,6 +94,8 @@ class PendingSnapshot:
     def capturing(self) -> None:
         """An attempt begins."""
         self.record.attempts += 1
+        self.tries += 1
+        self.has_lost_session, self.wake, self.root_in_progress = False, trio.Event(), ""
         self.state.attempts = self.record.attempts
         self.state.state = "capturing"
         self.state.progress = Progress(phase="starting")
@@ -95,6 +103,7 @@ class PendingSnapshot:
 
     def progressed(self, message: capture_job.Progress) -> None:
         """The capture process said how far it is."""
+        self.root_in_progress = os.fsdecode(message.root)
         self.state.progress = Progress(
             phase="reading",
             files_done=message.entries,
@@ -124,6 +133,7 @@ class PendingSnapshot:
         self.state.error = self.state.hint = ""
         self.state.new_bytes = new_bytes
         self.state.incomplete += errors or []
+        self.state.roots = [cut.path for cut in self.remaining]
         self._announce("snapshot_committed", self.state)
         self.finished.set()
 
@@ -137,13 +147,39 @@ class PendingSnapshot:
         self._announce("snapshot_failed", self.state)
         self.finished.set()
 
-    def is_lost(self) -> bool:
-        """Whether the sealed state can no longer be captured; asked anew after every await."""
-        return bool(self.lost)
+    @property
+    def remaining(self) -> list[CutRecord]:
+        """The cuts that are to be captured, or were."""
+        return [cut for cut in self.record.cuts if cut.path not in self.record.left_out]
 
-    def lose(self, reason: str) -> None:
-        """The sealed state has gone: a capture that runs is ended at once."""
+    def is_lost(self) -> bool:
+        """Whether nothing is left that could be captured; asked anew after every await."""
+        return not self.remaining
+
+    def lose(self, path: str, reason: str) -> None:
+        """The session of a root has ended: a capture that reads what it sealed is ended at once, and the others begin anew."""
+        if path in self.record.left_out:
+            return
+        self.leave_out(path, reason)
         self.lost = self.lost or reason
+        self.has_lost_session = True
         if self.process is not None:
             self.process.kill(reason)
         self.wake.set()
+
+    def leave_out(self, path: str, reason: str) -> None:
+        """The snapshot will be without this root, and say so."""
+        self.record.left_out[path] = reason
+        self.state.left_out[path] = reason
+        self.tries = 0
+
+    def leave_out_culprit(self, failure: capture_job.Failed) -> str:
+        """Leave out the root at which the last attempts failed, when there are others: its owner may have brought that about,
+        and the others' snapshots must not depend on it. Its path; empty where no root is to blame."""
+        culprit = os.fsdecode(failure.root) or (self.root_in_progress if failure.code == CODE_KILLED else "")
+        if failure.code == Busy.exit_code or len(self.remaining) < 2:
+            return ""
+        if all(cut.path != culprit for cut in self.remaining):
+            return ""
+        self.leave_out(culprit, failure.error)
+        return culprit

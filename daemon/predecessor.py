@@ -41,7 +41,7 @@ async def await_capture(pending: PendingSnapshot) -> None:
     async with trio.open_nursery() as nursery:
 
         async def end_with_session() -> None:
-            while not pending.is_lost():
+            while not pending.has_lost_session:
                 await pending.wake.wait()
             await wait_for_stranger(pid, ticks, kill=True)
 

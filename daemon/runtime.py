@@ -53,6 +53,8 @@ class PendingRecord(msgspec.Struct, kw_only=True):
     attempts: int = 0
     hold_microseconds: int = 0
     capture_pid: int = 0
+    left_out: dict[str, str] = {}
+    """Roots that it was to have and will not have, with the reason."""
     capture_started_ticks: int = 0
     """Field 22 of /proc/<pid>/stat: tells the capture from a later process with its number."""
 

@@ -92,7 +92,7 @@ class SnapshotQueue:
         """The overlay session has ended: what it sealed can no longer be captured exactly."""
         for pending in self._waiting:
             if any(cut.path == path and cut.session == session for cut in pending.record.cuts):
-                pending.lose(reason)
+                pending.lose(path, reason)
 
     def epochs(self) -> set[tuple[str, str, int]]:
         """Root, session and number of every epoch that some snapshot is about."""

@@ -26,14 +26,16 @@ from ciuic.daemon.capture_process import CaptureProcess
 from ciuic.daemon.cut import Flush, cut_all, flush, flush_all, mounted_roots
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.job import make_job
+from ciuic.daemon.left_out import LeftOutAlerts
 from ciuic.daemon.pending import PendingSnapshot, retry_after
 from ciuic.daemon.predecessor import await_capture
 from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.snapshot_queue import SnapshotQueue
-from ciuic.daemon.store import Store
+from ciuic.daemon.store import LastSnapshot, Store
 from ciuic.daemon.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.trust import Trust
+from ciuic.daemon.verdicts import tell_workers
 from ciuic.daemon.worker_process import Worker
 from ciuic.errors import Busy, CiuicError
 from ciuic.processes import start_ticks
@@ -72,10 +74,11 @@ class Snapshots:
         """Held while a process of ours writes to the repository: captures and upkeep take turns."""
         self.on_committed: Callable[[], None] = lambda: None
         self.on_scheduled_lost: Callable[[], None] = lambda: None
-        """A scheduled snapshot's session ended before its capture did: another is due now."""
+        """A session ended before a scheduled snapshot had its root: another is due now."""
         self.last_failure: SnapshotState | None = None
         self.last_cut_ns = 0
         """Of the newest snapshot committed in this daemon's life."""
+        self._left_out = LeftOutAlerts(context.alerts)
         self._stopped = trio.Event()
         self._running = False
         self.trust = Trust(context.roots, context.runtime)
@@ -125,11 +128,11 @@ class Snapshots:
                 pair=pair,
                 scheduled=scheduled,
                 hold_microseconds=max(cut.hold_us for cut in cuts),
+                left_out=dict.fromkeys(missing, "it was not mounted"),
             )
             pending = PendingSnapshot(
                 record,
                 announce=self._announce,
-                missing=missing,
                 trust_tracking=trusted,
                 settles=settles,
                 cut_at=trio.current_time(),
@@ -211,10 +214,10 @@ class Snapshots:
                 outcome = await self._attempt(pending)
             if isinstance(outcome, Done):
                 return
-            if pending.is_lost():
+            if pending.has_lost_session:
                 continue
             waited = trio.current_time() - pending.cut_at
-            after = retry_after(outcome, pending.record.attempts, waited).after_seconds
+            after = retry_after(outcome, pending.tries, waited).after_seconds
             log.warning(
                 "capture_failed",
                 id=pending.id,
@@ -223,6 +226,10 @@ class Snapshots:
                 retry_after_seconds=after,
             )
             if after is None:
+                culprit = pending.leave_out_culprit(outcome)
+                if culprit:
+                    log.error("root_left_out", id=pending.id, root=culprit, error=outcome.error)
+                    continue
                 await self._give_up(pending, outcome)
                 return
             pending.waiting(outcome)
@@ -266,7 +273,9 @@ class Snapshots:
         self._queue.write_journal()
 
     async def _commit(self, pending: PendingSnapshot, done: Done) -> None:
-        await self._tell_workers(pending, committed=True)
+        for root in done.left_out:
+            pending.leave_out(os.fsdecode(root.path), root.reason)
+        await tell_workers(pending, self._context.roots(), committed=True)
         self.trust.settle(pending)
         unread = [f"{printable(error.root)}/{printable(error.path)}: {error.error}" for error in done.errors]
         pending.committed(new_bytes=done.new_bytes, errors=unread)
@@ -279,6 +288,7 @@ class Snapshots:
             modes=done.modes,
             seconds=round(done.seconds, 3),
             unreadable=done.errors_total,
+            left_out=pending.record.left_out,
         )
         self._after_commit(pending)
         if done.errors_total:
@@ -297,26 +307,40 @@ class Snapshots:
         self._context.alerts.clear("capture")
         self._context.alerts.clear("store")
         self._context.alerts.clear("clock")
-        for cut in pending.record.cuts:
+        for cut in pending.remaining:
             self._context.alerts.clear(
                 f"worker:{cut.path}"
             )  # what its death may have hidden is in this snapshot
+        self._left_out.tell(pending)
+        if pending.record.scheduled and pending.lost:
+            self.on_scheduled_lost()
         self.on_committed()
 
     async def _committed_already(self, pending: PendingSnapshot) -> bool:
         """Whether an earlier attempt, or a predecessor's capture, got as far as the commit."""
         if pending.record.attempts == 0:
             return False
-        cut = pending.record.cuts[0]
         store = self._context.store()
+
+        def look() -> tuple[LastSnapshot, frozenset[str]] | None:
+            for cut in pending.remaining:
+                snapshot = store.snapshot_of_epoch(cut.path, cut.session, cut.epoch)
+                if snapshot is not None:
+                    return snapshot, store.roots_of(snapshot.id)
+            return None
+
         try:
-            found = await trio.to_thread.run_sync(store.snapshot_of_epoch, cut.path, cut.session, cut.epoch)
+            answer = await trio.to_thread.run_sync(look)
         except CiuicError as error:
             log.warning("repository_not_asked", id=pending.id, error=str(error))
             return False
-        if found is None:
+        if answer is None:
             return False
-        await self._tell_workers(pending, committed=True)
+        found, roots = answer
+        for cut in pending.remaining:
+            if cut.path not in roots:
+                pending.leave_out(cut.path, "it could not be captured; the snapshot's own record says why")
+        await tell_workers(pending, self._context.roots(), committed=True)
         pending.committed(new_bytes=found.new_bytes)
         log.info("snapshot_committed", id=pending.id, new_bytes=found.new_bytes, found="after restart")
         self._after_commit(pending)
@@ -325,7 +349,7 @@ class Snapshots:
     async def _give_up(self, pending: PendingSnapshot, failure: Failed) -> None:
         if pending.finished.is_set():  # committed, and only its process had not ended yet
             return
-        await self._tell_workers(pending, committed=False)
+        await tell_workers(pending, self._context.roots(), committed=False)
         pending.failed(failure)
         if pending.record.scheduled and pending.is_lost():
             self.on_scheduled_lost()
@@ -336,25 +360,6 @@ class Snapshots:
             f"snapshot {pending.id} of {rfc3339(pending.record.time_ns)} failed: {failure.error}",
             hint=failure.hint or "its changes will be in the next snapshot",
         )
-
-    async def _tell_workers(self, pending: PendingSnapshot, *, committed: bool) -> None:
-        """``committed`` or ``abort`` for each root whose session still lives."""
-        for cut in pending.record.cuts:
-            supervisor = self._context.roots().get(cut.path)
-            worker = supervisor.worker if supervisor else None
-            if worker is None or worker.session != cut.session:
-                continue
-            epoch = cut.epoch
-            try:
-                if committed:
-                    await worker.ask(lambda client, epoch=epoch: client.committed(epoch))  # type: ignore[misc]
-                else:
-                    await worker.ask(lambda client, epoch=epoch: client.abort(epoch))  # type: ignore[misc]
-            except CiuicError as error:
-                # It finds out by itself: reconcile asks the repository about every epoch a worker calls pending.
-                log.warning(
-                    "worker_not_told", root=cut.path, epoch=epoch, committed=committed, error=str(error)
-                )
 
     # -- sessions that end, daemons that follow one another
 
@@ -373,7 +378,8 @@ class Snapshots:
                 supervisor = roots.get(cut.path)
                 worker = supervisor.worker if supervisor else None
                 if worker is None or worker.session != cut.session:
-                    pending.lose(f"the overlay session of {cut.path} ended with the daemon before this one")
+                    reason = f"the overlay session of {cut.path} ended with the daemon before this one"
+                    pending.lose(cut.path, reason)
             log.info("snapshot_resumed", id=record.id, lost=pending.lost)
 
     async def reconcile(self, path: str, worker: Worker) -> None:

@@ -23,8 +23,8 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.repository.trust import require_own
 from ciuic.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
-from ciuic.retention import RetentionPolicy, plan_retention
-from ciuic.types import STATE_TAGS, SnapshotId
+from ciuic.retention import RetentionPolicy, plan_retention, snapshots_having
+from ciuic.types import STATE_TAGS, TAG_PARTIAL, SnapshotId
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +60,8 @@ class LastSnapshot(Protocol):
     def new_bytes(self) -> int: ...
     @property
     def size_bytes(self) -> int: ...
+    @property
+    def tags(self) -> tuple[str, ...]: ...
 
 
 class Store:
@@ -207,6 +209,12 @@ class Store:
             return None
         return None
 
+    def roots_of(self, snapshot_id: str) -> frozenset[str]:
+        """The roots that a committed snapshot has; NotFound, Damaged."""
+        with self._open() as repository:
+            snapshot = repository.snapshots.load(SnapshotId.parse(snapshot_id))
+            return frozenset(os.fsdecode(root.path) for root in snapshot.roots)
+
     def wants_upkeep(self, policy: RetentionPolicy, min_free: MinFree | None, *, now_ns: int) -> bool:
         """Whether a snapshot is kept by no rule, or the store's file system is below its floor."""
         try:
@@ -217,7 +225,12 @@ class Store:
                     for info in infos
                     if not STATE_TAGS.isdisjoint(info.tags) and repository.snapshots.load(info.id).is_state
                 }
-                if plan_retention(infos, policy, now_ns=now_ns, states=states).removed:
+                partial = [repository.snapshots.load(info.id) for info in infos if TAG_PARTIAL in info.tags]
+                having = snapshots_having(
+                    {info.id: info.roots for info in infos},
+                    [root.path for snapshot in partial for root in snapshot.left_out],
+                )
+                if plan_retention(infos, policy, now_ns=now_ns, states=states, having=having).removed:
                     return True
         except NotFound:
             return False
@@ -279,5 +292,9 @@ def _is_held_for(repository: Repository, id_: SnapshotId, uid: int) -> bool:
 def summary(info: LastSnapshot) -> SnapshotSummary:
     """The snapshot as a status document shows it."""
     return SnapshotSummary(
-        id=str(info.id), time=rfc3339(info.time_ns), new_bytes=info.new_bytes, size_bytes=info.size_bytes
+        id=str(info.id),
+        time=rfc3339(info.time_ns),
+        new_bytes=info.new_bytes,
+        size_bytes=info.size_bytes,
+        partial=TAG_PARTIAL in info.tags,
     )

@@ -28,7 +28,8 @@ class Trust:
     def settle(self, committed: PendingSnapshot) -> None:
         """Takes the mark off the roots that this snapshot compared whole, with nobody going round at its cut."""
         roots = self._roots()
-        compared = {path for path, trusted in committed.trust_tracking.items() if not trusted}
+        captured = {cut.path for cut in committed.remaining}
+        compared = {path for path, trusted in committed.trust_tracking.items() if not trusted} & captured
         for path in committed.settles & compared:
             if path in roots and not roots[path].bypassing:
                 roots[path].untrusted = False

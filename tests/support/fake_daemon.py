@@ -154,12 +154,16 @@ class FakeStore:
         found = self.epochs.get((root, session, epoch))
         return FakeInfo(SnapshotId(found)) if found else None
 
+    def roots_of(self, snapshot_id: str) -> frozenset[str]:
+        return frozenset(root for (root, _, _), id_ in self.epochs.items() if id_ == snapshot_id)
+
 
 class FakeInfo(NamedTuple):
     id: SnapshotId
     time_ns: int = 0
     new_bytes: int = 7
     size_bytes: int = 9
+    tags: tuple[str, ...] = ()
 
 
 Outcome = Done | Failed | Exception
@@ -189,6 +193,7 @@ class FakeCapture:
         self._behaviours = behaviours
         self._jobs = jobs
         self.gate: trio.Event | None = None
+        self.progress: Progress | None = None
         self.killed = ""
 
     async def run(
@@ -208,13 +213,16 @@ class FakeCapture:
         if self.gate is not None:
             await self.gate.wait()
         await trio.lowlevel.checkpoint()
+        if self.progress is not None:
+            on_progress(self.progress)
         if self.killed:
             return Failed(error=self.killed, code=130)
         outcome = behaviour(job)
         if isinstance(outcome, Exception):
             raise outcome
         if isinstance(outcome, Done):
-            for root in job.roots:
+            absent = {root.path for root in outcome.left_out}
+            for root in (root for root in job.roots if root.path not in absent):
                 self._store.epochs[(os.fsdecode(root.path), root.session, root.epoch)] = job.id
             await on_done(outcome)
         return outcome
@@ -280,6 +288,8 @@ class Bench:
         self.captures: list[FakeCapture] = []
         self.behaviours = list(behaviours)
         self.gates: list[trio.Event | None] = []
+        self.progress: Progress | None = None
+        """What each capture says before it ends."""
         self.roots: dict[str, RootSupervisor] = {}
         self.runtime = RuntimeDirectory(runtime)
         self.workers: list[FakeWorker] = []
@@ -304,6 +314,7 @@ class Bench:
 
     def _new_capture(self) -> FakeCapture:
         capture = FakeCapture(self.store, self.behaviours, self.jobs)
+        capture.progress = self.progress
         capture.gate = self.gates.pop(0) if self.gates else None
         self.captures.append(capture)
         return capture

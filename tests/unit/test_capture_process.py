@@ -35,7 +35,7 @@ from ciuic.daemon.capture_root import Report
 from ciuic.errors import Busy, NotFound
 from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore
 from ciuic.repository import Repository
-from ciuic.types import TAG_INCOMPLETE, Entry, SnapshotId
+from ciuic.types import TAG_INCOMPLETE, TAG_PARTIAL, Entry, SnapshotId
 
 SESSION = "7" * 32
 COMMAND = (sys.executable, "-m", "ciuic.daemon.capture")
@@ -153,14 +153,20 @@ def test_a_job_becomes_a_snapshot_with_everything_in_it(stage: Stage) -> None:
 
 
 def test_several_roots_are_one_snapshot(stage: Stage, tmp_path: Path) -> None:
-    """All or nothing: one that cannot be captured takes the others with it."""
+    """One that cannot be captured is left out, which the snapshot says; the others are in it."""
     (stage.root / "file").write_text("x")
     other = tmp_path / "other"
     other.mkdir()
     job = stage.job()
     both = (job.roots[0], RootJob(path=os.fsencode(other)))
     status, _ = stage.run(stage.job(id="cs-0000aa", roots=(both[0], RootJob(path=b"/nonexistent/root"))))
-    assert (status, stage.snapshots()) == (1, [])
+    assert (status, stage.snapshots()) == (0, ["cs-0000aa"])
+    with Repository.open(stage.repository) as repository:
+        partial = repository.snapshots.load(SnapshotId("cs-0000aa"))
+    assert [root.path for root in partial.roots] == [os.fsencode(stage.root)]
+    assert [root.path for root in partial.left_out] == [b"/nonexistent/root"]
+    assert partial.tags == (TAG_PARTIAL,)
+    assert "/nonexistent/root" in partial.message
     status, messages = stage.run(stage.job(id="cs-0000bb", roots=both))
     assert status == 0
     done = messages[-1]

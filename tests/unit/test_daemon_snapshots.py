@@ -6,6 +6,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -13,11 +14,12 @@ from support.fake_daemon import Bench, FakeOverlay, done, sleeping_process
 
 import ciuic.daemon.pending as pending_module
 from ciuic.control_types import SnapshotRequest
-from ciuic.daemon.capture_job import EXIT_UNDO_LOST, Failed
+from ciuic.daemon.capture_job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, Progress
 from ciuic.daemon.runtime import CutRecord, PendingRecord
 from ciuic.daemon.snapshots import MAX_PENDING, TAG_UNFLUSHED
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.processes import start_ticks
+from ciuic.types import LeftOut
 
 
 @pytest.fixture
@@ -166,8 +168,8 @@ def test_a_busy_repository_is_waited_for_but_not_for_ever(
     assert len(bench.jobs) > 2
 
 
-def test_a_lost_session_ends_the_running_capture_and_is_never_committed(bench: Bench) -> None:
-    """When the worker dies, the capture is killed at once; the other root's epoch goes back to its worker."""
+def test_a_lost_session_ends_the_running_capture_and_costs_one_root(bench: Bench) -> None:
+    """When the worker dies, the capture is killed at once; the next attempt has the other root, and says what is missing."""
     ours, other = FakeOverlay("a"), FakeOverlay("b")
     bench.add_root("/a", ours)
     bench.add_root("/b", other)
@@ -180,11 +182,60 @@ def test_a_lost_session_ends_the_running_capture_and_is_never_committed(bench: B
         bench.snapshots.session_lost("/a", "s")
         assert bench.captures[0].killed
         await pending.finished.wait()
-        assert pending.state.state == "failed"
+        assert (pending.state.state, pending.state.roots) == ("committed", ["/b"])
+        assert list(pending.state.left_out) == ["/a"]
 
     run(bench, script)
-    assert (other.aborted, other.committed) == ([1], [])
-    assert len(bench.jobs) == 1
+    assert (other.aborted, other.committed) == ([], [1])
+    assert [[root.path for root in job.roots] for job in bench.jobs] == [[b"/a", b"/b"], [b"/b"]]
+    assert [root.path for root in bench.jobs[1].left_out] == [b"/a"]
+    assert "left-out:/a" in bench.alerts
+
+
+def test_a_root_that_the_capture_left_out_gets_its_epoch_back(bench: Bench) -> None:
+    """One root's failure costs no other its snapshot; an alert stands until a snapshot has the root again."""
+    ours, other = FakeOverlay("a"), FakeOverlay("b")
+    bench.add_root("/a", ours)
+    bench.add_root("/b", other)
+    lost = LeftOut(path=b"/a", reason="its undo log was given up")
+    bench.behaviours = [lambda job: msgspec.structs.replace(done(job), left_out=(lost,)), done]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await pending.finished.wait()
+        assert (pending.state.state, pending.state.roots) == ("committed", ["/b"])
+        assert pending.state.left_out == {"/a": "its undo log was given up"}
+        assert "left-out:/a" in bench.alerts
+        await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
+
+    run(bench, script)
+    assert (ours.aborted, ours.committed) == ([1], [2])
+    assert (other.aborted, other.committed) == ([], [1, 2])
+    assert "left-out:/a" not in bench.alerts
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_root_that_always_ends_the_capture_is_left_out(bench: Bench, by_name: bool) -> None:
+    """Killed for memory each time, or failing, while the same root is read: the last attempt is without it."""
+    bench.add_root("/a", FakeOverlay("a"))
+    bench.add_root("/b", FakeOverlay("b"))
+
+    def fails(job: CaptureJob) -> Failed | Done:
+        if any(root.path == b"/a" for root in job.roots):
+            return Failed(error="killed", code=1 if by_name else -1, root=b"/a" if by_name else b"")
+        return done(job)
+
+    bench.behaviours = [fails]
+    if not by_name:
+        bench.progress = Progress(root=b"/a", entries=1, files_read=0, bytes_read=0, new_bytes=0)
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await pending.finished.wait()
+        assert (pending.state.state, list(pending.state.left_out)) == ("committed", ["/a"])
+
+    run(bench, script, speed=100)
+    assert len(bench.jobs) == 4
 
 
 def test_a_session_lost_while_waiting_is_not_captured_at_all(bench: Bench) -> None:
@@ -250,7 +301,7 @@ def test_a_root_that_is_not_mounted_is_named(bench: Bench) -> None:
     async def script() -> None:
         pending = await bench.snapshots.take(SnapshotRequest())
         assert pending.state.roots == ["/a"]
-        assert pending.state.incomplete == ["/b is not mounted"]
+        assert pending.state.left_out == {"/b": "it was not mounted"}
         with pytest.raises(CiuicError, match="/b"):
             await bench.snapshots.take(SnapshotRequest(roots=["/a", "/b"]))
         with pytest.raises(NotFound):

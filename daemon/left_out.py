@@ -1,0 +1,28 @@
+"""Alerts about roots that a committed snapshot lacks."""
+
+from __future__ import annotations
+
+from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.pending import PendingSnapshot
+
+
+class LeftOutAlerts:
+    """One for each root; it stands until a snapshot has the root again, or is asked for without it."""
+
+    def __init__(self, alerts: Alerts) -> None:
+        self._alerts = alerts
+        self._standing: set[str] = set()
+
+    def tell(self, committed: PendingSnapshot) -> None:
+        """Report what the snapshot lacks, and clear what it has."""
+        left_out = committed.record.left_out
+        for path in self._standing - left_out.keys():
+            self._alerts.clear(f"left-out:{path}")
+        self._standing = set(left_out)
+        for path, reason in left_out.items():
+            self._alerts.report(
+                f"left-out:{path}",
+                f"{path} is not in snapshot {committed.id}: {reason}",
+                hint="its changes will be in the next snapshot that has it; the last one that had it is kept until then",
+                root=path,
+            )
