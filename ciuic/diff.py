@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ciuic.errors import NotFound
+from ciuic.linked_path import LinkedPath
 from ciuic.live import LiveNode, Unreadable
-from ciuic.lookup import Located, find, join, normalise, readable, resolve, root_of
+from ciuic.lookup import Located, find, is_within, join, normalise, readable, resolve, root_of
 from ciuic.repository import Repository
 from ciuic.restore.content import Worker, batches
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot
@@ -33,6 +34,9 @@ class Change(NamedTuple):
     new: Entry | None
     details: tuple[str, ...] = ()
     """What changed: content, size, mode, owner, mtime, xattrs, target, device; or, of live files: unreadable."""
+
+
+_Pairs = Iterator[tuple[bytes, Entry | None, Entry | None]]
 
 
 class _Side(NamedTuple):
@@ -53,15 +57,20 @@ def diff_snapshots(
 ) -> Iterator[Change]:
     """Changes from ``old`` to ``new``, parents before what is below them; only at and below ``path`` if given.
 
-    Everything below an added or removed directory comes too. NotFound when neither has ``path``; Damaged.
+    Everything below an added or removed directory comes too. A root that one of them was made without is not compared: what was
+    in it then is not known. NotFound when neither has ``path``, or one was made without its root; Damaged.
     """
     if path is not None:
         before, after = _find(repository, old, path), _find(repository, new, path)
+        for snapshot in (old, new):
+            if any(is_within(normalise(path), root.path) for root in snapshot.left_out):
+                find(repository, snapshot, path)  # says that it was made without that root
         if before is None and after is None:
             raise NotFound(f"{readable(normalise(path))} is neither in {old.id} nor in {new.id}")
         yield from _between(repository, before, after)
         return
-    for root_path in sorted({root.path for root in (*old.roots, *new.roots)}):
+    lacking = {root.path for root in (*old.left_out, *new.left_out)}
+    for root_path in sorted({root.path for root in (*old.roots, *new.roots)} - lacking):
         yield from _between(repository, _find(repository, old, root_path), _find(repository, new, root_path))
 
 
@@ -99,13 +108,16 @@ class _SnapshotWalk:
         return {int.from_bytes(entry.name, "big") for pair in pairs for entry in pair if entry is not None}
 
     def pair(self, path: bytes, old: Entry | None, new: Entry | None) -> Iterator[Change]:
-        stack: list[Iterator[tuple[bytes, Entry | None, Entry | None]]] = [iter([(path, old, new)])]
+        above: LinkedPath | None = None
+        stack: list[tuple[LinkedPath | None, _Pairs]] = [(None, iter([(path, old, new)]))]
         while stack:
-            item = next(stack[-1], None)
+            above, pairs = stack[-1]
+            item = next(pairs, None)
             if item is None:
                 stack.pop()
                 continue
-            path, old, new = item
+            path = item[0] if above is None else join(bytes(above), item[0])
+            _, old, new = item
             old = old and self._old and self._old.resolved(old)
             new = new and self._new and self._new.resolved(new)
             change = self._change(path, old, new)
@@ -114,23 +126,22 @@ class _SnapshotWalk:
             below_old = old.content if old is not None and old.is_dir else b""
             below_new = new.content if new is not None and new.is_dir else b""
             if below_old != below_new or (below_new and self._relinked):
-                stack.append(self._below(path, below_old, below_new))
+                stack.append((LinkedPath(path, above), self._below(below_old, below_new)))
 
-    def _below(
-        self, path: bytes, old: bytes, new: bytes
-    ) -> Iterator[tuple[bytes, Entry | None, Entry | None]]:
+    def _below(self, old: bytes, new: bytes) -> _Pairs:
+        """Names with what the two directories have under them."""
         if not self._relinked:
             for left, right in self._trees.diff(old, new):
                 named = left or right
                 assert named is not None
-                yield join(path, named.name), left, right
+                yield named.name, left, right
             return
         # Names of changed inodes have equal entries, so here every name has to be looked at.
         theirs = {entry.name: entry for entry in self._trees.entries(new)}
         for left in self._trees.entries(old):
-            yield join(path, left.name), left, theirs.pop(left.name, None)
+            yield left.name, left, theirs.pop(left.name, None)
         for right in theirs.values():
-            yield join(path, right.name), None, right
+            yield right.name, None, right
 
     def _change(self, path: bytes, old: Entry | None, new: Entry | None) -> Change | None:
         if old is None or new is None:
@@ -195,6 +206,9 @@ def diff_live(repository: Repository, old: Snapshot, path: bytes | None = None) 
     yield from _LiveWalk(repository, in_root).pair(path, before and before.entry)
 
 
+_Names = Iterator[tuple[bytes, Entry | None]]
+
+
 class _LiveWalk:
     """A snapshot's tree and the files below a directory, side by side."""
 
@@ -207,28 +221,30 @@ class _LiveWalk:
     def pair(self, path: bytes, old: Entry | None) -> Iterator[Change]:
         with LiveNode.at(path) as top:
             self._device = top.device
-            frames = [(top, iter([(path, top.name, old)]))]
+            first: _Names = iter([(top.name, old)])
+            frames: list[tuple[LinkedPath | None, LiveNode, _Names]] = [(None, top, first)]
             try:
                 while frames:
-                    node, names = frames[-1]
+                    above, node, names = frames[-1]
                     item = next(names, None)
                     if item is None:
                         frames.pop()
                         node.close()
                         continue
-                    here, name, old = item
+                    name, old = item
+                    here = path if above is None else join(bytes(above), name)
                     change, below = self._visit(node, here, name, old)
                     if change is not None:
                         yield change
                     if below is not None:
-                        frames.append(below)
+                        frames.append((LinkedPath(here, above), *below))
             finally:
-                for node, _ in frames:
+                for _, node, _ in frames:
                     node.close()
 
     def _visit(
         self, node: LiveNode, path: bytes, name: bytes, old: Entry | None
-    ) -> tuple[Change | None, tuple[LiveNode, Iterator[tuple[bytes, bytes, Entry | None]]] | None]:
+    ) -> tuple[Change | None, tuple[LiveNode, _Names] | None]:
         """What to say of this name, and the directory to go on in (of either side)."""
         try:
             new = node.child_entry(name)
@@ -244,22 +260,20 @@ class _LiveWalk:
         tree = old.content if old is not None and old.is_dir else b""
         if below is None and not tree:
             return change, None
-        return change, (below or LiveNode.nothing(), self._merged(path, tree, live))
+        return change, (below or LiveNode.nothing(), self._merged(tree, live))
 
-    def _merged(
-        self, path: bytes, tree: bytes, live: list[bytes]
-    ) -> Iterator[tuple[bytes, bytes, Entry | None]]:
+    def _merged(self, tree: bytes, live: list[bytes]) -> _Names:
         """Names of both sides, in byte order."""
         position = 0
         for entry in self._repository.trees.entries(tree):
             while position < len(live) and live[position] < entry.name:
-                yield join(path, live[position]), live[position], None
+                yield live[position], None
                 position += 1
             if position < len(live) and live[position] == entry.name:
                 position += 1
-            yield join(path, entry.name), entry.name, entry
+            yield entry.name, entry
         for name in live[position:]:
-            yield join(path, name), name, None
+            yield name, None
 
     def _change(
         self, node: LiveNode, path: bytes, name: bytes, old: Entry | None, new: Entry | None

@@ -123,6 +123,13 @@ def _child(
 
 
 def _no_root(snapshot: Snapshot, path: bytes) -> NotFound:
+    for lacking in snapshot.left_out:
+        if is_within(path, lacking.path):
+            return NotFound(
+                f"{readable(path)} is not in {snapshot.id}, which was made without {readable(lacking.path)}: "
+                f"{lacking.reason}",
+                hint=f"`ciuic list --root {readable(lacking.path)}` names the snapshots that have it",
+            )
     known = ", ".join(readable(root.path) for root in snapshot.roots)
     below = [readable(root.path) for root in snapshot.roots if is_within(root.path, path)]
     hint = (

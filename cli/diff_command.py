@@ -11,7 +11,7 @@ from ciuic.cli import times
 from ciuic.cli.contents import as_recorded
 from ciuic.cli.names import json_name, shown
 from ciuic.cli.options import ID, SNAPSHOT_PATH, FrameCommand
-from ciuic.cli.output import json_option, note, out, out_json
+from ciuic.cli.output import json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
 
 if TYPE_CHECKING:
@@ -57,7 +57,11 @@ def _changes(session: Session, snapshot_id: str, other: str | None, path: bytes 
     path = path if path is None else as_recorded(old, path)
     if other is None:
         return diff_live(session.repository, old, path)
-    return diff_snapshots(session.repository, old, store.load(store.resolve(other)), path)
+    new = store.load(store.resolve(other))
+    for snapshot in (old, new) if path is None else ():
+        for root in snapshot.left_out:
+            warn(f"{shown(root.path)} is not compared: {snapshot.id} was made without it")
+    return diff_snapshots(session.repository, old, new, path)
 
 
 def _document(change: Change) -> dict[str, Any]:

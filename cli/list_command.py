@@ -16,6 +16,7 @@ from ciuic.cli.names import json_name, shown_text
 from ciuic.cli.options import HOST_PATH, FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
+from ciuic.types import TAG_INCOMPLETE, TAG_PARTIAL
 
 if TYPE_CHECKING:
     from ciuic.repository import SnapshotInfo
@@ -102,7 +103,8 @@ def as_document(info: SnapshotInfo) -> dict[str, Any]:
         "tags": list(info.tags),
         "message": info.message,
         "state": "committed",
-        "incomplete": "incomplete" in info.tags,
+        "incomplete": TAG_INCOMPLETE in info.tags,
+        "partial": TAG_PARTIAL in info.tags,
         "held": info.held,
         "hold_reason": info.hold_reason,
         "parent": info.parent or None,
@@ -150,11 +152,12 @@ def _table(session: Session, infos: list[SnapshotInfo]) -> None:
 
 
 def state_cell(info: SnapshotInfo) -> Any:
-    """``committed``, ``held``, ``incomplete``: what a person must know before choosing it."""
+    """``committed``, ``held``, ``incomplete``, ``partial``: what a person must know before choosing it."""
     from ciuic.cli.tables import Cell
 
-    if "incomplete" in info.tags:
-        return Cell("incomplete, held" if info.held else "incomplete", "yellow")
+    lacks = [tag for tag in (TAG_PARTIAL, TAG_INCOMPLETE) if tag in info.tags]
+    if lacks:
+        return Cell(", ".join([*lacks, *(["held"] if info.held else [])]), "yellow")
     return Cell("held", "cyan") if info.held else Cell("committed", "green")
 
 

@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast
 
 import tomli
@@ -127,7 +127,7 @@ def _ask(connection: Connection, request: Request, body: bytes) -> int:
     except KeyboardInterrupt as error:
         sys.stderr.write("if it is cut, the daemon goes on capturing it\n")
         return _as_the_program_ends(error)
-    snapshot, incomplete = str(state["id"]), state.get("incomplete") or ()
+    snapshot, incomplete, left_out = str(state["id"]), state.get("incomplete"), state.get("left_out")
     try:
         sys.stdout.write(f"{snapshot}\n")
         sys.stdout.flush()
@@ -135,8 +135,8 @@ def _ask(connection: Connection, request: Request, body: bytes) -> int:
             sys.stderr.write(f"{snapshot} is cut and being captured; `ciuic status` shows how far it is\n")
     except OSError as error:
         return _as_the_program_ends(error)
-    if incomplete:
-        _warn(snapshot, [str(line) for line in incomplete])
+    if incomplete or left_out:
+        return _tell_what_is_missing(snapshot, incomplete or (), left_out or {}, waited=request.wait)
     return 0
 
 
@@ -157,16 +157,23 @@ def _state(answer: Answer) -> dict[str, Any]:
 
 
 def _as_the_program_ends(error: BaseException) -> int:
-    from ciuic.cli.app import guarded
-    from ciuic.cli.session import Session
-
     def fail() -> None:
         raise error
 
-    return guarded(Session(), fail)
+    return _guarded(fail)
 
 
-def _warn(snapshot: str, lines: Sequence[str]) -> None:
-    from ciuic.cli.snapshot_command import warn_incomplete
+def _guarded(act: Callable[[], None]) -> int:
+    from ciuic.cli.app import guarded
+    from ciuic.cli.session import Session
 
-    warn_incomplete(snapshot, lines)
+    return guarded(Session(), act)
+
+
+def _tell_what_is_missing(
+    snapshot: str, incomplete: Sequence[object], left_out: Mapping[str, object], *, waited: bool
+) -> int:
+    from ciuic.cli.snapshot_command import tell_what_is_missing
+
+    lines, roots = [str(line) for line in incomplete], {root: str(why) for root, why in left_out.items()}
+    return _guarded(lambda: tell_what_is_missing(snapshot, lines, roots, waited=waited))

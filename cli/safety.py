@@ -101,6 +101,8 @@ def _by_daemon(session: Session, roots: Sequence[Path], message: str) -> str | N
                         bytes_total=state.progress.bytes_total,
                         files_done=state.progress.files_done,
                     )
+        for root, reason in state.left_out.items():
+            raise CiuicError(f"{state.id} was made without {root}: {reason}")
     except Unreachable:
         return None
     return state.id
@@ -140,6 +142,10 @@ def _offline(session: Session, roots: Sequence[Path], message: str) -> str:
         complaints.seek(0)
         complaint = complaints.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
     if process.returncode == 0 and last.get("id"):
+        if last.get("left_out"):
+            raise CiuicError(
+                f"{last['id']} was made without some of the roots; `ciuic show` says which and why"
+            )
         return str(last["id"])
     text = last.get("error") or complaint or f"capture ended with status {process.returncode}"
     raise CiuicError(shown_text(str(text)), hint=shown_text(str(last.get("hint", ""))))

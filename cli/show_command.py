@@ -68,6 +68,8 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "hold_reason": snapshot.hold_reason,
         "hold_uid": snapshot.hold_uid,
         "state": "committed",
+        "partial": bool(snapshot.left_out),
+        "left_out": [{**json_name("path", root.path), "reason": root.reason} for root in snapshot.left_out],
         "roots": [_root_facts(root) for root in snapshot.roots],
     }
 
@@ -111,6 +113,8 @@ def _print_facts(session: Session, snapshot: Snapshot) -> None:
         out(
             f"root     {shown(root.path)}  {plural(facts['files'], 'file')}, {human_size(facts['size_bytes'])}{how[root.mode]}"
         )
+    for lacking in snapshot.left_out:
+        out(f"partial  without {shown(lacking.path)}: {shown_text(lacking.reason)}", fg="yellow")
     pairs.print_half(snapshot.pair, pairs.looked_up(session, [snapshot]).get(snapshot.id))
 
 

@@ -1,21 +1,23 @@
 """``ciuic snapshot``: asks the daemon for a snapshot now.
 
-Guarantees: the id, alone on stdout, is printed once the instant is fixed; with ``--wait`` once the snapshot is durable.
+Guarantees: the id, alone on stdout, is printed once the instant is fixed; with ``--wait`` once the snapshot is durable, and
+exit code 8 says that it lacks roots.
 Interrupting the wait interrupts nothing else: the capture goes on in the daemon.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import click
 
+from ciuic.cli.names import shown_text
 from ciuic.cli.options import FrameCommand
 from ciuic.cli.output import complain, json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
-from ciuic.errors import BY_EXIT_CODE, CiuicError
+from ciuic.errors import BY_EXIT_CODE, CiuicError, Partial
 
 if TYPE_CHECKING:
     from ciuic.cli.progress import Reporter
@@ -49,8 +51,24 @@ def command(message: str, tags: tuple[str, ...], hold: bool, wait: bool, as_json
         out(state.id)
         if not wait:
             note(f"{state.id} is cut and being captured; `ciuic status` shows how far it is")
-    if state.incomplete:
-        warn_incomplete(state.id, state.incomplete)
+    tell_what_is_missing(state.id, state.incomplete, state.left_out, waited=wait)
+
+
+def tell_what_is_missing(
+    snapshot_id: str, incomplete: Sequence[str], left_out: Mapping[str, str], *, waited: bool
+) -> None:
+    """Names what is not in the snapshot. Partial where roots are not, and the caller has waited for the snapshot."""
+    if incomplete:
+        warn_incomplete(snapshot_id, incomplete)
+    if not left_out:
+        return
+    roots = "; ".join(f"{shown_text(root)}: {shown_text(reason)}" for root, reason in left_out.items())
+    if waited:
+        raise Partial(
+            f"{snapshot_id} is committed and partial, without {roots}",
+            hint="the last snapshot that has them is kept; ciuic status says what the daemon does about it",
+        )
+    warn(f"{snapshot_id} is partial, without {roots}")
 
 
 def warn_incomplete(snapshot_id: str, lines: Sequence[str]) -> None:

@@ -125,7 +125,8 @@ def _print_snapshots(status: StatusDocument) -> None:
         last = status.last_snapshot
         age = human_duration(status.seconds_since_last or 0)
         out(
-            f"snapshots  last {last.id} at {times.clock_of(last.time)}, {human_size(last.new_bytes)} new; "
+            f"snapshots  last {last.id}{' (partial)' if last.partial else ''} at {times.clock_of(last.time)}, "
+            f"{human_size(last.new_bytes)} new; "
             f"work at risk: {age} since last snapshot"
         )
     if status.next_snapshot:

@@ -110,7 +110,7 @@ class Roots:
         self.supervisors.pop(path, None)
         if not supervisor.lingers:
             await trio.to_thread.run_sync(remove_state, path)
-        for kind in ("root", "worker", "bypass", "abandoned", "silent", "reserved"):
+        for kind in ("root", "worker", "bypass", "abandoned", "silent", "reserved", "left-out"):
             self._alerts.clear(f"{kind}:{path}")
 
     async def stop_all(self) -> None:

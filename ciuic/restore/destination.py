@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ciuic import STATE_DIR_NAME
+from ciuic.linked_path import LinkedPath
 from ciuic.lookup import join
 
 TEMPORARY_PREFIX = b".ciuic-restore-"
@@ -144,7 +145,10 @@ class Remover:
         if st.st_dev != device:
             self.failures.append((path, "another file system is mounted there: it is left alone"))
         elif (st.st_dev, st.st_ino) not in self.spared_inodes:
-            stack.append(_Level(fd, folder, name, path, source_path, iter(os.listdir(proc_path(fd)))))
+            above = stack[-1] if stack else None
+            linked = LinkedPath(path, above.path if above is not None else None)
+            linked_source = LinkedPath(source_path, above.source_path if above is not None else None)
+            stack.append(_Level(fd, folder, name, linked, linked_source, iter(os.listdir(proc_path(fd)))))
             return True
         os.close(fd)
         return False
@@ -154,7 +158,7 @@ class Remover:
         level = stack[-1]
         name = next(level.names, None)
         if name is not None:
-            path, source_path = join(level.path, name), join(level.source_path, name)
+            path, source_path = join(bytes(level.path), name), join(bytes(level.source_path), name)
             st = stat_at(level.fd, name)
             if st is None:
                 return True
@@ -176,7 +180,7 @@ class Remover:
         try:
             os.rmdir(level.name, dir_fd=level.folder)
         except OSError as error:
-            self.failures.append((level.path, f"it could not be removed: {error.strerror}"))
+            self.failures.append((bytes(level.path), f"it could not be removed: {error.strerror}"))
             return False
         return True
 
@@ -188,8 +192,8 @@ class _Level:
     fd: int
     folder: int
     name: bytes
-    path: bytes
-    source_path: bytes
+    path: LinkedPath
+    source_path: LinkedPath
     names: Iterator[bytes]
     empty: bool = True
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from ciuic.linked_path import LinkedPath
 from ciuic.lookup import join
 from ciuic.restore import attributes
 from ciuic.restore.attributes import Xattrs
@@ -39,9 +40,10 @@ class Folder:
     ) -> None:
         self.fd = fd
         """NOT_THERE in a dry run, and when it is done."""
-        self.path = path
-        self.source_path = source_path
-        """Its path as it was at the snapshot."""
+        self._path: LinkedPath = LinkedPath(path, parent._path if parent is not None else None)
+        self._source_path: LinkedPath = LinkedPath(
+            source_path, parent._source_path if parent is not None else None
+        )
         self.parent = parent
         self.fresh = fresh
         """Made by this run: nothing can be in the way in it."""
@@ -51,6 +53,16 @@ class Folder:
         self._pending = 1
         if parent is not None:
             parent.hold()
+
+    @property
+    def path(self) -> bytes:
+        """Absolute."""
+        return bytes(self._path)
+
+    @property
+    def source_path(self) -> bytes:
+        """Its path as it was at the snapshot."""
+        return bytes(self._source_path)
 
     @classmethod
     def make(cls, parent: Folder, name: bytes, source_path: bytes, *, dry_run: bool) -> Folder:

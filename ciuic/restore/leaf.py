@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ciuic.errors import Damaged
+from ciuic.linked_path import MAX_KEPT_BYTES
+from ciuic.lookup import join
 from ciuic.restore import attributes
 from ciuic.restore.attributes import Xattrs
 from ciuic.restore.content import start_writing_out
@@ -54,7 +56,7 @@ class Leaf:
     ) -> None:
         self.folder = folder
         self.entry = entry
-        self.path = path
+        self._path = path if len(path) <= MAX_KEPT_BYTES else b""
         self.existing = existing
         self.end = end
         self.xattrs = xattrs
@@ -71,6 +73,11 @@ class Leaf:
         self._problems: list[str] = []
         self._temporary = b""
         self._fd = -1
+
+    @property
+    def path(self) -> bytes:
+        """Absolute. A long one is put together anew: many wait at a time."""
+        return self._path or join(self.folder.path, self.entry.name)
 
     # -- what is there already
 

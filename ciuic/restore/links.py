@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from ciuic.restore.destination import new_temporary_name, open_below, unlink_if_there
@@ -21,7 +21,7 @@ NOT_LINKABLE = (errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.
 class LinkGroup:
     """One inode with several names. State is guarded by Pool.changed."""
 
-    def __init__(self, base: int, names: Sequence[bytes]) -> None:
+    def __init__(self, base: int, names: Callable[[], Sequence[bytes]]) -> None:
         self.state: Literal["working", "there", "failed"] = "working"
         self.inode = (0, 0)
         self._base = base
@@ -30,14 +30,15 @@ class LinkGroup:
 
     def link(self, leaf: Leaf) -> None:
         """Gives the leaf's name this inode, in one step. OSError; FileNotFoundError if the first name is another now."""
-        folder = open_below(self._base, self._names[:-1])
+        names = self._names()
+        folder = open_below(self._base, names[:-1])
         temporary = new_temporary_name(leaf.run)
         try:
-            st = os.stat(self._names[-1], dir_fd=folder, follow_symlinks=False)
+            st = os.stat(names[-1], dir_fd=folder, follow_symlinks=False)
             if (st.st_dev, st.st_ino) != self.inode:
                 raise FileNotFoundError(errno.ENOENT, "the file that it shares its content with was replaced")
             os.link(
-                self._names[-1],
+                names[-1],
                 temporary,
                 src_dir_fd=folder,
                 dst_dir_fd=leaf.folder.fd,
@@ -64,10 +65,11 @@ class Linker:
         self._dry_run = dry_run
         self._groups: dict[tuple[bytes, int], LinkGroup] = {}
 
-    def link(self, leaf: Leaf, root: bytes, base: int, names: Sequence[bytes]) -> bool:
+    def link(self, leaf: Leaf, root: bytes, base: int, names: Callable[[], Sequence[bytes]]) -> bool:
         """Whether the leaf is dealt with: as another name of what was restored already, or failed.
 
-        If not, it is the first of its names and is to be restored. ``names`` lead to it from the descriptor ``base``.
+        If not, it is the first of its names and is to be restored. ``names`` gives the names that lead to it from the descriptor
+        ``base``; it is kept instead of them, which may be thousands.
         """
         key = (root, leaf.entry.link)
         group = self._groups.get(key)

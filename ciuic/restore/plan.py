@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from ciuic.errors import Damaged, DestinationExists
+from ciuic.linked_path import LinkedPath
 from ciuic.lookup import join, readable, resolve
 from ciuic.repository import Repository
 from ciuic.restore import journal
@@ -122,8 +123,8 @@ def _in_the_way(
     repository: Repository, target: Target, parent: int, top: Entry, resumed: bool
 ) -> Iterator[bytes]:
     """Walks snapshot and destination side by side, only where both have a directory."""
-    stack: list[tuple[int, bytes, Iterator[Entry]]] = []
-    fd, path, entries = parent, posixpath.dirname(target.path), iter((top,))
+    stack: list[tuple[int, LinkedPath, Iterator[Entry]]] = []
+    fd, path, entries = parent, LinkedPath(posixpath.dirname(target.path)), iter((top,))
     try:
         while True:
             entry = _next(repository, target, entries)
@@ -136,11 +137,11 @@ def _in_the_way(
             st = stat_at(fd, entry.name)
             if st is None or (len(stack) == 1 and entry.name == journal.JOURNAL_NAME):
                 continue
-            here = join(path, entry.name)
+            here = join(bytes(path), entry.name)
             if entry.is_dir and stat.S_ISDIR(st.st_mode):
                 stack.append((fd, path, entries))
                 fd = open_directory(fd, entry.name)
-                path, entries = here, repository.trees.entries(entry.content)
+                path, entries = LinkedPath(here, path), repository.trees.entries(entry.content)
             elif not (resumed and believed_equal(entry, st)):
                 yield here
     finally:

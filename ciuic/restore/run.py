@@ -340,7 +340,11 @@ class Run:
 
     def _linked(self, leaf: Leaf) -> bool:
         parent = posixpath.dirname(self._target.path).rstrip(b"/") + b"/"
-        names = leaf.path[len(parent) :].split(b"/")
+        folder, name = leaf.folder, leaf.entry.name
+
+        def names() -> list[bytes]:
+            return join(folder.path, name)[len(parent) :].split(b"/")
+
         return self.linker.link(leaf, self._target.source.root.path, self._base, names)
 
     def _concerns(self, entry: Entry, st: os.stat_result) -> bool:

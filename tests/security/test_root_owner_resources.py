@@ -1,0 +1,289 @@
+"""The owner of a root who wants to take the memory or the time of a capture, and with it the snapshots of others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.capture_bench import Bench
+from support.deep_trees import contents, levels_below, make_chain, remove_chain
+from support.restoring import take
+from support.second_user import MADE_UP
+
+from ciuic.daemon import capture_directory, capture_roots, capture_walk
+from ciuic.daemon.capture import run_job
+from ciuic.daemon.capture_job import CaptureJob, Done, RootJob, decode_message, encode_job
+from ciuic.daemon.capture_place import MAX_DEPTH
+from ciuic.daemon.capture_root import Report
+from ciuic.diff import diff_live, diff_snapshots
+from ciuic.fuse_layer.core import ROOT_ID
+from ciuic.gc import prune
+from ciuic.lookup import find
+from ciuic.repository import Repository
+from ciuic.restore import execute, plan_restore
+from ciuic.retention import RetentionPolicy
+from ciuic.types import TAG_INCOMPLETE, TAG_PARTIAL, Snapshot, SnapshotId
+from ciuic.verify import verify_snapshots
+
+LONG = b"d" * 250
+HOSTILE_LEVELS = 4000
+"""With full paths a capture took 3.3 GB for it."""
+MAX_RSS_KIB = 300 << 10
+_MEASURED = """
+import sys
+from pathlib import Path
+from ciuic.{module} import main
+status = main({arguments!r})
+lines = Path("/proc/self/status").read_text().splitlines()
+print(next(line for line in lines if line.startswith("VmHWM")).split()[1], file=sys.stderr)
+sys.exit(status)
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[Repository]:
+    with Repository.create(tmp_path / "repository") as made:
+        yield made
+
+
+@pytest.fixture
+def deep(tmp_path: Path) -> Iterator[Path]:
+    """A directory for chains, which nobody else could remove."""
+    top = tmp_path / "deep"
+    top.mkdir()
+    yield top
+    for place in (top, *top.iterdir()):
+        if place.is_dir():
+            remove_chain(place, LONG)
+
+
+def make_chain_as_its_owner(top: Path, levels: int, files: int = 0) -> None:
+    """The chain is made by another user, who owns the top."""
+    os.chown(top, MADE_UP.uid, MADE_UP.gid)
+    child = os.fork()
+    if not child:
+        try:
+            os.chdir(top)  # the way there is root's own
+            os.setgroups([])
+            os.setresgid(*[MADE_UP.gid] * 3)
+            os.setresuid(*[MADE_UP.uid] * 3)
+            make_chain(Path(), levels, LONG, files=files)
+        finally:
+            os._exit(0 if sys.exc_info()[0] is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def measured_capture(repository: Repository, *roots: Path) -> tuple[Done, int]:
+    """A snapshot by a process of its own, and what memory that took at most, in KiB."""
+    job = CaptureJob(
+        repository=str(repository.path),
+        id=str(repository.snapshots.new_id()),
+        time_ns=1,
+        host="h",
+        roots=tuple(RootJob(path=os.fsencode(root)) for root in roots),
+        io_priority="none",
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED.format(module="daemon.capture", arguments=[])],
+        input=encode_job(job),
+        capture_output=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    last = decode_message(done.stdout.splitlines()[-1])
+    assert isinstance(last, Done)
+    return last, int(done.stderr.split()[-1])
+
+
+def loaded(repository: Repository, id_: str) -> Snapshot:
+    with Repository.open(repository.path) as fresh:
+        return fresh.snapshots.load(SnapshotId(id_))
+
+
+def test_a_chain_of_thousands_of_levels_costs_no_other_root_its_snapshot(
+    repository: Repository, deep: Path, tmp_path: Path
+) -> None:
+    """Bounded memory; what lies below the limit is named as not readable; the other root restores exactly, and the next
+    capture of it is not made to compare everything."""
+    hostile, other = deep / "hostile", tmp_path / "other"
+    hostile.mkdir()
+    make_chain_as_its_owner(hostile, HOSTILE_LEVELS)
+    (other / "a").mkdir(parents=True)
+    (other / "a" / "file").write_bytes(b"content" * 1000)
+    done, rss_kib = measured_capture(repository, hostile, other)
+    assert rss_kib < MAX_RSS_KIB
+    snapshot = loaded(repository, done.id)
+    assert [root.path for root in snapshot.roots] == [os.fsencode(hostile), os.fsencode(other)]
+    assert snapshot.left_out == ()
+    (error,) = done.errors
+    assert f"{MAX_DEPTH} levels" in error.error
+    assert error.path.endswith(LONG)
+    assert len(error.path) < 2 * 4096
+    assert TAG_INCOMPLETE in snapshot.tags
+    assert snapshot.incomplete == (os.fsencode(hostile),)
+    assert [root.depth for root in snapshot.roots] == [MAX_DEPTH, 1]
+    with Repository.open(repository.path) as fresh:
+        execute(plan_restore(fresh, snapshot, [os.fsencode(other)], os.fsencode(tmp_path / "back")))
+    assert (tmp_path / "back" / "other" / "a" / "file").read_bytes() == b"content" * 1000
+
+
+def test_wide_levels_of_a_deep_chain_cost_bounded_memory(
+    repository: Repository, deep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names and entries of all levels on the way have one budget together: beyond it names wait in a file and entries are
+    written early. What comes out is the same."""
+    make_chain(deep, 100, LONG, files=30)
+    at_ease = take(repository, deep)
+    monkeypatch.setattr(capture_walk, "MAX_NAMES_BYTES", 20_000)
+    monkeypatch.setattr(capture_walk, "MAX_PENDING_BYTES", 20_000)
+    monkeypatch.setattr(capture_walk, "STREAMS_HELD", 5)
+    held: list[int] = []
+    real = capture_directory.Directory.put
+
+    def put(self: capture_directory.Directory, name: bytes, entry: object) -> None:
+        held.append(len(self.pending))
+        real(self, name, entry)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(capture_directory.Directory, "put", put)
+    short = take(repository, deep)
+    assert short.roots[0].entry == at_ease.roots[0].entry
+    assert held
+
+
+def test_the_deepest_tree_that_is_captured_is_restored_verified_and_compared(
+    repository: Repository, deep: Path, tmp_path: Path
+) -> None:
+    """No recursion and no memory that grows with the square of the depth in anything that reads a snapshot back."""
+    root = deep / "root"
+    root.mkdir()
+    make_chain(root, MAX_DEPTH, LONG, files=1)
+    first = take(repository, root)
+    assert first.tags == ()
+    assert first.roots[0].depth == MAX_DEPTH
+    os.rename(root / os.fsdecode(LONG), root / "moved")
+    os.rename(root / "moved", root / os.fsdecode(LONG))
+    second = take(repository, root)
+    with Repository.open(repository.path) as fresh:
+        assert not verify_snapshots(fresh, None, checksum=True).damages
+        assert list(diff_snapshots(fresh, first, second)) == []
+        assert list(diff_live(fresh, second)) == []
+        target = deep / "back"
+        target.mkdir()
+        result = execute(plan_restore(fresh, second, [os.fsencode(root)], os.fsencode(target)))
+        assert result.failed == []
+        path = os.fsencode(root) + (b"/" + LONG) * MAX_DEPTH
+        assert find(fresh, second, path).entry.is_dir
+    assert levels_below(target / "root", LONG) == MAX_DEPTH
+    assert list(contents(target / "root", LONG)) == list(contents(root, LONG))
+    remove_chain(target / "root", LONG)
+
+
+def test_a_root_that_takes_all_memory_is_left_out(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MemoryError in one root: the next goes on, the snapshot says which is missing and why, and so does the next capture's
+    base: it is the last snapshot that has the root."""
+    roots = [tmp_path / name for name in ("greedy", "modest")]
+    for root in roots:
+        root.mkdir()
+        (root / "file").write_bytes(b"x" * 5000)
+    whole = take(repository, *roots)
+    real = capture_roots.capture_root
+
+    def capture_root(job: RootJob, *rest: object) -> object:
+        if job.path == os.fsencode(roots[0]):
+            raise MemoryError
+        return real(job, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(capture_roots, "capture_root", capture_root)
+    partial = take(repository, *roots)
+    assert [root.path for root in partial.roots] == [os.fsencode(roots[1])]
+    assert [(root.path, "memory" in root.reason) for root in partial.left_out] == [
+        (os.fsencode(roots[0]), True)
+    ]
+    assert TAG_PARTIAL in partial.tags
+    monkeypatch.undo()
+    again = take(repository, *roots)
+    assert again.parent in (whole.id, partial.id)
+    assert again.left_out == ()
+
+
+def test_the_memory_limit_is_a_limit(tmp_path: Path) -> None:
+    """An allocation beyond it is a MemoryError in the capture, not the host's trouble."""
+    script = (
+        "from ciuic.daemon.capture_roots import limit_memory\n"
+        "limit_memory(200 << 20)\n"
+        "try:\n    bytearray(400 << 20)\nexcept MemoryError:\n    print('refused')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "refused\n"
+
+
+def test_moves_do_not_make_snapshots_deeper_than_the_limit(tmp_path: Path) -> None:
+    """A chain moved below the end of another, which tracking need not look into, is looked into all the same."""
+    here = Bench(tmp_path)
+    limit = 60
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(capture_walk, "depth_limit", lambda: limit)
+            make_chain(here.backing, limit - 10, b"a")
+            make_chain(here.backing, limit - 10, b"b")
+            record, report = here.snapshot()
+            assert (record.depth, report.errors) == (limit - 10, [])
+            end = ROOT_ID
+            for _ in range(limit - 10):
+                end = here.core.lookup(end, b"a").node
+            here.core.rename(ROOT_ID, b"b", end, b"b", 0)
+            record, report = here.capture(here.cut(observe=False))
+            assert record.mode == "tracked"
+            assert record.depth == limit
+            assert len(report.errors) == 1
+    finally:
+        here.close()
+
+
+def test_retention_keeps_the_last_snapshot_of_a_root_that_newer_ones_lack(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many partial snapshots come: the last good one of the missing root outlives every rule of time and space."""
+    roots = [tmp_path / name for name in ("broken", "good")]
+    for root in roots:
+        root.mkdir()
+        (root / "file").write_text(root.name)
+    day_ns = 86_400 * 10**9
+    taken = []
+    for day in range(8):
+        (roots[1] / "file").write_text(str(day))
+        present = roots if day < 2 else [tmp_path / "gone", roots[1]]
+        job = CaptureJob(
+            repository=str(repository.path),
+            id=str(repository.snapshots.new_id()),
+            time_ns=(day + 1) * day_ns,
+            host="h",
+            roots=tuple(RootJob(path=os.fsencode(root)) for root in present),
+        )
+        if day >= 2:
+            broken = msgspec.structs.replace(job.roots[0], path=os.fsencode(roots[0]))
+            job = msgspec.structs.replace(job, roots=(broken, job.roots[1]))
+            roots[0].rename(tmp_path / "aside") if roots[0].exists() else None
+        taken.append(run_job(job, Report(lambda _: None)).id)
+    policy = RetentionPolicy(keep_within_seconds=0, keep_last=1, keep_emergency=0)
+    with Repository.open(repository.path) as fresh:
+        report = prune(fresh, policy, now_ns=400 * day_ns)
+        kept = {str(decision.id): decision.reasons for decision in report.plan.kept}
+        assert set(kept) == {taken[1], taken[7]}
+        assert any("newest with" in reason for reason in kept[taken[1]])
+        execute(
+            plan_restore(
+                fresh, loaded(repository, taken[1]), [os.fsencode(roots[0])], os.fsencode(tmp_path / "back")
+            )
+        )
+    assert (tmp_path / "back" / "broken" / "file").read_text() == "broken"
