@@ -4,7 +4,8 @@ A process that had a file open, a writable mapping or its working directory belo
 goes on using the backing directory, unseen. This module finds and names such processes from /proc.
 
 Guarantees: looks only at the text of /proc (readlink, fdinfo, mountinfo, maps) and at O_PATH descriptors, never asks a
-mounted file system anything, so a dead or hanging mount cannot block it. Recognises the directory in every mount
+mounted file system anything, so a dead or hanging mount cannot block it. A descriptor costs a bounded amount of work, however
+deep it leads; what is not known is said to be. Recognises the directory in every mount
 namespace (a container that has it bind-mounted elsewhere), by file system and path inside that file system, not by the
 name alone; descriptors that do go through the overlay are told apart by their mount id.
 Leaves to others: what to do about them. Needs root to see other users' processes; those it may not look at are left out.
@@ -12,19 +13,21 @@ Leaves to others: what to do about them. Needs root to see other users' processe
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ciuic import mountinfo
+from ciuic.long_names import Climber
 from ciuic.mountinfo import Mount
 
 UseKind = Literal["open", "mapping", "working directory", "root directory"]
 OVERLAY_FS_TYPE = b"fuse.ciuic"
+_TOO_LONG = b"(a path longer than can be shown)"
+_MAX_USES = 64
+"""That are kept of one process."""
 
 
 class Use(NamedTuple):
@@ -35,6 +38,8 @@ class Use(NamedTuple):
     """As the process sees it; " (deleted)" follows the name of a removed file."""
     writes: bool
     """An open file or mapping that can be written through, or a directory that relative paths may start from."""
+    known: bool = True
+    """False: its path is longer than the kernel says, and it may as well lie beside the directory."""
 
 
 class Bypasser(NamedTuple):
@@ -50,6 +55,11 @@ class Bypasser(NamedTuple):
         """Whether it can change the backing directory through what it holds."""
         return any(use.writes for use in self.uses)
 
+    @property
+    def known(self) -> bool:
+        """Whether it is known to do so."""
+        return any(use.writes and use.known for use in self.uses)
+
 
 class Location(NamedTuple):
     """A directory as a place in a file system, whatever it is called in a mount namespace."""
@@ -59,12 +69,17 @@ class Location(NamedTuple):
 
 
 def find_bypassing(
-    root: Path | str | bytes, *, ignore_pids: Collection[int] = (), proc: Path = Path("/proc")
+    root: Path | str | bytes,
+    *,
+    ignore_pids: Collection[int] = (),
+    only_pids: Collection[int] | None = None,
+    proc: Path = Path("/proc"),
 ) -> list[Bypasser]:
-    """The processes that hold something at or below ``root``'s backing directory, in the order of their pids.
+    """The processes that hold something at or below ``root``'s backing directory, in the order of their pids. The same before
+    and after something is mounted over it: what was opened before has another mount id than what is opened through it.
 
     ``root`` is absolute; it may be covered by our overlay or not. ``ignore_pids`` are the caller's own (an overlay worker
-    holds the backing directory by design). Below a chroot, where /proc/self/mountinfo does not show the file system that
+    holds the backing directory by design); ``only_pids``: no others are looked at. Below a chroot, where /proc/self/mountinfo does not show the file system that
     the root lies on, nothing can be told of others, and nobody is found.
     """
     path = os.fsencode(root)
@@ -78,10 +93,11 @@ def find_bypassing(
     for pid in processes:
         prefixes.learn(proc / str(pid))
     found = []
+    climber = Climber()
     for pid in processes:
-        if pid in ignore_pids:
+        if pid in ignore_pids or (only_pids is not None and pid not in only_pids):
             continue
-        uses = tuple(_uses(proc / str(pid), prefixes))
+        uses = _bounded(_uses(proc / str(pid), prefixes, climber))
         if uses:
             found.append(_describe(proc / str(pid), pid, uses))
     return found
@@ -151,62 +167,80 @@ class _Prefixes:
         return prefix is not None and _is_below(text, prefix)
 
 
-def _uses(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
+def _bounded(uses: Iterator[Use]) -> tuple[Use, ...]:
+    """The first ones: a process may hold a million, and all that matters is whether it can write."""
+    kept: list[Use] = []
+    for use in uses:
+        if len(kept) < _MAX_USES or use.writes > any(other.writes for other in kept):
+            kept.append(use)
+        elif any(other.writes and other.known for other in kept):
+            break
+    return tuple(kept)
+
+
+def _uses(process: Path, prefixes: _Prefixes, climber: Climber) -> Iterator[Use]:
     try:
-        yield from _directories(process, prefixes)
-        yield from _open_files(process, prefixes)
+        yield from _directories(process, prefixes, climber)
+        yield from _open_files(process, prefixes, climber)
         yield from _mappings(process, prefixes)
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return  # it has ended meanwhile, or is another user's
 
 
-def _directories(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
+def _directories(process: Path, prefixes: _Prefixes, climber: Climber) -> Iterator[Use]:
     names: tuple[tuple[str, UseKind], ...] = (("cwd", "working directory"), ("root", "root directory"))
     for name, kind in names:
         text = _link_or_none(process / name)
+        if text is not None and not prefixes.covers(text):
+            continue
+        mount_id = _mount_id_of_link(process / name)
+        yield from _use(kind, text, mount_id, True, process / name, prefixes, climber)
+
+
+def _use(
+    kind: UseKind,
+    text: bytes | None,
+    mount_id: int,
+    writes: bool,
+    link: Path,
+    prefixes: _Prefixes,
+    climber: Climber,
+) -> Iterator[Use]:
+    """What a link of /proc means for the location. ``text`` None: the kernel does not say where it leads."""
+    if mount_id not in prefixes.by_mount:
+        return  # of another file system, or through an overlay
+    if text is None:
+        text = climber.nearest_name(link)
         if text is None:
-            if _mount_id_of_link(process / name) in prefixes.by_mount:
-                yield Use(kind, b"(a path longer than can be shown)", writes=True)
-        elif prefixes.covers(text) and prefixes.covers_through(_mount_id_of_link(process / name), text):
-            yield Use(kind, text, writes=True)
+            if writes:
+                yield Use(kind, _TOO_LONG, writes=True, known=False)
+            return
+    if prefixes.covers_through(mount_id, text):
+        yield Use(kind, text, writes=writes)
 
 
-def _open_files(process: Path, prefixes: _Prefixes) -> Iterator[Use]:
+def _open_files(process: Path, prefixes: _Prefixes, climber: Climber) -> Iterator[Use]:
     for number in os.listdir(process / "fd"):
         try:
             text = _link_or_none(process / "fd" / number)
             if text is not None and not prefixes.covers(text):
                 continue
             facts = _fdinfo(process / "fdinfo" / number)
+            writes = _can_write(int(facts["flags"], 8))
+            link = process / "fd" / number
+            yield from _use("open", text, int(facts["mnt_id"]), writes, link, prefixes, climber)
         except FileNotFoundError:
             continue  # closed meanwhile
-        if text is None:
-            # Neither its name nor its folder can be known: on a mount that shows the location it may lie there.
-            if int(facts["mnt_id"]) in prefixes.by_mount and _can_write(int(facts["flags"], 8)):
-                yield Use("open", b"(a path longer than can be shown)", writes=True)
-        elif prefixes.covers_through(int(facts["mnt_id"]), text):
-            yield Use("open", text, writes=_can_write(int(facts["flags"], 8)))
 
 
 def _link_or_none(link: Path) -> bytes | None:
-    """What the link of /proc names. Where that exceeds PATH_MAX, which the kernel will not say: the nearest folder
-    above it whose name can be said, or None for what is not a directory."""
+    """What the link of /proc names; None where that exceeds PATH_MAX, which the kernel will not say."""
     try:
         return os.readlink(os.fsencode(link))
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-    here = os.open(link, os.O_PATH | os.O_CLOEXEC)
-    try:
-        while stat.S_ISDIR(os.fstat(here).st_mode):
-            above = os.open("..", os.O_PATH | os.O_CLOEXEC, dir_fd=here)
-            os.close(here)
-            here = above
-            with contextlib.suppress(OSError):  # still too long
-                return os.readlink(b"/proc/self/fd/%d" % here)
-    finally:
-        os.close(here)
-    return None
+        return None
 
 
 def _can_write(flags: int) -> bool:

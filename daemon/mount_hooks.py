@@ -20,6 +20,9 @@ from ciuic.daemon.worker_process import Worker, WorkerOptions, start_worker
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.standby import SpareProcess
 
+MAX_LOOKS = 4
+"""Threads that look through /proc at a time, those included that were given up and still wait: they must not use up the threads
+that everything else in the daemon needs."""
 log = structlog.get_logger(__name__)
 
 
@@ -31,7 +34,9 @@ class MountHooks(Protocol):
     def forget(self, root: str) -> None: ...
     async def detach_dead(self, root: str) -> None: ...
     async def is_mounted(self, root: str) -> bool: ...
-    async def bypassing(self, root: str, ignore_pids: Collection[int]) -> list[Bypasser]: ...
+    async def bypassing(
+        self, root: str, ignore_pids: Collection[int], only_pids: Collection[int] | None
+    ) -> list[Bypasser]: ...
 
 
 class RealMounts:
@@ -51,6 +56,7 @@ class RealMounts:
         self._service = spare if spare is not None and spare.service else None
         """Where every worker comes from, not successors alone."""
         self._kept = kept
+        self._looking = trio.CapacityLimiter(MAX_LOOKS)
 
     async def establish(self, settings: RootSettings) -> Worker:
         options = self._options(settings)
@@ -93,11 +99,16 @@ class RealMounts:
     async def is_mounted(self, root: str) -> bool:
         return await trio.to_thread.run_sync(is_mounted, root)
 
-    async def bypassing(self, root: str, ignore_pids: Collection[int]) -> list[Bypasser]:
-        def work() -> list[Bypasser]:
-            return find_bypassing(root, ignore_pids={*ignore_pids, *self._own_pids(root)})
+    async def bypassing(
+        self, root: str, ignore_pids: Collection[int], only_pids: Collection[int] | None
+    ) -> list[Bypasser]:
+        """``only_pids``: no others are looked at. May be cancelled: a process can keep a reader of its /proc waiting."""
 
-        return await trio.to_thread.run_sync(work)
+        def work() -> list[Bypasser]:
+            own_pids = {*ignore_pids, *self._own_pids(root)}
+            return find_bypassing(root, ignore_pids=own_pids, only_pids=only_pids)
+
+        return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._looking)
 
 
 async def _go_on(

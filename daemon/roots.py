@@ -110,7 +110,8 @@ class Roots:
         self.supervisors.pop(path, None)
         if not supervisor.lingers:
             await trio.to_thread.run_sync(remove_state, path)
-        for kind in ("root", "worker", "bypass", "abandoned", "silent", "reserved", "left-out"):
+        kinds = ("root", "worker", "bypass", "bypass-unknown", "abandoned", "silent", "reserved", "left-out")
+        for kind in kinds:
             self._alerts.clear(f"{kind}:{path}")
 
     async def stop_all(self) -> None:

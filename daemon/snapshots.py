@@ -113,7 +113,7 @@ class Snapshots:
                 await supervisor.refresh_bypassing()
             trusted = {supervisor.path: not supervisor.untrusted for supervisor in supervisors}
             # Whoever went round is gone before this cut: a capture that compares everything has all they wrote.
-            settles = {supervisor.path for supervisor in supervisors if not supervisor.bypassing}
+            settles = {supervisor.path for supervisor in supervisors if supervisor.all_accounted}
             cuts = await cut_all(supervisors)
             # No await from here to the end of the block: an epoch that was cut is known to the queue and the journal.
             record = PendingRecord(

@@ -111,8 +111,6 @@ class RootSupervisor:
     async def _establish(self) -> Worker | None:
         """Mounts, or adopts what a predecessor left; None and an alert when that is not possible now."""
         try:
-            # Before the mount: afterwards the same processes look like ordinary ones.
-            await self.bypass.look(self._own_pids())
             worker = await self._hooks.establish(self.settings)
         except (CiuicError, OSError) as error:
             hint = error.hint if isinstance(error, CiuicError) else ""
@@ -127,6 +125,7 @@ class RootSupervisor:
             )
             self._settled.set()
             return None
+        self.bypass.mounted(adopted=worker.adopted)
         self._now_served_by(worker)
         await self._renew(worker)
         self._settled.set()
@@ -138,6 +137,7 @@ class RootSupervisor:
             nursery.start_soon(end_when_hung, worker)
             # Beside the wait: it waits for the cut that is being made, which may be waiting for this very worker's successor.
             nursery.start_soon(self._on_session, self.path, worker)
+            nursery.start_soon(self.bypass.run, self._own_pids)
             status = await worker.wait()
             nursery.cancel_scope.cancel()
         self.worker = None
@@ -259,6 +259,11 @@ class RootSupervisor:
         return self.bypass.processes
 
     @property
+    def all_accounted(self) -> bool:
+        """See `BypassWatch.all_accounted`."""
+        return self.bypass.all_accounted
+
+    @property
     def untrusted(self) -> bool:
         """Somebody went round the overlay since the last snapshot that compared everything: tracking has a gap."""
         return self.bypass.has_gap
@@ -268,7 +273,7 @@ class RootSupervisor:
         self.bypass.has_gap = has_gap
 
     async def refresh_bypassing(self) -> None:
-        """Looks whether the processes found before the mount are gone. Finds no new ones: there can be none."""
+        """Looks whether the processes that were found are gone. Finds no new ones: there can be none."""
         await self.bypass.refresh(self._own_pids())
 
     async def not_in_transition(self) -> None:

@@ -31,7 +31,7 @@ class Trust:
         captured = {cut.path for cut in committed.remaining}
         compared = {path for path, trusted in committed.trust_tracking.items() if not trusted} & captured
         for path in committed.settles & compared:
-            if path in roots and not roots[path].bypassing:
+            if path in roots and roots[path].all_accounted:
                 roots[path].untrusted = False
         self.note()
 

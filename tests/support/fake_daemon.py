@@ -271,7 +271,9 @@ class NoMounts:
         await trio.lowlevel.checkpoint()
         return self.mounted
 
-    async def bypassing(self, root: str, ignore_pids: Collection[int]) -> list[Bypasser]:
+    async def bypassing(
+        self, root: str, ignore_pids: Collection[int], only_pids: Collection[int] | None
+    ) -> list[Bypasser]:
         await trio.lowlevel.checkpoint()
         return self.found
 

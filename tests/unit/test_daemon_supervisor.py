@@ -12,6 +12,7 @@ from support.fake_daemon import FakeOverlay, FakeWorker, NoMounts
 
 import ciuic.daemon.supervisor as supervisor_module
 from ciuic.bypass import Bypasser, Use
+from ciuic.daemon import bypass_watch
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.settings import RootSettings
@@ -211,6 +212,9 @@ def test_writers_that_go_round_are_named_until_they_end(stage: Stage) -> None:
     stage.mounts.found = [reader, writer]
 
     async def script() -> None:
+        assert supervisor.untrusted
+        await supervisor.refresh_bypassing()  # waits for the look that the mount has begun
+        assert not supervisor.all_accounted
         assert [process.pid for process in supervisor.bypassing] == [2]
         (alert,) = stage.alerts.standing()
         assert "2 (python train.py)" in alert.message
@@ -219,6 +223,34 @@ def test_writers_that_go_round_are_named_until_they_end(stage: Stage) -> None:
         stage.mounts.found = [reader]
         await supervisor.refresh_bypassing()
         assert supervisor.bypassing == []
+
+    stage.run(supervisor, script)
+    assert stage.alerts.standing() == []
+
+
+def test_a_look_that_does_not_end_delays_no_mount(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A /proc that somebody makes slow: the root is served at once, everything is compared until more is known, and it is said."""
+    monkeypatch.setattr(bypass_watch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(bypass_watch, "PATIENCE_SECONDS", 0.01)
+    supervisor = stage.supervisor(stage.worker("one"))
+    free = trio.Event()
+
+    async def bypassing(root: str, ignore: object, only: object) -> list[Bypasser]:
+        await free.wait()
+        return []
+
+    monkeypatch.setattr(stage.mounts, "bypassing", bypassing)
+
+    async def script() -> None:
+        assert supervisor.state == "mounted"
+        await supervisor.refresh_bypassing()
+        assert supervisor.untrusted
+        assert not supervisor.all_accounted
+        await until(lambda: bool(stage.alerts.standing()))
+        (alert,) = stage.alerts.standing()
+        assert "not known" in alert.message
+        free.set()
+        await until(lambda: supervisor.all_accounted)
 
     stage.run(supervisor, script)
     assert stage.alerts.standing() == []
