@@ -14,8 +14,9 @@ class LeftOutAlerts:
         self._standing: set[str] = set()
 
     def tell(self, committed: PendingSnapshot) -> None:
-        """Report what the snapshot lacks, and clear what it has."""
-        left_out = committed.record.left_out
+        """Report what the snapshot lacks, and clear what it has. A root that was not mounted has an alert of its own."""
+        cut = {cut.path for cut in committed.record.cuts}
+        left_out = {path: reason for path, reason in committed.record.left_out.items() if path in cut}
         for path in self._standing - left_out.keys():
             self._alerts.clear(f"left-out:{path}")
         self._standing = set(left_out)

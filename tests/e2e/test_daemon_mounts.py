@@ -215,7 +215,10 @@ def test_a_job_with_an_open_file_is_not_hurt_by_a_stop(site: Site) -> None:
         site.start()
         status = site.root_status(root)
         assert status.worker_pid != worker
-        assert worker in [process.pid for process in status.bypassing]
+        until(
+            "the look at processes, which comes after the mount",
+            lambda: worker in [process.pid for process in site.root_status(root).bypassing],
+        )
     until("the end of the old worker", lambda: ended(worker))
     assert site.root_status(root).worker_pid == status.worker_pid
     snapshot = site.snapshot()
