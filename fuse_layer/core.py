@@ -97,6 +97,9 @@ class OverlayCore:
         hidden = int(state_directory.lies_inside(backing_fd))
         self._state = OverlayState(nodes, Tracker(block_size), undo, plain=plain, hidden_directories=hidden)
         nodes.on_dropped = undo.hidden.let_orphan_go
+        limit = self._state.allowances.limit
+        nodes.keep_at_most(limit)
+        undo.most_directories = min(undo.most_directories, limit // 8)
         self._unseen = UnseenWriters(self._state)
         if ledger is not None:
             undo.hidden.keep_orphans_in(self._state_fd, inherited=inherited is not None)
@@ -126,14 +129,16 @@ class OverlayCore:
         lost = 0
         for opened in inherited.files.values():
             try:
-                self._data.inherit(opened.handle, opened.node, opened.flags, unseen=opened.unseen)
+                self._data.inherit(
+                    opened.handle, opened.node, opened.flags, unseen=opened.unseen, uid=opened.uid
+                )
             except OSError as error:
                 log.error("handle_lost", node=opened.node, error=str(error))
                 lost += 1
         for directory in inherited.directories.values():
             names = inherited.listings.get(directory.handle)
             try:
-                self._listings.inherit(directory.handle, directory.node, names)
+                self._listings.inherit(directory.handle, directory.node, names, uid=directory.uid)
             except OSError:
                 lost += 1
         for node_id in inherited.lingering:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final
 
 from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer.allowances import OWN_DESCRIPTORS
 from ciuic.fuse_layer.namespace import backing_flags, writes
 from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OpenFile, OverlayState
@@ -42,18 +43,26 @@ class Data:
 
     # -- handles ------------------------------------------------------------------------------------
 
-    def open(self, node_id: int, flags: int, *, keeps_privileges: bool = False, unseen: bool = False) -> int:
+    def open(
+        self,
+        node_id: int,
+        flags: int,
+        *,
+        keeps_privileges: bool = False,
+        unseen: bool = False,
+        uid: int = 0,
+    ) -> int:
         """Open a node; O_TRUNC is carried out here, inside the gate. Returns a handle.
 
         ``keeps_privileges``: the caller has CAP_FSETID, O_TRUNC does not take set-id bits away. ``unseen``: writes may
-        pass us by (unseen.py); decided before anybody can write.
+        pass us by (unseen.py); decided before anybody can write. ``uid``: who opens it, whose allowance pays for it.
         """
         node = self._nodes.get(node_id)
         truncates = bool(flags & os.O_TRUNC) and writes(flags)
         if not truncates and not unseen:
-            return self._state.add_file(self._opened(node, flags))
+            return self._state.add_file(self._opened(node, flags, uid))
         with self._state.gate:
-            file = self._opened(node, flags)
+            file = self._opened(node, flags, uid)
             handle = self._state.add_file(file)
             try:
                 if truncates:
@@ -82,32 +91,51 @@ class Data:
             else:
                 undo.abandon("a large file was opened for writing past the overlay")
 
-    def _opened(self, node: Node, flags: int) -> OpenFile:
+    def _opened(self, node: Node, flags: int, uid: int) -> OpenFile:
+        """The node opened for this user. OSError as `Quota.check`."""
+        allowances, handles = self._state.allowances, node.handles
+        if handles is None or len(handles) < OWN_DESCRIPTORS or writes(flags):
+            allowances.descriptors.check(uid)
+            return OpenFile(node, self._open_node(node, flags), flags, uid)
+        allowances.sharing.check(uid)
+
+        def opened() -> int:
+            allowances.descriptors.check(uid)
+            return self._open_node(node, flags)
+
+        return self._sharing(node, flags, uid, opened)
+
+    def _sharing(self, node: Node, flags: int, uid: int, open_: Callable[[], int]) -> OpenFile:
+        shared = self._state.allowances.shared_reader(node.id, uid, open_)
+        return OpenFile(node, shared.fd, flags, uid, shared)
+
+    def _open_node(self, node: Node, flags: int) -> int:
         want = backing_flags(flags)
         try:
-            fd = self._nodes.open(node, want)
+            return self._nodes.open(node, want)
         except OSError as error:
             file = self._state.any_file(node)
             if error.errno != errno.ESTALE or file is None:
                 raise
-            fd = os.open(b"/proc/self/fd/%d" % file.fd, want & ~os.O_NOFOLLOW)
-        return OpenFile(node, fd, flags)
+            return os.open(b"/proc/self/fd/%d" % file.fd, want & ~os.O_NOFOLLOW)
 
-    def inherit(self, handle: int, node_id: int, flags: int, *, unseen: bool) -> None:
+    def _open_inherited(self, node: Node, flags: int) -> int:
+        try:
+            return self._open_node(node, flags & ~(os.O_TRUNC | os.O_CREAT | os.O_EXCL | os.O_TMPFILE))
+        except OSError:
+            return self._state.undo.hidden.open_orphan(node.ino, backing_flags(flags & ~os.O_TMPFILE))
+
+    def inherit(self, handle: int, node_id: int, flags: int, *, unseen: bool, uid: int = 0) -> None:
         """Open what a predecessor had open, under its handle. OSError when nothing leads there any more."""
         node = self._nodes.get(node_id)
-        try:
-            file = self._opened(node, flags & ~(os.O_TRUNC | os.O_CREAT | os.O_EXCL | os.O_TMPFILE))
-        except OSError:
-            file = OpenFile(
-                node,
-                self._state.undo.hidden.open_orphan(node.ino, backing_flags(flags & ~os.O_TMPFILE)),
-                flags,
-            )
+        handles = node.handles
+        if handles is None or len(handles) < OWN_DESCRIPTORS or writes(flags):
+            file = OpenFile(node, self._open_inherited(node, flags), flags, uid)
+        else:
+            file = self._sharing(node, flags, uid, lambda: self._open_inherited(node, flags))
         if os.fstat(file.fd).st_ino != node.ino:
             raise stale()
-        self._state.files[handle] = file
-        self._nodes.open_handle(node, handle, writes=file.writes)
+        self._state.put_file(handle, file)
         if unseen:
             self._unseen.add(handle, file)
 
@@ -119,7 +147,8 @@ class Data:
                 if file.writes:
                     self._times.settle(file.node, file.fd)
             finally:  # no second release comes: kept, the handle would hold a removed file's space until the unmount
-                self._state.files.pop(handle, None)
+                if self._state.files.pop(handle, None) is not None:
+                    self._state.quota_of(file).remove(file.uid)
                 if file.unseen:
                     self._unseen.closed(handle, file)
                 self._nodes.close_handle(file.node, handle)

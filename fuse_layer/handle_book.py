@@ -14,6 +14,10 @@ from ciuic.fuse_layer.ledger_writer import Ledger
 
 LISTING_KEPT_FROM: int = 32
 """Names. A shorter listing is read by one request, and there is nothing to go on with."""
+MAX_LISTED_BYTES: int = 64 << 20
+"""What the listings in the ledger take when they are read back, which the archive does beside the work. Where more are under way, a
+successor lists the others anew: a program that is in the middle of one then may miss a name. One alone is always kept."""
+_NAME_OVERHEAD_BYTES: int = 50
 
 
 class HandleBook:
@@ -24,7 +28,9 @@ class HandleBook:
         self._lock = threading.Lock()
         self.files: dict[int, Opened] = dict(inherited.files) if inherited else {}
         self.directories: dict[int, OpenedDirectory] = dict(inherited.directories) if inherited else {}
-        self._listings: dict[int, list[bytes]] = dict(inherited.listings) if inherited else {}
+        listings = inherited.listings if inherited else {}
+        self._listing_bytes = {handle: _size_of(names) for handle, names in listings.items()}
+        self._listed_bytes = sum(self._listing_bytes.values())
         self._intents = dict(inherited.intents) if inherited else {}
         self._unanswered = {opened.unique: opened for opened in self.files.values()}
         self._unanswered_directories = {opened.unique: opened for opened in self.directories.values()}
@@ -68,7 +74,7 @@ class HandleBook:
     def directory_closed(self, handle: int) -> None:
         with self._lock:
             if self.directories.pop(handle, None) is not None:
-                self._listings.pop(handle, None)
+                self._listed_bytes -= self._listing_bytes.pop(handle, 0)
                 self._append(ledger.directory_closed_record(handle))
 
     def listed(self, handle: int, names: list[bytes]) -> None:
@@ -77,7 +83,13 @@ class HandleBook:
             return
         with self._lock:
             if self._ledger is not None and handle in self.directories:
-                self._listings[handle] = names
+                others_bytes = self._listed_bytes - self._listing_bytes.pop(handle, 0)
+                size_bytes = _size_of(names)
+                if others_bytes and others_bytes + size_bytes > MAX_LISTED_BYTES:
+                    # What the ledger has of an earlier listing of this handle is not what its offsets count.
+                    names, size_bytes = [], 0
+                self._listed_bytes = others_bytes + size_bytes
+                self._listing_bytes[handle] = size_bytes
                 self._append(ledger.listing_record(handle, names))
 
     def intends(self, unique: int, number: int) -> None:
@@ -87,3 +99,7 @@ class HandleBook:
     def _append(self, record: bytes) -> None:
         if self._ledger is not None:
             self._ledger.append(record)
+
+
+def _size_of(names: list[bytes]) -> int:
+    return sum(map(len, names)) + _NAME_OVERHEAD_BYTES * len(names)

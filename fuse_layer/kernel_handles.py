@@ -89,7 +89,11 @@ class HandleRequests:
         with self.modes.lock(node):
             plan = self.modes.plan(node, flags, fresh=fresh)
             handle = self.core.open(
-                node, flags, keeps_privileges=not open_flags & p.OPEN_KILL_SUIDGID, unseen=plan.unseen
+                node,
+                flags,
+                keeps_privileges=not open_flags & p.OPEN_KILL_SUIDGID,
+                unseen=plan.unseen,
+                uid=request.uid,
             )
             return self._opened(request, node, handle, plan, flags)
 
@@ -114,7 +118,7 @@ class HandleRequests:
             self.core.release(handle)
             raise
         unique = request.unique & ~p.UNIQUE_RESEND
-        self.book.opened(Opened(handle, node, unique, flags, final.open_flags, backing_id))
+        self.book.opened(Opened(handle, node, unique, flags, final.open_flags, backing_id, request.uid))
         if self._writeback and flags & os.O_ACCMODE != os.O_RDONLY:
             # What the kernel caches of it has a long life; from now on it is asked for again (``_attr``).
             self.session.invalidate_attributes(node)
@@ -257,8 +261,8 @@ class HandleRequests:
             if self.core.has_directory(before.handle):
                 return p.OPEN_OUT.pack(before.handle, _CACHED_LISTING, 0)
             self.book.directory_closed(before.handle)  # as ``_opened_before``
-        handle = self.core.opendir(request.node)
-        self.book.directory_opened(OpenedDirectory(handle, request.node, unique))
+        handle = self.core.opendir(request.node, uid=request.uid)
+        self.book.directory_opened(OpenedDirectory(handle, request.node, unique, request.uid))
         return p.OPEN_OUT.pack(handle, _CACHED_LISTING, 0)
 
     def _readdir(self, request: Request, data: memoryview) -> Reply:

@@ -24,9 +24,9 @@ from typing import Final, NamedTuple, Protocol
 from ciuic.fuse_layer import kernel_protocol, name_changes
 from ciuic.fuse_layer.name_changes import Inodes, Names
 
-VERSION: Final = 3
-_VERSIONS_READ: Final = (1, 2, VERSION)
-"""Version 1 had no archive, version 2 no write-ahead records of names."""
+VERSION: Final = 4
+_VERSIONS_READ: Final = (1, 2, 3, VERSION)
+"""Version 1 had no archive, version 2 no write-ahead records of names, version 3 did not say who opened what."""
 INTENTS_KEPT: Final = 1024
 """More than requests that can be in work at once."""
 _SLICE_RECORDS: Final = 256
@@ -53,6 +53,8 @@ _OPENED_FIELDS = struct.Struct("<QQQIII")
 """handle, node, unique of the request, flags of the open, open_flags of the answer, backing id (0: none)"""
 _EMPTIED_FIELDS = struct.Struct("<QIII")
 """id, mode, uid, gid"""
+_USER = struct.Struct("<I")
+"""Behind the fields of an open file or directory: who opened it. Records of older versions have it not."""
 _PAIR = struct.Struct("<QQ")
 _TRIPLE = struct.Struct("<QQQ")
 _ONE = struct.Struct("<Q")
@@ -70,6 +72,8 @@ class Opened(NamedTuple):
     open_flags: int
     """As the kernel was answered."""
     backing_id: int
+    uid: int = 0
+    """Who opened it; 0 also where a predecessor did not say."""
 
     @property
     def unseen(self) -> bool:
@@ -87,6 +91,8 @@ class OpenedDirectory(NamedTuple):
     handle: int
     node: int
     unique: int
+    uid: int = 0
+    """As of a file."""
 
 
 class NodeFacts:
@@ -246,7 +252,7 @@ def replaced_record(node_id: int, dev: int, ino: int) -> bytes:
 
 
 def opened_record(opened: Opened) -> bytes:
-    return _record(_OPENED, _OPENED_FIELDS.pack(*opened))
+    return _record(_OPENED, _OPENED_FIELDS.pack(*opened[:-1]), _USER.pack(opened.uid))
 
 
 def closed_record(handle: int) -> bytes:
@@ -254,7 +260,7 @@ def closed_record(handle: int) -> bytes:
 
 
 def directory_opened_record(opened: OpenedDirectory) -> bytes:
-    return _record(_DIR_OPENED, _TRIPLE.pack(*opened))
+    return _record(_DIR_OPENED, _TRIPLE.pack(*opened[:-1]), _USER.pack(opened.uid))
 
 
 def directory_closed_record(handle: int) -> bytes:
@@ -383,13 +389,17 @@ def _apply_replaced(found: Inherited, body: bytes) -> None:
             found.note_odd(node)
 
 
+def _user(body: bytes, at: int) -> int:
+    return int(_USER.unpack_from(body, at)[0]) if len(body) >= at + _USER.size else 0
+
+
 def _apply_opened(found: Inherited, body: bytes) -> None:
-    opened = Opened(*_OPENED_FIELDS.unpack_from(body))
+    opened = Opened._make((*_OPENED_FIELDS.unpack_from(body), _user(body, _OPENED_FIELDS.size)))
     found.files[opened.handle] = opened
 
 
 def _apply_dir_opened(found: Inherited, body: bytes) -> None:
-    opened = OpenedDirectory(*_TRIPLE.unpack_from(body))
+    opened = OpenedDirectory._make((*_TRIPLE.unpack_from(body), _user(body, _TRIPLE.size)))
     found.directories[opened.handle] = opened
 
 
@@ -402,7 +412,10 @@ def _apply_dir_closed(found: Inherited, body: bytes) -> None:
 def _apply_listing(found: Inherited, body: bytes) -> None:
     (handle,) = _ONE.unpack_from(body)
     names = body[_ONE.size :]
-    found.listings[handle] = names.split(b"\0") if names else []
+    if names:
+        found.listings[handle] = names.split(b"\0")
+    else:  # too many were under way to keep them all
+        found.listings.pop(handle, None)
 
 
 def _pop(table: Callable[[Inherited], dict[int, object]]) -> Callable[[Inherited, bytes], None]:

@@ -147,6 +147,7 @@ class Namespace:
     def create(self, parent_id: int, name: bytes, mode: int, flags: int, caller: Caller) -> tuple[Attr, int]:
         """Create and open; the attributes (one lookup counted) and the handle."""
         parent = self._nodes.get(parent_id)
+        self._state.allowances.descriptors.check(caller.uid)  # a refused open(2) creates nothing
         with self._state.gate:
             way = self._new_way(parent, name)
             # The kernel asks for names that it knows to be free; whether it is right matters before the creation only where
@@ -164,7 +165,7 @@ class Namespace:
                 if flags & os.O_EXCL:
                     raise
                 is_new, fd = False, self._created(way, want, masked, caller)
-            file = OpenFile(parent, fd, flags)
+            file = OpenFile(parent, fd, flags, caller.uid)
             read = partial(os.fstat, fd)
             if is_new:
                 file.node, attr = self._made(parent, name, read)
@@ -187,6 +188,7 @@ class Namespace:
         """Create and open a file without a name (O_TMPFILE); the attributes (one lookup counted) and the handle."""
         parent = self._nodes.get(parent_id)
         way = Way(self._nodes.directory(parent), b".")
+        self._state.allowances.descriptors.check(caller.uid)
         with self._state.gate:
             masked = self._masked(parent, way, mode, caller)
             want = backing_flags(flags) | os.O_TMPFILE | (flags & os.O_EXCL)
@@ -195,7 +197,7 @@ class Namespace:
                 with acting_as(caller):
                     return os.open(b".", want & ~os.O_NOFOLLOW, masked, dir_fd=way.dir_fd)
 
-            file = OpenFile(parent, self._state.with_space(change), flags)
+            file = OpenFile(parent, self._state.with_space(change), flags, caller.uid)
             st = os.fstat(file.fd)
             file.node = self._nodes.adopt_nameless(st)
             self._state.undo.hidden.keep_orphan(st.st_ino, b"/proc/self/fd/%d" % file.fd, None, follow=True)

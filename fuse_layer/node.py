@@ -83,6 +83,8 @@ class Node:
     """Mode, owner and group of a directory whose removal a predecessor had begun."""
     privileged = _Seldom(False)
     """Had a set-user-id or set-group-id bit when its attributes were last read."""
+    writers = _Seldom(0)
+    """Handles open on it that write: known without looking at all, of which there may be a hundred thousand."""
     kept_mtime_ns: _Seldom[int | None] = _Seldom(None)
     """Modification time that the kernel believes in, where our writes may have moved the backing file's (times.py)."""
 
@@ -108,7 +110,7 @@ class Node:
     @property
     def is_written(self) -> bool:
         """A handle that can write is open."""
-        return self.handles is not None and True in self.handles.values()
+        return self.writers > 0
 
     def names(self) -> list[tuple[Node, bytes]]:
         """Every (parent, name) known to lead here."""

@@ -39,8 +39,14 @@ class NodeWays:
         self._removed: OrderedDict[int, Descriptor] = OrderedDict()
         """By node id: ways to what lost its last name while the kernel remembers it."""
         self._last_attributes: OrderedDict[int, os.stat_result] = OrderedDict()
+        self._most_directories, self._most_removed = _KEPT_DIRECTORIES, _KEPT_REMOVED
         self._emptied: dict[int, Descriptor] = {}
         """By node id: what stands for directories that were removed in a predecessor's time."""
+
+    def keep_at_most(self, limit: int) -> None:
+        """Keep fewer descriptors in a process that may have ``limit`` of them: most are for what programs open."""
+        self._most_directories = max(1, min(_KEPT_DIRECTORIES, limit // 8))
+        self._most_removed = max(1, min(_KEPT_REMOVED, limit // 16))
 
     def directory(self, node: Node) -> Descriptor:
         """A descriptor (O_PATH) of the directory. ESTALE when it is not where its names say."""
@@ -95,7 +101,7 @@ class NodeWays:
         with self._lock:
             if node.id in self._by_id:
                 self._directories[node.id] = opened
-                if len(self._directories) > _KEPT_DIRECTORIES:
+                if len(self._directories) > self._most_directories:
                     self._directories.popitem(last=False)
 
     def last_attributes(self, node: Node) -> os.stat_result | None:
@@ -110,7 +116,7 @@ class NodeWays:
                     self._last_attributes.popitem(last=False)
             return
         self._removed[node.id] = keep
-        if len(self._removed) > _KEPT_REMOVED:
+        if len(self._removed) > self._most_removed:
             # the kernel forgets removed things soon; a burst must not cost descriptors
             self._removed.popitem(last=False)
 

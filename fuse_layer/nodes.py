@@ -191,11 +191,14 @@ class NodeTable(NodeWays):
             if node.handles is None:
                 node.handles = {}
             node.handles[handle] = writes
+            if writes:
+                node.writers += 1
 
     def close_handle(self, node: Node, handle: int) -> None:
         with self._lock:
             if node.handles is not None:
-                node.handles.pop(handle, None)
+                if node.handles.pop(handle, False):
+                    node.writers -= 1
                 if not node.handles:
                     node.handles = None
             self._maybe_drop(node)

@@ -209,7 +209,9 @@ class Pyfuse3Driver(pyfuse3.Operations):
     @_answered
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         # O_TRUNC is carried out by the core (libfuse asks for FUSE_ATOMIC_O_TRUNC).
-        operation = functools.partial(self.core.open, inode, flags, keeps_privileges=ctx.uid == 0)
+        operation = functools.partial(
+            self.core.open, inode, flags, keeps_privileges=ctx.uid == 0, uid=ctx.uid
+        )
         handle = await self.dispatch.change(operation)
         if flags & os.O_ACCMODE != os.O_RDONLY:
             with contextlib.suppress(FileNotFoundError):  # the kernel has dropped the inode meanwhile
@@ -254,7 +256,7 @@ class Pyfuse3Driver(pyfuse3.Operations):
 
     @_answered
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
-        handle = await self.dispatch.read(self.core.opendir, inode)
+        handle = await self.dispatch.read(functools.partial(self.core.opendir, inode, uid=ctx.uid))
         self._directories[handle] = inode
         return handle
 

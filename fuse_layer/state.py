@@ -17,12 +17,15 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from ciuic import STATE_DIR_NAME
+from ciuic.fuse_layer.allowances import Allowances, SharedReader, owner_of
 from ciuic.fuse_layer.gate import Gate
 from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.nodes import NodeTable
+from ciuic.fuse_layer.quota import Quota
 from ciuic.fuse_layer.tracking import Tracker
 from ciuic.fuse_layer.undo import UndoLog
 from ciuic.fuse_layer.ways import Descriptor, Way, stale
@@ -46,14 +49,18 @@ class Attr(NamedTuple):
 class OpenFile:
     """An open handle. ``fd`` is readable and writable where the caller may write, and has neither O_APPEND
     nor O_DIRECT nor O_SYNC: with the kernel's write cache on, partial pages are read back through it and
-    offsets come from the kernel. The descriptor closes when the last user lets go of the object, so a release
-    never takes it from under another thread."""
+    offsets come from the kernel. The descriptor closes when the last user lets go of the object (a shared one: of
+    the last object that has it), so a release never takes it from under another thread."""
 
-    __slots__ = ("fd", "flushes", "maps", "node", "unseen", "writes")
+    __slots__ = ("fd", "flushes", "maps", "node", "shared", "uid", "unseen", "writes")
 
-    def __init__(self, node: Node, fd: int, flags: int) -> None:
+    def __init__(self, node: Node, fd: int, flags: int, uid: int, shared: SharedReader | None = None) -> None:
         self.node = node
         self.fd = fd
+        self.shared = shared
+        """What ``fd`` belongs to, where that is not this object."""
+        self.uid = uid
+        """Who opened it, and pays for it."""
         self.writes = flags & os.O_ACCMODE != os.O_RDONLY
         self.maps = flags & os.O_ACCMODE == os.O_RDWR
         """Whether the program can map it shared and writable."""
@@ -63,7 +70,8 @@ class OpenFile:
         """Writes through it may reach the backing file without a request (unseen.py)."""
 
     def __del__(self) -> None:
-        os.close(self.fd)
+        if self.shared is None:
+            os.close(self.fd)
 
 
 class OverlayState:
@@ -87,6 +95,7 @@ class OverlayState:
         self.tracker = tracker
         self.undo = undo
         self.files: dict[int, OpenFile] = {}
+        self.allowances = Allowances(owner_of(nodes.root_directory.fd))
         self.held_by_kernel: Callable[[int], bool] = lambda node_id: False
         """Whether the kernel itself has the node's backing file open: it must not be given another inode."""
         self._handle_lock = threading.Lock()
@@ -96,9 +105,18 @@ class OverlayState:
 
     def add_file(self, file: OpenFile) -> int:
         handle = self.new_handle()
+        self.put_file(handle, file)
+        return handle
+
+    def put_file(self, handle: int, file: OpenFile) -> None:
+        """The handle leads to this open file from now on."""
+        self.quota_of(file).add(file.uid)
         self.files[handle] = file
         self.nodes.open_handle(file.node, handle, writes=file.writes)
-        return handle
+
+    def quota_of(self, file: OpenFile) -> Quota:
+        """What its handle counts in."""
+        return self.allowances.descriptors if file.shared is None else self.allowances.sharing
 
     def inherit_handles(self, last: int) -> None:
         """Handles up to ``last`` were a predecessor's."""
@@ -120,7 +138,15 @@ class OverlayState:
     def any_file(self, node: Node, *, writes: bool = False) -> OpenFile | None:
         """An open handle on the node's inode, whoever opened it; hold the object while its descriptor is
         used."""
-        for handle in tuple(node.handles or ()):
+        handles = node.handles
+        if handles is None or (writes and not node.writers):
+            return None
+        if not writes:  # nearly always the first will do: a file may be open a hundred thousand times
+            with suppress(StopIteration, RuntimeError):  # another thread opens or closes
+                file = self.files.get(next(iter(handles)))
+                if file is not None:
+                    return file
+        for handle in tuple(handles):
             file = self.files.get(handle)
             if file is not None and (file.writes or not writes):
                 return file

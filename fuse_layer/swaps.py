@@ -95,11 +95,12 @@ class Swaps:
             return False
         try:
             self._state.tracker.mark_replaced(parent, name, st.st_ino, os.fstat(new_fd).st_ino)
-            for handle in tuple(node.handles or ()):
-                self._redirect(self._state.files.get(handle), new_fd)
-            if fd not in {
-                f.fd for h in tuple(node.handles or ()) if (f := self._state.files.get(h)) is not None
-            }:
+            open_files = [self._state.files.get(handle) for handle in tuple(node.handles or ())]
+            # By descriptor: readers share them, and redirecting one a hundred thousand times would hold up the job.
+            by_fd = {file.fd: file for file in open_files if file is not None}
+            for file in by_fd.values():
+                self._redirect(file, new_fd)
+            if fd not in by_fd:
                 os.dup2(new_fd, fd, inheritable=False)
             self._state.nodes.replaced(node, os.fstat(new_fd))
             self._unsynced.add(node.id)
@@ -107,11 +108,9 @@ class Swaps:
             os.close(new_fd)
         return True
 
-    def _redirect(self, file: OpenFile | None, new_fd: int) -> None:
+    def _redirect(self, file: OpenFile, new_fd: int) -> None:
         """Point an open handle at the new inode: dup2 changes what the number means in one step, under
         concurrent reads."""
-        if file is None:
-            return
         flags = os.O_RDWR if file.writes else os.O_RDONLY
         try:
             reopened = os.open(b"/proc/self/fd/%d" % new_fd, flags | os.O_CLOEXEC)

@@ -45,6 +45,10 @@ class Abandoned(NamedTuple):
     time_ns: int
 
 
+MAX_DIRECTORIES: Final = 4096
+"""That were moved since the cut and are kept open: each is a descriptor, and whoever may write can move as many as he likes."""
+
+
 class UndoLog:
     """The undo directory of one root and what has been saved in it. Thread-safe."""
 
@@ -73,6 +77,7 @@ class UndoLog:
         self._log: Descriptor | None = None
         self._making_log = threading.Lock()
         self._kept_directories: dict[int, Descriptor] = {}
+        self.most_directories = MAX_DIRECTORIES
         self._clearing = threading.Lock()
         self._unclean = False
         """Something that nobody needs any more is not removed yet."""
@@ -193,6 +198,8 @@ class UndoLog:
         except OSError as error:
             self.abandon(f"undo log: {error.strerror or error}")
         else:
+            if len(self._kept_directories) > self.most_directories:
+                self.abandon(f"undo log: more than {self.most_directories} directories were moved")
             if self.bytes_kept > self.limit_bytes:
                 self.abandon(f"undo log: over its limit of {self.limit_bytes} bytes")
             elif self._copied_bytes - self._room_checked_at >= _ROOM_CHECK_BYTES:

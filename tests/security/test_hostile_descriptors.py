@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from support.deep_trees import remove_chain
+from support.driver import DRIVER
+from support.live import wait_for
+from support.overlay import Overlay
 from support.second_user import MADE_UP
 
 from ciuic import bypass, long_names
 from ciuic.bypass import find_bypassing
+from ciuic.fuse_layer.quota import Quota
 
 DEEP_NAME = b"x" * 200
 _HOLDER = """
@@ -122,3 +129,218 @@ def test_deep_directories_of_other_file_systems_are_not_looked_into(
             assert not [path for path in counted_opens[before:] if path.startswith(b"..")]
     finally:
         top.rmdir()
+
+
+# -- descriptors of a worker
+
+_TAKER = """
+import os, sys, resource
+kind, wanted, top = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+os.setgroups([]); os.setresgid(54321, 54321, 54321); os.setresuid(54321, 54321, 54321)
+held, refused = [], 0
+for number in range(wanted):
+    name = "shared" if kind == "same" else f"{number:05d}"
+    flags = os.O_RDONLY
+    if kind == "directories":
+        name, flags = f"d{number:05d}", flags | os.O_DIRECTORY
+    try:
+        held.append(os.open(os.path.join(top, name), flags))
+    except OSError as error:
+        refused = error.errno
+        break
+print(len(held), refused, flush=True)
+sys.stdin.read()
+"""
+LIMIT = 1024
+"""Of the worker's descriptors, so that it takes hundreds of opens to use them up and not hundreds of thousands."""
+OWNER = 54322
+
+
+@contextmanager
+def taking(kind: str, wanted: int, top: Path) -> Iterator[tuple[int, int]]:
+    """Another user holds as many as it gets: how many, and the errno of the first refusal."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _TAKER, kind, str(wanted), str(top)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd="/",
+    ) as child:
+        assert child.stdout is not None
+        try:
+            held, refused = child.stdout.readline().split()
+            yield int(held), int(refused)
+        finally:
+            child.kill()
+
+
+def works_for(uid: int, top: Path) -> None:
+    """What finding 6 tried: cat, touch, ls, a new file and a new directory, and many files at once."""
+    script = (
+        "import os, sys\n"
+        f"os.setgroups([]); os.setresgid({uid}, {uid}, {uid}); os.setresuid({uid}, {uid}, {uid})\n"
+        "os.chdir(sys.argv[1])\n"
+        "assert open('shared').read() == 'content'\n"
+        "assert len(os.listdir('.')) > 100\n"
+        "held = [open('%05d' % number) for number in range(20)]\n"
+        "assert os.stat('shared').st_size == 7\n"
+        "if os.access('.', os.W_OK):\n"
+        "    open('new', 'w').write('x'); os.utime('new'); os.mkdir('newdir'); os.rename('new', 'newdir/moved')\n"
+        "    os.unlink('newdir/moved'); os.rmdir('newdir')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(top)], capture_output=True, text=True, timeout=120, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def root(short_tmp: Path) -> Path:
+    """A directory of one user that all may read, with more in it than the worker has descriptors."""
+    top = short_tmp / "root"
+    top.mkdir()
+    for above in (top, *top.parents[:-2]):
+        above.chmod(above.stat().st_mode | 0o055)
+    (top / "shared").write_text("content")
+    for number in range(2 * LIMIT):
+        (top / f"{number:05d}").touch()
+        (top / f"d{number:05d}").mkdir()
+    os.chown(top, OWNER, OWNER)
+    return top
+
+
+@contextmanager
+def limited_overlay(root: Path, limit: int) -> Iterator[Overlay]:
+    """A worker that cannot raise its limit of descriptors: it has not CAP_SYS_RESOURCE."""
+    with Overlay(root, root.parent / "w.sock", interpreter=limited(limit)) as overlay:
+        yield overlay
+
+
+def limited(limit: int) -> list[str]:
+    """An interpreter with this limit for good."""
+    script = (
+        "import os, resource, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))\n"
+        "import ctypes\n"
+        "ctypes.CDLL(None).prctl(24, 24, 0, 0, 0)\n"  # PR_CAPBSET_DROP, CAP_SYS_RESOURCE: execve gives no more
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+    )
+    return [sys.executable, "-c", script]
+
+
+def descriptors(overlay: Overlay) -> int:
+    return len(os.listdir(f"/proc/{overlay.process.pid}/fd"))
+
+
+@pytest.mark.mount
+def test_readers_of_one_file_share_descriptors(root: Path) -> None:
+    """20,000 opens of one file that all may read, by another user: the worker has a few descriptors for them, and goes on
+    serving its owner; so does a successor, which opens no more."""
+    with Overlay(root, root.parent / "w.sock") as overlay:
+        before = descriptors(overlay)
+        wanted = min(19_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 100)
+        with taking("same", wanted, root) as (held, refused):
+            assert (held, refused) == (wanted, 0)
+            assert descriptors(overlay) - before < 100
+            works_for(OWNER, root)
+            if DRIVER != "pyfuse3":
+                overlay.keep_session()
+                overlay.process.kill()
+                overlay.succeed()
+                assert descriptors(overlay) - before < 100
+                works_for(OWNER, root)
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize("kind", ["different", "directories"])
+def test_who_takes_all_descriptors_is_refused_and_nobody_else(root: Path, kind: str) -> None:
+    """EMFILE for the one who holds too many; the owner, root and a third user go on."""
+    with limited_overlay(root, LIMIT) as overlay:
+        with taking(kind, 2 * LIMIT, root) as (held, refused):
+            assert refused == errno.EMFILE
+            assert LIMIT // 8 < held < LIMIT
+            for uid in (OWNER, 0, 54323):
+                works_for(uid, root)
+            if DRIVER != "pyfuse3" and kind == "different":
+                overlay.keep_session()
+                overlay.process.kill()
+                overlay.succeed()
+                works_for(OWNER, root)
+        wait_for("what was held to be given back", lambda: descriptors(overlay) < LIMIT // 2, 60)
+
+
+@pytest.mark.mount
+def test_listings_of_one_directory_are_in_memory_once(root: Path) -> None:
+    """Hundreds of open listings of a directory with thousands of names cost the worker little memory."""
+    script = (
+        "import os, sys, ctypes\n"
+        "os.setgroups([]); os.setresgid(54321, 54321, 54321); os.setresuid(54321, 54321, 54321)\n"
+        "held = []\n"
+        "for _ in range(300):\n"
+        "    scan = os.scandir(sys.argv[1]); next(scan); held.append(scan)\n"
+        "print('ready', flush=True); sys.stdin.read()\n"
+    )
+    with Overlay(root, root.parent / "w.sock") as overlay:
+        before = _rss_kib(overlay.process.pid)
+        with subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", script, str(root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd="/",
+        ) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"ready\n"
+            assert _rss_kib(overlay.process.pid) - before < 80 << 10
+            child.kill()
+
+
+def _rss_kib(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+
+def test_many_users_together_leave_something_for_root_and_the_owner() -> None:
+    """Several take what they can, root and the owner have their part, and one who holds nothing yet gets something."""
+    quota = Quota(8000, owner=lambda: OWNER)
+
+    def take_all(uid: int) -> None:
+        while True:
+            quota.check(uid)
+            quota.add(uid)
+
+    for uid in range(1000, 1005):
+        with pytest.raises(OSError, match="Too many open files"):
+            take_all(uid)
+    assert quota.held(1000) > 4000
+    assert quota.held(1004) > 0
+    for uid in (0, OWNER):
+        for _ in range(400):
+            quota.check(uid)
+            quota.add(uid)
+    for uid in range(1000, 1005):
+        quota.give_back(uid, quota.held(uid))
+    assert quota.held(1000) == 0
+    for _ in range(4000):
+        quota.check(1000)
+        quota.add(1000)
+    assert quota.held(1000) == 4000
+
+
+def test_what_is_given_back_in_the_middle_is_counted() -> None:
+    """Garbage collection may run at any point of another thread's work: nothing is lost, and nothing waits for itself."""
+    quota = Quota(1000)
+
+    def take_and_drop() -> None:
+        for _ in range(20_000):
+            quota.add(7)
+            quota.give_back(7)
+            quota.add(7)
+            quota.remove(7)
+
+    threads = [threading.Thread(target=take_and_drop) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert quota.held(7) == 0

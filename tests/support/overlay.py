@@ -31,11 +31,13 @@ class Overlay:
         block_size: int = 4096,
         driver: str = DRIVER,
         extra: Sequence[str] = (),
+        interpreter: Sequence[str] = (sys.executable,),
     ) -> None:
         self.root = root
         self.backing_fd = mounts.open_backing(os.fspath(root))
         self.log_path = control.with_suffix(".log")
         self._control, self._block_size, self._driver, self._extra = control, block_size, driver, extra
+        self._interpreter = interpreter
         self.session_fd = -1
         self.client = ControlClient(control)
         self._start()
@@ -46,7 +48,7 @@ class Overlay:
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "ciuic.fuse_layer.worker", "--root", os.fspath(self.root)),
+                    *(*self._interpreter, "-m", "ciuic.fuse_layer.worker", "--root", os.fspath(self.root)),
                     *("--backing-fd", str(self.backing_fd), "--control", os.fspath(control)),
                     *(
                         "--block-size",

@@ -1,0 +1,78 @@
+"""What the users of a root share of their worker: descriptors, handles, listings; and readers of one file share descriptors."""
+
+from __future__ import annotations
+
+import os
+import resource
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+from ciuic.fuse_layer.quota import UNLIMITED, Quota
+from ciuic.fuse_layer.ways import Descriptor
+
+MAX_SHARING_HANDLES: Final = 2 << 20
+"""Handles that share a descriptor: some 800 bytes of this process each."""
+MAX_LISTED_NAMES: Final = 20 << 20
+"""Names that open directories have in memory: some 100 bytes each."""
+OWN_DESCRIPTORS: Final = 16
+"""Handles of one file that have descriptors of their own before readers begin to share. A descriptor carries the kernel's
+read-ahead, which several streams would disturb; beyond this number sharing matters more."""
+_RESERVE: Final = 2048
+"""Descriptors for this process itself: cached directories, undo log, sockets, requests in work."""
+
+
+class SharedReader(Descriptor):
+    """A descriptor for reading that several handles of one file and one user have. The user's allowance pays for it until it
+    closes."""
+
+    __slots__ = ("__weakref__", "_quota", "_uid")
+
+    def __init__(self, fd: int, quota: Quota, uid: int) -> None:
+        super().__init__(fd)
+        self._quota = quota
+        self._uid = uid
+        quota.add(uid)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+        self._quota.give_back(self._uid)
+
+
+class Allowances:
+    """Of one worker. Thread-safe."""
+
+    def __init__(self, owner: Callable[[], int] = lambda: 0) -> None:
+        """``owner``: the user id of the root's owner."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self.limit = UNLIMITED if limit == resource.RLIM_INFINITY else limit
+        self.descriptors = Quota(self.limit - min(_RESERVE, self.limit // 2), owner=owner)
+        self.sharing = Quota(MAX_SHARING_HANDLES, owner=owner)
+        self.names = Quota(MAX_LISTED_NAMES, owner=owner)
+        self._shared: dict[tuple[int, int], weakref.ref[SharedReader]] = {}
+
+    def shared_reader(self, node_id: int, uid: int, open_: Callable[[], int]) -> SharedReader:
+        """The descriptor that this user's handles of a node with many handles share; ``open_`` opens the node's inode for
+        reading only. Never one that can write, nor one of another user, who would be the one to pay for it.
+
+        A node's id means the same file for as long as anything of it is open, also when the file gets another inode
+        (swaps.py points the descriptors to that).
+        """
+        key = (node_id, uid)
+        reference = self._shared.get(key)
+        known = reference() if reference is not None else None
+        if known is not None:
+            return known
+        made = SharedReader(open_(), self.descriptors, uid)
+        self._shared[key] = weakref.ref(made, lambda gone: self._forget(key, gone))
+        return made
+
+    def _forget(self, key: tuple[int, int], gone: weakref.ref[SharedReader]) -> None:
+        """Called when a descriptor closes, in any thread and at any moment: takes no lock."""
+        if self._shared.get(key) is gone:
+            self._shared.pop(key, None)
+
+
+def owner_of(directory_fd: int) -> Callable[[], int]:
+    """The owner of a directory, asked anew each time: it may be given to somebody else."""
+    return lambda: os.fstat(directory_fd).st_uid

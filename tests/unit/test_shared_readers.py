@@ -1,0 +1,145 @@
+"""Readers of one file share descriptors; what they share is theirs alone, and follows the file."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.core_driver import open_backing
+
+from ciuic.fuse_layer import allowances
+from ciuic.fuse_layer.allowances import OWN_DESCRIPTORS
+from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore
+from ciuic.fuse_layer.ledger import Inherited, Opened, OpenedDirectory, directory_opened_record, opened_record
+from ciuic.fuse_layer.swaps import COPY_LIMIT_BYTES
+
+MANY = 3 * OWN_DESCRIPTORS
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Iterator[OverlayCore]:
+    (tmp_path / "file").write_bytes(b"x" * (2 * COPY_LIMIT_BYTES))
+    backing_fd = open_backing(tmp_path)
+    made = OverlayCore(backing_fd, session="5" * 32)
+    yield made
+    made.close()
+    os.close(backing_fd)
+
+
+def fds(core: OverlayCore, handles: list[int]) -> list[int]:
+    return [core.descriptor(handle) for handle in handles]
+
+
+def count_until_refused(take: Callable[[int], object]) -> int:
+    """How often it could be done before EMFILE."""
+    for number in range(1000):
+        try:
+            take(number)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            return number
+    raise AssertionError("never refused")
+
+
+def test_readers_share_within_one_user(core: OverlayCore) -> None:
+    """The first ones have descriptors of their own; then each user has one for all. Nobody has that of another user, whose
+    allowance pays for it, and no reader has one that can write."""
+    node = core.lookup(ROOT_ID, b"file").node
+    writer = core.open(node, os.O_RDWR, uid=1)
+    one = [core.open(node, os.O_RDONLY, uid=1) for _ in range(MANY)]
+    two = [core.open(node, os.O_RDONLY, uid=2) for _ in range(MANY)]
+    writers = [core.open(node, os.O_RDWR, uid=1) for _ in range(3)]
+    ones, twos = set(fds(core, one)), set(fds(core, two))
+    assert len(ones) == OWN_DESCRIPTORS
+    assert len(twos) == 1
+    assert not ones & twos
+    assert len(set(fds(core, [writer, *writers]))) == 4
+    assert not set(fds(core, [writer, *writers])) & (ones | twos)
+    for handle in (*one, *two):
+        assert core.read(handle, 0, 3) == b"xxx"
+    quota = core._state.allowances.descriptors
+    assert (quota.held(1), quota.held(2)) == (OWN_DESCRIPTORS + 4, 1)
+    for handle in (writer, *writers, *one, *two):
+        core.release(handle)
+    assert (quota.held(1), quota.held(2)) == (0, 0)
+    assert core._state.allowances.sharing.held(2) == 0
+    for fd in ones | twos:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+
+
+def test_shared_descriptors_follow_a_file_that_gets_another_inode(core: OverlayCore) -> None:
+    """A truncation during a capture gives the name a new inode: every handle shows it, those that share and later ones."""
+    node = core.lookup(ROOT_ID, b"file").node
+    readers = [core.open(node, os.O_RDONLY, uid=7) for _ in range(MANY)]
+    old = os.fstat(core.descriptor(readers[-1])).st_ino
+    core.cut()
+    writer = core.open(node, os.O_WRONLY | os.O_TRUNC, uid=7)
+    core.write(writer, 0, b"new")
+    later = core.open(node, os.O_RDONLY, uid=7)
+    assert core.descriptor(later) == core.descriptor(readers[-1])
+    assert os.fstat(core.descriptor(later)).st_ino != old
+    assert {core.read(handle, 0, 10) for handle in (*readers, later)} == {b"new"}
+
+
+def test_a_refused_create_makes_nothing(
+    core: OverlayCore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who has too many descriptors gets EMFILE before anything is done."""
+    quota = core._state.allowances.descriptors
+    monkeypatch.setattr(quota, "_for_all", quota._sum + 3)
+    monkeypatch.setattr(quota, "total", quota._sum + 4)
+    held = count_until_refused(
+        lambda number: core.create(ROOT_ID, b"n%d" % number, 0o644, os.O_RDWR, Caller(9, 9))
+    )
+    assert not (tmp_path / f"n{held}").exists()
+    with pytest.raises(OSError, match="Too many open files"):
+        core.tmpfile(ROOT_ID, 0o600, os.O_RDWR, Caller(9, 9))
+    with pytest.raises(OSError, match="Too many open files"):
+        core.opendir(ROOT_ID, uid=9)
+    core.opendir(ROOT_ID, uid=0)
+
+
+def test_one_large_listing_is_never_refused(core: OverlayCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory with more names than the bound is listed all the same; a second one of the same user at a time is not."""
+    monkeypatch.setattr(core._state.allowances.names, "_for_all", 0)
+    for number in range(5):
+        core.mkdir(ROOT_ID, b"d%d" % number, 0o755, Caller(0, 0))
+        for name in range(2):
+            core.mkdir(core.lookup(ROOT_ID, b"d%d" % number).node, b"%d" % name, 0o755, Caller(0, 0))
+    first, second = (core.opendir(core.lookup(ROOT_ID, name).node, uid=9) for name in (b"d1", b"d2"))
+    monkeypatch.setattr(core._state.allowances.names, "total", 0)
+    assert len(list(core.readdir(first, 0))) == 2
+    with pytest.raises(OSError, match="Too many open files"):
+        list(core.readdir(second, 0))
+    core.releasedir(first)
+    assert len(list(core.readdir(second, 0))) == 2
+
+
+def test_the_ledger_says_who_opened_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A successor goes on charging the same users; records of a version that did not say it count for root."""
+    file, directory = Opened(1, 2, 3, 4, 5, 6, 54321), OpenedDirectory(7, 8, 9, 54321)
+    records = opened_record(file) + directory_opened_record(directory)
+    found = Inherited()
+    list(found.apply(records))
+    assert (found.files[1], found.directories[7]) == (file, directory)
+    older = b""
+    for record in (opened_record(file), directory_opened_record(directory)):
+        older += (len(record) - 4 - 4).to_bytes(4, "little") + record[4:-4]
+    found = Inherited()
+    list(found.apply(older))
+    assert (found.files[1].uid, found.directories[7].uid) == (0, 0)
+
+
+def test_a_handle_more_for_who_shares_has_a_bound(core: OverlayCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared descriptors cost none, but handles cost memory."""
+    node = core.lookup(ROOT_ID, b"file").node
+    for _ in range(OWN_DESCRIPTORS):
+        core.open(node, os.O_RDONLY, uid=9)
+    monkeypatch.setattr(core._state.allowances, "sharing", allowances.Quota(100, owner=lambda: 1))
+    held = count_until_refused(lambda _: core.open(node, os.O_RDONLY, uid=9))
+    assert 40 < held < 90
