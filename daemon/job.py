@@ -31,6 +31,10 @@ def make_job(
             jobs.append(_root_job(cut, roots, fds, pending.trust_tracking.get(cut.path, False)))
         except CiuicError as error:
             pending.lose(cut.path, error.message)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
     if not jobs:
         raise CiuicError(pending.lost or "no root is left that could be captured")
     job = CaptureJob(
