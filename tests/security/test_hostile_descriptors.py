@@ -94,9 +94,9 @@ def test_directories_deeper_than_any_path_keep_no_other_root_from_being_looked_a
     root.mkdir()
     beside.mkdir()
     with holding(beside, 3000, 100) as pid:
-        assert pid not in [process.pid for process in find_bypassing(root)]
+        assert find_bypassing(root, only_pids={pid}) == []
         assert len(counted_opens) < 30 * 40
-        (found,) = [process for process in find_bypassing(beside) if process.pid == pid]
+        (found,) = find_bypassing(beside, only_pids={pid})
         assert found.writes
         assert found.known
 
@@ -107,12 +107,12 @@ def test_what_cannot_be_judged_is_not_known(tmp_path: Path, monkeypatch: pytest.
     root.mkdir()
     beside.mkdir()
     with holding(beside, 50, 10, "and a file") as pid:
-        (found,) = [process for process in find_bypassing(root) if process.pid == pid]
+        (found,) = find_bypassing(root, only_pids={pid})
         assert (found.writes, found.known) == (True, False)
-        (found,) = [process for process in find_bypassing(beside) if process.pid == pid]
+        (found,) = find_bypassing(beside, only_pids={pid})
         assert found.known
         monkeypatch.setattr(bypass, "Climber", lambda: long_names.Climber(seconds=0))
-        (found,) = [process for process in find_bypassing(root) if process.pid == pid]
+        (found,) = find_bypassing(root, only_pids={pid})
         assert not found.known
 
 
@@ -125,7 +125,7 @@ def test_deep_directories_of_other_file_systems_are_not_looked_into(
     try:
         with holding(top, 60, 1) as pid:
             before = len(counted_opens)
-            assert pid not in [process.pid for process in find_bypassing(tmp_path)]
+            assert find_bypassing(tmp_path, only_pids={pid}) == []
             assert not [path for path in counted_opens[before:] if path.startswith(b"..")]
     finally:
         top.rmdir()
