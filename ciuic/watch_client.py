@@ -106,6 +106,8 @@ def _send(connection: socket.socket, data: bytes, fds: Sequence[int], deadline: 
         try:
             connection.sendmsg([data], [rights], socket.MSG_NOSIGNAL)
             return
+        except (BrokenPipeError, ConnectionResetError):
+            return  # refused and hung up on before we could send: the refusal waits to be read
         except PermissionError:
             # Linux 6.16 and later: no descriptor can be sent before the daemon has asked the kernel who calls. Nothing tells when.
             remaining_seconds = deadline - time.monotonic()
