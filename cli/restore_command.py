@@ -56,6 +56,13 @@ _SHOWN_NAMES = 20
 )
 @click.option("--delete", is_flag=True, help="Also remove what the snapshot does not have, only below PATH.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done; change nothing.")
+@click.option(
+    "--special/--no-special",
+    "special",
+    default=None,
+    help="Restore device nodes, setuid and setgid bits, file capabilities and other attributes of the system, or leave them"
+    " out. Default: leave them out, with exit code 8, if others may have written the repository.",
+)
 @click.option("--no-safety", is_flag=True, help="Take no safety snapshot before changing a protected root.")
 @json_option
 def command(
@@ -65,6 +72,7 @@ def command(
     overwrite: str | None,
     delete: bool,
     dry_run: bool,
+    special: bool | None,
     no_safety: bool,
     as_json: bool,
 ) -> int:
@@ -86,6 +94,7 @@ def command(
         delete=delete,
         check=not dry_run,
         keep=_excluded(session) if delete else None,
+        special=special,
     )
     safety = None if dry_run or no_safety else _safety(session, plan)
     items: list[Item] = []
@@ -184,6 +193,8 @@ def _document(
             }
             for failure in result.failed
         ],
+        "left_out": [{**json_name("path", left.path), "what": left.what} for left in result.left_out],
+        "left_out_because": result.left_out_because or None,
         "open_for_writing": [json_name("path", path) for path in result.open_for_writing],
         "owner_failures": result.owner_failures,
         "stopped": result.stopped or None,
@@ -219,6 +230,8 @@ def _print(plan: Plan, result: Result, items: Sequence[Item], dry_run: bool) -> 
     if plan.conflicts:
         warn(f"{len(plan.conflicts)} exist and would stop the restore:", hint="give --overwrite")
         _names(plan.conflicts)
+    if result.left_out:
+        _print_left_out(result, dry_run)
     if result.open_for_writing:
         warn(
             f"{len(result.open_for_writing)} were open for writing at the snapshot and may be torn:",
@@ -231,8 +244,22 @@ def _print(plan: Plan, result: Result, items: Sequence[Item], dry_run: bool) -> 
         complain(f"  {error.hint}")
 
 
+def _print_left_out(result: Result, dry_run: bool) -> None:
+    verb = "would be" if dry_run else "were"
+    warn(
+        f"{len(result.left_out)} special files or attributes {verb} left out:", hint="--special restores them"
+    )
+    for left in result.left_out[:_SHOWN_NAMES]:
+        complain(f"    {shown(left.path)}: {shown_text(left.what)}")
+    _more(len(result.left_out))
+
+
 def _names(paths: Sequence[bytes]) -> None:
     for path in paths[:_SHOWN_NAMES]:
         complain(f"    {shown(path)}")
-    if len(paths) > _SHOWN_NAMES:
-        complain(f"    and {len(paths) - _SHOWN_NAMES} more; --json lists them all")
+    _more(len(paths))
+
+
+def _more(count: int) -> None:
+    if count > _SHOWN_NAMES:
+        complain(f"    and {count - _SHOWN_NAMES} more; --json lists them all")

@@ -15,14 +15,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ciuic.restore.carrying_out import execute
-    from ciuic.restore.model import Action, Failure, Item, Overwrite, Plan, Progress, Result, Target
+    from ciuic.restore.model import (
+        Action,
+        Failure,
+        Item,
+        LeftOut,
+        Overwrite,
+        Plan,
+        Progress,
+        Result,
+        Target,
+    )
     from ciuic.restore.plan import plan_restore
 
 _HOME = {
     "execute": "carrying_out",
     "plan_restore": "plan",
     **dict.fromkeys(
-        ("Action", "Failure", "Item", "Overwrite", "Plan", "Progress", "Result", "Target"), "model"
+        ("Action", "Failure", "Item", "LeftOut", "Overwrite", "Plan", "Progress", "Result", "Target"), "model"
     ),
 }
 
@@ -30,6 +40,7 @@ __all__ = [
     "Action",
     "Failure",
     "Item",
+    "LeftOut",
     "Overwrite",
     "Plan",
     "Progress",

@@ -68,16 +68,16 @@ def is_temporary(name: bytes, run: str) -> bool:
     return name.startswith(TEMPORARY_PREFIX + run.encode("ascii") + b"-")
 
 
-def rename_new(folder: int, old: bytes, new: bytes) -> None:
-    """Renames, FileExistsError if the new name is taken."""
-    if _libc.renameat2(folder, old, folder, new, _RENAME_NOREPLACE) == 0:
+def rename_new(source: int, old: bytes, folder: int, new: bytes) -> None:
+    """Rename from one directory into another; FileExistsError if the new name is taken."""
+    if _libc.renameat2(source, old, folder, new, _RENAME_NOREPLACE) == 0:
         return
     code = ctypes.get_errno()
     if code not in _UNSUPPORTED:
         raise OSError(code, os.strerror(code), new)
     if stat_at(folder, new) is not None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
-    os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+    os.rename(old, new, src_dir_fd=source, dst_dir_fd=folder)
 
 
 def unlink_if_there(folder: int, name: bytes) -> None:

@@ -6,7 +6,6 @@ so that what was renamed into it is durable. A new one is closed to everybody el
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Callable
@@ -16,12 +15,16 @@ from ciuic.linked_path import LinkedPath
 from ciuic.lookup import join
 from ciuic.restore import attributes
 from ciuic.restore.attributes import Xattrs
-from ciuic.restore.destination import open_directory
+from ciuic.restore.destination import new_temporary_name, open_directory, rename_new
+from ciuic.restore.private_dir import PrivateDir, is_shared, make_private_dir
 from ciuic.types import Entry
 
 _SYNCED_AT_ONCE = 128
 NOT_THERE = -1
 """The descriptor of a directory that a dry run would make."""
+
+_preparing = threading.Lock()
+"""Guards `Folder._private`: several threads may be the first to need it."""
 
 WhenDone = Callable[["Folder", list[str]], None]
 
@@ -50,6 +53,9 @@ class Folder:
         self.entry: Entry | None = None
         """What it becomes when it is done; None leaves it as it is."""
         self.xattrs: Xattrs = ()
+        self._private: PrivateDir | None = None
+        self._with_private: set[Folder] = set() if parent is None else parent._with_private
+        """All below the same top that have a private directory now."""
         self._pending = 1
         if parent is not None:
             parent.hold()
@@ -65,20 +71,25 @@ class Folder:
         return bytes(self._source_path)
 
     @classmethod
-    def make(cls, parent: Folder, name: bytes, source_path: bytes, *, dry_run: bool) -> Folder:
+    def make(cls, parent: Folder, name: bytes, source_path: bytes, *, run: str, dry_run: bool) -> Folder:
         """A new directory, 0700 until it is done. OSError."""
         path = join(parent.path, name)
         if dry_run:
             return cls(NOT_THERE, path, source_path, parent=parent, fresh=True)
-        os.mkdir(name, 0o700, dir_fd=parent.fd)
-        made = open_directory(parent.fd, name)
+        place = parent.workplace(run)
+        if place == parent.fd:
+            os.mkdir(name, 0o700, dir_fd=place)
+            return cls(open_directory(place, name), path, source_path, parent=parent, fresh=True)
+        # Another user may replace names in the parent: opened by its final name it could be a directory of somebody else, who
+        # would lose it to the recorded owner.
+        temporary = new_temporary_name(run)
+        os.mkdir(temporary, 0o700, dir_fd=place)
+        made = open_directory(place, temporary)
         try:
-            # Whoever may rename in the parent may have put a directory of somebody else there meanwhile. Given the recorded
-            # owner, it would be opened to whoever that is.
-            if os.listdir(made):
-                raise OSError(errno.ENOTEMPTY, "another directory was put in the place of the one just made")
+            rename_new(place, temporary, parent.fd, name)
         except BaseException:
             os.close(made)
+            os.rmdir(temporary, dir_fd=place)
             raise
         return cls(made, path, source_path, parent=parent, fresh=True)
 
@@ -86,6 +97,33 @@ class Folder:
     def enter(cls, parent: Folder, name: bytes, source_path: bytes) -> Folder:
         """One that is there. NotADirectoryError for anything else, a symbolic link included."""
         return cls(open_directory(parent.fd, name), join(parent.path, name), source_path, parent=parent)
+
+    def workplace(self, run: str) -> int:
+        """Descriptor of the directory in which new things get ready before they are renamed into this one. OSError.
+
+        This one itself, unless somebody else may replace names in it.
+        """
+        if self.fresh:
+            return self.fd
+        with _preparing:
+            if self._private is None:
+                if not is_shared(self.fd):
+                    return self.fd
+                self._private = make_private_dir(self.fd, run)
+                self._with_private.add(self)
+            return self._private.fd
+
+    def leave_workplace(self) -> None:
+        """Remove the directory for unfinished things. None of them may be in work."""
+        private, self._private = self._private, None
+        if private is not None:
+            self._with_private.discard(self)
+            private.remove()
+
+    def leave_all_workplaces(self) -> None:
+        """`leave_workplace` for all directories below this one, after a run that was cut short."""
+        for folder in list(self._with_private):
+            folder.leave_workplace()
 
     def hold(self) -> None:
         """Something below begins."""
@@ -105,6 +143,7 @@ class Folder:
 
     def drop(self) -> None:
         """Closes it and leaves it as it is."""
+        self.leave_workplace()
         fd, self.fd = self.fd, NOT_THERE
         if fd != NOT_THERE:
             os.close(fd)
@@ -123,6 +162,7 @@ class Folder:
         if self.fd == NOT_THERE:
             return problems
         try:
+            self.leave_workplace()  # first, because it changes the directory's time
             if self.entry is not None:
                 problems += attributes.apply(self.fd, os.fstat(self.fd), self.entry, self.xattrs)
         except OSError as error:

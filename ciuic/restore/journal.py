@@ -21,6 +21,8 @@ from ciuic.restore.destination import unlink_if_there
 
 JOURNAL_NAME = b".ciuic-restore"
 _MAX_BYTES = 65536
+_SOMETHING_ELSE = (errno.EISDIR, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
+"""What open(2) says of a directory, a socket or a pipe by the name of the journal, which anybody may put there."""
 _RUN = re.compile(r"[0-9a-f]{16}\Z")
 
 
@@ -87,6 +89,7 @@ class Journal:
                 errno.ENOSPC,
                 errno.EDQUOT,
                 errno.ELOOP,
+                *_SOMETHING_ELSE,
             ):
                 return None
             raise
@@ -125,7 +128,8 @@ class Journal:
 def _open(folder: int, flags: int) -> int:
     fd = os.open(JOURNAL_NAME, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     st = os.fstat(fd)
-    if not stat.S_ISREG(st.st_mode) or st.st_nlink != 1 or st.st_uid != os.geteuid():
+    others = st.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISREG(st.st_mode) or st.st_nlink != 1 or st.st_uid != os.geteuid() or others:
         os.close(fd)
         raise OSError(errno.ELOOP, "not a journal of ours")
     return fd

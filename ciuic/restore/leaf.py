@@ -72,6 +72,8 @@ class Leaf:
         """Whether `end` was called."""
         self._problems: list[str] = []
         self._temporary = b""
+        self._place = -1
+        """Descriptor of the directory that the temporary name is in; the folder keeps it open."""
         self._fd = -1
 
     @property
@@ -101,6 +103,9 @@ class Leaf:
             now = os.fstat(fd)
             at: int | bytes = proc_path(fd)
             if not self._same_kind(now) or not self._same_target(fd, now):
+                return False
+            # What is no file has no content to know it by: one of somebody else may have been moved here, and would be given away.
+            if not self.entry.is_file and now.st_uid != self.entry.uid:
                 return False
             differs = attributes.differ(at, now, self.entry, self.xattrs)
             # Another name may show this inode: it is not ours to change (and here it must not have another name).
@@ -158,7 +163,8 @@ class Leaf:
         Not ``readable``, because what an overlay need not let anybody read meanwhile goes past it to the disk.
         """
         name = new_temporary_name(self.run)
-        entry, folder = self.entry, self.folder.fd
+        entry, folder = self.entry, self.folder.workplace(self.run)
+        self._place = folder
         if entry.is_file:
             access = os.O_RDWR if readable else os.O_WRONLY
             flags = access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -196,7 +202,7 @@ class Leaf:
                 os.fsync(fd)
             st = os.fstat(fd)
             self.inode = (st.st_dev, st.st_ino)
-            self.place(self._temporary)
+            self.place(self._place, self._temporary)
             self._fd, self._temporary = -1, b""
             os.close(fd)
         except BaseException as error:
@@ -218,17 +224,17 @@ class Leaf:
         if not isinstance(error, OSError | Damaged | Stopped):
             raise error
 
-    def place(self, temporary: bytes) -> None:
-        """Gives what has the temporary name its own, in one step where nothing or no directory is in the way."""
+    def place(self, source: int, temporary: bytes) -> None:
+        """Gives what has the temporary name in ``source`` its own, in one step where nothing or no directory is in the way."""
         folder, name = self.folder.fd, self.entry.name
         if self.existing is None:
-            rename_new(folder, temporary, name)
+            rename_new(source, temporary, folder, name)
         elif not stat.S_ISDIR(self.existing.st_mode):
-            os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.rename(temporary, name, src_dir_fd=source, dst_dir_fd=folder)
         else:
-            self._replace_directory(temporary)
+            self._replace_directory(source, temporary)
 
-    def _replace_directory(self, temporary: bytes) -> None:
+    def _replace_directory(self, source: int, temporary: bytes) -> None:
         folder, name = self.folder.fd, self.entry.name
         rehearsal = self.make_remover()
         rehearsal.dry_run = True
@@ -238,9 +244,9 @@ class Leaf:
         aside = new_temporary_name(self.run)
         os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
         try:
-            rename_new(folder, temporary, name)
+            rename_new(source, temporary, folder, name)
         except OSError:
-            rename_new(folder, aside, name)
+            rename_new(folder, aside, folder, name)
             raise
         remover = self.make_remover()
         if not remover.remove(folder, aside, self.path, self.path):
@@ -252,5 +258,5 @@ class Leaf:
             os.close(self._fd)
             self._fd = -1
         if self._temporary:
-            unlink_if_there(self.folder.fd, self._temporary)
+            unlink_if_there(self._place, self._temporary)
             self._temporary = b""

@@ -32,6 +32,7 @@ class LinkGroup:
         """Gives the leaf's name this inode, in one step. OSError; FileNotFoundError if the first name is another now."""
         names = self._names()
         folder = open_below(self._base, names[:-1])
+        place = leaf.folder.workplace(leaf.run)
         temporary = new_temporary_name(leaf.run)
         try:
             st = os.stat(names[-1], dir_fd=folder, follow_symlinks=False)
@@ -41,15 +42,15 @@ class LinkGroup:
                 names[-1],
                 temporary,
                 src_dir_fd=folder,
-                dst_dir_fd=leaf.folder.fd,
+                dst_dir_fd=place,
                 follow_symlinks=False,
             )
         finally:
             os.close(folder)
         try:
-            leaf.place(temporary)
+            leaf.place(place, temporary)
         except BaseException:
-            unlink_if_there(leaf.folder.fd, temporary)
+            unlink_if_there(place, temporary)
             raise
         leaf.inode = self.inode
 

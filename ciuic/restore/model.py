@@ -52,6 +52,14 @@ class Failure(NamedTuple):
     """The content is right; an owner, mode, attribute or time could not be set."""
 
 
+class LeftOut(NamedTuple):
+    """Something special (restore/special.py) that was not restored."""
+
+    path: bytes
+    what: str
+    """Such as "setuid bit", "block device 8:0", "attribute security.capability"."""
+
+
 class Progress(NamedTuple):
     """How far a restore is."""
 
@@ -96,6 +104,10 @@ class Plan:
     """Existing paths that stop it; empty unless planned with ``check=False``."""
     bytes_total: int = 0
     files_total: int = 0
+    special: bool = True
+    """Special files and attributes are restored."""
+    foreign_reason: str = ""
+    """Why special ones are left out without having been asked for; empty otherwise."""
 
 
 @dataclass
@@ -114,6 +126,10 @@ class Result:
     failed: list[Failure] = field(default_factory=list)
     open_for_writing: list[bytes] = field(default_factory=list)
     """Restored files that were open for writing at the snapshot: they may be torn."""
+    left_out: list[LeftOut] = field(default_factory=list)
+    """Special files and attributes that were not restored."""
+    left_out_because: str = ""
+    """`Plan.foreign_reason`, if something was left out for it: then the restore is not complete."""
     owner_failures: int = 0
     """Paths whose owner could not be set (not root): reported once, as one failure."""
     stopped: str = ""
@@ -121,7 +137,7 @@ class Result:
 
     @property
     def complete(self) -> bool:
-        return not self.failed and not self.stopped
+        return not self.failed and not self.stopped and not self.left_out_because
 
     def error(self) -> CiuicError | None:
         """Partial, with everything that is not as it was; None if all is."""
@@ -129,7 +145,12 @@ class Result:
             return None
         lines = [f"{readable(failure.path)}: {failure.reason}" for failure in self.failed]
         head = f"restored in part: {self.stopped}" if self.stopped else "restored in part"
+        if self.left_out_because:
+            counted = f"{len(self.left_out)} special files or attributes were left out"
+            lines.insert(0, f"{counted}, because {self.left_out_because}")
         hint = "run it again when the cause is gone: what is restored already is kept"
+        if not self.failed and not self.stopped:
+            hint = "--special restores them, if you trust whoever may write there; --no-special does without them"
         if any(failure.damaged for failure in self.failed):
             hint = f"`ciuic verify` names the damage; an older snapshot may have these files whole; {hint}"
         return Partial("\n  ".join([head, *lines]), hint=hint)

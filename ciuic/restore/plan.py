@@ -13,6 +13,7 @@ from ciuic.errors import Damaged, DestinationExists
 from ciuic.linked_path import LinkedPath
 from ciuic.lookup import join, readable, resolve
 from ciuic.repository import Repository
+from ciuic.repository.ownership import foreign_reason
 from ciuic.restore import journal
 from ciuic.restore.destination import open_directory, stat_at
 from ciuic.restore.folders import NOT_THERE
@@ -35,6 +36,7 @@ def plan_restore(
     delete: bool = False,
     check: bool = True,
     keep: Callable[[bytes, bool], bool] | None = None,
+    special: bool | None = None,
 ) -> Plan:
     """Where everything would go. Reads metadata only, changes nothing.
 
@@ -42,7 +44,8 @@ def plan_restore(
     it was when ``dest`` is None. DestinationExists names every conflict, when ``overwrite`` is None and something exists;
     with ``check=False`` they are in `Plan.conflicts` instead (for a dry run). ``keep(path, is_dir)``: what ``delete`` must
     spare besides, by its path at the snapshot, such as excluded paths. NotFound for a path that the snapshot has not;
-    UsageError for paths that would collide; NotPermitted when it is plain that nothing can be written there; Damaged when
+    ``special``: whether special files and attributes (special.py) are restored; None restores them unless somebody else may
+    have written the repository, and then counts what was left out as a failure. UsageError for paths that would collide; NotPermitted when it is plain that nothing can be written there; Damaged when
     a tree on the way to a path cannot be read (one below it is left to `execute`, which restores the rest).
     """
     targets = make_targets(repository, snapshot, list(paths), dest)
@@ -56,6 +59,7 @@ def plan_restore(
     if conflicts and check:
         raise _exists(conflicts)
     own = os.stat(repository.path)
+    foreign = foreign_reason(repository.path) if special is None else ""
     return Plan(
         repository=repository,
         snapshot=snapshot,
@@ -66,6 +70,8 @@ def plan_restore(
         conflicts=tuple(conflicts),
         bytes_total=sum(_bytes(target) for target in targets),
         files_total=sum(_files(target) for target in targets),
+        special=not foreign if special is None else special,
+        foreign_reason=foreign,
     )
 
 

@@ -6,6 +6,7 @@ all be read loses nothing to --delete.
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import stat
@@ -36,6 +37,7 @@ from ciuic.restore.links import Linker
 from ciuic.restore.model import Action, Item, Overwrite, Plan, Progress, Result, Target
 from ciuic.restore.pool import Pool, Stopped
 from ciuic.restore.small import SmallFiles
+from ciuic.restore.special import SpecialFilter
 from ciuic.restore.tally import Tally
 from ciuic.restore.targets import open_parent
 from ciuic.types import FLAG_MOUNTPOINT, Entry
@@ -50,6 +52,8 @@ class _Frame:
     extra: set[bytes] = field(default_factory=set)
     """Names in the destination that the snapshot has not shown yet."""
     whole: bool = True
+    inodes: set[int] = field(default_factory=set)
+    """Of the directories below that were restored already."""
 
 
 class Run:
@@ -67,6 +71,7 @@ class Run:
         self.dry_run = dry_run
         self.pool = Pool(plan.repository.path, runtime_dir=runtime_dir)
         self.tally = Tally(plan, dry_run, progress, report)
+        self.filter = SpecialFilter(plan.special, self._left_out)
         self.feeder = Feeder(plan.repository, self.pool, self.tally, dry_run=dry_run, runtime_dir=runtime_dir)
         self.small = SmallFiles(self.pool, self._believed)
         self.linker = Linker(self.pool, self.small, self.feeder, self.tally, dry_run=dry_run)
@@ -74,6 +79,7 @@ class Run:
         self._target = plan.targets[0]
         self._base = NOT_THERE
         self._bases: list[int] = []
+        self._tops: list[Folder] = []
         self.syncer = Syncer(self._failed)
         self._run = journals.new_run()
         self._resumed = False
@@ -93,6 +99,8 @@ class Run:
             raise
         finally:
             self.pool.close()
+            for top in self._tops:
+                top.leave_all_workplaces()
             self.syncer.flush()
             for base in self._bases:
                 os.close(base)
@@ -109,14 +117,21 @@ class Run:
         except OSError as error:
             self._failed(target.path, error)
             return
+        self._tops.append(chain[0])
+        for folder in chain:
+            if folder.entry is not None:
+                folder.entry, folder.xattrs = self.filter.permitted(folder.path, folder.entry, folder.xattrs)
         self._base = os.dup(parent.fd) if parent.fd != NOT_THERE else NOT_THERE
         if self._base != NOT_THERE:
             self._bases.append(self._base)
         entry = _named(target.source.entry, posixpath.basename(target.path))
         journal, held = None, None
         try:
-            if entry.is_dir:
-                held = self._directory(parent, entry, target.source.path)
+            if self._is_left_out(parent, entry):
+                pass
+            elif entry.is_dir:
+                held = self._directory(parent, entry, target.source.path, set())
+                parent.leave_workplace()  # nothing else is made in it, and a run that is killed leaves less behind
                 if held is not None:
                     held.hold()
                     journal = self._begin_journal(held)
@@ -198,16 +213,23 @@ class Run:
     def _visit(self, frame: _Frame, entry: Entry) -> None:
         if entry.name == journals.JOURNAL_NAME and len(self._stack) == 1:
             return  # of a restore that was running at the snapshot: it says nothing now
+        if self._is_left_out(frame.folder, entry):
+            return
         if not entry.is_dir:
             self._leaf(frame.folder, entry)
             return
-        folder = self._directory(frame.folder, entry, join(frame.folder.source_path, entry.name))
+        source_path = join(frame.folder.source_path, entry.name)
+        folder = self._directory(frame.folder, entry, source_path, frame.inodes)
         if folder is None:
             return
         if entry.flags & FLAG_MOUNTPOINT:  # its content was never part of the snapshot
             folder.release(self.pool.changed, self.syncer, self._folder_done)
         else:
             self._push(folder, entry)
+
+    def _is_left_out(self, folder: Folder, entry: Entry) -> bool:
+        top = folder.source_path == self._target.source.root.path
+        return self.filter.leaves_out(join(folder.path, entry.name), entry, top_of_root=top)
 
     def _push(self, folder: Folder, entry: Entry) -> None:
         frame = _Frame(folder, self.plan.repository.trees.entries(entry.content))
@@ -226,41 +248,54 @@ class Run:
                 names.add(name)
         return names
 
-    def _directory(self, parent: Folder, entry: Entry, source_path: bytes) -> Folder | None:
-        """The directory in the destination, made if it must be; None if it is left out, which has been told."""
-        path = join(parent.path, entry.name)
+    def _directory(
+        self, parent: Folder, entry: Entry, source_path: bytes, siblings: set[int]
+    ) -> Folder | None:
+        """The directory in the destination, made if it must be; None if it is left out, which has been told.
+
+        ``siblings``: inodes of the directories in ``parent`` that were restored already.
+        """
+        path, folder = join(parent.path, entry.name), None
         try:
             st = None if parent.fresh else _stat(parent, entry.name)
             with self.pool.changed:
                 if st is not None and stat.S_ISDIR(st.st_mode):
                     folder = Folder.enter(parent, entry.name, source_path)
                 elif st is None:
-                    folder = Folder.make(parent, entry.name, source_path, dry_run=self.dry_run)
+                    folder = Folder.make(parent, entry.name, source_path, run=self._run, dry_run=self.dry_run)
                 elif not self._may_replace(entry, st):
                     self._left_or_failed(path, entry)
                     return None
                 else:
                     folder = self._replace_by_directory(parent, entry, source_path)
+            if not self.dry_run and not parent.fresh and not entry.flags & FLAG_MOUNTPOINT:
+                _never_twice(folder, siblings)
             xattrs = self.plan.repository.trees.xattrs(entry)
         except (OSError, Damaged) as error:
             self._failed(path, error)
+            if (
+                folder is not None
+            ):  # or the parent would wait for it for ever, and never get its own attributes
+                folder.release(self.pool.changed, self.syncer, self._folder_done)
             return None
-        if self._sets_attributes(folder, entry, st) and not self.dry_run:
-            folder.entry, folder.xattrs = entry, xattrs
-            if not folder.fresh:
-                attributes.narrow(folder.fd, os.fstat(folder.fd), entry, xattrs)
+        if self._sets_attributes(folder, entry, st):
+            entry, xattrs = self.filter.permitted(path, entry, xattrs)
+            if not self.dry_run:
+                folder.entry, folder.xattrs = entry, xattrs
+                if not folder.fresh:
+                    attributes.narrow(folder.fd, os.fstat(folder.fd), entry, xattrs)
         return folder
 
     def _replace_by_directory(self, parent: Folder, entry: Entry, source_path: bytes) -> Folder:
         """A directory instead of a file. The file is put back if the directory cannot be made."""
         if self.dry_run:
-            return Folder.make(parent, entry.name, source_path, dry_run=True)
+            return Folder.make(parent, entry.name, source_path, run=self._run, dry_run=True)
         aside = new_temporary_name(self._run)
         os.rename(entry.name, aside, src_dir_fd=parent.fd, dst_dir_fd=parent.fd)
         try:
-            folder = Folder.make(parent, entry.name, source_path, dry_run=False)
+            folder = Folder.make(parent, entry.name, source_path, run=self._run, dry_run=False)
         except OSError:
-            rename_new(parent.fd, aside, entry.name)
+            rename_new(parent.fd, aside, parent.fd, entry.name)
             raise
         unlink_if_there(parent.fd, aside)
         return folder
@@ -322,6 +357,7 @@ class Run:
         if st is not None and (entry.flags & FLAG_MOUNTPOINT or not self._concerns(entry, st)):
             self._left_or_failed(path, entry)
             return
+        entry, xattrs = self.filter.permitted(path, entry, xattrs)
         leaf = Leaf(
             folder,
             entry,
@@ -387,6 +423,10 @@ class Run:
             self.pool.changed.notify_all()
         leaf.folder.release(self.pool.changed, self.syncer, self._folder_done)
 
+    def _left_out(self, path: bytes, what: str) -> None:
+        with self.pool.changed:
+            self.tally.left_out(path, what)
+
     def _failed(self, path: bytes, error: BaseException | str) -> None:
         with self.pool.changed:
             if self.tally.failed(path, error):
@@ -400,6 +440,16 @@ def believed_equal(entry: Entry, st: os.stat_result) -> bool:
         and entry.mtime_ns == st.st_mtime_ns
         and (not entry.is_file or entry.size_bytes == st.st_size)
     )
+
+
+def _never_twice(folder: Folder, siblings: set[int]) -> None:
+    """OSError if the directory was restored under another name of its parent: somebody moved it, and with the owner recorded
+    for this name its content would be given away. Only within one parent can it be moved by somebody else (rename(2), EACCES).
+    """
+    inode = os.fstat(folder.fd).st_ino
+    if inode in siblings:
+        raise OSError(errno.EBUSY, "a directory that was just restored under another name was moved here")
+    siblings.add(inode)
 
 
 def _named(entry: Entry, name: bytes) -> Entry:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ciuic.errors import CiuicError, Damaged
 from ciuic.lookup import readable
 from ciuic.restore.attributes import OWNER
-from ciuic.restore.model import Action, Failure, Item, Plan, Progress, Result
+from ciuic.restore.model import Action, Failure, Item, LeftOut, Plan, Progress, Result
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry
 
 _ENDS_IT_ALL = {
@@ -60,6 +60,11 @@ class Tally:
     def directory(self, path: bytes, problems: list[str]) -> None:
         self.result.directories += 1
         self.problems(path, problems)
+
+    def left_out(self, path: bytes, what: str) -> None:
+        """Something special is not restored."""
+        self.result.left_out.append(LeftOut(path, what))
+        self.result.left_out_because = self._plan.foreign_reason
 
     def removed(self, path: bytes) -> None:
         self.result.removed.append(path)

@@ -2,7 +2,7 @@
 
 Guarantees: what goes back to where it was is reached from the root's own path without following a symbolic link, and
 directories on the way that are gone come back with the attributes that they had. A destination that the caller chose is
-taken as the caller wrote it, links included.
+taken as the caller wrote it, links included unless they mislead (restore/way.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import posixpath
 from ciuic.errors import CiuicError, NotPermitted, UsageError
 from ciuic.lookup import Located, find, is_within, join, normalise, readable
 from ciuic.repository import Repository
-from ciuic.restore.destination import OPEN_DIRECTORY
 from ciuic.restore.folders import NOT_THERE, Folder
+from ciuic.restore.journal import new_run
 from ciuic.restore.model import Target
+from ciuic.restore.way import open_way
 from ciuic.types import Snapshot
 
 
@@ -90,14 +91,10 @@ def open_parent(
     """
     parent = posixpath.dirname(target.path)
     if not target.in_place:
-        if not dry_run:
-            os.makedirs(parent, exist_ok=True)
-        opened = Folder(_open_or_none(parent), parent, posixpath.dirname(target.source.path))
+        opened = Folder(_open_or_none(parent, dry_run), parent, posixpath.dirname(target.source.path))
         return opened, [opened]
     base, names = _way_in(target)
-    if not dry_run:
-        os.makedirs(base, exist_ok=True)
-    opened = Folder(_open_or_none(base), base, base)
+    opened = Folder(_open_or_none(base, dry_run), base, base)
     chain = [opened]
     for name in names:
         below = _step(repository, snapshot, chain[-1], name, dry_run)
@@ -118,13 +115,13 @@ def _way_in(target: Target) -> tuple[bytes, list[bytes]]:
 
 
 def _step(repository: Repository, snapshot: Snapshot, above: Folder, name: bytes, dry_run: bool) -> Folder:
-    path = join(above.path, name)
+    path, run = join(above.path, name), new_run()
     if above.fd == NOT_THERE:
-        return Folder.make(above, name, path, dry_run=dry_run)
+        return Folder.make(above, name, path, run=run, dry_run=dry_run)
     try:
         return Folder.enter(above, name, path)
     except FileNotFoundError:
-        made = Folder.make(above, name, path, dry_run=dry_run)
+        made = Folder.make(above, name, path, run=run, dry_run=dry_run)
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
             raise CiuicError(
@@ -132,13 +129,14 @@ def _step(repository: Repository, snapshot: Snapshot, above: Folder, name: bytes
                 hint="move it out of the way, or restore elsewhere with -d",
             ) from None
         raise
+    above.leave_workplace()
     was: Located = find(repository, snapshot, path)
     made.entry, made.xattrs = was.entry, repository.trees.xattrs(was.entry)
     return made
 
 
-def _open_or_none(path: bytes) -> int:
+def _open_or_none(path: bytes, dry_run: bool) -> int:
     try:
-        return os.open(path, OPEN_DIRECTORY & ~os.O_NOFOLLOW)
+        return open_way(path, make=not dry_run)
     except FileNotFoundError:
         return NOT_THERE

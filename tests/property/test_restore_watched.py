@@ -226,18 +226,20 @@ def test_another_user_exchanges_names_as_fast_as_he_can(place: Path) -> None:
 def test_a_directory_of_somebody_else_is_not_taken_for_the_one_just_made(
     repository: Repository, place: Path
 ) -> None:
-    """Exchanged for a directory just made, before it can be opened, somebody's private directory gets neither the recorded
-    owner nor a file; without the exchange's being noticed it would belong to the enemy."""
+    """Exchanged for a directory just made in a directory of the enemy, somebody's private directory gets neither the recorded
+    owner nor a file."""
     root, dest = place / "root", place / "attack/dest"
     root.mkdir()
     make_tree(root)
     snapshot = take(repository, root)
-    dest.mkdir(parents=True)
+    (dest / "root/folder").mkdir(parents=True)
+    for path in (dest, dest / "root", dest / "root/folder"):
+        os.chown(path, OWNER, GROUP)
     enemy = Enemy(place / "attack", dest)
     calls = ["", ""]
 
     def before(call: str, number: int) -> None:
-        if calls[-1] == "mkdir" and (dest / "root/folder/below").exists():
+        if calls[-1] == "renameat2" and (dest / "root/folder/below").exists():
             enemy.swap("root/folder/below", "private")
         calls.append(call)
 

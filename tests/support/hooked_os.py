@@ -22,11 +22,26 @@ from ciuic.restore import (
     large,
     leaf,
     links,
+    private_dir,
     run,
     targets,
+    way,
 )
 
-_MODULES = (attributes, content, destination, folders, journal, large, leaf, links, run, targets)
+_MODULES = (
+    attributes,
+    content,
+    destination,
+    folders,
+    journal,
+    large,
+    leaf,
+    links,
+    private_dir,
+    run,
+    targets,
+    way,
+)
 CALLS = frozenset(
     [
         "open",
