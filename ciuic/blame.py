@@ -2,19 +2,27 @@
 
 Guarantees: every place in a snapshot that needs one of the chunks is named, with the block; subtrees that need none of
 them are looked at once, however many snapshots share them. What lies below a damaged node cannot be named and is the
-node's own place: the directory, or the file.
+node's own place: the directory, or the file. A snapshot that shows the same damaged subtrees again and again, as only a crafted
+one does (a few kilobytes can name 2**60 files), is named up to MAX_REPEATS of them: `cut_short` says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ciuic.lookup import join
 from ciuic.repository import Repository
 from ciuic.repository.blockmaps import FANOUT, blocks_of
 from ciuic.repository.treeformat import Node
 from ciuic.types import FLAG_XATTRS_CHUNK, HOLE, ChunkId, Entry, RootRecord, Snapshot
+
+MAX_REPEATS: Final = 1 << 18
+"""Entries of nodes that are looked at again in one snapshot; a long path counts for several. A thousand copies of a damaged
+directory of two hundred names are still named, and the names take less than 100 MB.
+"""
+_PATH_BYTES = 128
+"""So much of a path counts as one entry."""
 
 
 class Place(NamedTuple):
@@ -48,7 +56,21 @@ class Blame:
         self._block_size = repository.block_size
         self._bad = bad
         self._tainted: dict[ChunkId, bool] = {}
-        self._tainted_maps: dict[bytes, bool] = {}
+        self._tainted_maps: dict[tuple[bytes, int], bool] = {}
+        self._looked_at: set[bytes] = set()
+        self._repeats = 0
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether the last snapshot has more places than were named."""
+        return self._repeats >= MAX_REPEATS
+
+    def _may_look(self, node: bytes, entries: int, path: bytes) -> bool:
+        """Whether to go on in this node, which has so many entries and may have been looked at in this snapshot."""
+        if node in self._looked_at:
+            self._repeats += (1 + entries) * (1 + len(path) // _PATH_BYTES)
+        self._looked_at.add(node)
+        return not self.cut_short
 
     def forget(self) -> None:
         """To be called when ``bad`` has grown: what was found clean may not be."""
@@ -57,6 +79,8 @@ class Blame:
 
     def places(self, snapshot: Snapshot) -> Iterator[Place]:
         """Every place in the snapshot; a directory's own before what is below it."""
+        self._looked_at.clear()
+        self._repeats = 0
         for root in snapshot.roots:
             yield from self._entry(root, root.entry, root.path)
             yield from self._links(root)
@@ -72,6 +96,8 @@ class Blame:
             if id_ in self._bad or not self._is_tainted(id_, links=False):
                 continue
             node = self._trees.node(id_)
+            if not self._may_look(id_, len(node.entries), path):
+                return
             stack.extend((ref.id, path) for ref in reversed(node.refs))
             for entry in node.entries:
                 here = join(path, entry.name)
@@ -108,6 +134,8 @@ class Blame:
             if id_ in self._bad:
                 continue
             node = self._trees.node(id_)
+            if not self._may_look(id_, len(node.entries), path):
+                break
             stack.extend((ref.id, path) for ref in reversed(node.refs))
             for entry in node.entries:
                 if entry.is_dir and entry.content:
@@ -128,17 +156,24 @@ class Blame:
             if entry.content in self._bad:
                 yield Place("data", root.path, path, 0, ChunkId(entry.content))
         elif self._is_tainted_map(entry):
-            for kind, block, chunk in self._in_map(entry):
+            for kind, block, chunk in self._in_map(entry, path):
                 yield Place(kind, root.path, path, block, chunk)
 
     def _is_tainted_map(self, entry: Entry) -> bool:
-        known = self._tainted_maps.get(entry.content)
+        return self._is_tainted_map_node(ChunkId(entry.content), entry.map_height)
+
+    def _is_tainted_map_node(self, node: ChunkId, height: int) -> bool:
+        """Whether this node, or anything below it, is bad. Recursion ends at height 0, of 6 at most."""
+        if node in self._bad or not height:
+            return node in self._bad
+        known = self._tainted_maps.get((node, height))
         if known is None:
-            known = next(self._in_map(entry), None) is not None
-            self._tainted_maps[entry.content] = known
+            below = set(self._maps.node(node, height)) - {HOLE}
+            known = any(self._is_tainted_map_node(child, height - 1) for child in below)
+            self._tainted_maps[node, height] = known
         return known
 
-    def _in_map(self, entry: Entry) -> Iterator[tuple[str, int, ChunkId]]:
+    def _in_map(self, entry: Entry, path: bytes) -> Iterator[tuple[str, int, ChunkId]]:
         end = blocks_of(entry.size_bytes, self._block_size)
         stack = [(ChunkId(entry.content), entry.map_height, 0)]
         while stack:
@@ -146,8 +181,10 @@ class Blame:
             if id_ in self._bad:
                 yield ("map" if height else "data"), first, id_
                 continue
-            if not height:
+            if not height or not self._is_tainted_map_node(id_, height):
                 continue
+            if not self._may_look(id_, FANOUT, path):
+                return
             span = FANOUT ** (height - 1)
             below = []
             for at, child in enumerate(self._maps.node(id_, height)):
@@ -172,6 +209,8 @@ class Blame:
             elif child in self._tainted:
                 frame.tainted |= self._tainted[child]
             else:
+                # Until it is known; a node that contains itself, which only a crafted one does, is found here again.
+                self._tainted[child] = False
                 stack.append(self._open(child, links))
         return self._tainted[top]
 

@@ -20,6 +20,7 @@ from ciuic.chunkset import ChunkSet
 from ciuic.errors import Damaged, NotFound
 from ciuic.healing import heal_from_live_files
 from ciuic.repository import Repository, Walker, Writer
+from ciuic.repository.ownership import foreign_reason
 from ciuic.repository.walk import Reached
 from ciuic.sweep import add_bases, all_listed
 from ciuic.types import ChunkId, SnapshotId
@@ -85,8 +86,12 @@ def check(
 ) -> CheckReport:
     """Look at everything; with ``repair`` take the lock (Busy) and mend what can be mended, durable on return.
 
-    ``live_files``: a repair may read the protected directories, at the paths in the snapshots, for lost blocks.
+    ``live_files``: a repair may read the protected directories, at the paths in the snapshots, for lost blocks; never for a
+    repository that others may have written.
     """
+    # The paths are those that the repository names: somebody else's would have root read any file, and could tell from what is
+    # healed whether its content was guessed.
+    live_files = live_files and not foreign_reason(repository.path)
     run = _Check(repository, read_data, live_files, progress)
     run.look_for_vanished_files()  # before the lock: a writer begins by making the catalogue say what is there
     if not repair:

@@ -18,6 +18,7 @@ from ciuic.linked_path import LinkedPath
 from ciuic.live import LiveNode, Unreadable
 from ciuic.lookup import Located, find, is_within, join, normalise, readable, resolve, root_of
 from ciuic.repository import Repository
+from ciuic.repository.trees import Lineage
 from ciuic.restore.content import Worker, batches
 from ciuic.types import FLAG_MOUNTPOINT, Entry, RootRecord, Snapshot
 
@@ -110,11 +111,14 @@ class _SnapshotWalk:
     def pair(self, path: bytes, old: Entry | None, new: Entry | None) -> Iterator[Change]:
         above: LinkedPath | None = None
         stack: list[tuple[LinkedPath | None, _Pairs]] = [(None, iter([(path, old, new)]))]
+        sides = (Lineage(), Lineage())
         while stack:
             above, pairs = stack[-1]
             item = next(pairs, None)
             if item is None:
                 stack.pop()
+                for side in sides if stack else ():
+                    side.leave()
                 continue
             path = item[0] if above is None else join(bytes(above), item[0])
             _, old, new = item
@@ -126,6 +130,8 @@ class _SnapshotWalk:
             below_old = old.content if old is not None and old.is_dir else b""
             below_new = new.content if new is not None and new.is_dir else b""
             if below_old != below_new or (below_new and self._relinked):
+                sides[0].enter(below_old)
+                sides[1].enter(below_new)
                 stack.append((LinkedPath(path, above), self._below(below_old, below_new)))
 
     def _below(self, old: bytes, new: bytes) -> _Pairs:
@@ -223,6 +229,8 @@ class _LiveWalk:
             self._device = top.device
             first: _Names = iter([(top.name, old)])
             frames: list[tuple[LinkedPath | None, LiveNode, _Names]] = [(None, top, first)]
+            lineage = Lineage()
+            lineage.enter(b"")
             try:
                 while frames:
                     above, node, names = frames[-1]
@@ -230,6 +238,7 @@ class _LiveWalk:
                     if item is None:
                         frames.pop()
                         node.close()
+                        lineage.leave()
                         continue
                     name, old = item
                     here = path if above is None else join(bytes(above), name)
@@ -237,6 +246,7 @@ class _LiveWalk:
                     if change is not None:
                         yield change
                     if below is not None:
+                        lineage.enter(old.content if old is not None and old.is_dir else b"")
                         frames.append((LinkedPath(here, above), *below))
             finally:
                 for _, node, _ in frames:

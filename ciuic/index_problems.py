@@ -11,6 +11,7 @@ from typing import Final
 
 from ciuic.repository import Repository
 from ciuic.repository.lock import LOCK_NAME
+from ciuic.repository.opening import open_regular
 
 _INDEX_ATTEMPTS: Final = 5
 NOT_COVERED: Final = "the index does not cover"
@@ -33,7 +34,7 @@ def index_problems(repository: Repository) -> list[str] | None:
 def _writer_at_work(repository: Repository) -> bool:
     """Whether the index may be changing right now."""
     try:
-        fd = os.open(repository.path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(repository.path / LOCK_NAME, os.O_RDONLY)
     except OSError:  # no lock file, or not ours to open: then nobody can be told apart from a writer
         return False
     try:

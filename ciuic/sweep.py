@@ -18,6 +18,7 @@ from functools import partial
 from ciuic.chunkset import ChunkSet
 from ciuic.errors import Damaged, NotFound
 from ciuic.repository import PackInfo, PackRecord, Repository, Writer
+from ciuic.repository.chunks import MOST_BASES
 from ciuic.types import ChunkId
 
 # What a rewrite may need besides the copies themselves: a pack's own structure, the index's growth.
@@ -123,7 +124,11 @@ def add_bases(
     Every list is read as many times as bases lie behind each other; nothing is kept of them.
     """
     found = repository.may_have_bases
-    while found:
+    for _ in range(
+        MOST_BASES
+    ):  # a reader follows no longer chain, and a crafted one may be as long as the repository
+        if not found:
+            return
         found = False
         for pack in repository.packs():
             if should_stop is not None and should_stop():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
-from ciuic.blame import Blame, Place
+from ciuic.blame import MAX_REPEATS, Blame, Place
 from ciuic.chunkset import ChunkSet
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.index_problems import NOT_COVERED, index_problems, pack_sizes
@@ -25,7 +25,7 @@ from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.repository.walk import Reached
 from ciuic.restore.content import Worker
 from ciuic.restore.pool import Pool
-from ciuic.types import ChunkId, RootRecord, Snapshot, SnapshotId
+from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 _ALL_BELOW_BYTES = 1 << 30
 """A repository up to this size is read whole whatever was asked: it takes seconds, and finds what nobody refers to."""
@@ -115,6 +115,8 @@ class Verification:
         self._batch: list[tuple[ChunkId, int]] = []
         self._pack_bytes: dict[int, int] = {}
         self._index_covers_all = False
+        self._files: dict[ChunkId, str] = {}
+        """Pack files by chunk, of bad chunks that were looked for."""
 
     def run(self, ids: Sequence[SnapshotId] | None) -> VerifyResult:
         snapshots = self._load(self.repository.snapshots.ids() if ids is None else ids)
@@ -251,21 +253,20 @@ class Verification:
             if not entry.is_dir and not links:
                 self.result.files += 1
             if entry.link and not links:
-                self._look_at_link(snapshot, reached, entry.name, entry.link)
+                self._look_at_link(snapshot, reached, entry)
         self._tell(b"")
 
-    def _look_at_link(self, snapshot: Snapshot, reached: Reached, name: bytes, link: int) -> None:
+    def _look_at_link(self, snapshot: Snapshot, reached: Reached, entry: Entry) -> None:
         """That the inode is in a link table: of one of the roots, for the walk does not say in which it is."""
         problems = []
         for root in snapshot.roots:
-            problem = self._link_problem(root, reached, name)
+            problem = self._link_problem(root, entry)
             if not problem:
                 return
             problems.append(problem)
-        self._bad.setdefault(reached.id, f"inode {link}: {problems[-1]}")
+        self._bad.setdefault(reached.id, f"inode {entry.link}: {problems[-1]}")
 
-    def _link_problem(self, root: RootRecord, reached: Reached, name: bytes) -> str:
-        entry = next(entry for entry in self.repository.trees.node(reached.id).entries if entry.name == name)
+    def _link_problem(self, root: RootRecord, entry: Entry) -> str:
         try:
             resolve(self.repository, root, entry)
         except Damaged as error:
@@ -334,6 +335,9 @@ class Verification:
                 continue  # damage of its own, named already, or removed meanwhile
             for place in self._places(blame, snapshot):
                 sharing.setdefault(place, []).append(id_)
+            if blame.cut_short:
+                reason = f"it shows the same damaged nodes more than {MAX_REPEATS} times over: not all its files are named"
+                self.result.damages.append(Damage("snapshot", reason, snapshots=(id_,)))
         needed = set()
         for (kind, root, path, block, chunk), ids in sharing.items():
             needed.add(chunk)
@@ -376,11 +380,15 @@ class Verification:
 
     def _file(self, chunk: ChunkId) -> str:
         """The pack that should have it."""
-        try:
-            pack = self.repository.chunks.locate(chunk).pack
-        except CiuicError:
-            return ""
-        return str(self.repository.path / "packs" / f"{pack:016x}.pack")
+        known = self._files.get(chunk)
+        if known is None:  # a missing one is searched for in all packs, and may be missing in many places
+            try:
+                pack = self.repository.chunks.locate(chunk).pack
+                known = str(self.repository.path / "packs" / f"{pack:016x}.pack")
+            except CiuicError:
+                known = ""
+            self._files[chunk] = known
+        return known
 
     def _tell(self, path: bytes) -> None:
         if self._progress is not None:

@@ -36,6 +36,12 @@ MOST_BASES: Final = 8
 """Of one chunk, one behind the other: what writers write has `packing.MOST_BASES`, and what goes in circles has an end."""
 
 
+MAX_COPIES_READ: Final = 64
+"""For one chunk with all its bases. An honest repository has one copy of a chunk, or two after an interrupted collection; where
+each of n copies is a difference from a chunk with n bad ones, a reader without this limit tries n**8.
+"""
+
+
 class Finder(Protocol):
     """Where chunks are."""
 
@@ -64,17 +70,20 @@ class ChunkReader:
 
     def get(self, chunk: ChunkId) -> bytes:
         """The content, checked against its id. MissingChunk or DamagedChunk when no copy of it is good."""
-        return self._get(MOST_BASES, chunk)
+        return self._get(MOST_BASES, [MAX_COPIES_READ], chunk)
 
-    def _get(self, bases: int, chunk: ChunkId) -> bytes:
-        """``bases``: so many may still be behind it."""
-        base = partial(self._get, bases - 1) if bases else _too_deep
+    def _get(self, bases: int, left: list[int], chunk: ChunkId) -> bytes:
+        """``bases``: so many may still be behind it. ``left``: the number of copies that may still be read for the whole call."""
+        base = partial(self._get, bases - 1, left) if bases else _too_deep
         failed: list[ChunkLocation] = []
         reason = ""
         for locations in (self._finder.find, lambda id_: self._finder.search(id_, failed)):
             for location in locations(chunk):
                 if location in failed:
                     continue
+                left[0] -= 1
+                if left[0] < 0:
+                    raise DamagedChunk(chunk, location.pack, location.offset, "none of many copies is good")
                 try:
                     return read_copy(self._packs, location, chunk, self._seed, base)
                 except BadCopyError as error:

@@ -13,6 +13,8 @@ import os
 from contextlib import suppress
 from typing import Final
 
+from ciuic.repository.opening import open_to_write
+
 CLAIM_NAME: Final = "claim"
 
 
@@ -25,7 +27,7 @@ class Claim:
     @classmethod
     def acquire(cls, directory: str) -> Claim:
         """Waits for nobody but those who look whether there is a claim. OSError."""
-        fd = os.open(f"{directory}/{CLAIM_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_to_write(f"{directory}/{CLAIM_NAME}", os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH)
         except BaseException:
@@ -59,7 +61,7 @@ class Claim:
 def is_claimed(directory: str) -> bool:
     """Whether somebody's content must not be swept. To be asked under the repository's lock: who claims after that stores after that."""
     try:
-        fd = os.open(f"{directory}/{CLAIM_NAME}", os.O_RDWR | os.O_CLOEXEC)
+        fd = open_to_write(f"{directory}/{CLAIM_NAME}", os.O_RDWR)
     except FileNotFoundError:
         return False
     try:

@@ -15,12 +15,15 @@ import msgspec
 from ciuic.errors import NotFound, NotPermitted
 from ciuic.repository.disk import Disk
 from ciuic.repository.errors import DamagedRepository, UnsupportedFormat
+from ciuic.repository.opening import open_regular
 
 CONFIG_NAMES = ("config", "config.copy")
 FORMAT_VERSION = 1
 """What a new repository has."""
 CODECS_VERSION = 2
 """With chunks stored as planes or differences: from the first of them on, so that an earlier ciuic says that it cannot read it."""
+MAX_FILE_BYTES = 16 << 20
+"""Of a configuration, a snapshot file or a marks file: ten thousand roots take 4 MiB. Decoded it is twenty times as much."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4096, 8 << 20
 
 
@@ -90,6 +93,8 @@ def read_config(directory: str) -> RepositoryConfig:
             ) from None
         except DamagedRepository as error:
             problems.append(f"{name}: {error.message}")
+        except OSError as error:
+            problems.append(f"{name}: {error.strerror}")
     if missing == len(CONFIG_NAMES):
         hint = "ciuic protect makes one; --repo names another."
         raise NotFound(f"there is no repository at {directory}", hint=hint)
@@ -121,7 +126,7 @@ def repair_config(disk: Disk, directory: str) -> list[str]:
         try:
             if decode_config(read_file(f"{directory}/{name}")) == config:
                 continue
-        except (FileNotFoundError, DamagedRepository):
+        except (OSError, DamagedRepository):
             pass  # that is the one to write
         disk.replace_file(f"{directory}/{name}", encode_config(config))
         written.append(name)
@@ -137,8 +142,8 @@ def raise_format(disk: Disk, directory: str, config: RepositoryConfig) -> Reposi
     return raised
 
 
-def read_file(path: str, limit_bytes: int = 64 << 20) -> bytes:
-    """A whole small file; at most so much of it."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def read_file(path: str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """A whole small file; at most so much of it. OSError, also for what is no regular file."""
+    fd = open_regular(path, os.O_RDONLY)
     with os.fdopen(fd, "rb") as file:
         return file.read(min(limit_bytes, os.fstat(fd).st_size))  # read() allocates what it is asked for

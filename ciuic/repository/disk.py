@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from ciuic import page_cache
 from ciuic.repository.ids import Bytes
+from ciuic.repository.opening import open_to_write
 from ciuic.repository.sharing import clone_range
 
 _IOVECS = 512  # the kernel takes 1024 at most (UIO_MAXIOV)
@@ -30,7 +31,7 @@ class Disk:
 
     def open_write(self, path: str) -> int:
         """A descriptor for reading and writing a file that exists."""
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return open_to_write(path, os.O_RDWR)
 
     def write_at(self, fd: int, parts: Iterable[Bytes], offset: int) -> int:
         """Writes the parts one behind the other from ``offset``, all of them; returns the offset behind the

@@ -7,6 +7,7 @@ it points to are durable.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sqlite3
@@ -16,6 +17,7 @@ from typing import Final, Literal
 from urllib.parse import quote
 
 from ciuic.repository.model import DIFFERENCE, ChunkLocation, PackRecord
+from ciuic.repository.opening import open_to_write, who_else_writes
 from ciuic.types import ChunkId
 
 INDEX_NAME = "index.sqlite"
@@ -29,6 +31,7 @@ DAMAGED: Final = 1 << 31
 
 _MOST_PARAMETERS: Final = 512
 """Of one statement; SQLite before 3.32 takes 999."""
+_SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
 _SCHEMA_VERSION = 1
 # Not there in an index that an earlier ciuic made: then there are no such copies either.
 _BASES = """
@@ -72,6 +75,10 @@ def _good_among(count: int) -> str:
     return f"SELECT id, pack FROM chunks WHERE id IN ({','.join('?' * count)}) AND NOT flags & {DAMAGED}"
 
 
+class ForeignIndexError(sqlite3.OperationalError):
+    """The index is not opened, because somebody else may have made it. No damage: it is not needed."""
+
+
 class Index:
     """One connection. Raises sqlite3.Error; who owns the index decides what that means."""
 
@@ -94,6 +101,10 @@ class Index:
     def _open_read(cls, path: str) -> Index:
         if not os.path.exists(path):
             raise sqlite3.OperationalError("there is no index")
+        # SQLite maps the -shm file of an index that is being written: its owner could cut it and end this process (SIGBUS), as
+        # they could make any page or schema of it. Packs and snapshot files say all that the index does.
+        if other := who_else_writes(os.path.dirname(path)) or who_else_writes(path):
+            raise ForeignIndexError(f"it may have been made by somebody else: {other}")
         error: sqlite3.Error | None = None
         # On a read-only mount SQLite cannot make the files that share a WAL; nobody writes there, so it need
         # not. Root makes none in a directory of another user, and does without what is in the WAL: packs are scanned for it.
@@ -102,6 +113,7 @@ class Index:
                 f"file:{quote(path)}?{option}", uri=True, check_same_thread=False, isolation_level=None
             )
             try:
+                _distrust(db)
                 if db.execute("PRAGMA user_version").fetchone()[0] != _SCHEMA_VERSION:
                     raise sqlite3.DatabaseError("the index has another version")
                 db.execute("SELECT 1 FROM packs LIMIT 1").fetchone()
@@ -114,9 +126,11 @@ class Index:
 
     @classmethod
     def _open_write(cls, path: str) -> Index:
+        _discard_irregular(path)
         for attempt in (1, 2):
             db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=30)
             try:
+                _distrust(db)
                 db.execute("PRAGMA journal_mode=WAL")
                 db.execute("PRAGMA synchronous=NORMAL")
                 version = db.execute("PRAGMA user_version").fetchone()[0]
@@ -291,6 +305,15 @@ class Index:
         self.db.close()
 
 
+def _distrust(db: sqlite3.Connection) -> None:
+    """Settings for a file that may be damaged or crafted (sqlite.org/security.html): no functions called by its schema, cells
+    checked when a page is read, and nothing of it mapped into memory.
+    """
+    db.execute("PRAGMA trusted_schema=OFF")
+    db.execute("PRAGMA cell_size_check=ON")
+    db.execute("PRAGMA mmap_size=0")
+
+
 def _as_damage(error: sqlite3.Error | UnicodeDecodeError) -> sqlite3.Error:
     """A damaged schema is named in SQLite's message, and may be no text."""
     if isinstance(error, UnicodeDecodeError):
@@ -326,9 +349,22 @@ class Transaction:
             self._db.execute("ROLLBACK")
 
 
+def _discard_irregular(path: str) -> None:
+    """Discard an index of which some file is a link or no file at all: SQLite would follow it, and write at its other end."""
+    for suffix in _SUFFIXES:
+        try:
+            os.close(open_to_write(path + suffix, os.O_RDONLY))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                discard(path)
+                return
+
+
 def discard(path: str) -> None:
     """Deletes an index file with what belongs to it. Readers that have it open go on with what they have."""
-    for suffix in ("", "-wal", "-shm", "-journal"):
+    for suffix in _SUFFIXES:
         with suppress(FileNotFoundError):
             os.unlink(path + suffix)
 

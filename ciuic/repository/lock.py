@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from ciuic.errors import Busy
+from ciuic.repository.opening import open_to_write
 
 LOCK_NAME = "lock"
 _FIRST_POLL_SECONDS = 0.002
@@ -50,7 +51,7 @@ class Lock:
         cls, directory: str, *, wait_seconds: float = 0, command: str = "", clock: Clock = time
     ) -> Lock:
         """Waits so long; then Busy, naming the owner."""
-        fd = os.open(f"{directory}/{LOCK_NAME}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_to_write(f"{directory}/{LOCK_NAME}", os.O_RDWR | os.O_CREAT)
         try:
             deadline, pause = clock.monotonic() + wait_seconds, _FIRST_POLL_SECONDS
             while not _try_lock(fd):

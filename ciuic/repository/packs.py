@@ -20,6 +20,7 @@ from ciuic.errors import NotFound
 from ciuic.repository import packformat as pf
 from ciuic.repository.errors import DamagedPack
 from ciuic.repository.model import PackInfo, PackKind, PackRecord
+from ciuic.repository.opening import open_regular
 
 _NAME = re.compile(r"([0-9a-f]{16})\.pack\Z")
 _OPEN_PACKS = 32
@@ -245,7 +246,7 @@ class Packs:
             self._fds.move_to_end(number)
             return fd
         try:
-            fd = os.open(self.path(number), os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(self.path(number), os.O_RDONLY)
         except OSError as error:
             if error.errno == errno.ENOENT:
                 raise NotFound(f"there is no pack {number:016x}") from None

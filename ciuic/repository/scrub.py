@@ -10,7 +10,7 @@ from contextlib import suppress
 from ciuic.errors import NotFound
 from ciuic.repository.chunks import location_of
 from ciuic.repository.errors import DamagedPack, UnsupportedFormat
-from ciuic.repository.index import Index
+from ciuic.repository.index import ForeignIndexError, Index
 from ciuic.repository.maintenance import strict_records
 from ciuic.repository.model import PackDamage, PackRecord
 from ciuic.repository.packs import Packs, Segment
@@ -123,6 +123,8 @@ def index_problems(packs: Packs, index_path: str) -> list[str]:
     """See Repository.check_index; the packs' part."""
     try:
         index = Index.open(index_path, "read")
+    except ForeignIndexError as error:
+        return [f"the index does not cover anything: {error}"]
     except sqlite3.Error as error:
         return [f"the index cannot be read: {error}"]
     try:

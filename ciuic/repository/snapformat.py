@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
+from ciuic.repository.config import MAX_FILE_BYTES
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.treeformat import attributes_problem
 from ciuic.types import CHUNK_ID_BYTES, LeftOut, Pair, RootRecord, Snapshot, SnapshotId
@@ -77,7 +78,12 @@ def encode_snapshot(snapshot: Snapshot, repository_id: str) -> bytes:
     )
     if problem := _problem(stored):
         raise ValueError(f"no such snapshot can be: {problem}")
-    return _wrap(_SNAPSHOT_MAGIC, msgspec.msgpack.encode(stored))
+    data = _wrap(_SNAPSHOT_MAGIC, msgspec.msgpack.encode(stored))
+    if len(data) > MAX_FILE_BYTES:
+        raise ValueError(
+            f"no such snapshot can be: its roots, tags and message take more than {MAX_FILE_BYTES} bytes"
+        )
+    return data
 
 
 def decode_snapshot(id_: str, data: bytes, repository_id: str) -> StoredSnapshot:

@@ -18,6 +18,8 @@ from ciuic.types import CHUNK_ID_BYTES, FLAG_XATTRS_CHUNK, ChunkId, Entry
 
 MAX_LEVEL = 9
 MAX_ENTRY_BYTES = 65536
+MAX_NODE_ITEMS = 1 << 16
+"""Names in one node: on average 64, and so many with a probability of 10^-447. A crafted node may claim millions."""
 _BITS = 6
 _MASK = (1 << _BITS) - 1
 _MAGIC = b"CT"
@@ -168,6 +170,10 @@ def decode_node(chunk: ChunkId, data: bytes, *, links: bool) -> Node:
         raise DamagedTree(chunk, f"it is not a node of a {'link table' if links else 'directory tree'}")
     level = data[3]
     body = memoryview(data)[_HEAD_BYTES:]
+    if (
+        _items(body) > MAX_NODE_ITEMS
+    ):  # asked before any of them is decoded, which takes twenty times the memory
+        raise DamagedTree(chunk, f"it has more than {MAX_NODE_ITEMS} names")
     try:
         if level == 0:
             node = Node(0, _entries_decoder.decode(body), [])
@@ -179,6 +185,12 @@ def decode_node(chunk: ChunkId, data: bytes, *, links: bool) -> Node:
         raise DamagedTree(chunk, str(error)) from None
     _check(chunk, node, links)
     return node
+
+
+def _items(body: memoryview) -> int:
+    """The number of items that a msgpack array says it has; 0 for anything else, which the decoder refuses."""
+    width = {0xDC: 2, 0xDD: 4}.get(body[0] if body else 0, 0)
+    return int.from_bytes(body[1 : 1 + width], "big")
 
 
 def _check(chunk: ChunkId, node: Node, links: bool) -> None:

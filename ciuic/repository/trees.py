@@ -16,10 +16,10 @@ from ciuic.repository.errors import DamagedTree
 from ciuic.repository.treeformat import Node, NodeRef, decode_node, decode_xattrs, node_totals
 from ciuic.types import FLAG_XATTRS_CHUNK, ChunkId, Entry
 
-_CACHED_NODES = 512
-_CACHED_BYTES = 16 << 20
-"""Of nodes as they are stored; decoded they take some four times as much. Nodes of usual entries have 5 KB, of entries with
-targets and attributes as long as their owner could make them 300 KB."""
+_CACHED_BYTES = 4 << 20
+"""Of encoded nodes that are kept decoded, which takes about ten times the memory. A node has 8 KiB on average, and a crafted
+one as much as a chunk.
+"""
 
 
 class ChunkSource(Protocol):
@@ -41,17 +41,15 @@ class Trees:
     def node(self, chunk: ChunkId, *, links: bool = False) -> Node:
         """One decoded node; the last few hundred are kept."""
         key = (chunk, links)
-        known = self._cache.get(key)
-        if known is not None:
+        cached = self._cache.get(key)
+        if cached is not None:
             self._cache.move_to_end(key)
-            return known[0]
+            return cached[0]
         data = self._chunks.get(chunk)
         node = decode_node(chunk, data, links=links)
-        self._cache[key] = (node, len(data))
+        self._cache[key] = node, len(data)
         self._cached_bytes += len(data)
-        while len(self._cache) > _CACHED_NODES or (
-            self._cached_bytes > _CACHED_BYTES and len(self._cache) > 1
-        ):
+        while self._cached_bytes > _CACHED_BYTES and len(self._cache) > 1:
             self._cached_bytes -= self._cache.popitem(last=False)[1][1]
         return node
 
@@ -165,6 +163,28 @@ class Trees:
         for ref in node.refs:
             if not after or ref.name > after:
                 yield from self._below(self.child(node, ref, links=links), after, links)
+
+
+class Lineage:
+    """The trees on the way from a root down to a directory: DamagedTree for one that contains itself.
+
+    No tree that was hashed can contain its own id, but whoever knows the seed can make such a chunk (XXH3 resists nobody).
+    """
+
+    def __init__(self) -> None:
+        self._trees: list[bytes] = []
+        self._known: set[bytes] = set()
+
+    def enter(self, tree: bytes) -> None:
+        """Go down into this tree."""
+        if tree and tree in self._known:
+            raise DamagedTree(ChunkId(tree), "the directory contains itself")
+        self._trees.append(tree)
+        self._known.add(tree)
+
+    def leave(self) -> None:
+        """Go up again, from the tree that was entered last."""
+        self._known.discard(self._trees.pop())
 
 
 class _Cursor:

@@ -14,6 +14,7 @@ from ciuic.linked_path import LinkedPath
 from ciuic.lookup import join, readable, resolve
 from ciuic.repository import Repository
 from ciuic.repository.ownership import foreign_reason
+from ciuic.repository.trees import Lineage
 from ciuic.restore import journal
 from ciuic.restore.destination import open_directory, stat_at
 from ciuic.restore.folders import NOT_THERE
@@ -131,6 +132,7 @@ def _in_the_way(
     """Walks snapshot and destination side by side, only where both have a directory."""
     stack: list[tuple[int, LinkedPath, Iterator[Entry]]] = []
     fd, path, entries = parent, LinkedPath(posixpath.dirname(target.path)), iter((top,))
+    lineage = Lineage()
     try:
         while True:
             entry = _next(repository, target, entries)
@@ -139,12 +141,14 @@ def _in_the_way(
                     return
                 os.close(fd)
                 fd, path, entries = stack.pop()
+                lineage.leave()
                 continue
             st = stat_at(fd, entry.name)
             if st is None or (len(stack) == 1 and entry.name == journal.JOURNAL_NAME):
                 continue
             here = join(bytes(path), entry.name)
             if entry.is_dir and stat.S_ISDIR(st.st_mode):
+                lineage.enter(entry.content)
                 stack.append((fd, path, entries))
                 fd = open_directory(fd, entry.name)
                 path, entries = LinkedPath(here, path), repository.trees.entries(entry.content)

@@ -19,6 +19,7 @@ import msgspec
 from ciuic import STATE_DIR_NAME
 from ciuic.errors import Damaged
 from ciuic.lookup import join, resolve
+from ciuic.repository.trees import Lineage
 from ciuic.restore import attributes
 from ciuic.restore import journal as journals
 from ciuic.restore.content import batch_blocks
@@ -84,6 +85,7 @@ class Run:
         self._run = journals.new_run()
         self._resumed = False
         self._stack: list[_Frame] = []
+        self._lineage = Lineage()
 
     def execute(self) -> Result:
         with self.pool.deferring_interrupts():
@@ -189,6 +191,7 @@ class Run:
                 self._visit(frame, entry_or_none)
                 continue
             self._stack.pop()
+            self._lineage.leave()
             if self.plan.delete and frame.whole and not self.pool.stopping:
                 self._delete_extra(frame)
             frame.folder.release(self.pool.changed, self.syncer, self._folder_done)
@@ -224,14 +227,19 @@ class Run:
             return
         if entry.flags & FLAG_MOUNTPOINT:  # its content was never part of the snapshot
             folder.release(self.pool.changed, self.syncer, self._folder_done)
-        else:
+            return
+        try:
             self._push(folder, entry)
+        except Damaged as error:
+            self._failed(folder.path, error)
+            folder.release(self.pool.changed, self.syncer, self._folder_done)
 
     def _is_left_out(self, folder: Folder, entry: Entry) -> bool:
         top = folder.source_path == self._target.source.root.path
         return self.filter.leaves_out(join(folder.path, entry.name), entry, top_of_root=top)
 
     def _push(self, folder: Folder, entry: Entry) -> None:
+        self._lineage.enter(entry.content)
         frame = _Frame(folder, self.plan.repository.trees.entries(entry.content))
         if not folder.fresh:
             frame.extra = self._names_in(folder)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+import socket
+import sqlite3
 import stat
 from pathlib import Path
 
@@ -272,3 +276,132 @@ def test_missing_directories_on_the_way_are_held_to_the_same_rule(tmp_path: Path
     assert [left["what"] for left in json.loads(result.stdout)["left_out"]] == [
         "attribute trusted.overlay.opaque"
     ]
+
+
+# -- reading it
+
+
+READERS = (
+    ("list",),
+    ("show", "latest"),
+    ("verify", "latest", "--checksum"),
+    ("verify", "--all", "--checksum"),
+    ("check", "--read-data"),
+    ("diff", "latest"),
+    ("prune", "--dry-run"),
+    ("check", "--repair"),
+    ("hold", "latest"),
+    ("prune",),
+)
+
+
+def files_of(repository: Path) -> list[str]:
+    """Every file of a repository, by its path from the top."""
+    found = []
+    for top, _, files in os.walk(repository):
+        found += [os.path.relpath(os.path.join(top, name), repository) for name in files]
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "kind", ["pipe", "socket", "link", "link to a pipe", "directory", "device", "second name"]
+)
+def test_what_is_no_file_of_the_repository_is_neither_waited_for_nor_followed(
+    tmp_path: Path, kind: str
+) -> None:
+    """Each file of a stranger's repository replaced in turn: every command ends, in words if it fails, and a file of root outside
+    is as it was, content, mode and all."""
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    made.root.mkdir()
+    made.snapshot({b"file": b"content" * 1000})
+    made.run("hold", "latest")
+    outside, pipe = tmp_path / "outside", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    kept = made.path.with_name("kept")
+    shutil.copytree(made.path, kept)
+    names = [*files_of(kept), "index.sqlite-wal", "index.sqlite-shm", "index.sqlite-journal", "claim"]
+    for name in dict.fromkeys(names):
+        shutil.rmtree(made.path)
+        shutil.copytree(kept, made.path)
+        victim = made.path / name
+        content = victim.read_bytes() if victim.exists() else b""
+        outside.write_bytes(content + b"of root")
+        outside.chmod(0o640)
+        before = outside.stat()
+        victim.unlink(missing_ok=True)
+        plant(victim, kind, outside, pipe)
+        give_away(made.path)
+        os.chown(outside, 0, 0)
+        for words in READERS:
+            result = made.run(*words)
+            assert result.exit_code in (0, 1, 3, 4, 7, 75), (name, words, result.output, result.exception)
+            assert result.exception is None or isinstance(result.exception, SystemExit), (name, words)
+        now = outside.stat()
+        assert outside.read_bytes() == content + b"of root", name
+        assert (now.st_mode, now.st_uid, now.st_size) == (before.st_mode, 0, before.st_size), name
+
+
+def plant(victim: Path, kind: str, outside: Path, pipe: Path) -> None:
+    """Something else by the name of a file."""
+    if kind == "pipe":
+        os.mkfifo(victim)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            directory = os.open(victim.parent, os.O_PATH)  # a socket's path has 107 bytes at most
+            made.bind(f"/proc/self/fd/{directory}/{victim.name}")
+            os.close(directory)
+    elif kind == "directory":
+        victim.mkdir()
+    elif kind == "device":
+        os.mknod(victim, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero: without end
+    elif kind == "second name":
+        os.link(outside, victim)
+    else:
+        victim.symlink_to(outside if kind == "link" else pipe)
+
+
+def test_the_index_of_a_stranger_is_not_opened(tmp_path: Path) -> None:
+    """A database in which `chunks` is a view that never ends, and the catalogue a lie: what is listed and restored is what snapshot
+    files and packs say."""
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    made.root.mkdir()
+    made.snapshot({b"file": b"content" * 1000})
+    index = made.path / "index.sqlite"
+    with contextlib.closing(sqlite3.connect(index)) as db:
+        db.executescript("""
+            DROP TABLE chunks;
+            CREATE VIEW chunks AS WITH RECURSIVE n(id) AS (SELECT x'00' UNION ALL SELECT id FROM n)
+                SELECT id, 0 AS pack, 0 AS offset, 0 AS stored, 0 AS raw, 0 AS flags FROM n;
+            UPDATE snapshots SET message = 'a lie';
+            PRAGMA wal_checkpoint(TRUNCATE);
+        """)
+    give_away(made.path)
+    result = made.run("list", "--json")
+    assert result.exit_code == 0, result.output
+    assert [snapshot["message"] for snapshot in json.loads(result.stdout)["snapshots"]] == [""]
+    assert made.run("verify", "latest", "--checksum").exit_code == 0
+    result = made.run("restore", "-s", "latest", "-p", str(made.root / "file"), "-d", str(tmp_path / "dest"))
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "dest/file").read_bytes() == b"content" * 1000
+
+
+def test_no_content_of_roots_files_is_confirmed_by_a_repair(tmp_path: Path) -> None:
+    """A stranger's repository that lost a block of a file that only root may read does not get it from there."""
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    made.root.mkdir()
+    secret = os.urandom(4096)
+    (made.root / "secret").write_bytes(secret)
+    (made.root / "secret").chmod(0o600)
+    made.snapshot({b"secret": secret})
+    for pack in (made.path / "packs").iterdir():
+        data = pack.read_bytes()
+        if secret in data:
+            pack.write_bytes(data.replace(secret, bytes(4096)))
+    kept = tmp_path / "kept"
+    shutil.copytree(made.path, kept)
+    assert made.run("check", "--repair", "--read-data").exit_code == 0  # root's own is healed
+    shutil.rmtree(made.path)
+    shutil.copytree(kept, made.path)
+    give_away(made.path)
+    assert made.run("check", "--repair", "--read-data").exit_code == 4
+    assert all(secret not in pack.read_bytes() for pack in (made.path / "packs").iterdir())
