@@ -9,6 +9,7 @@ from forks would leave a hole there, which something else fills, and which the e
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -21,6 +22,7 @@ _GRAIN_BYTES: Final = 2 << 20
 _MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14: makes all pages present at once, a third of the time that touching them takes."""
 _SEALS: Final = fcntl.F_ADD_SEALS if hasattr(fcntl, "F_ADD_SEALS") else 1033
+_GET_SEALS: Final = 1034
 _SEAL_SHRINK: Final = 2
 _LIBC: Final = ctypes.CDLL(None)
 
@@ -85,8 +87,13 @@ class ReadArena:
     """The writer's side."""
 
     def __init__(self, fd: int) -> None:
-        self._map = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
-        os.close(fd)
+        """OSError for memory that the trainer could still cut: reading behind its end would end this process (SIGBUS)."""
+        try:
+            if not fcntl.fcntl(fd, _GET_SEALS) & _SEAL_SHRINK:
+                raise OSError(errno.EPERM, "the memory of the state may shrink")
+            self._map = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
         self.memory = memoryview(self._map)
 
     def close(self) -> None:

@@ -30,10 +30,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ciuic.training import structure
+from ciuic.training.documents import MALFORMED, decode_json
 from ciuic.training.tensors import Unsaveable
 
 METADATA_FILE: Final = "dcp.json"
 _VERSION: Final = 1
+_MAX_NUMBER: Final = 1 << 63
 
 
 class Place(NamedTuple):
@@ -63,7 +65,7 @@ def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, Place]) -
 
 def decode_metadata(data: bytes | bytearray) -> Metadata:
     """With a `Place` for every item. ValueError for what `encode_metadata` did not write."""
-    document = json.loads(data)
+    document = decode_json(data, METADATA_FILE)
     if not isinstance(document, dict) or document.get("version") != _VERSION:
         raise ValueError(f"{METADATA_FILE} was written by a later version of ciuic")
     found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -75,7 +77,7 @@ def decode_metadata(data: bytes | bytearray) -> Metadata:
             found[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = Place(str(one["folder"]))
         planner = structure.unpack(document["planner"], _no_tensor)
-    except (KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise ValueError(f"{METADATA_FILE} is not as it should be: {error!r}") from None
     return Metadata(state_dict_metadata=found, planner_data=planner, storage_data=places)
 
@@ -112,7 +114,10 @@ def _decode_tensor(
     for chunk in one["chunks"]:
         offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
         chunks.append(ChunkStorageMetadata(offsets, sizes))
-        places[MetadataIndex(name, offsets)] = Place(str(chunk["file"]), int(chunk["start"]))
+        start = int(chunk["start"])
+        if any(not 0 <= number < _MAX_NUMBER for number in (start, *offsets, *sizes, *one["shape"])):
+            raise ValueError(f"{METADATA_FILE} has an impossible number for {name}")
+        places[MetadataIndex(name, offsets)] = Place(str(chunk["file"]), start)
     properties = TensorProperties(dtype=dtype, requires_grad=bool(one["requires_grad"]))
     return TensorStorageMetadata(properties, torch.Size(one["shape"]), chunks)
 

@@ -6,7 +6,6 @@ Of a shard that is cut anew (saved by n ranks, loaded by m) a rank reads the row
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from ciuic.training import rank_messages, structure
 from ciuic.training.arrays import arrays_of
 from ciuic.training.dcp_metadata import METADATA_FILE, Place, decode_metadata
 from ciuic.training.dcp_part import OBJECTS_FILE, OBJECTS_VERSION
+from ciuic.training.documents import decode_json
 from ciuic.training.files import Files, read_file, top_of
 from ciuic.training.housekeeping import read_back
 from ciuic.training.layout import SUFFIX
@@ -271,7 +271,7 @@ def _files(repository: Repository, id_: str) -> Files:
 def _read_objects(save_dir: Path, id_: str, folder: str) -> dict[str, Any]:
     with Repository.open(save_dir) as repository:
         files = _files(repository, id_)
-        document = json.loads(files.read(f"{folder}/{OBJECTS_FILE}"))
+        document = decode_json(files.read(f"{folder}/{OBJECTS_FILE}"), f"{folder}/{OBJECTS_FILE}")
         if not isinstance(document, dict) or document.get("version") != OBJECTS_VERSION:
             raise ValueError(f"{folder}/{OBJECTS_FILE} was written by a later version of ciuic")
         beside = f"{folder}_objects"

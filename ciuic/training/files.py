@@ -9,9 +9,11 @@ from typing import Final, NamedTuple
 from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.repository.blockmaps import blocks_of
+from ciuic.training.documents import MAX_DOCUMENT_BYTES
 from ciuic.types import ChunkId, Entry, SnapshotId
 
 _AT_ONCE: Final = 32
+_ZEROS: Final = memoryview(bytes(1 << 20))
 
 
 class Opened(NamedTuple):
@@ -59,6 +61,8 @@ class Files:
 
     def read(self, name: str) -> bytearray:
         entry = self.entry(name)
+        if entry.size_bytes > MAX_DOCUMENT_BYTES:
+            raise Damaged(f"{name} has {entry.size_bytes} bytes, which no document has")
         room = bytearray(entry.size_bytes)
         read_file(self._repository, entry, memoryview(room))
         return room
@@ -85,8 +89,10 @@ def read_file(repository: Repository, entry: Entry, into: memoryview, first_bloc
 
 
 def _fill_zeros(into: memoryview, start: int, stop: int) -> None:
-    if start < stop:
-        into[start:stop] = bytes(stop - start)
+    while start < stop:  # a hole may be as large as memory, and zeros for it are not to take as much again
+        end = min(stop, start + len(_ZEROS))
+        into[start:end] = _ZEROS[: end - start]
+        start = end
 
 
 def _read_run(repository: Repository, run: list[tuple[int, ChunkId]], into: memoryview) -> None:

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
+from ciuic.training.documents import decode_json
 from ciuic.training.structure import Leaf
 from ciuic.training.tensors import Array, count, dtype_bytes, is_dtype
 
@@ -25,6 +26,7 @@ SMALL_FILE: Final = "small-tensors"
 SUFFIX: Final = ".safetensors"
 _ALIGNMENT: Final = 4096
 _MAX_NAME_BYTES: Final = 180
+_MAX_NUMBER: Final = 1 << 63
 _MAX_HEADER_BYTES: Final = 100 << 20
 """As the reference implementation has it."""
 
@@ -119,13 +121,16 @@ def decode_header(start: bytes, size_bytes: int) -> dict[str, TensorInFile] | in
         raise ValueError("the length of the safetensors header cannot be")
     if begin > len(start):
         return int(begin)
-    header = json.loads(start[8:begin])
+    header = decode_json(start[8:begin], "the safetensors header")
     if not isinstance(header, dict):
         raise ValueError("the safetensors header is no object")
     found = {}
     for name, facts in header.items():
         if name != "__metadata__":
             found[name] = _tensor(facts, begin, size_bytes)
+    # As the reference implementation: a million names for the same bytes would each become a tensor of that size.
+    if sum(tensor.stop - tensor.start for tensor in found.values()) > size_bytes - begin:
+        raise ValueError("tensors of the safetensors header overlap")
     return found
 
 
@@ -135,7 +140,10 @@ def _tensor(facts: object, begin: int, size_bytes: int) -> TensorInFile:
         size = count(shape) * dtype_bytes(dtype)
     except (KeyError, TypeError) as error:
         raise ValueError(f"the safetensors header is not as it should be: {error!r}") from None
-    if not (is_dtype(dtype) and 0 <= start <= stop <= size_bytes - begin and stop - start == size):
+    # Only whole numbers: 2.0 and True compare as they do, and [-1, -8] has as many elements as [8].
+    if not all(type(number) is int and 0 <= number < _MAX_NUMBER for number in (*shape, start, stop)):
+        raise ValueError("the safetensors header has an impossible number")
+    if not (is_dtype(dtype) and start <= stop <= size_bytes - begin and stop - start == size):
         raise ValueError("the safetensors header does not fit the file")
     return TensorInFile(dtype, shape, begin + start, begin + stop)
 

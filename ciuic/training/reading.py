@@ -6,7 +6,6 @@ damaged or incomplete is passed over with its reason, never handed out in part. 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -17,6 +16,7 @@ from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import DamagedChunk, Repository, SnapshotInfo, Walker
 from ciuic.training import structure, tensors
 from ciuic.training.arrays import arrays_of
+from ciuic.training.documents import MALFORMED, decode_json
 from ciuic.training.files import Opened
 from ciuic.training.layout import SUFFIX
 from ciuic.training.pieces import InPieces, Source
@@ -148,8 +148,8 @@ def load(path: str, id_: str, likes: Mapping[str, Like] | None = None) -> Loaded
         with tensors.normally(), Repository.open(path) as repository:
             files = opened.files(repository)
             facts = _decode_facts(files.read(FACTS_FILE))
-            state = json.loads(files.read(STATE_FILE))
-            if state.get("version") != STATE_VERSION:
+            state = decode_json(files.read(STATE_FILE), STATE_FILE)
+            if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
                 raise ValueError(f"{id_} was written by a later version of ciuic")
             arrays = arrays_of(path, files, [name for name in files.names() if name.endswith(SUFFIX)], source)
             objects = {}
@@ -161,6 +161,10 @@ def load(path: str, id_: str, likes: Mapping[str, Like] | None = None) -> Loaded
                 objects[name] = found
             values = structure.unpack(state["values"], arrays.lookup("values"))
             return Loaded(id_, facts, objects, values)
+    except MALFORMED as error:
+        raise ValueError(f"the state is not as it should be: {error!r}") from None
+    except MemoryError:
+        raise ValueError("the state is larger than the memory") from None
     finally:
         source.close()
 
@@ -172,7 +176,7 @@ def read_facts(repository: Repository, id_: SnapshotId) -> Facts:
 def _decode_facts(data: bytes | bytearray) -> Facts:
     try:
         return msgspec.json.decode(data, type=Facts)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(f"{FACTS_FILE} is not as it should be: {error}") from None
 
 

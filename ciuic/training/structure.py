@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple
 
 from ciuic.training import shards, sparse, tensors
+from ciuic.training.documents import MALFORMED
 from ciuic.training.tensors import Array, Unsaveable
 
 KIND: Final = "$"
@@ -93,7 +94,10 @@ def pack(value: object, where: str, *, with_shards: bool = False) -> Packed:
 
 def unpack(skeleton: Json, tensor: Callable[[str, Json], Any]) -> Any:
     """``tensor``: asked for each by its name, with the object that stands for it. ValueError for what `pack` did not write."""
-    return _Unpacker(tensor).value(skeleton)
+    try:
+        return _Unpacker(tensor).value(skeleton)
+    except RecursionError:
+        raise ValueError("a value is nested too deeply") from None
 
 
 class _Packer:
@@ -263,7 +267,7 @@ class _Unpacker:
             return {key: self.value(item) for key, item in packed.items()}
         try:
             return self._kind(packed[KIND], packed)
-        except (KeyError, TypeError, struct.error) as error:
+        except (*MALFORMED, struct.error) as error:
             raise ValueError(f"a {packed[KIND]!r} is not as it should be: {error!r}") from None
 
     def _kind(self, kind: Json, packed: dict[str, Json]) -> Any:
