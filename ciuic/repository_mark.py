@@ -60,7 +60,7 @@ def read_mark(root_fd: int) -> RepositoryMark | None:
             fd = os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
             with open(fd, "rb") as file:
                 return msgspec.msgpack.decode(file.read(_LONGEST_BYTES), type=RepositoryMark)
-    except (OSError, CiuicError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, CiuicError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

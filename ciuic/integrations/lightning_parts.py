@@ -350,7 +350,7 @@ def _pointed_to(path: str | os.PathLike[str]) -> str | None:
             return None
         with open(path, "rb") as file:
             return str(json.loads(file.read())[_MARK])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -93,7 +93,8 @@ def _write_owner(fd: int, command: str, clock: Clock) -> None:
 
 def _busy(directory: str, fd: int, clock: Clock) -> Busy:
     text = ""
-    with suppress(OSError, msgspec.DecodeError):
+    # The last two: text that is not UTF-8, and nesting without end; msgspec lets them through as they are.
+    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         owner = msgspec.json.decode(os.pread(fd, 4096, 0), type=Owner)
         seconds = max(0, clock.time_ns() - owner.since_ns) // 10**9
         text = f" by {owner.command!r} (process {owner.pid} on {owner.host}, for {seconds} s)"

@@ -211,7 +211,7 @@ def receive_from_trainer(sock: socket.socket) -> tuple[FromTrainer, list[int]] |
     got = _receive(sock)
     try:
         return None if got is None else (_TRAINERS.decode(got[0]), got[1])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 
@@ -220,7 +220,7 @@ def receive_from_writer(sock: socket.socket) -> FromWriter | None:
     got = _receive(sock)
     try:
         return None if got is None else _WRITERS.decode(got[0])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -106,7 +106,7 @@ def _of_rank(path: str, rank: int, begun_by: float) -> list[StoredFile]:
         pause = min(2 * pause, longest)
     try:
         said = msgspec.msgpack.decode(data, type=_Answer)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise OSError(f"the writer of rank {rank} died") from None
     if said.problem:
         raise OSError(f"rank {rank}: {said.problem}")

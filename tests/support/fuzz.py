@@ -1,7 +1,8 @@
 """One function of bytes that reaches every decoder, for coverage-guided fuzzing (tests/torture/fuzz.py), and what it begins with.
 
 The first byte chooses the decoder, the rest is its input. As a program it is the fuzzer's process:
-``python -m support.fuzz CORPUS [libFuzzer's options]``.
+``[FUZZ_TARGET=NAME] python -m support.fuzz CORPUS [libFuzzer's options]``. With a target (the name of a reader) all of an input is
+for that decoder.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 REGRESSIONS = sorted((Path(__file__).parents[1] / "property" / "regressions").glob("*.bin"))
@@ -50,8 +52,22 @@ def fuzzed(data: bytes) -> None:
 _readers: list | None = None  # type: ignore[type-arg]
 
 
-def fill(corpus: Path) -> int:
-    """Puts valid inputs there: of each decoder its own, everything of the golden repositories, and what was found once."""
+def target(name: str) -> Callable[[bytes], None]:
+    """The function of bytes that reaches this decoder only. ValueError for a name that no reader has."""
+    from support.readers import readers, refused_or_read
+
+    for reader in readers():
+        if reader.name == name:
+            chosen = reader
+            return lambda data: refused_or_read(chosen, data) and None
+    raise ValueError(f"there is no reader named {name!r}")
+
+
+def fill(corpus: Path, only: str = "") -> int:
+    """Puts valid inputs there: of each decoder its own, everything of the golden repositories, and what was found once.
+
+    ``only``: those of this decoder, without the byte that chooses it.
+    """
     from support.readers import readers
 
     number = {reader.name: at for at, reader in enumerate(readers())}
@@ -59,6 +75,8 @@ def fill(corpus: Path) -> int:
     for golden in _GOLDEN.glob("golden-*"):
         seeds += [bytes([number[name]]) + data for name, data in _of_repository(golden)]
     seeds += map(_as_input, REGRESSIONS)
+    if only:
+        seeds = [seed[1:] for seed in seeds if seed[0] == number[only]]
     corpus.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         (corpus / hashlib.sha256(seed).hexdigest()[:16]).write_bytes(seed)
@@ -100,6 +118,7 @@ def main() -> None:
     import atheris
 
     with atheris.instrument_imports(include=["ciuic"]):
+        import support.more_readers
         import support.readers
     import logging
 
@@ -107,7 +126,9 @@ def main() -> None:
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     assert support.readers
-    atheris.Setup(sys.argv, fuzzed)
+    assert support.more_readers
+    name = os.environ.get("FUZZ_TARGET", "")
+    atheris.Setup(sys.argv, target(name) if name else fuzzed)
     atheris.Fuzz()
 
 

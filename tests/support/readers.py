@@ -202,7 +202,9 @@ def readers() -> list[Reader]:
     )
     log = b"".join(map(undo.encode, (undo.BlocksRecord(5, 2, 0, 9), undo.NameRecord(5, 1, b"n", 7, 8, -1))))
     footer = bytes(pf.encode_footer(8192 - 80, _RECORDS))
-    return [
+    from support.more_readers import more_readers
+
+    known = [
         Reader("tree leaf", _body("leaf", False), encode_leaf([_ENTRY], False)),
         Reader("tree node", _body("inner", False), encode_inner(1, [NodeRef(b"a", ID, 1, 5)], False)),
         Reader("link table", _body("links", True), encode_leaf([msgspec.structs.replace(_ENTRY, name=b"12345678")], True)),
@@ -231,13 +233,16 @@ def readers() -> list[Reader]:
         Reader("message of a rank", _rank_message, rank_messages.encode({"states": {"a": (1, b"x", float("nan"))}, "n": numpy.arange(3)})),
         Reader("sealed file", _from_file(_sealed), _valid_sealed()),
     ]  # fmt: skip
+    return known + more_readers()
 
 
 def refused_or_read(reader: Reader, data: bytes) -> bool:
     """Whether it was read; False when it was refused with words. Anything else is raised."""
+    from support.more_readers import RefusedError
+
     try:
         reader.read(data)
-    except _REFUSALS:
+    except (*_REFUSALS, RefusedError):
         return False
     return True
 

@@ -2,6 +2,7 @@
 
     make torture SECONDS=600 SEED=7            (or: PYTHONPATH=tests .venv/bin/python -m torture --seconds 600 --seed 7)
     make torture SECONDS=600 ARGS="cut faults" only these
+    make torture ARGS="fuzz --each 3600"       an hour for each decoder
 
 A torture is a module of this folder with ``run(seconds: float, seed: int) -> list[Figure]``, and a line in TORTURES.
 What ``run`` may rely on:
@@ -71,6 +72,9 @@ def main() -> int:
     parser.add_argument("only", nargs="*", help="names of tortures; all when none is given")
     parser.add_argument("--seconds", type=float, default=600, help="for all of them together (600)")
     parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
+    parser.add_argument(
+        "--each", type=float, help="with fuzz alone: seconds for each decoder, instead of --seconds"
+    )
     parser.add_argument("--into", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.into:
@@ -78,6 +82,12 @@ def main() -> int:
     known = {torture.module for torture in TORTURES}
     if unknown := set(arguments.only) - known:
         parser.error(f"no torture named {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    if arguments.each is not None:
+        if arguments.only != ["fuzz"]:
+            parser.error("--each is for fuzz alone: make torture ARGS='fuzz --each 3600'")
+        from support.readers import readers
+
+        arguments.seconds = arguments.each * len(readers())
     chosen = [torture for torture in TORTURES if not arguments.only or torture.module in arguments.only]
     seed = random.SystemRandom().randrange(1 << 31) if arguments.seed is None else arguments.seed
     return _run_all(chosen, arguments.seconds, seed)

@@ -1,4 +1,8 @@
-"""Every decoder fed by a fuzzer that sees which lines an input reaches; by blind mutations where atheris is not installed."""
+"""Every decoder fed by a fuzzer that sees which lines an input reaches; by blind mutations where atheris is not installed.
+
+With enough time each decoder (a reader of `support.readers`) has a process of its own and a line of figures: executions, inputs in
+the corpus, edges reached. ``make torture ARGS="fuzz --each 3600"`` gives each an hour.
+"""
 
 from __future__ import annotations
 
@@ -20,38 +24,64 @@ _TESTS = Path(__file__).parents[1]
 _MEMORY_MIB = 1024
 _ONE_INPUT_SECONDS = 20
 _LONGEST_BYTES = 70_000
+_WORTH_A_PROCESS_SECONDS = 30
+"""For one target: each process takes some ten seconds to instrument what it imports."""
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
     """Figure: inputs that were read or refused with words."""
     if importlib.util.find_spec("atheris") is None:
         return [_blind(seconds, seed)]
-    with tempfile.TemporaryDirectory() as top:
-        return [_guided(Path(top), seconds, seed)]
+    targets = chosen(seconds)
+    figures = []
+    for name in targets:
+        with tempfile.TemporaryDirectory() as top:
+            figures.append(_guided(Path(top), seconds / len(targets), seed, name))
+        sys.stdout.write(f"{figures[-1].name}: {figures[-1].count}\n")
+        sys.stdout.flush()
+    return figures
 
 
-def _guided(top: Path, seconds: float, seed: int) -> Figure:
+def chosen(seconds: float) -> list[str]:
+    """The targets that have a process each; one without a name, which is all of them together, when there is little time."""
+    only = os.environ.get("FUZZ_ONLY", "")
+    names = [reader.name for reader in readers() if not only or reader.name in only.split(",")]
+    return names if only or seconds >= _WORTH_A_PROCESS_SECONDS * len(names) else [""]
+
+
+def figures_in(said: str) -> tuple[int, int, int]:
+    """(executions, inputs in the corpus, edges) of what libFuzzer says; zeros for what it does not say."""
+    executed = re.findall(r"number_of_executed_units:\s*(\d+)", said)
+    state = re.findall(r"cov: (\d+) ft: \d+ corp: (\d+)", said)
+    edges, corpus = state[-1] if state else (0, 0)
+    return int(executed[-1]) if executed else 0, int(corpus), int(edges)
+
+
+def _guided(top: Path, seconds: float, seed: int, name: str) -> Figure:
     corpus, found = top / "corpus", top / "found"
-    fill(corpus)
+    fill(corpus, name)
     found.mkdir()
     command = [
         *(sys.executable, "-m", "support.fuzz", str(corpus)),
         *(f"-seed={seed % (1 << 31) or 1}", f"-max_total_time={max(2, int(seconds))}", f"-max_len={_LONGEST_BYTES}"),
         *(f"-rss_limit_mb={_MEMORY_MIB}", f"-timeout={_ONE_INPUT_SECONDS}", f"-artifact_prefix={found}/"),
-        *("-print_final_stats=1", "-verbosity=0"),
+        "-print_final_stats=1",
     ]  # fmt: skip
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(_TESTS)}, capture_output=True, text=True, errors="replace", check=False
+        command, env={**os.environ, "PYTHONPATH": f"{_TESTS}:{_TESTS.parent}", "FUZZ_TARGET": name}, capture_output=True, text=True, errors="replace", check=False
     )  # fmt: skip
     said = done.stdout + done.stderr
-    executed = re.search(r"number_of_executed_units:\s*(\d+)", said)
-    count = int(executed[1]) if executed else 0
-    wrong = [
-        f"{path.name}: keep as {to_keep(path.read_bytes())[:2000]!r}" for path in sorted(found.iterdir())
-    ]
+    count, inputs, edges = figures_in(said)
+    wrong = [f"{path.name}: keep as {_kept(path, name)[:2000]!r}" for path in sorted(found.iterdir())]
     if done.returncode or not count:
         wrong.append(f"exit status {done.returncode}: {said[-3000:]}")
-    return Figure("inputs of guided fuzzing read or refused with words", count, tuple(wrong))
+    what = name or "all decoders together"
+    return Figure(f"{what}: inputs read or refused (corpus {inputs}, {edges} edges)", count, tuple(wrong))
+
+
+def _kept(path: Path, name: str) -> bytes:
+    data = path.read_bytes()
+    return name.encode() + b"\n" + data if name else to_keep(data)
 
 
 def _blind(seconds: float, seed: int) -> Figure:
