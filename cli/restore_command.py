@@ -94,7 +94,7 @@ def command(
         delete=delete,
         check=not dry_run,
         keep=_excluded(session) if delete else None,
-        special=special,
+        special=True if special is None and session.trusts_repository else special,
     )
     safety = None if dry_run or no_safety else _safety(session, plan)
     items: list[Item] = []

@@ -107,8 +107,8 @@ class Index:
             raise ForeignIndexError(f"it may have been made by somebody else: {other}")
         error: sqlite3.Error | None = None
         # On a read-only mount SQLite cannot make the files that share a WAL; nobody writes there, so it need
-        # not. Root makes none in a directory of another user, and does without what is in the WAL: packs are scanned for it.
-        for option in ("immutable=1",) if _is_foreign(path) else ("mode=ro", "immutable=1"):
+        # not.
+        for option in ("mode=ro", "immutable=1"):
             db = sqlite3.connect(
                 f"file:{quote(path)}?{option}", uri=True, check_same_thread=False, isolation_level=None
             )
@@ -367,11 +367,3 @@ def discard(path: str) -> None:
     for suffix in _SUFFIXES:
         with suppress(FileNotFoundError):
             os.unlink(path + suffix)
-
-
-def _is_foreign(path: str) -> bool:
-    """Whether this is root, and others may make names beside the index."""
-    if os.geteuid() != 0:
-        return False
-    status = os.stat(os.path.dirname(path))
-    return status.st_uid != 0 or bool(status.st_mode & 0o022)

@@ -41,10 +41,10 @@ def open_to_write(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -
     return fd
 
 
-def who_else_writes(path: str, *, sticky_suffices: bool = False) -> str:
+def who_else_writes(path: str) -> str:
     """Why somebody other than root and the caller may write here; empty if nobody else may, or nothing is there.
 
-    ``sticky_suffices``: it is a directory, and only that nobody else can rename or remove what is in it matters.
+    One look at the file or directory itself, for what is opened often; `ciuic.ownership` looks at the way to it as well.
     """
     try:
         st = os.stat(path)
@@ -52,8 +52,7 @@ def who_else_writes(path: str, *, sticky_suffices: bool = False) -> str:
         return ""  # missing or unreadable: opening it says so
     if st.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to user {st.st_uid}"
-    # In a directory with the sticky bit only the owner of a name can rename or remove it (rename(2), EPERM).
-    if st.st_mode & _OTHERS_WRITE and not (sticky_suffices and st.st_mode & stat.S_ISVTX):
+    if st.st_mode & _OTHERS_WRITE:
         return f"others may write to {path} (mode {stat.S_IMODE(st.st_mode):04o})"
     return ""
 

@@ -137,6 +137,19 @@ def test_an_explicit_word_decides(repository: CliRepository, tmp_path: Path) -> 
     assert special_files(top) == set(LEFT_OUT)
 
 
+def test_a_repository_that_is_trusted_is_restored_from_like_roots_own(
+    repository: CliRepository, tmp_path: Path
+) -> None:
+    """With --trust-repository the owner of the repository counts as root does."""
+    give_away(repository.path)
+    dest = tmp_path / "dest"
+    result = repository.run(
+        "--trust-repository", "restore", "-s", "latest", "-p", str(repository.root), "-d", str(dest)
+    )
+    assert result.exit_code == 0, result.output
+    assert special_files(dest / "root") == set(LEFT_OUT)
+
+
 def test_what_is_there_already_loses_its_rights(repository: CliRepository, tmp_path: Path) -> None:
     """Restored over itself without special files, bits and attributes are taken off, and devices that exist stay."""
     restored(repository, tmp_path, code=0)
@@ -161,7 +174,7 @@ def test_the_list_is_also_for_people(repository: CliRepository, tmp_path: Path) 
     assert result.exit_code == 8
     for name, what in LEFT_OUT.items():
         assert f"{tmp_path}/dest/root/{name}: {what}" in result.stderr
-    assert f"belongs to user {STRANGER}" in result.stderr
+    assert f"owner uid {STRANGER}" in result.stderr
     assert "--special" in result.stderr
 
 
@@ -290,8 +303,9 @@ READERS = (
     ("diff", "latest"),
     ("prune", "--dry-run"),
     ("check", "--repair"),
-    ("hold", "latest"),
-    ("prune",),
+    ("--trust-repository", "check", "--repair"),
+    ("--trust-repository", "hold", "latest"),
+    ("--trust-repository", "prune"),
 )
 
 
@@ -317,6 +331,8 @@ def test_what_is_no_file_of_the_repository_is_neither_waited_for_nor_followed(
     made.run("hold", "latest")
     outside, pipe = tmp_path / "outside", tmp_path / "pipe"
     os.mkfifo(pipe)
+    configuration = tmp_path / "ciuic.toml"
+    configuration.touch(0o600)
     kept = made.path.with_name("kept")
     shutil.copytree(made.path, kept)
     names = [*files_of(kept), "index.sqlite-wal", "index.sqlite-shm", "index.sqlite-journal", "claim"]
@@ -333,7 +349,7 @@ def test_what_is_no_file_of_the_repository_is_neither_waited_for_nor_followed(
         give_away(made.path)
         os.chown(outside, 0, 0)
         for words in READERS:
-            result = made.run(*words)
+            result = made.run(*words, env={"CIUIC_CONFIG": str(configuration)})
             assert result.exit_code in (0, 1, 3, 4, 7, 75), (name, words, result.output, result.exception)
             assert result.exception is None or isinstance(result.exception, SystemExit), (name, words)
         now = outside.stat()
@@ -403,5 +419,5 @@ def test_no_content_of_roots_files_is_confirmed_by_a_repair(tmp_path: Path) -> N
     shutil.rmtree(made.path)
     shutil.copytree(kept, made.path)
     give_away(made.path)
-    assert made.run("check", "--repair", "--read-data").exit_code == 4
+    assert made.run("--trust-repository", "check", "--repair", "--read-data").exit_code == 4
     assert all(secret not in pack.read_bytes() for pack in (made.path / "packs").iterdir())

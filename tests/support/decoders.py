@@ -41,6 +41,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/training/documents.py": ("state of a training", "safetensors header", "DCP metadata"),
     "ciuic/training/layout.py": ("safetensors header",),
     "ciuic/training/messages.py": ("message of a trainer to its writer",),
+    "ciuic/training/rank_messages.py": ("message of a rank",),
     "ciuic/training/reading.py": ("state of a training", "facts of a training"),
     "ciuic/training/structure.py": ("state of a training",),
     "ciuic/training/writer_process.py": ("manifest of a save",),
@@ -95,6 +96,7 @@ OURS: Final[dict[str, str]] = {
     "fuse_layer/kernel_session.py": "the head of a request, written by the kernel",
     "fuse_layer/ledger_archive.py": "a file of root in the state directory, of records that the ledger has checked",
     "fuse_layer/standby.py": "a socket pair between processes of root",
+    "fuse_layer/standby_service.py": "a socket pair between processes of root",
     "fuse_layer/syscalls.py": "an answer of the kernel",
 }
 """Module → who writes what it decodes, where that is no attacker."""
