@@ -5,6 +5,7 @@ Paths are bytes with the kernel's octal escapes undone. See proc_pid_mountinfo(5
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -59,6 +60,15 @@ def _parse_line(line: bytes) -> Mount:
 def read(process: Path = Path("/proc/self")) -> list[Mount]:
     """The mounts that ``process`` sees. FileNotFoundError or ProcessLookupError when it has gone."""
     return parse((process / "mountinfo").read_bytes())
+
+
+def is_served_by_a_user(fs_type: bytes, super_options: bytes) -> bool:
+    """Whether a process of an ordinary user answers for a file system (fusermount3(1)): it may never answer, and decides what root
+    sees there."""
+    if not fs_type.startswith(b"fuse"):
+        return False
+    options = dict(option.partition(b"=")[::2] for option in super_options.split(b","))
+    return options.get(b"user_id", b"0") not in (b"0", b"%d" % os.geteuid())
 
 
 def mounts_at(path: bytes, mounts: list[Mount]) -> list[Mount]:

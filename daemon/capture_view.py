@@ -22,9 +22,10 @@ from itertools import islice
 from types import TracebackType
 from typing import Final
 
-from ciuic import STATE_DIR_NAME
+from ciuic import STATE_DIR_NAME, mountinfo
 from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, NameRecord, OldStat, UndoLost, hold_name
 from ciuic.spill import NameTable, Spill
+from ciuic.state_directory import mount_id
 
 _PATIENCE: Final = 100
 _PATIENCE_SECONDS: Final = 0.005
@@ -134,6 +135,11 @@ class SealedView:
         self.exact = undo_fd >= 0
         """Whether changes made meanwhile are in the log."""
         self.device = os.fstat(backing_fd).st_dev
+        self._user_mounts = frozenset(
+            mount.mount_id
+            for mount in mountinfo.read()
+            if mountinfo.is_served_by_a_user(mount.fs_type, mount.super_options)
+        )
 
     def root(self) -> Thing:
         """The root directory itself. Unreadable."""
@@ -217,7 +223,14 @@ class SealedView:
 
     def _pin(self, name: bytes, dir_fd: int, extra_flags: int = 0) -> Thing:
         fd = os.open(name, _PIN | extra_flags, dir_fd=dir_fd)
-        return Thing(fd, os.fstat(fd).st_ino)
+        try:
+            # Before anything is asked of it: the user who serves it may never answer, and no other root would be captured.
+            if self._user_mounts and mount_id(fd) in self._user_mounts:
+                raise PermissionError(errno.EACCES, "a user's FUSE file system is mounted here")
+            return Thing(fd, os.fstat(fd).st_ino)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def _held(self, record: NameRecord) -> Thing:
         """The inode that a name record speaks of: by the worker's descriptor, by its hold link, or by records alone.

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from ciuic import state_directory
 from ciuic.errors import CiuicError
+from ciuic.mountinfo import is_served_by_a_user
 
 FS_TYPE = "fuse.ciuic"
 
@@ -157,7 +158,7 @@ def open_backing(path: str | bytes) -> int:
                 hint="a symbolic link was put on the way: protect the directory itself",
             )
         entry = mount_of(fd)
-        if entry is not None and _is_served_by_a_user(entry):
+        if entry is not None and is_served_by_a_user(entry.fs_type.encode(), entry.super_options):
             raise NotTheRoot(
                 f"{os.fsdecode(path)} lies on a FUSE file system that a user serves, not root",
                 hint="protect the directories that its files are kept in",
@@ -177,14 +178,6 @@ def mount_of(fd: int) -> MountEntry | None:
     """The mount that an open descriptor is on; None for one that is attached nowhere (any more)."""
     mount_id = state_directory.mount_id(fd)
     return next((entry for entry in read_mounts() if entry.mount_id == mount_id), None)
-
-
-def _is_served_by_a_user(entry: MountEntry) -> bool:
-    """Whether a process of an ordinary user answers for the file system, and decides what root sees there."""
-    if not entry.fs_type.startswith("fuse"):
-        return False
-    options = dict(option.partition(b"=")[::2] for option in entry.super_options.split(b","))
-    return options.get(b"user_id", b"0") not in (b"0", b"%d" % os.geteuid())
 
 
 def mount_fuse(backing_fd: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from support.capture_bench import Bench
 from support.deep_trees import contents, levels_below, make_chain, remove_chain
 from support.restoring import take
 from support.second_user import MADE_UP
+from support.site import CHECKOUT
 
 from ciuic.daemon import capture_directory, capture_roots, capture_walk
 from ciuic.daemon.capture import run_job
@@ -287,3 +289,31 @@ def test_retention_keeps_the_last_snapshot_of_a_root_that_newer_ones_lack(
             )
         )
     assert (tmp_path / "back" / "broken" / "file").read_text() == "broken"
+
+
+def test_a_file_system_of_the_owner_that_never_answers_is_left_out(tmp_path: Path) -> None:
+    """Mounted by the owner inside the root before it was protected: a capture names it and goes on."""
+    root, store = tmp_path / "root", tmp_path / "repository"
+    (root / "served").mkdir(parents=True)
+    (root / "file").write_text("content")
+    Repository.create(store, block_size=4096).close()
+    fuse = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={fuse},rootmode=40000,user_id=54321,group_id=54321,allow_other"
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mount(b"evil", os.fsencode(root / "served"), b"fuse.evil", 0, options.encode()) == 0
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "ciuic.daemon.capture", "--offline", "--repo", str(store), "--root", str(root)],
+            capture_output=True, text=True, check=False, timeout=100, cwd="/",
+            env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        )  # fmt: skip
+    finally:
+        os.close(fuse)  # the connection ends: whoever waits is answered
+        libc.umount2(os.fsencode(root / "served"), 2)
+    assert done.returncode == 0, done.stderr
+    with Repository.open(store) as repository:
+        (listed,) = repository.snapshots.list()
+        snapshot = repository.snapshots.load(listed.id)
+        names = [entry.name for entry in repository.trees.entries(snapshot.roots[0].entry.content)]
+    assert names == [b"file"]
+    assert "FUSE file system is mounted here" in done.stdout + done.stderr
