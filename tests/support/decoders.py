@@ -84,6 +84,7 @@ OURS: Final[dict[str, str]] = {
     "cli/quick.py": "answers of the daemon, which is root",
     "cli/safety.py": "lines of our own child",
     "daemon/capture_base.py": "what the same process has encoded",
+    "daemon/capture_place.py": "what the same process has encoded",
     "daemon/peer_messages.py": "a socket pair between processes of root",
     "daemon/peer_receiver.py": "our own command line",
     "daemon/runtime.py": "files of root in a directory of root",
