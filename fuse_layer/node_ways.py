@@ -108,6 +108,10 @@ class NodeWays:
         """Attributes of a file that was removed, and its space freed, while the kernel remembers it."""
         return self._last_attributes.get(node.id)
 
+    def is_freed(self, node: Node) -> bool:
+        """Whether the node's file is removed and nobody has it open, so that nothing can be done to it any more."""
+        return node.parent is None and node.handles is None and node.id in self._last_attributes
+
     def _keep_removed(self, node: Node, keep: Descriptor | None, last: os.stat_result | None) -> None:
         if keep is None:
             if last is not None and node.handles is None and node.lookups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Iterator
@@ -65,3 +66,20 @@ def test_what_is_open_in_any_way_still_answers(root: Path) -> None:
             assert (facts.st_ino, facts.st_nlink, facts.st_size) == (number, 0, 4 * MIB)
         finally:
             os.close(referred)
+
+
+def test_what_the_kernel_writes_back_of_a_removed_file_is_no_error(root: Path) -> None:
+    """syncfs(2) after a checkpoint was written and removed: the kernel still has its times to write, and nobody misses them."""
+    for _ in range(4):
+        for name in ("a", "b"):
+            (root / name).write_bytes(os.urandom(8 * MIB))
+        with open(root / "a", "r+b") as file:
+            file.write(b"x" * 5 * MIB)
+        (root / "a").rename(root / "c")
+        for name in ("b", "c"):
+            (root / name).unlink()
+        fd = os.open(root, os.O_RDONLY)
+        try:
+            assert ctypes.CDLL(None, use_errno=True).syncfs(fd) == 0
+        finally:
+            os.close(fd)
