@@ -28,15 +28,21 @@ def settle(nodes: NodeTable, changes: Changes, is_gone: Callable[[Node], bool]) 
     """Apply every change that took effect; ``is_gone`` tells whether no name leads to a node any more."""
     waiting = list(changes.items())
     for _ in range(_MAX_ROUNDS):
-        missed = [
-            (names, inodes) for names, inodes in waiting if not _settle_one(nodes, names, inodes, is_gone)
-        ]
+        missed = [(names, inodes) for names, inodes in waiting if not _settled(nodes, names, inodes, is_gone)]
         if len(missed) == len(waiting):
             break
         waiting = missed
     if waiting:
         # A directory of theirs was removed later, or never was: nobody can ask for these names.
         log.info("name_changes_not_settled", count=len(waiting))
+
+
+def _settled(nodes: NodeTable, names: Names, inodes: Inodes, is_gone: Callable[[Node], bool]) -> bool:
+    """Settle one change. False after an error: a successor that could not start would cost the job more than one stale name."""
+    try:
+        return _settle_one(nodes, names, inodes, is_gone)
+    except OSError:
+        return False
 
 
 def _settle_one(nodes: NodeTable, names: Names, inodes: Inodes, is_gone: Callable[[Node], bool]) -> bool:
