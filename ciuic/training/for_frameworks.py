@@ -18,7 +18,7 @@ from ciuic.training.pace import Pace
 from ciuic.training.rank_state import Mine
 from ciuic.training.ranks import Ranks
 from ciuic.training.registered import Registered
-from ciuic.training.taking import Run, Taker, Wanted
+from ciuic.training.taking import Gone, Run, Taker, Wanted
 from ciuic.training.together import Agreed
 
 
@@ -50,7 +50,7 @@ class ForFrameworks:
 
     def save_handed(
         self,
-        parts: list[Mine] | Agreed | None,
+        parts: list[Mine] | Agreed | Gone | None,
         *,
         epoch: int | None = None,
         step: int | None = None,
@@ -64,7 +64,7 @@ class ForFrameworks:
             self._run.step = step
         return self._taker.take(Wanted("asked for", epoch, tags=tags, hold=hold, may_wait=True), parts)
 
-    def hand_over(self) -> list[Mine] | Agreed | None:
+    def hand_over(self) -> list[Mine] | Agreed | Gone | None:
         """For frameworks that ask rank 0 alone to save: called on every rank before that, so that what each has of its own goes with it."""
         parts = self._taker.gather_parts(may_wait=True)
         if not self._taker.writes:

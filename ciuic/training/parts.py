@@ -12,7 +12,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -23,6 +23,9 @@ from ciuic.training.messages import StoredFile, Together
 PARTS_DIR: Final = "parts"
 _BEGIN_SECONDS: Final = 120.0
 """All ranks stage at one boundary: so long after the first of them the last must have begun."""
+_ORPHAN_BEGIN_SECONDS: Final = 5.0
+"""The same limit once this writer's own trainer is gone. Ranks hand over within one step of each other; those that have not by
+then were usually killed with it, and a writer must not stay behind for two minutes."""
 _STALE_SECONDS: Final = 86400.0
 _POLL_SECONDS: Final = (0.002, 0.05)
 
@@ -72,10 +75,21 @@ def refuse(repository: str, together: Together, problem: str) -> None:
         mine.failed(problem)
 
 
-def collect(repository: str, together: Together) -> list[StoredFile]:
-    """What all other ranks have stored, when they have. OSError naming a rank that did not."""
+def collect(
+    repository: str, together: Together, trainer_is_gone: Callable[[], bool] = lambda: False
+) -> list[StoredFile]:
+    """Return what all other ranks have stored, once all have.
+
+    Args:
+        repository: the directory of the repository.
+        together: the snapshot, and this process's rank.
+        trainer_is_gone: whether the trainer of this rank has ended. Ranks that have not begun by then are given up sooner.
+
+    Raises:
+        OSError: a rank has not begun in time, has failed, or died. The text names the rank.
+    """
     found: list[StoredFile] = []
-    begun_by = time.monotonic() + _BEGIN_SECONDS
+    begun_by = _Deadline(trainer_is_gone)
     for rank in range(together.world_size):
         if rank != together.rank:
             found += _of_rank(f"{_folder(repository, together.token)}/{rank}", rank, begun_by)
@@ -91,13 +105,28 @@ def clear(repository: str, token: str) -> None:
                 shutil.rmtree(other.path, ignore_errors=True)
 
 
-def _of_rank(path: str, rank: int, begun_by: float) -> list[StoredFile]:
+class _Deadline:
+    """When every rank must have begun."""
+
+    def __init__(self, trainer_is_gone: Callable[[], bool]) -> None:
+        self._trainer_is_gone = trainer_is_gone
+        self._at_seconds = time.monotonic() + _BEGIN_SECONDS
+        self._is_orphan = False
+
+    def has_passed(self) -> bool:
+        if not self._is_orphan and self._trainer_is_gone():
+            self._is_orphan = True
+            self._at_seconds = min(self._at_seconds, time.monotonic() + _ORPHAN_BEGIN_SECONDS)
+        return time.monotonic() > self._at_seconds
+
+
+def _of_rank(path: str, rank: int, begun_by: _Deadline) -> list[StoredFile]:
     pause, longest = _POLL_SECONDS
     while True:
         try:
             data = _unlocked(path)
         except FileNotFoundError:
-            if time.monotonic() > begun_by:
+            if begun_by.has_passed():
                 raise OSError(f"rank {rank} has not handed over its part") from None
             data = None
         if data is not None:

@@ -98,6 +98,12 @@ def asked_for(
     )
 
 
+class Gone(NamedTuple):
+    """Another rank has ended, or cannot be reached."""
+
+    problem: str
+
+
 class Taker:
     def __init__(
         self,
@@ -187,9 +193,10 @@ class Taker:
             with quietly("the other ranks are gone"):
                 self.ranks.durable(seconds)
 
-    def gather_parts(self, *, may_wait: bool) -> list[Mine] | Agreed | None:
+    def gather_parts(self, *, may_wait: bool) -> list[Mine] | Agreed | Gone | None:
         """What each rank has of its own, on rank 0; [] on the others. None where this process saves for itself. `Agreed` on all where each
-        has a part of the state, and [] where they do not save.
+        has a part of the state, and [] where they do not save. `Gone` where another rank has ended: there is no snapshot then, since one
+        without that rank's generators and position would become the newest, and a resume of it would not be exact.
 
         ``may_wait``: for an arena to become free.
         """
@@ -202,11 +209,7 @@ class Taker:
         try:
             return _received(self.ranks.gather(rank_state.mine(self._registered.objects).message())) or []
         except RanksApart as error:
-            log.error(
-                "ciuic: the other ranks did not save with this one, whose generators and position alone are in the snapshot: %s",
-                error,
-            )
-            return None
+            return Gone(f"the other ranks are gone: {error}")
 
     def _agree(self, ranks: Ranks, *, may_wait: bool) -> Agreed | list[Mine]:
         client = self._saver.client
@@ -224,8 +227,11 @@ class Taker:
             self._saver.failed(str(error))
             return []
 
-    def take(self, wanted: Wanted, parts: list[Mine] | Agreed | None) -> Save | None:
+    def take(self, wanted: Wanted, parts: list[Mine] | Agreed | Gone | None) -> Save | None:
         """None where it could not be staged, or another rank writes. Unsaveable."""
+        if isinstance(parts, Gone):
+            self._saver.failed(parts.problem)
+            return None
         if isinstance(parts, Agreed):
             with self._saver.guard:
                 if self.writes:

@@ -133,6 +133,10 @@ class _Trainer:
                 self._heard.append(got)
         return bool(self._heard) or self._ended
 
+    def is_gone(self) -> bool:
+        """Whether its process has ended. False where the kernel does not tell."""
+        return self.life >= 0 and readable(self.life)
+
     @property
     def closing(self) -> bool:
         """Whether it waits for what it has staged, and nothing else will come."""
@@ -282,7 +286,7 @@ class _Writer:
         if together is None:
             return manifest
         try:
-            stored = parts.collect(self._begin.repository, together)
+            stored = parts.collect(self._begin.repository, together, self._trainer.is_gone)
         finally:
             parts.clear(self._begin.repository, together.token)
         return msgspec.structs.replace(manifest, stored=[*manifest.stored, *stored])

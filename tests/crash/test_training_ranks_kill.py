@@ -54,6 +54,19 @@ def test_ranks_that_are_killed_while_they_share_a_snapshot_go_on(tmp_path: Path)
     assert trial.finished() == expected
 
 
+def test_no_snapshot_lacks_a_rank_that_died(tmp_path: Path) -> None:
+    """A rank that ends while a snapshot is gathered leaves the one before it the newest: that one resumes exactly."""
+    result = tmp_path / "result"
+    ranks = Ranks(
+        tmp_path / "logs", WORLD, ddp_training.dies_in_a_save, str(tmp_path / "snapshots"), str(result)
+    )
+    assert ranks.wait() == [0, 9], ranks.said(0)
+    found = json.loads(result.read_text())
+    assert [world for _, world in found["snapshots"]] == [WORLD], ranks.said(0)
+    assert found["failed"] >= 1
+    assert "the other ranks are gone" in ranks.said(0)
+
+
 def test_ranks_agree_on_the_step_of_a_snapshot(tmp_path: Path) -> None:
     """What one of them finds due at one boundary all save at the next; explicit saves are one snapshot, of all."""
     result = tmp_path / "result"

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,32 @@ def agree(rank: int, world: int, save_dir: str, result: str) -> None:
     run.manager.close()
     found = {"steps": steps, "saves": save is not None, "epoch": newest.epoch, "world": newest.world_size}
     Path(f"{result}-{rank}").write_text(json.dumps(found))
+
+
+class Twice(Rule):
+    """Due at steps 4 and 8."""
+
+    def due(self, moment: Moment) -> bool:
+        return moment.step in (4, 8)
+
+
+def dies_in_a_save(rank: int, world: int, save_dir: str, result: str) -> None:
+    """Rank 1 is killed between the agreement on a snapshot and its part of it. Rank 0 tells what there is then."""
+    run = Run(rank, world, save_dir, save_when=[Twice()])
+    gather = ranks.Ranks.gather
+
+    def gather_or_die(self: ranks.Ranks, mine: Any) -> Any:
+        if self.rank and run.manager.step > 5:
+            os._exit(9)
+        return gather(self, mine)
+
+    ranks.Ranks.gather = gather_or_die  # type: ignore[method-assign]
+    with suppress(RuntimeError):
+        run.train()
+    run.manager.close()
+    found = [(one.facts.step, one.facts.world_size) for one in run.manager.list_snapshots()]
+    Path(result).write_text(json.dumps({"snapshots": found, "failed": run.manager.stats.failed}))
+    os._exit(0)  # the process group cannot be ended without the other rank
 
 
 def alone(rank: int, world: int, save_dir: str, result: str) -> None:

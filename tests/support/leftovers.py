@@ -69,7 +69,7 @@ def _is_zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def _children() -> dict[int, str]:
+def living_children() -> dict[int, str]:
     """Live children of this process with their command lines."""
     found = {}
     for pid in _child_pids():
@@ -91,11 +91,11 @@ def _collect_zombies(before: Stock) -> None:
 def take_stock(below: Iterable[Path]) -> Stock:
     """What exists now."""
     below = tuple(below)
-    return Stock(mounts_below(below), _loops_below(below), _children())
+    return Stock(mounts_below(below), _loops_below(below), living_children())
 
 
 def _new_children(before: Stock) -> dict[int, str]:
-    return {pid: command for pid, command in _children().items() if pid not in before.children}
+    return {pid: command for pid, command in living_children().items() if pid not in before.children}
 
 
 def _new_loops(before: Stock, below: Iterable[Path]) -> dict[str, str]:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support import leftovers
+from support.live import wait_for
 from support.ranks import Ranks
 
 from ciuic.repository import Repository
@@ -45,7 +47,8 @@ class Trial:
         return self._result("killed", 0.0)
 
     def wait_for_writers(self) -> None:
-        """Until what the killed ranks had handed over is there."""
+        """Return when what the killed ranks had handed over is stored, and their writers have ended."""
+        wait_for("end of the writers", lambda: not _writers(), 60)
         save_dir = self._place / "killed" / "snapshots"
         if Repository.exists(save_dir):
             with Repository.open(save_dir) as repository:
@@ -73,3 +76,8 @@ class Trial:
         save_dir, result = str(where / "snapshots"), str(where / "result")
         logs = self._place / f"logs-{self._number}"
         return Ranks(logs, WORLD, self._main, save_dir, result, step_seconds, timeout_seconds=10)
+
+
+def _writers() -> list[str]:
+    """Writers of killed ranks: they are adopted by this process (conftest.py)."""
+    return [command for command in leftovers.living_children().values() if "writer_process" in command]

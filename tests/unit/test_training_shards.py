@@ -40,9 +40,18 @@ def test_a_rank_that_cannot_or_has_died_is_named(tmp_path: Path, monkeypatch: py
     died.join()
     with pytest.raises(OSError, match="the writer of rank 1 died"):
         parts.collect(str(tmp_path), HERE)
+    with parts.answer(str(tmp_path), OTHER) as answer:
+        answer.stored([FILE])
     monkeypatch.setattr(parts, "_BEGIN_SECONDS", 0.01)
     with pytest.raises(OSError, match="rank 2 has not handed over"):
-        parts._of_rank(f"{tmp_path}/parts/token/2", 2, 0.0)
+        parts.collect(str(tmp_path), Together("token", 0, 3))
+
+
+def test_a_writer_without_a_trainer_gives_up_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that were killed with its own trainer will not hand over."""
+    monkeypatch.setattr(parts, "_ORPHAN_BEGIN_SECONDS", 0.01)
+    with pytest.raises(OSError, match="rank 1 has not handed over"):
+        parts.collect(str(tmp_path), HERE, lambda: True)
 
 
 def _die(repository: str) -> None:
