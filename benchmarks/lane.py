@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from support import leftovers
 from benchmarks.child import FURNISH, Answer, Request
 from benchmarks.contenders import Contender, Place, Served
 from benchmarks.suite import Job, Measured, Step, Suite
+from ciuic.readiness import readable
 
 CHECKOUT = Path(__file__).parents[1]
 FURNISH_SECONDS = 600.0
@@ -69,8 +69,7 @@ class Measurer:
         fd = self._process.stdout.fileno()
         deadline = time.monotonic() + limit_seconds
         while b"\n" not in self._unread:
-            readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-            if not readable:
+            if not readable(fd, max(0.0, deadline - time.monotonic())):
                 raise NoAnswer(f"no answer after {limit_seconds:.0f} s")
             more = os.read(fd, 1 << 20)
             if not more:

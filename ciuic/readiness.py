@@ -1,4 +1,7 @@
-"""Whether a descriptor can be read, whatever its number: select(2) refuses those from 1024 on, which a long job has."""
+"""Tell whether a descriptor can be read, whatever its number.
+
+select(2) refuses descriptors from 1024 on, and the process of a long job has such.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import select
 
 
 def readable(fd: int, timeout_seconds: float = 0.0) -> bool:
-    """Waits so long for data, the end, or an error: for whatever makes a read return at once."""
+    """Wait until a read of ``fd`` would return at once: there is data, the end, or an error. False after the time-out."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(timeout_seconds * 1000))

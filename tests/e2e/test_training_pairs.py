@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -174,6 +175,8 @@ def test_a_training_saves_whatever_becomes_of_the_files(
         monkeypatch.setattr(filesystem, "ANSWER_SECONDS", 30.0)
         assert problem(filesystem=["/etc"]).startswith("/etc is not protected")
         daemon.stop(signal.SIGKILL)
+        # Its receiver of messages notices a moment later, and takes connections until then.
+        wait_for("nobody takes connections", lambda: not _takes_connections(daemon), 30)
         caplog.clear()
         assert [problem().partition(" on ")[0] for _ in range(3)] == ["no daemon answers"] * 3
         assert caplog.text.count("there is no snapshot of the files") == 1
@@ -182,12 +185,22 @@ def test_a_training_saves_whatever_becomes_of_the_files(
         assert manager.list_snapshots()[0].filesystem is None
         assert (manager.stats.saved, manager.stats.filesystem, manager.stats.filesystem_failed) == (6, 0, 5)
         daemon.start(root)
+        wait_for("somebody takes connections", lambda: _takes_connections(daemon), 30)
         again = manager.save_snapshot(model, wait=True)
         assert again is not None
         assert again.filesystem
     shown = daemon.run("--repo", str(save_dir), "show", "latest~2").stdout.decode()
     assert "no snapshot of the files: no daemon answers" in shown
     assert [one["id"] for one in _paired(daemon, save_dir)] == [again.id]
+
+
+def _takes_connections(daemon: Live) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.connect(str(daemon.top / "run" / SOCKET_NAME))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        return True
 
 
 def test_a_half_is_held_with_the_other_and_may_be_left_alone(daemon: Live, short_tmp: Path) -> None:
