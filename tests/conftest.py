@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,8 +55,24 @@ def pytest_configure(config: pytest.Config) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+_INSIDE: pytest.StashKey[leftovers.Inside] = pytest.StashKey()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that leaves descriptors or threads in this process: a thousand tests later select(2) or a limit fails."""
+    yield
+    inside = item.stash.get(_INSIDE, None)
+    if inside is None or hasattr(sys, "last_value"):
+        return  # the frames of a test that failed keep what it had
+    getattr(item, "funcargs", {}).clear()
+    if left := inside.left():
+        pytest.fail(f"{item.nodeid} left behind: " + "; ".join(left), pytrace=False)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that mounts is skipped where nobody can mount, except in CI, where that is a failure."""
+    item.stash[_INSIDE] = leftovers.Inside.take()
     if item.get_closest_marker("mount") is None:
         return
     needs(_mounting_impossible_because())

@@ -1,26 +1,74 @@
-"""Finds and removes what a test should have removed: mounts, loop devices, processes."""
+"""Find and remove what a test should have removed: mounts, loop devices, processes, descriptors, threads."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 _GRACE_SECONDS = 5.0
+_KEPT_TARGETS = ("/dev/null",)
+"""Libraries open these once and keep them."""
+_KEPT_THREADS = ("Trio thread",)
+"""Pools of libraries: their threads wait for the next test."""
 _HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"dmypy")
 
 
+class Inside(NamedTuple):
+    """What this process had at one moment."""
+
+    descriptors: dict[int, str]
+    """What each descriptor refers to."""
+    threads: frozenset[threading.Thread]
+
+    @classmethod
+    def take(cls) -> Inside:
+        return cls(_descriptors(), frozenset(threading.enumerate()))
+
+    def left(self) -> list[str]:
+        """Descriptors and threads that are there now and were not, one line each. Nothing of them is removed.
+
+        To be called when nothing refers to what the test used: descriptors close with the objects that own them.
+        """
+        if self._new_descriptors() or self._new_threads():
+            gc.collect()  # what a cycle of objects still held is not left behind
+            deadline = time.monotonic() + _GRACE_SECONDS
+            while (self._new_descriptors() or self._new_threads()) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        threads = [f"thread {thread.name}" for thread in self._new_threads()]
+        return [*threads, *(f"descriptor {fd} ({target})" for fd, target in self._new_descriptors().items())]
+
+    def _new_descriptors(self) -> dict[int, str]:
+        return {
+            fd: target
+            for fd, target in _descriptors().items()
+            if self.descriptors.get(fd) != target and not target.startswith(_KEPT_TARGETS)
+        }
+
+    def _new_threads(self) -> list[threading.Thread]:
+        return [
+            thread
+            for thread in threading.enumerate()
+            if thread not in self.threads and not thread.name.startswith(_KEPT_THREADS)
+        ]
+
+
 class Stock(NamedTuple):
-    """What there was at one moment: mount ids with their points, loop devices, child processes."""
+    """What there was at one moment."""
 
     mounts: dict[int, str]
+    """Mount points by mount id."""
     loops: dict[str, str]
+    """Backing files by the name of the loop device."""
     children: dict[int, str]
+    """Command lines by process id."""
 
 
 def _unescape(field: str) -> str:
@@ -92,6 +140,16 @@ def take_stock(below: Iterable[Path]) -> Stock:
     """What exists now."""
     below = tuple(below)
     return Stock(mounts_below(below), _loops_below(below), living_children())
+
+
+def _descriptors() -> dict[int, str]:
+    """Descriptors of this process with their targets: paths, or names such as "socket:[4711]"."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:  # pytest exchanges the standard ones around each test
+            with contextlib.suppress(OSError):  # the listing's own is closed by now
+                found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+    return found
 
 
 def _new_children(before: Stock) -> dict[int, str]:

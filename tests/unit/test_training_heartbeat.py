@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,7 @@ def test_an_end_by_an_exception_is_no_goodbye(
     heartbeat = Heartbeat("t", "/w", None)
     heartbeat.closing(error)
     assert (said(heartbeat).goodbye, said(heartbeat).reason) == (goodbye, reason)
+    atexit.unregister(heartbeat._at_exit)  # it stays registered where the end was a failure
 
 
 def test_preemption_is_a_goodbye_that_stays_unless_the_training_goes_on() -> None:
