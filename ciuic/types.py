@@ -20,14 +20,23 @@ HOLE = ChunkId(bytes(CHUNK_ID_BYTES))
 NO_CHUNK = ChunkId(b"")
 
 FLAG_OPEN_FOR_WRITING = 1
-"""A descriptor that can write was open at the cut: the content may be torn."""
+"""A descriptor that can write was open at the cut. Information: the content is that of the cut unless ``FLAG_NOT_HELD`` is set."""
 FLAG_MOUNTPOINT = 2
 """Another file system was mounted here; its content is not part of the snapshot."""
 FLAG_XATTRS_CHUNK = 4
 """``xattrs`` was too large to stand in the entry: it holds one pair (b"", id of a chunk that holds the pairs)."""
 
+FLAG_NOT_HELD = 8
+"""The content may be later than the cut, or mix what was there at several moments after it; see ``lag_of``."""
+_LAG_SHIFT = 8
+MAX_LAG_MS = (1 << 24) - 1
+"""Four and a half hours: what the 24 bits above the flags hold. A longer lag is recorded as this."""
+
 TAG_INCOMPLETE = "incomplete"
 """On a snapshot that lacks something that could not be read; its message names it."""
+TAG_NOT_HELD = "not-held"
+"""On a snapshot with files whose content may be later than the cut; their entries and ``RootRecord.not_held`` say which and how
+many."""
 TAG_PARTIAL = "partial"
 """On a snapshot that lacks a root; `Snapshot.left_out` and its message say which and why."""
 
@@ -92,6 +101,16 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return stat.S_ISLNK(self.mode)
 
 
+def not_held(lag_ms: int) -> int:
+    """Flags of a file whose content may be up to ``lag_ms`` milliseconds later than the cut."""
+    return FLAG_NOT_HELD | min(max(lag_ms, 0), MAX_LAG_MS) << _LAG_SHIFT
+
+
+def lag_of(entry: Entry) -> int | None:
+    """Milliseconds by which the content of a file may be later than the cut; None where it is that of the cut."""
+    return entry.flags >> _LAG_SHIFT if entry.flags & FLAG_NOT_HELD else None
+
+
 class TreeRef(msgspec.Struct, frozen=True):
     """A stored tree and what is below it (see Entry.total_files)."""
 
@@ -128,6 +147,9 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     excludes_digest: str = ""
     depth: int = 0
     """No directory lies more levels below the root; 0: not known."""
+    not_held: int = -1
+    """Files whose content may be later than the cut (FLAG_NOT_HELD). -1 in older snapshots, which mark no file so: there it is
+    true of any file that was open for writing."""
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -199,6 +221,17 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Roots that it was to have and has not."""
     incomplete: tuple[bytes, ...] = ()
     """Paths of the roots of which something could not be read. Empty in older snapshots, where only the tag says so."""
+
+    @property
+    def not_held(self) -> int | None:
+        """Files whose content may be later than the cut; None where no root says."""
+        known = [root.not_held for root in self.roots if root.not_held >= 0]
+        return sum(known) if known else None
+
+    def may_be_later(self, entry: Entry) -> bool:
+        """Whether the content of this file of the snapshot may be later than the cut."""
+        unsure = FLAG_NOT_HELD if self.not_held is not None else FLAG_NOT_HELD | FLAG_OPEN_FOR_WRITING
+        return bool(entry.flags & unsure)
 
     @property
     def is_state(self) -> bool:

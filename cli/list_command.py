@@ -16,7 +16,7 @@ from ciuic.cli.names import json_name, shown_text
 from ciuic.cli.options import HOST_PATH, FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
-from ciuic.types import TAG_INCOMPLETE, TAG_PARTIAL
+from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL
 
 if TYPE_CHECKING:
     from ciuic.repository import SnapshotInfo
@@ -105,6 +105,7 @@ def as_document(info: SnapshotInfo) -> dict[str, Any]:
         "state": "committed",
         "incomplete": TAG_INCOMPLETE in info.tags,
         "partial": TAG_PARTIAL in info.tags,
+        "not_held": TAG_NOT_HELD in info.tags,
         "held": info.held,
         "hold_reason": info.hold_reason,
         "parent": info.parent or None,

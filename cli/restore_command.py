@@ -196,6 +196,7 @@ def _document(
         "left_out": [{**json_name("path", left.path), "what": left.what} for left in result.left_out],
         "left_out_because": result.left_out_because or None,
         "open_for_writing": [json_name("path", path) for path in result.open_for_writing],
+        "not_held": [json_name("path", path) for path in result.not_held],
         "owner_failures": result.owner_failures,
         "stopped": result.stopped or None,
         "items": [{**json_name("path", item.path), "action": item.action} for item in items],
@@ -232,12 +233,12 @@ def _print(plan: Plan, result: Result, items: Sequence[Item], dry_run: bool) -> 
         _names(plan.conflicts)
     if result.left_out:
         _print_left_out(result, dry_run)
-    if result.open_for_writing:
+    if result.not_held:
         warn(
-            f"{len(result.open_for_writing)} were open for writing at the snapshot and may be torn:",
+            f"{plural(len(result.not_held), 'file')} not held at the cut: the content may be later than the snapshot, or torn:",
             hint="an older snapshot may have the last whole version",
         )
-        _names(result.open_for_writing)
+        _names(result.not_held)
     error = result.error()
     if error is not None:
         complain("\n".join(map(shown_text, error.message.split("\n"))))

@@ -1,6 +1,6 @@
 """``ciuic show``: one snapshot's facts, or with a path the directory as it was, as in ``ls -l``.
 
-Guarantees: what was open for writing at the cut is marked, because its content may be torn.
+Guarantees: a file whose content may be later than the cut is marked; so is, as information, one that was open for writing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ciuic.cli.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json
 from ciuic.cli.session import Session, current
 from ciuic.lookup import find
-from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, Entry, Snapshot
+from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, Entry, Snapshot, lag_of
 
 if TYPE_CHECKING:
     from ciuic.types import RootRecord
@@ -32,6 +32,9 @@ _TYPES = {
     stat.S_IFBLK: "block device",
     stat.S_IFSOCK: "socket",
 }
+
+_MS = 1_000_000
+"""Nanoseconds."""
 
 
 @click.command("show", cls=FrameCommand)
@@ -80,6 +83,7 @@ def _root_facts(root: RootRecord) -> dict[str, Any]:
         "files": root.entry.total_files + root.links_files,
         "size_bytes": root.entry.total_bytes + root.links_bytes,
         "mode": root.mode,
+        "not_held": root.not_held if root.not_held >= 0 else None,
         "session": root.session or None,
         "epoch": root.epoch,
     }
@@ -113,6 +117,12 @@ def _print_facts(session: Session, snapshot: Snapshot) -> None:
         out(
             f"root     {shown(root.path)}  {plural(facts['files'], 'file')}, {human_size(facts['size_bytes'])}{how[root.mode]}"
         )
+    if snapshot.not_held:
+        held_not = plural(snapshot.not_held, "file")
+        out(
+            f"not held {held_not}: the content may be later than the cut; see: ciuic show ID PATH",
+            fg="yellow",
+        )
     for lacking in snapshot.left_out:
         out(f"partial  without {shown(lacking.path)}: {shown_text(lacking.reason)}", fg="yellow")
     pairs.print_half(snapshot.pair, pairs.looked_up(session, [snapshot]).get(snapshot.id))
@@ -130,21 +140,24 @@ def _show_path(session: Session, snapshot: Snapshot, path: bytes, as_json: bool)
                 "snapshot": str(snapshot.id),
                 **json_name("path", path),
                 "type": "directory" if entry is None else _type_name(entry),
-                "entries": [_entry_facts(child) for child in entries],
+                "entries": [_entry_facts(child, snapshot) for child in entries],
             }
         )
         return
     _print_entries(entries, path if entry is not None and not entry.is_dir else None)
-    torn = sum(1 for child in entries if child.flags & FLAG_OPEN_FOR_WRITING)
-    if torn:
-        note(f"{torn} open for writing at the snapshot: the content may be torn")
+    later = sum(1 for child in entries if snapshot.may_be_later(child))
+    if later:
+        note(
+            f"{plural(later, 'file')} not held at the cut: the content may be later than the snapshot, or torn"
+        )
 
 
 def _type_name(entry: Entry) -> str:
     return _TYPES.get(stat.S_IFMT(entry.mode), "unknown")
 
 
-def _entry_facts(entry: Entry) -> dict[str, Any]:
+def _entry_facts(entry: Entry, snapshot: Snapshot) -> dict[str, Any]:
+    lag_ms = lag_of(entry)
     facts = {
         **json_name("name", entry.name),
         "type": _type_name(entry),
@@ -156,6 +169,8 @@ def _entry_facts(entry: Entry) -> dict[str, Any]:
         "mtime_ns": entry.mtime_ns,
         "inode": entry.ino,
         "open_for_writing": bool(entry.flags & FLAG_OPEN_FOR_WRITING),
+        "not_held": snapshot.may_be_later(entry),
+        "not_held_until": times.rfc3339(snapshot.time_ns + lag_ms * _MS) if lag_ms is not None else None,
         "mountpoint": bool(entry.flags & FLAG_MOUNTPOINT),
     }
     if entry.is_dir:
@@ -197,9 +212,18 @@ def _name(entry: Entry, full_path: bytes | None) -> str:
         text += f" -> {shown(entry.target)}"
     if entry.flags & FLAG_OPEN_FOR_WRITING:
         text += "  [open for writing]"
+    lag_ms = lag_of(entry)
+    if lag_ms is not None:
+        text += f"  [not held: up to {_lag(lag_ms)} later than the cut]"
     if entry.flags & FLAG_MOUNTPOINT:
         text += "  [another file system, not captured]"
     return text
+
+
+def _lag(lag_ms: int) -> str:
+    from ciuic.units import human_duration
+
+    return human_duration(-(-lag_ms // 1000)) if lag_ms >= 1000 else f"{lag_ms} ms"
 
 
 def _owner(database: str, number: int) -> str:

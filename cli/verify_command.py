@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli.marks import resolve_all
-from ciuic.cli.names import json_name, shown, shown_text
+from ciuic.cli.names import json_name, plural, shown, shown_text
 from ciuic.cli.options import ID, FrameCommand
-from ciuic.cli.output import json_option, out, out_json
+from ciuic.cli.output import json_option, note, out, out_json
 from ciuic.cli.session import Session, current
 from ciuic.errors import Damaged
+from ciuic.types import TAG_NOT_HELD
 
 if TYPE_CHECKING:
     from ciuic.types import SnapshotId
     from ciuic.verify import Damage, VerifyProgress, VerifyResult
+
+_NAMED = 3
+"""Snapshots that a note names; ``--json`` has all of them."""
 
 
 @click.command("verify", cls=FrameCommand)
@@ -55,11 +59,25 @@ def command(
         raise click.UsageError("name snapshots, or give --all")
     session = current()
     result = _verify(session, None if everything else resolve_all(session, ids), checksum)
+    not_held = _not_held(session, result)
     if as_json:
-        out_json(as_document(result))
+        out_json({**as_document(result), "not_held": not_held})
     else:
         _print(result, everything)
+        if not_held:
+            named = f" ({', '.join(not_held[:_NAMED])}{', …' if len(not_held) > _NAMED else ''})"
+            note(
+                f"{plural(len(not_held), 'snapshot')}{named} with files not held at the cut, whose content may be later; "
+                "see: ciuic show ID"
+            )
     return Damaged.exit_code if result.damaged else 0
+
+
+def _not_held(session: Session, result: VerifyResult) -> list[str]:
+    """The verified snapshots that have files whose content may be later than the cut."""
+    verified = set(result.snapshots)
+    infos = session.repository.snapshots.list(tag=TAG_NOT_HELD)
+    return [str(info.id) for info in infos if info.id in verified]
 
 
 def _seconds(duration: str) -> int:

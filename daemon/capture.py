@@ -49,7 +49,15 @@ from ciuic.pace import Pace, gauges, waits_files, yield_to_others
 from ciuic.privileges import limit_capture
 from ciuic.repository import Repository, Writer
 from ciuic.repository.trust import require_own
-from ciuic.types import TAG_INCOMPLETE, TAG_PARTIAL, LeftOut, Snapshot, SnapshotDraft, SnapshotId
+from ciuic.types import (
+    TAG_INCOMPLETE,
+    TAG_NOT_HELD,
+    TAG_PARTIAL,
+    LeftOut,
+    Snapshot,
+    SnapshotDraft,
+    SnapshotId,
+)
 
 _log = structlog.get_logger(__name__)
 _LOCK_POLL_SECONDS: Final = 0.5
@@ -111,6 +119,8 @@ def _commit(job: CaptureJob, captured: Captured, writer: Writer, report: Report)
     if captured.left_out:
         tags = (*tags, TAG_PARTIAL)
         notes.append(_left_out(captured.left_out))
+    if any(record.not_held > 0 for record in captured.records):
+        tags = (*tags, TAG_NOT_HELD)
     snapshot = writer.commit(
         SnapshotDraft(
             id=SnapshotId.parse(job.id),

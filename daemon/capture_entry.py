@@ -1,12 +1,14 @@
 """Entries: what the tree says of one thing at the cut, its content taken over from the base or read.
 
-The one place that decides whether content must be read.
+The one place that decides whether content must be read, and whether what was read is the content of the cut.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import stat
+import time
 from typing import Final
 
 import msgspec
@@ -14,9 +16,17 @@ import msgspec
 from ciuic.daemon.capture_base import Base
 from ciuic.daemon.capture_content import EMPTY_MAP, ContentReader, Stored
 from ciuic.daemon.capture_view import Thing, Unreadable
-from ciuic.fuse_layer.sealed_format import Sealed
+from ciuic.fuse_layer.sealed_format import Sealed, Unheld
 from ciuic.repository import Writer
-from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, Entry, MapRef, TreeRef
+from ciuic.types import (
+    FLAG_MOUNTPOINT,
+    FLAG_NOT_HELD,
+    FLAG_OPEN_FOR_WRITING,
+    Entry,
+    MapRef,
+    TreeRef,
+    not_held,
+)
 
 RACY_NS: Final = 1_000_000_000
 """A ctime this close to the older cut may hide a later change: clocks tick coarsely."""
@@ -34,6 +44,10 @@ class EntryMaker:
         self._settled_before_ns = base.time_ns - RACY_NS if base is not None else 0
         self._changes = sealed.changes if sealed is not None else None
         self._open_for_write = frozenset(sealed.head.open_for_write) if sealed is not None else frozenset()
+        self._cut_ns = sealed.head.cut_ns if sealed is not None else time.time_ns()
+        self._unheld = _unheld_of(sealed) if sealed is not None else {}
+        self.not_held = 0
+        """Files whose content may be later than the cut."""
 
     def leaf(self, name: bytes, thing: Thing, previous: Entry | None) -> Entry:
         """Anything but a directory. `previous` is the same inode in the base, None if it was not there. Unreadable."""
@@ -41,11 +55,20 @@ class EntryMaker:
         stored = Stored(EMPTY_MAP, False)
         if thing.is_file:
             stored = self._file_content(thing, previous)
-            flags |= FLAG_OPEN_FOR_WRITING if stored.torn else 0
+            flags |= self._not_held(thing, stored)
         entry = self._attributes(name, thing, flags)
         return msgspec.structs.replace(
             entry, content=stored.map.content, map_height=stored.map.map_height, target=thing.target
         )
+
+    def _not_held(self, thing: Thing, stored: Stored) -> int:
+        """Flags of a file whose content was read just now: 0 where it is proved to be that of the cut."""
+        unheld = self._unheld.get(thing.ino)
+        if not stored.torn and (unheld is None or _is_as_held(thing, unheld)):
+            return 0
+        self.not_held += 1
+        until_ns = (unheld.until_ns if unheld is not None and not stored.torn else 0) or time.time_ns()
+        return not_held(-(-(until_ns - self._cut_ns) // 1_000_000))
 
     def directory(self, name: bytes, thing: Thing) -> Entry:
         """A directory's entry without what is below it. Unreadable."""
@@ -119,8 +142,32 @@ class EntryMaker:
             (st.size, st.mtime_ns, st.ctime_ns, thing.ino)
             == (previous.size_bytes, previous.mtime_ns, previous.ctime_ns, previous.ino)
             and st.ctime_ns <= self._settled_before_ns
-            and not previous.flags & FLAG_OPEN_FOR_WRITING
+            and not previous.flags & (FLAG_OPEN_FOR_WRITING | FLAG_NOT_HELD)
         )
+
+
+def _unheld_of(sealed: Sealed) -> dict[int, Unheld]:
+    """By inode number. A worker of an older version says of no file how it was held."""
+    if sealed.head.unheld is None:
+        return {ino: Unheld(ino) for ino in sealed.head.open_for_write}
+    return {unheld.ino: unheld for unheld in sealed.head.unheld}
+
+
+def _is_as_held(thing: Thing, unheld: Unheld) -> bool:
+    """Whether the file, read just now, is proved to be what it was under the hold (fuse_layer/instant.py)."""
+    if not unheld.provable:
+        return False
+    if not unheld.size_bytes:
+        return True  # no more than this size is captured
+    try:
+        st = os.fstat(thing.fd)
+    except OSError:
+        return False
+    return (st.st_size, st.st_mtime_ns, st.st_ctime_ns) == (
+        unheld.size_bytes,
+        unheld.mtime_ns,
+        unheld.ctime_ns,
+    )
 
 
 def without_access_time_change(entry: Entry, old: Entry | None) -> Entry:

@@ -260,6 +260,7 @@ def capture_root(
         mode=mode,
         excludes_digest=digest,
         depth=walked.depth,
+        not_held=walked.not_held,
     )
     return record, base.snapshot_id if base is not None else ""
 

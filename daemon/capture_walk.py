@@ -50,6 +50,8 @@ class Walked(NamedTuple):
     links: TreeRef
     depth: int
     """No directory lies more levels below the root; 0: not known."""
+    not_held: int
+    """Files whose content may be later than the cut."""
 
 
 class Walker:
@@ -127,7 +129,7 @@ class Walker:
             for directory in stack:
                 directory.thing.close()
             root.close()
-        return Walked(entry, self._links.finish(), self._depth())
+        return Walked(entry, self._links.finish(), self._depth(), self._maker.not_held)
 
     def _far_links(self, base: Base, root: Thing) -> FarLinks:
         return FarLinks(

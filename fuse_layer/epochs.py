@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.fuse_layer import sealed_format, undo_format
+from ciuic.fuse_layer.instant import Instant
 from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OverlayState
 from ciuic.fuse_layer.tracking import Change, ChangeSet
@@ -42,6 +43,8 @@ class SealedSet(NamedTuple):
     cut_ns: int
     changes: ChangeSet
     open_for_write: list[int]
+    instant: Instant | None = None
+    """What was taken of files whose writers are not seen."""
 
 
 class Epochs:
@@ -88,7 +91,9 @@ class Epochs:
             cut_ns = time.time_ns()
             self._sets[epoch] = SealedSet(cut_ns, changes, open_for_write)
             self._state.undo.begin(epoch)
-            self._unseen.cut()
+            instant = self._unseen.cut(epoch)
+            if instant is not None and epoch in self._sets:  # not given up while it was saved
+                self._sets[epoch] = self._sets[epoch]._replace(instant=instant)
             return Cut(epoch, cut_ns, (time.monotonic_ns() - self._hold_started_ns) // 1000)
 
     def _mark_open_files(self) -> list[int]:
@@ -121,7 +126,10 @@ class Epochs:
             sealed = self._sets.get(epoch)
             if sealed is None:
                 return
-            self._unseen.after_hold()
+            if sealed.instant is not None:
+                sealed.instant.save()
+            if epoch not in self._sets:
+                return  # given up just now: the copies were too much for the undo log
             try:
                 self._write_sealed(epoch, sealed)
             except OSError as error:
@@ -140,6 +148,7 @@ class Epochs:
                 root_ino=state.nodes.root.ino,
                 block_size=state.tracker.block_size,
                 open_for_write=sealed.open_for_write,
+                unheld=sealed.instant.unheld if sealed.instant is not None else [],
             ),
             ((ino, _as_record(change)) for ino, change in sealed.changes.changes.items()),
         )

@@ -27,6 +27,20 @@ _MOST_NAMES: Final = 1024
 _NO_NAMES: Final[dict[bytes, int]] = {}
 
 
+class Unheld(msgspec.Struct, array_like=True, frozen=True):
+    """A file whose writers are not seen, and whose content the cut could not save (instant.py)."""
+
+    ino: int
+    size_bytes: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+    """``size_bytes`` and times under the hold."""
+    provable: bool = False
+    """Whether equal size and times after the capture prove that the content is still that of the cut."""
+    until_ns: int = 0
+    """Wall clock after which nothing was added to the content that the undo log has; 0: the log has none."""
+
+
 class SealedHead(msgspec.Struct, kw_only=True):
     """What is said of the epoch as a whole."""
 
@@ -39,6 +53,8 @@ class SealedHead(msgspec.Struct, kw_only=True):
     root_ino: int
     block_size: int
     open_for_write: list[int]
+    unheld: list[Unheld] | None = None
+    """None: a worker of an older version wrote this and knows nothing of it; then every file open for writing is as found."""
 
 
 class _Changes(msgspec.Struct, array_like=True, tag="c"):

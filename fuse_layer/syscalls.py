@@ -171,6 +171,13 @@ def syncfs(fd: int) -> None:
     _check(_libc.syncfs(ctypes.c_int(fd)))
 
 
+def file_system_type(fd: int) -> int:
+    """``f_type`` of the file system that the descriptor is on (fstatfs(2)), which ``os.statvfs`` leaves out."""
+    buffer = ctypes.create_string_buffer(256)  # struct statfs is 120 bytes; the type is its first word
+    _check(_libc.fstatfs(ctypes.c_int(fd), buffer))
+    return int.from_bytes(buffer.raw[:4], "little")
+
+
 def dirty_pages(fd: int) -> int | None:
     """Pages of the file that a clone would have to write first; None where the kernel does not tell (before 6.5)."""
     extent, found = (ctypes.c_uint64 * 2)(0, 0), (ctypes.c_uint64 * 5)()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
@@ -346,6 +346,44 @@ class UndoLog:
             self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
         return True
 
+    @property
+    def true_epoch(self) -> int:
+        """The last sealed epoch: what is saved now is true for it."""
+        return self._true_epoch
+
+    def keep_copy(self, ino: int, pieces: Iterable[bytes | memoryview]) -> None:
+        """Save the content that a file had at the cut, which the caller copied to memory under the hold.
+
+        The inode is saved already, the caller holds ``lock(ino)``. Blocks that were saved since the hold are overwritten: they
+        are later than the cut. OSError, and nothing of it counts, where there is no room.
+        """
+        size = self._inodes.get(ino, 0)
+        if not self._pending or not size:
+            return
+        made = 0 if ino in self._blocks else os.O_CREAT | os.O_EXCL
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | made
+        name = undo_format.blocks_name(ino, self._true_epoch).encode()
+        out = os.open(name, flags, 0o600, dir_fd=self._directory.fd)
+        try:
+            at = 0
+            for piece in pieces:
+                _write_all(out, piece, at)
+                at += len(piece)
+            if os.fstat(out).st_size < size:
+                os.ftruncate(out, size)  # so that a reader finds zeros where the file is longer than the copy
+        except OSError:
+            if made:  # a later save of this inode expects that there is no such file
+                self._unlink_quietly(name)
+            raise
+        finally:
+            os.close(out)
+        first, count = blocks_of(0, size, self.block_size)
+        with self.saving():
+            self.bytes_kept += at
+            self._copied_bytes += at
+            self._append(BlocksRecord(ino, self._true_epoch, first, count))
+            self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
+
     def create_replacement(self, ino: int) -> tuple[int, bytes]:
         """A new empty file in the undo directory, to take the name of inode ``ino``: its descriptor and name
         there."""
@@ -412,7 +450,7 @@ def _data_ranges(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
         at = hole
 
 
-def _write_all(fd: int, data: bytes, offset: int) -> None:
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)

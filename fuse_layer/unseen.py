@@ -4,11 +4,8 @@ Invariants:
 
 * A file is wholly dirty in every epoch in which an unseen writer had it open, from the open to the release, and until no
   mapping made through it is left: tracking never calls something clean that it could not watch.
-* A cut cannot hold such a writer. Where the backing file system shares extents, the file is cloned while the gate is
-  held: every other program's changes stand still, so what the clone shows is a moment of the whole root. What would have
-  to be written to disk first for that is started before the hold (``prepare``), and a file that still has much to write
-  is cloned when the hold is over. Elsewhere the file is captured as it is found. Either way it is marked as open for
-  writing, so nobody takes it for a finished checkpoint.
+* A cut cannot hold such a writer. What it takes of the file under the hold, and what proves that this is the content of the
+  cut, is in instant.py; a file of which that is not proved is marked in the snapshot as not held.
 
 Most such writers end by themselves within seconds (a checkpoint is saved): ``prepare`` gives those that make progress a
 moment to do so.
@@ -24,11 +21,10 @@ import time
 from typing import Final
 
 from ciuic.fuse_layer import ledger, syscalls
+from ciuic.fuse_layer.instant import Instant, Target, faults_tell, has_fine_times
 from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OpenFile, OverlayState
 
-CLONE_IN_HOLD_PAGES: Final = 256
-"""So many dirty pages (a MiB) are written while the gate is held; beyond it the clone comes after."""
 _POLL_SECONDS: Final = 0.02
 _IDLE_NS: Final = 200_000_000
 
@@ -41,7 +37,8 @@ class UnseenWriters:
         self._files: dict[int, OpenFile] = {}
         self._mapped: dict[int, tuple[Node, int]] = {}
         """Node id → a node whose last unseen handle is closed while a mapping may live on, and a descriptor to ask by."""
-        self._late: list[OpenFile] = []
+        self._fine_times = has_fine_times(state.undo.directory_fd)
+        self._faults_tell = faults_tell(state.undo.directory_fd)
 
     # -- life of a writer -----------------------------------------------------------------------------
 
@@ -102,7 +99,6 @@ class UnseenWriters:
             os.close(asking)
         self._mapped.clear()
         self._files.clear()
-        self._late.clear()
 
     def _note(self, node_id: int, *, lingers: bool) -> None:
         to = self._state.nodes.ledger
@@ -123,52 +119,41 @@ class UnseenWriters:
     # -- the cut --------------------------------------------------------------------------------------
 
     def prepare(self, timeout_seconds: float) -> None:
-        """Before a hold: start to write out what a clone would wait for, and give writers that make progress up to
-        ``timeout_seconds`` to finish."""
+        """Before a hold: start to write out what a clone would wait for and what may be mapped, so that a store to it shows
+        (instant.py), and give writers that make progress up to ``timeout_seconds`` to finish."""
         deadline = time.monotonic() + timeout_seconds
-        if self._state.undo.clones:
-            for file in list(self._files.values()):
+        for file in list(self._files.values()):
+            if self._state.undo.clones or file.maps:
                 with contextlib.suppress(OSError):
                     syscalls.start_writeback(file.fd)
         while time.monotonic() < deadline and any(map(_makes_progress, list(self._files.values()))):
             time.sleep(_POLL_SECONDS)
 
-    def cut(self) -> None:
-        """The epoch was just sealed, the gate is held: save what can be saved at once, and mark the new epoch."""
+    def cut(self, epoch: int) -> Instant | None:
+        """The epoch was just sealed, the gate is held: mark the new epoch, and save what can be saved at once.
+
+        Returns:
+            What is to be saved after the hold; None where nobody writes unseen.
+        """
         if not self._files and not self._mapped:
-            return
-        self._late = []
-        for node in self.nodes().values():
+            return None
+        nodes = self.nodes()
+        for node in nodes.values():
             self._state.tracker.mark_whole(node)
-        seen: set[int] = set()
+        instant = Instant(self._state, epoch, fine_times=self._fine_times, faults_tell=self._faults_tell)
+        instant.take(self._targets(nodes))
+        return instant
+
+    def _targets(self, nodes: dict[int, Node]) -> list[Target]:
+        found: dict[int, Target] = {}
         for file in list(self._files.values()):
-            if file.node.id in seen or not self._state.tracked(file.node):
-                continue
-            seen.add(file.node.id)
-            if not self._state.undo.clones:
-                continue
-            pages = syscalls.dirty_pages(file.fd)
-            if pages is not None and pages <= CLONE_IN_HOLD_PAGES:
-                self._clone(file)
-            else:
-                self._late.append(file)
-
-    def after_hold(self) -> None:
-        """Clone what would have taken too long while the gate was held."""
-        late, self._late = self._late, []
-        for file in late:
-            self._clone(file)
-
-    def _clone(self, file: OpenFile) -> None:
-        undo, ino = self._state.undo, file.node.ino
-        with undo.lock(ino):
-            if not undo.active or self._state.tracker.is_fresh(ino):
-                return
-            try:
-                undo.keep_inode(os.fstat(file.fd), file.fd)
-                undo.clone_blocks(file.fd, ino)
-            except OSError:
-                return
+            if file.node.id in nodes:
+                target = found.setdefault(file.node.id, Target(file.node, file.fd, maps=file.maps))
+                target.maps |= file.maps
+        for node_id, (node, asking) in self._mapped.items():
+            if node_id in nodes:
+                found.setdefault(node_id, Target(node, asking, maps=True)).maps = True
+        return list(found.values())
 
 
 def _makes_progress(file: OpenFile) -> bool:

@@ -112,6 +112,8 @@ def _problem(stored: StoredSnapshot) -> str:
             return f"the root {root.path!r} is no directory"
         if not 0 <= root.depth < 1 << 63:
             return f"the root {root.path!r} has an impossible depth"
+        if not -1 <= root.not_held < 1 << 63:
+            return f"the root {root.path!r} has an impossible number of files that are not held"
         if problem := attributes_problem(root.entry):
             return f"the root {root.path!r}: {problem}"
     return _pair_problem(stored.pair) if stored.pair is not None else ""

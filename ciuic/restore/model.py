@@ -125,7 +125,9 @@ class Result:
     """Tops of what was removed."""
     failed: list[Failure] = field(default_factory=list)
     open_for_writing: list[bytes] = field(default_factory=list)
-    """Restored files that were open for writing at the snapshot: they may be torn."""
+    """Restored files that were open for writing at the cut."""
+    not_held: list[bytes] = field(default_factory=list)
+    """Restored files whose content may be later than the cut."""
     left_out: list[LeftOut] = field(default_factory=list)
     """Special files and attributes that were not restored."""
     left_out_because: str = ""

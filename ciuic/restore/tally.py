@@ -53,6 +53,8 @@ class Tally:
             self.result.restored_bytes += entry.size_bytes if entry.is_file and action == "restored" else 0
         if entry.flags & FLAG_OPEN_FOR_WRITING:
             self.result.open_for_writing.append(path)
+        if self._plan.snapshot.may_be_later(entry):
+            self.result.not_held.append(path)
         self.problems(path, problems)
         self._advance(path, entry, counted_bytes)
         self._tell(path, action)

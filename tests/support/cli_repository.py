@@ -79,15 +79,24 @@ class CliRepository:
         """The one protected directory; it need not exist."""
         self.count = 0
 
-    def snapshot(self, tree: Tree, *, id_: str = "", time_ns: int = 0, **fields: Any) -> SnapshotId:
-        """Commits a snapshot of ``tree`` as the root."""
+    def snapshot(
+        self, tree: Tree, *, id_: str = "", time_ns: int = 0, not_held: int = 0, **fields: Any
+    ) -> SnapshotId:
+        """Commit a snapshot of ``tree`` as the root; ``not_held`` as in ``RootRecord``."""
         with Repository.open(self.path) as repository, repository.writer() as writer:
             below = store_tree(writer, repository.block_size, tree)
             draft = SnapshotDraft(
                 id=SnapshotId.parse(id_ or f"cs-{self.count + 1:06x}"),
                 time_ns=time_ns or FIRST_NS + self.count * 3600 * SECOND_NS,
                 host="testhost",
-                roots=(RootRecord(path=os.fsencode(self.root), entry=directory(b"", below), mode="offline"),),
+                roots=(
+                    RootRecord(
+                        path=os.fsencode(self.root),
+                        entry=directory(b"", below),
+                        mode="offline",
+                        not_held=not_held,
+                    ),
+                ),
                 **fields,
             )
             self.count += 1

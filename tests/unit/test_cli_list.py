@@ -15,7 +15,7 @@ import pytest
 from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
 
 from ciuic.repository import Repository
-from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry
+from ciuic.types import FLAG_OPEN_FOR_WRITING, TAG_NOT_HELD, Entry, not_held
 
 ODD = b"\xff\n|x"
 
@@ -162,15 +162,50 @@ def test_unknown_and_ambiguous_ids(repository: CliRepository) -> None:
 def test_show_path_lists_like_ls(repository: CliRepository) -> None:
     """A directory is listed with modes, sizes, link targets, and what was open for writing."""
     link = Entry(name=b"", mode=stat.S_IFLNK | 0o777, target=b"a", mtime_ns=FIRST_NS)
-    torn = Entry(name=b"", mode=stat.S_IFREG | 0o600, flags=FLAG_OPEN_FOR_WRITING, mtime_ns=FIRST_NS)
-    repository.snapshot({b"d": {b"a": b"x" * 10, b"l": link, b"t": torn, b"sub": {b"deep": b"1234"}}})
+    opened = Entry(name=b"", mode=stat.S_IFREG | 0o600, flags=FLAG_OPEN_FOR_WRITING, mtime_ns=FIRST_NS)
+    repository.snapshot({b"d": {b"a": b"x" * 10, b"l": link, b"t": opened, b"sub": {b"deep": b"1234"}}})
     result = repository.run("show", "latest", str(repository.root / "d"))
     sub = next(line for line in result.stdout.splitlines() if line.endswith(" sub"))
     assert result.stdout.splitlines()[0].startswith("-rw-r--r--")
     assert "l -> a" in result.stdout
     assert "t  [open for writing]" in result.stdout
     assert " 4 " in sub
-    assert "open for writing" in result.stderr
+    assert not result.stderr
+
+
+def test_files_that_are_not_held_are_told_everywhere(repository: CliRepository) -> None:
+    """``list``, ``show`` and ``verify`` name them apart from those that were just open; in documents with a time."""
+    flags = FLAG_OPEN_FOR_WRITING | not_held(2300)
+    later = Entry(name=b"", mode=stat.S_IFREG | 0o600, flags=flags, mtime_ns=FIRST_NS)
+    opened = Entry(name=b"", mode=stat.S_IFREG | 0o600, flags=FLAG_OPEN_FOR_WRITING, mtime_ns=FIRST_NS)
+    tree = {b"later": later, b"opened": opened}
+    repository.snapshot(tree, tags=(TAG_NOT_HELD,), not_held=1, time_ns=FIRST_NS)
+    (listed,) = json.loads(repository.run("list", "--json").stdout)["snapshots"]
+    assert listed["not_held"] is True
+    assert "not-held" in repository.run("list").stdout
+    assert "not held 1 file" in repository.run("show", "latest").stdout
+    shown = repository.run("show", "latest", str(repository.root))
+    assert "later  [open for writing]  [not held: up to 3s later than the cut]" in shown.stdout
+    assert "opened  [open for writing]\n" in shown.stdout
+    assert "1 file not held" in shown.stderr
+    document = json.loads(repository.run("show", "latest", str(repository.root), "--json").stdout)
+    facts = {entry["name"]: (entry["open_for_writing"], entry["not_held"]) for entry in document["entries"]}
+    assert facts == {"later": (True, True), "opened": (True, False)}
+    until = datetime.fromisoformat(document["entries"][0]["not_held_until"])
+    assert until.timestamp() == pytest.approx(FIRST_NS / 1e9 + 2.3)
+    verified = repository.run("verify", "latest")
+    assert verified.exit_code == 0
+    assert "not held" in verified.stderr
+    assert json.loads(repository.run("verify", "--all", "--json").stdout)["not_held"] == [listed["id"]]
+
+
+def test_an_older_snapshot_does_not_say_what_is_held(repository: CliRepository) -> None:
+    """There whatever was open for writing may be later than the cut."""
+    opened = Entry(name=b"", mode=stat.S_IFREG | 0o600, flags=FLAG_OPEN_FOR_WRITING, mtime_ns=FIRST_NS)
+    repository.snapshot({b"opened": opened}, not_held=-1)
+    document = json.loads(repository.run("show", "latest", str(repository.root), "--json").stdout)
+    assert [entry["not_held"] for entry in document["entries"]] == [True]
+    assert json.loads(repository.run("show", "latest", "--json").stdout)["roots"][0]["not_held"] is None
 
 
 def test_show_path_json_keeps_odd_names(repository: CliRepository) -> None:

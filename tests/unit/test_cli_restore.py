@@ -10,12 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.cli_repository import FIRST_NS, CliRepository
 
 from ciuic.cli import safety
 from ciuic.repository import Repository
-from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry
+from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, not_held
 
 NOISE = os.urandom(300_000)
 
@@ -140,16 +141,18 @@ def test_dry_run_changes_nothing_and_tells_the_conflicts(repository: CliReposito
     assert (repository.root / "log").read_bytes() == b"mine"
 
 
-def test_torn_files_are_named(repository: CliRepository, tmp_path: Path) -> None:
-    """A file that was open for writing at the snapshot is restored, and named as perhaps torn."""
-    torn = Entry(name=b"", mode=stat.S_IFREG | 0o600, flags=FLAG_OPEN_FOR_WRITING, mtime_ns=FIRST_NS)
-    repository.snapshot({b"model.pt": torn})
+def test_files_that_are_not_held_are_named(repository: CliRepository, tmp_path: Path) -> None:
+    """A file whose content may be later than the cut is restored, and named; one that was just open is not."""
+    opened = Entry(name=b"", mode=stat.S_IFREG | 0o600, flags=FLAG_OPEN_FOR_WRITING, mtime_ns=FIRST_NS)
+    later = msgspec.structs.replace(opened, flags=not_held(5))
+    repository.snapshot({b"model.pt": later, b"log": opened}, not_held=1)
     result = repository.run(
         "restore", "-s", "latest", "-p", str(repository.root), "-d", str(tmp_path / "out")
     )
     assert result.exit_code == 0, result.stderr
-    assert "may be torn" in result.stderr
+    assert "1 file not held at the cut" in result.stderr
     assert "model.pt" in result.stderr
+    assert "/log" not in result.stderr
 
 
 def test_unknown_path_and_snapshot_are_3(repository: CliRepository) -> None:

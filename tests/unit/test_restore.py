@@ -564,6 +564,7 @@ def test_marks_of_the_snapshot_are_heeded(repository: Repository, root: Path, tm
     with Repository.open(repository.path) as opened:
         result = complete(restore(opened, marked, root, overwrite=ALWAYS, delete=True))
         assert result.open_for_writing == [os.fsencode(root / "torn")]
+        assert result.not_held == []
         assert (root / "mounted" / "inside").exists()
         complete(restore(opened, marked, root, tmp_path / "out"))
         assert os.listdir(tmp_path / "out" / "root" / "mounted") == []

@@ -3,8 +3,10 @@ the backing file where the kernel would."""
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +15,9 @@ from support.capture_bench import BLOCK, Bench, bench
 from support.small_disks import missing, small_disk
 
 from ciuic.fuse_layer import data as core_data
-from ciuic.fuse_layer import swaps, unseen
+from ciuic.fuse_layer import instant, swaps, unseen
 from ciuic.fuse_layer.core import ROOT_ID, Caller, SetAttr
-from ciuic.types import Entry, RootRecord
+from ciuic.types import Entry, RootRecord, lag_of
 
 ROOT = Caller(0, 0)
 FRESH = os.O_WRONLY | os.O_TRUNC
@@ -98,8 +100,8 @@ def test_a_mapping_that_outlives_its_close_is_captured(here: Bench) -> None:
 
 
 @pytest.mark.parametrize("size", [3 * BLOCK + 17, 4 << 20])
-def test_what_an_unseen_writer_has_at_the_cut(here: Bench, kind: str, size: int) -> None:
-    """With clones exactly what it had written, although it goes on; elsewhere all of that at least. Marked in both cases."""
+def test_what_an_unseen_writer_has_at_the_cut(here: Bench, size: int) -> None:
+    """Exactly what it had written, although it goes on: copied or cloned. Marked as open, and as held."""
     node = made(here, b"file", b"old")
     handle = here.core.open(node, FRESH, unseen=True)
     fd = here.core.descriptor(handle)
@@ -115,8 +117,8 @@ def test_what_an_unseen_writer_has_at_the_cut(here: Bench, kind: str, size: int)
     assert content[:size] == first
     assert len(content) == entry.size_bytes
     assert entry.ino in here.flagged(record)
-    if kind == "xfs":
-        assert content == first
+    assert content == first
+    assert lag_of(entry) is None
     here.core.release(handle)
     record, _ = here.capture(here.cut(observe=False))
     assert here.repository.content(entry_of(here, record, b"file")) == first + second
@@ -197,4 +199,86 @@ def test_a_writer_that_makes_progress_is_given_a_moment(here: Bench) -> None:
         os.utime(fd, ns=(0, 1 << 62))
         here.core.prepare_cut(2.0)
         assert 2.0 <= now() < 2.1
+    here.core.release(handle)
+
+
+def test_what_changes_during_the_hold_is_looked_at_again(
+    here: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two writers that go on while their files are copied: what is held of both is one instant; one that never pauses is marked."""
+    first, second = (
+        here.core.open(made(here, name, b"old"), FRESH, unseen=True) for name in (b"first", b"second")
+    )
+    write = {handle: here.core.descriptor(handle) for handle in (first, second)}
+    real, pauses_after = instant._copied, 2
+    rounds = 0
+
+    def copied_beside_a_writer(fd: int, size_bytes: int, budget: instant._Budget) -> list[memoryview] | None:
+        nonlocal rounds
+        copy = real(fd, size_bytes, budget)
+        if fd == write[first] and rounds < pauses_after:
+            rounds += 1
+            os.pwrite(fd, b"%d" % rounds, 0)
+        return copy
+
+    monkeypatch.setattr(instant, "_copied", copied_beside_a_writer)
+    os.pwrite(write[first], b"0", 0)
+    os.pwrite(write[second], b"seen", 0)
+    record, _ = here.capture(here.cut(observe=False))
+    entry = entry_of(here, record, b"first")
+    assert lag_of(entry) is None
+    assert here.repository.content(entry) == b"2"
+    pauses_after = 1 << 30
+    record, _ = here.capture(here.cut(observe=False))
+    lag_ms = lag_of(entry_of(here, record, b"first"))
+    assert lag_ms is not None
+    assert lag_ms < 10_000
+    assert lag_of(entry_of(here, record, b"second")) is None
+    here.core.release(first)
+    here.core.release(second)
+
+
+def test_without_room_the_file_is_as_found_and_marked(here: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that cannot be written costs neither the snapshot nor the job anything."""
+    handle = here.core.open(made(here, b"file", b"old"), FRESH, unseen=True)
+    os.pwrite(here.core.descriptor(handle), b"first", 0)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(here.core._state.undo, "keep_copy", full)
+    epoch = here.cut(observe=False)
+    os.pwrite(here.core.descriptor(handle), b"later", 0)
+    record, report = here.capture(epoch)
+    assert report.errors == []
+    assert lag_of(entry_of(here, record, b"file")) is not None
+    here.core.release(handle)
+
+
+def test_more_files_than_a_hold_looks_at(here: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those beyond the limit are captured as found, and marked."""
+    monkeypatch.setattr(instant, "MAX_FILES", 2)
+    handles = [here.core.open(made(here, b"%d" % number, b"old"), FRESH, unseen=True) for number in range(4)]
+    for handle in handles:
+        os.pwrite(here.core.descriptor(handle), b"content", 0)
+    record, _ = here.capture(here.cut(observe=False))
+    entries = [entry_of(here, record, b"%d" % number) for number in range(4)]
+    assert [lag_of(entry) is None for entry in entries] == [True, True, False, False]
+    for handle in handles:
+        here.core.release(handle)
+    record, _ = here.capture(here.cut(observe=False))
+    assert all(lag_of(entry_of(here, record, b"%d" % number)) is None for number in range(4))
+
+
+def test_coarse_times_prove_nothing_of_what_changed_just_now(
+    here: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without multigrain timestamps: a file written within the last tick is marked, one that was left alone longer is held."""
+    monkeypatch.setattr(here.core._unseen, "_fine_times", False)
+    handle = here.core.open(made(here, b"file", b"old"), FRESH, unseen=True)
+    for pause_ns, held in ((0, False), (2 * instant.TICK_NS, True)):
+        os.pwrite(here.core.descriptor(handle), b"content", 0)
+        time.sleep(pause_ns / 1e9)
+        record, _ = here.capture(here.cut(observe=False))
+        assert (lag_of(entry_of(here, record, b"file")) is None) is held
     here.core.release(handle)

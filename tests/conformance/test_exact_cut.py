@@ -1,0 +1,155 @@
+"""Nothing in a snapshot is later than its cut, unless it says so: writers that pass the overlay by, on a real mount with the real
+capture process, on a file system that shares extents and on one that does not."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from support.capture_child import Found, captured
+from support.driver import PASSES
+from support.overlay import Overlay, overlay_over
+from support.small_disks import missing, small_disk
+
+from ciuic.fuse_layer.instant import MAX_COPIED_BYTES
+from ciuic.repository import Repository
+
+pytestmark = [
+    pytest.mark.mount,
+    pytest.mark.skipif(not PASSES, reason="nothing passes that driver by"),
+]
+
+PAGE = 4096
+LONG = MAX_COPIED_BYTES + PAGE
+ON_BOTH = [
+    pytest.param(kind, marks=pytest.mark.skipif(bool(missing(kind)), reason=missing(kind)))
+    for kind in ("ext4", "xfs")
+]
+FRESH = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+
+
+@pytest.fixture(params=ON_BOTH)
+def overlay(short_tmp: Path, request: pytest.FixtureRequest) -> Iterator[Overlay]:
+    with small_disk(short_tmp, request.param) as disk:
+        (disk / "root").mkdir()
+        Repository.create(short_tmp / "repository", block_size=PAGE).close()
+        with overlay_over(disk / "root", short_tmp / "w.sock", block_size=PAGE) as overlay:
+            if not overlay.client.status().passthrough:
+                pytest.skip("this kernel has no passthrough")
+            yield overlay
+
+
+class Cuts:
+    """Cuts of one overlay; each is captured by what it returns, after the job has gone on."""
+
+    def __init__(self, overlay: Overlay, store: Path) -> None:
+        self._overlay, self._store = overlay, store
+
+    def __call__(self) -> Callable[[], dict[bytes, Found]]:
+        made = self._overlay.client.cut()
+        return lambda: captured(self._overlay, self._store, made.epoch, made.cut_ns)
+
+
+@pytest.fixture
+def cut(overlay: Overlay, short_tmp: Path) -> Cuts:
+    return Cuts(overlay, short_tmp / "repository")
+
+
+@pytest.mark.parametrize("name", ["MANIFEST-000005", "unknown"])
+def test_a_manifest_names_only_what_the_snapshot_has(overlay: Overlay, cut: Cuts, name: str) -> None:
+    """As RocksDB does: table files are written, synced, closed, and then named in a log that is open for life."""
+    manifest = os.open(overlay.root / name, FRESH)
+    number = 0
+
+    def table() -> None:
+        nonlocal number
+        number += 1
+        path = overlay.root / f"{number}.sst"
+        path.write_bytes(os.urandom(PAGE))
+        os.write(manifest, b"%d.sst\n" % number)
+
+    for _ in range(4):
+        table()
+        capture, named_at_cut = cut(), number
+        table()
+        files = capture()
+        named = files[os.fsencode(name)]
+        assert named.held
+        assert named.is_open
+        assert named.content.split() == [b"%d.sst" % index for index in range(1, named_at_cut + 1)]
+        assert set(named.content.split()) <= set(files)
+    os.close(manifest)
+
+
+def test_a_short_file_has_what_it_had_whatever_its_writer_does(overlay: Overlay, cut: Cuts) -> None:
+    """Written over, cut short, lengthened, removed after the cut."""
+    names = ("over", "short", "long", "gone")
+    with ExitStack() as stack:
+        fds = {}
+        for name in names:
+            fds[name] = os.open(overlay.root / name, FRESH)
+            stack.callback(os.close, fds[name])
+            os.write(fds[name], b"first" * PAGE)
+        capture = cut()
+        os.pwrite(fds["over"], b"later" * PAGE, 0)
+        os.ftruncate(fds["short"], 7)
+        os.write(fds["long"], b"later")
+        os.unlink(overlay.root / "gone")
+        files = capture()
+    assert files == {os.fsencode(name): Found(b"first" * PAGE, True, None) for name in names}
+
+
+@pytest.mark.parametrize("then", ["nothing", "append", "over"])
+def test_a_long_file_is_held_where_it_stays_and_marked_where_it_does_not(
+    overlay: Overlay, cut: Cuts, then: str
+) -> None:
+    """Too long to be copied: proved by size and times, or cut off at the length that it had, and marked."""
+    fd = os.open(overlay.root / "checkpoint", FRESH)
+    first = b"first..\n" * (LONG // 8)
+    os.write(fd, first)
+    capture = cut()
+    if then == "append":
+        os.write(fd, b"later..\n" * PAGE)
+    elif then == "over":
+        os.pwrite(fd, b"later..\n" * PAGE, 0)
+    found = capture()[b"checkpoint"]
+    os.close(fd)
+    assert found.is_open
+    assert len(found.content) == LONG
+    if then == "nothing" or found.held:  # a clone, made before anything changed
+        assert found.content == first
+        assert found.held
+    else:
+        assert found.lag_ms is not None
+        assert found.lag_ms < 60_000
+        assert then == "over" or found.content == first
+    assert cut()()[b"checkpoint"].held
+
+
+def test_a_mapping_beside_a_reader(overlay: Overlay, cut: Cuts) -> None:
+    """Stored to a mapping and synced, then written to another file: both at one instant, or marked."""
+    for name in ("a", "b"):
+        (overlay.root / name).write_bytes(bytes(PAGE))
+    with (
+        open(overlay.root / "a", "rb"),
+        open(overlay.root / "a", "r+b") as file,
+        mmap.mmap(file.fileno(), PAGE) as mapping,
+        open(overlay.root / "b", "r+b", buffering=0) as other,
+    ):
+        for number in range(1, 4):
+            mapping[0] = number
+            mapping.flush()
+            os.pwrite(other.fileno(), bytes([number]), 0)
+            capture = cut()
+            mapping[0] = number + 100
+            mapping.flush()
+            files = capture()
+            assert files[b"b"].content[0] == number
+            assert files[b"a"].content[0] == number
+            assert files[b"a"].held
+            mapping[1] = number  # not written out: nothing tells of the next store
+            assert not cut()()[b"a"].held
