@@ -152,4 +152,6 @@ class Roots:
             driver=root.driver,
             block_bytes=self._store().block_bytes(),
             undo_limit_bytes=self._settings().undo_limit_bytes,
+            tracked_names=self._settings().overlay.tracked_names,
+            mapped_names=self._settings().overlay.mapped_names,
         )

@@ -14,6 +14,7 @@ from ciuic.config import (
     Config,
     HoldsConfig,
     MinFree,
+    OverlayConfig,
     TrainerConfig,
     WatchConfig,
     repository_path,
@@ -48,6 +49,7 @@ class Settings(NamedTuple):
     min_free: MinFree | None = None
     block_bytes: int = 256 * 1024
     undo_limit_bytes: int = 16 << 30
+    overlay: OverlayConfig = OverlayConfig()
     watch: WatchConfig = WatchConfig()
     holds: HoldsConfig = HoldsConfig()
     alert: AlertConfig = AlertConfig()
@@ -78,6 +80,7 @@ def settings_of(config: Config) -> Settings:
         min_free=config.min_free,
         block_bytes=config.repository.block_size_bytes,
         undo_limit_bytes=config.capture.undo_limit_bytes,
+        overlay=config.overlay,
         watch=config.watch,
         holds=config.holds,
         alert=config.alert,

@@ -26,6 +26,7 @@ from ciuic.errors import CiuicError, UsageError
 from ciuic.fuse_layer.control_client import ControlClient, WorkerRefused, WorkerUnreachable
 from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, connect
 from ciuic.fuse_layer.standby import FIRST_PASSED_FD, WORKER, ForkedProcess, SpareProcess
+from ciuic.open_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 
 LISTEN_VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
 """How systemd tells a process of its sockets (sd_listen_fds(3))."""
@@ -74,6 +75,9 @@ class WorkerOptions(NamedTuple):
     undo_limit_bytes: int
     plain: bool = False
     """Serve, and track nothing: for a root whose workers keep dying."""
+    tracked_names: tuple[str, ...] = DEFAULT_TRACKED_NAMES
+    mapped_names: tuple[str, ...] = DEFAULT_MAPPED_NAMES
+    """Names of files whose data must not pass the worker by (open_rules.py)."""
 
 
 class Worker:
@@ -336,6 +340,9 @@ def _arguments(
         *("--driver", options.driver),
         *("--block-size", str(options.block_bytes)),
         *("--undo-limit", str(options.undo_limit_bytes)),
+        # Divided by what no name has in it; the sign makes an empty list, and a pattern that begins with "-", a value.
+        f"--tracked-names={'/'.join(options.tracked_names)}",
+        f"--mapped-names={'/'.join(options.mapped_names)}",
         *("--ready-fd", str(ready_fd)),
         *(("--session-fd", str(session_fd)) if session_fd is not None else ()),
         *(("--plain",) if options.plain else ()),

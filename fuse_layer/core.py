@@ -41,6 +41,7 @@ from ciuic.fuse_layer.ledger_writer import Ledger
 from ciuic.fuse_layer.namespace import Namespace
 from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.nodes import ROOT_ID, NodeTable
+from ciuic.fuse_layer.open_rules import OpenRules, Wish
 from ciuic.fuse_layer.settling import settle
 from ciuic.fuse_layer.spare import Spare
 from ciuic.fuse_layer.state import Attr, OverlayState
@@ -84,6 +85,7 @@ class OverlayCore:
         ledger: Ledger | None = None,
         inherited: Inherited | None = None,
         plain: bool = False,
+        rules: OpenRules | None = None,
     ) -> None:
         self._state_fd, self._set_aside = state_directory.open_state(backing_fd)
         for name in self._set_aside:
@@ -100,7 +102,9 @@ class OverlayCore:
         limit = self._state.allowances.limit
         nodes.keep_at_most(limit)
         undo.most_directories = min(undo.most_directories, limit // 8)
-        self._unseen = UnseenWriters(self._state)
+        self._rules = rules or OpenRules()
+        self._rules.load(self._state_fd)
+        self._unseen = UnseenWriters(self._state, on_stayed=self._rules.note_stayed)
         if ledger is not None:
             undo.hidden.keep_orphans_in(self._state_fd, inherited=inherited is not None)
         self._epochs = Epochs(self._state, self._unseen, session=session)
@@ -181,7 +185,6 @@ class OverlayCore:
         )
         self.fsyncdir, self.remember = directories.fsyncdir, directories.remember
         self.hold, self.release_hold = self._epochs.hold, self._epochs.release
-        self.seal = self._epochs.seal
         self.committed, self.abort = self._epochs.committed, self._epochs.abort
 
     # -- for drivers --------------------------------------------------------------------------------
@@ -263,6 +266,15 @@ class OverlayCore:
         """It was opened as unseen, and will not be."""
         self._unseen.discard(handle, self._state.file(handle))
 
+    def wish(self, node_id: int, flags: int, *, fresh: bool) -> Wish:
+        """What the rules say of an open of the node, where its family is not decided yet."""
+        node = self._state.nodes.get(node_id)
+        return self._rules.wish(node.name, node.ino, flags, lambda: self._state.attr(node).st, fresh=fresh)
+
+    def note_joined(self, node_id: int) -> None:
+        """The node was opened read-write beside readers that pass the worker by."""
+        self._rules.note_joined(self._state.nodes.get(node_id).ino)
+
     def peek(self, parent_id: int, name: bytes) -> int:
         """The inode number under a name; no lookup is counted. FileNotFoundError when it is free."""
         directory = self._state.nodes.directory(self._state.nodes.get(parent_id))
@@ -288,6 +300,11 @@ class OverlayCore:
             self.release_hold(token)
         self.seal(cut.epoch)
         return cut
+
+    def seal(self, epoch: int) -> None:
+        """Write the sealed file of an epoch that was cut; see Epochs.seal."""
+        self._epochs.seal(epoch)
+        self._rules.save(self._state_fd)
 
     def writers(self) -> list[bytes]:
         """Paths below the root, one for each file with a handle that can write. The kernel may hold unwritten
@@ -325,6 +342,7 @@ class OverlayCore:
         """For a clean stop, when no operation comes any more: pending epochs are given up into the current
         one, which is saved durably."""
         self._epochs.give_up_all()
+        self._rules.save(self._state_fd)
         write_saved(self._state_fd, _TRACKING_NAME, self._epochs.dump())
 
     def cut_held(self, token: int) -> Cut:

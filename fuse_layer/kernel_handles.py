@@ -22,6 +22,7 @@ from ciuic.fuse_layer.kernel_modes import Modes, Plan
 from ciuic.fuse_layer.kernel_protocol import Request
 from ciuic.fuse_layer.kernel_session import Reply, Session
 from ciuic.fuse_layer.ledger import Opened, OpenedDirectory
+from ciuic.fuse_layer.open_rules import Wish
 
 _CACHED_LISTING: Final = p.FOPEN_CACHE_DIR | p.FOPEN_KEEP_CACHE
 """The kernel keeps a listing until it changes the directory itself (its change counter, not a clock, tells)."""
@@ -87,7 +88,7 @@ class HandleRequests:
         if fresh and self.core.pending:
             self.session.hand_on()
         with self.modes.lock(node):
-            plan = self.modes.plan(node, flags, fresh=fresh)
+            plan = self.modes.plan(node, flags, fresh=fresh, wish=self._wish(node, flags, fresh=fresh))
             handle = self.core.open(
                 node,
                 flags,
@@ -96,6 +97,12 @@ class HandleRequests:
                 uid=request.uid,
             )
             return self._opened(request, node, handle, plan, flags)
+
+    def _wish(self, node: int, flags: int, *, fresh: bool) -> Wish:
+        """What the rules say of an open whose family is not decided, or may pass the worker by."""
+        if not self.modes.passthrough or (self.modes.is_passthrough(node) and not fresh):
+            return Wish.ANY
+        return self.core.wish(node, flags, fresh=fresh)
 
     def _opened_before(self, request: Request) -> tuple[Opened | None, bool]:
         """What a predecessor opened for a request that comes again. Where it was opened, and this process could not open it too
@@ -112,6 +119,8 @@ class HandleRequests:
             final, backing_id = self.modes.commit(node, plan, self.core.descriptor(handle))
             if final is not plan:
                 self.core.is_seen(handle)
+            elif final.unseen and not write_only:
+                self.core.note_joined(node)
             if final.passthrough or (write_only and not self._writeback):
                 self.core.needs_no_flush(handle)
         except BaseException:
@@ -153,7 +162,9 @@ class HandleRequests:
         try:
             entry = self._made(request, data, attr, written=True)
             with self.modes.lock(attr.node):
-                plan = self.modes.plan(attr.node, flags, fresh=attr.st.st_size == 0)
+                fresh = attr.st.st_size == 0
+                wish = self._wish(attr.node, flags, fresh=fresh)
+                plan = self.modes.plan(attr.node, flags, fresh=fresh, wish=wish)
                 if plan.unseen:
                     self.core.is_unseen(handle)
                 opened = self._opened(request, attr.node, handle, plan, flags)

@@ -13,6 +13,9 @@ the same backing file (passthrough), or none is. The first open decides, until t
   that databases are exact at a cut. Where the file is in the passthrough family already, a read-write open has to join
   it: tracked, but unseen because of the mappings that it may have, which outlive its close.
 
+Rules (open_rules.py) take single files out of this: logs that are made and kept open are tracked from their first open on, and
+databases are cached although a reader opens them first.
+
 Without passthrough everything is cached. Backing ids: one for each inode of the passthrough family, from the first open
 to the last release.
 """
@@ -30,6 +33,7 @@ import structlog
 
 from ciuic.fuse_layer import kernel_protocol as p
 from ciuic.fuse_layer.ledger import Opened
+from ciuic.fuse_layer.open_rules import Wish
 
 log = structlog.get_logger(__name__)
 
@@ -75,17 +79,20 @@ class Modes:
     def lock(self, node_id: int) -> threading.Lock:
         return self._locks[node_id % _LOCK_STRIPES]
 
-    def plan(self, node_id: int, flags: int, *, fresh: bool) -> Plan:
-        """For an open with ``flags``; ``fresh``: what it can see is empty, made or emptied by this open."""
+    def plan(self, node_id: int, flags: int, *, fresh: bool, wish: Wish = Wish.ANY) -> Plan:
+        """For an open with ``flags``; ``fresh``: what it can see is empty, made or emptied by this open. ``wish``: what the rules
+        say of the file (open_rules.py), followed where the family allows it."""
         family = self._families.get(node_id)
         # What is open already decides, also when passthrough was refused meanwhile for another file.
         if (family is None and not self.passthrough) or (family is not None and family.backing_id is None):
             return Plan(p.FOPEN_KEEP_CACHE, unseen=False)
+        if family is None and wish is Wish.CACHED:
+            return Plan(0, unseen=False)  # without FOPEN_KEEP_CACHE, as below
         access = flags & os.O_ACCMODE
         if access == os.O_RDONLY:
             return Plan(p.FOPEN_PASSTHROUGH, unseen=False)
         if access == os.O_WRONLY:
-            if fresh and not flags & os.O_APPEND:
+            if fresh and not flags & os.O_APPEND and wish is not Wish.TRACKED:
                 return Plan(p.FOPEN_PASSTHROUGH, unseen=True)
             return Plan(p.FOPEN_PASSTHROUGH | p.FOPEN_DIRECT_IO, unseen=False)
         if family is not None:

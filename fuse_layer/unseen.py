@@ -18,11 +18,13 @@ import fcntl
 import os
 import stat
 import time
+from collections.abc import Callable
 from typing import Final
 
 from ciuic.fuse_layer import ledger, syscalls
 from ciuic.fuse_layer.instant import Instant, Target, faults_tell, has_fine_times
 from ciuic.fuse_layer.node import Node
+from ciuic.fuse_layer.open_rules import STAYS_SECONDS
 from ciuic.fuse_layer.state import OpenFile, OverlayState
 
 _POLL_SECONDS: Final = 0.02
@@ -32,8 +34,16 @@ _IDLE_NS: Final = 200_000_000
 class UnseenWriters:
     """The unseen writers of one root. ``add``, ``closed`` and ``cut`` are called inside the gate, or with it held."""
 
-    def __init__(self, state: OverlayState) -> None:
+    def __init__(
+        self, state: OverlayState, *, on_stayed: Callable[[bytes], None] = lambda name: None
+    ) -> None:
+        """``on_stayed`` is told the name of a file that such a writer keeps open over cuts (open_rules.py)."""
         self._state = state
+        self._on_stayed = on_stayed
+        self._since: dict[int, float] = {}
+        """Handle → monotonic time since which it is open."""
+        self._at_last_cut: set[int] = set()
+        """Handles that were open then."""
         self._files: dict[int, OpenFile] = {}
         self._mapped: dict[int, tuple[Node, int]] = {}
         """Node id → a node whose last unseen handle is closed while a mapping may live on, and a descriptor to ask by."""
@@ -45,16 +55,19 @@ class UnseenWriters:
     def add(self, handle: int, file: OpenFile) -> None:
         file.unseen = True
         self._files[handle] = file
+        self._since[handle] = time.monotonic()
         if self._state.tracked(file.node):
             self._state.tracker.mark_whole(file.node)
 
     def discard(self, handle: int, file: OpenFile) -> None:
         file.unseen = False
         self._files.pop(handle, None)
+        self._since.pop(handle, None)
 
     def closed(self, handle: int, file: OpenFile) -> None:
         """The handle is released: what it wrote since the last cut is in the current epoch's mark."""
         self._files.pop(handle, None)
+        self._since.pop(handle, None)
         self._measure(file)
         node = file.node
         if not file.maps or any(other.node is node for other in list(self._files.values())):
@@ -142,7 +155,17 @@ class UnseenWriters:
             self._state.tracker.mark_whole(node)
         instant = Instant(self._state, epoch, fine_times=self._fine_times, faults_tell=self._faults_tell)
         instant.take(self._targets(nodes))
+        self._note_stayed()
         return instant
+
+    def _note_stayed(self) -> None:
+        """Tell of the files that are open at this cut as at the last, and for longer than a checkpoint takes."""
+        long_ago = time.monotonic() - STAYS_SECONDS
+        now, self._at_last_cut = self._at_last_cut, set(self._files)
+        for handle in now & self._at_last_cut:
+            file = self._files.get(handle)
+            if file is not None and not file.maps and self._since.get(handle, long_ago + 1) < long_ago:
+                self._on_stayed(file.node.name)
 
     def _targets(self, nodes: dict[int, Node]) -> list[Target]:
         found: dict[int, Target] = {}

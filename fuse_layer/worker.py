@@ -29,7 +29,9 @@ from ciuic.fuse_layer.driver_choice import Choice, ask_kernel, choose
 from ciuic.fuse_layer.kernel_worker import KernelWorker
 from ciuic.fuse_layer.ledger import Inherited
 from ciuic.fuse_layer.ledger_writer import Ledger
+from ciuic.fuse_layer.open_rules import OpenRules
 from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, Place
+from ciuic.open_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 
 log = structlog.get_logger(__name__)
 
@@ -133,8 +135,19 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plain", action="store_true", help="serve, and track nothing: no snapshots")
     parser.add_argument("--block-size", type=int, default=256 << 10, help="bytes; a power of two")
     parser.add_argument("--undo-limit", type=int, default=64 << 30, help="bytes of undo log at most")
+    parser.add_argument(
+        "--tracked-names", type=_names, default=DEFAULT_TRACKED_NAMES, help="patterns, divided by '/'"
+    )
+    parser.add_argument(
+        "--mapped-names", type=_names, default=DEFAULT_MAPPED_NAMES, help="patterns, divided by '/'"
+    )
     parser.add_argument("--ready-fd", type=int, help="where to write 'ready' once the mount answers")
     return parser.parse_args(argv)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Patterns of names, which have no slash in them."""
+    return tuple(filter(None, text.split("/")))
 
 
 def _choose(arguments: argparse.Namespace, backing_fd: int) -> Choice:
@@ -170,6 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ledger=ledger,
                 inherited=inherited,
                 plain=arguments.plain,
+                rules=OpenRules(arguments.tracked_names, arguments.mapped_names),
             )
 
         if arguments.session_fd is not None:

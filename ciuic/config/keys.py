@@ -143,6 +143,14 @@ def _patterns(value: object) -> tuple[str, ...]:
     return patterns
 
 
+def _names(value: object) -> tuple[str, ...]:
+    names = _texts(value)
+    for name in names:
+        if not name or "/" in name or "\0" in name:
+            raise ValueError(f'must be patterns of names without a slash, such as ["*.log"], got {name!r}')
+    return names
+
+
 def _tags(value: object) -> tuple[str, ...]:
     tags = _texts(value)
     for tag in tags:
@@ -319,6 +327,22 @@ KEYS: dict[str, Key] = {
             "16GiB",
             "How large a root's undo log may grow before the snapshot in progress is given up.",
             show=format_size,
+        ),
+        Key(
+            "overlay.tracked_names",
+            _names,
+            "",
+            "Names (shell patterns) of logs that programs create and keep open: each write is seen, so that a cut holds "
+            "them, at half the speed of a file that passes the overlay. Default: `MANIFEST-*`, `*.log`, `*.jsonl` and more.",
+            show=_show_list,
+        ),
+        Key(
+            "overlay.mapped_names",
+            _names,
+            "",
+            "Names of databases that programs write through mappings: they go through the kernel's cache, whoever opens them "
+            "first. Default: `*.mdb`, `*.db`, `*.sqlite` and more.",
+            show=_show_list,
         ),
         Key(
             "control.socket",

@@ -27,6 +27,7 @@ from ciuic.config.model import (
     HoldsConfig,
     LogConfig,
     Origin,
+    OverlayConfig,
     Problem,
     RepositoryConfig,
     RootConfig,
@@ -37,6 +38,7 @@ from ciuic.config.model import (
 from ciuic.config.owners import refuse_foreign_file
 from ciuic.config.toml_source import TomlPath, line_numbers, line_of, statements
 from ciuic.errors import ConfigError, NotPermitted
+from ciuic.open_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.retention import RetentionPolicy
 
 TOML_FILE = Path("/etc/ciuic/ciuic.toml")
@@ -318,6 +320,7 @@ class _Draft:
             capture=CaptureConfig(
                 values["capture.io_priority"], values["capture.min_share"], values["capture.undo_limit"]
             ),
+            overlay=OverlayConfig(values["overlay.tracked_names"], values["overlay.mapped_names"]),
             control=ControlConfig(values["control.socket"], values["control.group"]),
             watch=WatchConfig(values["watch.users"], values["watch.emergency_per_hour"]),
             holds=HoldsConfig(values["holds.max_of_a_user"], values["holds.max_of_a_user_per_hour"]),
@@ -342,7 +345,15 @@ _POLICY_NAMES = (
     "keep_tags",
     "keep_emergency",
 )
-_EMPTY: dict[str, Any] = {"exclude": (), "retention.keep_tags": (), "watch.users": (), "alert.command": ()}
+_EMPTY: dict[str, Any] = {
+    "exclude": (),
+    "retention.keep_tags": (),
+    "watch.users": (),
+    "alert.command": (),
+    "overlay.tracked_names": DEFAULT_TRACKED_NAMES,
+    "overlay.mapped_names": DEFAULT_MAPPED_NAMES,
+}
+"""Values of the keys whose default is no text that their parser takes."""
 
 
 def _default(key: Key) -> object:

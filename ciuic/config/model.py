@@ -9,6 +9,7 @@ from typing import Literal
 
 from ciuic.errors import CiuicError, ConfigError
 from ciuic.excludes import ExcludeMatcher, effective_patterns
+from ciuic.open_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.pace import MIN_SHARE
 from ciuic.retention import MinFree, RetentionPolicy
 
@@ -102,6 +103,16 @@ class CaptureConfig:
 
 
 @dataclass(frozen=True)
+class OverlayConfig:
+    """Shell patterns of names of files whose data must not pass the overlay worker by, so that a cut holds them."""
+
+    tracked_names: tuple[str, ...] = DEFAULT_TRACKED_NAMES
+    """Logs that are made and kept open: each write is a request to the worker."""
+    mapped_names: tuple[str, ...] = DEFAULT_MAPPED_NAMES
+    """Databases that are written through mappings: their data take the way through the kernel's cache."""
+
+
+@dataclass(frozen=True)
 class ControlConfig:
     socket: Path = Path("/run/ciuic/control.sock")
     group: str | None = None
@@ -162,6 +173,7 @@ class Config:
     retention: RetentionPolicy = field(default_factory=RetentionPolicy)
     min_free: MinFree | None = None
     capture: CaptureConfig = CaptureConfig()
+    overlay: OverlayConfig = OverlayConfig()
     control: ControlConfig = ControlConfig()
     watch: WatchConfig = WatchConfig()
     holds: HoldsConfig = HoldsConfig()

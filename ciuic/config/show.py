@@ -37,6 +37,8 @@ _VALUE_OF: dict[str, Callable[[Config], Any]] = {
     "capture.io_priority": lambda config: config.capture.io_priority,
     "capture.min_share": lambda config: config.capture.min_share,
     "capture.undo_limit": lambda config: config.capture.undo_limit_bytes,
+    "overlay.tracked_names": lambda config: config.overlay.tracked_names,
+    "overlay.mapped_names": lambda config: config.overlay.mapped_names,
     "control.socket": lambda config: config.control.socket,
     "control.group": lambda config: config.control.group,
     "watch.users": lambda config: config.watch.users,

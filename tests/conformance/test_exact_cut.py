@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,15 +36,24 @@ ON_BOTH = [
 FRESH = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 
 
-@pytest.fixture(params=ON_BOTH)
-def overlay(short_tmp: Path, request: pytest.FixtureRequest) -> Iterator[Overlay]:
-    with small_disk(short_tmp, request.param) as disk:
-        (disk / "root").mkdir()
-        Repository.create(short_tmp / "repository", block_size=PAGE).close()
-        with overlay_over(disk / "root", short_tmp / "w.sock", block_size=PAGE) as overlay:
-            if not overlay.client.status().passthrough:
-                pytest.skip("this kernel has no passthrough")
-            yield overlay
+@pytest.fixture(params=ON_BOTH, scope="module")
+def disk(request: pytest.FixtureRequest) -> Iterator[Path]:
+    with (
+        tempfile.TemporaryDirectory(prefix="ciuic-exact-") as top,
+        small_disk(Path(top), request.param) as disk,
+    ):
+        yield disk
+
+
+@pytest.fixture
+def overlay(disk: Path, short_tmp: Path) -> Iterator[Overlay]:
+    root = Path(tempfile.mkdtemp(dir=disk))
+    Repository.create(short_tmp / "repository", block_size=PAGE).close()
+    with overlay_over(root, short_tmp / "w.sock", block_size=PAGE) as overlay:
+        if not overlay.client.status().passthrough:
+            pytest.skip("this kernel has no passthrough")
+        yield overlay
+    shutil.rmtree(root)
 
 
 class Cuts:
@@ -153,3 +166,79 @@ def test_a_mapping_beside_a_reader(overlay: Overlay, cut: Cuts) -> None:
             assert files[b"a"].held
             mapping[1] = number  # not written out: nothing tells of the next store
             assert not cut()()[b"a"].held
+
+
+def test_a_long_log_is_held_because_every_write_is_seen(overlay: Overlay, cut: Cuts) -> None:
+    """A name of the rules: whatever its length, and however its writer goes on."""
+    fd = os.open(overlay.root / "000004.log", FRESH)
+    first = b"first..\n" * (LONG // 8)
+    for at in range(0, len(first), 1 << 20):
+        os.write(fd, first[at : at + (1 << 20)])
+    capture = cut()
+    os.write(fd, b"later")
+    os.pwrite(fd, b"later", 0)
+    assert capture()[b"000004.log"] == Found(first, True, None)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("name", ["data.mdb", "learned"])
+def test_a_mapping_whose_file_a_reader_had_first(overlay: Overlay, cut: Cuts, name: str) -> None:
+    """A database by its name, or once it was found out: what a program stores is in a cut after it was synced, and not before, and
+    the file is held."""
+    path = overlay.root / name
+    path.write_bytes(bytes(2 * PAGE))
+    if name == "learned":
+        with open(path, "rb"), open(path, "r+b"):
+            pass
+    with (
+        open(path, "rb") as reader,
+        open(path, "r+b") as file,
+        mmap.mmap(file.fileno(), 2 * PAGE) as mapping,
+    ):
+        for number in range(1, 4):
+            mapping[0] = number
+            mapping.flush()
+            mapping[0] = number + 100
+            capture = cut()
+            mapping.flush()
+            found = capture()[os.fsencode(name)]
+            assert found.held
+            assert found.content[0] == number
+            assert os.pread(reader.fileno(), 1, 0) == bytes([number + 100])
+
+
+_WRITER = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+for line in sys.stdin:
+    os.write(fd, line.encode())
+    print("written", flush=True)
+"""
+
+
+def test_a_successor_holds_what_its_predecessor_had_open(overlay: Overlay, cut: Cuts) -> None:
+    """The worker is killed under a writer that passes it by: the next cut is as exact as the last."""
+    overlay.keep_session()
+    with subprocess.Popen(
+        [sys.executable, "-c", _WRITER, os.fspath(overlay.root / "unknown")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as writer:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+
+        def write(line: str) -> None:
+            assert writer.stdin is not None
+            assert writer.stdout is not None
+            writer.stdin.write(line)
+            writer.stdin.flush()
+            assert writer.stdout.readline() == "written\n"
+
+        write("first\n")
+        overlay.process.kill()
+        overlay.succeed()
+        write("second\n")
+        capture = cut()
+        write("later\n")
+        assert capture()[b"unknown"] == Found(b"first\nsecond\n", True, None)

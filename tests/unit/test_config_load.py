@@ -14,6 +14,7 @@ from ciuic.config import (
     HoldsConfig,
     IoPriority,
     MinFree,
+    OverlayConfig,
     WatchConfig,
     convert_flat,
     load_config,
@@ -88,6 +89,9 @@ min_free = "5%"
 io_priority = "best-effort:5"
 min_share = "2.5%"
 undo_limit = "2GiB"
+[overlay]
+tracked_names = ["*.rec"]
+mapped_names = []
 [control]
 group = "ml"
 [watch]
@@ -129,6 +133,7 @@ heartbeat = "15m"
     assert config.capture.io_priority == IoPriority("best-effort", 5)
     assert config.capture.min_share == 0.025
     assert config.capture.undo_limit_bytes == 2 << 30
+    assert config.overlay == OverlayConfig(("*.rec",), ())
     assert config.control.socket == Path("/run/other/control.sock")
     assert config.watch == WatchConfig(("alice", "*"), 0)
     assert config.holds == HoldsConfig(2, 1)

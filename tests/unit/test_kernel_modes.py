@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ciuic.fuse_layer import kernel_protocol as p
 from ciuic.fuse_layer.kernel_modes import Modes
+from ciuic.fuse_layer.open_rules import Wish
 
 COEXISTS = {
     ("C", "C"): True, ("C", "P"): False, ("C", "DP"): False,
@@ -50,8 +51,10 @@ access = st.sampled_from([os.O_RDONLY, os.O_WRONLY, os.O_RDWR])
 more = st.sampled_from([0, os.O_APPEND, os.O_TRUNC])
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("open"), st.integers(1, 3), access, more, st.booleans()),
-        st.tuples(st.just("release"), st.integers(0, 9), st.just(0), st.just(0), st.just(False)),
+        st.tuples(st.just("open"), st.integers(1, 3), access, more, st.booleans(), st.sampled_from(Wish)),
+        st.tuples(
+            st.just("release"), st.integers(0, 9), st.just(0), st.just(0), st.just(False), st.just(Wish.ANY)
+        ),
     ),
     max_size=40,
 )
@@ -59,20 +62,20 @@ steps = st.lists(
 
 @given(steps, st.sampled_from([0, 0, 0, errno.EPERM, errno.ELOOP, errno.EOPNOTSUPP]))
 def test_no_open_ever_meets_one_that_it_cannot_stand_beside(
-    todo: list[tuple[str, int, int, int, bool]], refuses: int
+    todo: list[tuple[str, int, int, int, bool, Wish]], refuses: int
 ) -> None:
     """Of one inode, C and the passthrough kinds are never open together; each inode of the family has one backing id, which is
     given back with the last release; a writer is unseen exactly where the kernel may write or map without us."""
     modes = FakeKernel(refuses=refuses)
     opens: list[tuple[int, str]] = []
-    for what, number, flags, extra, fresh in todo:
+    for what, number, flags, extra, fresh, wish in todo:
         if what == "release":
             if opens:
                 node, _ = opens.pop(number % len(opens))
                 modes.released(node)
             continue
         with modes.lock(number):
-            plan = modes.plan(number, flags | extra, fresh=fresh)
+            plan = modes.plan(number, flags | extra, fresh=fresh, wish=wish)
             final, backing_id = modes.commit(number, plan, -1)
         kind = kind_of(final.open_flags)
         for node, other in opens:
@@ -82,7 +85,10 @@ def test_no_open_ever_meets_one_that_it_cannot_stand_beside(
         if kind == "P" and flags != os.O_RDONLY:
             assert final.unseen
             assert fresh
+            assert wish is not Wish.TRACKED
             assert not extra & os.O_APPEND
+        if wish is Wish.CACHED and all(node != number for node, _ in opens[:-1]):
+            assert kind == "C"
         if kind == "DP":
             assert final.unseen is (flags == os.O_RDWR)
         if kind == "C":
