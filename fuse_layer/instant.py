@@ -66,11 +66,13 @@ class _Budget:
 class Target:
     """A file that may be written unseen."""
 
-    __slots__ = ("cloned", "copied", "copy", "dirty", "fd", "maps", "moving", "node", "st", "whole")
+    __slots__ = ("_owner", "cloned", "copied", "copy", "dirty", "fd", "maps", "moving", "node", "st", "whole")
 
-    def __init__(self, node: Node, fd: int, *, maps: bool) -> None:
+    def __init__(self, node: Node, fd: int, *, maps: bool, owner: object = None) -> None:
+        """``owner``: what closes ``fd`` when nobody refers to it; a release goes on beside a hold."""
         self.node = node
         self.fd = fd
+        self._owner = owner
         self.maps = maps
         """Somebody may have it mapped for writing."""
         self.st: os.stat_result
@@ -109,6 +111,13 @@ class Instant:
 
     def take(self, targets: Sequence[Target]) -> None:
         """Save what can be saved at once of ``targets``, one for each inode."""
+        try:
+            self._take(targets)
+        except OSError:  # a failing disk: the cut is made all the same
+            self._targets = self._late = []
+            self.unheld = [Unheld(target.ino) for target in targets]
+
+    def _take(self, targets: Sequence[Target]) -> None:
         budget = _Budget()
         self.unheld = [Unheld(target.ino) for target in targets[MAX_FILES:]]
         self._looked_ns = time.time_ns()

@@ -171,7 +171,8 @@ class UnseenWriters:
         found: dict[int, Target] = {}
         for file in list(self._files.values()):
             if file.node.id in nodes:
-                target = found.setdefault(file.node.id, Target(file.node, file.fd, maps=file.maps))
+                target = Target(file.node, file.fd, maps=file.maps, owner=file)
+                target = found.setdefault(file.node.id, target)
                 target.maps |= file.maps
         for node_id, (node, asking) in self._mapped.items():
             if node_id in nodes:

@@ -67,7 +67,7 @@ def captured(overlay: Overlay, store: Path, epoch: int, cut_ns: int) -> dict[byt
 
 
 def _files(repository: Repository, record: RootRecord) -> Iterator[tuple[bytes, Entry]]:
-    links = {entry.name: entry for entry in repository.trees.entries(record.links)} if record.links else {}
+    links = {entry.ino: entry for entry in repository.trees.links(record.links)} if record.links else {}
     below = [(b"", record.entry.content)]
     while below:
         prefix, tree = below.pop()
@@ -76,4 +76,4 @@ def _files(repository: Repository, record: RootRecord) -> Iterator[tuple[bytes, 
             if entry.is_dir:
                 below.append((path + b"/", entry.content))
             elif entry.is_file:
-                yield path, links[entry.link.to_bytes(8, "big")] if entry.link else entry
+                yield path, links[entry.link] if entry.link else entry

@@ -56,6 +56,8 @@ TORTURES = [
     Torture("saved_state", 1),
     Torture("damage", 1),
     Torture("year", 2),
+    Torture("databases", 1),
+    Torture("oracle", 1),
     Torture("faults", 2),
     Torture("suites", 2),
     Torture("restore_race", 1),

@@ -1,0 +1,146 @@
+"""Databases that commit numbered transactions, one process each, and what their restored directories hold.
+
+    python -m support.databases KIND WRITE FOLDER COUNTS    COUNTS: a file of 16 bytes, see ``Counts``
+    python -m support.databases KIND READ FOLDER            prints the first and the last number, and how many there are
+
+Each transaction inserts its number; so a directory that shows one moment of the database opens, and holds the numbers from 1 to the
+last without a gap. Which programs are here is for the caller to find out (``missing``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+KINDS: Final = ("rocksdb", "lmdb", "sqlite")
+_MODULES: Final = {"rocksdb": "rocksdict", "lmdb": "lmdb", "sqlite": "sqlite3"}
+_MAP_BYTES: Final = 64 << 20
+_FLUSH_EVERY: Final = 40
+"""Transactions after which RocksDB writes a table file and names it in its MANIFEST."""
+_PAUSE_SECONDS: Final = 0.001
+_VALUE: Final = b"v" * 300
+
+
+def missing(kind: str) -> str:
+    """What is not here of what the database takes; empty when nothing is."""
+    module = _MODULES[kind]
+    return "" if importlib.util.find_spec(module) is not None else f"{module} is not installed"
+
+
+def _key(number: int) -> bytes:
+    return b"%012d" % number
+
+
+def _rocksdb(folder: Path) -> tuple[Callable[[int], None], Callable[[], Iterator[int]]]:
+    import rocksdict
+
+    options = rocksdict.Options(raw_mode=True)
+    options.create_if_missing(True)
+    database: Any = rocksdict.Rdict(str(folder / "rocks"), options)
+    durable = rocksdict.WriteOptions()
+    durable.sync = True
+
+    def commit(number: int) -> None:
+        database.put(_key(number), _VALUE, write_opt=durable)
+        if not number % _FLUSH_EVERY:
+            database.flush()
+
+    return commit, lambda: map(int, database.keys())
+
+
+def _lmdb(folder: Path) -> tuple[Callable[[int], None], Callable[[], Iterator[int]]]:
+    import lmdb
+
+    (folder / "lm").mkdir(exist_ok=True)
+    path = folder / "lm" / "data.mdb"
+    reader = path.open("rb") if path.exists() else None  # as a reader that was there first
+    environment: Any = lmdb.open(str(folder / "lm"), map_size=_MAP_BYTES, writemap=True)
+    environment.reader = reader
+
+    def commit(number: int) -> None:
+        with environment.begin(write=True) as transaction:
+            transaction.put(_key(number), _VALUE)
+
+    def numbers() -> Iterator[int]:
+        with environment.begin() as transaction:
+            yield from (int(key) for key, _ in transaction.cursor())
+
+    return commit, numbers
+
+
+def _sqlite(folder: Path) -> tuple[Callable[[int], None], Callable[[], Iterator[int]]]:
+    import sqlite3
+
+    database = sqlite3.connect(folder / "numbers.sqlite", isolation_level=None, check_same_thread=False)
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = FULL")
+    database.execute("CREATE TABLE IF NOT EXISTS numbers (number INTEGER PRIMARY KEY, value BLOB)")
+    answer = database.execute("PRAGMA integrity_check").fetchone()
+    assert answer == ("ok",), answer
+
+    def commit(number: int) -> None:
+        database.execute("INSERT INTO numbers VALUES (?, ?)", (number, _VALUE))
+
+    return commit, lambda: (row[0] for row in database.execute("SELECT number FROM numbers ORDER BY number"))
+
+
+_OPEN: Final = {"rocksdb": _rocksdb, "lmdb": _lmdb, "sqlite": _sqlite}
+
+
+class Counts:
+    """The number whose transaction was begun last, and the last that is durable; shared through a file."""
+
+    _PAIR = struct.Struct("<QQ")
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), self._PAIR.size)
+
+    @classmethod
+    def make(cls, path: Path) -> Counts:
+        path.write_bytes(bytes(cls._PAIR.size))
+        return cls(path)
+
+    def set(self, begun: int, durable: int) -> None:
+        self._PAIR.pack_into(self._map, 0, begun, durable)
+
+    @property
+    def begun(self) -> int:
+        return int(self._PAIR.unpack_from(self._map)[0])
+
+    @property
+    def durable(self) -> int:
+        return int(self._PAIR.unpack_from(self._map)[1])
+
+
+def _write(kind: str, folder: Path, counts: Counts) -> None:
+    """Commit until standard input ends."""
+    over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    commit, numbers = _OPEN[kind](folder)
+    number = max(numbers(), default=0)
+    while not over.is_set():
+        counts.set(number + 1, number)
+        number += 1
+        commit(number)
+        counts.set(number, number)
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _read(kind: str, folder: Path) -> None:
+    found = list(_OPEN[kind](folder)[1]())
+    sys.stdout.write(f"{min(found, default=0)} {max(found, default=0)} {len(found)}\n")
+
+
+if __name__ == "__main__":
+    if sys.argv[2] == "WRITE":
+        _write(sys.argv[1], Path(sys.argv[3]), Counts(Path(sys.argv[4])))
+    else:
+        _read(sys.argv[1], Path(sys.argv[3]))
