@@ -33,12 +33,12 @@ from ciuic.fuse_layer.state import OverlayState
 
 HOLD_BUDGET_SECONDS: Final = 0.02
 """Processor time by which a hold may be extended to copy; a snapshot's hold is some milliseconds otherwise."""
-MAX_HOLD_SECONDS: Final = 0.1
-"""The same by the clock. On a busy host the worker waits for a processor in between: five times as long, and the file is marked."""
-MAX_COPIED_BYTES: Final = 16 << 20
-"""In all, smallest file first: 16 MiB of page cache take 6 ms to copy, so that several roots stay within the budget."""
-MAX_FILES: Final = 1024
-"""A look at one file and its record take about 20 µs: this many fit into the budget. The others are captured as found."""
+MAX_HOLD_SECONDS: Final = 0.05
+"""The same by the clock. On a busy host the worker waits for a processor in between; what is not done by then is marked."""
+MAX_COPIED_BYTES: Final = 8 << 20
+"""In all, smallest file first: 8 MiB of page cache take 4 ms to copy, so that several roots stay within the budget."""
+MAX_FILES: Final = 512
+"""A file takes 20 µs of processor time to look at twice, copy and record: 10 ms in all. The others are captured as found."""
 MAX_ROUNDS: Final = 4
 """Looks after which a file that changes at each of them counts as being written without a pause."""
 CLONE_IN_HOLD_PAGES: Final = 256
@@ -60,7 +60,12 @@ class _Budget:
 
     @property
     def is_used_up(self) -> bool:
-        return time.thread_time() > self._cpu_end or time.monotonic() > self._end
+        return time.thread_time() > self._cpu_end or self.is_late
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the hold has to end, whatever is not done."""
+        return time.monotonic() > self._end
 
 
 class Target:
@@ -128,7 +133,11 @@ class Instant:
             if not self._look_again() or budget.is_used_up:
                 break
             self._looked_ns = looking_ns
-        for target in self._targets:
+        for done, target in enumerate(self._targets):
+            if budget.is_late:
+                self.unheld += [Unheld(left.ino) for left in self._targets[done:]]
+                del self._targets[done:]
+                break
             self._record(target)
         self._ended_ns = time.time_ns()
 

@@ -16,7 +16,8 @@ from ciuic.daemon.capture_job import CaptureJob, Done, RootJob, decode_message, 
 from ciuic.repository import Repository
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, RootRecord, SnapshotId, lag_of
 
-_CAPTURE_SECONDS = 60
+_CAPTURE_SECONDS = 200
+"""A capture yields to everybody: on a machine with twenty busy processes it takes a minute."""
 
 
 class Found(NamedTuple):

@@ -62,9 +62,9 @@ def _lmdb(folder: Path) -> tuple[Callable[[int], None], Callable[[], Iterator[in
     path = folder / "lm" / "data.mdb"
     reader = path.open("rb") if path.exists() else None  # as a reader that was there first
     environment: Any = lmdb.open(str(folder / "lm"), map_size=_MAP_BYTES, writemap=True)
-    environment.reader = reader
 
     def commit(number: int) -> None:
+        assert reader is None or not reader.closed  # it stays open as long as this function lives
         with environment.begin(write=True) as transaction:
             transaction.put(_key(number), _VALUE)
 

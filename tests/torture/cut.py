@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.driver import PASSES
 from support.live import CommandFailed, Live, wait_for
 from support.stored import read_tree
 from support.trees import assert_same, manifest
@@ -164,7 +163,7 @@ class Site:
         if kind.startswith("append"):
             return judge.judge_appends(view[name], seed, at, synced=kind == "append-synced")
         if kind == "fresh":
-            return judge.judge_fresh(view[name], self._fresh_marks, seed, at, seen=not PASSES)
+            return judge.judge_fresh(view[name], self._fresh_marks, seed, at)
         if kind in ("overwrite", "direct"):
             return judge.judge_slots(view.get(name), seed, at, in_order=kind == "direct")
         if kind == "mapped":

@@ -7,8 +7,8 @@ must show depends on what the writer did (docs/decisions/flush-before-the-cut.md
 * what the kernel may cache: everything up to ``low``, exactly; later operations may be there in any order, page by page,
   each page as it was at some moment, never anything else;
 * what is written into a new file that is still open (a checkpoint being saved), which the kernel may carry past the overlay:
-  everything up to ``low``, then a beginning of what was written until the capture read it; marked as open for writing.
-  Once it is closed, all of it and no mark;
+  everything up to ``low``, then a beginning of what was begun until the cut; marked as open for writing. Once it is closed,
+  all of it and no mark;
 * what was synced, written directly, or is an operation on names: the state after exactly n operations, low ≤ n ≤ high.
 
 Each judge returns how many records it compared, and a sentence for everything that cannot have been.
@@ -100,9 +100,8 @@ def judge_appends(view: View, seed: int, at: Range, *, synced: bool) -> Verdict:
     return Verdict(records, tuple(wrong))
 
 
-def judge_fresh(view: View, marked: Set[bytes], seed: int, at: Range, *, seen: bool) -> Verdict:
-    """``view``: the writer's directory; ``marked``: its names that are marked as open for writing; ``seen``: by a driver that
-    carries every write, so that none is there that was begun after the cut."""
+def judge_fresh(view: View, marked: Set[bytes], seed: int, at: Range) -> Verdict:
+    """``view``: the writer's directory; ``marked``: its names that are marked as open for writing."""
     wrong: list[str] = []
     records = 0
     for lap in range(max(0, at.low // FRESH_LAP - 1), at.high // FRESH_LAP + 1):
@@ -123,7 +122,7 @@ def judge_fresh(view: View, marked: Set[bytes], seed: int, at: Range, *, seen: b
             )
         if pages < min(at.low, end) - first:
             wrong.append(f"{name.decode()} has {pages} pages; {min(at.low, end) - first} were written")
-        if seen and pages > at.high - first:
+        if pages > at.high - first:
             wrong.append(f"{name.decode()} has {pages} pages; {at.high - first} had been begun")
         if at.low > first and at.high <= end and name not in marked:
             wrong.append(f"{name.decode()} was being written, and is not marked")

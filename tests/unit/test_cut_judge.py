@@ -150,18 +150,18 @@ def test_a_checkpoint_that_is_being_saved() -> None:
     pages = [judge.slot_record(7, number) for number in range(judge.FRESH_LAP)]
     at = Range(10, 14)
 
-    def wrong(content: bytes, marked: set[bytes], *, seen: bool = False, at: Range = at) -> bool:
-        return bool(judge.judge_fresh({b"lap0": content}, marked, 7, at, seen=seen).wrong)
+    def wrong(content: bytes, marked: set[bytes], *, at: Range = at) -> bool:
+        return bool(judge.judge_fresh({b"lap0": content}, marked, 7, at).wrong)
 
     assert not wrong(b"".join(pages[:10]), {b"lap0"})
-    assert not wrong(b"".join(pages[:30]), {b"lap0"})
-    assert wrong(b"".join(pages[:30]), {b"lap0"}, seen=True)
-    assert wrong(b"".join(pages[:30]), set())
+    assert not wrong(b"".join(pages[:14]), {b"lap0"})
+    assert wrong(b"".join(pages[:15]), {b"lap0"})
+    assert wrong(b"".join(pages[:14]), set())
     assert wrong(b"".join(pages[:9]), {b"lap0"})
     assert wrong(b"".join(pages[:10])[:-1], {b"lap0"})
     assert wrong(b"".join(pages[:5]) + bytes(judge.PAGE) + b"".join(pages[6:12]), {b"lap0"})
     closed = Range(judge.FRESH_LAP + 1, judge.FRESH_LAP + 2)
     whole = {b"lap0": b"".join(pages), b"lap1": judge.slot_record(7, judge.FRESH_LAP)}
-    assert not judge.judge_fresh(whole, {b"lap1"}, 7, closed, seen=False).wrong
-    assert judge.judge_fresh(whole, {b"lap0", b"lap1"}, 7, closed, seen=False).wrong
-    assert judge.judge_fresh({b"lap1": whole[b"lap1"]}, {b"lap1"}, 7, closed, seen=False).wrong
+    assert not judge.judge_fresh(whole, {b"lap1"}, 7, closed).wrong
+    assert judge.judge_fresh(whole, {b"lap0", b"lap1"}, 7, closed).wrong
+    assert judge.judge_fresh({b"lap1": whole[b"lap1"]}, {b"lap1"}, 7, closed).wrong
