@@ -11,9 +11,9 @@ import stat
 from contextlib import suppress
 from typing import Final
 
+from ciuic.fuse_layer.file_content import read_xattrs
 from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OpenFile, OverlayState
-from ciuic.fuse_layer.undo import read_xattrs
 
 COPY_LIMIT_BYTES: Final = 8 << 20
 """Up to here an old end is copied in the job's own time (some milliseconds); beyond it the inode is

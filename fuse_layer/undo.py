@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 
 from ciuic.fuse_layer import syscalls, undo_format
 from ciuic.fuse_layer.blockset import MOST_BLOCKS, BlockSet, blocks_of
+from ciuic.fuse_layer.file_content import data_ranges, read_xattrs, write_all, write_pieces
 from ciuic.fuse_layer.hidden_links import HiddenLinks, fresh_directory
 from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
 from ciuic.fuse_layer.ways import Descriptor
@@ -34,7 +35,6 @@ _COPY_BYTES: Final = 1 << 20
 _ROOM_CHECK_BYTES: Final = 16 << 20
 """Copied bytes between two looks at the free space: 2 µs of statvfs for 10 ms of copying."""
 _CANNOT_CLONE: Final = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL)
-_NO_XATTRS: Final = (errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 class Abandoned(NamedTuple):
@@ -301,13 +301,13 @@ class UndoLog:
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | made
         out = os.open(name, flags, 0o600, dir_fd=self._directory.fd)
         try:
-            for data_start, data_end in _data_ranges(fd, start, end):
+            for data_start, data_end in data_ranges(fd, start, end):
                 at = data_start
                 while at < data_end:
                     piece = os.pread(fd, min(_COPY_BYTES, data_end - at), at)
                     if not piece:
                         break
-                    _write_all(out, piece, at)
+                    write_all(out, piece, at)
                     at += len(piece)
                     self.bytes_kept += len(piece)
                     self._copied_bytes += len(piece)
@@ -360,27 +360,12 @@ class UndoLog:
         size = self._inodes.get(ino, 0)
         if not self._pending or not size:
             return
-        made = 0 if ino in self._blocks else os.O_CREAT | os.O_EXCL
-        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | made
         name = undo_format.blocks_name(ino, self._true_epoch).encode()
-        out = os.open(name, flags, 0o600, dir_fd=self._directory.fd)
-        try:
-            at = 0
-            for piece in pieces:
-                _write_all(out, piece, at)
-                at += len(piece)
-            if os.fstat(out).st_size < size:
-                os.ftruncate(out, size)  # so that a reader finds zeros where the file is longer than the copy
-        except OSError:
-            if made:  # a later save of this inode expects that there is no such file
-                self._unlink_quietly(name)
-            raise
-        finally:
-            os.close(out)
+        written = write_pieces(self._directory.fd, name, pieces, size, new=ino not in self._blocks)
         first, count = blocks_of(0, size, self.block_size)
         with self.saving():
-            self.bytes_kept += at
-            self._copied_bytes += at
+            self.bytes_kept += written
+            self._copied_bytes += written
             self._append(BlocksRecord(ino, self._true_epoch, first, count))
             self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
 
@@ -412,46 +397,3 @@ class UndoLog:
                 fd = os.open(undo_format.LOG_NAME, flags, 0o600, dir_fd=self._directory.fd)
                 self._log = Descriptor(fd)
             return self._log
-
-
-def read_xattrs(target: int | bytes, *, follow: bool = True) -> dict[bytes, bytes]:
-    """Every extended attribute, ACLs and security labels included; empty where the file system has none."""
-    options = {} if isinstance(target, int) else {"follow_symlinks": follow}
-    try:
-        names = os.listxattr(target, **options)
-    except OSError as error:
-        if error.errno in _NO_XATTRS:
-            return {}
-        raise
-    found = {}
-    for name in names:
-        try:
-            found[os.fsencode(name)] = os.getxattr(target, name, **options)
-        except OSError as error:
-            if error.errno != errno.ENODATA:  # gone since it was listed
-                raise
-    return found
-
-
-def _data_ranges(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """The parts of [start, end) that are not holes. A file system without SEEK_DATA calls everything data."""
-    at = start
-    while at < end:
-        try:
-            data = os.lseek(fd, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return
-            raise
-        if data >= end:
-            return
-        hole = os.lseek(fd, data, os.SEEK_HOLE)
-        yield max(data, at), min(hole, end)
-        at = hole
-
-
-def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
