@@ -211,9 +211,11 @@ class Instant:
         with undo.lock(target.ino):
             if undo.true_epoch != self._epoch or not undo.active:
                 return False
-            try:
+            try:  # without room the file is captured as found, which is better than no snapshot
+                if not undo.has_room_for(sum(map(len, copy))):
+                    return False
                 undo.keep_copy(target.ino, copy)
-            except OSError:  # a full disk: the file is captured as found, which is better than no snapshot
+            except OSError:
                 return False
         return True
 

@@ -71,7 +71,8 @@ class UndoLog:
         """Whether the backing file system shares extents, as far as is known."""
         self._on_abandon = on_abandon
         self._pending: list[int] = []
-        self._true_epoch = 0
+        self.true_epoch = 0
+        """The last sealed epoch: what is saved now is true for it."""
         self._io = threading.Lock()
         self._locks = tuple(threading.RLock() for _ in range(_LOCK_STRIPES))
         self._log: Descriptor | None = None
@@ -114,7 +115,7 @@ class UndoLog:
     def begin(self, epoch: int) -> None:
         """``epoch`` was just sealed. Called while the gate is held; constant time."""
         self._pending.append(epoch)
-        self._true_epoch = epoch
+        self.true_epoch = epoch
         self._forget_saved()
 
     def end(self, epoch: int) -> None:
@@ -156,10 +157,8 @@ class UndoLog:
         try:
             with self._clearing:
                 self._clear_all()
-        except (
-            OSError
-        ):  # out of descriptors, or the file system has failed or turned read-only: no matter of the job's
-            return
+        except OSError:
+            return  # out of descriptors, or the file system has failed or turned read-only: no matter of the job's
 
     def _clear_all(self) -> None:
         with self._io:
@@ -223,14 +222,12 @@ class UndoLog:
                 return
             with self.saving():
                 old = OldStat.of(st, hold_links=self.hidden.of(st.st_ino))
-                self._append(
-                    InodeRecord(st.st_ino, self._true_epoch, old, read_xattrs(target, follow=follow))
-                )
+                self._append(InodeRecord(st.st_ino, self.true_epoch, old, read_xattrs(target, follow=follow)))
                 self._inodes[st.st_ino] = st.st_size
 
     def keep_absent(self, dir_ino: int, name: bytes) -> None:
         """Save that the name is not there before something takes it."""
-        self._keep_name(NameRecord(dir_ino, self._true_epoch, name, 0))
+        self._keep_name(NameRecord(dir_ino, self.true_epoch, name, 0))
 
     def keep_file_name(self, dir_ino: int, dir_fd: int, name: bytes, st: os.stat_result) -> None:
         """Save the binding of a name to something other than a directory, and keep the inode alive by a hard
@@ -239,7 +236,7 @@ class UndoLog:
             return
         with self.saving():
             self.bytes_kept += self.hidden.hold(dir_fd, name, st)
-            self._keep_name(NameRecord(dir_ino, self._true_epoch, name, st.st_ino, st.st_mode >> 12))
+            self._keep_name(NameRecord(dir_ino, self.true_epoch, name, st.st_ino, st.st_mode >> 12))
 
     def keep_directory_name(
         self, dir_ino: int, name: bytes, st: os.stat_result, moved: Descriptor | None
@@ -250,7 +247,7 @@ class UndoLog:
         fd = -1
         if moved is not None:
             fd = self._kept_directories.setdefault(st.st_ino, moved).fd
-        self._keep_name(NameRecord(dir_ino, self._true_epoch, name, st.st_ino, st.st_mode >> 12, fd))
+        self._keep_name(NameRecord(dir_ino, self.true_epoch, name, st.st_ino, st.st_mode >> 12, fd))
 
     def _keep_name(self, record: NameRecord) -> None:
         key = (record.dir_ino, record.name)
@@ -289,13 +286,13 @@ class UndoLog:
                 if first + count > MOST_BLOCKS:
                     raise OSError(errno.EFBIG, "a file is too large")
                 self._copy_blocks(fd, ino, first, count)
-                self._append(BlocksRecord(ino, self._true_epoch, first, count))
+                self._append(BlocksRecord(ino, self.true_epoch, first, count))
                 self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
 
     def _copy_blocks(self, fd: int, ino: int, first: int, count: int) -> None:
         """Old bytes go to their own offsets in a sparse file; holes stay holes."""
         start, end = first * self.block_size, (first + count) * self.block_size
-        name = undo_format.blocks_name(ino, self._true_epoch).encode()
+        name = undo_format.blocks_name(ino, self.true_epoch).encode()
         # The first copy in an epoch makes the file, so that nothing that lies there is ever written to.
         made = 0 if ino in self._blocks else os.O_CREAT | os.O_EXCL
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | made
@@ -326,7 +323,7 @@ class UndoLog:
         size = self._inodes.get(ino, 0)
         if not self.clones or self._blocks.get(ino) is not None or not size:
             return False  # of some saved blocks may have changed since
-        name = undo_format.blocks_name(ino, self._true_epoch).encode()
+        name = undo_format.blocks_name(ino, self.true_epoch).encode()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
             out = os.open(name, flags, 0o600, dir_fd=self._directory.fd)
@@ -342,14 +339,15 @@ class UndoLog:
             os.close(out)
         first, count = blocks_of(0, size, self.block_size)
         with self.saving():
-            self._append(BlocksRecord(ino, self._true_epoch, first, count))
+            self._append(BlocksRecord(ino, self.true_epoch, first, count))
             self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
         return True
 
-    @property
-    def true_epoch(self) -> int:
-        """The last sealed epoch: what is saved now is true for it."""
-        return self._true_epoch
+    def has_room_for(self, size_bytes: int) -> bool:
+        """Whether so much more can be saved without giving the sealed epochs up, or taking a quarter of what others may need."""
+        room = os.statvfs(self._directory.fd)
+        fits = self._copied_bytes + size_bytes <= room.f_bavail * room.f_frsize // 4
+        return fits and self.bytes_kept + size_bytes <= self.limit_bytes
 
     def keep_copy(self, ino: int, pieces: Iterable[bytes | memoryview]) -> None:
         """Save the content that a file had at the cut, which the caller copied to memory under the hold.
@@ -360,13 +358,13 @@ class UndoLog:
         size = self._inodes.get(ino, 0)
         if not self._pending or not size:
             return
-        name = undo_format.blocks_name(ino, self._true_epoch).encode()
+        name = undo_format.blocks_name(ino, self.true_epoch).encode()
         written = write_pieces(self._directory.fd, name, pieces, size, new=ino not in self._blocks)
         first, count = blocks_of(0, size, self.block_size)
         with self.saving():
             self.bytes_kept += written
             self._copied_bytes += written
-            self._append(BlocksRecord(ino, self._true_epoch, first, count))
+            self._append(BlocksRecord(ino, self.true_epoch, first, count))
             self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
 
     def create_replacement(self, ino: int) -> tuple[int, bytes]:

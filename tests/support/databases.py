@@ -9,27 +9,40 @@ last without a gap. Which programs are here is for the caller to find out (``mis
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import mmap
+import os
+import shutil
+import signal
 import struct
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-KINDS: Final = ("rocksdb", "lmdb", "sqlite")
+KINDS: Final = ("rocksdb", "lmdb", "sqlite", "postgresql")
 _MODULES: Final = {"rocksdb": "rocksdict", "lmdb": "lmdb", "sqlite": "sqlite3"}
 _MAP_BYTES: Final = 64 << 20
 _FLUSH_EVERY: Final = 40
 """Transactions after which RocksDB writes a table file and names it in its MANIFEST."""
 _PAUSE_SECONDS: Final = 0.001
+_START_SECONDS: Final = 60
+_POLL_SECONDS: Final = 0.1
 _VALUE: Final = b"v" * 300
+_PROGRAMS: Final = ("initdb", "postgres", "psql")
+_SERVER: Final[dict[str, Any]] = {"user": 65534, "group": 65534, "extra_groups": []}
+"""PostgreSQL does not run as root; an account has to have this number, and nobody has."""
 
 
 def missing(kind: str) -> str:
     """What is not here of what the database takes; empty when nothing is."""
+    if kind == "postgresql":
+        return "" if all(map(shutil.which, _PROGRAMS)) else f"{', '.join(_PROGRAMS)} are not all installed"
     module = _MODULES[kind]
     return "" if importlib.util.find_spec(module) is not None else f"{module} is not installed"
 
@@ -91,7 +104,53 @@ def _sqlite(folder: Path) -> tuple[Callable[[int], None], Callable[[], Iterator[
     return commit, lambda: (row[0] for row in database.execute("SELECT number FROM numbers ORDER BY number"))
 
 
-_OPEN: Final = {"rocksdb": _rocksdb, "lmdb": _lmdb, "sqlite": _sqlite}
+def _postgresql(folder: Path) -> tuple[Callable[[int], None], Callable[[], Iterator[int]]]:
+    data, sockets = folder / "pg", Path(tempfile.mkdtemp(prefix="pg-"))
+    for place in (folder, sockets):
+        os.chown(place, _SERVER["user"], _SERVER["group"])
+    is_new = not data.exists()
+    if is_new:
+        quiet = subprocess.DEVNULL
+        subprocess.run(["initdb", "-A", "trust", "-U", "pg", "-D", data], check=True, stdout=quiet, **_SERVER)
+    options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={sockets}"]
+    server = subprocess.Popen(
+        ["postgres", "-D", data, *options], cwd="/", stderr=subprocess.DEVNULL, **_SERVER
+    )
+    atexit.register(lambda: (server.send_signal(signal.SIGINT), server.wait(), shutil.rmtree(sockets)))
+    ask = ["psql", "-qtAX", "-v", "ON_ERROR_STOP=1", "-h", str(sockets), "-U", "pg", "postgres"]
+    ends = time.monotonic() + _START_SECONDS
+    while subprocess.run([*ask, "-c", "SELECT 1"], capture_output=True, check=False).returncode:
+        if server.poll() is not None or time.monotonic() > ends:
+            raise RuntimeError("the server does not come up")
+        time.sleep(_POLL_SECONDS)
+    client = subprocess.Popen(ask, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert client.stdin is not None
+    answers = client.stdout
+    assert answers is not None
+
+    def tell(statement: str) -> None:
+        assert client.stdin is not None
+        client.stdin.write(statement + ";\n")
+        client.stdin.flush()
+
+    if is_new:
+        tell("CREATE TABLE numbers (number bigint PRIMARY KEY, value text)")
+
+    def commit(number: int) -> None:
+        tell(f"INSERT INTO numbers VALUES ({number}, '{_VALUE.decode()}') RETURNING number")
+        if int(answers.readline()) != number:
+            raise RuntimeError("another number came back")
+
+    def numbers() -> Iterator[int]:
+        done = subprocess.run(
+            [*ask, "-c", "SELECT number FROM numbers"], capture_output=True, text=True, check=True
+        )
+        return map(int, done.stdout.split())
+
+    return commit, numbers
+
+
+_OPEN: Final = {"rocksdb": _rocksdb, "lmdb": _lmdb, "sqlite": _sqlite, "postgresql": _postgresql}
 
 
 class Counts:

@@ -1,7 +1,7 @@
 """Databases under snapshots: every restored directory opens, and holds exactly the transactions that the cut allows.
 
-RocksDB, LMDB (a shared writable map, with a reader that had the file open first) and SQLite, each where its module is installed
-(`pip install rocksdict lmdb`, into any directory of PYTHONPATH), on ext4 and XFS loop devices under the kernel driver. Each commits
+RocksDB, LMDB (a shared writable map, with a reader that had the file open first), SQLite and PostgreSQL, each where it is installed
+(`pip install rocksdict lmdb`, into any directory of PYTHONPATH; Debian's postgresql in PATH), on ext4 and XFS loop devices under the kernel driver. Each commits
 numbers, one a transaction, durable before it says so. A snapshot may hold no number that was not begun when its cut was over, must
 hold every one that was durable before it was asked for, and all in between without a gap.
 """
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from support import databases
-from support.capture_child import Found, captured
+from support.capture_child import captured
 from support.databases import Counts
 from support.live import wait_for
 from support.overlay import overlay_over
@@ -76,6 +76,7 @@ def _on(
 ) -> list[Figure]:
     root = point / "root"
     root.mkdir()
+    top.chmod(0o711)  # PostgreSQL runs as another user
     Repository.create(top / "repository", block_size=4096).close()
     right, wrong = dict.fromkeys(kinds, 0), {kind: list[str]() for kind in kinds}
     not_held = 0
@@ -94,7 +95,8 @@ def _on(
             files = captured(overlay, top / "repository", cut.epoch, cut.cut_ns)
             not_held += sum(not found.held for found in files.values())
             for kind in kinds:
-                problem = _judge(kind, files, top / "out", low[kind], high[kind])
+                restored = _restored(top, root / kind, cut.epoch)
+                problem = _judge(kind, restored, low[kind], high[kind])
                 right[kind] += not problem
                 wrong[kind] += [problem] if problem else []
         statuses = {database.kind: database.stop() for database in at_work}
@@ -107,21 +109,24 @@ def _on(
     ]  # fmt: skip
 
 
-def _judge(kind: str, files: dict[bytes, Found], out: Path, low: int, high: int) -> str:
-    """What is wrong with the database in the snapshot; empty when nothing is."""
+def _restored(top: Path, folder: Path, epoch: int) -> Path:
+    """The folder as the command restores it from the snapshot of the epoch."""
+    out = top / "out"
     shutil.rmtree(out, ignore_errors=True)
-    head = f"{kind}/".encode()
-    for path, found in files.items():
-        if path.startswith(head):
-            target = out / os.fsdecode(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(found.content)
-    done = subprocess.run(
-        _command(kind, "READ", out / kind),
+    words = ["restore", "-s", f"cs-{epoch:06x}", "-p", os.fspath(folder), "-d", os.fspath(out)]
+    subprocess.run(
+        [sys.executable, "-m", "ciuic", "--repo", os.fspath(top / "repository"), *words],
+        check=True,
         capture_output=True,
-        text=True,
         timeout=_PATIENCE_SECONDS,
-        check=False,
+    )
+    return out / folder.name
+
+
+def _judge(kind: str, folder: Path, low: int, high: int) -> str:
+    """What is wrong with the restored database; empty when nothing is."""
+    done = subprocess.run(
+        _command(kind, "READ", folder), capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False
     )
     if done.returncode:
         return f"it does not open: {done.stderr[-500:]}"

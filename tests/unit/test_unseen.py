@@ -255,7 +255,9 @@ def test_a_handle_that_is_released_during_the_hold(here: Bench, monkeypatch: pyt
     assert lag_of(entry) is None
 
 
-def test_without_room_the_file_is_as_found_and_marked(here: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_the_file_is_as_found_and_marked(
+    here: Bench, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A copy that cannot be written costs neither the snapshot nor the job anything."""
     handle = here.core.open(made(here, b"file", b"old"), FRESH, unseen=True)
     os.pwrite(here.core.descriptor(handle), b"first", 0)
@@ -263,12 +265,19 @@ def test_without_room_the_file_is_as_found_and_marked(here: Bench, monkeypatch: 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(here.core._state.undo, "keep_copy", full)
-    epoch = here.cut(observe=False)
-    os.pwrite(here.core.descriptor(handle), b"later", 0)
-    record, report = here.capture(epoch)
-    assert report.errors == []
-    assert lag_of(entry_of(here, record, b"file")) is not None
+    undo = here.core._state.undo
+    for name, value in (("keep_copy", full), ("limit_bytes", 4096)):
+        with monkeypatch.context() as patch:
+            if kind == "xfs":
+                patch.setattr(undo, "clone_blocks", lambda *_: False)
+            patch.setattr(undo, name, value)
+            os.pwrite(here.core.descriptor(handle), b"first" * 2000, 0)
+            epoch = here.cut(observe=False)
+            os.pwrite(here.core.descriptor(handle), b"later", 0)
+            record, report = here.capture(epoch)
+        assert report.errors == []
+        assert here.core.status()["abandoned"] == []
+        assert lag_of(entry_of(here, record, b"file")) is not None
     here.core.release(handle)
 
 
