@@ -34,8 +34,13 @@ class Found(NamedTuple):
         return self.lag_ms is None
 
 
-def captured(overlay: Overlay, store: Path, epoch: int, cut_ns: int) -> dict[bytes, Found]:
-    """Capture the epoch, commit it, and return the regular files of the root by their paths below it."""
+def captured(
+    overlay: Overlay, store: Path, epoch: int, cut_ns: int, *, reads: bool = True
+) -> dict[bytes, Found]:
+    """Capture the epoch, commit it, and return the regular files of the root by their paths below it.
+
+    ``reads``: with their content.
+    """
     root = RootJob(
         path=os.fsencode(overlay.root),
         backing_fd=overlay.backing_fd,
@@ -61,7 +66,9 @@ def captured(overlay: Overlay, store: Path, epoch: int, cut_ns: int) -> dict[byt
         record = repository.snapshots.load(SnapshotId(name)).roots[0]
         return {
             path: Found(
-                read_file(repository, entry), bool(entry.flags & FLAG_OPEN_FOR_WRITING), lag_of(entry)
+                read_file(repository, entry) if reads else b"",
+                bool(entry.flags & FLAG_OPEN_FOR_WRITING),
+                lag_of(entry),
             )
             for path, entry in _files(repository, record)
         }

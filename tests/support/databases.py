@@ -123,6 +123,9 @@ def _postgresql(folder: Path) -> tuple[Callable[[int], None], Callable[[], Itera
         if server.poll() is not None or time.monotonic() > ends:
             raise RuntimeError("the server does not come up")
         time.sleep(_POLL_SECONDS)
+    if is_new:
+        table = "CREATE TABLE numbers (number bigint PRIMARY KEY, value text)"
+        subprocess.run([*ask, "-c", table], check=True)
     client = subprocess.Popen(ask, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert client.stdin is not None
     answers = client.stdout
@@ -132,9 +135,6 @@ def _postgresql(folder: Path) -> tuple[Callable[[int], None], Callable[[], Itera
         assert client.stdin is not None
         client.stdin.write(statement + ";\n")
         client.stdin.flush()
-
-    if is_new:
-        tell("CREATE TABLE numbers (number bigint PRIMARY KEY, value text)")
 
     def commit(number: int) -> None:
         tell(f"INSERT INTO numbers VALUES ({number}, '{_VALUE.decode()}') RETURNING number")

@@ -92,7 +92,7 @@ def _on(
             overlay.client.prepare(_PREPARE_SECONDS)
             cut = overlay.client.cut()
             high = {database.kind: database.counts.begun for database in at_work}
-            files = captured(overlay, top / "repository", cut.epoch, cut.cut_ns)
+            files = captured(overlay, top / "repository", cut.epoch, cut.cut_ns, reads=False)
             not_held += sum(not found.held for found in files.values())
             for kind in kinds:
                 restored = _restored(top, root / kind, cut.epoch)
