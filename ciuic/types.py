@@ -229,7 +229,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         return sum(known) if known else None
 
     def may_be_later(self, entry: Entry) -> bool:
-        """Whether the content of this file of the snapshot may be later than the cut."""
+        """Return whether the content of this file of the snapshot may be later than the cut."""
         unsure = FLAG_NOT_HELD if self.not_held is not None else FLAG_NOT_HELD | FLAG_OPEN_FOR_WRITING
         return bool(entry.flags & unsure)
 

@@ -62,7 +62,7 @@ class EntryMaker:
         )
 
     def _not_held(self, thing: Thing, stored: Stored) -> int:
-        """Flags of a file whose content was read just now: 0 where it is proved to be that of the cut."""
+        """Return the flags of a file that was read just now: 0 where its content is proved to be that of the cut."""
         unheld = self._unheld.get(thing.ino)
         if not stored.torn and (unheld is None or _is_as_held(thing, unheld)):
             return 0
@@ -147,14 +147,14 @@ class EntryMaker:
 
 
 def _unheld_of(sealed: Sealed) -> dict[int, Unheld]:
-    """By inode number. A worker of an older version says of no file how it was held."""
+    """Return the files that are not known to be held, by inode number; of a worker of an older version, all open ones."""
     if sealed.head.unheld is None:
         return {ino: Unheld(ino) for ino in sealed.head.open_for_write}
     return {unheld.ino: unheld for unheld in sealed.head.unheld}
 
 
 def _is_as_held(thing: Thing, unheld: Unheld) -> bool:
-    """Whether the file, read just now, is proved to be what it was under the hold (fuse_layer/instant.py)."""
+    """Return whether the file, read just now, is proved to be what it was under the hold (fuse_layer/instant.py)."""
     if not unheld.provable:
         return False
     if not unheld.size_bytes:

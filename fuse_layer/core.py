@@ -267,12 +267,12 @@ class OverlayCore:
         self._unseen.discard(handle, self._state.file(handle))
 
     def wish(self, node_id: int, flags: int, *, fresh: bool) -> Wish:
-        """What the rules say of an open of the node, where its family is not decided yet."""
+        """Ask the rules for the way of an open of the node, where its family is not decided yet."""
         node = self._state.nodes.get(node_id)
         return self._rules.wish(node.name, node.ino, flags, lambda: self._state.attr(node).st, fresh=fresh)
 
     def note_joined(self, node_id: int) -> None:
-        """The node was opened read-write beside readers that pass the worker by."""
+        """Note that the node was opened read-write beside readers that pass the worker by."""
         self._rules.note_joined(self._state.nodes.get(node_id).ino)
 
     def peek(self, parent_id: int, name: bytes) -> int:

@@ -12,7 +12,7 @@ _NO_XATTRS: Final = (errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 def read_xattrs(target: int | bytes, *, follow: bool = True) -> dict[bytes, bytes]:
-    """Every extended attribute, ACLs and security labels included; empty where the file system has none."""
+    """Return every extended attribute, ACLs and security labels included; none where the file system has none."""
     options = {} if isinstance(target, int) else {"follow_symlinks": follow}
     try:
         names = os.listxattr(target, **options)
@@ -48,6 +48,7 @@ def data_ranges(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of ``data`` at an offset, in as many calls as that takes."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)

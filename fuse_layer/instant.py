@@ -1,4 +1,4 @@
-"""What a cut takes of files that the kernel writes past the worker (unseen.py): one instant of all of them, as far as there is one.
+"""Hold the content of files that the kernel writes past the worker (unseen.py) at a cut: one instant of all of them.
 
 Such writers go on during a hold. Their files are looked at, copied, and looked at again until nothing has changed between two
 looks: whatever was true at the end of the first look and at the start of the second was true of all files at one instant, and
@@ -64,7 +64,7 @@ class _Budget:
 
     @property
     def is_late(self) -> bool:
-        """Whether the hold has to end, whatever is not done."""
+        """Tell whether the hold has to end, whatever is not done."""
         return time.monotonic() > self._end
 
 
@@ -98,7 +98,7 @@ class Target:
 
 
 class Instant:
-    """Of one cut of one root. ``take`` is called with the gate held, ``save`` after it."""
+    """The unseen files of one root at one cut. ``take`` is called with the gate held, ``save`` after it."""
 
     def __init__(self, state: OverlayState, epoch: int, *, fine_times: bool, faults_tell: bool) -> None:
         self._state = state
@@ -142,7 +142,7 @@ class Instant:
         self._ended_ns = time.time_ns()
 
     def _first_look(self, target: Target) -> bool:
-        """Whether the file is one that a snapshot can have: it has a name."""
+        """Return whether a snapshot can have the file, which needs a name for that."""
         try:
             target.st, nlink = self._state.undo.links(lambda: os.fstat(target.fd))
         except OSError:
@@ -152,7 +152,7 @@ class Instant:
         return nlink > 0 and target.st.st_ino == target.ino
 
     def _look_again(self) -> bool:
-        """Note which files changed since the last look; whether any did."""
+        """Note which files changed since the last look, and return whether any did."""
         for target in self._targets:
             before = target.st
             target.st = os.fstat(target.fd)
@@ -203,7 +203,7 @@ class Instant:
         self._targets = self._late = []
 
     def _save_copy(self, target: Target) -> bool:
-        """Whether the undo log has the content that was copied."""
+        """Write the copy to the undo log, and return whether it is there."""
         copy, target.copy = target.copy, None
         undo = self._state.undo
         if copy is None:
@@ -230,13 +230,14 @@ class Instant:
                 self._ended_ns = time.time_ns()
 
     def _is_still(self, target: Target) -> bool:
-        """Whether nothing of the file changed between the last two looks, so that all such files share an instant."""
+        """Return whether nothing of the file changed between the last two looks: all such files share an instant."""
         st = target.st
         if target.moving or target.dirty or (target.copied is not None and _changed(target.copied, st)):
             return False
         return self._fine_times or self._looked_ns - max(st.st_mtime_ns, st.st_ctime_ns) > TICK_NS
 
     def _judged(self, target: Target, is_saved: bool) -> Unheld:
+        """Describe a file that is not held, and what would prove after the capture that it is."""
         st = target.st
         provable = not is_saved and self._is_still(target)
         until_ns = self._ended_ns if is_saved else 0
@@ -252,7 +253,7 @@ def _changed(before: os.stat_result, after: os.stat_result) -> bool:
 
 
 def _copied(fd: int, size_bytes: int, budget: _Budget) -> list[memoryview] | None:
-    """The first bytes of a file from the page cache; None where they are not all there, or time is up."""
+    """Return the first bytes of a file from the page cache, None where they are not all there or time is up."""
     pieces: list[memoryview] = []
     at = 0
     while at < size_bytes:
@@ -271,7 +272,7 @@ def _copied(fd: int, size_bytes: int, budget: _Budget) -> list[memoryview] | Non
 
 
 def has_fine_times(directory_fd: int) -> bool:
-    """Whether the file system tells two writes apart by ctime however fast one follows the other, once the time was asked for."""
+    """Try whether ctime tells two writes apart however fast one follows the other, once the time was asked for."""
     try:
         fd = os.open(b".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     except OSError:
@@ -291,7 +292,7 @@ def _written_ns(fd: int) -> int:
 
 
 def faults_tell(directory_fd: int) -> bool:
-    """Whether a store to a clean page of a mapping moves ctime on this file system."""
+    """Return whether a store to a clean page of a mapping moves ctime on this file system."""
     with suppress(OSError):
         return syscalls.file_system_type(directory_fd) in _FAULTS_TELL
     return False

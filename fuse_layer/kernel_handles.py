@@ -99,7 +99,7 @@ class HandleRequests:
             return self._opened(request, node, handle, plan, flags)
 
     def _wish(self, node: int, flags: int, *, fresh: bool) -> Wish:
-        """What the rules say of an open whose family is not decided, or may pass the worker by."""
+        """Ask the rules about an open whose family is not decided, or that may pass the worker by."""
         if not self.modes.passthrough or (self.modes.is_passthrough(node) and not fresh):
             return Wish.ANY
         return self.core.wish(node, flags, fresh=fresh)

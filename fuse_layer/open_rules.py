@@ -1,4 +1,4 @@
-"""Which files must not be written past the worker, although the kernel could carry their data by itself (kernel_modes.py).
+"""Choose files that must not be written past the worker, although the kernel could carry their data (kernel_modes.py).
 
 Two kinds of files are worth a request for each write, because their content at a cut matters and nobody closes them:
 
@@ -50,7 +50,7 @@ _DIGITS: Final = re.compile(rb"\d+")
 
 
 class Wish(Enum):
-    """How data of an open should go, where its family is not decided yet."""
+    """Preferred way of an open's data, where its family is not decided yet."""
 
     ANY = 0
     TRACKED = 1
@@ -83,7 +83,7 @@ class OpenRules:
     def wish(
         self, name: bytes, ino: int, flags: int, attributes: Callable[[], os.stat_result], *, fresh: bool
     ) -> Wish:
-        """What is best for an open with ``flags``; ``attributes`` is called where the name leaves it open."""
+        """Choose the way for an open with ``flags``; ``attributes`` is called where the name does not decide."""
         if ino in self._inodes:
             return Wish.CACHED
         if self._mapped(name):
@@ -95,11 +95,11 @@ class OpenRules:
         return Wish.ANY
 
     def note_stayed(self, name: bytes) -> None:
-        """A file of this name is open for writing past the worker for so long that it cannot be a checkpoint."""
+        """Learn the name of a file that is written past the worker for longer than a checkpoint takes."""
         self._learn(self._names, _kind_of(name), MAX_LEARNED_NAMES)
 
     def note_joined(self, ino: int) -> None:
-        """A file was opened read-write beside readers by passthrough: what is written through its mappings is not seen."""
+        """Learn a file whose read-write open had to join readers by passthrough, so that its mappings are not seen."""
         self._learn(self._inodes, ino, MAX_LEARNED_INODES)
 
     def _learn(self, known: dict[_T, None], what: _T, limit: int) -> None:
@@ -144,7 +144,7 @@ class OpenRules:
 
 
 def _matcher(patterns: Sequence[str]) -> Callable[[bytes], object]:
-    """Whether a name matches any of the shell patterns, as bytes."""
+    """Return a test whether a name matches any of the shell patterns, as bytes."""
     if not patterns:
         return lambda name: None
     joined = "|".join(fnmatch.translate(os.fsencode(pattern).decode("latin-1")) for pattern in patterns)
@@ -156,7 +156,7 @@ def _kind_of(name: bytes) -> bytes:
 
 
 def _is_live(attributes: Callable[[], os.stat_result]) -> bool:
-    """Whether a database is one that is written to, and no data set."""
+    """Return whether a database is one that is written to, and no data set."""
     try:
         st = attributes()
     except OSError:

@@ -344,7 +344,7 @@ class UndoLog:
         return True
 
     def has_room_for(self, size_bytes: int) -> bool:
-        """Whether so much more can be saved without giving the sealed epochs up, or taking a quarter of what others may need."""
+        """Return whether so much more can be saved within the limit and a quarter of the free space."""
         room = os.statvfs(self._directory.fd)
         fits = self._copied_bytes + size_bytes <= room.f_bavail * room.f_frsize // 4
         return fits and self.bytes_kept + size_bytes <= self.limit_bytes

@@ -143,7 +143,7 @@ class UnseenWriters:
             time.sleep(_POLL_SECONDS)
 
     def cut(self, epoch: int) -> Instant | None:
-        """The epoch was just sealed, the gate is held: mark the new epoch, and save what can be saved at once.
+        """Mark the new epoch and save what can be saved at once; the old one was just sealed, the gate is held.
 
         Returns:
             What is to be saved after the hold; None where nobody writes unseen.
