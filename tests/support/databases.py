@@ -112,6 +112,9 @@ def _postgresql(folder: Path) -> tuple[Callable[[int], None], Callable[[], Itera
     if is_new:
         quiet = subprocess.DEVNULL
         subprocess.run(["initdb", "-A", "trust", "-U", "pg", "-D", data], check=True, stdout=quiet, **_SERVER)
+    (data / "postmaster.pid").unlink(
+        missing_ok=True
+    )  # a restored one names the server that goes on elsewhere
     options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={sockets}"]
     server = subprocess.Popen(
         ["postgres", "-D", data, *options], cwd="/", stderr=subprocess.DEVNULL, **_SERVER

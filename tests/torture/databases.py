@@ -29,7 +29,7 @@ from ciuic.repository import Repository
 
 SNAPSHOTS = 20
 """Of each database on each file system, while there is time."""
-_PATIENCE_SECONDS = 60
+_PATIENCE_SECONDS = 200
 _PREPARE_SECONDS = 0.2
 
 
