@@ -8,7 +8,8 @@ Guarantees:
 
 * A file that is not in ``unheld`` has its content of that instant in the undo log.
 * A file in ``unheld`` that is ``provable`` has that content as long as its size and times stay what they are there.
-* The hold is not longer for it than ``MAX_HOLD_SECONDS`` and one step; nothing waits for a disk but clones of some pages.
+* The hold is not longer for it than ``MAX_HOLD_SECONDS`` and one step, or 2 ms of processor time; nothing waits for a disk but
+  clones of some pages.
 * No failure in here reaches the job: what cannot be saved is listed in ``unheld``.
 
 What the proof rests on: a write moves ctime, which no program can set, and of which the file system tells two moments apart.
@@ -39,6 +40,10 @@ MAX_COPIED_BYTES: Final = 8 << 20
 """In all, smallest file first: 8 MiB of page cache take 4 ms to copy, so that several roots stay within the budget."""
 MAX_FILES: Final = 512
 """A file takes 20 µs of processor time to look at twice, copy and record: 10 ms in all. The others are captured as found."""
+SURE_FILES: Final = 64
+SURE_BYTES: Final = 1 << 20
+"""So many files are recorded, and so much of them is copied, whatever the clock says: 2 ms of processor time. A worker that another
+process keeps from its processor for longer than the budget would otherwise mark what it has no reason to mark."""
 MAX_ROUNDS: Final = 4
 """Looks after which a file that changes at each of them counts as being written without a pause."""
 CLONE_IN_HOLD_PAGES: Final = 256
@@ -134,7 +139,7 @@ class Instant:
                 break
             self._looked_ns = looking_ns
         for done, target in enumerate(self._targets):
-            if budget.is_late:
+            if budget.is_late and done >= SURE_FILES:
                 self.unheld += [Unheld(left.ino) for left in self._targets[done:]]
                 del self._targets[done:]
                 break
@@ -168,7 +173,8 @@ class Instant:
         room = MAX_COPIED_BYTES
         for target in sorted(self._targets, key=lambda target: target.st.st_size):
             room -= target.st.st_size
-            if room < 0 or budget.is_used_up:
+            is_sure = MAX_COPIED_BYTES - room <= SURE_BYTES
+            if room < 0 or (budget.is_used_up and not is_sure):
                 return
             if target.whole and (target.copied is None or _changed(target.copied, target.st)):
                 target.copy = _copied(target.fd, target.st.st_size, budget)
