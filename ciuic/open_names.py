@@ -6,7 +6,7 @@ from typing import Final
 
 DEFAULT_TRACKED_NAMES: Final = (
     *("MANIFEST-*", "LOG", "CURRENT", "*.log", "*.wal", "*-wal", "*.journal", "*-journal"),
-    *("*.jsonl", "*.ndjson", "*.csv", "*.tsv", "events.out.tfevents.*", "*.wandb", "*.out", "*.err"),
+    *("*.jsonl", "*.ndjson", "events.out.tfevents.*", "*.wandb", "*.out", "*.err"),
 )
 """Logs that programs create and keep open."""
 DEFAULT_MAPPED_NAMES: Final = ("*.mdb", "*.lmdb", "*.db", "*.db3", "*.sqlite", "*.sqlite3")

@@ -72,7 +72,6 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that mounts is skipped where nobody can mount, except in CI, where that is a failure."""
-    item.stash[_INSIDE] = leftovers.Inside.take()
     if item.get_closest_marker("mount") is None:
         return
     needs(_mounting_impossible_because())
@@ -103,6 +102,8 @@ def nothing_left_behind(
     """Fails a test that leaves a mount, a loop device or a process behind, and removes what it left."""
     below = (run_dir, tmp_path_factory.getbasetemp())
     before = leftovers.take_stock(below)
+    # What fixtures of wider scopes have, there is by now.
+    request.node.stash[_INSIDE] = leftovers.Inside.take()
     yield
     left = leftovers.remove_new(before, below)
     if left:
