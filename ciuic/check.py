@@ -263,7 +263,13 @@ class _Check:
         self.look_at_damaged_packs(damaged, reached)
         if orphans:
             message = f"{orphans} packs with {human_size(self.report.orphaned_bytes)} that no snapshot needs"
-            self.found("info", "orphaned pack", message, "`ciuic prune` frees them")
+            self.found("info", "orphaned pack", message, self.orphans_hint())
+
+    def orphans_hint(self) -> str:
+        """What frees orphaned packs: prune, unless it would refuse because snapshots may be missing."""
+        if self.repository.snapshots.names() or self.repository.misses_no_snapshot():
+            return "`ciuic prune` frees them"
+        return "put snapshots/ back from a copy if there was a snapshot; if not, the next one lets `ciuic prune` free them"
 
     def look_at_damaged_packs(self, damaged: dict[int, Damaged], reached: _Reached | None) -> None:
         """An interrupted write leaves a torn pack: no damage, if all that is needed is listed elsewhere."""

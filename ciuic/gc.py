@@ -4,7 +4,7 @@ Guarantees, in this order:
 
 * **What cannot be read is never a reason to delete.** One snapshot file, tree or block map that cannot be read,
   and nothing at all is removed: CollectionRefused says what and what to do. So does a repository that has packs
-  and no snapshot.
+  and no snapshot, unless the index says that none is missing: a first capture failed, or the last one was forgotten.
 * A chunk is removed only when no remaining snapshot refers to it, nor to one that is stored as a difference from it, decided under the repository's lock. Most of the
   marking is done before the lock is taken, so that captures wait for the sweep and not for the walk.
 * Stopped or killed anywhere, the repository is whole, and the next run frees the rest.
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from datetime import tzinfo
 
 from ciuic.chunkset import ChunkSet
+from ciuic.disk_space import available_bytes, total_bytes
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository.claim import is_claimed
@@ -46,10 +47,8 @@ from ciuic.sweep import (
     SweepResult,
     Thresholds,
     add_bases,
-    free_bytes,
     survey,
     sweep,
-    total_bytes,
     worth_rewriting,
 )
 from ciuic.types import ChunkId, Snapshot, SnapshotId
@@ -228,10 +227,10 @@ class _Run:
             what = "; ".join(f"{snapshot.path}: {snapshot.reason}" for snapshot in unreadable)
             raise _refused(f"a snapshot cannot be read ({what})", unreadable[0].id)
         self.known = {snapshot.id: snapshot for snapshot in snapshots}
-        if not snapshots and self.repository.packs():
+        if not snapshots and self.repository.packs() and not self.repository.misses_no_snapshot():
             raise CollectionRefused(
-                "the repository has packs and not one snapshot: nothing was deleted",
-                hint="if its snapshots were forgotten on purpose, the next snapshot lets prune free the space",
+                "the repository has packs, no snapshot, and no record that none is missing: nothing was deleted",
+                hint="put its snapshots/ back from a copy; if nothing of it is wanted, the next snapshot lets prune free the space",
             )
         if self.options.policy is None:
             return Plan(tuple(Decision(s.id, s.time_ns, ("no policy",)) for s in snapshots))
@@ -329,7 +328,7 @@ class _Run:
         if self.options.min_free is None:
             return 0
         path = self.repository.path
-        return self.options.min_free.floor_bytes(total_bytes(path)) - free_bytes(path)
+        return self.options.min_free.floor_bytes(total_bytes(path)) - available_bytes(path)
 
     def make_room(self, writer: Writer, report: PruneReport) -> None:
         """Below the floor, first rewrite harder, then give up the oldest snapshots that only rules of time keep.

@@ -10,12 +10,12 @@ anywhere: what is left is found again. Leaves to ciuic.gc the question of what i
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from ciuic.chunkset import ChunkSet
+from ciuic.disk_space import available_bytes, writable_bytes
 from ciuic.errors import Damaged, NotFound
 from ciuic.repository import PackInfo, PackRecord, Repository, Writer
 from ciuic.repository.chunks import MOST_BASES
@@ -274,7 +274,7 @@ def _rewrite(
     salvage: bool = False,
 ) -> bool:
     """Whether the next pack may be tried."""
-    cramped = free_bytes(writer.repository.path) < use.live_bytes + _REWRITE_MARGIN_BYTES
+    cramped = available_bytes(writer.repository.path) < use.live_bytes + _REWRITE_MARGIN_BYTES
     try:
         if not cramped:
             result.freed_bytes += writer.rewrite_pack(use.number, live, salvage=salvage)
@@ -303,22 +303,11 @@ def _rewrite_by_pieces(
     """From its end on, each piece freed before the next is copied; whether it was done to the end."""
     left_bytes = None
     while left_bytes != 0:
-        room_bytes = min(free_bytes(writer.repository.path), _REWRITE_MARGIN_BYTES)
+        # What is kept for root may be used: a piece is freed before the next one is copied.
+        room_bytes = min(writable_bytes(writer.repository.path), _REWRITE_MARGIN_BYTES)
         shortened = writer.shorten_pack(number, live, room_bytes)
         result.freed_bytes += shortened.freed_bytes
         if shortened.left_bytes == left_bytes:
             return False
         left_bytes = shortened.left_bytes
     return True
-
-
-def free_bytes(path: str | os.PathLike[str]) -> int:
-    """What the caller may still write to the file system at ``path``."""
-    status = os.statvfs(path)
-    return (status.f_bfree if os.geteuid() == 0 else status.f_bavail) * status.f_frsize
-
-
-def total_bytes(path: str | os.PathLike[str]) -> int:
-    """Size of the file system at ``path``."""
-    status = os.statvfs(path)
-    return status.f_blocks * status.f_frsize

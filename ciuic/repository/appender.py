@@ -86,6 +86,11 @@ class Appender:
         """Whether what is written stays in the page cache."""
 
     @property
+    def end(self) -> int:
+        """Where the next segment of the pack in work begins."""
+        return self._end
+
+    @property
     def unsynced_bytes(self) -> int:
         return self._end - self._synced_end
 

@@ -5,6 +5,7 @@ catalogue says, and with what the writer did when it closes.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -15,9 +16,11 @@ from ciuic.repository.seen import changed_ns, settled_ns
 from ciuic.repository.snapformat import Marks, encode_marks
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, SnapshotStore
 from ciuic.repository.writerindex import WriterIndex
+from ciuic.types import SnapshotId
 
 if TYPE_CHECKING:
     from ciuic.repository.disk import Disk
+    from ciuic.repository.packs import Packs
 
 _CATALOGUED: Final = {SNAPSHOTS_SEEN: SNAPSHOTS_DIR, MARKS_SEEN: MARKS_DIR}
 
@@ -34,6 +37,25 @@ class Cataloguing:
         """Rows of snapshots made by this writer."""
         self.changed = False
         """Whether a snapshot or a mark came, went or was replaced by this writer."""
+
+    def note_new_repository(self, packs: Packs) -> None:
+        """Note that no snapshot is missing where there is nothing yet: what a first capture leaves is then known to be garbage."""
+        if not self._index.last_pack() and not packs.numbers() and not self._snapshots.names():
+            self._index.set_no_snapshots(holds=True)
+
+    def before_commit(self) -> None:
+        """From here on a snapshot that is not there is missing."""
+        self.changed = True
+        self._index.set_no_snapshots(holds=False)
+
+    def removed(self, ids: Iterable[SnapshotId]) -> None:
+        """These snapshots were removed on purpose."""
+        chosen = list(ids)
+        self._index.catalogue_remove(chosen)
+        for id_ in chosen:
+            self.waiting.pop(id_, None)
+        if not self._snapshots.names():
+            self._index.set_no_snapshots(holds=True)
 
     def close(self) -> None:
         """Brings the catalogue up to date, and says that it is, for the next one who opens the repository."""
@@ -72,6 +94,8 @@ class Cataloguing:
         if unchanged:
             return
         snapshots = self._snapshots
+        if snapshots.names():
+            self._index.set_no_snapshots(holds=False)  # a power cut may have brought it back
         names, signatures, known = snapshots.names(), snapshots.signatures(), self._index.catalogued()
         gone = known.keys() - names
         if gone:

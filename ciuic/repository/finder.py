@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ciuic.errors import NotFound
 from ciuic.repository import log
-from ciuic.repository.index import Index
+from ciuic.repository.index import NO_SNAPSHOTS, Index
 from ciuic.repository.model import ChunkLocation
 from ciuic.repository.packs import Packs
 
@@ -118,3 +118,17 @@ class ReaderFinder:
                     self._scanned[number] = size_bytes
             except NotFound:
                 continue  # removed meanwhile: what was live in it is elsewhere by now
+
+
+def known_without_snapshots(index_path: str) -> bool:
+    """Whether the index says that no snapshot is missing where there is none; False without an index."""
+    try:
+        index = Index.open(index_path, "read")
+    except sqlite3.Error:
+        return False
+    try:
+        return bool(index.fact(NO_SNAPSHOTS))
+    except sqlite3.Error:
+        return False
+    finally:
+        index.close()

@@ -26,6 +26,9 @@ SNAPSHOTS_SEEN: Final = "snapshots_seen_ns"
 MARKS_SEEN: Final = "marks_seen_ns"
 """Facts: the time of change (seen.py) that the directory had when the index said all that is in it."""
 
+NO_SNAPSHOTS: Final = "no_snapshots"
+"""Fact: 1 while there is no snapshot and none is missing, because none was ever made or the last one was removed on purpose."""
+
 DAMAGED: Final = 1 << 31
 """In the flags of a row: the copy was read and found bad. Not a flag of the pack format."""
 

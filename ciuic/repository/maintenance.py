@@ -24,7 +24,7 @@ from ciuic.types import ChunkId
 
 if TYPE_CHECKING:
     from ciuic.repository.disk import Disk
-    from ciuic.repository.store import ChunkStore
+    from ciuic.repository.store import ChunkStore, Extent
 
 _COPYING_BYTES = 128 << 10
 """What a few copies may need besides themselves: a pack's header, a table, blocks that the file system counts."""
@@ -131,6 +131,45 @@ def drop_pack(disk: Disk, store: ChunkStore, number: int, records: list[PackReco
     store.packs.forget(number)
     disk.remove_file(store.packs.path(number))
     return size_bytes
+
+
+def give_back(disk: Disk, store: ChunkStore, before: Extent) -> int:
+    """See Writer.give_back. The store has been closed."""
+    freed_bytes = 0
+    for number in sorted(store.packs.numbers()):
+        if number > before.last_number:
+            size_bytes = store.packs.size(number)
+            records: list[PackRecord] | None = None  # then every row of the index is looked at
+            with suppress(DamagedPack):
+                records = strict_records(store.packs, number)
+            store.index.drop(number, records)
+            store.packs.forget(number)
+            disk.remove_file(store.packs.path(number))
+            freed_bytes += size_bytes
+        elif number in before.ends:
+            freed_bytes += _cut_back(disk, store, number, before.ends[number])
+    return freed_bytes
+
+
+def _cut_back(disk: Disk, store: ChunkStore, number: int, end: int) -> int:
+    """Cut off what was appended to a pack since it ended there; bytes freed."""
+    size_bytes = store.packs.size(number)
+    if size_bytes <= end:
+        return 0
+    kept: list[PackRecord] = []
+    gone: list[PackRecord] = []
+    for segment in store.packs.scan(number):
+        (kept if segment.end <= end else gone).extend(segment.records)
+    # The order of `shorten_pack`: the index first, for what it says of the rest would be believed by the next capture.
+    store.index.cut(number, end, gone, kept)
+    disk.touch_dir(store.packs.directory)
+    fd = disk.open_write(store.packs.path(number))
+    try:
+        disk.truncate(fd, end)
+    finally:
+        disk.close(fd)
+    store.packs.forget(number)
+    return size_bytes - end
 
 
 def release_pack(store: ChunkStore, number: int) -> None:

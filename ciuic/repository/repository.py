@@ -252,6 +252,15 @@ class Repository:
         except CiuicError:
             return True
 
+    def misses_no_snapshot(self) -> bool:
+        """Whether there is no snapshot although none is missing: none was ever made, or the last was removed on purpose.
+
+        False also where that is not known any more (the index was lost).
+        """
+        from ciuic.repository.finder import known_without_snapshots
+
+        return not self.snapshots.names() and known_without_snapshots(f"{self.path}/{INDEX_NAME}")
+
     def stored_bytes(self) -> int:
         """Size of all packs together."""
         return sum(self._pack_files().sizes().values())

@@ -46,6 +46,15 @@ class _Pending(NamedTuple):
     packed: Job
 
 
+class Extent(NamedTuple):
+    """How far the packs reach, so that what is stored later can be told from it."""
+
+    last_number: int
+    """The highest number that a pack has had."""
+    ends: dict[int, int]
+    """Number → end in bytes, of the packs that are being appended to."""
+
+
 class ChunkStore:
     """Appends chunks and finds them. Also the Finder of the writer's own reads."""
 
@@ -86,6 +95,11 @@ class ChunkStore:
     def grown_bytes(self) -> int:
         """Bytes by which the packs have grown since this store opened."""
         return sum(appender.grown_bytes for appender in self.appenders.values())
+
+    def extent(self) -> Extent:
+        """How far the packs reach now. Call it when all is durable."""
+        ends = {appender.number: appender.end for appender in self.appenders.values() if appender.number}
+        return Extent(self._last_number, ends)
 
     def id_of(self, data: Bytes) -> ChunkId:
         """The id of this content, stored or not."""

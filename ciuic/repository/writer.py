@@ -88,6 +88,9 @@ class Writer:
         self._seed = seed
         self._pack_bytes = pack_bytes
         self._store = self._new_store(tails)
+        self._promised = self._store.extent()
+        """Up to here the packs hold what was there before, or was committed."""
+        self._gave_back = False
         self._stage = Stage(packs.directory)
         self._trees = Trees(self._store)
         self._maps = BlockMaps(self._store)
@@ -95,6 +98,7 @@ class Writer:
         self._catalogue = Cataloguing(disk, self._path, repository.snapshots, self._index)
         self._open = True
         self._catalogue.refresh()
+        self._catalogue.note_new_repository(packs)
 
     def __enter__(self) -> Writer:
         return self
@@ -119,7 +123,8 @@ class Writer:
             last.callback(self._stage.close)
             last.callback(self._catalogue.close)
             with suppress(OSError):  # nothing of this was promised; an interrupted first capture gains by it
-                self._store.sync()
+                if not self._gave_back:
+                    self._store.sync()
 
     def _new_store(self, tails: dict[PackKind, Tail]) -> ChunkStore:
         def raised() -> None:
@@ -240,12 +245,13 @@ class Writer:
                 if tree and not self._store.has(ChunkId(tree)):
                     raise ValueError(f"the tree {tree.hex()} of {root.path!r} is not in the repository")
         self._store.sync()
-        self._catalogue.changed = True
+        self._catalogue.before_commit()
         snapshot = self._finished(draft)
         # A marks file of an earlier snapshot of this id, left by a crash, must not apply to this one.
         self._remove_quietly(self.repository.snapshots.marks_path(draft.id))
         self._disk.replace_file(path, encode_snapshot(snapshot, self.repository.id))
         self._committed_bytes = self._store.grown_bytes
+        self._promised = self._store.extent()
         # Told at the end: SQLite syncs before it answers, and who waits for the snapshot should not wait for its row.
         self._catalogue.waiting[snapshot.id] = (info_of(snapshot), "")
         return snapshot
@@ -328,9 +334,7 @@ class Writer:
             self._disk.sync_dir(f"{self._path}/{SNAPSHOTS_DIR}")
         for id_ in chosen:
             self._remove_quietly(snapshots.marks_path(id_))
-        self._index.catalogue_remove(chosen)
-        for id_ in chosen:
-            self._catalogue.waiting.pop(id_, None)
+        self._catalogue.removed(chosen)
 
     def _remove_quietly(self, path: str) -> None:
         if os.path.lexists(path):
@@ -364,6 +368,18 @@ class Writer:
         self.repository.forget_pack(number)
         return shortened
 
+    def give_back(self) -> int:
+        """Remove what was stored since the writer opened or last committed; returns the bytes freed. Needs no free space.
+
+        For a capture that the disk has no room for: what it has written would keep that room from others until the next prune.
+        After this only `close` is useful. Not after `rewrite_pack` and its like, which store what is promised. OSError.
+        """
+        self._gave_back = True
+        self._store.close()
+        freed_bytes = maintenance.give_back(self._disk, self._store, self._promised)
+        self.repository.close()  # its descriptors would keep the space of packs that are gone
+        return freed_bytes
+
     def drop_pack(self, number: int) -> int:
         """Deletes a pack with all in it; returns its size in bytes. Needs no free space. NotFound."""
         size_bytes = maintenance.drop_pack(self._disk, self._store, number)
@@ -385,12 +401,14 @@ class Writer:
         """
         self._store.sync()
         self._store.close()
-        marked = self._index.damaged()
+        marked, none_missing = self._index.damaged(), self._index.has_no_snapshots
         self._index.clear()
+        self._index.set_no_snapshots(holds=none_missing)
         tails = reconcile(self._disk, self._packs, self._index, progress)
         self._store = self._new_store(tails)
         self._trees, self._maps = Trees(self._store), BlockMaps(self._store)
         self._committed_bytes = 0
+        self._promised = self._store.extent()
         self.mark_damaged({chunk for chunk, _, _ in marked})
         self._catalogue.refresh()
 

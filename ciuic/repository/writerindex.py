@@ -13,7 +13,7 @@ from ciuic.errors import NotFound
 from ciuic.repository import log
 from ciuic.repository.catalogue import Catalogue
 from ciuic.repository.chunks import location_of
-from ciuic.repository.index import DAMAGED, Index, discard
+from ciuic.repository.index import DAMAGED, NO_SNAPSHOTS, Index, discard
 from ciuic.repository.model import ChunkLocation, PackRecord, SnapshotInfo
 from ciuic.repository.packs import Packs
 from ciuic.types import ChunkId
@@ -212,6 +212,16 @@ class WriterIndex:
         """Says so, unless something could not be written into the index."""
         if changed_ns and not self._lacking and self._fact(name) != changed_ns:
             self._try("index_not_extended", lambda index: index.set_fact(name, changed_ns))
+
+    def set_no_snapshots(self, *, holds: bool) -> None:
+        """Keep the fact NO_SNAPSHOTS. One that could not be written, or was lost, only makes prune more careful."""
+        if bool(self._fact(NO_SNAPSHOTS)) != holds:
+            self._try("index_not_extended", lambda index: index.set_fact(NO_SNAPSHOTS, int(holds)))
+
+    @property
+    def has_no_snapshots(self) -> bool:
+        """The fact NO_SNAPSHOTS."""
+        return bool(self._fact(NO_SNAPSHOTS))
 
     def _fact(self, name: str) -> int:
         if self._disk is None:

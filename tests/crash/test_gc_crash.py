@@ -137,7 +137,8 @@ def cramp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prune sees so little free space that packs are moved by pieces, from their ends on."""
     from ciuic import sweep
 
-    monkeypatch.setattr(sweep, "free_bytes", lambda path: 640 << 10)  # one of the segments of `together`
+    for name in ("available_bytes", "writable_bytes"):
+        monkeypatch.setattr(sweep, name, lambda path: 640 << 10)  # one of the segments of `together`
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from support.stored import Tree, read_back, store
 
 from ciuic import gc
+from ciuic.check import check
 from ciuic.errors import Busy, CiuicError, NotFound
 from ciuic.gc import CollectionRefused, forget, prune
 from ciuic.repository import Repository, Writer
@@ -219,9 +220,43 @@ def test_packs_without_any_snapshot_are_left_alone(repository: Repository) -> No
     for path in Path(repository.path).rglob(f"*{id_}*"):
         path.unlink()
     with Repository.open(repository.path) as fresh:
-        with pytest.raises(CollectionRefused, match="not one snapshot"):
+        with pytest.raises(CollectionRefused, match="no record that none is missing"):
             prune(fresh, LAST)
         assert fresh.stored_bytes() > 40 * BLOCK
+
+
+def test_packs_of_a_first_snapshot_that_failed_are_freed(repository: Repository) -> None:
+    """None was ever made, so none is missing: what the attempt left is garbage, also when the index was made anew since."""
+    with repository.writer() as writer:
+        writer.put_chunk(noise(1, 40 * BLOCK))
+    with repository.writer() as writer:
+        writer.rebuild_index()
+    assert repository.stored_bytes() > 40 * BLOCK
+    (finding,) = check(repository).findings
+    assert "ciuic prune" in finding.hint
+    assert prune(repository, LAST).freed_bytes > 40 * BLOCK
+    assert repository.stored_bytes() == 0
+
+
+def test_packs_of_forgotten_snapshots_are_freed(repository: Repository) -> None:
+    """The last snapshot was removed on purpose. Snapshots that come later are missed again."""
+    ids = commit(repository, {b"a": noise(1, 40 * BLOCK)}, {b"a": noise(2, 40 * BLOCK)})
+    forget(repository, ids[:1])
+    forget(repository, ids[1:])
+    assert prune(repository, LAST).freed_bytes > 80 * BLOCK
+    (id_,) = commit(repository, {b"a": noise(3, 40 * BLOCK)})
+    Path(repository.snapshots.path(id_)).unlink()
+    with pytest.raises(CollectionRefused):
+        prune(repository, LAST)
+
+
+def test_check_recommends_no_prune_that_would_refuse(repository: Repository) -> None:
+    """Packs of a repository that has lost its snapshots: the hint names what can be done."""
+    (id_,) = commit(repository, {b"a": noise(1, 40 * BLOCK)})
+    Path(repository.snapshots.path(id_)).unlink()
+    with Repository.open(repository.path) as fresh:
+        (hint,) = [found.hint for found in check(fresh).findings if found.kind == "orphaned pack"]
+    assert "snapshots/" in hint
 
 
 def test_an_empty_repository(repository: Repository) -> None:
@@ -322,7 +357,7 @@ def test_the_floor_takes_the_oldest(repository: Repository, monkeypatch: pytest.
     with repository.writer() as writer:
         writer.set_marks(ids[0], hold=True)
     capacity = repository.stored_bytes() + 10 * BLOCK
-    monkeypatch.setattr(gc, "free_bytes", lambda path: capacity - repository.stored_bytes())
+    monkeypatch.setattr(gc, "available_bytes", lambda path: capacity - repository.stored_bytes())
     rules = RetentionPolicy(keep_within_seconds=0, keep_last=100, keep_tags=("good",))
 
     report = prune(repository, rules, min_free=MinFree(size_bytes=150 * BLOCK))
@@ -365,7 +400,7 @@ def test_holds_of_ordinary_users_yield_to_the_floor_and_to_root(
 
     assert prune(repository, rules).removed == []
     capacity = repository.stored_bytes() + 10 * BLOCK
-    monkeypatch.setattr(gc, "free_bytes", lambda path: capacity - repository.stored_bytes())
+    monkeypatch.setattr(gc, "available_bytes", lambda path: capacity - repository.stored_bytes())
     report = prune(repository, rules, min_free=MinFree(size_bytes=150 * BLOCK))
     assert report.removed == report.removed_for_space == ids[1:3]
     assert [note for note in report.notes if "user 4321" in note] == report.notes != []
@@ -386,7 +421,8 @@ def test_a_full_disk_drops_and_does_not_copy(repository: Repository, monkeypatch
     mixed = {b"keep": noise(1, 50 * BLOCK), b"lose": noise(2, 200 * BLOCK)}
     ids = commit(repository, mixed, {b"keep": noise(1, 50 * BLOCK), b"dead": noise(3, 300 * BLOCK)})
     ids += commit(repository, {b"keep": noise(1, 50 * BLOCK)})
-    monkeypatch.setattr(sweep, "free_bytes", lambda path: 0)
+    monkeypatch.setattr(sweep, "available_bytes", lambda path: 0)
+    monkeypatch.setattr(sweep, "writable_bytes", lambda path: 0)
     report = prune(repository, LAST)
     assert report.removed == ids[:2]
     assert report.rewritten_packs == 0

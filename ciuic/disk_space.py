@@ -1,0 +1,62 @@
+"""Space of a file system: what others can still use of it, and the reserve that captures leave to them.
+
+Guarantees: "free" is what an ordinary process may still use (f_bavail, as df(1) shows it), never what root alone may
+(f_bfree). Leaves refusing a write to ciuic.repository.reserved_disk, and measuring growth to ciuic.daemon.space.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final, NamedTuple
+
+from ciuic.retention import MinFree
+from ciuic.units import human_size
+
+DEFAULT_RESERVE_SHARE: Final = 0.05
+"""ext4 keeps the same share for root, and for the same reason: a file system that is full to the last block serves nobody."""
+GROWTH_FACTOR: Final = 2
+"""Times what others took during the last interval: once for the next interval, once for one that is busier."""
+
+
+class Reserve(NamedTuple):
+    """What captures leave free on the repository's file system."""
+
+    size_bytes: int = 0
+    reason: str = ""
+    """Where the figure comes from, in words."""
+
+
+def available_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes that an ordinary process may still write to the file system at ``path``. OSError."""
+    room = os.statvfs(path)
+    return room.f_bavail * room.f_frsize
+
+
+def writable_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes that this process may still write there: for root also what the file system keeps for root. OSError."""
+    room = os.statvfs(path)
+    return (room.f_bfree if os.geteuid() == 0 else room.f_bavail) * room.f_frsize
+
+
+def total_bytes(path: str | os.PathLike[str]) -> int:
+    """Size of the file system at ``path``. OSError."""
+    room = os.statvfs(path)
+    return room.f_blocks * room.f_frsize
+
+
+def reserve_of(setting: MinFree | None, file_system_bytes: int, growth_bytes: int = 0) -> Reserve:
+    """Return the reserve on a file system of that size.
+
+    Args:
+        setting: `[repository] reserve`; None for the default.
+        file_system_bytes: Size of the file system.
+        growth_bytes: What others than the repository took of it during the last interval.
+    """
+    if setting is not None:
+        share = f"{setting.share * 100:g}% of {human_size(file_system_bytes)}, " if setting.share else ""
+        return Reserve(setting.floor_bytes(file_system_bytes), f"{share}[repository] reserve")
+    share_bytes = int(DEFAULT_RESERVE_SHARE * file_system_bytes)
+    if GROWTH_FACTOR * growth_bytes > share_bytes:
+        reason = f"twice the {human_size(growth_bytes)} that others took during the last interval"
+        return Reserve(GROWTH_FACTOR * growth_bytes, reason)
+    return Reserve(share_bytes, f"{DEFAULT_RESERVE_SHARE * 100:g}% of {human_size(file_system_bytes)}")
