@@ -154,12 +154,20 @@ class RepositoryStatus(_Document):
     path: str = ""
     exists: bool = False
     missing: str = ""
-    """Why there is none although there was one: its disk is absent. None is made then."""
+    """Why there is none although there was one: its disk is absent, or it was moved away. None is made then."""
+    missing_hint: str = ""
+    """What to do about that."""
     size_bytes: int = 0
     """Bytes that the store's files take on disk."""
     free_bytes: int = 0
-    """What the file system has free for a privileged process."""
+    """What the file system has free for an ordinary process, as df(1) shows it."""
+    used_bytes: int = 0
+    """What of the file system is used, by whomever."""
     total_bytes: int = 0
+    reserve_bytes: int = 0
+    """What captures leave free for others."""
+    reserve_reason: str = ""
+    """Where that comes from, in words."""
     snapshots: int = 0
 
 

@@ -90,18 +90,22 @@ def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:
     yield from _safely("system calls", lambda: machine.system_calls(unfiltered))
     yield from findings
     yield from _safely("service", lambda: machine.systemd_unit(_systemd(), daemon_answers=status is not None))
-    yield from _places(session, config, paths, mountinfo.read(), daemon_answers=status is not None)
+    yield from _places(session, config, paths, mountinfo.read(), status)
     yield from _safely("io pressure", machine.pressure)
     yield from _safely("clock", machine.clock)
 
 
 def _places(
-    session: Session, config: Config, paths: tuple[bytes, ...], mounts: list[Mount], *, daemon_answers: bool
+    session: Session,
+    config: Config,
+    paths: tuple[bytes, ...],
+    mounts: list[Mount],
+    status: StatusDocument | None,
 ) -> Iterator[Finding]:
     from ciuic.cli import doctor_machine as machine
     from ciuic.cli import doctor_places as places
 
-    yield from _safely("roots", lambda: places.roots(config, mounts, look_for_bypass=not daemon_answers))
+    yield from _safely("roots", lambda: places.roots(config, mounts, look_for_bypass=status is None))
     try:
         repository = session.repository_dir
     except CiuicError as error:
@@ -112,7 +116,7 @@ def _places(
         )
         yield from _safely("repository", lambda: _repository(session, config))
         yield from _safely("file system", lambda: places.file_systems(config, repository, mounts))
-        yield from _safely("free space", lambda: places.space(config, repository, mounts))
+        yield from _safely("free space", lambda: places.space(config, repository, mounts, status))
         disks = [repository, *(root.path for root in config.roots)]
         priority = str(config.capture.io_priority)
         yield from _safely("io scheduler", lambda: machine.schedulers(disks, mounts, priority))

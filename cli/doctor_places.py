@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Final
 from ciuic.child_process import find_program, program_environment
 from ciuic.cli.findings import Finding, ok, problem, warning
 from ciuic.cli.names import shown, shown_text
+from ciuic.disk_space import Reserve, available_bytes, reserve_of, total_bytes
 from ciuic.errors import CiuicError
 from ciuic.mountinfo import Mount
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
     from ciuic.config import Config, RootConfig
+    from ciuic.control_types import StatusDocument
     from ciuic.repository import Repository
 
 _FICLONE: Final = 0x40049409
@@ -162,8 +164,10 @@ def can_clone(directory: Path) -> bool:
     return True
 
 
-def space(config: Config, repository: Path, mounts: Sequence[Mount]) -> Iterator[Finding]:
-    """Free bytes and inodes, for the store and for the undo logs that lie below each root; each file system once."""
+def space(
+    config: Config, repository: Path, mounts: Sequence[Mount], status: StatusDocument | None = None
+) -> Iterator[Finding]:
+    """Free bytes and inodes, for the store and for the undo logs that lie below each root; each file system once. Then the reserve."""
     from ciuic.config.places import mount_holding
 
     seen: set[tuple[int, int]] = set()
@@ -179,6 +183,25 @@ def space(config: Config, repository: Path, mounts: Sequence[Mount]) -> Iterator
         seen |= {mount.device} if mount is not None else set()
         floor = config.min_free.floor_bytes(facts.f_blocks * facts.f_frsize) if config.min_free else 0
         yield _space_finding(place, facts, floor)
+    yield _reserve_finding(config, _existing(repository), status)
+
+
+def _reserve_finding(config: Config, place: Path, status: StatusDocument | None) -> Finding:
+    """What captures leave free for others; the daemon alone knows how much others took lately."""
+    free = available_bytes(place)
+    if status is not None:
+        reserve = Reserve(status.repository.reserve_bytes, status.repository.reserve_reason)
+    else:
+        reserve = reserve_of(config.repository.reserve, total_bytes(place))
+    text = f"captures leave {human_size(reserve.size_bytes)} free for others ({reserve.reason})"
+    if free < reserve.size_bytes:
+        return problem(
+            "reserve",
+            f"{text}, and {human_size(free)} is free: no snapshot can be taken",
+            f"free {human_size(reserve.size_bytes - free)} or more on the file system of {shown_text(str(place))}, put "
+            "[repository] path on another disk, or lower [repository] reserve",
+        )
+    return ok("reserve", text)
 
 
 def _space_finding(place: Path, facts: os.statvfs_result, floor_bytes: int) -> Finding:

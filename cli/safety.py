@@ -24,6 +24,8 @@ from ciuic.errors import CiuicError, Unreachable
 if TYPE_CHECKING:
     import subprocess
 
+    from ciuic.retention import MinFree
+
 TAG: Final = "safety"
 _POLL_SECONDS: Final = 0.2
 
@@ -156,12 +158,17 @@ def _offline_job(session: Session, roots: Sequence[Path], message: str) -> dict[
     import base64
     import socket
 
+    from ciuic.disk_space import reserve_of, total_bytes
+
     excludes: dict[Path, list[str]] = {}
+    setting: MinFree | None = None
     try:
         config = session.config
+        setting = config.repository.reserve
         excludes = {root.path: list(config.excludes_of(root)) for root in config.roots}
     except CiuicError as error:
         detail(f"no exclude patterns: {error.message}")
+    reserve = reserve_of(setting, total_bytes(session.repository_dir))
     return {
         "repository": str(session.repository_dir),
         "id": str(session.own_repository.snapshots.new_id()),
@@ -180,6 +187,8 @@ def _offline_job(session: Session, roots: Sequence[Path], message: str) -> dict[
         # Somebody is waiting for this one.
         "io_priority": "none",
         "trust_repository": session.trusts_repository,
+        "reserve_bytes": reserve.size_bytes,
+        "reserve_reason": reserve.reason,
     }
 
 

@@ -101,6 +101,13 @@ def _print(status: StatusDocument) -> None:
             f"store      {shown_text(store.path)}: {human_size(store.size_bytes)} in {plural(store.snapshots, 'snapshot')}, "
             f"{human_size(store.free_bytes)} of {human_size(store.total_bytes)} free"
         )
+        if store.reserve_bytes:
+            out(
+                f"           captures leave {human_size(store.reserve_bytes)} of it free for others "
+                f"({shown_text(store.reserve_reason)})"
+            )
+    elif store.missing:
+        out(f"store      {shown_text(store.missing)}", fg="red")
     else:
         out(f"store      {shown_text(store.path) or 'none'}: not made yet")
     out(f"beside     {_beside_line(status.beside)}")

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from ciuic.control_types import Alert, Severity, rfc3339
 from ciuic.daemon.events import EventBus
 
+KEY_MISSING = "missing"
+"""Of the alert that the repository is not where it was."""
+
 
 class Alerts:
     """The standing alerts, by key. Belongs to the trio thread."""

@@ -30,6 +30,7 @@ from ciuic import seccomp_profiles
 from ciuic.daemon import logs
 from ciuic.daemon.capture_job import (
     EXIT_INTERRUPTED,
+    EXIT_NO_ROOM,
     EXIT_UNDO_LOST,
     CaptureJob,
     Done,
@@ -42,6 +43,8 @@ from ciuic.daemon.capture_job import (
 )
 from ciuic.daemon.capture_root import Interrupted, Report
 from ciuic.daemon.capture_roots import Captured, capture_roots, limit_memory
+from ciuic.daemon.capture_space import NoRoom, Room
+from ciuic.disk_space import reserve_of, total_bytes
 from ciuic.errors import Busy, CiuicError, UsageError
 from ciuic.excludes import effective_patterns
 from ciuic.fuse_layer.undo_format import UndoDamaged, UndoLost
@@ -71,11 +74,20 @@ def run_job(job: CaptureJob, report: Report, committed: Callable[[Done], None] =
     """
     begun = time.monotonic()
     require_own(job.repository, trusted=job.trust_repository)
-    with Repository.open(job.repository) as repository, _writer(repository, job, report) as writer:
+    room = Room(job)
+    with (
+        Repository.open(job.repository, disk=room.disk) as repository,
+        _writer(repository, job, report) as writer,
+    ):
+        room.check_first(repository)
         report.new_bytes = lambda: writer.new_bytes
-        captured = capture_roots(job, repository, writer, report)
-        report.check()
-        snapshot = _commit(job, captured, writer, report)
+        report.room = room
+        try:
+            captured = capture_roots(job, repository, writer, report)
+            report.check()
+            snapshot = _commit(job, captured, writer, report)
+        except OSError as error:
+            raise room.failed(error, writer) from error
         done = _done(snapshot, report, begun)
         committed(done)
     return done
@@ -159,7 +171,11 @@ def _left_out(roots: Sequence[LeftOut]) -> str:
 def failure(error: BaseException, repository: str) -> Failed:
     """What to tell about an error, and with which exit status."""
     if isinstance(error, CiuicError):
-        return Failed(error=printable(error.message), hint=printable(error.hint), code=error.exit_code)
+        failed = Failed(error=printable(error.message), hint=printable(error.hint), code=error.exit_code)
+        if isinstance(error, NoRoom):
+            code = EXIT_NO_ROOM if error.is_final else error.exit_code
+            failed = msgspec.structs.replace(failed, needed_bytes=error.needed_bytes, code=code)
+        return failed
     if isinstance(error, UndoLost | UndoDamaged):
         return Failed(
             error=printable(str(error)), hint="the next snapshot takes these changes", code=EXIT_UNDO_LOST
@@ -170,7 +186,7 @@ def failure(error: BaseException, repository: str) -> Failed:
         where = f" ({printable(error.filename)})" if isinstance(error.filename, str | bytes) else ""
         return Failed(
             error=f"capture into {printable(repository)} failed: {error.strerror or error}{where}",
-            hint="free space with `ciuic prune`, or look at the disk; the next snapshot takes these changes",
+            hint="look at the disk; the next snapshot takes these changes",
         )
     return Failed(
         error=printable(f"capture failed: {type(error).__name__}: {error}"),
@@ -307,6 +323,7 @@ def _offline_job(options: argparse.Namespace) -> CaptureJob:
             raise UsageError(f"{root} is not an absolute path")
     with Repository.open(options.repo) as repository:
         new_id = repository.snapshots.new_id()
+    reserve = reserve_of(None, total_bytes(options.repo))
     return CaptureJob(
         repository=options.repo,
         id=str(new_id),
@@ -326,6 +343,8 @@ def _offline_job(options: argparse.Namespace) -> CaptureJob:
         lock_wait_seconds=options.wait,
         io_priority=options.io_priority,
         min_share=options.min_share,
+        reserve_bytes=reserve.size_bytes,
+        reserve_reason=reserve.reason,
     )
 
 

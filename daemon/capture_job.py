@@ -20,6 +20,8 @@ from ciuic.types import LeftOut, Pair
 
 EXIT_UNDO_LOST = 20
 """The sealed state was given up or cannot be read exactly any more; nothing was committed, and trying again is useless."""
+EXIT_NO_ROOM = 21
+"""The snapshot does not fit, and there is no older one whose removal could make room: trying again is useless."""
 EXIT_INTERRUPTED = 130
 """SIGTERM or SIGINT; nothing was committed."""
 DEFAULT_MEMORY_LIMIT_BYTES = 4 << 30
@@ -77,6 +79,12 @@ class CaptureJob(msgspec.Struct, kw_only=True, frozen=True):
     """Where the workers have their sockets; empty where nothing is to be heard of them."""
     trust_repository: bool = False
     """Whether the repository may belong to another user."""
+    reserve_bytes: int = 0
+    """So much stays free for others on the repository's file system."""
+    reserve_reason: str = ""
+    """Where the reserve comes from, for messages."""
+    needed_bytes: int = 0
+    """What an earlier attempt had written when it ran out of room: less is not tried again."""
 
 
 class Progress(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="progress"):
@@ -137,6 +145,8 @@ class Failed(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="
     """The exit status: one of ciuic.errors, EXIT_UNDO_LOST or EXIT_INTERRUPTED."""
     root: bytes = b""
     """The root that was being read; empty when none was."""
+    needed_bytes: int = 0
+    """The least that another attempt has to find free; 0 unless room was missing."""
 
 
 Message = Progress | Done | Failed

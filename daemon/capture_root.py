@@ -20,6 +20,7 @@ from ciuic.daemon.capture_content import ContentReader
 from ciuic.daemon.capture_entry import EntryMaker
 from ciuic.daemon.capture_job import Progress, ReadError, RootJob
 from ciuic.daemon.capture_place import Place
+from ciuic.daemon.capture_space import Room
 from ciuic.daemon.capture_view import OfflineLog, SealedView, Unreadable, open_log
 from ciuic.daemon.capture_walk import TrackingBroken, Walked, Walker
 from ciuic.errors import CiuicError, Damaged
@@ -34,6 +35,8 @@ from ciuic.types import RootMode, RootRecord
 
 _log = structlog.get_logger(__name__)
 _PROGRESS_SECONDS: Final = 0.5
+_ROOM_SECONDS: Final = 0.1
+"""Between two looks at the free space, besides those before each write: temporary files and the index grow too, and the job writes."""
 _ERRORS_NAMED: Final = 1000
 _ERRORS_NAMED_OF_ROOT: Final = 250
 
@@ -69,6 +72,9 @@ class Report:
         self._path_was_read = True
         self._errors_of_root = 0
         self.pace = Pace(())
+        self.room: Room | None = None
+        """None: there is no reserve to keep."""
+        self._room_asked_at = clock()
 
     def begin(self, root: bytes, entries_expected: int, bytes_expected: int) -> None:
         """A root is next; what it is expected to take comes on top of what is done, 0 for unknown."""
@@ -120,9 +126,16 @@ class Report:
         if self.stop_requested:
             raise Interrupted
 
+    def step(self) -> None:
+        """A small piece of work is done: wait for others, and stop where that is asked for or the room is used up."""
+        self._tick()
+
     def _tick(self) -> None:
         self.check()
         self.pace.step()
+        if self.room is not None and self._clock() - self._room_asked_at >= _ROOM_SECONDS:
+            self._room_asked_at = self._clock()
+            self.room.check()
         self._tell_if_due()
 
     def _tell_if_due(self) -> None:
@@ -242,6 +255,9 @@ def capture_root(
         base = choose_base(repository, job.path, opened.sealed, digest)
         if base is not None and not job.trust_tracking:
             base = base._replace(trusted=False)
+        if base is None and report.room is not None:
+            report.begin(job.path, 0, 0)
+            report.room.check_root(job.path, opened.backing_fd, excludes, report.step)
         walked, base = _walk_with_fallback(job, repository, writer, report, opened, base, excludes)
         opened.check_still_sealed()
     mode: RootMode = "full"

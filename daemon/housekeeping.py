@@ -12,6 +12,7 @@ import structlog
 import trio
 
 from ciuic.control_types import rfc3339
+from ciuic.daemon.alerts import KEY_MISSING
 from ciuic.daemon.clock import ClockWatch
 from ciuic.errors import CiuicError
 from ciuic.units import human_duration, human_size
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 PERIOD_SECONDS = 30.0
 LOW_SPACE_BYTES = 1 << 30
 """Without a configured floor: below this even the smallest checkpoint may not fit."""
+LOW_SPACE_SHARE = 0.05
+"""A file system of less than 20 GiB is not short of space as long as it has this."""
 log = structlog.get_logger(__name__)
 
 
@@ -101,20 +104,27 @@ class Housekeeping:
         self._daemon.schedule.heed_clock()
 
     async def _look_at_space(self) -> None:
-        settings, store = self._daemon.settings, self._daemon.store
+        settings, alerts = self._daemon.settings, self._daemon.alerts
         if settings.repository is None:
             return
-        facts = await trio.to_thread.run_sync(store.status)
-        floor = settings.min_free.floor_bytes(facts.total_bytes) if settings.min_free else LOW_SPACE_BYTES
+        facts = await trio.to_thread.run_sync(self._daemon.space.look)
+        if facts.missing:
+            alerts.report(KEY_MISSING, f"no snapshot can be taken: {facts.missing}", hint=facts.missing_hint)
+        elif facts.exists:
+            alerts.clear(KEY_MISSING)
+        if settings.min_free is not None:
+            floor = settings.min_free.floor_bytes(facts.total_bytes)
+        else:
+            floor = min(LOW_SPACE_BYTES, int(LOW_SPACE_SHARE * facts.total_bytes))
         if facts.total_bytes and facts.free_bytes < floor:
-            self._daemon.alerts.report(
+            alerts.report(
                 "space",
                 f"the store's file system has {human_size(facts.free_bytes)} free, less than {human_size(floor)}",
                 hint="shorten [retention], move the repository, or free space: ciuic prune",
             )
             self._daemon.upkeep.suggest()
         else:
-            self._daemon.alerts.clear("space")
+            alerts.clear("space")
 
     def status_line(self) -> str:
         """One line for a person."""

@@ -67,6 +67,8 @@ class PendingSnapshot:
         """A session ended since the last attempt began."""
         self.tries = 0
         """Attempts since a root was left out for the last time."""
+        self.needed_bytes = 0
+        """What an attempt had written when it ran out of room."""
         self.root_in_progress = ""
         """The root that the running attempt reads."""
         self.process: CaptureProcess | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -29,7 +30,7 @@ from ciuic.control_types import (
     rfc3339,
 )
 from ciuic.daemon.accounts import Accounts, Wanted
-from ciuic.daemon.alerts import Alerts
+from ciuic.daemon.alerts import KEY_MISSING, Alerts
 from ciuic.daemon.api import make_app
 from ciuic.daemon.capture_process import Captures
 from ciuic.daemon.events import EventBus
@@ -48,6 +49,7 @@ from ciuic.daemon.sessions import SessionStore
 from ciuic.daemon.settings import Settings, settings_of
 from ciuic.daemon.slices import SLICE
 from ciuic.daemon.snapshots import Context, Snapshots
+from ciuic.daemon.space import SpaceWatch
 from ciuic.daemon.status import status_document
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import backing_descriptors
@@ -86,6 +88,7 @@ class Daemon:
         self.metrics_registry = Metrics()
         self.runtime = RuntimeDirectory(self.settings.runtime_dir)
         self.store = _store(self.settings)
+        self.space = SpaceWatch(lambda: self.settings, lambda: self.store, time.monotonic)
         self.schedule = Schedule(self.settings.interval_seconds)
         self._captures = Captures(self.runtime.path, command_prefix)
         self.snapshots = Snapshots(
@@ -99,6 +102,7 @@ class Daemon:
                 now_ns=now_ns,
                 host=os.uname().nodename,
                 new_capture=self._captures.new,
+                space=self.space,
             )
         )
         self.sessions = SessionStore(notifier, self._stored_fds)
@@ -210,7 +214,8 @@ class Daemon:
         except (CiuicError, OSError) as error:
             # The roots are served all the same: a store that fails must not keep the job from its files.
             hint = error.hint if isinstance(error, CiuicError) else ""
-            self.alerts.report("store", f"the repository cannot be used: {error}", hint=hint)
+            key = KEY_MISSING if isinstance(error, NotFound) else "store"
+            self.alerts.report(key, f"no snapshot can be taken: {error}", hint=hint)
             log.error("store_unusable", repository=str(self.settings.repository), error=str(error))
 
     def _last_cut_ns(self) -> int | None:

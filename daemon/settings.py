@@ -40,6 +40,7 @@ class Settings(NamedTuple):
     repository: Path | None
     """None: there is no root yet, and so no file system to put the repository on."""
     trust_repository: bool = False
+    reserve: MinFree | None = None
     group: str | None = None
     roots: tuple[RootSettings, ...] = ()
     interval_seconds: int = 3600
@@ -68,6 +69,7 @@ def settings_of(config: Config) -> Settings:
         runtime_dir=config.runtime_dir,
         repository=repository_path(config) if config.roots or config.repository.path else None,
         trust_repository=config.trusts_repository,
+        reserve=config.repository.reserve,
         group=config.control.group,
         roots=tuple(
             RootSettings(str(root.path), root.driver, tuple(config.excludes_of(root)))

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 import structlog
 import trio
 
-from ciuic.control_types import SnapshotRequest, SnapshotState, rfc3339
-from ciuic.daemon.alerts import Alerts
+from ciuic.control_types import RepositoryStatus, SnapshotRequest, SnapshotState, rfc3339
+from ciuic.daemon.alerts import KEY_MISSING, Alerts
 from ciuic.daemon.capture_job import EXIT_UNDO_LOST, Done, Failed, printable
 from ciuic.daemon.capture_process import CaptureProcess
 from ciuic.daemon.cut import Flush, cut_all, flush, flush_all, mounted_roots
@@ -32,12 +33,13 @@ from ciuic.daemon.predecessor import await_capture
 from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.snapshot_queue import SnapshotQueue
+from ciuic.daemon.space import SpaceWatch
 from ciuic.daemon.store import LastSnapshot, Store
 from ciuic.daemon.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.trust import Trust
 from ciuic.daemon.verdicts import tell_workers
 from ciuic.daemon.worker_process import Worker
-from ciuic.errors import Busy, CiuicError
+from ciuic.errors import Busy, CiuicError, NotFound
 from ciuic.processes import start_ticks
 from ciuic.types import Pair
 
@@ -61,6 +63,8 @@ class Context(NamedTuple):
     host: str
     new_capture: Callable[[], CaptureProcess]
     flush: Flush = flush
+    space: SpaceWatch | None = None
+    """None: captures keep no reserve."""
 
 
 class Snapshots:
@@ -105,7 +109,12 @@ class Snapshots:
                     hint="wait for one: ciuic status --watch",
                 )
             supervisors, missing = await mounted_roots(self._context.roots(), request.roots)
-            snapshot_id = await self._new_id(supervisors)
+            try:
+                snapshot_id = await self._new_id(supervisors)
+            except CiuicError as error:
+                key = KEY_MISSING if isinstance(error, NotFound) else "store"
+                self._context.alerts.report(key, f"no snapshot can be taken: {error}", hint=error.hint)
+                raise
             tags = list(dict.fromkeys(request.tags))
             if not await flush_all(supervisors, self._context.flush):
                 tags.append(TAG_UNFLUSHED)
@@ -216,6 +225,7 @@ class Snapshots:
                 return
             if pending.has_lost_session:
                 continue
+            pending.needed_bytes = max(pending.needed_bytes, outcome.needed_bytes)
             waited = trio.current_time() - pending.cut_at
             after = retry_after(outcome, pending.tries, waited).after_seconds
             log.warning(
@@ -245,10 +255,18 @@ class Snapshots:
 
     async def _attempt(self, pending: PendingSnapshot) -> Done | Failed:
         """One capture. On Done the snapshot was seen to: whoever waits for it has been told before its process ended."""
+        space = self._context.space
+        room = await trio.to_thread.run_sync(space.look) if space is not None else RepositoryStatus()
         try:
             job, fds = make_job(pending, self._context.settings(), self._context.roots(), self._context.host)
         except CiuicError as error:
             return Failed(error=str(error), hint=error.hint, code=EXIT_UNDO_LOST)
+        job = msgspec.structs.replace(
+            job,
+            reserve_bytes=room.reserve_bytes,
+            reserve_reason=room.reserve_reason,
+            needed_bytes=pending.needed_bytes,
+        )
         process = self._context.new_capture()
         pending.process = process
         try:
@@ -306,6 +324,7 @@ class Snapshots:
         self.last_cut_ns = max(self.last_cut_ns, pending.record.time_ns)
         self._context.alerts.clear("capture")
         self._context.alerts.clear("store")
+        self._context.alerts.clear(KEY_MISSING)
         self._context.alerts.clear("clock")
         for cut in pending.remaining:
             self._context.alerts.clear(

@@ -17,6 +17,7 @@ from ciuic.control_types import (
     StatusDocument,
     rfc3339,
 )
+from ciuic.daemon.space import SpaceWatch
 from ciuic.daemon.store import Store, summary
 from ciuic.errors import CiuicError
 from ciuic.pace import audible, waits_files
@@ -39,7 +40,7 @@ async def status_document(daemon: Daemon) -> StatusDocument:
     async with trio.open_nursery() as nursery:
         for path in supervisors:
             nursery.start_soon(ask, path)
-        repository, last, last_ns = await trio.to_thread.run_sync(_ask_store, daemon.store)
+        repository, last, last_ns = await trio.to_thread.run_sync(_ask_store, daemon.store, daemon.space)
     now_ns = daemon.now_ns()
     due = daemon.schedule.next_due()
     return StatusDocument(
@@ -73,10 +74,12 @@ def _beside(daemon: Daemon) -> BesideStatus:
     )
 
 
-def _ask_store(store: Store) -> tuple[RepositoryStatus, SnapshotSummary | None, int | None]:
+def _ask_store(
+    store: Store, space: SpaceWatch
+) -> tuple[RepositoryStatus, SnapshotSummary | None, int | None]:
     try:
         latest = store.latest() if store.path is not None else None
     except CiuicError as error:
         log.warning("store_unreadable", error=str(error))
         latest = None
-    return store.status(), summary(latest) if latest else None, latest.time_ns if latest else None
+    return space.look(), summary(latest) if latest else None, latest.time_ns if latest else None

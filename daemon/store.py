@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -64,6 +64,15 @@ class LastSnapshot(Protocol):
     def tags(self) -> tuple[str, ...]: ...
 
 
+class _Room(NamedTuple):
+    """Of a file system; zeros where it does not say."""
+
+    free_bytes: int = 0
+    """For an ordinary process (f_bavail)."""
+    used_bytes: int = 0
+    total_bytes: int = 0
+
+
 class Store:
     """The repository at ``path``; None when the configuration does not say where."""
 
@@ -112,7 +121,7 @@ class Store:
             # Its disk was unmounted, most likely: a new repository would fill the disk below the mount point.
             return NotFound(
                 f"the repository {path} was there and is gone",
-                hint="mount its disk again; to begin a new repository there, restart the daemon",
+                hint="mount its disk again, or move it back; to begin a new repository there, restart the daemon",
             )
         return None
 
@@ -234,8 +243,8 @@ class Store:
                     return True
         except NotFound:
             return False
-        free, total = self._room(self._known_path())
-        return min_free is not None and free < min_free.floor_bytes(total)
+        room = self._room(self._known_path())
+        return min_free is not None and room.free_bytes < min_free.floor_bytes(room.total_bytes)
 
     def status(self) -> RepositoryStatus:
         """Size and room. What cannot be found out stays zero: a status must not fail because the store does."""
@@ -250,12 +259,13 @@ class Store:
         except CiuicError:
             document.exists = Repository.exists(self.path)
         if not document.exists and (refusal := self._refusal(self.path)) is not None:
-            document.missing = refusal.message
-        document.free_bytes, document.total_bytes = self._room(self.path)
+            document.missing, document.missing_hint = refusal.message, refusal.hint
+        room = self._room(self.path)
+        document.free_bytes, document.used_bytes, document.total_bytes = room
         return document
 
     @staticmethod
-    def _room(path: Path) -> tuple[int, int]:
+    def _room(path: Path) -> _Room:
         for place in (path, *path.parents):
             try:
                 facts = os.statvfs(place)
@@ -263,8 +273,10 @@ class Store:
                 continue  # not made yet: its parent is on the file system it will be on
             except OSError:
                 break
-            return facts.f_bfree * facts.f_frsize, facts.f_blocks * facts.f_frsize
-        return 0, 0
+            unit = facts.f_frsize
+            used_bytes = (facts.f_blocks - facts.f_bfree) * unit
+            return _Room(facts.f_bavail * unit, used_bytes, facts.f_blocks * unit)
+        return _Room()
 
     def _known_path(self) -> Path:
         if self.path is None:

@@ -102,13 +102,13 @@ def _count(value: object) -> int:
     return value
 
 
-def _min_free(value: object) -> MinFree:
+def _size_or_share(value: object) -> MinFree:
     if isinstance(value, str) and value.strip().endswith("%"):
         return MinFree(share=parse_share(value))
     return MinFree(size_bytes=_size(value))
 
 
-def _show_min_free(value: MinFree) -> str:
+def _show_size_or_share(value: MinFree) -> str:
     return f"{value.share * 100:g}%" if value.share else format_size(value.size_bytes)
 
 
@@ -264,6 +264,14 @@ KEYS: dict[str, Key] = {
             show=lambda value: str(value).lower(),
         ),
         Key(
+            "repository.reserve",
+            _size_or_share,
+            "",
+            "Free space on the repository's file system (`20GiB` or `5%`) that captures leave to others. Default: 5% or twice "
+            "what others took of it during the last interval, whichever is more.",
+            show=_show_size_or_share,
+        ),
+        Key(
             "schedule.interval",
             _interval,
             "1h",
@@ -300,11 +308,11 @@ KEYS: dict[str, Key] = {
         ),
         Key(
             "retention.min_free",
-            _min_free,
+            _size_or_share,
             "",
             "Free space on the repository's file system (`50GiB` or `5%`) below which the oldest snapshots go "
             "although a rule keeps them; never the newest, held or tagged ones, except those that an ordinary user holds.",
-            show=_show_min_free,
+            show=_show_size_or_share,
         ),
         Key(
             "capture.io_priority",

@@ -309,7 +309,10 @@ class _Draft:
             roots=tuple(self.roots),
             exclude=values["exclude"],
             repository=RepositoryConfig(
-                values["repository.path"], values["repository.block_size"], values["repository.trust_owner"]
+                values["repository.path"],
+                values["repository.block_size"],
+                values["repository.trust_owner"],
+                values["repository.reserve"],
             ),
             schedule=ScheduleConfig(values["schedule.interval"]),
             retention=RetentionPolicy(

@@ -75,6 +75,8 @@ class RepositoryConfig:
     """For a repository that is yet to be made; one that exists keeps its own."""
     trust_owner: bool = False
     """Whether it may belong to another user; see Config.trusts_repository."""
+    reserve: MinFree | None = None
+    """What captures leave free on its file system; None: see disk_space.reserve_of."""
 
 
 @dataclass(frozen=True)

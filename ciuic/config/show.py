@@ -23,6 +23,7 @@ _VALUE_OF: dict[str, Callable[[Config], Any]] = {
     "repository.path": lambda config: config.repository.path,
     "repository.block_size": lambda config: config.repository.block_size_bytes,
     "repository.trust_owner": lambda config: config.repository.trust_owner,
+    "repository.reserve": lambda config: config.repository.reserve,
     "schedule.interval": lambda config: config.schedule.interval_seconds,
     "retention.keep_within": lambda config: config.retention.keep_within_seconds,
     "retention.keep_last": lambda config: config.retention.keep_last,

@@ -8,6 +8,7 @@ Leaves giving back what was written before to Writer.give_back.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import threading
 from collections.abc import Iterable
@@ -42,11 +43,13 @@ class ReservedDisk(Disk):
         self.reserve_bytes = reserve_bytes
         self.refused: ReserveReached | None = None
         """The first refusal; an appender repeats it as a plain OSError."""
-        margin = int(_MARGIN_SHARE * total_bytes(path))
-        self._margin_bytes = max(_MIN_MARGIN_BYTES, min(margin, _MAX_MARGIN_BYTES))
         self._lock = threading.Lock()
         """Data and trees are written by two threads, which together must not take what was free for one of them."""
         self._under_way_bytes = 0
+
+    @functools.cached_property
+    def _margin_bytes(self) -> int:
+        return max(_MIN_MARGIN_BYTES, min(int(_MARGIN_SHARE * total_bytes(self._path)), _MAX_MARGIN_BYTES))
 
     def check(self, wanted_bytes: int = 0) -> None:
         """Refuse to go on where this many more bytes would leave less than the reserve. ReserveReached; OSError."""

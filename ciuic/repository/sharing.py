@@ -167,3 +167,14 @@ def extents(fd: int, offset: int, length: int) -> list[tuple[int, int, int]] | N
         else:
             found.append((start - offset, physical, end - start))
     return found
+
+
+def can_share(directory: str) -> bool:
+    """Whether files on the file system of ``directory`` can share extents. False where that cannot be tried."""
+    try:
+        source, target = Scratch(directory), Scratch(directory)
+        os.pwrite(source.fd, bytes(ALIGN_BYTES), 0)
+        clone_range(source.fd, 0, ALIGN_BYTES, target.fd, 0)
+    except OSError:
+        return False
+    return True

@@ -33,13 +33,13 @@ def missing(kind: str) -> str:
 
 
 @contextmanager
-def small_disk(top: Path, kind: str) -> Iterator[Path]:
-    """The mount point of a new file system below ``top``."""
+def small_disk(top: Path, kind: str, size_bytes: int = _BYTES, *options: str) -> Iterator[Path]:
+    """The mount point of a new file system below ``top``. ``options``: for its mkfs."""
     image, point = top / f"{kind}.img", top / kind
     point.mkdir()
     with image.open("wb") as file:
-        file.truncate(_BYTES)
-    _run(*_MAKE[kind], str(image))
+        file.truncate(size_bytes)
+    _run(*_MAKE[kind], *options, str(image))
     _run("mount", "-o", "loop", str(image), str(point))
     try:
         yield point

@@ -20,6 +20,7 @@ from support.trees import assert_same, make_everything, manifest
 from ciuic.daemon import capture
 from ciuic.daemon.capture_job import (
     EXIT_INTERRUPTED,
+    EXIT_NO_ROOM,
     EXIT_UNDO_LOST,
     CaptureJob,
     Done,
@@ -32,6 +33,7 @@ from ciuic.daemon.capture_job import (
     encode_job,
 )
 from ciuic.daemon.capture_root import Report
+from ciuic.daemon.capture_space import NoRoom
 from ciuic.errors import Busy, NotFound
 from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore
 from ciuic.repository import Repository
@@ -334,10 +336,11 @@ def test_a_full_repository_fails_with_a_hint(stage: Stage, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("ciuic.repository.writer.Writer.put_chunks", full)
-    with pytest.raises(OSError, match="No space") as caught:
+    with pytest.raises(NoRoom, match="No space") as caught:
         capture.run_job(job, Report(lambda _: None))
     told = capture.failure(caught.value, job.repository)
     assert "No space left on device" in told.error
     assert job.repository in told.error
-    assert "prune" in told.hint
+    assert "[repository] path" in told.hint
+    assert told.code == EXIT_NO_ROOM
     assert stage.snapshots() == []

@@ -147,11 +147,21 @@ def test_coverage_sees_another_file_system(tmp_path: Path) -> None:
 def test_free_space_floor(tmp_path: Path) -> None:
     """Less free than min_free asks for is a warning."""
     config = Config()
-    (before,) = places.space(config, tmp_path, mountinfo.read())
+    before, _ = places.space(config, tmp_path, mountinfo.read())
     wanted = replace(config, min_free=MinFree(size_bytes=1 << 60))
-    (after,) = places.space(wanted, tmp_path, mountinfo.read())
+    after, _ = places.space(wanted, tmp_path, mountinfo.read())
     assert after.level in ("warning", "problem")
     assert before.message.split(":")[0] == after.message.split(":")[0]
+
+
+def test_the_reserve_is_told(tmp_path: Path) -> None:
+    """What captures leave free for others; a problem with its remedy where there is less."""
+    *_, usual = places.space(Config(), tmp_path, mountinfo.read())
+    assert "free for others (5% of" in usual.message
+    config = replace(Config(), repository=replace(Config().repository, reserve=MinFree(size_bytes=1 << 60)))
+    *_, short = places.space(config, tmp_path, mountinfo.read())
+    assert short.level == "problem"
+    assert "[repository] reserve" in short.remedy
 
 
 def test_root_that_is_not_mounted(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ exclude = [
 [repository]
 path = "/big/store"
 block_size = "1MiB"
+reserve = "20GiB"
 trust_owner = true
 [schedule]
 interval = "15m"
@@ -125,6 +126,7 @@ heartbeat = "15m"
     assert config.exclude == ("*.tmp",)
     assert config.repository.path == Path("/big/store")
     assert config.repository.block_size_bytes == 1 << 20
+    assert config.repository.reserve == MinFree(size_bytes=20 << 30)
     assert config.retention.keep_within_seconds == 0
     assert config.retention.keep_yearly == 3
     assert config.retention.keep_tags == ("good", "paper")

@@ -1,0 +1,164 @@
+"""Root and repository on one small disk: a snapshot that does not fit takes nothing from the job."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ci import needs
+from support.live import Live, wait_for
+from support.small_disks import missing, small_disk
+
+pytestmark = pytest.mark.mount
+MIB = 1 << 20
+DISK_BYTES = 120 * MIB
+FILES = 6
+FILE_BYTES = 10 * MIB
+CHURN_BYTES = 2 * MIB
+"""What the job writes at a time: less than the reserve, 5 % of the disk."""
+PATIENCE_SECONDS = 120.0
+
+
+class Job(threading.Thread):
+    """Replaces a file again and again through the overlay, and notes how little was free for others."""
+
+    def __init__(self, root: Path, disk: Path) -> None:
+        super().__init__(daemon=True)
+        self._root, self._disk = root, disk
+        self._ending = threading.Event()
+        self.errors: list[OSError] = []
+        self.rounds = 0
+        self.least_free = free(disk)
+
+    def run(self) -> None:
+        data = os.urandom(CHURN_BYTES)
+        while not self._ending.is_set():
+            try:
+                with open(self._root / "churn", "wb") as file:
+                    file.write(data)
+                    os.fsync(file.fileno())
+                (self._root / "churn").unlink()
+            except OSError as error:
+                self.errors.append(error)
+            self.rounds += 1
+            self.least_free = min(self.least_free, free(self._disk))
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        self._ending.set()
+        self.join(60)
+
+
+def free(disk: Path) -> int:
+    room = os.statvfs(disk)
+    return room.f_bavail * room.f_frsize
+
+
+def stored(repository: Path) -> int:
+    return sum(path.stat().st_size for path in (repository / "packs").iterdir())
+
+
+@contextmanager
+def filled(top: Path, *, look_alike: bool) -> Iterator[tuple[Live, Path, Path]]:
+    """A daemon with 60 MiB in its root, which share a disk of 120 MiB with the repository."""
+    with small_disk(top, "ext4", DISK_BYTES, "-m", "5") as disk:
+        root = disk / "root"
+        root.mkdir()
+        for number in range(FILES):
+            content = bytearray(os.urandom(FILE_BYTES))
+            if look_alike:  # so that what is looked at beforehand takes them for copies of one another
+                content[4 * MIB : 6 * MIB] = b"x" * (2 * MIB)
+            (root / f"data{number}").write_bytes(content)
+        os.sync()
+        (top / "live").mkdir()  # beside the disk: what is mounted below it is taken away with the daemon
+        with Live(top / "live", repository=disk / "repository") as live:
+            live.run("protect", str(root))
+            live.start(root)
+            yield live, root, disk
+
+
+def alerts(live: Live) -> dict[str, Any]:
+    return {alert["key"]: alert for alert in (live.status() or {"alerts": []})["alerts"]}
+
+
+@pytest.mark.parametrize("look_alike", [False, True], ids=["told beforehand", "found out"])
+def test_a_first_snapshot_that_does_not_fit(short_tmp: Path, look_alike: bool) -> None:
+    """The job's writes never fail and the reserve stays free; what was written is given back; the alert says how much is missing,
+    and with that much freed the snapshot comes."""
+    needs(missing("ext4"))
+    with filled(short_tmp, look_alike=look_alike) as (live, root, disk):
+        job = Job(root, disk)
+        job.start()
+        try:
+            wait_for("the alert", lambda: alerts(live).get("capture"), PATIENCE_SECONDS)
+            failed = live.run("snapshot", "--wait", expect=1)
+            alert = alerts(live)["capture"]
+            repository = live.status()["repository"]  # type: ignore[index]
+            text = live.run("status").stdout.decode()
+            doctor = {f["check"]: f["message"] for f in live.json("doctor", expect=None)["findings"]}
+        finally:
+            job.end()
+        assert job.errors == []
+        assert job.rounds > 10
+        reserve = repository["reserve_bytes"]
+        assert 0.05 * 100 * MIB < reserve < 0.05 * DISK_BYTES
+        assert job.least_free >= reserve - CHURN_BYTES
+        assert "no room for the snapshot" in alert["message"]
+        assert "[repository] path" in alert["hint"]
+        assert "prune" not in alert["hint"]  # there is no snapshot that could go
+        assert b"no room" in failed.stderr
+        assert "free for others (5% of" in text
+        assert "free for others (5% of" in doctor["reserve"]
+        assert stored(disk / "repository") == 0
+        assert live.run("list", "--machine-readable").stdout == b""
+
+        for number in range(4):  # the remedy
+            (root / f"data{number}").unlink()
+        snapshot = live.snapshot()
+        assert snapshot
+        assert "capture" not in alerts(live)
+        live.run("verify", "--all", "--checksum")
+
+
+def test_free_space_is_what_df_says(short_tmp: Path) -> None:
+    """`status` and the metric show what an ordinary process can use, not what is kept for root."""
+    needs(missing("ext4"))
+    with small_disk(short_tmp, "ext4", DISK_BYTES, "-m", "20") as disk:
+        root = disk / "root"
+        root.mkdir()
+        (short_tmp / "live").mkdir()
+        with Live(short_tmp / "live", repository=disk / "repository") as live:
+            live.run("protect", str(root))
+            live.start(root)
+            live.snapshot()
+            room = os.statvfs(disk)
+            assert room.f_bfree - room.f_bavail > 0.15 * room.f_blocks
+            shown = live.status()["repository"]["free_bytes"]  # type: ignore[index]
+            assert abs(shown - room.f_bavail * room.f_frsize) < MIB
+
+
+def test_a_repository_that_was_moved_away(short_tmp: Path) -> None:
+    """An alert and `status` say that it is gone from the first snapshot that fails for it; when it is back, snapshots go on."""
+    root = short_tmp / "root"
+    root.mkdir()
+    with Live(short_tmp) as live:
+        live.run("protect", str(root))
+        live.start(root)
+        live.snapshot()
+        live.repository.rename(short_tmp / "elsewhere")
+        live.run("snapshot", "--wait", expect=3)
+        alert = alerts(live)["missing"]
+        assert "was there and is gone" in alert["message"]
+        assert "move it back" in alert["hint"]
+        text = live.run("status").stdout.decode()
+        assert "not made yet" not in text
+        assert f"store      the repository {live.repository} was there and is gone" in text
+        (short_tmp / "elsewhere").rename(live.repository)
+        live.snapshot()
+        assert "missing" not in alerts(live)
