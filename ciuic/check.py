@@ -2,17 +2,18 @@
 
 Guarantees: nothing is changed without ``repair``; with it, the index is made anew from packs and snapshot files,
 and a chunk with one damaged and one good copy is read from the good one from then on. A damaged chunk of which no
-copy is good is healed from the live files where they still hold its content. Whatever cannot be mended is named
+copy is good is healed from the live files where they still hold its content. A damaged pack of which every chunk that a snapshot
+needs is good, there or elsewhere, is replaced by what is good of it. Whatever cannot be mended is named
 with what to do. Unreadable files stay where they are: somebody may yet read them.
 
-Leaves to ciuic.verify: which files of which snapshots damage touches. Reads the structure of every snapshot; with
-``read_data`` also every byte of every pack.
+Leaves to ciuic.verify: which files of which snapshots damage touches. Reads the structure of every snapshot, and header, size and
+footer of every pack; with ``read_data`` also every byte of every pack. What was not read is not called sound.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,6 +21,8 @@ from ciuic.chunkset import ChunkSet
 from ciuic.errors import Damaged, NotFound
 from ciuic.healing import heal_from_live_files
 from ciuic.repository import Repository, Walker, Writer
+from ciuic.repository import log as _log
+from ciuic.repository.claim import is_claimed
 from ciuic.repository.ownership import foreign_reason
 from ciuic.repository.walk import Reached
 from ciuic.sweep import add_bases, all_listed
@@ -40,6 +43,7 @@ Severity = Literal["error", "warning", "info"]
 Progress = Callable[[str, int, int], None]
 
 _VERIFY = "`ciuic verify --all` names the files and snapshots that it touches"
+_VERIFY_DATA = "`ciuic verify --all --checksum` names the files and snapshots that it touches; `ciuic check --repair --read-data` heals what it can"
 
 
 @dataclass
@@ -68,6 +72,8 @@ class CheckReport:
     """In packs that nothing refers to; `ciuic prune` frees them."""
     garbage_bytes: int = 0
     """Stored chunks that nothing refers to, in whatever pack."""
+    data_read: bool = False
+    """Whether every byte of every pack was read."""
 
     @property
     def damaged(self) -> bool:
@@ -92,7 +98,7 @@ def check(
     # The paths are those that the repository names: somebody else's would have root read any file, and could tell from what is
     # healed whether its content was guessed.
     live_files = live_files and not foreign_reason(repository.path)
-    run = _Check(repository, read_data, live_files, progress)
+    run = _Check(repository, read_data, live_files, progress, CheckReport(data_read=read_data))
     run.look_for_vanished_files()  # before the lock: a writer begins by making the catalogue say what is there
     if not repair:
         run.look(None)
@@ -125,12 +131,14 @@ class _Check:
     report: CheckReport = field(default_factory=CheckReport)
     lost: dict[ChunkId, Finding] = field(default_factory=dict)
     """Chunks without a good copy."""
-    pack_numbers: frozenset[int] = frozenset()
+    pack_sizes: dict[int, int] = field(default_factory=dict)
     harmless: set[int] = field(default_factory=set)
     """Packs that cannot be listed as a whole, and in which nothing can hide that is needed."""
+    by_pack: dict[int, list[Finding]] = field(default_factory=dict)
+    """Damage in packs."""
 
     def look(self, writer: Writer | None) -> None:
-        self.pack_numbers = frozenset(pack.number for pack in self.repository.packs())
+        self.pack_sizes = {pack.number: pack.size_bytes for pack in self.repository.packs()}
         self.look_at_configuration(writer)
         self.look_at_snapshot_files()
         self.look_at_index(writer)  # first: without it chunks that are there seem to be missing
@@ -140,6 +148,8 @@ class _Check:
             self.read_everything(writer)
         if writer is not None and self.lost and self.live_files:
             self.heal_from_live_files(writer)
+        if writer is not None and reached is not None and self.by_pack:
+            self.replace_damaged_packs(writer, reached)
 
     def found(
         self, severity: Severity, kind: Kind, message: str, hint: str = "", snapshot: str = ""
@@ -160,8 +170,7 @@ class _Check:
         if findings and writer is not None:
             writer.repair_config()
             left = self.repository.config_damage()
-            for finding in findings:
-                finding.repaired = finding.message not in left
+            _repaired(findings, left, "it was written anew from the good copy")
 
     def look_at_snapshot_files(self) -> None:
         for snapshot in self.repository.snapshots.unreadable():
@@ -178,7 +187,7 @@ class _Check:
 
     def look_at_index(self, writer: Writer | None) -> None:
         problems = self.repository.check_index()
-        if not problems or not self.pack_numbers:
+        if not problems or not self.pack_sizes:
             return  # a new repository has no index yet
         findings = [
             self.found("warning", "index", words, "`ciuic check --repair` makes it anew")
@@ -188,8 +197,7 @@ class _Check:
             return
         writer.rebuild_index()
         left = self.repository.check_index()
-        for finding in findings:
-            finding.repaired = finding.message not in left
+        _repaired(findings, left, "it was made anew")
 
     # --- structure
 
@@ -224,7 +232,8 @@ class _Check:
         """Whether a pack that is there holds it. The index is asked first, and may not know that a pack is gone."""
         try:
             located = self.repository.chunks.locate_all(chunk)
-            if any(location.pack not in self.pack_numbers for location in located):
+            sizes = self.pack_sizes
+            if any(where.offset + where.stored_bytes > sizes.get(where.pack, 0) for where in located):
                 self.repository.chunks.get(chunk)
         except Damaged:
             return False
@@ -261,6 +270,10 @@ class _Check:
                 orphans += 1
                 self.report.orphaned_bytes += pack.size_bytes
         self.look_at_damaged_packs(damaged, reached)
+        if not self.read_data:
+            for number, words in self.repository.pack_problems():
+                if number not in damaged:
+                    self.found("error", "pack", words, _VERIFY_DATA)
         if orphans:
             message = f"{orphans} packs with {human_size(self.report.orphaned_bytes)} that no snapshot needs"
             self.found("info", "orphaned pack", message, self.orphans_hint())
@@ -282,20 +295,33 @@ class _Check:
                     "warning", "pack", message, "an interrupted write leaves such; `ciuic prune` removes it"
                 )
             else:
-                self.found("error", "pack", error.message, _VERIFY)
+                finding = self.found("error", "pack", error.message, _VERIFY_DATA)
+                self.by_pack.setdefault(number, []).append(finding)
 
     def read_everything(self, writer: Writer | None) -> None:
         findings: dict[ChunkId, Finding] = {}
+        known = 0
         for damage in self.repository.scrub(lambda done, total: self.tell("reading packs", done, total)):
             where = f"pack {damage.pack:016x}, offset {damage.offset}: {damage.reason}"
             if damage.chunk is None and damage.pack in self.harmless:
                 continue
-            if damage.chunk is None:
-                self.found("error", "pack", where, _VERIFY)
+            if self.repository.is_spent_copy(damage):
+                known += 1
+                self.by_pack.setdefault(damage.pack, [])
                 continue
-            finding = self.found("error", "damaged chunk", f"chunk {damage.chunk.hex()}, {where}", _VERIFY)
-            finding.chunk = damage.chunk
-            findings[damage.chunk] = finding
+            what = where if damage.chunk is None else f"chunk {damage.chunk.hex()}, {where}"
+            finding = self.found(
+                "error", "pack" if damage.chunk is None else "damaged chunk", what, _VERIFY_DATA
+            )
+            self.by_pack.setdefault(damage.pack, []).append(finding)
+            if damage.chunk is not None:
+                finding.chunk = damage.chunk
+                findings[damage.chunk] = finding
+        if known:
+            message = f"{known} damaged copies are not read any more: each has a good one"
+            self.found(
+                "info", "damaged chunk", message, "nothing needs to be done; another repair removes them"
+            )
         if writer is None or not findings:
             return
         without_good_copy = set(writer.mark_damaged(findings))
@@ -305,6 +331,27 @@ class _Check:
             else:
                 finding.repaired = True
                 finding.hint = "another copy is good, and is read from now on"
+
+    def replace_damaged_packs(self, writer: Writer, reached: _Reached) -> None:
+        """Store elsewhere what is good in damaged packs, and remove these: else every scrub would find the damage again.
+
+        A pack stays where something that a snapshot needs has no good copy, or where its list may lack something.
+        """
+        if is_claimed(str(self.repository.path)):
+            return  # what several processes are storing for one snapshot belongs to none yet
+        for number, findings in self.by_pack.items():
+            try:
+                writer.rewrite_pack(number, reached)
+            except (Damaged, NotFound) as error:
+                _log.info("damaged_pack_stays", pack=f"{number:016x}", error=str(error))
+                continue
+            except OSError as error:
+                _log.warning("damaged_pack_stays", pack=f"{number:016x}", error=str(error))
+                return  # after that the writer is good for nothing but its end
+            for finding in findings:
+                if not finding.repaired:
+                    finding.repaired = True
+                    finding.hint = "what snapshots need of the pack was stored anew, and the pack was removed"
 
     def heal_from_live_files(self, writer: Writer) -> None:
         """Store lost blocks anew from the files they came from, where those still hold the same bytes."""
@@ -332,7 +379,17 @@ def summary(report: CheckReport) -> str:
     looked = f"{report.snapshots} snapshots, {report.packs} packs, {human_size(report.stored_bytes)}"
     if errors:
         return f"{looked}: {errors} errors" + (f", {repaired} repaired" if repaired else "")
-    return f"{looked}: " + (f"{repaired} repaired" if repaired else "in order")
+    verdict = f"{repaired} repaired" if repaired else "in order"
+    if not report.data_read:
+        verdict += "; what the packs hold was not read (`ciuic check --read-data` reads it)"
+    return f"{looked}: {verdict}"
+
+
+def _repaired(findings: list[Finding], left: Sequence[str], done: str) -> None:
+    """Mark those that are not found any more."""
+    for finding in findings:
+        if finding.message not in left:
+            finding.repaired, finding.hint = True, done
 
 
 def raise_if_damaged(report: CheckReport) -> None:

@@ -194,6 +194,8 @@ class Verification:
             except Damaged as error:
                 self._bad.setdefault(found.chunk, error.message)
             else:
+                if self.repository.is_spent_copy(found):
+                    continue  # repair has seen to it: a nightly scrub must not alarm for ever
                 reason = f"{where}; another copy of this chunk is good"
                 self.result.damages.append(Damage("pack", reason, chunk=found.chunk, file=file))
 

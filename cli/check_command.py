@@ -20,13 +20,18 @@ _COLOURS = {"error": "red", "warning": "yellow", "info": ""}
 
 
 @click.command("check", cls=FrameCommand)
-@click.option("--repair", is_flag=True, help="Rebuild the index, heal damaged chunks; never deletes content.")
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="Rebuild the index, heal damaged chunks, replace damaged packs; never deletes what a snapshot needs.",
+)
 @click.option("--read-data", is_flag=True, help="Read every stored byte, too.")
 @json_option
 def command(repair: bool, read_data: bool, as_json: bool) -> int:
     """Check the repository's consistency: configuration, snapshot files, index, structure, packs.
 
-    Exit 4 if damage is left. `ciuic verify` names the files that damage touches.
+    Exit 4 if damage is left. Of packs, header, size and footer are looked at; what they hold is read with --read-data alone.
+    `ciuic verify --all --checksum` names the files that damage touches.
     """
     from ciuic.check import check, summary
     from ciuic.cli.progress import progress
@@ -52,6 +57,7 @@ def command(repair: bool, read_data: bool, as_json: bool) -> int:
 def _document(report: CheckReport) -> dict[str, object]:
     return {
         "damaged": report.damaged,
+        "data_read": report.data_read,
         "snapshots": report.snapshots,
         "packs": report.packs,
         "stored_bytes": report.stored_bytes,

@@ -207,13 +207,30 @@ def _plain(location: ChunkLocation) -> ChunkLocation:
 
 def _copy(store: ChunkStore, number: int, kind: PackKind, records: list[PackRecord]) -> None:
     """Appends good copies of those of which no other pack has one; durable on return."""
-    wanted = [record for record in records if not _good_elsewhere(store, number, record.id)]
-    for record in wanted:
+    wanted: dict[ChunkId, list[PackRecord]] = {}
+    for record in records:
+        if record.id in wanted:
+            wanted[record.id].append(
+                record
+            )  # a damaged copy was healed in the same pack: one of them will do
+        elif not _good_elsewhere(store, number, record.id):
+            wanted[record.id] = [record]
+    for record in (record for copies in wanted.values() for record in copies):
         with suppress(OSError):  # only advice
             store.packs.will_need(number, record.offset, record.stored_bytes)
-    for record in wanted:
-        store.append(record, _good_copy(store, number, record), kind)
+    for copies in wanted.values():
+        record, stored = _first_good(store, number, copies)
+        store.append(record, stored, kind)
     store.sync()
+
+
+def _first_good(store: ChunkStore, number: int, copies: list[PackRecord]) -> tuple[PackRecord, bytes]:
+    """A copy whose bytes are right, the newest first; DamagedChunk where none are."""
+    *newer, oldest = reversed(copies)
+    for record in newer:
+        with suppress(DamagedChunk):
+            return record, _good_copy(store, number, record)
+    return oldest, _good_copy(store, number, oldest)
 
 
 def _good_elsewhere(store: ChunkStore, number: int, chunk: ChunkId) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ciuic.errors import CiuicError, NotFound, NotPermitted
+from ciuic.errors import CiuicError, Damaged, NotFound, NotPermitted
 from ciuic.repository.claim import CLAIM_NAME, Claim
 from ciuic.repository.config import (
     CODECS_VERSION,
@@ -29,7 +29,7 @@ from ciuic.repository.config import (
 )
 from ciuic.repository.disk import Disk
 from ciuic.repository.errors import RepositoryExists
-from ciuic.repository.index import INDEX_NAME
+from ciuic.repository.index import DAMAGED, INDEX_NAME
 from ciuic.repository.lock import LOCK_NAME, Lock
 from ciuic.repository.model import PackDamage, PackInfo, PackRecord
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, SnapshotStore
@@ -295,6 +295,28 @@ class Repository:
             index_problems(self._pack_files(), f"{self.path}/{INDEX_NAME}")
             + self.snapshots.catalogue_problems()
         )
+
+    def pack_problems(self) -> list[tuple[int, str]]:
+        """What is wrong with headers, sizes and footers of packs, with their numbers; contents are not read."""
+        from ciuic.repository.scrub import pack_problems
+
+        return list(pack_problems(self._pack_files(), f"{self.path}/{INDEX_NAME}"))
+
+    def is_spent_copy(self, damage: PackDamage) -> bool:
+        """Whether the index knows of a damaged copy, and a good one is read in its place."""
+        if damage.chunk is None:
+            return False
+        marked = any(
+            (where.pack, where.offset) == (damage.pack, damage.offset) and where.flags & DAMAGED
+            for where in self._find().find(damage.chunk)
+        )
+        if not marked:
+            return False
+        try:
+            self.chunks.get(damage.chunk)
+        except Damaged:
+            return False
+        return True
 
     def config_damage(self) -> list[str]:
         """What is wrong with either copy of the configuration, in words; empty when both are good."""

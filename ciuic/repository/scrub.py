@@ -119,6 +119,27 @@ def _segments(packs: Packs, number: int, covered: tuple[int, bool] | None) -> It
         yield segment
 
 
+def pack_problems(packs: Packs, index_path: str) -> Iterator[tuple[int, str]]:
+    """See Repository.pack_problems."""
+    covered, newest = _covered(index_path)
+    for number, size_bytes in packs.sizes().items():
+        known_bytes, sealed = covered.get(number, (-1, False))
+        try:
+            if number > newest and packs.unfinished(number):
+                continue  # a writer is at it, or died at it before a commit
+            try:
+                packs.header(number)
+                if packs.footer(number) is None and sealed:
+                    yield number, f"pack {number:016x}: the footer is damaged or missing"
+            except (DamagedPack, UnsupportedFormat) as error:
+                yield number, error.message
+        except NotFound:
+            continue  # garbage collection dropped it meanwhile
+        if size_bytes < known_bytes:
+            missing = known_bytes - size_bytes
+            yield number, f"pack {number:016x} has {size_bytes} bytes: its last {missing} are missing"
+
+
 def index_problems(packs: Packs, index_path: str) -> list[str]:
     """See Repository.check_index; the packs' part."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import sqlite3
@@ -17,6 +18,7 @@ from ciuic.errors import Busy, Damaged
 from ciuic.gc import prune
 from ciuic.repository import Repository
 from ciuic.types import ChunkId, Snapshot
+from ciuic.verify import verify_snapshots
 
 BLOCK = 4096
 
@@ -90,7 +92,8 @@ def test_a_sound_repository(repository: Repository, snapshot: Snapshot) -> None:
         assert report.snapshots == 1
         assert report.packs == len(repository.packs())
         assert report.stored_bytes > len(CONTENT)
-        assert summary(report).endswith("in order")
+        assert "in order" in summary(report)
+        assert ("was not read" in summary(report)) is not read_data
         raise_if_damaged(report)
 
 
@@ -183,8 +186,75 @@ def test_a_damaged_block_is_healed_from_the_live_file(
     assert ("error", "damaged chunk", True) in kinds(report)
     with Repository.open(repository.path) as fresh:
         assert read_back(fresh, snapshot.id)[b"model.bin"] == CONTENT
-    # The bad copy is still in its pack, and is known to have a good one.
+    # The pack with the bad copies is gone: the next scrub finds nothing.
+    assert looked(repository, read_data=True).findings == []
+    with Repository.open(repository.path) as fresh:
+        assert verify_snapshots(fresh, checksum=True).damages == []
+
+
+def test_a_healed_copy_that_stays_is_no_damage(
+    repository: Repository, snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room to store the rest of its pack anew, the bad copy stays, is known, and alarms nobody."""
+    damage(repository, block_of(repository, snapshot, b"model.bin", 7))
+
+    def no_room(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as cramped:
+        cramped.setattr("ciuic.repository.writer.Writer.rewrite_pack", no_room)
+        assert not looked(repository, read_data=True, repair=True).damaged
+    with Repository.open(repository.path) as fresh:
+        assert verify_snapshots(fresh, checksum=True).damages == []
+    assert kinds(looked(repository, read_data=True)) == [("info", "damaged chunk", False)]
+    looked(repository, read_data=True, repair=True)
+    assert looked(repository, read_data=True).findings == []
+
+
+def test_damage_that_nobody_needs_goes_with_its_pack(repository: Repository, snapshot: Snapshot) -> None:
+    """A chunk that no snapshot refers to, and padding: repair replaces the pack, and every scrub after it is clean."""
+    with repository.writer(pack_bytes=1 << 30) as writer:
+        unneeded = writer.put_chunk(noise(9, 10 * BLOCK))
+    damage(repository, unneeded)
+    assert looked(repository, read_data=True).damaged
     assert not looked(repository, read_data=True, repair=True).damaged
+    assert looked(repository, read_data=True).findings == []
+    assert read_back(repository, snapshot.id)[b"model.bin"] == CONTENT
+
+
+def test_a_pack_that_was_cut_short_is_found_without_reading(
+    repository: Repository, snapshot: Snapshot
+) -> None:
+    """Cut between two segments, what is left looks whole: its size says that it is not."""
+    with repository.writer(pack_bytes=1) as writer:
+        store(writer, {b"more": noise(6, 2000 * BLOCK)}, number=2)
+    with repository.writer() as writer:
+        large = store(writer, {b"large": noise(7, 3000 * BLOCK)}, number=3)
+    where = repository.chunks.locate(block_of(repository, large, b"large", 2999))
+    segments = list(repository._pack_files().scan(where.pack))
+    assert len(segments) > 1
+    os.truncate(pack_path(repository, where.pack), segments[-2].end)
+    report = looked(repository)
+    assert report.damaged
+    assert any("are missing" in finding.message for finding in report.findings if finding.kind == "pack")
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_damaged_header_is_found_without_reading(
+    repository: Repository, snapshot: Snapshot, sealed: bool
+) -> None:
+    """The hint names a command that finds the damage, too."""
+    with repository.writer(pack_bytes=1 if sealed else None) as writer:
+        store(writer, {b"filler": noise(4, BLOCK)}, number=2)
+    where = repository.chunks.locate(block_of(repository, snapshot, b"model.bin", 0))
+    with pack_path(repository, where.pack).open("r+b") as stream:
+        stream.write(b"rubbish!")
+    report = looked(repository)
+    assert report.damaged
+    (hint,) = {finding.hint for finding in report.findings if finding.kind == "pack"}
+    assert "--checksum" in hint
+    with Repository.open(repository.path) as fresh:
+        assert verify_snapshots(fresh, checksum=True).damaged
 
 
 def test_a_missing_block_is_healed_from_the_live_file(
@@ -260,7 +330,9 @@ def test_a_damaged_copy_of_the_configuration(repository: Repository, snapshot: S
     path = Path(repository.path) / "config"
     path.write_bytes(path.read_bytes()[:-3] + b"xyz")
     assert kinds(looked(repository)) == [("error", "configuration", False)]
-    assert kinds(looked(repository, repair=True)) == [("error", "configuration", True)]
+    report = looked(repository, repair=True)
+    assert kinds(report) == [("error", "configuration", True)]
+    assert "--repair" not in report.findings[0].hint  # it has just been done
     assert looked(repository).findings == []
 
 
