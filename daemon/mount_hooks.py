@@ -13,6 +13,7 @@ import structlog
 import trio
 
 from ciuic.bypass import Bypasser, find_bypassing
+from ciuic.daemon.mount_watch import unmounted
 from ciuic.daemon.recovery import detach_dead, is_mounted, is_orphaned, open_root, recover_root
 from ciuic.daemon.sessions import SessionStore
 from ciuic.daemon.settings import RootSettings
@@ -34,6 +35,7 @@ class MountHooks(Protocol):
     def forget(self, root: str) -> None: ...
     async def detach_dead(self, root: str) -> None: ...
     async def is_mounted(self, root: str) -> bool: ...
+    async def unmounted(self, root: str) -> None: ...
     async def bypassing(
         self, root: str, ignore_pids: Collection[int], only_pids: Collection[int] | None
     ) -> list[Bypasser]: ...
@@ -68,7 +70,8 @@ class RealMounts:
             adopted = await trio.to_thread.run_sync(recover_root, settings.path, options.socket)
         if adopted is None:
             backing_fd = await trio.to_thread.run_sync(open_root, settings.path, abandon_on_cancel=True)
-            adopted = await start_worker(options, backing_fd, spare=self._service)
+            # One that is ready is used where it is there: the root is without protection meanwhile.
+            adopted = await start_worker(options, backing_fd, spare=self._spare)
         self._prepared_for_its_death(adopted, settings.path)
         return adopted
 
@@ -98,6 +101,10 @@ class RealMounts:
 
     async def is_mounted(self, root: str) -> bool:
         return await trio.to_thread.run_sync(is_mounted, root)
+
+    async def unmounted(self, root: str) -> None:
+        """Return when no overlay of ours is over ``root`` any more."""
+        await unmounted(root)
 
     async def bypassing(
         self, root: str, ignore_pids: Collection[int], only_pids: Collection[int] | None

@@ -110,7 +110,17 @@ class Roots:
         self.supervisors.pop(path, None)
         if not supervisor.lingers:
             await trio.to_thread.run_sync(remove_state, path)
-        kinds = ("root", "worker", "bypass", "bypass-unknown", "abandoned", "silent", "reserved", "left-out")
+        kinds = (
+            "root",
+            "worker",
+            "unmounted",
+            "bypass",
+            "bypass-unknown",
+            "abandoned",
+            "silent",
+            "reserved",
+            "left-out",
+        )
         for kind in kinds:
             self._alerts.clear(f"{kind}:{path}")
 

@@ -327,9 +327,9 @@ class Snapshots:
         self._context.alerts.clear(KEY_MISSING)
         self._context.alerts.clear("clock")
         for cut in pending.remaining:
-            self._context.alerts.clear(
-                f"worker:{cut.path}"
-            )  # what its death may have hidden is in this snapshot
+            # What the end of a session may have hidden is in this snapshot.
+            self._context.alerts.clear(f"worker:{cut.path}")
+            self._context.alerts.clear(f"unmounted:{cut.path}")
         self._left_out.tell(pending)
         if pending.record.scheduled and pending.lost:
             self.on_scheduled_lost()

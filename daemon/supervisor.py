@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import structlog
 import trio
@@ -36,6 +36,8 @@ PLAIN_AFTER_DEATHS = 5
 """From here on successors track nothing: whatever kills them there is left out."""
 STOP_TIMEOUT_SECONDS = 60.0
 STATUS_TIMEOUT_SECONDS = 2.0
+DETACH_SECONDS = 0.5
+"""For which mounting anew waits for a worker whose overlay somebody else took away: it should leave undo log and socket first."""
 LINGER_NOTICE_SECONDS = 3.0
 """A worker that has detached and still lives after this long is serving open handles."""
 LINGER_GRACE_SECONDS = 10 * 365 * 86400.0
@@ -69,6 +71,8 @@ class RootSupervisor:
         self._deaths = 0
         """Of workers, in a row."""
         self._served_since = 0.0
+        self._session_gone = False
+        """The overlay was unmounted by somebody else, and its session with it."""
         self._handed_over: Worker | None = None
         """Told to end, and to leave its session to a successor."""
         self.bypass = BypassWatch(settings.path, hooks, alerts)
@@ -132,12 +136,15 @@ class RootSupervisor:
         return worker
 
     async def _watch(self, worker: Worker) -> None:
-        """Returns when the worker has ended and its mount is gone."""
+        """Returns when the worker has ended, or its mount is gone."""
+        status: int | None = None
+        self._session_gone = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(end_when_hung, worker)
             # Beside the wait: it waits for the cut that is being made, which may be waiting for this very worker's successor.
             nursery.start_soon(self._on_session, self.path, worker)
             nursery.start_soon(self.bypass.run, self._own_pids)
+            nursery.start_soon(self._end_when_unmounted, nursery.cancel_scope)
             status = await worker.wait()
             nursery.cancel_scope.cancel()
         self.worker = None
@@ -148,6 +155,9 @@ class RootSupervisor:
             worker.close()
             return
         if worker is self._handed_over:
+            return
+        if self._session_gone or not await self._hooks.is_mounted(self.path):
+            await self._unmounted_by_others(worker)
             return
         self.restarts += 1
         if trio.current_time() - self._served_since >= STABLE_SECONDS:
@@ -170,9 +180,52 @@ class RootSupervisor:
             severity="warning",
         )
 
+    async def _end_when_unmounted(self, watching: trio.CancelScope) -> None:
+        try:
+            await self._hooks.unmounted(self.path)
+        except OSError as error:  # out of descriptors: what ends the session is noticed all the same
+            log.warning("mounts_not_watched", root=self.path, error=str(error))
+            return
+        # A worker whose session ended with the mount is about to end by itself; one that serves open files is not.
+        self._session_gone = True
+        watching.cancel()
+
+    async def _unmounted_by_others(self, worker: Worker) -> None:
+        """The overlay is gone although nobody asked us: whatever is open in it goes on being served, and the root is mounted anew."""
+        self._session_gone = True
+        self._set("restarting")
+        self.error = "its overlay was taken off by somebody else"
+        lingers = worker.is_alive() and not worker.session_is_over()
+        with trio.move_on_after(DETACH_SECONDS):
+            if lingers:
+                # As for a root that is taken away: it shares its undo directory with its successor.
+                with suppress(CiuicError):
+                    await worker.ask(_abort_pending)
+                    await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
+            else:
+                await worker.wait()
+        self.lingers |= lingers
+        log.error("root_unmounted_by_others", root=self.path, pid=worker.pid, open_files=lingers)
+        files = (
+            "files that were open in it go on being served, and what is written to them is not tracked"
+            if lingers
+            else "no file was open in it"
+        )
+        self._alerts.report(
+            f"unmounted:{self.path}",
+            f"the overlay of {self.path} was taken off by somebody else (umount, or a signal to its worker) and is mounted again; "
+            f"{files}",
+            hint="the next snapshot compares the whole tree; to take an overlay away: ciuic unprotect PATH",
+            root=self.path,
+            severity="warning",
+        )
+
     async def _succeeded(self, dead: Worker) -> Worker | None:
         """Closes ``dead`` and goes on with its session; None, and nothing of it is left mounted, where that is impossible."""
         if self._stopping:
+            return None
+        if self._session_gone:  # with its mount: nobody can go on with it
+            dead.close()
             return None
         try:
             while dead.session_fd is not None and not self._stopping:

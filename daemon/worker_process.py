@@ -8,6 +8,7 @@ our restart reaches it. Leaves to others: when to start, restart and stop (super
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import struct
@@ -133,6 +134,14 @@ class Worker:
         except ProcessLookupError:
             return False
         return self._child is None or self._child.poll() is None
+
+    def session_is_over(self) -> bool:
+        """Whether the kernel has ended the connection: the mount is gone, and nothing is open in it. False where it cannot be told."""
+        if self.session_fd is None:
+            return False
+        poll = select.poll()
+        poll.register(self.session_fd, 0)
+        return any(events & select.POLLERR for _, events in poll.poll(0))
 
     def terminate(self) -> None:
         """Asks it to stop as its ``stop`` request would (SIGTERM)."""

@@ -271,6 +271,10 @@ class NoMounts:
         await trio.lowlevel.checkpoint()
         return self.mounted
 
+    async def unmounted(self, root: str) -> None:
+        while self.mounted:  # noqa: ASYNC110  a test takes it away
+            await trio.sleep(0.01)
+
     async def bypassing(
         self, root: str, ignore_pids: Collection[int], only_pids: Collection[int] | None
     ) -> list[Bypasser]:

@@ -1,0 +1,94 @@
+"""Somebody else takes the overlay off its root: it is noticed as it happens, and what is said about it is true."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.site import Site, ended, site_in, until
+
+pytestmark = pytest.mark.mount
+
+
+@pytest.fixture
+def site(short_tmp: Path) -> Iterator[Site]:
+    with site_in(short_tmp) as made:
+        yield made
+
+
+def alert_of(site: Site, root: Path) -> str:
+    """What the alert says; empty without one."""
+    with site.client() as client:
+        alerts = {alert.key: alert.message for alert in client.status().alerts}
+    return alerts.get(f"unmounted:{root}", "")
+
+
+def unmount(root: Path, *options: str) -> None:
+    subprocess.run(["umount", *options, str(root)], check=True, timeout=30)
+
+
+def mounted_anew(site: Site, root: Path, before: int) -> None:
+    until(
+        "mounting anew",
+        lambda: (
+            (status := site.root_status(root)).state == "mounted"
+            and status.worker_pid != before
+            and site.overlays(root) == 1
+        ),
+    )
+
+
+@pytest.mark.parametrize("options", [(), ("-l",)], ids=["umount", "umount -l"])
+def test_without_open_files(site: Site, options: tuple[str, ...]) -> None:
+    """Mounted again at once, with no attempt to go on with a session that has ended."""
+    root = site.root("a")
+    site.start()
+    worker = site.root_status(root).worker_pid
+    unmount(root, *options)
+    mounted_anew(site, root, worker)
+    assert "no file was open in it" in alert_of(site, root)
+    until("the worker's end", lambda: ended(worker))
+    log = site.log.read_text()
+    assert "session_not_taken_over" not in log
+    assert "files stay open" not in log
+    (root / "after").write_text("seen")
+    snapshot = site.snapshot()
+    assert site.content(snapshot, root, b"after") == b"seen"
+    assert alert_of(site, root) == ""
+
+
+def test_with_open_files(site: Site) -> None:
+    """A job goes on with what it has open, and the root is protected again meanwhile: what both write is in the next snapshot."""
+    root = site.root("a")
+    site.start()
+    before = site.root_status(root).worker_pid
+    with open(root / "log", "w+b", buffering=0) as log:
+        log.write(b"one ")
+        unmount(root, "-l")
+        mounted_anew(site, root, before)
+        assert "go on being served" in alert_of(site, root)
+        assert not ended(before)
+        log.write(b"two ")
+        assert log.seek(0) == 0
+        assert log.read() == b"one two "
+        (root / "after").write_text("seen")
+        snapshot = site.snapshot()
+        assert site.content(snapshot, root, b"log") == b"one two "
+        assert site.content(snapshot, root, b"after") == b"seen"
+    until("the old worker's end", lambda: ended(before))
+    assert site.root_status(root).state == "mounted"
+    assert (root / "log").read_bytes() == b"one two "
+
+
+def test_again_and_again(site: Site) -> None:
+    """Each time anew: a script that keeps unmounting does not end protection."""
+    root = site.root("a")
+    site.start()
+    for _ in range(3):
+        worker = site.root_status(root).worker_pid
+        unmount(root)
+        mounted_anew(site, root, worker)
+    (root / "after").write_text("seen")
+    assert site.content(site.snapshot(), root, b"after") == b"seen"
