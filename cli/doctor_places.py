@@ -42,7 +42,7 @@ def roots(config: Config, mounts: Sequence[Mount], *, look_for_bypass: bool) -> 
 
     if not config.roots:
         yield warning("roots", "no directory is protected", "ciuic protect PATH")
-    for trouble in check_overlaps(config.roots):
+    for trouble in check_overlaps(config.roots, mounts):
         yield problem("roots", str(trouble), trouble.hint)
     for root in config.roots:
         troubles = check_root(root, mounts)

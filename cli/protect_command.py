@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,12 @@ def command(paths: tuple[bytes, ...], driver: Driver, new_repository: bool, as_j
     made = _make_repository(session, repository, config.repository.block_size_bytes)
     bypassing = {path: _going_round(path) for path in asked}
     added = [root.path for root in add_roots(file, new, repository_path=repository)]
-    mounted = _tell_daemon(session, file, asked)
+    mounted = _tell_daemon(session, file, asked, driver)
+    if not mounted and driver == "pyfuse3" and find_spec("pyfuse3") is None:
+        warn(
+            "pyfuse3 is not installed: the kernel driver will serve the new roots",
+            hint="ciuic doctor says how to install it",
+        )
     if as_json:
         out_json(_document(asked, added, repository, made, file, mounted, bypassing))
     else:
@@ -94,13 +100,10 @@ def _new_roots(config: Config, asked: Sequence[Path], driver: Driver) -> list[Ro
 def _checked_repository(proposal: Config, new: Sequence[RootConfig]) -> Path:
     """Where the repository is or will be; raises what is wrong with the new roots, alone and beside the others."""
     from ciuic import mountinfo
-    from ciuic.config import check_overlaps, check_repository, check_root, raise_for, repository_path
+    from ciuic.config import check_repository, check_roots, raise_for, repository_path
 
     mounts = mountinfo.read()
-    problems = check_overlaps(proposal.roots)
-    for root in new:
-        problems += check_root(root, mounts)
-    raise_for(problems)
+    raise_for(check_roots(proposal.roots, mounts, new))
     problems = check_repository(proposal, mounts)
     raise_for(problems)
     for problem in problems:
@@ -175,7 +178,7 @@ def _going_round(path: Path) -> list[Bypasser]:
     return [process for process in find_bypassing(path, ignore_pids={os.getpid()}) if process.writes]
 
 
-def _tell_daemon(session: Session, file: Path, paths: Sequence[Path]) -> bool:
+def _tell_daemon(session: Session, file: Path, paths: Sequence[Path], driver: Driver) -> bool:
     """Whether a daemon runs, and has therefore mounted the roots. A refusal is raised; the configuration stands."""
     try:
         status = session.control.status()
@@ -187,7 +190,12 @@ def _tell_daemon(session: Session, file: Path, paths: Sequence[Path]) -> bool:
             hint=f"it will not protect these roots after its next start; name the file with --config {status.config_path}",
         )
     for path in paths:
-        session.control.add_root(str(path))
+        served = session.control.add_root(str(path))
+        if driver not in ("auto", served.driver):
+            warn(
+                f"{shown_text(str(path))} is served by the {served.driver} driver, not by {driver}",
+                hint=shown_text(served.driver_why),
+            )
     return True
 
 

@@ -83,8 +83,11 @@ class Daemon:
         self._stored_fds = stored_fds or {}
         self.settings = settings_of(config)
         self.started_ns = now_ns()
+        overlaps = check_overlaps(config.roots, mountinfo.read())
         self.events = EventBus(now_ns)
         self.alerts = Alerts(self.events, now_ns)
+        for problem in overlaps:
+            self.alerts.report("roots", str(problem), hint=problem.hint)
         self.metrics_registry = Metrics()
         self.runtime = RuntimeDirectory(self.settings.runtime_dir)
         self.store = _store(self.settings)
@@ -373,7 +376,9 @@ class Daemon:
     def _read_settings(self) -> Settings:
         """The configuration as it is now; ConfigError and its like when it cannot be meant. Blocks."""
         config = self._load()
-        raise_for([*check_overlaps(config.roots), *_check_repository(config)])
+        # What a bind mount that somebody makes later brings about must not end the protection that there is: only here,
+        # where a refusal leaves everything as it was, and not at the start.
+        raise_for([*check_overlaps(config.roots, mountinfo.read()), *_check_repository(config)])
         return settings_of(config)
 
     def _take_over(self, settings: Settings) -> None:

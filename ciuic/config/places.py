@@ -2,7 +2,7 @@
 
 Guarantees: nothing is opened, mounted or changed; every objection is a Problem with its remedy. Used by ``protect``
 before it writes, by the daemon before it mounts, and by ``config check``. The overlap rules are pure functions of
-paths; what needs the disk takes the mounts as an argument.
+paths and mounts; what needs the disk takes the mounts as an argument.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ _PSEUDO_FS_TYPES = frozenset(
 def check_places(config: Config, mounts: Sequence[Mount] | None = None) -> list[Problem]:
     """Everything that is wrong with the places of ``config``: what the daemon and ``config check`` ask."""
     mounts = mountinfo.read() if mounts is None else mounts
-    problems = check_overlaps(config.roots)
+    problems = check_roots(config.roots, mounts)
     for root in config.roots:
-        problems += check_root(root, mounts)
         problems += check_excludes(config, root)
     if not any(problem.severity == "error" for problem in problems):
         problems += check_repository(config, mounts)
@@ -79,21 +78,77 @@ def mount_holding(path: str | os.PathLike[str], mounts: Sequence[Mount]) -> Moun
 # --- roots
 
 
-def check_overlaps(roots: Sequence[RootConfig]) -> list[Problem]:
-    """Roots named twice, or one inside another, by their paths alone."""
+def check_roots(
+    roots: Sequence[RootConfig], mounts: Sequence[Mount], new: Sequence[RootConfig] | None = None
+) -> list[Problem]:
+    """What keeps roots from being protected, alone and beside each other: for each root the first thing that does.
+
+    Args:
+        roots: All of the configuration.
+        mounts: What is mounted.
+        new: Those of them that are asked about; None for all.
+    """
     problems = []
     for position, root in enumerate(roots):
-        for other in roots[:position]:
-            if root.path == other.path:
-                message = f"the root {root.path} is named twice"
-            elif _within(os.fsencode(root.path), os.fsencode(other.path)):
-                message = f"the root {root.path} lies inside the root {other.path}, which protects it already"
-            elif _within(os.fsencode(other.path), os.fsencode(root.path)):
-                message = f"the root {root.path} contains the root {other.path}"
-            else:
-                continue
-            problems.append(Problem("error", message, "keep one of the two", root.origin, UsageError))
+        if new is not None and root not in new:
+            continue
+        found = check_root(root, mounts)
+        if not found:
+            overlaps = (_overlap(root, other, mounts) for other in roots[:position])
+            found = [problem for problem in overlaps if problem is not None][:1]
+        problems += found
     return problems
+
+
+def check_overlaps(roots: Sequence[RootConfig], mounts: Sequence[Mount] = ()) -> list[Problem]:
+    """Roots named twice, or one inside another: by their paths, and with ``mounts`` by the directories that these lead to."""
+    found = (_overlap(root, other, mounts) for at, root in enumerate(roots) for other in roots[:at])
+    return [problem for problem in found if problem is not None]
+
+
+def _overlap(root: RootConfig, other: RootConfig, mounts: Sequence[Mount]) -> Problem | None:
+    inner, outer = os.fsencode(root.path), os.fsencode(other.path)
+    if inner == outer:
+        message = f"the root {root.path} is named twice"
+    elif _within(inner, outer):
+        message = f"the root {root.path} lies inside the root {other.path}, which protects it already"
+    elif _within(outer, inner):
+        message = f"the root {root.path} contains the root {other.path}"
+    else:
+        message = _overlap_by_mounts(root, other, mounts)
+        if not message:
+            return None
+    return Problem("error", message, "keep one of the two", root.origin, UsageError)
+
+
+def _overlap_by_mounts(root: RootConfig, other: RootConfig, mounts: Sequence[Mount]) -> str:
+    """How two roots with unrelated names are one directory, or one inside the other; empty where they are not."""
+    for place_of in (_overlay_place, _real_place):
+        here, there = place_of(os.fsencode(root.path), mounts), place_of(os.fsencode(other.path), mounts)
+        if here is None or there is None or here[0] != there[0]:
+            continue
+        if here[1] == there[1]:
+            return f"the root {root.path} is the root {other.path} by another name (a bind mount)"
+        if _within(here[1], there[1]):
+            return f"the root {root.path} lies inside the root {other.path} (a bind mount), which protects it already"
+        if _within(there[1], here[1]):
+            return f"the root {root.path} contains the root {other.path} (a bind mount)"
+    return ""
+
+
+def _overlay_place(path: bytes, mounts: Sequence[Mount]) -> tuple[tuple[int, int], bytes] | None:
+    """The overlay of ours that is mounted exactly there, and which directory of it: a bind mount of a protected root is one, too."""
+    found = [mount for mount in mounts if mount.fs_type == CIUIC_FS_TYPE and mount.mount_point == path]
+    return (found[-1].device, found[-1].root) if found else None
+
+
+def _real_place(path: bytes, mounts: Sequence[Mount]) -> tuple[tuple[int, int], bytes] | None:
+    """The file system that holds ``path``, and where in it: the same under every name that a bind mount gives it."""
+    mount = mount_holding(os.fsdecode(path), mounts)
+    if mount is None:
+        return None
+    relative = os.path.relpath(path, mount.mount_point)
+    return mount.device, mount.root if relative == b"." else os.path.join(mount.root, relative)
 
 
 def check_root(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:

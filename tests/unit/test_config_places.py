@@ -18,6 +18,7 @@ from ciuic.config import (
     check_overlaps,
     check_places,
     check_root,
+    check_roots,
     default_repository_path,
     raise_for,
     repository_path,
@@ -54,6 +55,44 @@ def test_overlapping_roots(paths: list[str], says: str) -> None:
     assert [says in problem.message for problem in problems] == [True]
     with pytest.raises(UsageError):
         raise_for(problems)
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        (["/data", "/bound"], "by another name"),
+        (["/data", "/bound/sub"], "lies inside"),
+        (["/data/sub/deep", "/bound"], "contains"),
+        (["/bound", "/twice"], "by another name"),
+        (["/elsewhere", "/bound"], ""),
+        (["/data/sub", "/bound/other"], ""),
+    ],
+)
+def test_roots_that_overlap_through_a_bind_mount(paths: list[str], says: str) -> None:
+    """The same directory under another name is the same root, also of one that is mounted already."""
+    lines = "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n2 1 8:1 /data /bound rw - ext4 /dev/sda1 rw\n"
+    lines += "3 1 8:1 /data /twice rw - ext4 /dev/sda1 rw\n4 1 8:2 / /elsewhere rw - ext4 /dev/sdb1 rw\n"
+    problems = check_overlaps(roots(*paths), mountinfo.parse(lines.encode()))
+    assert [says in problem.message for problem in problems] == ([True] if says else [])
+    lines = "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:7 / /data rw - fuse.ciuic ciuic rw\n"
+    lines += "3 1 0:7 / /bound rw - fuse.ciuic ciuic rw\n4 1 0:8 / /elsewhere rw - fuse.ciuic ciuic rw\n"
+    over = mountinfo.parse(lines.encode())
+    assert len(check_overlaps(roots("/data", "/bound"), over)) == 1
+    assert check_overlaps(roots("/data", "/elsewhere"), over) == []
+
+
+@pytest.mark.parametrize("mounted", [False, True])
+def test_one_refusal_is_one_message(tmp_path: Path, mounted: bool) -> None:
+    """/ and nested roots are refused once each, however many roots they touch."""
+    inner, other = tmp_path / "in", tmp_path / "other"
+    inner.mkdir()
+    other.mkdir()
+    there = mounts(*(f"{path} fuse.ciuic" for path in (inner, other) if mounted))
+    for new in (Path("/"), tmp_path, inner / "deeper"):
+        new.mkdir(exist_ok=True)
+        proposal = roots(inner, other, new)
+        assert len(check_roots(proposal, there, proposal[2:])) == 1
+        assert len([p for p in check_places(Config(roots=proposal), there) if p.severity == "error"]) == 1
 
 
 def test_neighbours_are_no_overlap() -> None:

@@ -128,6 +128,30 @@ def test_a_worker_that_dies_while_its_session_is_taken_up_is_replaced(stage: Sta
     stage.run(supervisor, script)
 
 
+@pytest.mark.parametrize("ends", [True, False], ids=["umount", "umount -l"])
+def test_an_overlay_that_somebody_else_took_off_is_mounted_anew(stage: Stage, ends: bool) -> None:
+    """No attempt to go on with a session that is over, and the alert says what became of open files: a worker that lives on serves
+    them, and has nothing pending in the undo log that it shares with the next one."""
+    first, second = stage.worker("one"), stage.worker("two")
+    supervisor = stage.supervisor(first, second)
+
+    async def script() -> None:
+        await until(lambda: stage.sessions == ["one"])
+        stage.mounts.mounted = False
+        if ends:
+            first.kill()
+        await until(lambda: stage.sessions == ["one", "two"])
+        assert (supervisor.state, supervisor.worker) == ("mounted", second)
+        assert supervisor.lingers is not ends
+
+    stage.run(supervisor, script)
+    assert stage.order[0] == "lost one"
+    assert stage.mounts.successions == []
+    (alert,) = stage.alerts.standing()
+    assert alert.key == "unmounted:/a"
+    assert ("no file was open" if ends else "go on being served") in alert.message
+
+
 def test_a_root_that_cannot_be_mounted_is_tried_again(stage: Stage) -> None:
     """An alert says why and what to do; it goes when the root comes."""
     supervisor = stage.supervisor(NotFound("/a does not exist", hint="make it"), stage.worker("one"))
