@@ -208,6 +208,43 @@ def test_unfit_paths_change_nothing(host: Path, path: str, code: int, word: str)
     assert (host / "c.toml").read_bytes() == before
 
 
+@pytest.mark.mount
+def test_a_root_under_another_name_is_refused(host: Path) -> None:
+    """A bind mount of a root, or of a directory in it, is that root: one message, and nothing changes."""
+    protect(host, host / "a")
+    before = (host / "c.toml").read_bytes()
+    (host / "a" / "inner").mkdir()
+    for source, word in (("a", "by another name"), ("a/inner", "lies inside")):
+        subprocess.run(["mount", "--bind", host / source, host / "b"], check=True)
+        try:
+            result = protect(host, host / "b")
+        finally:
+            subprocess.run(["umount", host / "b"], check=True)
+        assert result.exit_code == 2, result.stderr
+        assert word in result.stderr
+        assert result.stderr.count("the root") == 2  # of one sentence
+    assert (host / "c.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize("path", ["/", ".", "a/inner"])
+def test_a_refusal_is_said_once(host: Path, path: str) -> None:
+    """However many roots a new one touches."""
+    protect(host, host / "a", host / "b")
+    (host / "a" / "inner").mkdir()
+    result = protect(host, host / path)
+    assert result.exit_code == 2
+    assert len([line for line in result.stderr.splitlines() if "the root" in line]) == 1
+
+
+def test_a_driver_that_is_not_installed_is_said(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--driver pyfuse3 without pyfuse3: the root is protected, by the driver that is named."""
+    monkeypatch.setattr("ciuic.cli.protect_command.find_spec", lambda name: None)
+    result = protect(host, "--driver", "pyfuse3", host / "a")
+    assert result.exit_code == 0
+    assert "kernel driver" in result.stderr
+    assert "kernel driver" not in protect(host, host / "b").stderr
+
+
 def test_processes_that_go_round_are_named(host: Path) -> None:
     """A process that has a file open below the new root is named, with its pid and the file."""
     with open(host / "a" / "open.log", "w") as log, subprocess.Popen(["sleep", "100"], stdout=log) as job:

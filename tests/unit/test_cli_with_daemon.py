@@ -252,6 +252,19 @@ def test_incomplete_snapshot_is_said(config: Path, daemon: FakeDaemon) -> None:
     assert re.search("incomplete.*\n.*Input/output error", result.stderr)
 
 
+def test_protect_says_which_driver_serves(config: Path, daemon: FakeDaemon) -> None:
+    """Another driver than the one that was asked for is named, with the reason."""
+    served = RootStatus(path="/x", driver="kernel", driver_why="pyfuse3 is not installed", state="mounted")
+    daemon.answers["POST /v1/roots"] = lambda _: (200, served)
+    daemon.answers["GET /v1/status"] = lambda _: (200, status_document(config_path=str(config)))
+    new = config.with_name("another")
+    new.mkdir()
+    result = ciuic(config, "protect", "--driver", "pyfuse3", str(new))
+    assert result.exit_code == 0, result.stderr
+    assert "served by the kernel driver, not by pyfuse3" in result.stderr
+    assert "pyfuse3 is not installed" in result.stderr
+
+
 def test_unprotect_tells_the_daemon(config: Path, daemon: FakeDaemon) -> None:
     """unprotect takes the root out of the configuration and has the daemon unmount it."""
     daemon.answers["DELETE /v1/roots"] = lambda _: (200, {})
