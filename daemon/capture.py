@@ -88,6 +88,9 @@ def run_job(job: CaptureJob, report: Report, committed: Callable[[Done], None] =
             snapshot = _commit(job, captured, writer, report)
         except OSError as error:
             raise room.failed(error, writer) from error
+        except NoRoom:
+            room.give_back(writer)
+            raise
         done = _done(snapshot, report, begun)
         committed(done)
     return done

@@ -17,6 +17,7 @@ import structlog
 
 from ciuic.daemon.capture_job import CaptureJob, printable
 from ciuic.daemon.capture_root import Interrupted, Report, RootUnreadable, capture_root
+from ciuic.daemon.capture_space import NoRoom
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository, Writer
 from ciuic.types import LeftOut, RootRecord
@@ -71,9 +72,9 @@ def capture_roots(job: CaptureJob, repository: Repository, writer: Writer, repor
 
 
 def costs_one_root(error: Exception) -> bool:
-    """Whether an error says nothing of the repository and of other roots: the root itself, its undo log, or the memory that the
-    walk through it took. A defect of ours that one root brings out must not cost the others theirs either."""
-    if isinstance(error, RootUnreadable):
+    """Whether an error says nothing of the repository and of other roots: the root itself, that it is too large to be begun with,
+    its undo log, or the memory that the walk through it took. A defect of ours that one root brings out must not cost the others theirs either."""
+    if isinstance(error, RootUnreadable | NoRoom):
         return True
     return not isinstance(error, Interrupted | CiuicError | OSError)
 

@@ -103,13 +103,16 @@ class Room:
         if error.errno not in _FULL:
             return error
         written_bytes = writer.new_bytes
-        try:
-            freed_bytes = writer.give_back()
-            _log.info("capture_gave_back", freed_bytes=freed_bytes)
-        except OSError as failure:
-            _log.warning("capture_not_given_back", error=str(failure))
+        self.give_back(writer)
         reached = "" if self.disk.refused is not None else f" ({os.strerror(error.errno)})"
         return self.refusal(written_bytes, reached=reached)
+
+    def give_back(self, writer: Writer) -> None:
+        """Remove what the capture has written, as far as the disk lets us."""
+        try:
+            _log.info("capture_gave_back", freed_bytes=writer.give_back())
+        except OSError as error:
+            _log.warning("capture_not_given_back", error=str(error))
 
     def refusal(self, needed_bytes: int, path: bytes = b"", reached: str = "") -> NoRoom:
         """Return the failure in words.
@@ -125,7 +128,7 @@ class Room:
             words.append(f"{human_size(job.reserve_bytes)} must stay free for others ({job.reserve_reason})")
         if path:
             words.append(f"{printable(path)} takes at least {human_size(needed_bytes)}")
-        missing_bytes = max(needed_bytes, 1) - self.disk.room_bytes
+        missing_bytes = max(needed_bytes, 1) - min(self.disk.room_bytes, available)
         prune = "`ciuic prune` with a shorter [retention], or " if self._has_snapshots else ""
         return NoRoom(
             f"no room for the snapshot{reached}: {', '.join(words)}; nothing of it was kept",

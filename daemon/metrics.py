@@ -67,7 +67,10 @@ class Metrics:
             "ciuic_last_snapshot_timestamp_seconds", "Cut of the newest committed snapshot"
         )
         self._stored = self._gauge("ciuic_store_bytes", "Bytes in the store's packs")
-        self._free = self._gauge("ciuic_store_free_bytes", "Free space of the store's file system")
+        self._free = self._gauge(
+            "ciuic_store_free_bytes", "What an ordinary process can use of the store's file system"
+        )
+        self._reserve = self._gauge("ciuic_store_reserve_bytes", "What captures leave of that to others")
         self._count = self._gauge("ciuic_store_snapshots", "Committed snapshots")
         self.incidents = Counter(
             "ciuic_trainer_incidents", "What happened to trainers", ["kind"], registry=self._registry
@@ -95,6 +98,7 @@ class Metrics:
             self._last.set(datetime.fromisoformat(status.last_snapshot.time).timestamp())
         self._stored.set(status.repository.size_bytes)
         self._free.set(status.repository.free_bytes)
+        self._reserve.set(status.repository.reserve_bytes)
         self._count.set(status.repository.snapshots)
         for severity in ("problem", "warning"):
             self._alerts.labels(severity).set(sum(alert.severity == severity for alert in status.alerts))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import functools
 import os
+import sys
 import threading
 from collections.abc import Iterable
 from typing import Final
@@ -51,8 +52,15 @@ class ReservedDisk(Disk):
     def _margin_bytes(self) -> int:
         return max(_MIN_MARGIN_BYTES, min(int(_MARGIN_SHARE * total_bytes(self._path)), _MAX_MARGIN_BYTES))
 
+    @functools.cached_property
+    def _keeps_reserve(self) -> bool:
+        """False without a reserve, and on a file system that does not say how large it is (some network ones): ENOSPC decides."""
+        return self.reserve_bytes > 0 and total_bytes(self._path) > 0
+
     def check(self, wanted_bytes: int = 0) -> None:
         """Refuse to go on where this many more bytes would leave less than the reserve. ReserveReached; OSError."""
+        if not self._keeps_reserve:
+            return
         available = available_bytes(self._path)
         if available - wanted_bytes < self.reserve_bytes:
             self.refused = self.refused or ReserveReached(self._path, available, self.reserve_bytes)
@@ -61,6 +69,8 @@ class ReservedDisk(Disk):
     @property
     def room_bytes(self) -> int:
         """Bytes that may still be written; 0 or less where none may. OSError."""
+        if not self._keeps_reserve:
+            return sys.maxsize
         return available_bytes(self._path) - self.reserve_bytes - self._margin_bytes
 
     def write_at(self, fd: int, parts: Iterable[Bytes], offset: int) -> int:

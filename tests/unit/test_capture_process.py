@@ -327,6 +327,39 @@ def test_an_incomplete_snapshot_says_so_where_people_look(stage: Stage) -> None:
     assert snapshot.message == "hourly [not readable: /data/one, /data/two\\xff, /data/three and 2 more]"
 
 
+def test_a_root_that_is_too_large_costs_no_other_its_snapshot(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left out with the reason; alone it fails, and nothing of the attempt is kept."""
+    mib = 1 << 20
+    capacity, packs = 64 * mib, Path(stage.job().repository) / "packs"
+
+    def available(_: object) -> int:
+        return capacity - sum(path.stat().st_size for path in packs.iterdir())
+
+    monkeypatch.setattr("ciuic.repository.reserved_disk.available_bytes", available)
+    monkeypatch.setattr("ciuic.repository.reserved_disk.total_bytes", lambda _: capacity)
+    monkeypatch.setattr("ciuic.daemon.capture_space.can_share", lambda _: False)
+    (stage.root / "small").write_bytes(os.urandom(mib))
+    large = stage.root.with_name("large")
+    large.mkdir()
+    for number in range(6):
+        (large / str(number)).write_bytes(os.urandom(16 * mib))
+    both = tuple(RootJob(path=os.fsencode(path)) for path in (stage.root, large))
+    done = capture.run_job(stage.job(roots=both, reserve_bytes=4 * mib), Report(lambda _: None))
+    assert [root.path for root in done.left_out] == [os.fsencode(large)]
+    assert "takes at least" in done.left_out[0].reason
+    before = available(None)
+    alone = stage.job(id="cs-000003", roots=both[1:], reserve_bytes=4 * mib)
+    with pytest.raises(NoRoom, match="takes at least"):
+        capture.run_job(alone, Report(lambda _: None))
+    assert available(None) == before
+    (large / "copies").mkdir()
+    for number in range(1, 6):  # of one file: they are stored once
+        (large / str(number)).write_bytes((large / "0").read_bytes())
+    capture.run_job(alone, Report(lambda _: None))
+
+
 def test_a_full_repository_fails_with_a_hint(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """ENOSPC while storing is an error of the repository, never a file left out."""
     (stage.root / "file").write_bytes(hashlib.sha256(b"x").digest() * 10_000)

@@ -110,6 +110,17 @@ def test_check_counts_what_is_wanted(tmp_path: Path) -> None:
     assert disk.room_bytes < 0
 
 
+@pytest.mark.parametrize(("reserve", "capacity"), [(0, 8 * MIB), (8 * MIB, 0)])
+def test_where_there_is_nothing_to_keep(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, reserve: int, capacity: int
+) -> None:
+    """Without a reserve, and where a file system does not say how large it is, nothing is refused beforehand."""
+    opened = cramped(repository, monkeypatch, capacity=capacity, reserve=reserve)
+    with opened() as small, small.writer() as writer:
+        id_ = store(writer, {b"file": noise(1, 12 * MIB)}, number=1).id
+    assert read_back(repository, id_) == {b"file": noise(1, 12 * MIB)}
+
+
 @pytest.mark.parametrize(
     ("setting", "growth", "expected", "reason"),
     [
