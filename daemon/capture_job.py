@@ -146,7 +146,7 @@ class Failed(msgspec.Struct, kw_only=True, frozen=True, tag_field="event", tag="
     root: bytes = b""
     """The root that was being read; empty when none was."""
     needed_bytes: int = 0
-    """The least that another attempt has to find free; 0 unless room was missing."""
+    """What the attempt had written when room was missing: the least that another one has to find free."""
 
 
 Message = Progress | Done | Failed

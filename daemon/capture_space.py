@@ -51,7 +51,7 @@ class NoRoom(CiuicError):
         self.is_final = is_final
         """There is no older snapshot whose removal could make room."""
         self.needed_bytes = needed_bytes
-        """The least that another attempt would have to find."""
+        """What another attempt has to find free before it writes; 0 where it will find out without writing."""
 
 
 class Room:
@@ -66,7 +66,8 @@ class Room:
         """Refuse where the least that is known to be needed does not fit. NoRoom; OSError."""
         self._has_snapshots = bool(repository.snapshots.names())
         if self.disk.room_bytes < self._job.needed_bytes:
-            raise self.refusal(self._job.needed_bytes)
+            words = f"an earlier attempt had written {human_size(self._job.needed_bytes)} and was not done"
+            raise self.refusal(self._job.needed_bytes, words, needed_next=self._job.needed_bytes)
 
     def check(self) -> None:
         """Refuse to go on where others have taken so much meanwhile that the reserve is reached. OSError (ENOSPC)."""
@@ -96,7 +97,10 @@ class Room:
                 step()
                 measure.add(name, fd)
                 if measure.sure_bytes > room_bytes:
-                    raise self.refusal(measure.sure_bytes, path)
+                    raise self.refusal(
+                        measure.sure_bytes,
+                        f"{printable(path)} takes at least {human_size(measure.sure_bytes)}",
+                    )
 
     def failed(self, error: OSError, writer: Writer) -> OSError | NoRoom:
         """What to raise for an error of the repository; for want of room, what was written is given back first."""
@@ -105,7 +109,7 @@ class Room:
         written_bytes = writer.new_bytes
         self.give_back(writer)
         reached = "" if self.disk.refused is not None else f" ({os.strerror(error.errno)})"
-        return self.refusal(written_bytes, reached=reached)
+        return self.refusal(written_bytes, reached=reached, needed_next=written_bytes)
 
     def give_back(self, writer: Writer) -> None:
         """Remove what the capture has written, as far as the disk lets us."""
@@ -114,27 +118,28 @@ class Room:
         except OSError as error:
             _log.warning("capture_not_given_back", error=str(error))
 
-    def refusal(self, needed_bytes: int, path: bytes = b"", reached: str = "") -> NoRoom:
+    def refusal(self, needed_bytes: int, why: str = "", *, reached: str = "", needed_next: int = 0) -> NoRoom:
         """Return the failure in words.
 
         Args:
             needed_bytes: The least that the snapshot takes.
-            path: The root that takes so much, where that is known.
+            why: How that is known.
             reached: What the disk said, where it was not the reserve.
+            needed_next: What another attempt has to find free before it writes.
         """
         job, available = self._job, available_bytes(self._job.repository)
         words = [f"{human_size(available)} is free on the file system of {job.repository}"]
         if job.reserve_bytes:
             words.append(f"{human_size(job.reserve_bytes)} must stay free for others ({job.reserve_reason})")
-        if path:
-            words.append(f"{printable(path)} takes at least {human_size(needed_bytes)}")
+        if why:
+            words.append(why)
         missing_bytes = max(needed_bytes, 1) - min(self.disk.room_bytes, available)
         prune = "`ciuic prune` with a shorter [retention], or " if self._has_snapshots else ""
         return NoRoom(
             f"no room for the snapshot{reached}: {', '.join(words)}; nothing of it was kept",
             hint=f"{prune}free at least {human_size(max(missing_bytes, 0))} there, exclude what need not be kept, or put "
             "[repository] path on another disk; [repository] reserve says how much stays free",
-            needed_bytes=needed_bytes,
+            needed_bytes=needed_next,
             is_final=not self._has_snapshots,
         )
 

@@ -390,6 +390,7 @@ class Daemon:
             )
         if (self.store.path, self.store.trusted) != (settings.repository, settings.trust_repository):
             self.store = _store(settings)
+        self.snapshots.settings_changed()
         self.settings = settings._replace(socket=self.settings.socket, runtime_dir=self.settings.runtime_dir)
 
     def _refuse_when_stopping(self) -> None:

@@ -33,7 +33,7 @@ from ciuic.daemon.predecessor import await_capture
 from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.snapshot_queue import SnapshotQueue
-from ciuic.daemon.space import SpaceWatch
+from ciuic.daemon.space import Shortage, SpaceWatch
 from ciuic.daemon.store import LastSnapshot, Store
 from ciuic.daemon.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.trust import Trust
@@ -82,6 +82,7 @@ class Snapshots:
         self.last_failure: SnapshotState | None = None
         self.last_cut_ns = 0
         """Of the newest snapshot committed in this daemon's life."""
+        self._shortage = Shortage()
         self._left_out = LeftOutAlerts(context.alerts)
         self._stopped = trio.Event()
         self._running = False
@@ -211,6 +212,8 @@ class Snapshots:
 
     async def _bring_home(self, pending: PendingSnapshot) -> None:
         """Attempts until the snapshot is committed or given up."""
+        if pending.record.scheduled:
+            pending.needed_bytes = self._shortage.needed_bytes()
         await await_capture(pending)
         while True:
             if pending.is_lost():
@@ -240,6 +243,7 @@ class Snapshots:
                 if culprit:
                     log.error("root_left_out", id=pending.id, root=culprit, error=outcome.error)
                     continue
+                self._shortage.met(outcome.needed_bytes)
                 await self._give_up(pending, outcome)
                 return
             pending.waiting(outcome)
@@ -321,6 +325,7 @@ class Snapshots:
 
     def _after_commit(self, pending: PendingSnapshot) -> None:
         self.last_failure = None
+        self._shortage = Shortage()
         self.last_cut_ns = max(self.last_cut_ns, pending.record.time_ns)
         self._context.alerts.clear("capture")
         self._context.alerts.clear("store")
@@ -379,6 +384,10 @@ class Snapshots:
             f"snapshot {pending.id} of {rfc3339(pending.record.time_ns)} failed: {failure.error}",
             hint=failure.hint or "its changes will be in the next snapshot",
         )
+
+    def settings_changed(self) -> None:
+        """The next scheduled snapshot is tried whatever became of the last one: other excludes may make it fit."""
+        self._shortage = Shortage()
 
     # -- sessions that end, daemons that follow one another
 

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+import trio
+
 from ciuic import mountinfo
 from ciuic.config.places import mount_holding
 from ciuic.control_types import RepositoryStatus
@@ -20,6 +22,7 @@ from ciuic.daemon.store import Store
 from ciuic.disk_space import Reserve, reserve_of
 from ciuic.mountinfo import Mount
 
+_TRIED_AGAIN_SECONDS: Final = 86400.0
 _MAX_SAMPLES: Final = 512
 """Of one interval; further ones take the place of their neighbours."""
 
@@ -79,6 +82,29 @@ class SpaceWatch:
         mounts = mountinfo.read()
         home = mount_holding(settings.repository, mounts)
         return home is not None and any(_is_on(root.path, home, mounts) for root in settings.roots)
+
+
+class Shortage:
+    """That a snapshot met the reserve, so that the schedule does not write and remove as much again every time.
+
+    What was written then has to be free before another scheduled one writes. Once a day it is tried all the same: files may
+    have been removed from a root on another disk. Belongs to the trio thread.
+    """
+
+    def __init__(self) -> None:
+        self._needed_bytes = 0
+        self._met_at = 0.0
+
+    def met(self, needed_bytes: int) -> None:
+        """A snapshot was given up after it had written so much; 0: for another reason."""
+        if needed_bytes > self._needed_bytes:
+            self._needed_bytes, self._met_at = needed_bytes, trio.current_time()
+
+    def needed_bytes(self) -> int:
+        """What has to be free for the next one."""
+        if trio.current_time() - self._met_at >= _TRIED_AGAIN_SECONDS:
+            self._needed_bytes = 0
+        return self._needed_bytes
 
 
 def _is_on(root: str, home: Mount, mounts: list[Mount]) -> bool:

@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 import structlog
 import trio
@@ -25,7 +25,8 @@ from ciuic.daemon.events import EventBus
 from ciuic.daemon.hang_watch import end_when_hung
 from ciuic.daemon.mount_hooks import MountHooks
 from ciuic.daemon.settings import RootSettings
-from ciuic.daemon.worker_process import Worker, WorkerClient, describe_exit
+from ciuic.daemon.taken_off import abort_pending, leave_to_linger, report_taken_off
+from ciuic.daemon.worker_process import Worker, describe_exit
 from ciuic.errors import CiuicError, Unreachable
 
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -36,8 +37,6 @@ PLAIN_AFTER_DEATHS = 5
 """From here on successors track nothing: whatever kills them there is left out."""
 STOP_TIMEOUT_SECONDS = 60.0
 STATUS_TIMEOUT_SECONDS = 2.0
-DETACH_SECONDS = 0.5
-"""For which mounting anew waits for a worker whose overlay somebody else took away: it should leave undo log and socket first."""
 LINGER_NOTICE_SECONDS = 3.0
 """A worker that has detached and still lives after this long is serving open handles."""
 LINGER_GRACE_SECONDS = 10 * 365 * 86400.0
@@ -156,7 +155,8 @@ class RootSupervisor:
             return
         if worker is self._handed_over:
             return
-        if self._session_gone or not await self._hooks.is_mounted(self.path):
+        # A worker ends well when its mount is gone. One that was killed leaves it, and its job waits for the successor.
+        if self._session_gone or (not status and not await self._hooks.is_mounted(self.path)):
             await self._unmounted_by_others(worker)
             return
         self.restarts += 1
@@ -195,30 +195,10 @@ class RootSupervisor:
         self._session_gone = True
         self._set("restarting")
         self.error = "its overlay was taken off by somebody else"
-        lingers = worker.is_alive() and not worker.session_is_over()
-        with trio.move_on_after(DETACH_SECONDS):
-            if lingers:
-                # As for a root that is taken away: it shares its undo directory with its successor.
-                with suppress(CiuicError):
-                    await worker.ask(_abort_pending)
-                    await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
-            else:
-                await worker.wait()
+        lingers = await leave_to_linger(worker, LINGER_GRACE_SECONDS)
         self.lingers |= lingers
         log.error("root_unmounted_by_others", root=self.path, pid=worker.pid, open_files=lingers)
-        files = (
-            "files that were open in it go on being served, and what is written to them is not tracked"
-            if lingers
-            else "no file was open in it"
-        )
-        self._alerts.report(
-            f"unmounted:{self.path}",
-            f"the overlay of {self.path} was taken off by somebody else (umount, or a signal to its worker) and is mounted again; "
-            f"{files}",
-            hint="the next snapshot compares the whole tree; to take an overlay away: ciuic unprotect PATH",
-            root=self.path,
-            severity="warning",
-        )
+        report_taken_off(self._alerts, self.path, lingers=lingers)
 
     async def _succeeded(self, dead: Worker) -> Worker | None:
         """Closes ``dead`` and goes on with its session; None, and nothing of it is left mounted, where that is impossible."""
@@ -381,7 +361,7 @@ class RootSupervisor:
             with trio.fail_after(STOP_TIMEOUT_SECONDS):
                 try:
                     # Nothing may be pending in a worker that lingers: it shares the undo directory with its successor.
-                    await worker.ask(_abort_pending)
+                    await worker.ask(abort_pending)
                     await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
                 except Unreachable:
                     if not worker.is_alive():
@@ -460,8 +440,3 @@ def backing_descriptors(supervisors: Iterable[RootSupervisor]) -> Iterator[list[
                 fds.append(os.dup(supervisor.worker.backing_fd))
                 stack.callback(os.close, fds[-1])
         yield fds
-
-
-def _abort_pending(client: WorkerClient) -> None:
-    for epoch in client.status().pending:
-        client.abort(epoch)

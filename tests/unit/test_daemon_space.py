@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
 from ciuic.control_types import RepositoryStatus
 from ciuic.daemon import space
@@ -93,3 +95,21 @@ def test_samples_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
         watched.reserve_gib(0.1)
     assert len(watched.watch._samples) <= space._MAX_SAMPLES + 2
     assert watched.reserve_gib(0.1) in (2 * 199, 2 * 199 + 1)
+
+
+def test_what_did_not_fit_is_not_written_again_every_interval() -> None:
+    """The schedule waits until as much is free as was written in vain, a day at the longest."""
+
+    async def main() -> None:
+        shortage = space.Shortage()
+        assert shortage.needed_bytes() == 0
+        shortage.met(0)  # failed for another reason
+        shortage.met(7 * GIB)
+        shortage.met(3 * GIB)
+        assert shortage.needed_bytes() == 7 * GIB
+        await trio.sleep(86399)
+        assert shortage.needed_bytes() == 7 * GIB
+        await trio.sleep(1)
+        assert shortage.needed_bytes() == 0
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

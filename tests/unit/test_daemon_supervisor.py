@@ -139,6 +139,8 @@ def test_an_overlay_that_somebody_else_took_off_is_mounted_anew(stage: Stage, en
         await until(lambda: stage.sessions == ["one"])
         stage.mounts.mounted = False
         if ends:
+            first.session_is_over = lambda: True  # type: ignore[method-assign]
+            await until(lambda: supervisor.state == "restarting")
             first.kill()
         await until(lambda: stage.sessions == ["one", "two"])
         assert (supervisor.state, supervisor.worker) == ("mounted", second)
