@@ -1,4 +1,4 @@
-"""Check: does the repository agree with itself? And repair, which adds and rebuilds and never deletes content.
+"""Check: does the repository agree with itself? And repair, which never deletes what a snapshot needs.
 
 Guarantees: nothing is changed without ``repair``; with it, the index is made anew from packs and snapshot files,
 and a chunk with one damaged and one good copy is read from the good one from then on. A damaged chunk of which no
