@@ -12,7 +12,8 @@ from support.stored import read_back, store
 
 from ciuic.check import check
 from ciuic.disk_space import reserve_of
-from ciuic.repository import Repository, reserved_disk
+from ciuic.repository import Disk, Repository, reserved_disk
+from ciuic.repository.packing import Content
 from ciuic.repository.reserved_disk import ReservedDisk, ReserveReached
 from ciuic.retention import MinFree
 from ciuic.types import Snapshot, SnapshotDraft
@@ -82,6 +83,63 @@ def test_what_was_committed_stays(repository: Repository) -> None:
         assert writer.give_back() >= MIB
     assert read_back(repository, first) == {b"a": noise(1, 2 * MIB)}
     assert not check(repository, read_data=True).findings
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class MortalDisk(Disk):
+    """From the moment it is armed on it does so many more operations, and then the process dies in the next."""
+
+    left = -1
+
+    def _step(self) -> None:
+        if self.left == 0:
+            raise Killed
+        self.left -= self.left > 0
+
+    def unlink(self, path: str) -> None:
+        self._step()
+        super().unlink(path)
+
+    def truncate(self, fd: int, size_bytes: int) -> None:
+        self._step()
+        super().truncate(fd, size_bytes)
+
+    def sync_dir(self, path: str) -> None:
+        self._step()
+        super().sync_dir(path)
+
+
+@pytest.mark.parametrize("operations", range(5))
+def test_killed_while_it_gives_back(repository: Repository, operations: int) -> None:
+    """What is listed is whole, and what the next capture takes to be stored is stored."""
+    with repository.writer(pack_bytes=2 * MIB) as writer:
+        kept = store(writer, {b"kept": noise(1, MIB)}, number=1).id
+    disk = MortalDisk()
+    with Repository.open(repository.path, disk=disk) as dying:
+        writer = dying.writer(pack_bytes=2 * MIB)
+        for number in range(3):
+            writer.put_chunks([Content(noise(10 + number, MIB))])
+            writer.flush()  # one segment each, so that a pack is sealed and another is begun
+        disk.left = operations
+        try:
+            writer.give_back()
+        except Killed:
+            pass
+        else:
+            assert operations == 4
+        disk.left = -1
+        writer.close()
+    assert not check(repository, read_data=True).damaged
+    with repository.writer() as writer:
+        ids = [store(writer, {b"f": noise(10 + number, MIB)}, number=5 + number).id for number in range(3)]
+    with Repository.open(repository.path) as fresh:
+        assert read_back(fresh, kept) == {b"kept": noise(1, MIB)}
+        for number, id_ in enumerate(ids):
+            assert read_back(fresh, id_) == {b"f": noise(10 + number, MIB)}
+        assert not check(fresh, read_data=True).damaged
 
 
 def test_a_commit_is_never_refused_for_its_own_file(
