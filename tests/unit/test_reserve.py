@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,9 @@ def noise(seed: int, size: int) -> bytes:
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Repository:
-    return Repository.create(tmp_path / "repo", block_size=BLOCK)
+def repository(tmp_path: Path) -> Iterator[Repository]:
+    with Repository.create(tmp_path / "repo", block_size=BLOCK) as made:
+        yield made
 
 
 def cramped(
