@@ -28,7 +28,7 @@ class Overwrite(str, Enum):
     """Left alone; only what is missing is restored."""
 
 
-Action = Literal["restored", "attributes", "linked", "skipped", "removed", "failed"]
+Action = Literal["restored", "attributes", "linked", "skipped", "removed", "failed", "conflict"]
 
 
 class Item(NamedTuple):
@@ -38,7 +38,8 @@ class Item(NamedTuple):
     """Where it is now: absolute."""
     action: Action
     """restored: written; attributes: content was right; linked: another name of a restored file; skipped: right
-    already, or left alone as asked; removed: by --delete or for something of another type; failed."""
+    already, or left alone as asked; removed: by --delete or for something of another type; failed; conflict: exists, and would stop the
+    restore (dry runs only)."""
 
 
 class Failure(NamedTuple):

@@ -86,6 +86,8 @@ class Run:
         self._resumed = False
         self._stack: list[_Frame] = []
         self._lineage = Lineage()
+        self._conflicts = frozenset(plan.conflicts)
+        """Only a dry run gets here with conflicts: they were found before, and are no failures."""
 
     def execute(self) -> Result:
         with self.pool.deferring_interrupts():
@@ -348,11 +350,14 @@ class Run:
         return mode in (Overwrite.ALWAYS, Overwrite.IF_CHANGED)
 
     def _left_or_failed(self, path: bytes, entry: Entry) -> None:
-        if self.plan.overwrite is None:
-            self._failed(path, "something appeared there meanwhile")
-        else:
+        if self.plan.overwrite is not None:
             with self.pool.changed:
                 self.tally.left(path, entry)
+        elif self.dry_run and path in self._conflicts:
+            with self.pool.changed:
+                self.tally.conflict(path)
+        else:
+            self._failed(path, "something appeared there meanwhile")
 
     def _leaf(self, folder: Folder, entry: Entry) -> None:
         path = join(folder.path, entry.name)

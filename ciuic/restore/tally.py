@@ -68,6 +68,10 @@ class Tally:
         self.result.left_out.append(LeftOut(path, what))
         self.result.left_out_because = self._plan.foreign_reason
 
+    def conflict(self, path: bytes) -> None:
+        """Tell of a path that would stop the restore; `Plan.conflicts` lists it."""
+        self._tell(path, "conflict")
+
     def removed(self, path: bytes) -> None:
         self.result.removed.append(path)
         self._tell(path, "removed")

@@ -58,7 +58,9 @@ def _outside_repository(repository: Repository, target: Target) -> None:
 
 
 def check_usable(target: Target) -> None:
-    """NotPermitted if it is plain already that nothing can be made there."""
+    """Raise UsageError where DEST is no directory, NotPermitted where it is plain that nothing can be made there."""
+    if not target.in_place:
+        _require_directory(posixpath.dirname(target.path))
     place = target.path if target.source.entry.is_dir else posixpath.dirname(target.path)
     while not os.path.lexists(place):
         place = posixpath.dirname(place)
@@ -80,6 +82,17 @@ def check_usable(target: Target) -> None:
     finally:
         os.close(fd)
     raise NotPermitted(f"{readable(place)} cannot be written to", hint="run as a user who may, or use -d")
+
+
+def _require_directory(dest: bytes) -> None:
+    """Raise UsageError where the destination, or the nearest thing above it that exists, is no directory."""
+    while not os.path.lexists(dest):
+        dest = posixpath.dirname(dest)
+    if os.path.exists(dest) and not os.path.isdir(dest):
+        raise UsageError(
+            f"the destination must be a directory, and {readable(dest)} is a file",
+            hint="name a directory with -d; it is made if it is missing",
+        )
 
 
 def open_parent(

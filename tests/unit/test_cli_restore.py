@@ -141,6 +141,40 @@ def test_dry_run_changes_nothing_and_tells_the_conflicts(repository: CliReposito
     assert (repository.root / "log").read_bytes() == b"mine"
 
 
+def test_a_dry_run_counts_what_exists_as_a_conflict_and_not_as_a_failure(repository: CliRepository) -> None:
+    """What exists is listed once, under conflicts; nothing "appeared meanwhile" and nothing failed."""
+    (repository.root / "ckpt").mkdir()
+    (repository.root / "ckpt" / "a").write_bytes(b"mine")
+    (repository.root / "log").mkdir()
+    arguments = ("restore", "-s", "latest", "-p", str(repository.root), "--dry-run")
+    said = repository.run(*arguments)
+    assert said.exit_code == 6
+    assert "meanwhile" not in said.stderr
+    assert "restored in part" not in said.stderr
+    assert said.stderr.count(str(repository.root / "log")) == 1
+    document = json.loads(repository.run(*arguments, "--json").stdout)
+    there = [str(repository.root / "ckpt" / "a"), str(repository.root / "log")]
+    assert [conflict["path"] for conflict in document["conflicts"]] == there
+    assert document["failed"] == []
+    assert not document["complete"]
+    assert [item["path"] for item in document["items"] if item["action"] == "conflict"] == there
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_a_destination_that_is_a_file_is_said_to_be_one(
+    repository: CliRepository, tmp_path: Path, below: str
+) -> None:
+    """-d FILE is wrong usage: the message names the file and says what -d wants."""
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    result = repository.run(
+        "restore", "-s", "latest", "-p", str(repository.root / "log"), "-d", str(file / below)
+    )
+    assert result.exit_code == 2
+    assert f"the destination must be a directory, and {file} is a file" in result.stderr
+    assert "name a directory with -d" in result.stderr
+
+
 def test_files_that_are_not_held_are_named(repository: CliRepository, tmp_path: Path) -> None:
     """A file whose content may be later than the cut is restored, and named; one that was just open is not."""
     opened = Entry(name=b"", mode=stat.S_IFREG | 0o600, flags=FLAG_OPEN_FOR_WRITING, mtime_ns=FIRST_NS)
