@@ -27,7 +27,7 @@ from ciuic.repository.ownership import foreign_reason
 from ciuic.repository.walk import Reached
 from ciuic.sweep import add_bases, all_listed
 from ciuic.types import ChunkId, SnapshotId
-from ciuic.units import human_size
+from ciuic.units import human_size, plural
 
 Kind = Literal[
     "configuration",
@@ -275,7 +275,7 @@ class _Check:
                 if number not in damaged:
                     self.found("error", "pack", words, _VERIFY_DATA)
         if orphans:
-            message = f"{orphans} packs with {human_size(self.report.orphaned_bytes)} that no snapshot needs"
+            message = f"{plural(orphans, 'pack')} with {human_size(self.report.orphaned_bytes)} that no snapshot needs"
             self.found("info", "orphaned pack", message, self.orphans_hint())
 
     def orphans_hint(self) -> str:
@@ -376,9 +376,9 @@ def summary(report: CheckReport) -> str:
     """One sentence."""
     errors = sum(finding.severity == "error" and not finding.repaired for finding in report.findings)
     repaired = sum(finding.repaired for finding in report.findings)
-    looked = f"{report.snapshots} snapshots, {report.packs} packs, {human_size(report.stored_bytes)}"
+    looked = f"{plural(report.snapshots, 'snapshot')}, {plural(report.packs, 'pack')}, {human_size(report.stored_bytes)}"
     if errors:
-        return f"{looked}: {errors} errors" + (f", {repaired} repaired" if repaired else "")
+        return f"{looked}: {plural(errors, 'error')}" + (f", {repaired} repaired" if repaired else "")
     verdict = f"{repaired} repaired" if repaired else "in order"
     if not report.data_read:
         verdict += "; what the packs hold was not read (`ciuic check --read-data` reads it)"

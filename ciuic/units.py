@@ -127,3 +127,8 @@ def parse_share(text: str) -> float:
     if percent > 100:
         raise ValueError(f"more than the whole: {text!r}")
     return percent / 100
+
+
+def plural(number: int, one: str, many: str = "") -> str:
+    """Return ``1 file`` or ``2 files``. ``many`` is for what takes no ``s``: ``plural(2, "was open", "were open")``."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -13,6 +13,7 @@ import click
 
 from ciuic.cli import times
 from ciuic.cli.marks import LOCK_WAIT_SECONDS, resolve_all
+from ciuic.cli.names import plural
 from ciuic.cli.options import ID, FrameCommand
 from ciuic.cli.output import complain, json_option, note, out_json
 from ciuic.cli.session import Session, current
@@ -67,5 +68,5 @@ def _ask(session: Session, ids: Sequence[SnapshotId], broken: Sequence[SnapshotI
             continue
         info = session.repository.snapshots.info(snapshot_id)
         complain(f"  {snapshot_id}  {times.clock(info.time_ns)}  {', '.join(info.tags)}")
-    if not click.confirm(f"Delete {len(ids)} snapshot{'s' * (len(ids) != 1)} for good?", err=True):
+    if not click.confirm(f"Delete {plural(len(ids), 'snapshot')} for good?", err=True):
         raise CiuicError("nothing was removed")

@@ -11,6 +11,8 @@ import base64
 import os
 from typing import Any
 
+from ciuic.units import plural as plural  # every command that shows names counts them, too
+
 _SHORT = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\x1b": "\\E", "'": "\\'", "\\": "\\\\"}
 
 
@@ -54,8 +56,3 @@ def absolute(path: str | bytes) -> bytes:
     A path inside a snapshot need not exist now, so nothing is looked up.
     """
     return os.path.abspath(os.fsencode(path))
-
-
-def plural(number: int, noun: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from ciuic.cli.names import shown
+from ciuic.cli.names import plural, shown
 from ciuic.cli.session import current
 from ciuic.units import human_duration, human_size
 
@@ -116,7 +116,7 @@ class _TerminalLine(Reporter):
         if state.get("files_total"):
             parts.append(f"{state.get('files_done', 0)}/{state['files_total']} files")
         elif state.get("files_done"):
-            parts.append(f"{state['files_done']} files")
+            parts.append(plural(state["files_done"], "file"))
         if done and elapsed_seconds > 0:
             parts.append(f"{human_size(done / elapsed_seconds)}/s")
         if 0 < share < 1:

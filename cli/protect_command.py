@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ciuic.cli.names import shown, shown_text
+from ciuic.cli.names import plural, shown, shown_text
 from ciuic.cli.options import DIRECTORY, FrameCommand
 from ciuic.cli.output import complain, json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
@@ -243,7 +243,7 @@ def _name_processes(path: Path, processes: Sequence[Bypasser]) -> None:
     if not processes:
         return
     warn(
-        f"{len(processes)} running {'process has' if len(processes) == 1 else 'processes have'} files open below "
+        f"{plural(len(processes), 'running process has', 'running processes have')} files open below "
         f"{shown_text(str(path))} and {'goes' if len(processes) == 1 else 'go'} round the overlay",
         hint="their changes are found by comparing the whole tree, until they are restarted:",
     )

@@ -224,12 +224,15 @@ def _print(plan: Plan, result: Result, items: Sequence[Item], dry_run: bool) -> 
             f"{plural(result.restored, 'file')}, {human_size(result.restored_bytes)} {verb} from {plan.snapshot.id}"
         ]
         if result.skipped:
-            parts.append(f"{result.skipped} left as they are")
+            parts.append(plural(result.skipped, "left as it is", "left as they are"))
         if result.removed:
             parts.append(f"{len(result.removed)} {'would be removed' if dry_run else 'removed'}")
         out("; ".join(parts))
     if plan.conflicts:
-        warn(f"{len(plan.conflicts)} exist and would stop the restore:", hint="give --overwrite")
+        warn(
+            f"{plural(len(plan.conflicts), 'file exists', 'files exist')} and would stop the restore:",
+            hint="give --overwrite",
+        )
         _names(plan.conflicts)
     if result.left_out:
         _print_left_out(result, dry_run)
@@ -246,10 +249,14 @@ def _print(plan: Plan, result: Result, items: Sequence[Item], dry_run: bool) -> 
 
 
 def _print_left_out(result: Result, dry_run: bool) -> None:
-    verb = "would be" if dry_run else "were"
-    warn(
-        f"{len(result.left_out)} special files or attributes {verb} left out:", hint="--special restores them"
+    many = "would be" if dry_run else "were"
+    one = "would be" if dry_run else "was"
+    counted = plural(
+        len(result.left_out),
+        f"special file or attribute {one} left out:",
+        f"special files or attributes {many} left out:",
     )
+    warn(counted, hint="--special restores them")
     for left in result.left_out[:_SHOWN_NAMES]:
         complain(f"    {shown(left.path)}: {shown_text(left.what)}")
     _more(len(result.left_out))

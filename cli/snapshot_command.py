@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from ciuic.cli.names import shown_text
+from ciuic.cli.names import plural, shown_text
 from ciuic.cli.options import FrameCommand
 from ciuic.cli.output import complain, json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
@@ -73,7 +73,7 @@ def tell_what_is_missing(
 
 def warn_incomplete(snapshot_id: str, lines: Sequence[str]) -> None:
     """Names what could not be read, and so is not in the snapshot."""
-    warn(f"{snapshot_id} is incomplete: {len(lines)} could not be read")
+    warn(f"{snapshot_id} is incomplete: {plural(len(lines), 'file')} could not be read")
     for line in lines[:20]:
         complain(f"  {line}")
 

@@ -180,7 +180,7 @@ def _print_roots(status: StatusDocument) -> None:
         for process in root.bypassing if root.path not in alerted else ():
             out(
                 f"{shown_text(root.path)}: process {process.pid} ({shown_text(process.command)}) goes round the "
-                f"overlay with {len(process.paths)} open; restart it to have its changes tracked",
+                f"overlay with {plural(len(process.paths), 'file')} open; restart it to have its changes tracked",
                 fg="yellow",
             )
 

@@ -145,8 +145,8 @@ def _print(result: VerifyResult, everything: bool) -> None:
 
     print_damages(result)
     number = len(result.snapshots)
-    subject = ", ".join(result.snapshots) if number and not everything else f"{number} snapshots"
-    looked = f"{result.files} files, {result.chunks} chunks"
+    subject = ", ".join(result.snapshots) if number and not everything else plural(number, "snapshot")
+    looked = f"{plural(result.files, 'file')}, {plural(result.chunks, 'chunk')}"
     if result.checksum:
         looked += f", {human_size(result.bytes_read)} read"
     if result.damaged:

@@ -15,7 +15,7 @@ from ciuic.control_types import rfc3339
 from ciuic.daemon.alerts import KEY_MISSING
 from ciuic.daemon.clock import ClockWatch
 from ciuic.errors import CiuicError
-from ciuic.units import human_duration, human_size
+from ciuic.units import human_duration, human_size, plural
 
 if TYPE_CHECKING:
     from ciuic.daemon.service import Daemon
@@ -130,12 +130,12 @@ class Housekeeping:
         """One line for a person."""
         supervisors = self._daemon.roots.supervisors.values()
         mounted = sum(supervisor.state == "mounted" for supervisor in supervisors)
-        parts = [f"{mounted} of {len(supervisors)} roots protected"]
+        parts = [f"{mounted} of {plural(len(supervisors), 'root')} protected"]
         last = self._daemon.snapshots.last_cut_ns
         if last:
             age_seconds = max(0.0, (self._daemon.now_ns() - last) / 1e9)
             parts.append(f"last snapshot {human_duration(age_seconds)} ago")
         alerts = len(self._daemon.alerts.standing())
         if alerts:
-            parts.append(f"{alerts} alerts: ciuic status")
+            parts.append(f"{plural(alerts, 'alert')}: ciuic status")
         return ", ".join(parts)

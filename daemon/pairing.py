@@ -42,6 +42,7 @@ from ciuic.pairing import (
 )
 from ciuic.peer_socket import Caller
 from ciuic.types import Pair, SnapshotId
+from ciuic.units import plural
 
 if TYPE_CHECKING:
     from ciuic.daemon.service import Daemon
@@ -150,7 +151,7 @@ class Pairing:
         roots = self._chosen(wanted.roots, caller, privileged=privileged)
         waiting = sum(state.state != "failed" for state in self._daemon.snapshots.unfinished())
         if not privileged and waiting >= MAX_WAITING:
-            raise Busy(f"{waiting} snapshots wait for capture already")
+            raise Busy(f"{plural(waiting, 'snapshot waits', 'snapshots wait')} for capture already")
         request = SnapshotRequest(
             message=f"files of {training}: {wanted.message[:MAX_TEXT]}".rstrip(": "),
             tags=[PAIRED],

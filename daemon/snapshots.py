@@ -42,6 +42,7 @@ from ciuic.daemon.worker_process import Worker
 from ciuic.errors import Busy, CiuicError, NotFound
 from ciuic.processes import start_ticks
 from ciuic.types import Pair
+from ciuic.units import plural
 
 MAX_PENDING = 8
 """Each pending epoch costs its root a copy of what the job overwrites: more than a few would be felt."""
@@ -106,7 +107,7 @@ class Snapshots:
         async with self._cut_lock:  # the queue's order is the order of the epochs
             if len(self._queue) >= MAX_PENDING:
                 raise Busy(
-                    f"{len(self._queue)} snapshots wait for capture already",
+                    f"{plural(len(self._queue), 'snapshot waits', 'snapshots wait')} for capture already",
                     hint="wait for one: ciuic status --watch",
                 )
             supervisors, missing = await mounted_roots(self._context.roots(), request.roots)
@@ -316,7 +317,7 @@ class Snapshots:
         if done.errors_total:
             self._context.alerts.report(
                 "unreadable",
-                f"{done.errors_total} files could not be read into {pending.id}: {'; '.join(unread[:3])}",
+                f"{plural(done.errors_total, 'file')} could not be read into {pending.id}: {'; '.join(unread[:3])}",
                 hint="the snapshot has everything else; look at the disk below the root",
                 severity="warning",
             )

@@ -28,6 +28,7 @@ from ciuic.daemon.settings import RootSettings
 from ciuic.daemon.taken_off import abort_pending, leave_to_linger, report_taken_off
 from ciuic.daemon.worker_process import Worker, describe_exit
 from ciuic.errors import CiuicError, Unreachable
+from ciuic.units import plural
 
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STABLE_SECONDS = 60.0
@@ -244,7 +245,7 @@ class RootSupervisor:
         if plain:
             self._alerts.report(
                 f"plain:{self.path}",
-                f"{self.path} is served without snapshots: its overlay worker died {self._deaths} times in a row",
+                f"{self.path} is served without snapshots: its overlay worker died {plural(self._deaths, 'time')} in a row",
                 hint="the job goes on; `systemctl restart ciuic` tries again, the log has the workers' last words",
                 root=self.path,
             )

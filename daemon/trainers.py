@@ -23,6 +23,7 @@ from ciuic.daemon.watch_book import WatchRecord
 from ciuic.errors import Busy
 from ciuic.plain_names import escaped
 from ciuic.privileges import captures_may_trace
+from ciuic.units import plural
 from ciuic.watch_client import Hello
 
 LOOK_SECONDS: Final = 1.0
@@ -90,7 +91,9 @@ class Trainers:
     def _refuse_too_many(self, uid: int) -> None:
         its_own = sum(identity.uid == uid for identity in self._watched)
         if len(self._watched) >= MOST or (uid != 0 and its_own >= MOST_OF_A_USER):
-            raise Busy(f"{len(self._watched)} trainers are watched already, {its_own} of this user")
+            raise Busy(
+                f"{plural(len(self._watched), 'trainer is', 'trainers are')} watched already, {its_own} of this user"
+            )
 
     def _start(self, identity: Identity, life: int, hello: Hello, since_ns: int) -> Trainer:
         trainer = Trainer(

@@ -17,6 +17,7 @@ from ciuic.config import HoldsConfig
 from ciuic.daemon.runtime import PendingRecord
 from ciuic.daemon.store import Store
 from ciuic.errors import CiuicError
+from ciuic.units import plural
 
 HOUR_SECONDS: Final = 3600.0
 MAX_USERS: Final = 1024
@@ -61,7 +62,7 @@ class UserHolds:
         if len(held) + self._under_way[uid] > limits.max_of_a_user:
             recent.pop()
             self.settled(uid)
-            return f"it is not held: {len(held)} snapshots are held for user {uid} already"
+            return f"it is not held: {plural(len(held), 'snapshot is', 'snapshots are')} held for user {uid} already"
         return ""
 
     def settled(self, uid: int) -> None:

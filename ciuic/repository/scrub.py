@@ -15,6 +15,7 @@ from ciuic.repository.maintenance import strict_records
 from ciuic.repository.model import PackDamage, PackRecord
 from ciuic.repository.packs import Packs, Segment
 from ciuic.repository.segmentcheck import Checker, check_record
+from ciuic.units import plural
 
 Progress = Callable[[int, int], None]
 
@@ -177,8 +178,8 @@ def _compare(packs: Packs, index: Index) -> list[str]:
         listed = index.copies_in(number, [record.id for record in records])
         wrong = sum((record.id, location_of(number, record)) not in listed for record in records)
         if wrong:
-            problems.append(f"the index lacks {wrong} chunks of pack {number:016x}")
+            problems.append(f"the index lacks {plural(wrong, 'chunk')} of pack {number:016x}")
     rows = index.db.execute("SELECT count(*) FROM chunks").fetchone()[0]
     if not problems and not unlisted and rows != expected_rows:
-        problems.append(f"the index has {rows} rows for {expected_rows} chunks")
+        problems.append(f"the index has {plural(rows, 'row')} for {plural(expected_rows, 'chunk')}")
     return problems

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ciuic.errors import CiuicError, Partial
 from ciuic.lookup import Located, readable
+from ciuic.units import plural
 
 if TYPE_CHECKING:
     from ciuic.repository import Repository
@@ -149,7 +150,11 @@ class Result:
         lines = [f"{readable(failure.path)}: {failure.reason}" for failure in self.failed]
         head = f"restored in part: {self.stopped}" if self.stopped else "restored in part"
         if self.left_out_because:
-            counted = f"{len(self.left_out)} special files or attributes were left out"
+            counted = plural(
+                len(self.left_out),
+                "special file or attribute was left out",
+                "special files or attributes were left out",
+            )
             lines.insert(0, f"{counted}, because {self.left_out_because}")
         hint = "run it again when the cause is gone: what is restored already is kept"
         if not self.failed and not self.stopped:

@@ -10,6 +10,7 @@ from ciuic.lookup import readable
 from ciuic.restore.attributes import OWNER
 from ciuic.restore.model import Action, Failure, Item, LeftOut, Plan, Progress, Result
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry
+from ciuic.units import plural
 
 _ENDS_IT_ALL = {
     errno.ENOSPC: "the destination is full",
@@ -99,7 +100,7 @@ class Tally:
     def finish(self) -> Result:
         count = self.result.owner_failures
         if count:
-            others = f" (nor that of {count - 1} others)" if count > 1 else ""
+            others = f" (nor that of {plural(count - 1, 'other')})" if count > 1 else ""
             reason = f"its owner could not be set{others}: not permitted; run as root for exact owners"
             self.result.failed.append(Failure(self._without_owner, reason, attribute=True))
         return self.result

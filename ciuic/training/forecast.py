@@ -17,7 +17,7 @@ from ciuic.repository import Repository
 from ciuic.training.memory import memory_left
 from ciuic.training.policies import AfterIf, Interval, Rule
 from ciuic.training.preservation import Keep, Latest
-from ciuic.units import human_size
+from ciuic.units import human_size, plural
 
 _TRIED_BYTES: Final = 8 << 20
 _NO_NAME_MODE: Final = 0o600
@@ -54,7 +54,7 @@ def forecast(
         said.append(f"a snapshot of {size} does not fit: {free} are free")
     elif to_come * size_bytes > free_bytes:
         said.append(
-            f"{to_come} snapshots of {size} each may not fit, if all of it changes from one to the next: {free} are free"
+            f"{plural(to_come, 'snapshot')} of {size} each may not fit, if all of it changes from one to the next: {free} are free"
         )
     if write_seconds is not None:
         takes = f"a snapshot of {size} takes about {write_seconds:.0f} s to be durable"
