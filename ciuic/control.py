@@ -18,6 +18,7 @@ from ciuic.control_types import (
     ErrorDocument,
     Event,
     PruneReport,
+    ReloadReport,
     RootStatus,
     SnapshotState,
     StatusDocument,
@@ -96,9 +97,12 @@ class ControlClient:
         """Applies the retention policy in the daemon, which then need not be fought for the repository's lock."""
         return self._call("POST", "/v1/prune", PruneReport, {"dry_run": dry_run}, answer_seconds=None)
 
-    def reload(self) -> None:
-        """The daemon reads its configuration again; ConfigError (and no change) if it cannot be meant."""
-        self._call("POST", "/v1/reload", dict, {}, answer_seconds=None)
+    def reload(self) -> ReloadReport:
+        """Have the daemon read its configuration again; ConfigError (and no change) if it is not valid.
+
+        On return every added root has been mounted, or the report says why not.
+        """
+        return self._call("POST", "/v1/reload", ReloadReport, {}, answer_seconds=None)
 
     def stop(self) -> None:
         """Asks the daemon to stop cleanly; returns when it has begun to."""

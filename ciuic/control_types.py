@@ -289,6 +289,40 @@ class Event(_Document):
     detail: str = ""
 
 
+class RootChange(_Document):
+    """A root that a reload began or ceased to serve."""
+
+    path: str
+    change: Literal["added", "removed"]
+    state: MountState
+    error: str = ""
+    """Why an added root is not mounted."""
+
+
+class ReloadReport(_Document):
+    """The answer to POST /v1/reload. Daemons before this document existed answer with an empty one."""
+
+    config_path: str = ""
+    changes: list[RootChange] = []
+    at_restart: list[str] = []
+    """Keys that have changed in the file and are in force from the daemon's next start on."""
+
+
+class Resource(_Document):
+    """One method of one path of the control API."""
+
+    method: str
+    path: str
+
+
+class Index(_Document):
+    """The answer to GET /: what this daemon is, and what it can be asked."""
+
+    version: str
+    name: str = "ciuic"
+    resources: list[Resource] = []
+
+
 class ErrorDocument(_Document):
     """A refusal. ``code`` is the exit code of cli.md."""
 

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ciuic import service_manager
 from ciuic.errors import NotPermitted, Unreachable
 
 _PIECE_BYTES = 65536
@@ -51,7 +52,7 @@ class Connection:
             self._socket.close()
             raise Unreachable(
                 f"no daemon answers on {path}",
-                hint="start it: systemctl start ciuic, or run: ciuic daemon",
+                hint=service_manager.start_hint(),
             ) from error
 
     def __enter__(self) -> Connection:
@@ -138,7 +139,7 @@ class Connection:
         """The daemon was there, and went away or fell silent."""
         return Unreachable(
             f"the daemon behind {self._path} did not answer: {str(error) or type(error).__name__}",
-            hint="see its log: journalctl -u ciuic",
+            hint=service_manager.log_hint(),
         )
 
 

@@ -18,6 +18,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from ciuic import service_manager
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotPermitted, Unreachable
 from ciuic.readiness import readable
 from ciuic.runtime_dir import runtime_dir
@@ -87,7 +88,7 @@ def introduce(path: str | Path, hello: Hello, fds: Sequence[int], *, seconds: fl
     except (OSError, msgspec.DecodeError) as error:
         connection.close()
         raise Unreachable(
-            f"no daemon answers on {os.fspath(path)}", hint="start it: systemctl start ciuic"
+            f"no daemon answers on {os.fspath(path)}", hint=service_manager.start_hint()
         ) from error
     if isinstance(answer, Welcome):
         connection.settimeout(None)

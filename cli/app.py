@@ -49,6 +49,8 @@ COMMANDS: Final = {
     "doctor": "doctor_command",
     "service": "service_command",
     "daemon": "daemon_command",
+    "reload": "reload_command",
+    "stop": "stop_command",
     "completion": "completion_command",
 }
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ciuic import service_manager
 from ciuic.cli.findings import Finding, ok, problem, warning
 from ciuic.mountinfo import Mount
 
@@ -122,7 +123,7 @@ def system_calls(unfiltered: Iterable[str], offered: Callable[[], str] | None = 
         yield warning(
             "system calls",
             f"the worker of {root} is not filtered although this machine could do it",
-            "the reason follows system_calls_not_filtered in the log: journalctl -u ciuic",
+            "the reason follows system_calls_not_filtered in the log; " + service_manager.log_hint(),
         )
     yield ok("system calls", "what workers and captures have no use for is refused by the kernel (seccomp)")
 

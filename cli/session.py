@@ -112,8 +112,33 @@ class Session:
         if self._control is None:
             from ciuic.control import ControlClient
 
-            self._control = self._closing.enter_context(ControlClient(self.config.control.socket))
+            self._control = self._closing.enter_context(ControlClient(self._control_socket()))
         return self._control
+
+    def _control_socket(self) -> Path:
+        """The daemon's socket; ConfigError if the configuration is not valid and no daemon answers either.
+
+        A daemon that runs goes on with the configuration that it read before, so that a typo in the file is no reason
+        to leave it unasked: the file is warned of.
+        """
+        from ciuic.errors import ConfigError
+
+        try:
+            return self.config.control.socket
+        except ConfigError as error:
+            from ciuic.config.salvage import readable_part
+            from ciuic.control import ControlClient
+
+            socket = readable_part(self.config_option).control.socket
+            if not ControlClient(socket).is_running():
+                raise
+            from ciuic.cli.output import warn
+
+            warn(
+                f"the configuration is not valid, and the daemon goes on with what it read before:\n  {error.message}",
+                hint=f"{error.hint or 'ciuic config check'}; until it is mended, the daemon cannot be started again",
+            )
+            return socket
 
     def _library_event(self, event: str, fields: Mapping[str, object]) -> None:
         """What the library would log: for -v only, on stderr, because stdout is for results."""

@@ -20,11 +20,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ciuic import __version__
 from ciuic.control_types import (
     ErrorDocument,
     ForgetRequest,
+    Index,
     PruneReport,
     PruneRequest,
+    ReloadReport,
+    Resource,
     RootRequest,
     RootStatus,
     SnapshotRequest,
@@ -56,7 +60,7 @@ class Operations(Protocol):
     async def remove_root(self, path: str) -> None: ...
     async def prune(self, *, dry_run: bool) -> PruneReport: ...
     async def forget_trainer(self, trainer: str) -> None: ...
-    async def reload(self) -> None: ...
+    async def reload(self) -> ReloadReport: ...
     def request_stop(self) -> None: ...
     async def metrics(self) -> bytes: ...
 
@@ -66,6 +70,8 @@ def make_app(operations: Operations) -> Starlette:
     handlers = _Handlers(operations)
     return Starlette(
         routes=[
+            Route("/", _index, methods=["GET"]),
+            Route("/v1", _index, methods=["GET"]),
             Route("/v1/status", handlers.status, methods=["GET"]),
             Route("/v1/snapshots", handlers.take_snapshot, methods=["POST"]),
             Route("/v1/snapshots/{id}", handlers.snapshot_state, methods=["GET"]),
@@ -143,8 +149,7 @@ class _Handlers:
 
     @_answering
     async def reload(self, request: Request) -> Response:
-        await self._operations.reload()
-        return document({})
+        return document(await self._operations.reload())
 
     @_answering
     async def stop(self, request: Request) -> Response:
@@ -215,9 +220,23 @@ def refusal(error: CiuicError) -> Response:
     return document(body, STATUS_OF_EXIT_CODE.get(error.exit_code, 500))
 
 
+async def _index(request: Request) -> Response:
+    """Answer with what this daemon is and the resources that it has, for a person with curl and for other versions."""
+    resources = [
+        Resource(method=method, path=route.path)
+        for route in request.app.routes
+        if isinstance(route, Route)
+        for method in sorted((route.methods or set()) - {"HEAD"})
+    ]
+    return document(Index(version=__version__, resources=resources))
+
+
 async def _not_found(request: Request, error: Exception) -> Response:
     body = ErrorDocument(
-        error=f"no such resource: {request.url.path}", hint="daemon and command differ in version?", code=2
+        error=f"no such resource: {request.url.path}",
+        hint=f"GET / lists the resources of this daemon, which is version {__version__}; a command of another version"
+        " may ask for others",
+        code=2,
     )
     return document(body, 404)
 

@@ -7,10 +7,11 @@ that embeds the daemon does not have its metrics mixed with ours.
 from __future__ import annotations
 
 from datetime import datetime
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ciuic.control_types import Event, Progress, RootStatus, StatusDocument
+from ciuic.control_types import Event, IncidentKind, Progress, RootStatus, StatusDocument
 from ciuic.daemon.events import EventBus
 
 _ROOT_GAUGES = (
@@ -36,6 +37,9 @@ class Metrics:
         self.snapshots = Counter(
             "ciuic_snapshots", "Snapshots by how they ended", ["outcome"], registry=self._registry
         )
+        # From the start: rate() of a series that appears with its first increment misses that increment.
+        for outcome in ("committed", "failed"):
+            self.snapshots.labels(outcome)
         self.new_bytes = Counter(
             "ciuic_snapshot_new_bytes", "Bytes added to the store", registry=self._registry
         )
@@ -75,6 +79,8 @@ class Metrics:
         self.incidents = Counter(
             "ciuic_trainer_incidents", "What happened to trainers", ["kind"], registry=self._registry
         )
+        for kind in get_args(IncidentKind):
+            self.incidents.labels(kind)
         self._trainers = self._gauge("ciuic_trainers", "Trainers that are watched", ["state"])
         self._alerts = self._gauge("ciuic_alerts", "Standing alerts", ["severity"])
 

@@ -15,6 +15,7 @@ import structlog
 import trio
 
 from ciuic.child_process import find_program, program_environment
+from ciuic.service_manager import unit_of
 
 QUESTION_SECONDS = 3.0
 log = structlog.get_logger(__name__)
@@ -38,15 +39,6 @@ async def is_restarting(environment: Mapping[str, str] = os.environ) -> bool:
         log.warning("service_manager_not_asked", error=str(error) or type(error).__name__)
         return False
     return job_type(answer.stdout.decode(errors="replace"), unit) in ("restart", "try-restart")
-
-
-def unit_of(cgroup: str) -> str | None:
-    """The service that a process with this /proc/self/cgroup runs in."""
-    for line in cgroup.splitlines():
-        for part in reversed(line.rpartition(":")[2].split("/")):
-            if part.endswith(".service"):
-                return part
-    return None
 
 
 def job_type(listing: str, unit: str) -> str:

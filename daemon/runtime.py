@@ -91,7 +91,7 @@ class RuntimeDirectory:
             os.close(fd)
             raise Busy(
                 f"another ciuic daemon is running here (pid {owner}, {self.path})",
-                hint="ask it: ciuic status; stop it: systemctl stop ciuic",
+                hint="ask it: ciuic status; end it: ciuic stop",
             ) from error
         self._lock_fd = fd
         try:

@@ -18,11 +18,12 @@ from collections.abc import Callable, Sequence
 import structlog
 import trio
 
-from ciuic import mountinfo
+from ciuic import mountinfo, service_manager
 from ciuic.child_process import module_command
 from ciuic.config import Config, Problem, check_overlaps, check_repository, raise_for
 from ciuic.control_types import (
     PruneReport,
+    ReloadReport,
     RootStatus,
     SnapshotRequest,
     SnapshotState,
@@ -40,6 +41,7 @@ from ciuic.daemon.notify import Notifier
 from ciuic.daemon.pairing import Pairing
 from ciuic.daemon.pending import PendingSnapshot
 from ciuic.daemon.predecessor import end_orphaned_captures
+from ciuic.daemon.reloading import mounted, take_up
 from ciuic.daemon.restart import is_restarting
 from ciuic.daemon.roots import Roots
 from ciuic.daemon.runtime import RuntimeDirectory, bind_control_socket
@@ -187,7 +189,7 @@ class Daemon:
             self.roots.nursery = nursery
             await self.roots.settled()
             self.sessions.close_rest()
-            await self._prepare_store()  # after the roots, which remember where it was
+            await self.prepare_store()  # after the roots, which remember where it was
             self.snapshots.trust.take_over(await trio.to_thread.run_sync(self.runtime.read_untrusted))
             self.snapshots.resume(records)
             self.roots.reconcile_new_sessions = True
@@ -206,7 +208,7 @@ class Daemon:
                 workers.start_soon(housekeeping.run)
                 workers.start_soon(self.watch.run)
 
-    async def _prepare_store(self) -> None:
+    async def prepare_store(self) -> None:
         if self.settings.repository is None:
             return
         try:
@@ -293,7 +295,7 @@ class Daemon:
 
     async def _reload_quietly(self) -> None:
         try:
-            await self.reload()
+            await take_up(self)
         except CiuicError as error:
             log.error("reload_refused", error=str(error))
 
@@ -307,7 +309,7 @@ class Daemon:
         return self.metrics_registry.text(await self.status())
 
     async def take_snapshot(self, request: SnapshotRequest) -> SnapshotState:
-        self._refuse_when_stopping()
+        self.refuse_when_stopping()
         return (await self.snapshots.take(request)).state
 
     async def snapshot_state(self, snapshot_id: str, *, wait: bool) -> SnapshotState:
@@ -326,8 +328,8 @@ class Daemon:
         )
 
     async def add_root(self, path: str) -> RootStatus:
-        self._refuse_when_stopping()
-        self._take_over(await trio.to_thread.run_sync(self._read_settings))
+        self.refuse_when_stopping()
+        self.take_over(await trio.to_thread.run_sync(self.read_settings))
         settings = self.settings.root(path)
         if settings is None:
             raise NotFound(
@@ -335,7 +337,7 @@ class Daemon:
                 hint=f"ciuic protect {path}",
             )
         status = await self.roots.add(settings)
-        await self._prepare_store()
+        await self.prepare_store()
         return status
 
     async def remove_root(self, path: str) -> None:
@@ -345,26 +347,15 @@ class Daemon:
         )
 
     async def prune(self, *, dry_run: bool) -> PruneReport:
-        self._refuse_when_stopping()
+        self.refuse_when_stopping()
         return await self.upkeep.prune(dry_run=dry_run)
 
     async def forget_trainer(self, trainer: str) -> None:
         self.watch.forget(trainer)
 
-    async def reload(self) -> None:
-        """Takes a changed configuration up; ConfigError and no change when it cannot be meant."""
-        self._refuse_when_stopping()
-        before = self.settings
-        self._take_over(await trio.to_thread.run_sync(self._read_settings))
-        for path in [path for path in self.roots.supervisors if self.settings.root(path) is None]:
-            await self.roots.remove(path)
-        for root in self.settings.roots:
-            self.roots.change_or_start(root)
-        await self._prepare_store()
-        if before.interval_seconds != self.settings.interval_seconds:
-            self.schedule.change_interval(self.settings.interval_seconds)
-        await self.accounts.refresh()
-        log.info("configuration_reloaded", file=self.settings.config_path)
+    async def reload(self) -> ReloadReport:
+        """Take a changed configuration up; ConfigError and no change when it is not valid."""
+        return await mounted(await take_up(self))
 
     def request_stop(self) -> None:
         self._stop.set()
@@ -373,7 +364,7 @@ class Daemon:
         """What `systemctl status` shows."""
         self._notifier.status(line)
 
-    def _read_settings(self) -> Settings:
+    def read_settings(self) -> Settings:
         """The configuration as it is now; ConfigError and its like when it cannot be meant. Blocks."""
         config = self._load()
         # What a bind mount that somebody makes later brings about must not end the protection that there is: only here,
@@ -381,19 +372,19 @@ class Daemon:
         raise_for([*check_overlaps(config.roots, mountinfo.read()), *_check_repository(config)])
         return settings_of(config)
 
-    def _take_over(self, settings: Settings) -> None:
+    def take_over(self, settings: Settings) -> None:
         """New settings, as far as they can change under running workers."""
         if self.settings.repository is not None and settings.repository != self.settings.repository:
             raise CiuicError(
                 f"the repository cannot change from {self.settings.repository} to {settings.repository} while running",
-                hint="restart the daemon: systemctl restart ciuic",
+                hint=service_manager.restart_hint(),
             )
         if (self.store.path, self.store.trusted) != (settings.repository, settings.trust_repository):
             self.store = _store(settings)
         self.snapshots.settings_changed()
         self.settings = settings._replace(socket=self.settings.socket, runtime_dir=self.settings.runtime_dir)
 
-    def _refuse_when_stopping(self) -> None:
+    def refuse_when_stopping(self) -> None:
         if self.stopping:
             raise Unreachable("the daemon is stopping", hint="try again when it has started")
 

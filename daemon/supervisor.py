@@ -17,6 +17,7 @@ import structlog
 import trio
 
 import ciuic
+from ciuic import service_manager
 from ciuic.bypass import Bypasser
 from ciuic.control_types import MountState, RootStatus, rfc3339
 from ciuic.daemon.alerts import Alerts
@@ -246,7 +247,8 @@ class RootSupervisor:
             self._alerts.report(
                 f"plain:{self.path}",
                 f"{self.path} is served without snapshots: its overlay worker died {plural(self._deaths, 'time')} in a row",
-                hint="the job goes on; `systemctl restart ciuic` tries again, the log has the workers' last words",
+                hint="the job goes on, and the log has the workers' last words; to try again, "
+                + service_manager.restart_hint(),
                 root=self.path,
             )
         else:

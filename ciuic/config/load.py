@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from ciuic.config.model import (
 )
 from ciuic.config.owners import refuse_foreign_file
 from ciuic.config.toml_source import TomlPath, line_numbers, line_of, statements
-from ciuic.errors import ConfigError, NotPermitted
+from ciuic.errors import CiuicError, ConfigError, NotPermitted
 from ciuic.open_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.retention import RetentionPolicy
 
@@ -45,6 +46,8 @@ TOML_FILE = Path("/etc/ciuic/ciuic.toml")
 FLAT_FILE = Path("/etc/ciuric.conf")
 CONFIG_VARIABLE = "CIUIC_CONFIG"
 REPOSITORY_VARIABLE = "CIUIC_REPO"
+MAX_SYNTAX_ERRORS = 20
+"""A file with more lines that are no TOML was not meant to be a configuration; each costs a parse of the whole."""
 
 
 def load_config(
@@ -98,6 +101,32 @@ def parse_config(text: str, file: Path) -> Config:
     draft = _Draft(file)
     draft.read(text)
     return draft.finish()
+
+
+def parse_leniently(file: Path | None) -> Config:
+    """The configuration with a default for everything in ``file`` that is not valid; all defaults if it cannot be read."""
+    draft = _Draft(file)
+    if file is not None:
+        with suppress(CiuicError):
+            text = read_text(file)
+            draft.read(text if is_flat(file) else _without_syntax_errors(text))
+    return draft.build()
+
+
+def _without_syntax_errors(text: str) -> str:
+    """TOML text with each line at which parsing fails left empty; empty if more of them fail than a typo explains."""
+    lines = text.splitlines()
+    for _ in range(MAX_SYNTAX_ERRORS):
+        try:
+            tomli.loads("\n".join(lines))
+        except tomli.TOMLDecodeError as error:
+            if lines:
+                lines[min(error.lineno, len(lines)) - 1] = ""
+        except RecursionError:
+            break
+        else:
+            return "\n".join(lines)
+    return ""
 
 
 def check_text(text: str, file: Path) -> tuple[Config | None, list[Problem]]:

@@ -174,3 +174,37 @@ def test_without_the_daemon_reading_goes_on(host: Host) -> None:
     assert host.json("show", done["safety_snapshot"])["roots"][0]["mode"] == "offline"
     host.run("status", code=5)
     host.run("snapshot", code=5)
+
+
+def test_reload_and_stop(host: Host) -> None:
+    """`ciuic reload` mounts what the file names before it returns; `ciuic stop` leaves plain files, open ones go on."""
+    host.run("protect", str(host.root))
+    host.start()
+    text = host.config.read_text()
+    host.config.write_text(f'{text}[[root]]\npath = "{host.other}"\n')
+    assert f"{host.other} is protected, mounted" in host.run("reload").stdout
+    assert mounted(host.other)
+    host.config.write_text(text.replace("[[root]]", "[[rot]]"))
+    assert "rot" in host.run("reload", code=2).stderr
+    status = host.run("status")
+    assert "daemon     running" in status.stdout
+    assert "the configuration is not valid" in status.stderr
+    host.config.write_text(text)
+    assert mounted(host.other)
+    with open(host.root / "log", "w") as log:
+        log.write("before\n")
+        log.flush()
+        said = host.run("stop")
+        assert host.daemon is not None
+        assert host.daemon.wait(10) == 0
+        host.daemon = None
+        assert f"{host.root}: unmounted" in said.stdout
+        assert "no snapshots are taken until it runs again" in said.stderr
+        assert not mounted(host.root)
+        log.write("after\n")
+    assert (host.root / "log").read_text() == "before\nafter\n"
+    host.run("stop", code=5)
+    host.start()
+    assert host.json("stop")["stopped"]
+    assert host.daemon.wait(10) == 0
+    host.daemon = None

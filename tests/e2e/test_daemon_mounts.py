@@ -264,8 +264,10 @@ def test_a_changed_configuration_is_taken_up(site: Site) -> None:
             client.reload()
         assert (site.overlays(first), site.overlays(second)) == (1, 1)
         site.roots.remove(second)
+        third = site.root("c")
         site.write_config()
-        client.reload()
+        changes = {change.path: (change.change, change.state) for change in client.reload().changes}
+        assert changes == {str(second): ("removed", "unmounted"), str(third): ("added", "mounted")}
     assert (site.overlays(first), site.overlays(second)) == (1, 0)
     site.stop()
 

@@ -13,6 +13,7 @@ import trio
 
 from ciuic.control_types import (
     PruneReport,
+    ReloadReport,
     RootStatus,
     SnapshotRequest,
     SnapshotState,
@@ -66,8 +67,9 @@ class FakeOperations:
     async def forget_trainer(self, trainer: str) -> None:
         await self._called("forget_trainer", trainer)
 
-    async def reload(self) -> None:
+    async def reload(self) -> ReloadReport:
         await self._called("reload")
+        return ReloadReport(config_path="/c.toml")
 
     def request_stop(self) -> None:
         self.calls.append(("stop",))

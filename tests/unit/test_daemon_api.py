@@ -14,8 +14,9 @@ import pytest
 import trio
 from support.served_api import FakeOperations, served
 
+from ciuic import __version__
 from ciuic.control import ControlClient
-from ciuic.control_types import SnapshotRequest
+from ciuic.control_types import Index, SnapshotRequest
 from ciuic.daemon import api
 from ciuic.daemon.api import MAX_BODY_BYTES
 from ciuic.errors import BY_EXIT_CODE, CiuicError, Damaged, NotFound, NotPermitted, Unreachable, UsageError
@@ -44,7 +45,7 @@ def test_every_call_arrives_and_is_answered(client: ControlClient, operations: F
     client.remove_root("/r")
     assert client.prune(dry_run=True).removed == ["cs-000001"]
     client.forget_trainer("t")
-    client.reload()
+    assert client.reload().config_path == "/c.toml"
     client.stop()
     assert client.metrics() == "ciuic_up 1\n"
     assert operations.calls == [
@@ -134,6 +135,22 @@ def test_unknown_resources_and_methods_are_answered_as_documents(client: Control
         client._request("DELETE", "/v1/status")
 
 
+@pytest.mark.parametrize("path", ["/", "/v1"])
+def test_the_top_says_what_there_is(client: ControlClient, path: str) -> None:
+    """GET / names version and every resource, so that a person with curl finds the way."""
+    with Connection(str(client.socket), connect_seconds=5) as connection:
+        answer = connection.ask("GET", path, answer_seconds=5)
+    index = msgspec.json.decode(answer.body, type=Index)
+    assert (answer.status, index.name, index.version) == (200, "ciuic", __version__)
+    found = {(resource.method, resource.path) for resource in index.resources}
+    assert {
+        ("GET", "/v1/status"),
+        ("POST", "/v1/snapshots"),
+        ("DELETE", "/v1/roots"),
+        ("GET", "/metrics"),
+    } <= found
+
+
 def test_events_arrive_until_the_bus_closes(short_tmp: Path, operations: FakeOperations) -> None:
     """A listener gets what happens after it began to listen, in order, and its stream ends with the daemon."""
     with served(short_tmp / "c.sock", operations) as in_loop, ControlClient(short_tmp / "c.sock") as client:
@@ -155,7 +172,7 @@ def test_nobody_there_is_unreachable(short_tmp: Path) -> None:
     """A missing socket and one that nobody listens on are exit code 5, with what to do."""
     with ControlClient(short_tmp / "none") as client, pytest.raises(Unreachable) as caught:
         client.status()
-    assert "systemctl start ciuic" in caught.value.hint
+    assert "ciuic daemon" in caught.value.hint
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(short_tmp / "dead"))
     with ControlClient(short_tmp / "dead") as client:

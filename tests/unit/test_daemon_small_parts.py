@@ -124,7 +124,6 @@ def test_metrics_are_those_of_the_status() -> None:
         ],
         alerts=[Alert(key="k", severity="problem", since="", message="")],
     )
-    metrics.snapshots.labels("committed").inc()
 
     def samples(document: StatusDocument) -> dict[tuple[str, str], float]:
         families = text_string_to_metric_families(metrics.text(document).decode())
@@ -134,6 +133,9 @@ def test_metrics_are_those_of_the_status() -> None:
             for sample in family.samples
         }
 
+    assert {samples(status)["ciuic_snapshots_total", outcome] for outcome in ("committed", "failed")} == {0}
+    assert samples(status)["ciuic_trainer_incidents_total", "died"] == 0
+    metrics.snapshots.labels("committed").inc()
     seen = samples(status)
     assert seen["ciuic_root_mounted", '/a "x"'] == 1
     assert seen["ciuic_root_dirty_bytes", '/a "x"'] == 7
