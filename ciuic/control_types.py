@@ -60,6 +60,8 @@ class SnapshotState(_Document):
     attempts: int = 0
     """Captures begun so far."""
     new_bytes: int = 0
+    is_incomplete: bool = False
+    """Something could not be read, and so is not in it. The field has this meaning in every document that has snapshots."""
     incomplete: list[str] = []
     """What could not be read from the backing directories; the snapshot is committed without it and says so."""
     left_out: dict[str, str] = {}

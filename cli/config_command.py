@@ -65,7 +65,7 @@ def check(file: bytes | None, as_json: bool) -> int:
         if (foreign := check_file(path)) is not None:
             problems = [foreign, *problems]
     if config is not None:
-        problems = problems + check_places(config)
+        problems = [*problems, *check_places(config), *_protects_nothing(config)]
     errors = [problem for problem in problems if problem.severity == "error"]
     if as_json:
         out_json(
@@ -84,6 +84,19 @@ def check(file: bytes | None, as_json: bool) -> int:
         if not errors:
             out(f"{subject}: fine" if not problems else f"{subject}: usable")
     return errors[0].error.exit_code if errors else 0
+
+
+def _protects_nothing(config: Config) -> list[Problem]:
+    """A warning where no root is named: such a file is valid, and nothing is in any snapshot."""
+    from ciuic.config import FLAT_ROOTS_NAME, Problem
+    from ciuic.config.flat import is_flat
+
+    if config.roots:
+        return []
+    hint = "ciuic protect PATH"
+    if config.file is not None and is_flat(config.file):
+        hint += f", which writes: {FLAT_ROOTS_NAME} = PATH"
+    return [Problem("warning", "no directory is named to be protected, so nothing is", hint)]
 
 
 def _as_document(problem: Problem) -> dict[str, Any]:

@@ -39,12 +39,16 @@ def roots_below(snapshot: Snapshot, path: bytes) -> list[Entry]:
 
 
 def as_recorded(snapshot: Snapshot, path: bytes) -> bytes:
-    """The path under which the snapshot knows what a person calls ``path``.
+    """The path under which the snapshot knows what the caller calls ``path``.
 
-    Roots are recorded with symbolic links resolved; who reaches them through a link names them by the link.
+    Roots are recorded with symbolic links resolved. A path that is below no root as it is written may lead to one through
+    a link: its shortest beginning that does is replaced by where it leads today. What follows is taken as it is written:
+    below a root a link of today says nothing about the snapshot.
     """
-    if root_of(snapshot, path) is None and not roots_below(snapshot, path):
-        real = os.path.realpath(path)
+    if root_of(snapshot, path) is not None or roots_below(snapshot, path):
+        return path
+    for end in [at for at in range(1, len(path)) if path[at : at + 1] == b"/"] + [len(path)]:
+        real = os.path.realpath(path[:end])
         if root_of(snapshot, real) is not None:
-            return real
+            return real + path[end:]
     return path

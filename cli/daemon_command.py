@@ -15,10 +15,11 @@ from ciuic.cli.session import current
     "--workers", is_flag=True, help="Only fork overlay workers, for ciuic.service (ciuic-workers.service)."
 )
 def command(workers: bool) -> int:
-    """Run the service in the foreground, for systemd or a container.
+    """Run the service in the foreground, for systemd or a container: it returns when the service ends.
 
     It mounts the protected roots, takes snapshots on schedule, applies retention and answers on the control socket,
-    until SIGTERM or ^C; then it unmounts and leaves nothing behind.
+    until SIGTERM, ^C or `ciuic stop`; then it unmounts. The tracking of each root stays saved beside it (.ciuic-state), so
+    that the next daemon need not compare everything.
     """
     from ciuic.config import Config, load_config
     from ciuic.daemon import run, run_workers

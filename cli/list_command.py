@@ -103,6 +103,8 @@ def as_document(info: SnapshotInfo) -> dict[str, Any]:
         "tags": list(info.tags),
         "message": info.message,
         "state": "committed",
+        "is_incomplete": TAG_INCOMPLETE in info.tags,
+        # Older name; in the documents of `snapshot` it is a list of what could not be read. Kept for scripts.
         "incomplete": TAG_INCOMPLETE in info.tags,
         "partial": TAG_PARTIAL in info.tags,
         "not_held": TAG_NOT_HELD in info.tags,

@@ -46,6 +46,7 @@ def command(message: str, tags: tuple[str, ...], hold: bool, wait: bool, as_json
     if as_json:
         import msgspec
 
+        state.is_incomplete = bool(state.incomplete)  # also by a daemon that does not know the field
         out_json(msgspec.to_builtins(state))
     else:
         out(state.id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -16,7 +17,7 @@ from ciuic.cli.names import shown_text
 from ciuic.cli.options import DIRECTORY, FrameCommand
 from ciuic.cli.output import json_option, out, out_json
 from ciuic.cli.session import Session, current
-from ciuic.errors import NotFound, Unreachable
+from ciuic.errors import CiuicError, NotFound, Unreachable
 
 
 @click.command("unprotect", cls=FrameCommand)
@@ -25,7 +26,8 @@ from ciuic.errors import NotFound, Unreachable
 def command(paths: tuple[bytes, ...], as_json: bool) -> None:
     """Stop protecting directories.
 
-    A running daemon unmounts them at once. The files stay where they are, and so do their snapshots.
+    A running daemon unmounts them at once. The files stay where they are, and so do their snapshots. What ciuic keeps
+    beside a directory (.ciuic-state) is removed, once no job has files open through the overlay any more.
     """
     from ciuic.config import canonical_root, remove_roots, writable_file
 
@@ -65,5 +67,22 @@ def _tell_daemon(session: Session, paths: Sequence[Path]) -> bool:
                 f"{'is' if len(left) == 1 else 'are'} still mounted and no daemon answers that could unmount",
                 hint=f"start the daemon, which lets go of it; or: umount -l {shown_text(' '.join(left))}",
             ) from None
+        for path in paths:
+            _remove_state(session, path)
         return False
     return True
+
+
+def _remove_state(session: Session, path: Path) -> None:
+    """Remove the saved tracking of a root that no daemon serves; what cannot be removed stays, and harms nothing."""
+    from ciuic.state_directory import remove_state
+    from ciuic.worker_sockets import worker_socket
+
+    if worker_socket(session.config.runtime_dir, str(path)).exists():
+        return  # a worker goes on serving files that a job has open, and needs its state for them
+    with suppress(OSError, CiuicError):  # the directory is gone, or may not be read
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            remove_state(fd)
+        finally:
+            os.close(fd)

@@ -55,8 +55,12 @@ def command(
         return verify_for(current(), _seconds(max_duration), restart=restart, as_json=as_json)
     if restart:
         raise click.UsageError("--restart goes with --max-duration")
-    if bool(ids) == everything:
-        raise click.UsageError("name snapshots, or give --all")
+    if ids and everything:
+        raise click.UsageError(
+            f"--all verifies every snapshot, and {ids[0]} was named besides: give one or the other"
+        )
+    if not ids and not everything:
+        raise click.UsageError("which snapshots? Name them (such as latest), or give --all")
     session = current()
     result = _verify(session, None if everything else resolve_all(session, ids), checksum)
     not_held = _not_held(session, result)

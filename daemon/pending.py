@@ -135,6 +135,7 @@ class PendingSnapshot:
         self.state.error = self.state.hint = ""
         self.state.new_bytes = new_bytes
         self.state.incomplete += errors or []
+        self.state.is_incomplete = bool(self.state.incomplete)
         self.state.roots = [cut.path for cut in self.remaining]
         self._announce("snapshot_committed", self.state)
         self.finished.set()

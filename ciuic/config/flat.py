@@ -17,6 +17,9 @@ from ciuic.config.toml_source import quote
 
 _LISTS = ("exclude_patterns", FLAT_ROOTS_NAME)
 _COMMENT = re.compile(r"\s[#;].*\Z")
+_SETTING = re.compile(r"(?:\A|[\s#;])({})\s*=".format("|".join((*FLAT_NAMES, FLAT_ROOTS_NAME))))
+MIN_SETTINGS_ON_ONE_LINE = 2
+"""One setting behind a # was taken out of force; several on one line were meant to be in force."""
 
 
 class FlatSetting(NamedTuple):
@@ -40,9 +43,15 @@ def parse_flat(text: str) -> tuple[list[FlatSetting], list[FlatError]]:
     settings: list[FlatSetting] = []
     errors: list[FlatError] = []
     seen: dict[str, int] = {}
+    comments: list[tuple[int, str]] = []
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
         if not line or line[0] in "#;":
+            comments.append((number, line))
+            continue
+        run_together = _SETTING.findall(_COMMENT.sub("", line))
+        if len(run_together) >= MIN_SETTINGS_ON_ONE_LINE:
+            errors.append(_run_together(run_together, number))
             continue
         name, equals, value = line.partition("=")
         name = name.strip()
@@ -54,7 +63,22 @@ def parse_flat(text: str) -> tuple[list[FlatSetting], list[FlatError]]:
         else:
             seen[name] = number
             settings.append(FlatSetting(name, _value(name, value), number))
+    if not settings and not errors:
+        # A whole configuration on one line that begins with the name of its file as a comment, as it is printed in
+        # places, would be a comment. Beside settings that are in force a comment may say what it likes.
+        errors += [
+            _run_together(names, number)
+            for number, line in comments
+            if len(names := _SETTING.findall(line)) >= MIN_SETTINGS_ON_ONE_LINE
+        ]
     return settings, errors
+
+
+def _run_together(names: Sequence[str], number: int) -> FlatError:
+    return FlatError(
+        f"{len(names)} settings on one line ({', '.join(names)}): every setting needs a line of its own",
+        number,
+    )
 
 
 def flat_to_toml(settings: Sequence[FlatSetting]) -> str:

@@ -20,7 +20,7 @@ def resolve(text: str, names: Collection[str], infos: Callable[[], list[Snapshot
     """NotFound, UsageError. ``infos()``: newest first."""
     latest = _LATEST.match(text)
     if latest:
-        return _nth(infos(), int(latest[1] or 0))
+        return _nth(text, infos(), int(latest[1] or 0))
     prefix = _PREFIX.match(text)
     if prefix:
         return _by_prefix(text, f"cs-{prefix[1]}", names)
@@ -49,10 +49,14 @@ def parse_time_ns(text: str) -> int | None:
         return None
 
 
-def _nth(infos: list[SnapshotInfo], back: int) -> SnapshotId:
+def _nth(text: str, infos: list[SnapshotInfo], back: int) -> SnapshotId:
+    if not infos:
+        raise NotFound(
+            f"there is no snapshot yet, so {text} names none",
+            hint="`ciuic snapshot --wait` takes one now; `ciuic status` shows when the next is due",
+        )
     if back >= len(infos):
-        there = f"there are only {len(infos)}" if infos else "there is none yet"
-        raise NotFound(f"there is no snapshot latest~{back}: {there}", hint=_HINT)
+        raise NotFound(f"there is no snapshot {text}: there are only {len(infos)}", hint=_HINT)
     return infos[back].id
 
 

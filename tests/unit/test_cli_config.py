@@ -69,8 +69,11 @@ def test_check_looks_at_the_places(tmp_path: Path) -> None:
 
 def test_check_of_a_good_file(file: Path) -> None:
     """A file without mistakes is fine."""
+    (file.parent / "root").mkdir()
+    roots = f'[repository]\npath = "{file.parent}/repo"\n[[root]]\npath = "{file.parent}/root"\n'
+    file.write_text(file.read_text() + roots)
     result = ciuic("config", "check", str(file))
-    assert (result.exit_code, result.stdout) == (0, f"{file}: fine\n")
+    assert (result.exit_code, result.stdout) == (0, f"{file}: fine\n"), result.stderr
 
 
 def test_convert_keeps_the_meaning(tmp_path: Path) -> None:
@@ -102,3 +105,15 @@ def test_broken_configuration_does_not_stop_reading_with_repo(tmp_path: Path) ->
     path.write_text("nonsense = [\n")
     result = ciuic("--config", str(path), "--repo", str(tmp_path / "nowhere"), "list")
     assert result.exit_code == 3
+
+
+@pytest.mark.parametrize("name", ["ciuric.conf", "ciuic.toml"])
+def test_check_says_that_nothing_is_protected(tmp_path: Path, name: str) -> None:
+    """A file that names no root is valid and protects nothing, which is said with the key of its format."""
+    path = tmp_path / name
+    path.write_text("snapshot_interval = 1h\n" if name.endswith(".conf") else '[schedule]\ninterval = "1h"\n')
+    result = ciuic("config", "check", str(path))
+    assert result.exit_code == 0, result.stderr
+    assert "no directory is named to be protected" in result.stderr
+    assert ("protected_directories" in result.stderr) == name.endswith(".conf")
+    assert ": fine" not in result.stdout

@@ -15,7 +15,7 @@ import pytest
 from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
 
 from ciuic.repository import Repository
-from ciuic.types import FLAG_OPEN_FOR_WRITING, TAG_NOT_HELD, Entry, not_held
+from ciuic.types import FLAG_OPEN_FOR_WRITING, TAG_INCOMPLETE, TAG_NOT_HELD, Entry, not_held
 
 ODD = b"\xff\n|x"
 
@@ -146,6 +146,42 @@ def test_every_form_of_an_id(repository: CliRepository, name: str) -> None:
     repository.snapshot({})
     repository.snapshot({}, id_="cs-abcdef")
     assert json.loads(repository.run("show", name, "--json").stdout)["id"] == "cs-000001"
+
+
+@pytest.mark.parametrize("name", ["latest", "latest~2"])
+def test_latest_of_nothing_says_that_there_is_none(tmp_path: Path, name: str) -> None:
+    """With no snapshot yet the message is about that, names what was typed, and says how to get one."""
+    result = CliRepository(tmp_path / "empty", tmp_path / "root").run("show", name)
+    assert result.exit_code == 3
+    assert f"there is no snapshot yet, so {name} names none" in result.stderr
+    assert "latest~0" not in result.stderr
+    assert "ciuic snapshot --wait" in result.stderr
+
+
+def test_incomplete_has_one_name_that_means_one_thing(repository: CliRepository) -> None:
+    """is_incomplete is a boolean here as in the documents of the daemon; the older field stays as it was."""
+    repository.snapshot({})
+    repository.snapshot({}, tags=(TAG_INCOMPLETE,))
+    listed = json.loads(repository.run("list", "--json").stdout)["snapshots"]
+    assert [(one["is_incomplete"], one["incomplete"]) for one in listed] == [(True, True), (False, False)]
+    assert json.loads(repository.run("show", "latest", "--json").stdout)["is_incomplete"] is True
+
+
+def test_a_link_that_leads_to_a_root_is_followed_and_one_below_it_is_not(
+    repository: CliRepository, tmp_path: Path
+) -> None:
+    """A path outside every root is resolved up to the root; what follows is the snapshot's, not today's."""
+    root = repository.root
+    root.mkdir(exist_ok=True)
+    (tmp_path / "elsewhere").mkdir()
+    (root / "ckpt").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to(root)
+    repository.snapshot({b"ckpt": {b"x": b"1"}})
+    assert repository.run("show", "latest", str(tmp_path / "link" / "ckpt" / "x")).exit_code == 0
+    document = json.loads(repository.run("show", "latest", str(tmp_path / "link" / "ckpt"), "--json").stdout)
+    assert document["path"] == str(root / "ckpt")
+    (root / "to").symlink_to(root / "ckpt")
+    assert repository.run("show", "latest", str(root / "to" / "x")).exit_code == 3
 
 
 def test_unknown_and_ambiguous_ids(repository: CliRepository) -> None:

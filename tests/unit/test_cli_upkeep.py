@@ -16,6 +16,8 @@ from support.cli_repository import CliRepository
 from ciuic.cli import marks
 from ciuic.cli.app import cli
 from ciuic.repository import Repository
+from ciuic.state_directory import open_state
+from ciuic.worker_sockets import worker_socket
 
 # httpcore drops a unix socket that could not connect without closing it; the collector does.
 pytestmark = pytest.mark.filterwarnings(
@@ -265,6 +267,26 @@ def test_unprotect_leaves_files_and_snapshots(host: Path) -> None:
     assert f'path = "{host}/b"' in (host / "c.toml").read_text()
     assert (host / "a" / "file").read_text() == "x"
     assert Repository.exists(host / "repo")
+
+
+def test_unprotect_without_a_daemon_takes_the_state_along(host: Path) -> None:
+    """What ciuic keeps beside a root goes with the protection; that of a root whose worker still serves stays."""
+    with open(host / "c.toml", "a") as file:
+        file.write(f'[daemon]\nruntime_dir = "{host}/run"\n')
+    protect(host, host / "a", host / "b")
+    for name in ("a", "b"):
+        fd = os.open(host / name, os.O_RDONLY)
+        os.close(open_state(fd).fd)
+        os.close(fd)
+    before = set(host.rglob(".ciuic-state/*"))
+    assert len(before) == 2
+    worker = worker_socket(host / "run", str(host / "b"))
+    worker.parent.mkdir(exist_ok=True)
+    worker.touch()
+    assert protect(host, host / "a", host / "b", option="unprotect").exit_code == 0
+    left = set(host.rglob(".ciuic-state/*"))
+    assert len(left) == 1
+    assert left < before
 
 
 def test_name_that_no_configuration_can_carry(host: Path) -> None:

@@ -30,6 +30,16 @@ def test_verify_of_a_whole_snapshot(repository: CliRepository) -> None:
     assert repository.run("verify", "--all", "--checksum").exit_code == 0
 
 
+def test_all_and_ids_exclude_one_another(repository: CliRepository) -> None:
+    """Both, and neither, are wrong usage, each told as what it is."""
+    both = repository.run("verify", "--all", "latest")
+    assert both.exit_code == 2
+    assert "--all verifies every snapshot, and latest was named besides" in both.stderr
+    neither = repository.run("verify")
+    assert neither.exit_code == 2
+    assert "give --all" in neither.stderr
+
+
 def flip(path: Path, needle: bytes) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(needle) + 5] ^= 0x40

@@ -250,6 +250,9 @@ def test_incomplete_snapshot_is_said(config: Path, daemon: FakeDaemon) -> None:
     result = ciuic(config, "snapshot")
     assert result.exit_code == 0
     assert re.search("incomplete.*\n.*Input/output error", result.stderr)
+    document = json.loads(ciuic(config, "snapshot", "--json").stdout)
+    assert document["is_incomplete"] is True
+    assert document["incomplete"] == ["/data/bad: Input/output error"]
 
 
 def test_protect_says_which_driver_serves(config: Path, daemon: FakeDaemon) -> None:

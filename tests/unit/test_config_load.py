@@ -241,6 +241,29 @@ def test_a_mistake_in_the_flat_format_too(text: str, line: int, says: str) -> No
     assert says in message
 
 
+ON_ONE_LINE = (
+    "# /etc/ciuric.conf snapshot_interval = 1h retention_policy = 7d exclude_patterns = /tmp/*, /dev/* "
+    "snapshot_dir = /.ciuric_snapshots io_priority = idle"
+)
+
+
+@pytest.mark.parametrize(
+    "text", [ON_ONE_LINE, ON_ONE_LINE.partition("conf ")[2], f"\n; first\n{ON_ONE_LINE}\n"]
+)
+def test_a_flat_file_on_a_single_line_is_a_mistake(text: str) -> None:
+    """The whole configuration behind a # sets nothing, and was meant to: it is no comment."""
+    message = mistakes(text, FLAT)
+    assert "5 settings on one line" in message
+    assert "every setting needs a line of its own" in message
+
+
+def test_a_comment_may_name_settings() -> None:
+    """Beside settings in force, and for one setting that was taken out of force, a comment is a comment."""
+    said = f"{ON_ONE_LINE}\nsnapshot_interval = 2h # was retention_policy = 7d, io_priority = none\n"
+    assert parse_config(said, FLAT).schedule.interval_seconds == 7200
+    assert parse_config("# snapshot_interval = 2h\n", FLAT).schedule.interval_seconds == 3600
+
+
 def test_all_mistakes_are_named_at_once() -> None:
     """Nobody has to run the check once for each mistake."""
     message = mistakes('[schedule]\ninterval = "x"\n[log]\nlevel = "y"\nzzz = 1')
