@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,6 +15,8 @@ from ciuic.cli.session import current
 
 if TYPE_CHECKING:
     from ciuic.config import Config, Problem
+
+EXAMPLES: Final = ("ciuic.toml", "alert.sh")
 
 
 @click.group("config")
@@ -126,3 +128,17 @@ def convert(file: bytes) -> None:
 
     path = Path(os.fsdecode(file))
     out(convert_flat(read_text(path), path), newline=False)
+
+
+@command.command("example", cls=FrameCommand)
+@click.argument("name", type=click.Choice(EXAMPLES), metavar=f"[{'|'.join(EXAMPLES)}]", default=EXAMPLES[0])
+def example(name: str) -> None:
+    """Print an example: a configuration with every key explained, or a script for alert.command.
+
+    \b
+    ciuic config example ciuic.toml > /etc/ciuic/ciuic.toml
+    ciuic config example alert.sh | install -m 755 /dev/stdin /etc/ciuic/alert.sh
+    """
+    from ciuic.cli.shipped import shipped_text
+
+    out(shipped_text("etc", name), newline=False)

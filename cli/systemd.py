@@ -12,11 +12,11 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
 from ciuic.child_process import find_program, program_environment
+from ciuic.cli.shipped import shipped_text
 from ciuic.errors import CiuicError, NotPermitted
 
 UNITS: Final = (
@@ -141,14 +141,8 @@ class Systemd:
 
 
 def unit_text(name: str) -> str:
-    """The unit file as shipped: inside the installed package, or in systemd/ of a checkout."""
-    package = Path(str(resources.files("ciuic")))
-    for candidate in (package / "data" / "systemd" / name, package.parent / "systemd" / name):
-        if candidate.is_file():
-            return candidate.read_text(encoding="utf-8")
-    raise CiuicError(
-        f"this installation lacks the unit file {name}", hint="install ciuic again, as a package or with pip"
-    )
+    """The unit file as shipped."""
+    return shipped_text("systemd", name)
 
 
 def for_program(text: str, program: Path) -> str:

@@ -117,3 +117,10 @@ def test_check_says_that_nothing_is_protected(tmp_path: Path, name: str) -> None
     assert "no directory is named to be protected" in result.stderr
     assert ("protected_directories" in result.stderr) == name.endswith(".conf")
     assert ": fine" not in result.stdout
+
+
+@pytest.mark.parametrize("name", ["ciuic.toml", "alert.sh"])
+def test_examples_are_at_hand(name: str) -> None:
+    """What the documentation refers to is printed by the installed program, byte by byte."""
+    shipped = Path(__file__).parents[2] / "etc" / name
+    assert ciuic("config", "example", name).stdout == shipped.read_text()

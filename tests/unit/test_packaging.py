@@ -58,6 +58,8 @@ def test_the_wheel_holds_one_package_of_real_files(built: dict[str, Path]) -> No
                 expected = {f"ciuic/{part}/{name}" for name in _modules(CHECKOUT / folder)}
                 assert expected <= infos.keys(), f"{part}: {sorted(expected - infos.keys())} are missing"
         assert "ciuic/py.typed" in infos
+        for name in ("ciuic.toml", "alert.sh"):
+            assert wheel.read(f"ciuic/data/etc/{name}") == (CHECKOUT / "etc" / name).read_bytes()
 
 
 def test_the_sdist_can_be_unpacked_anywhere(built: dict[str, Path]) -> None:
