@@ -15,7 +15,7 @@ import click
 from ciuic.cli.findings import Finding, ok, problem, warning
 from ciuic.cli.names import plural, shown_text
 from ciuic.cli.options import HOST_PATH, FrameCommand
-from ciuic.cli.output import json_option, out, out_json
+from ciuic.cli.output import json_option, out, out_json, out_prose, wrapped
 from ciuic.cli.session import Session, current
 from ciuic.errors import CiuicError
 
@@ -48,10 +48,12 @@ def command(paths: tuple[bytes, ...], as_json: bool) -> int:
 
 
 def _say(finding: Finding) -> None:
-    out(f"{finding.level:<8}", newline=False, fg=_COLOURS[finding.level])
-    out(f"{finding.check}: {finding.message}")
+    label = f"{finding.level:<8}"
+    lines = wrapped(f"{label}{finding.check}: {finding.message}", len(label))
+    out(label, newline=False, fg=_COLOURS[finding.level])
+    out("\n".join(lines).removeprefix(label))
     if finding.remedy:
-        out(f"        → {finding.remedy}")
+        out_prose(f"        → {finding.remedy}", 10)
 
 
 def examine(session: Session, paths: tuple[bytes, ...]) -> Iterator[Finding]:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from ciuic.cli.session import Session, current
 from ciuic.errors import CiuicError
+
+MIN_WIDTH: Final = 20
+"""On anything narrower an indented word a line is all that would be left."""
 
 
 def out(text: str = "", *, newline: bool = True, **style: Any) -> None:
@@ -30,6 +34,35 @@ def out(text: str = "", *, newline: bool = True, **style: Any) -> None:
     except OSError as error:
         abandon_stdout(session)
         raise CiuicError(f"the output could not be written: {error.strerror}") from error
+
+
+def out_prose(text: str, indent: int, **style: Any) -> None:
+    """Print a line of words; on a terminal it is broken between them, and further lines begin at column ``indent``."""
+    out("\n".join(wrapped(text, indent)), **style)
+
+
+def wrapped(text: str, indent: int) -> list[str]:
+    """The lines of a text: on a terminal no longer than it is wide, unless a single word is; else one.
+
+    A terminal breaks a long line inside words and numbers, which cannot be read back or copied.
+    """
+    width = terminal_width()
+    if width is None or len(text) <= width:
+        return [text]
+    import textwrap
+
+    return textwrap.wrap(
+        text,
+        max(width, MIN_WIDTH),
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def styled(text: str, **style: Any) -> str:

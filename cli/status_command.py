@@ -16,7 +16,7 @@ import click
 from ciuic.cli import times
 from ciuic.cli.names import plural, shown_text
 from ciuic.cli.options import FrameCommand
-from ciuic.cli.output import json_option, out, out_json
+from ciuic.cli.output import json_option, out, out_json, out_prose
 from ciuic.cli.session import Session, current
 from ciuic.errors import CiuicError, NotPermitted, Unreachable
 from ciuic.units import human_duration, human_size
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ciuic.control_types import BesideStatus, SnapshotState, StatusDocument
 
 _WATCH_SECONDS: Final = 1.0
+_LABEL_WIDTH: Final = 11
 _HEARD: Final = {
     "pressure": "whoever waits for a disk",
     "writes": "whoever writes much",
@@ -89,15 +90,19 @@ def _clear() -> None:
         click.clear()
 
 
+def _say(text: str, **style: Any) -> None:
+    out_prose(text, _LABEL_WIDTH, **style)
+
+
 def _print(status: StatusDocument) -> None:
-    out(
+    _say(
         f"daemon     {'stopping' if status.stopping else 'running'}, version {status.version}, pid {status.pid}, "
         f"since {times.clock_of(status.since)}"
     )
     _print_snapshots(status)
     store = status.repository
     if store.exists:
-        out(
+        _say(
             f"store      {shown_text(store.path)}: {human_size(store.size_bytes)} in {plural(store.snapshots, 'snapshot')}, "
             f"{human_size(store.free_bytes)} of {human_size(store.total_bytes)} free"
         )
@@ -109,15 +114,15 @@ def _print(status: StatusDocument) -> None:
     elif store.missing:
         out(f"store      {shown_text(store.missing)}", fg="red")
     else:
-        out(f"store      {shown_text(store.path) or 'none'}: not made yet")
-    out(f"beside     {_beside_line(status.beside)}")
+        _say(f"store      {shown_text(store.path) or 'none'}: not made yet")
+    _say(f"beside     {_beside_line(status.beside)}")
     if status.roots:
         out()
         _print_roots(status)
     else:
-        out("roots      none; protect a directory with: ciuic protect PATH")
+        _say("roots      none; protect a directory with: ciuic protect PATH")
     for capture in status.captures:
-        out(_capture_line(capture))
+        _say(_capture_line(capture))
     if status.trainers or status.incidents:
         from ciuic.cli.trainer_lines import print_trainers
 
@@ -127,17 +132,17 @@ def _print(status: StatusDocument) -> None:
 
 def _print_snapshots(status: StatusDocument) -> None:
     if status.last_snapshot is None:
-        out("snapshots  none yet: everything is at risk", fg="yellow")
+        _say("snapshots  none yet: everything is at risk", fg="yellow")
     else:
         last = status.last_snapshot
         age = human_duration(status.seconds_since_last or 0)
-        out(
+        _say(
             f"snapshots  last {last.id}{' (partial)' if last.partial else ''} at {times.clock_of(last.time)}, "
             f"{human_size(last.new_bytes)} new; "
             f"work at risk: {age} since last snapshot"
         )
     if status.next_snapshot:
-        out(f"           next at {times.clock_of(status.next_snapshot)}")
+        _say(f"           next at {times.clock_of(status.next_snapshot)}")
 
 
 def _print_roots(status: StatusDocument) -> None:
@@ -170,15 +175,15 @@ def _print_roots(status: StatusDocument) -> None:
     alerted = {alert.root for alert in status.alerts if alert.key.startswith("bypass")}
     for root in status.roots:
         if root.driver_why and not root.passthrough:
-            out(f"{shown_text(root.path)}: driver {root.driver}: {shown_text(root.driver_why)}")
+            _say(f"{shown_text(root.path)}: driver {root.driver}: {shown_text(root.driver_why)}")
         if root.driver_why and not root.filtered:
-            out(
+            _say(
                 f"{shown_text(root.path)}: system calls of the worker are not filtered; ciuic doctor says why"
             )
         if root.error:
-            out(f"{shown_text(root.path)}: {shown_text(root.error)}", fg="red")
+            _say(f"{shown_text(root.path)}: {shown_text(root.error)}", fg="red")
         for process in root.bypassing if root.path not in alerted else ():
-            out(
+            _say(
                 f"{shown_text(root.path)}: process {process.pid} ({shown_text(process.command)}) goes round the "
                 f"overlay with {plural(len(process.paths), 'file')} open; restart it to have its changes tracked",
                 fg="yellow",
@@ -215,12 +220,12 @@ def _capture_line(capture: SnapshotState) -> str:
 def _print_alerts(status: StatusDocument) -> None:
     for alert in status.alerts:
         colour = "red" if alert.severity == "problem" else "yellow"
-        out(
+        _say(
             f"{alert.severity:<10} {shown_text(alert.message)} (since {times.clock_of(alert.since)})",
             fg=colour,
         )
         if alert.hint:
-            out(f"           {alert.hint}")
+            _say(f"           {alert.hint}")
 
 
 def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
@@ -236,11 +241,11 @@ def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
     elif facts:
         last = facts["last_snapshot"]
         if last is None:
-            out(f"store      {shown_text(facts['repository']['path'])}: no snapshots yet")
+            _say(f"store      {shown_text(facts['repository']['path'])}: no snapshots yet")
         else:
             age = human_duration(facts["seconds_since_last"])
-            out(f"snapshots  last {last['id']} at {times.clock_of(last['time'])}; work at risk: {age}")
-            out(
+            _say(f"snapshots  last {last['id']} at {times.clock_of(last['time'])}; work at risk: {age}")
+            _say(
                 f"store      {shown_text(facts['repository']['path'])}: "
                 f"{human_size(facts['repository']['free_bytes'])} free"
             )

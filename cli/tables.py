@@ -1,19 +1,21 @@
 """Tables: drawn with rich on a terminal, plain aligned columns everywhere else.
 
+On a terminal that is too narrow for the table each row becomes a record: its first cell on a line of its own, the others
+below it with their headers, broken between cells and never inside a number.
+
 rich is imported only where it draws: it doubles the time that ``ciuic list`` takes.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import sys
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from ciuic.cli.output import out
+from ciuic.cli.output import MIN_WIDTH, out, terminal_width, wrapped
 
-_LEAST_WIDTH: Final = 8
+_LEAST_WIDTH: Final = 24
+"""A column that may shrink does so to this: a path or a sentence that is folded more often is read by nobody."""
 
 
 class Column(NamedTuple):
@@ -36,20 +38,21 @@ Row = Sequence["str | Cell"]
 
 def show_table(columns: Sequence[Column], rows: Sequence[Row]) -> None:
     """Prints the table; cells are one line of printable characters (see names.py)."""
-    if sys.stdout.isatty() and _fits(columns, rows, shutil.get_terminal_size().columns):
+    width = terminal_width()
+    if width is None:
+        _align(columns, rows)
+    elif _fits(columns, rows, width):
         _draw(columns, rows)
     else:
-        _align(columns, rows)
+        _records(columns, rows, max(width, MIN_WIDTH))
 
 
 def _fits(columns: Sequence[Column], rows: Sequence[Row], width: int) -> bool:
     """Whether everything but the columns that may shrink can be shown whole: half an id is of no use to anybody."""
-    needed = sum(
-        _LEAST_WIDTH
-        if column.shrink
-        else max(len(column.header), *(len(_text(row[index])) for row in rows), 0)
-        for index, column in enumerate(columns)
-    )
+    needed = 0
+    for index, column in enumerate(columns):
+        longest = max(len(column.header), *(len(_text(row[index])) for row in rows), 0)
+        needed += min(longest, _LEAST_WIDTH) if column.shrink else longest
     return needed + 2 * (len(columns) - 1) <= width
 
 
@@ -68,6 +71,27 @@ def _align(columns: Sequence[Column], rows: Sequence[Row]) -> None:
         ]
         aligned.append("  ".join(cells).rstrip())
     out("\n".join(aligned))
+
+
+def _records(columns: Sequence[Column], rows: Sequence[Row], width: int) -> None:
+    for row in rows:
+        out(_text(row[0]), bold=True)
+        line = ""
+        for column, cell in zip(columns[1:], row[1:], strict=True):
+            text = _text(cell)
+            if not text:
+                continue
+            pair = f"{column.header.lower()} {text}"
+            if line and len(line) + 2 + len(pair) > width:
+                out(line)
+                line = ""
+            line = f"{line}; {pair}" if line else f"  {pair}"
+            if len(line) > width:
+                *whole, line = wrapped(line, 4)
+                for part in whole:
+                    out(part)
+        if line:
+            out(line)
 
 
 def _draw(columns: Sequence[Column], rows: Sequence[Row]) -> None:

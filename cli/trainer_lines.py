@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from ciuic.cli import times
 from ciuic.cli.names import shown_text
-from ciuic.cli.output import out
+from ciuic.cli.output import out, out_prose
 from ciuic.plain_names import shown_name
 from ciuic.units import human_duration
 
@@ -22,7 +22,7 @@ def print_trainers(status: StatusDocument) -> None:
     if status.trainers:
         _print_table(status.trainers)
     for incident in status.incidents[:MOST_INCIDENTS]:
-        out(_incident_line(incident), fg="green" if incident.kind == "recovered" else "yellow")
+        out_prose(_incident_line(incident), 11, fg="green" if incident.kind == "recovered" else "yellow")
 
 
 def _print_table(trainers: list[TrainerStatus]) -> None:

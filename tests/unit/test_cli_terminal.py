@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.cli_repository import CliRepository
+from support.fake_http_daemon import FakeDaemon
 
 from ciuic.cli.progress import _TerminalLine
+from ciuic.control_types import Alert, RepositoryStatus, RootStatus, SnapshotSummary, StatusDocument
 
 
 @pytest.fixture
@@ -22,7 +25,9 @@ def repository(tmp_path: Path) -> CliRepository:
     return made
 
 
-def on_terminal(repository: CliRepository, *arguments: str, **environment: str) -> bytes:
+def on_terminal(
+    repository: CliRepository, *arguments: str, code: int | None = 0, **environment: str
+) -> bytes:
     """What the program writes to a terminal of 100 columns that is its stdout and stderr."""
     ours, theirs = pty.openpty()
     variables = {
@@ -51,7 +56,7 @@ def on_terminal(repository: CliRepository, *arguments: str, **environment: str) 
                 break
             said += piece
     os.close(ours)
-    assert process.returncode == 0, said
+    assert code is None or process.returncode == code, said
     return said
 
 
@@ -69,6 +74,58 @@ def test_a_narrow_terminal_cuts_nothing(repository: CliRepository) -> None:
     assert b"cs-000001" in said
     assert b"committed" in said
     assert "…".encode() not in said
+
+
+ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def lines_of(said: bytes) -> list[str]:
+    return ANSI.sub("", said.decode()).replace("\r\n", "\n").splitlines()
+
+
+def too_long(lines: list[str], width: int) -> list[str]:
+    """Lines that a terminal of this width would break, except those that are one word and its indentation."""
+    return [line for line in lines if len(line) > width and len(line.split()) > 2]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_list_fits_a_narrow_terminal(repository: CliRepository, width: int) -> None:
+    """No line is longer than the terminal is wide, and every id, time and number is whole in one line."""
+    repository.snapshot({b"b": os.urandom(123_456)}, tags=("a-rather-long-tag", "another"), message="m")
+    lines = lines_of(on_terminal(repository, "list", COLUMNS=str(width)))
+    assert too_long(lines, width) == []
+    text = "\n".join(lines)
+    for whole in ("cs-000001", "cs-000002", "2023-06-15 ", "121 KiB", "a-rather-long-tag", "committed"):
+        assert whole in text
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_status_and_doctor_fit_a_narrow_terminal(
+    repository: CliRepository, short_tmp: Path, width: int
+) -> None:
+    """Prose is broken between words, with the further lines indented below the first."""
+    config = short_tmp / "c.toml"
+    config.write_text(f'[control]\nsocket = "{short_tmp}/s"\n')
+    daemon = FakeDaemon(short_tmp / "s")
+    summary = SnapshotSummary(id="cs-abcdef", time="2023-06-15T10:00:00+00:00", new_bytes=2048)
+    root = RootStatus(path="/data/training", driver="kernel", state="mounted", dirty_bytes=3 << 20)
+    alert = Alert(key="k", severity="problem", since="2023-06-15T10:00:00+00:00", message="a b " * 40)
+    document = StatusDocument(
+        version="1", pid=7, since="2023-06-15T10:00:00+00:00", now="", roots=[root], alerts=[alert],
+        last_snapshot=summary, seconds_since_last=60, repository=RepositoryStatus(path="/store", exists=True),
+    )  # fmt: skip
+    daemon.answers["GET /v1/status"] = lambda _: (200, document)
+    try:
+        environment = {"CIUIC_CONFIG": str(config), "COLUMNS": str(width)}
+        status = lines_of(on_terminal(repository, "status", **environment))
+        doctor = lines_of(on_terminal(repository, "doctor", code=None, **environment))
+    finally:
+        daemon.stop()
+    assert too_long(status, width) == []
+    assert too_long(doctor, width) == []
+    assert "/data/training" in status
+    assert "3.00 MiB" in "\n".join(status)
+    assert sum(line.startswith("           a b") for line in status) >= 1
 
 
 def test_no_color_is_respected(repository: CliRepository) -> None:
