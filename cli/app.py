@@ -11,6 +11,7 @@ import errno
 import importlib
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -24,9 +25,11 @@ from ciuic.cli.options import global_options
 from ciuic.cli.output import abandon_stdout, complain_raw, styled
 from ciuic.cli.session import Session
 from ciuic.cli.shells import COMPLETE_VARIABLE
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, NotPermitted
 
 INTERRUPTED: Final = 130
+_SUDO_DIRS: Final = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+"""What sudoers(5) of the distributions has as secure_path."""
 
 # In the order in which help lists them: the way a person meets them.
 COMMANDS: Final = {
@@ -149,11 +152,21 @@ def _failed(session: Session, error: Exception) -> int:
 
         complain_raw("".join(traceback.format_exception(error)).rstrip())
     # Libraries make their messages printable; what slips through must still not reach a terminal raw.
+    if code == NotPermitted.exit_code:
+        hint = "\n".join(filter(None, (hint, _how_sudo_finds_it())))
     complain_raw(styled("error: ", fg="red") + "\n".join(map(shown_text, message.split("\n"))))
     if hint:
         complain_raw("  " + "\n  ".join(map(shown_text, hint.split("\n"))))
     _json_failure(session, message, hint, code)
     return code
+
+
+def _how_sudo_finds_it() -> str:
+    """The command to be typed where sudo, which has a PATH of its own, would not find this program; empty elsewhere."""
+    program = os.path.abspath(sys.argv[0])
+    if os.geteuid() == 0 or os.path.dirname(program) in _SUDO_DIRS or not os.access(program, os.X_OK):
+        return ""
+    return f"sudo has a PATH of its own and may not find ciuic: sudo {shlex.quote(program)} …"
 
 
 def explain(error: Exception) -> tuple[str, str, int]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ciuic import service_manager
 from ciuic.cli.names import plural, shown, shown_text
 from ciuic.cli.options import DIRECTORY, FrameCommand
 from ciuic.cli.output import complain, json_option, note, out, out_json, warn
@@ -236,7 +237,7 @@ def _say(asked: Sequence[Path], added: Sequence[Path], repository: Path, made: b
         out(f"{shown_text(str(path))} {state}{', mounted' if mounted else ''}")
     if not mounted:
         note("no daemon is running, so nothing is mounted yet")
-        note("  start it: ciuic service install (systemd), or: ciuic daemon")
+        note(f"  {service_manager.start_hint()}")
 
 
 def _name_processes(path: Path, processes: Sequence[Bypasser]) -> None:

@@ -262,3 +262,24 @@ def test_click_errors_are_usage() -> None:
     """Unknown options and missing arguments leave with 2."""
     assert CliRunner().invoke(cli, ["list", "--no-such-option"]).exit_code == 2
     assert CliRunner().invoke(cli, ["verify"]).exit_code == 2
+
+
+def test_a_refusal_says_how_sudo_finds_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a virtual environment `sudo ciuic` is "command not found": the path to be typed is in the message."""
+    program = tmp_path / "a b" / "ciuic"
+    program.parent.mkdir()
+    program.write_text("")
+    program.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 64123)
+    monkeypatch.setattr(sys, "argv", [str(program), "list"])
+
+    def refuse() -> None:
+        raise errors.NotPermitted("cannot read /repo/config", hint="run as root")
+
+    assert guarded(Session(), refuse) == 7
+    assert f"sudo '{program}' …" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/env", "list"])
+    guarded(Session(), refuse)
+    assert "sudo" not in capsys.readouterr().err
