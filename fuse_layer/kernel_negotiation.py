@@ -31,6 +31,10 @@ _WANTED = (
     | p.INIT_EXT
     | p.SECURITY_CTX
     | p.HAS_RESEND
+    # A file handle is a node id, which is an inode number. Once the kernel has forgotten the inode, the number says neither
+    # where the file is nor whether it is still the same one: without this flag, the handle of a removed file opened the
+    # file that got its number (tests/conformance/test_refused.py). So no handle is given out.
+    | p.NO_EXPORT_SUPPORT
 )
 
 

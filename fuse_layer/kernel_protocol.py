@@ -60,6 +60,7 @@ INIT_EXT: Final = 1 << 30
 SECURITY_CTX: Final = 1 << 32
 DIRECT_IO_ALLOW_MMAP: Final = 1 << 36
 PASSTHROUGH: Final = 1 << 37
+NO_EXPORT_SUPPORT: Final = 1 << 38
 HAS_RESEND: Final = 1 << 39
 
 # -- flags in requests and replies --------------------------------------------------------------------

@@ -34,13 +34,13 @@ _LIMIT_SECONDS = 1200
 KNOWN = {
     "generic/003": "pyfuse3: access times of what is read from the kernel's cache; change times after it is written back",
     "generic/020": "the suite supposes that a FUSE file system holds a thousand attributes; ext4 behind it does not",
-    "generic/426": "no file handles for export",
+    "generic/426": "pyfuse3 and Linux before 6.9: file handles are not found again; elsewhere none are given out",
     "generic/451": "the kernel leaves stale pages after an asynchronous O_DIRECT write into a file that is read cached",
-    "generic/467": "no file handles for export",
-    "generic/477": "no file handles for export",
+    "generic/467": "pyfuse3 and Linux before 6.9: file handles are not found again; elsewhere none are given out",
+    "generic/477": "pyfuse3 and Linux before 6.9: file handles are not found again; elsewhere none are given out",
     "generic/732": "mounts one file system at two places, and an overlay lies over its own directory",
-    "generic/756": "no file handles for export",
-    "generic/777": "no file handles for export",
+    "generic/756": "pyfuse3 and Linux before 6.9: file handles are not found again; elsewhere none are given out",
+    "generic/777": "pyfuse3 and Linux before 6.9: file handles are not found again; elsewhere none are given out",
 }
 """Tests of xfstests that fail on the mount alone, as docs/conformance.md explains."""
 

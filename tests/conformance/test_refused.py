@@ -1,0 +1,115 @@
+"""What the mount refuses that ext4 and XFS offer, exactly as docs/conformance.md says it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.driver import DRIVER
+from support.overlay import Overlay, overlay_over
+
+pytestmark = pytest.mark.mount
+
+AT_FDCWD = -100
+AT_HANDLE_FID = 0x200
+"""The handle only identifies and cannot be opened: what fanotify reports."""
+HANDLE_BYTES = 128
+NOT_SUPPORTED = os.strerror(errno.EOPNOTSUPP)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Handle(ctypes.Structure):
+    """struct file_handle."""
+
+    _fields_ = (
+        ("size_bytes", ctypes.c_uint),
+        ("kind", ctypes.c_int),
+        ("data", ctypes.c_ubyte * HANDLE_BYTES),
+    )
+
+
+@pytest.fixture(scope="module")
+def overlay(run_dir: Path) -> Iterator[Overlay]:
+    root = run_dir / "refused"
+    root.mkdir()
+    with overlay_over(root, run_dir / "refused.sock") as overlay:
+        yield overlay
+
+
+def handle_of(path: Path, flags: int = 0) -> Handle:
+    handle = Handle(HANDLE_BYTES)
+    mount_id = ctypes.c_int()
+    if _libc.name_to_handle_at(
+        AT_FDCWD, os.fsencode(path), ctypes.byref(handle), ctypes.byref(mount_id), flags
+    ):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    return handle
+
+
+def is_refused() -> bool:
+    """The kernel driver asks for it on Linux 6.9 and later (protocol 7.40); libfuse 3.14 cannot."""
+    major, minor = (int("".join(filter(str.isdigit, part))) for part in os.uname().release.split(".")[:2])
+    return DRIVER == "kernel" and (major, minor) >= (6, 9)
+
+
+@pytest.mark.skipif(not is_refused(), reason="needs the kernel driver and Linux 6.9")
+def test_no_handle_is_given_out_that_could_be_opened(overlay: Overlay) -> None:
+    """name_to_handle_at is EOPNOTSUPP for files and directories, whether or not the kernel remembers them.
+
+    Without this, the handle of a removed file opened the file that had been given its inode number.
+    """
+    (overlay.root / "file").write_bytes(b"x")
+    (overlay.root / "directory").mkdir()
+    for path in (overlay.root / "file", overlay.root / "directory", overlay.root):
+        with pytest.raises(OSError, match=NOT_SUPPORTED):
+            handle_of(path)
+
+
+@pytest.mark.skipif(not is_refused(), reason="needs the kernel driver and Linux 6.9")
+def test_handles_that_only_identify_are_given_out(overlay: Overlay) -> None:
+    """fanotify and its like, which compare handles and never open them, work as before; two files differ."""
+    for name in ("a", "b"):
+        (overlay.root / name).touch()
+    first, second = (handle_of(overlay.root / name, AT_HANDLE_FID) for name in ("a", "b"))
+    assert bytes(first.data) != bytes(second.data)
+
+
+COLLAPSE_RANGE, INSERT_RANGE, UNSHARE_RANGE = 0x08, 0x20, 0x40
+
+
+@pytest.mark.parametrize("mode", [COLLAPSE_RANGE, INSERT_RANGE, UNSHARE_RANGE])
+def test_ranges_are_not_taken_out_or_put_in(overlay: Overlay, mode: int) -> None:
+    """fallocate with these modes is EOPNOTSUPP, and the file is as it was, to the byte."""
+    path = overlay.root / f"ranges-{mode}"
+    content = os.urandom(4096) * 4
+    path.write_bytes(content)
+    with open(path, "r+b") as file:
+        assert _libc.fallocate(file.fileno(), mode, ctypes.c_long(4096), ctypes.c_long(4096)) == -1
+        assert ctypes.get_errno() == errno.EOPNOTSUPP
+    assert path.read_bytes() == content
+
+
+def test_extents_are_not_told(overlay: Overlay) -> None:
+    """FS_IOC_FIEMAP is EOPNOTSUPP, and FIBMAP says of every block that it is not mapped; SEEK_DATA answers."""
+    path = overlay.root / "extents"
+    with open(path, "wb") as file:
+        file.write(b"x" * 4096)
+        file.truncate(1 << 20)
+    with open(path, "rb") as file:
+        with pytest.raises(OSError, match=NOT_SUPPORTED):
+            fcntl.ioctl(
+                file, _FS_IOC_FIEMAP, bytearray(struct.pack("=QQLLLL", 0, 1 << 62, 0, 0, 1, 0) + bytes(56))
+            )
+        assert fcntl.ioctl(file, _FIBMAP, struct.pack("=i", 0)) == bytes(4)
+        if DRIVER == "kernel":
+            assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == 4096
+
+
+_FS_IOC_FIEMAP, _FIBMAP = 0xC020660B, 1
+"""linux/fs.h."""
