@@ -103,8 +103,13 @@ WORKER: Final = Profile(
     "worker",
     # capset, setfsuid, setfsgid: to create as the caller.
     _COMMON | _READING | _WRITING | _OWNING | _SERVING
-    | _names("capset setfsuid setfsgid mount umount2"),
-    _CONDITIONS,
+    # setpriority: the end of a take-over.
+    | _names("capset setfsuid setfsgid mount umount2 setpriority"),
+    {
+        **_CONDITIONS,
+        # Of the calling thread alone, to a nice value of 0 to 31: it can be lowered, and never raised above the default.
+        "setpriority": (Condition(0, (0,)), Condition(1, (0,)), Condition(2, (0,), mask=0xFFFFFFE0)),
+    },
     _ABSENT,
 )  # fmt: skip
 """Serves one root: every operation on files that a job may ask for, its control socket, mounting and unmounting."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 import structlog
 
 import ciuic
-from ciuic.fuse_layer import kernel_negotiation, ledger_writer, mounts
+from ciuic.fuse_layer import kernel_negotiation, ledger_writer, mounts, urgency
 from ciuic.fuse_layer.control_frames import Share
 from ciuic.fuse_layer.control_server import ControlServer
 from ciuic.fuse_layer.core import OverlayCore
@@ -154,6 +154,8 @@ class KernelWorker:
         try:
             for number in STOP_SIGNALS:
                 signal.signal(number, self._on_signal)
+            # Before the first thread: each has the priority of the one that starts it.
+            urgency.lower_priority(group_after_seconds=urgency.SETTLED_SECONDS)
             threading.Thread(target=_collect_garbage, name="garbage", daemon=True).start()
             driver.session.waits.publish(f"{self._place.control}{WAITS_SUFFIX}")
             driver.session.begin()

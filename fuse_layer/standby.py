@@ -32,6 +32,7 @@ from typing import Final
 import structlog
 
 from ciuic.child_process import module_command, shown_command
+from ciuic.fuse_layer import urgency
 from ciuic.readiness import readable
 
 FIRST_PASSED_FD: Final = 100
@@ -207,6 +208,8 @@ class SpareProcess:
 
 def main(module: str) -> int:
     """Fork processes until nobody asks any more; in one of them, its exit status."""
+    if module == WORKER:  # captures, which are forked in the same way, are to yield
+        urgency.raise_priority()
     # Imported here, so that whoever only starts this does not import a worker.
     program = importlib.import_module(module)
     from ciuic.fuse_layer import standby_service
@@ -278,6 +281,7 @@ def collect(pid: int) -> int | None:
 def _settle(fds: Sequence[int]) -> None:
     """In a new process: nothing of whom it was forked from, and the descriptors where it expects them."""
     os.setsid()
+    urgency.take_own_group()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import structlog
 
 from ciuic import privileges, seccomp_profiles
-from ciuic.fuse_layer import mounts, syscalls
+from ciuic.fuse_layer import mounts, syscalls, urgency
 from ciuic.fuse_layer.core import OverlayCore
 from ciuic.fuse_layer.driver_choice import Choice, ask_kernel, choose
 from ciuic.fuse_layer.kernel_worker import KernelWorker
@@ -162,6 +162,8 @@ def _choose(arguments: argparse.Namespace, backing_fd: int) -> Choice:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one root until stopped; 0 after a clean end, 1 when the overlay could not be brought up."""
     arguments = _arguments(sys.argv[1:] if argv is None else argv)
+    if arguments.session_fd is None:
+        urgency.lower_priority()  # nobody waits for a root that is mounted for the first time
     _configure_logs()
     _prepare_process(arguments.root)
     try:

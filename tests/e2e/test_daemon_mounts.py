@@ -119,6 +119,11 @@ def test_a_killed_worker_is_replaced_at_once(site: Site) -> None:
     after = site.root_status(root)
     assert (after.state, after.restarts) == ("mounted", 1)
     assert after.session != before.session
+    for worker in (before, after):  # a take-over is ahead of the job, serving is not
+        until(
+            "the usual priority",
+            lambda pid=worker.worker_pid: priorities(pid) <= {os.getpriority(os.PRIO_PROCESS, 0)},
+        )
     assert (root / "f").read_text() == "before"
     with site.client() as client:
         assert [alert.key for alert in client.status().alerts] == [f"worker:{root}"]
@@ -126,6 +131,17 @@ def test_a_killed_worker_is_replaced_at_once(site: Site) -> None:
     assert alerts(site) == []  # what was changed meanwhile is in the snapshot
     site.stop()
     assert site.content(snapshot, root, b"f") == b"before"
+
+
+def priorities(pid: int) -> set[int]:
+    """Nice values of a process's threads, and of its scheduling group where it has one; empty when it has ended."""
+    try:
+        tasks = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+        found = {os.getpriority(os.PRIO_PROCESS, task) for task in tasks}
+        group = Path(f"/proc/{pid}/autogroup")
+        return found | ({int(group.read_text().split()[-1])} if group.exists() else set())
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
 
 
 def test_a_killed_daemon_is_followed_without_the_job_noticing(site: Site) -> None:
