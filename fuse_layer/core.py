@@ -178,11 +178,8 @@ class OverlayCore:
         self.getattr, self.setattr, self.statx = attributes.getattr, attributes.setattr, attributes.statx
         self.getxattr, self.listxattr = attributes.getxattr, attributes.listxattr
         self.setxattr, self.removexattr = attributes.setxattr, attributes.removexattr
-        self.opendir, self.readdir, self.releasedir = (
-            directories.opendir,
-            directories.readdir,
-            directories.releasedir,
-        )
+        self.opendir, self.releasedir = directories.opendir, directories.releasedir
+        self.readdir, self.list_names = directories.readdir, directories.list_names
         self.fsyncdir, self.remember = directories.fsyncdir, directories.remember
         self.hold, self.release_hold = self._epochs.hold, self._epochs.release
         self.committed, self.abort = self._epochs.committed, self._epochs.abort

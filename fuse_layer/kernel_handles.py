@@ -290,8 +290,8 @@ class HandleRequests:
     def _listing(self, node: int, handle: int, offset: int) -> Any:
         for index, name in enumerate((b".", b"..")[offset:], offset + 1):
             yield name, self.core.dot(node, name), stat.S_IFDIR, index
-        for name, attr, next_offset in self.core.readdir(handle, max(offset - 2, 0)):
-            yield name, attr.node, attr.st.st_mode, next_offset + 2
+        for name, number, mode, next_offset in self.core.list_names(handle, max(offset - 2, 0)):
+            yield name, number, mode, next_offset + 2
 
     def _readdirplus(self, request: Request, data: memoryview) -> Reply:
         handle, offset, size, *_ = p.READ_IN.unpack_from(data)

@@ -88,6 +88,17 @@ class NodeTable(NodeWays):
                 return None
         return node
 
+    def id_of(self, st: os.stat_result) -> int | None:
+        """The id that this inode has or, once it is looked up, would get; None where only making its node can tell."""
+        with self._lock:
+            node = self._found(st.st_dev, st.st_ino)
+            if node is not None:
+                return node.id if node.kind == stat.S_IFMT(st.st_mode) else None
+            is_taken = st.st_ino in self._by_id
+            if st.st_dev != self.device or is_taken or not ROOT_ID < st.st_ino < _SYNTHETIC_IDS_FROM:
+                return None
+            return st.st_ino
+
     def _set_key(self, node: Node) -> None:
         """From now on the node is the one that its inode number leads to."""
         node.keyed = True
