@@ -101,6 +101,7 @@ class KernelDriver:
     # -- names and attributes -------------------------------------------------------------------------
 
     def _lookup(self, request: Request, data: memoryview) -> Reply:
+        self._handles.habits.looked_up(request.pid, request.node)
         try:
             return self._answers.entry(self.core.lookup(request.node, bytes(data[:-1])))
         except FileNotFoundError:

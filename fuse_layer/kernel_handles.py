@@ -22,6 +22,7 @@ from ciuic.fuse_layer.kernel_modes import Modes, Plan
 from ciuic.fuse_layer.kernel_protocol import Request
 from ciuic.fuse_layer.kernel_session import Reply, Session
 from ciuic.fuse_layer.ledger import Opened, OpenedDirectory
+from ciuic.fuse_layer.listing_habits import ListingHabits
 from ciuic.fuse_layer.open_rules import Wish
 
 _CACHED_LISTING: Final = p.FOPEN_CACHE_DIR | p.FOPEN_KEEP_CACHE
@@ -52,6 +53,7 @@ class HandleRequests:
         self._answers = answers
         self._writeback = writeback
         self._made = made
+        self.habits = ListingHabits()
 
     def handlers(self) -> Mapping[int, Any]:
         return {
@@ -303,7 +305,16 @@ class HandleRequests:
                 return pieces
             pieces += entry
             room -= len(entry)
-        for name, attr, next_offset in self.core.readdir(handle, max(offset - 2, 0)):
+        first = max(offset - 2, 0)
+        if not self.habits.wants_attributes(request.pid, request.node, from_start=offset == 0):
+            for name, number, mode, next_offset in self.core.list_names(handle, first):
+                entry = _NO_ENTRY + p.pack_dirent(number, mode, next_offset + 2, name)
+                if len(entry) > room:
+                    break
+                pieces += entry
+                room -= len(entry)
+            return pieces
+        for name, attr, next_offset in self.core.readdir(handle, first):
             entry = self._answers.entry(attr) + p.pack_dirent(
                 attr.node, attr.st.st_mode, next_offset + 2, name
             )

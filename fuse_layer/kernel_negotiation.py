@@ -12,13 +12,13 @@ from typing import Final, NamedTuple
 from ciuic.fuse_layer import kernel_protocol as p
 
 MAX_WRITE_BYTES: Final = 1 << 20
+# DO_READDIRPLUS without READDIRPLUS_AUTO: which names come with attributes is chosen in listing_habits.py.
 _WANTED = (
     p.ASYNC_READ
     | p.ATOMIC_O_TRUNC
     | p.BIG_WRITES
     | p.DONT_MASK
     | p.DO_READDIRPLUS
-    | p.READDIRPLUS_AUTO
     | p.ASYNC_DIO
     | p.PARALLEL_DIROPS
     | p.POSIX_ACL
