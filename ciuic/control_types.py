@@ -66,6 +66,8 @@ class SnapshotState(_Document):
     """Roots that are not in the snapshot, with the reason: it is `partial`."""
     hold_microseconds: int = 0
     """How long changing operations were stopped for the cut."""
+    retaken: str = ""
+    """Why it shows a later instant than the one at which its id was promised; empty where it does not."""
 
 
 class SnapshotRequest(_Document, forbid_unknown_fields=True):

@@ -31,6 +31,11 @@ TAG_INCOMPLETE = "incomplete"
 TAG_PARTIAL = "partial"
 """On a snapshot that lacks a root; `Snapshot.left_out` and its message say which and why."""
 
+TAG_RETAKEN = "retaken"
+"""On a snapshot of a later instant than the one at which its id was promised; its message says why."""
+TAG_SAFETY = "safety"
+"""On a snapshot that a restore took before it changed anything, so that the restore can be undone."""
+
 STATE_TAGS = frozenset({"training", "dcp"})
 """On each snapshot of a training's state one of them."""
 

@@ -54,6 +54,7 @@ from ciuic.daemon.supervisor import backing_descriptors
 from ciuic.daemon.upkeep import UPKEEP_MODULE, Upkeep
 from ciuic.daemon.watch import TrainerWatch
 from ciuic.errors import CiuicError, NotFound, Unreachable
+from ciuic.repository.promised import Promise
 
 CONTROL_FD_NAME = "control"
 log = structlog.get_logger(__name__)
@@ -166,7 +167,7 @@ class Daemon:
             nursery.cancel_scope.cancel()
         self.settings.socket.unlink(missing_ok=True)
         self._notifier.unstore(CONTROL_FD_NAME)
-        self.runtime.release()
+        self.runtime.release(keep_pending=self.snapshots.leaving)
         log.info("daemon_stopped")
 
     async def _work(self, nursery: trio.Nursery, working: trio.CancelScope) -> None:
@@ -182,7 +183,7 @@ class Daemon:
             self.sessions.close_rest()
             await self._prepare_store()  # after the roots, which remember where it was
             self.snapshots.trust.take_over(await trio.to_thread.run_sync(self.runtime.read_untrusted))
-            self.snapshots.resume(records)
+            await self.snapshots.resume(records)
             self.roots.reconcile_new_sessions = True
             for supervisor in list(self.roots.supervisors.values()):  # a reload may add roots meanwhile
                 if supervisor.worker is not None:
@@ -229,6 +230,7 @@ class Daemon:
             f"stopping: giving back what is not captured, {'leaving' if leaving else 'unmounting'}"
         )
         self.schedule.stop()
+        self.snapshots.leaving = leaving
         working.cancel()
         await self.snapshots.stopped()
         await (self.roots.leave_all() if leaving else self.roots.stop_all())
@@ -310,6 +312,9 @@ class Daemon:
             return pending.state
         found = await trio.to_thread.run_sync(self.store.find, snapshot_id)
         if found is None:
+            lost = await trio.to_thread.run_sync(self.store.lost, snapshot_id)
+            if lost is not None:
+                return _lost_state(lost, wait=wait)
             raise NotFound(
                 f"no snapshot {snapshot_id} is known here", hint="ciuic list shows the committed ones"
             )
@@ -392,6 +397,22 @@ async def _finished(pending: PendingSnapshot) -> None:
     await pending.finished.wait()
     if pending.failure is not None:
         raise pending.failure
+
+
+def _lost_state(lost: Promise, *, wait: bool) -> SnapshotState:
+    """As of a snapshot that failed in this daemon's life: a state, and an error for who waits."""
+    if wait:
+        raise CiuicError(f"snapshot {lost.id} failed: {lost.reason}")
+    return SnapshotState(
+        id=lost.id,
+        state="failed",
+        time=rfc3339(lost.time_ns),
+        error=lost.reason,
+        code=CiuicError.exit_code,
+        roots=list(lost.roots),
+        tags=list(lost.tags),
+        message=lost.message,
+    )
 
 
 def _store(settings: Settings) -> Store:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,8 @@ from ciuic import mountinfo
 from ciuic.config import MinFree
 from ciuic.control_types import RepositoryStatus, SnapshotSummary, rfc3339
 from ciuic.errors import CiuicError, Damaged, NotFound
-from ciuic.repository import Repository
+from ciuic.repository import Repository, promised
+from ciuic.repository.promised import Promise
 from ciuic.repository.trust import require_own
 from ciuic.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
 from ciuic.retention import RetentionPolicy, plan_retention, snapshots_having
@@ -192,6 +193,41 @@ class Store:
                 return frozenset(str(id_) for id_ in held if _is_held_for(repository, id_, uid))
         except NotFound:
             return frozenset()
+
+    def promise(self, promise: Promise) -> None:
+        """Note in the repository that an id was given out. CiuicError, OSError."""
+        promised.record_promise(self._own_path(), promise)
+
+    def keep_promise(self, snapshot_id: str) -> None:
+        """The snapshot is committed: remove the note. CiuicError, OSError."""
+        promised.remove_promise(self._own_path(), snapshot_id)
+
+    def lose(self, promise: Promise) -> None:
+        """Note why the snapshot will never be; durable on return. CiuicError, OSError."""
+        promised.record_loss(self._own_path(), promise)
+
+    def lost(self, snapshot_id: str) -> Promise | None:
+        """Return the note of a snapshot that was given up; None for every other id."""
+        if self.path is None:
+            return None
+        return next((one for one in promised.lost(self.path, ()) if one.id == snapshot_id), None)
+
+    def open_promises(self, known: Collection[str]) -> list[Promise]:
+        """Return what was promised, is not in ``known`` and does not exist; forget what was promised and does. CiuicError."""
+        found = []
+        with self._open() as repository:
+            names = repository.snapshots.names()
+            for promise in promised.promises(repository.path):
+                if promise.id in names:
+                    promised.remove_promise(repository.path, promise.id)
+                elif not promise.reason and promise.id not in known:
+                    found.append(promise)
+        return found
+
+    def _own_path(self) -> Path:
+        path = self._known_path()
+        require_own(path, trusted=self.trusted)
+        return path
 
     def snapshot_of_epoch(self, root: str, session: str, epoch: int) -> LastSnapshot | None:
         """The committed snapshot that holds this epoch of this session; None when there is none."""

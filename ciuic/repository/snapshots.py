@@ -20,6 +20,7 @@ from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.ids import new_snapshot_id
 from ciuic.repository.index import INDEX_NAME, MARKS_SEEN, SNAPSHOTS_SEEN, Index
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
+from ciuic.repository.promised import lost, promises
 from ciuic.repository.resolve import resolve
 from ciuic.repository.seen import changed_ns
 from ciuic.types import Snapshot, SnapshotId
@@ -157,7 +158,20 @@ class SnapshotStore:
         names = self.names()
         if text in names:  # also when its file is damaged: who asks for it must be told that
             return SnapshotId.parse(text)
-        return resolve(text, names, self.list)
+        try:
+            return resolve(text, names, self.list)
+        except NotFound:
+            self._refuse_lost(text)
+            raise
+
+    def _refuse_lost(self, text: str) -> None:
+        """Raise NotFound with the reason where ``text`` is the id of a snapshot that was promised and given up."""
+        for promise in lost(self._directory, ()):
+            if text in (promise.id, promise.id.removeprefix("cs-")):
+                raise NotFound(
+                    f"the snapshot {promise.id} was lost: {promise.reason}",
+                    hint=f"ciuic list shows those there are; ciuic forget {promise.id} ends its mention there",
+                )
 
     def unreadable(self) -> _Unreadables:
         """Files in snapshots/ that cannot be read, found by reading them all. Never raises for their content.
@@ -187,8 +201,9 @@ class SnapshotStore:
         return frozenset(self.names()), tuple(sorted(self.signatures().items())), *times
 
     def new_id(self, taken: Collection[str] = ()) -> SnapshotId:
-        """A fresh id, neither in use nor in ``taken`` (cut but not yet committed)."""
-        return new_snapshot_id(self.names().union(taken))
+        """A fresh id, neither in use nor promised nor in ``taken`` (cut but not yet committed)."""
+        promised = (promise.id for promise in promises(self._directory))
+        return new_snapshot_id(self.names().union(taken, promised))
 
     def signatures(self) -> dict[str, str]:
         """What tells each marks file from an earlier one of the same snapshot."""

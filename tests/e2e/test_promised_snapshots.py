@@ -1,0 +1,84 @@
+"""A snapshot whose id was given out is delivered under that id, or listed as lost with the reason, whatever is killed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from support.live import Live, wait_for
+
+pytestmark = pytest.mark.mount
+
+ROUNDS = 4
+FILES = 150
+FILE_BYTES = 40_000
+
+
+def _fill(root: Path, seed: int) -> dict[str, bytes]:
+    """Give a capture work for some tenths of a second; return what is there."""
+    rng = random.Random(seed)
+    content = {f"file{number}": rng.randbytes(FILE_BYTES) for number in range(FILES)}
+    for name, data in content.items():
+        (root / name).write_bytes(data)
+    return content
+
+
+def _kill_worker(live: Live) -> None:
+    status = live.status()
+    assert status is not None
+    with suppress(ProcessLookupError):
+        os.kill(int(status["roots"][0]["worker_pid"]), signal.SIGKILL)
+
+
+def _kill_capture(live: Live) -> None:
+    for pid, command in live.processes().items():
+        if "-m ciuic.daemon.capture " in command:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _kill_daemon(live: Live) -> None:
+    assert live.daemon is not None
+    live.daemon.kill()
+    live.daemon.wait()
+
+
+def _kill_daemon_and_worker(live: Live) -> None:
+    status = live.status()
+    assert status is not None
+    _kill_daemon(live)
+    with suppress(ProcessLookupError):
+        os.kill(int(status["roots"][0]["worker_pid"]), signal.SIGKILL)
+
+
+def _listed(live: Live, snapshot: str) -> str:
+    """State of the snapshot in `list`; empty while it is not there."""
+    rows = live.json("list")["snapshots"]
+    return next((row["state"] for row in rows if row["id"] == snapshot), "")
+
+
+@pytest.mark.parametrize("kill", [_kill_worker, _kill_capture, _kill_daemon, _kill_daemon_and_worker])
+def test_a_promised_snapshot_is_delivered(
+    protected: Live, root: Path, short_tmp: Path, kill: Callable[[Live], None]
+) -> None:
+    """`snapshot` has answered with an id; what is killed then, at a random instant, costs that id nothing."""
+    rng = random.Random(5)
+    for number in range(ROUNDS):
+        content = _fill(root, number)
+        snapshot = protected.run("snapshot", "--tag", "promised").stdout.decode().strip()
+        time.sleep(rng.random() * 0.3)
+        kill(protected)
+        assert protected.daemon is not None
+        if protected.daemon.poll() is not None:
+            protected.start(root)
+        wait_for(f"{snapshot} committed", lambda snapshot=snapshot: _listed(protected, snapshot), 60)
+        assert _listed(protected, snapshot) == "committed"
+        into = short_tmp / f"out{number}"
+        protected.run("restore", "-s", snapshot, "-p", str(root), "-d", str(into))
+        assert {path.name: path.read_bytes() for path in (into / root.name).iterdir()} == content
