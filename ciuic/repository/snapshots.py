@@ -23,7 +23,7 @@ from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
 from ciuic.repository.promised import lost, promises
 from ciuic.repository.resolve import resolve
 from ciuic.repository.seen import changed_ns
-from ciuic.types import Snapshot, SnapshotId
+from ciuic.types import Snapshot, SnapshotId, is_safety
 
 SNAPSHOTS_DIR = "snapshots"
 MARKS_DIR = "marks"
@@ -66,8 +66,11 @@ class SnapshotStore:
         since_ns: int | None = None,
         until_ns: int | None = None,
         limit: int | None = None,
+        safety: bool = True,
     ) -> _Infos:
         """Newest first; ``since_ns`` and ``until_ns`` inclusive. A few milliseconds for 1,000 snapshots.
+
+        ``safety`` False leaves safety snapshots out.
 
         A snapshot that the catalogue does not know and whose file cannot be read is left out; `unreadable`
         names it.
@@ -81,6 +84,7 @@ class SnapshotStore:
             and (tag is None or tag in info.tags)
             and (since_ns is None or info.time_ns >= since_ns)
             and (until_ns is None or info.time_ns <= until_ns)
+            and (safety or not is_safety(info.tags, info.message))
         ]
         return chosen if limit is None else chosen[: max(0, limit)]
 
@@ -152,14 +156,15 @@ class SnapshotStore:
         time.
 
         A time is local unless it carries an offset: "2023-06-15 15:00" or RFC 3339; the newest snapshot not
-        after it, where seconds count whole; a date alone means the end of that day. NotFound; UsageError when
-        ambiguous.
+        after it, where seconds count whole; a date alone means the end of that day. Safety snapshots are found
+        by id alone: what a restore replaced is not the newest state that anybody wants back. NotFound; UsageError
+        when ambiguous.
         """
         names = self.names()
         if text in names:  # also when its file is damaged: who asks for it must be told that
             return SnapshotId.parse(text)
         try:
-            return resolve(text, names, self.list)
+            return resolve(text, names, lambda: self.list(safety=False))
         except NotFound:
             self._refuse_lost(text)
             raise

@@ -15,7 +15,6 @@ from support.live import Live, wait_for
 
 pytestmark = pytest.mark.mount
 
-ROUNDS = 4
 FILES = 150
 FILE_BYTES = 40_000
 
@@ -59,17 +58,22 @@ def _kill_daemon_and_worker(live: Live) -> None:
 
 def _listed(live: Live, snapshot: str) -> str:
     """State of the snapshot in `list`; empty while it is not there."""
-    rows = live.json("list")["snapshots"]
-    return next((row["state"] for row in rows if row["id"] == snapshot), "")
+    document = live.json("list")
+    return next(
+        (row["state"] for row in document["snapshots"] + document["lost"] if row["id"] == snapshot), ""
+    )
 
 
-@pytest.mark.parametrize("kill", [_kill_worker, _kill_capture, _kill_daemon, _kill_daemon_and_worker])
+@pytest.mark.parametrize(
+    ("kill", "rounds"),
+    [(_kill_worker, 4), (_kill_capture, 2), (_kill_daemon, 2), (_kill_daemon_and_worker, 2)],
+)
 def test_a_promised_snapshot_is_delivered(
-    protected: Live, root: Path, short_tmp: Path, kill: Callable[[Live], None]
+    protected: Live, root: Path, short_tmp: Path, kill: Callable[[Live], None], rounds: int
 ) -> None:
     """`snapshot` has answered with an id; what is killed then, at a random instant, costs that id nothing."""
     rng = random.Random(5)
-    for number in range(ROUNDS):
+    for number in range(rounds):
         content = _fill(root, number)
         snapshot = protected.run("snapshot", "--tag", "promised").stdout.decode().strip()
         time.sleep(rng.random() * 0.3)
@@ -82,3 +86,22 @@ def test_a_promised_snapshot_is_delivered(
         into = short_tmp / f"out{number}"
         protected.run("restore", "-s", snapshot, "-p", str(root), "-d", str(into))
         assert {path.name: path.read_bytes() for path in (into / root.name).iterdir()} == content
+
+
+def test_what_a_stop_takes_is_listed_as_lost(protected: Live, root: Path) -> None:
+    """The daemon is stopped before the capture is done: the id stays in `list` with the reason, also for the next daemon."""
+    _fill(root, 0)
+    # Larger than what the capture can have read by then.
+    with open(root / "large", "wb") as file:
+        for _ in range(200):
+            file.write(os.urandom(1 << 20))
+    snapshot = protected.run("snapshot", "--tag", "t").stdout.decode().strip()
+    protected.stop()
+    (lost,) = protected.json("list")["lost"]
+    assert (lost["id"], lost["state"], lost["tags"]) == (snapshot, "lost", ["t"])
+    assert "stopped" in lost["reason"]
+    assert protected.run("list", "--machine-readable").stdout == b""
+    refused = protected.run("restore", "-s", snapshot, "-p", str(root), expect=3)
+    assert b"was lost: the daemon stopped before it was captured" in refused.stderr
+    protected.run("forget", "-y", snapshot)
+    assert protected.json("list")["lost"] == []
