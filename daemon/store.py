@@ -11,6 +11,7 @@ import sqlite3
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,7 @@ from ciuic.repository import Repository, promised
 from ciuic.repository.promised import Promise
 from ciuic.repository.trust import require_own
 from ciuic.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
+from ciuic.restores import undoes_newest_change
 from ciuic.retention import RetentionPolicy, plan_retention, snapshots_having
 from ciuic.types import STATE_TAGS, TAG_PARTIAL, SnapshotId
 
@@ -261,12 +263,16 @@ class Store:
                     for info in infos
                     if not STATE_TAGS.isdisjoint(info.tags) and repository.snapshots.load(info.id).is_state
                 }
-                partial = [repository.snapshots.load(info.id) for info in infos if TAG_PARTIAL in info.tags]
+                lacking = [repository.snapshots.load(info.id) for info in infos if TAG_PARTIAL in info.tags]
                 having = snapshots_having(
                     {info.id: info.roots for info in infos},
-                    [root.path for snapshot in partial for root in snapshot.left_out],
+                    [root.path for snapshot in lacking for root in snapshot.left_out],
                 )
-                if plan_retention(infos, policy, now_ns=now_ns, states=states, having=having).removed:
+                undoes = partial(undoes_newest_change, repository, infos)
+                plan = plan_retention(
+                    infos, policy, now_ns=now_ns, states=states, having=having, undoes=undoes
+                )
+                if plan.removed:
                     return True
         except NotFound:
             return False
