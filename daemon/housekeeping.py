@@ -55,6 +55,7 @@ class Housekeeping:
         if self._daemon.retry_schedule:
             self._daemon.retry_schedule = False
             self._daemon.schedule.post()
+        self._daemon.first_snapshots.look()
         await self._look_at_space()
         self._daemon.tell_service_manager(self.status_line())
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import structlog
 import trio
@@ -33,6 +34,7 @@ from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.api import make_app
 from ciuic.daemon.capture_process import Captures
 from ciuic.daemon.events import EventBus
+from ciuic.daemon.first_snapshots import FirstSnapshots
 from ciuic.daemon.housekeeping import Housekeeping
 from ciuic.daemon.metrics import Metrics
 from ciuic.daemon.notify import Notifier
@@ -113,6 +115,10 @@ class Daemon:
             sessions=self.sessions,
             worker_service=worker_service,
         )
+        self.first_snapshots = FirstSnapshots(
+            partial(self.snapshots.take, scheduled=True), lambda: self.roots.supervisors, self.alerts
+        )
+        self.roots.on_mounted = self.first_snapshots.look
         self.upkeep = Upkeep(
             lambda: self.settings,
             lambda: self.store,
@@ -197,6 +203,7 @@ class Daemon:
                 workers.start_soon(self.snapshots.run)
                 workers.start_soon(self.upkeep.run)
                 workers.start_soon(self._follow_schedule)
+                workers.start_soon(self.first_snapshots.run)
                 workers.start_soon(housekeeping.run)
                 workers.start_soon(self.watch.run)
 
@@ -215,12 +222,14 @@ class Daemon:
             log.error("store_unusable", repository=str(self.settings.repository), error=str(error))
 
     def _last_cut_ns(self) -> int | None:
+        """The newest snapshot's cut of the root that is longest without one; None where a root has none, or it cannot be known."""
         try:
-            latest = self.store.latest()
+            latest = self.store.latest_of(root.path for root in self.settings.roots)
         except CiuicError as error:
             log.error("store_unreadable", error=str(error))
             return None
-        return latest.time_ns if latest is not None else None
+        found = [info.time_ns for info in latest.values() if info is not None]
+        return min(found) if found and len(found) == len(latest) else None
 
     async def _shut_down(self, working: trio.CancelScope) -> None:
         self.stopping = True
@@ -259,19 +268,18 @@ class Daemon:
 
     async def _follow_schedule(self) -> None:
         async for _ in self.schedule.ticks:
-            if not self.roots.supervisors:
-                continue
-            if self.snapshots.scheduled_is_waiting():
-                log.warning("scheduled_snapshot_skipped")
-                self.alerts.report(
-                    "behind",
-                    "a scheduled snapshot was left out: the one before it is not captured yet",
-                    hint="choose a longer interval, or look at what slows the store down",
-                    severity="warning",
-                )
+            supervisors = self.roots.supervisors
+            behind = self.snapshots.scheduled_roots() & supervisors.keys()
+            if behind:
+                self._tell_behind(behind)
+            due = [
+                path for path, root in supervisors.items() if path not in behind and root.worker is not None
+            ]
+            if (behind and not due) or not supervisors:
                 continue
             try:
-                await self.snapshots.take(SnapshotRequest(), scheduled=True)
+                # Without names it is all of them, and says which are not mounted.
+                await self.snapshots.take(SnapshotRequest(roots=due if behind else []), scheduled=True)
             except CiuicError as error:
                 log.error("scheduled_snapshot_failed", error=str(error))
                 self.alerts.report("schedule", f"the scheduled snapshot failed: {error}", hint=error.hint)
@@ -283,7 +291,17 @@ class Daemon:
                 self.retry_schedule = True  # out of descriptors or memory is no defect, and passes
             else:
                 self.alerts.clear("schedule")
-                self.alerts.clear("behind")
+                if not behind:
+                    self.alerts.clear("behind")
+
+    def _tell_behind(self, paths: Collection[str]) -> None:
+        log.warning("scheduled_snapshot_skipped", roots=sorted(paths))
+        self.alerts.report(
+            "behind",
+            f"a scheduled snapshot of {', '.join(sorted(paths))} was left out: the one before it is not captured yet",
+            hint="choose a longer interval, or look at what slows the store down",
+            severity="warning",
+        )
 
     async def _reload_quietly(self) -> None:
         try:
@@ -331,7 +349,12 @@ class Daemon:
                 f"{path} is not in the configuration {self.settings.config_path}",
                 hint=f"ciuic protect {path}",
             )
-        status = await self.roots.add(settings)
+        new = path not in self.roots.supervisors
+        try:
+            status = await self.roots.add(settings)
+        finally:
+            if new:
+                self.first_snapshots.wanted(path)  # also where it is mounted later
         await self._prepare_store()
         return status
 
@@ -356,7 +379,10 @@ class Daemon:
         for path in [path for path in self.roots.supervisors if self.settings.root(path) is None]:
             await self.roots.remove(path)
         for root in self.settings.roots:
+            new = root.path not in self.roots.supervisors
             self.roots.change_or_start(root)
+            if new:
+                self.first_snapshots.wanted(root.path)
         await self._prepare_store()
         if before.interval_seconds != self.settings.interval_seconds:
             self.schedule.change_interval(self.settings.interval_seconds)

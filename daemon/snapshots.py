@@ -153,9 +153,10 @@ class Snapshots:
         """Return the records of what is neither committed nor given up."""
         return [pending.record for pending in self._queue]
 
-    def scheduled_is_waiting(self) -> bool:
-        """Whether a snapshot that the schedule asked for is still on its way: another would only pile up."""
-        return any(pending.record.scheduled for pending in self._queue.unfinished())
+    def scheduled_roots(self) -> set[str]:
+        """Return the roots of which a snapshot that the schedule asked for is on its way: another would only pile up."""
+        scheduled = (pending for pending in self._queue.unfinished() if pending.record.scheduled)
+        return {cut.path for pending in scheduled for cut in pending.remaining}
 
     async def _new_id(self, supervisors: Iterable[RootSupervisor]) -> str:
         store = self._context.store()

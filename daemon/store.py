@@ -27,7 +27,7 @@ from ciuic.repository.trust import require_own
 from ciuic.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
 from ciuic.restores import undoes_newest_change
 from ciuic.retention import RetentionPolicy, plan_retention, snapshots_having
-from ciuic.types import STATE_TAGS, TAG_PARTIAL, SnapshotId
+from ciuic.types import STATE_TAGS, TAG_PARTIAL, SnapshotId, is_safety
 
 log = structlog.get_logger(__name__)
 
@@ -138,12 +138,30 @@ class Store:
             return repository.snapshots.new_id(taken)
 
     def latest(self) -> LastSnapshot | None:
-        """The newest committed snapshot; None when there is none, or no repository yet."""
+        """The newest committed snapshot, safety snapshots left out; None when there is none, or no repository yet."""
         try:
             with self._open() as repository:
-                return repository.snapshots.latest()
+                infos = repository.snapshots.newest_first()
+                return next((info for info in infos if not is_safety(info.tags, info.message)), None)
         except NotFound:
             return None
+
+    def latest_of(self, roots: Iterable[str]) -> dict[str, LastSnapshot | None]:
+        """Return the newest committed snapshot of each root, of whatever kind; None for a root that has none. CiuicError."""
+        found: dict[str, LastSnapshot | None] = dict.fromkeys(roots)
+        if self.path is None or not found:
+            return found
+        wanted = {os.fsencode(root): root for root in found}
+        try:
+            with self._open() as repository:
+                for info in repository.snapshots.newest_first():
+                    for root in wanted.keys() & set(info.roots):
+                        found[wanted.pop(root)] = info
+                    if not wanted:
+                        break
+        except NotFound:
+            pass  # no repository yet
+        return found
 
     def block_bytes(self) -> int:
         """The block size that trackers must use: the repository's, or what a new one would get."""
