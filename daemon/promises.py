@@ -17,6 +17,10 @@ from ciuic.daemon.store import Store
 from ciuic.errors import CiuicError
 from ciuic.repository.promised import Promise
 
+GIVE_SECONDS = 0.5
+"""For the note of a promise: a busy disk must not keep the caller from an id whose cut is made and in the journal."""
+SETTLE_SECONDS = 5.0
+"""For the note of what became of it: a disk that hangs, which may be why the snapshot failed, must not keep that from who waits."""
 MACHINE_ENDED = "the daemon and its record of running captures were gone before it was captured (a restart of the machine)"
 log = structlog.get_logger(__name__)
 
@@ -32,7 +36,8 @@ class Promises:
         """Note that the id of ``pending`` was given out. Not for the schedule's: nobody was told their ids."""
         if pending.record.scheduled:
             return
-        await self._do("promise_not_recorded", pending.id, lambda: self._store().promise(_promise(pending)))
+        promise, store = _promise(pending), self._store()
+        await self._do("promise_not_recorded", pending.id, lambda: store.promise(promise), GIVE_SECONDS)
         if pending.failure is not None:  # its end came while the file was written
             await self.lose(pending, pending.state.error)
         elif pending.finished.is_set():
@@ -41,14 +46,18 @@ class Promises:
     async def keep(self, pending: PendingSnapshot) -> None:
         """Remove the note: the snapshot is committed."""
         if not pending.record.scheduled:
-            await self._do("promise_not_removed", pending.id, lambda: self._store().keep_promise(pending.id))
+            store = self._store()
+            await self._do(
+                "promise_not_removed", pending.id, lambda: store.keep_promise(pending.id), SETTLE_SECONDS
+            )
 
     async def lose(self, pending: PendingSnapshot, reason: str) -> None:
         """Note why the snapshot will never be."""
         if pending.record.scheduled:
             return
         loss = _promise(pending, reason=reason, lost_ns=self._now_ns())
-        await self._do("loss_not_recorded", pending.id, lambda: self._store().lose(loss))
+        store = self._store()
+        await self._do("loss_not_recorded", pending.id, lambda: store.lose(loss), SETTLE_SECONDS)
 
     async def take_stock(self, resumed: Collection[str]) -> None:
         """Record as lost what a predecessor promised and nobody knows of any more; ``resumed``: ids that are on their way."""
@@ -59,11 +68,14 @@ class Promises:
                 log.error("promised_snapshot_lost", id=promise.id, reason=MACHINE_ENDED)
                 store.lose(msgspec.structs.replace(promise, reason=MACHINE_ENDED, lost_ns=now_ns))
 
-        await self._do("promises_not_read", "", work)
+        await self._do("promises_not_read", "", work, SETTLE_SECONDS)
 
-    async def _do(self, event: str, snapshot_id: str, work: Callable[[], None]) -> None:
+    async def _do(self, event: str, snapshot_id: str, work: Callable[[], None], seconds: float) -> None:
         try:
-            await trio.to_thread.run_sync(work)
+            with trio.move_on_after(seconds) as scope:
+                await trio.to_thread.run_sync(work, abandon_on_cancel=True)
+            if scope.cancelled_caught:  # the thread goes on, and may write it yet
+                log.warning(event, id=snapshot_id, error=f"not done within {seconds:g} s")
         except (CiuicError, OSError) as error:
             # Full or gone, as a rule, which is why the snapshot failed: the alert of the failure says so.
             log.warning(event, id=snapshot_id, error=str(error))

@@ -68,6 +68,14 @@ def remove_promise(repository: str | os.PathLike[str], snapshot_id: str) -> bool
     return True
 
 
+def promised_names(repository: str | os.PathLike[str]) -> set[str]:
+    """Return the ids of all promises on file, kept or lost, without reading them."""
+    try:
+        return set(filter(_NAME.match, os.listdir(f"{os.fspath(repository)}/{PROMISED_DIR}")))
+    except OSError:  # no snapshot was ever promised here, or this caller may not look
+        return set()
+
+
 def promises(repository: str | os.PathLike[str]) -> list[Promise]:
     """Return every promise that is on file, newest cut first. A file that cannot be read is left out."""
     return sorted(_read_all(repository), key=lambda promise: (promise.time_ns, promise.id), reverse=True)
@@ -115,11 +123,7 @@ def _sync_directory(path: str) -> None:
 
 
 def _read_all(repository: str | os.PathLike[str]) -> Iterator[Promise]:
-    try:
-        names = os.listdir(f"{os.fspath(repository)}/{PROMISED_DIR}")
-    except OSError:  # no snapshot was ever promised here, or this caller may not look
-        return
-    for name in sorted(filter(_NAME.match, names))[:MAX_PROMISES]:
+    for name in sorted(promised_names(repository))[:MAX_PROMISES]:
         try:
             promise = msgspec.json.decode(read_file(_path(repository, name)), type=Promise)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -20,7 +20,7 @@ from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.ids import new_snapshot_id
 from ciuic.repository.index import INDEX_NAME, MARKS_SEEN, SNAPSHOTS_SEEN, Index
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
-from ciuic.repository.promised import lost, promises
+from ciuic.repository.promised import lost, promised_names
 from ciuic.repository.resolve import resolve
 from ciuic.repository.seen import changed_ns
 from ciuic.types import Snapshot, SnapshotId, is_safety
@@ -207,8 +207,7 @@ class SnapshotStore:
 
     def new_id(self, taken: Collection[str] = ()) -> SnapshotId:
         """A fresh id, neither in use nor promised nor in ``taken`` (cut but not yet committed)."""
-        promised = (promise.id for promise in promises(self._directory))
-        return new_snapshot_id(self.names().union(taken, promised))
+        return new_snapshot_id(self.names().union(taken, promised_names(self._directory)))
 
     def signatures(self) -> dict[str, str]:
         """What tells each marks file from an earlier one of the same snapshot."""

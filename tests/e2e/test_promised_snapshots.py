@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.live import Live, wait_for
+from support.live import Live, installed, wait_for
 
 pytestmark = pytest.mark.mount
 
@@ -89,19 +90,31 @@ def test_a_promised_snapshot_is_delivered(
 
 
 def test_what_a_stop_takes_is_listed_as_lost(protected: Live, root: Path) -> None:
-    """The daemon is stopped before the capture is done: the id stays in `list` with the reason, also for the next daemon."""
+    """The daemon is stopped before the capture is done: who waits is told, and the id stays in `list`, also with the next daemon."""
     _fill(root, 0)
     # Larger than what the capture can have read by then.
     with open(root / "large", "wb") as file:
         for _ in range(200):
             file.write(os.urandom(1 << 20))
     snapshot = protected.run("snapshot", "--tag", "t").stdout.decode().strip()
+    waiting = subprocess.Popen(
+        [str(installed()), "snapshot", "--wait"],
+        env=protected.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    wait_for("the second cut", lambda: len(protected.json("status")["captures"]) > 1, 60)
     protected.stop()
-    (lost,) = protected.json("list")["lost"]
+    complaint = waiting.communicate(timeout=60)[1]
+    assert waiting.returncode == 1
+    assert b"failed: the daemon stopped before it was captured" in complaint
+    protected.start(root)
+    second, lost = protected.json("list")["lost"]
+    assert second["id"] != snapshot
     assert (lost["id"], lost["state"], lost["tags"]) == (snapshot, "lost", ["t"])
     assert "stopped" in lost["reason"]
     assert snapshot not in [line.id for line in protected.list()]
     refused = protected.run("restore", "-s", snapshot, "-p", str(root), expect=3)
     assert b"was lost: the daemon stopped before it was captured" in refused.stderr
-    protected.run("forget", "-y", snapshot)
+    protected.run("forget", "-y", snapshot, second["id"])
     assert protected.json("list")["lost"] == []
