@@ -18,7 +18,7 @@ from ciuic.cli.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json
 from ciuic.cli.session import Session, current
 from ciuic.lookup import find
-from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, Entry, Snapshot
+from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, TAG_RETAKEN, Entry, Snapshot, is_safety
 
 if TYPE_CHECKING:
     from ciuic.types import RootRecord
@@ -69,6 +69,8 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "hold_uid": snapshot.hold_uid,
         "state": "committed",
         "partial": bool(snapshot.left_out),
+        "retaken": TAG_RETAKEN in snapshot.tags,
+        "safety": is_safety(snapshot.tags, snapshot.message),
         "left_out": [{**json_name("path", root.path), "reason": root.reason} for root in snapshot.left_out],
         "roots": [_root_facts(root) for root in snapshot.roots],
     }

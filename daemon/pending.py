@@ -78,6 +78,8 @@ class PendingSnapshot:
         """On trio's clock."""
         self.interrupted: dict[str, str] = {}
         """Roots whose sealed epoch is gone before it was captured, with the reason: the snapshot has to be cut anew."""
+        self.doubtful: dict[str, str] = {}
+        """Roots whose worker ended, with the reason: a successor may go on with what was sealed (`Retaking.settle`)."""
         self.retakes = 0
         """How often that was tried."""
         self.lost = ""
@@ -176,11 +178,22 @@ class PendingSnapshot:
         """Whether nothing is left that could be captured; asked anew after every await."""
         return not self.remaining
 
+    def doubt(self, path: str, reason: str) -> None:
+        """The worker of a root has ended: a capture that reads what it sealed is ended at once, and begun again when it is known
+        whether a successor goes on with that."""
+        if path in self.record.left_out:
+            return
+        self.doubtful.setdefault(path, reason)
+        self._end_attempt(reason)
+
     def interrupt(self, path: str, reason: str) -> None:
-        """The sealed epoch of a root is gone: a capture that reads it is ended at once, and the snapshot is to be cut anew."""
+        """The sealed epoch of a root is gone: the snapshot is to be cut anew."""
         if path in self.record.left_out:
             return
         self.interrupted.setdefault(path, reason)
+        self._end_attempt(reason)
+
+    def _end_attempt(self, reason: str) -> None:
         self.has_lost_session = True
         if self.process is not None:
             self.process.kill(reason)
@@ -207,7 +220,7 @@ class PendingSnapshot:
         record.hold_microseconds = cut.hold_microseconds
         record.tags = list(dict.fromkeys([*record.tags, TAG_RETAKEN, *cut.tags]))
         self.trust_tracking, self.settles, self.cut_at = cut.trust_tracking, cut.settles, cut_at
-        self.interrupted = {}
+        self.interrupted, self.doubtful = {}, {}
         self.state.state, self.state.progress = "pending", None
         self.state.time = rfc3339(record.time_ns)
         self.state.tags, self.state.retaken = list(record.tags), record.retaken

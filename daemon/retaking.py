@@ -1,7 +1,8 @@
 """Cutting snapshots: the first time, and anew where what was sealed is gone before it was captured.
 
-A sealed epoch ends with its worker, with a worker that leaves its session to another one, and with an undo log that met a full disk.
-The id was given out all the same, so all roots of the snapshot are cut once more at one later instant, as soon as they are served
+Where a worker is killed, its successor goes on with what was sealed if it can (fuse_layer/inherited_undo.py), and the capture is begun
+again. Otherwise a sealed epoch ends with its worker, with a worker that leaves its session to another one, and with an undo log that met a
+full disk. The id was given out all the same, so all roots of the snapshot are cut once more at one later instant, as soon as they are served
 again, and the snapshot says so (tag ``retaken``, its message, ``SnapshotState.retaken``).
 
 Guarantees: every root of a snapshot is cut at one instant, the first time and anew; the order of the queue is the order of the cuts;
@@ -86,16 +87,43 @@ class Retaking:
             self._wake = trio.Event()
             for pending in list(self._queue):
                 # One that was attempted may be committed already: the capture task looks, and cuts it anew itself.
-                if pending.interrupted and not pending.record.attempts and not pending.finished.is_set():
+                if not pending.record.attempts and not pending.finished.is_set():
                     await self._try(pending)
 
     async def _try(self, pending: PendingSnapshot) -> None:
         try:
-            await self.retake(pending)
+            await self.settle(pending)
+            if pending.interrupted:
+                await self.retake(pending)
         except CiuicError as error:
             log.warning("snapshot_not_retaken", id=pending.id, error=str(error))
         except Exception:  # a defect costs this snapshot at most, and the capture task says which
             log.exception("retake_defect", id=pending.id)
+
+    async def settle(self, pending: PendingSnapshot) -> None:
+        """Find out whether successors of workers that ended go on with what those had sealed."""
+        if not pending.doubtful:
+            return
+        await self._roots_are_back(pending)
+        for cut in pending.remaining:
+            # Taken out before the worker is asked: it may end meanwhile, and then this is in doubt once more.
+            reason = pending.doubtful.pop(cut.path, None)
+            if reason is not None and not await self._is_pending(cut):
+                pending.interrupt(cut.path, reason)
+        for path in pending.record.left_out:
+            pending.doubtful.pop(path, None)
+
+    async def _is_pending(self, cut: CutRecord) -> bool:
+        """Whether the worker that serves the root now has the sealed epoch."""
+        supervisor = self._roots().get(cut.path)
+        worker = supervisor.worker if supervisor is not None else None
+        if worker is None or worker.session != cut.session:
+            return False
+        try:
+            return cut.epoch in (await worker.ask(lambda client: client.status())).pending
+        except CiuicError as error:
+            log.warning("worker_not_asked", root=cut.path, error=str(error))
+            return False
 
     async def retake(self, pending: PendingSnapshot) -> None:
         """Cut the remaining roots of ``pending`` anew, and put it behind all others. CutFailed, CiuicError: try again.

@@ -94,11 +94,11 @@ class SnapshotQueue:
         self._waiting.append(pending)
         self.write_journal()
 
-    def interrupt(self, path: str, session: str, reason: str) -> None:
-        """The overlay session has ended: what it sealed can no longer be captured exactly."""
+    def doubt(self, path: str, session: str, reason: str) -> None:
+        """The overlay session has ended, or its worker has: what it sealed may be lost."""
         for pending in self._waiting:
             if any(cut.path == path and cut.session == session for cut in pending.record.cuts):
-                pending.interrupt(path, reason)
+                pending.doubt(path, reason)
 
     def epochs(self) -> set[tuple[str, str, int]]:
         """Root, session and number of every epoch that some snapshot is about."""

@@ -220,6 +220,9 @@ class Snapshots:
             if pending.is_lost():
                 await self._give_up(pending, Failed(error=pending.lost))
                 return True
+            if pending.doubtful:
+                await self._retaking.settle(pending)
+                continue
             if pending.interrupted:
                 return not await self._retaken(pending)
             pending.capturing()
@@ -397,8 +400,9 @@ class Snapshots:
     # -- sessions that end, daemons that follow one another
 
     def session_lost(self, path: str, session: str) -> None:
-        """The worker of ``path`` has ended or is being stopped: what it sealed can no longer be captured exactly."""
-        self._queue.interrupt(path, session, f"the overlay session of {path} ended before the capture did")
+        """The worker of ``path`` has ended or is being stopped: what it sealed cannot be captured exactly, unless a successor goes on
+        with it."""
+        self._queue.doubt(path, session, f"the overlay session of {path} ended before the capture did")
         self._retaking.wanted()
 
     async def resume(self, records: list[PendingRecord]) -> None:

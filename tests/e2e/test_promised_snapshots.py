@@ -72,21 +72,34 @@ def _listed(live: Live, snapshot: str) -> str:
 def test_a_promised_snapshot_is_delivered(
     protected: Live, root: Path, short_tmp: Path, kill: Callable[[Live], None], rounds: int
 ) -> None:
-    """`snapshot` has answered with an id; what is killed then, at a random instant, costs that id nothing."""
+    """`snapshot` has answered with an id; what is killed then, at a random instant, costs that id nothing. It shows the promised
+    instant, or says that it was cut again and shows that one."""
     rng = random.Random(5)
     for number in range(rounds):
-        content = _fill(root, number)
+        promised = _fill(root, number)
         snapshot = protected.run("snapshot", "--tag", "promised").stdout.decode().strip()
+        changed = promised | {"file0": b"changed", "new": b"%d" % number}
+        for name in ("file0", "new"):
+            (root / name).write_bytes(changed[name])
         time.sleep(rng.random() * 0.3)
         kill(protected)
         assert protected.daemon is not None
         if protected.daemon.poll() is not None:
             protected.start(root)
-        wait_for(f"{snapshot} committed", lambda snapshot=snapshot: _listed(protected, snapshot), 60)
+        (root / "file1").unlink()
+        del changed["file1"]
+        wait_for(f"{snapshot} in the list", lambda snapshot=snapshot: _listed(protected, snapshot), 60)
         assert _listed(protected, snapshot) == "committed"
         into = short_tmp / f"out{number}"
         protected.run("restore", "-s", snapshot, "-p", str(root), "-d", str(into))
-        assert {path.name: path.read_bytes() for path in (into / root.name).iterdir()} == content
+        found = {path.name: path.read_bytes() for path in (into / root.name).iterdir()}
+        if protected.json("show", snapshot)["retaken"]:
+            assert kill in (_kill_worker, _kill_daemon_and_worker)
+            assert found in (changed, changed | {"file1": promised["file1"]})
+        else:
+            assert found == promised
+        if (root / "new").exists():
+            (root / "new").unlink()
 
 
 def test_what_a_stop_takes_is_listed_as_lost(protected: Live, root: Path) -> None:

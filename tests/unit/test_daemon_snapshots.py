@@ -212,6 +212,27 @@ def test_a_lost_session_ends_the_running_capture_and_the_roots_are_cut_anew(benc
     assert bench.store.promises == {}
 
 
+def test_what_a_killed_worker_sealed_is_captured_through_its_successor(bench: Bench) -> None:
+    """The successor has the session and the epoch: the capture begins again, of the instant that was promised."""
+    overlay = FakeOverlay("a")
+    bench.add_root("/a", overlay)
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+        bench.roots["/a"].worker = None
+        bench.snapshots.session_lost("/a", "s")
+        assert bench.captures[0].killed
+        bench.add_root("/a", overlay)
+        await pending.finished.wait()
+        assert (pending.state.state, pending.state.retaken) == ("committed", "")
+
+    run(bench, script)
+    assert (overlay.aborted, overlay.committed) == ([], [1])
+    assert [job.roots[0].epoch for job in bench.jobs] == [1, 1]
+
+
 def test_a_root_that_does_not_come_back_is_left_out(bench: Bench) -> None:
     """A worker that gets no successor costs the snapshot its root; what the others sealed at the promised instant is captured."""
     other = FakeOverlay("b")
