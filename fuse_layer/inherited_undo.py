@@ -33,7 +33,7 @@ from ciuic.fuse_layer.undo_format import (
 MAX_LOG_BYTES: Final = 4 << 20
 """Read and decoded in some 50 ms, in which every request of the job waits. A longer log costs the exact instant, not the job."""
 MAX_HELD: Final = 20_000
-"""Hold links, for the same reason: each is a name to be listed and a stat for the space that it takes."""
+"""Hold links, for the same reason: each is a name to be listed. The space that they keep is not counted again: it was the job's."""
 
 
 @dataclass
