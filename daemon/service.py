@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import structlog
@@ -45,6 +45,7 @@ from ciuic.daemon.restart import is_restarting
 from ciuic.daemon.roots import Roots
 from ciuic.daemon.runtime import RuntimeDirectory, bind_control_socket
 from ciuic.daemon.schedule import Schedule
+from ciuic.daemon.scheduled_snapshots import ScheduledSnapshots
 from ciuic.daemon.server import serve_api
 from ciuic.daemon.sessions import SessionStore
 from ciuic.daemon.settings import Settings, settings_of
@@ -115,8 +116,14 @@ class Daemon:
             sessions=self.sessions,
             worker_service=worker_service,
         )
-        self.first_snapshots = FirstSnapshots(
-            partial(self.snapshots.take, scheduled=True), lambda: self.roots.supervisors, self.alerts
+        take = partial(self.snapshots.take, scheduled=True)
+        self.first_snapshots = FirstSnapshots(take, lambda: self.roots.supervisors, self.alerts)
+        self.scheduled = ScheduledSnapshots(
+            self.schedule.ticks,
+            take,
+            lambda: self.roots.supervisors,
+            self.snapshots.scheduled_roots,
+            self.alerts,
         )
         self.roots.on_mounted = self.first_snapshots.look
         self.upkeep = Upkeep(
@@ -139,8 +146,6 @@ class Daemon:
         self.slice = SLICE if command_prefix else ""
         """What runs beside the job is in this one."""
         self.stopping = False
-        self.retry_schedule = False
-        """The scheduled snapshot failed: housekeeping asks for another one soon."""
         self._stop = trio.Event()
         self._served = trio.Event()
 
@@ -202,7 +207,7 @@ class Daemon:
             async with trio.open_nursery() as workers:
                 workers.start_soon(self.snapshots.run)
                 workers.start_soon(self.upkeep.run)
-                workers.start_soon(self._follow_schedule)
+                workers.start_soon(self.scheduled.run)
                 workers.start_soon(self.first_snapshots.run)
                 workers.start_soon(housekeeping.run)
                 workers.start_soon(self.watch.run)
@@ -265,43 +270,6 @@ class Daemon:
         while True:
             self._notifier.watchdog()
             await trio.sleep(self._notifier.watchdog_seconds / 3)
-
-    async def _follow_schedule(self) -> None:
-        async for _ in self.schedule.ticks:
-            supervisors = self.roots.supervisors
-            behind = self.snapshots.scheduled_roots() & supervisors.keys()
-            if behind:
-                self._tell_behind(behind)
-            due = [
-                path for path, root in supervisors.items() if path not in behind and root.worker is not None
-            ]
-            if (behind and not due) or not supervisors:
-                continue
-            try:
-                # Without names it is all of them, and says which are not mounted.
-                await self.snapshots.take(SnapshotRequest(roots=due if behind else []), scheduled=True)
-            except CiuicError as error:
-                log.error("scheduled_snapshot_failed", error=str(error))
-                self.alerts.report("schedule", f"the scheduled snapshot failed: {error}", hint=error.hint)
-                self.retry_schedule = True
-            except Exception as error:
-                # A defect in one snapshot must not end the service that takes the next one.
-                log.exception("scheduled_snapshot_failed")
-                self.alerts.report("schedule", f"the scheduled snapshot failed by a defect: {error!r}")
-                self.retry_schedule = True  # out of descriptors or memory is no defect, and passes
-            else:
-                self.alerts.clear("schedule")
-                if not behind:
-                    self.alerts.clear("behind")
-
-    def _tell_behind(self, paths: Collection[str]) -> None:
-        log.warning("scheduled_snapshot_skipped", roots=sorted(paths))
-        self.alerts.report(
-            "behind",
-            f"a scheduled snapshot of {', '.join(sorted(paths))} was left out: the one before it is not captured yet",
-            hint="choose a longer interval, or look at what slows the store down",
-            severity="warning",
-        )
 
     async def _reload_quietly(self) -> None:
         try:

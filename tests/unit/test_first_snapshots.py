@@ -14,6 +14,7 @@ from support.fake_daemon import Bench, FakeOverlay
 from ciuic.control_types import RootStatus, SnapshotRequest
 from ciuic.daemon.first_snapshots import FirstSnapshots
 from ciuic.daemon.pending import PendingSnapshot
+from ciuic.daemon.scheduled_snapshots import ScheduledSnapshots
 from ciuic.daemon.status import _risk_seconds
 from ciuic.daemon.store import Store
 from ciuic.errors import CiuicError
@@ -109,5 +110,38 @@ def test_only_roots_with_a_scheduled_snapshot_under_way_are_left_out_of_the_next
 
     try:
         trio.run(script)
+    finally:
+        bench.close()
+
+
+def test_a_tick_takes_the_roots_that_are_not_behind(tmp_path: Path) -> None:
+    """One that is still being captured is named in an alert, and keeps no other root from its turn; when none is, all are asked for."""
+    bench = Bench(tmp_path)
+    bench.add_root("/a", FakeOverlay())
+    bench.add_root("/b", FakeOverlay())
+    asked: list[list[str]] = []
+    under_way: set[str] = {"/a"}
+
+    async def take(request: SnapshotRequest) -> PendingSnapshot:
+        asked.append(list(request.roots))
+        return await bench.snapshots.take(request, scheduled=True)
+
+    async def main() -> None:
+        send, ticks = trio.open_memory_channel[None](5)
+        schedule = ScheduledSnapshots(ticks, take, lambda: bench.roots, lambda: under_way, bench.alerts)
+        await send.send(None)
+        send.close()
+        await schedule.run()
+        (alert,) = bench.alerts.standing()
+        assert (alert.key, "of /a was left out" in alert.message) == ("behind", True)
+        under_way.update({"/b"})
+        await schedule._tick()
+        under_way.clear()
+        await schedule._tick()
+        assert asked == [["/b"], []]
+        assert bench.alerts.standing() == []
+
+    try:
+        trio.run(main)
     finally:
         bench.close()
