@@ -197,6 +197,8 @@ def test_a_lost_session_ends_the_running_capture_and_the_roots_are_cut_anew(benc
         await pending.finished.wait()
         assert (pending.state.state, pending.state.roots) == ("committed", ["/a", "/b"])
         assert pending.state.retaken == "the overlay session of /a ended before the capture did"
+        while bench.store.promises:  # noqa: ASYNC110  the note goes a moment after the commit
+            await trio.sleep(0.01)
 
     run(bench, script)
     assert (ours.aborted, ours.committed) == ([], [1])
@@ -209,7 +211,6 @@ def test_a_lost_session_ends_the_running_capture_and_the_roots_are_cut_anew(benc
     ]
     assert TAG_RETAKEN in second.tags
     assert "cut again: the overlay session of /a ended" in second.message
-    assert bench.store.promises == {}
 
 
 def test_what_a_killed_worker_sealed_is_captured_through_its_successor(bench: Bench) -> None:
