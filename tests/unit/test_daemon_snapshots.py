@@ -13,6 +13,7 @@ import trio.testing
 from support.fake_daemon import Bench, FakeOverlay, done, sleeping_process
 
 import ciuic.daemon.pending as pending_module
+import ciuic.daemon.promises as promises_module
 from ciuic.control_types import SnapshotRequest
 from ciuic.daemon.capture_job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, Progress
 from ciuic.daemon.promises import MACHINE_ENDED
@@ -26,7 +27,12 @@ from ciuic.types import TAG_RETAKEN, LeftOut
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    for limit in (
+        "GIVE_SECONDS",
+        "SETTLE_SECONDS",
+    ):  # a clock that runs fast would end them before their thread has begun
+        monkeypatch.setattr(promises_module, limit, 1e6)
     made = Bench(tmp_path)
     yield made
     made.close()
