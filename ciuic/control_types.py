@@ -68,6 +68,8 @@ class SnapshotState(_Document):
     """Roots that are not in the snapshot, with the reason: it is `partial`."""
     hold_microseconds: int = 0
     """How long changing operations were stopped for the cut."""
+    retaken: str = ""
+    """Why it shows a later instant than the one at which its id was promised; empty where it does not."""
 
 
 class SnapshotRequest(_Document, forbid_unknown_fields=True):
@@ -106,6 +108,17 @@ class BypassReport(_Document):
     paths: list[str] = []
 
 
+class SnapshotSummary(_Document):
+    """A committed snapshot in a status document."""
+
+    id: str
+    time: str
+    new_bytes: int = 0
+    size_bytes: int = 0
+    partial: bool = False
+    """It lacks roots."""
+
+
 class RootStatus(_Document):
     """One protected root as the daemon sees it now."""
 
@@ -137,17 +150,12 @@ class RootStatus(_Document):
     """False: the next capture compares the whole tree instead of following tracked changes."""
     bypassing: list[BypassReport] = []
     error: str = ""
-
-
-class SnapshotSummary(_Document):
-    """A committed snapshot in a status document."""
-
-    id: str
-    time: str
-    new_bytes: int = 0
-    size_bytes: int = 0
-    partial: bool = False
-    """It lacks roots."""
+    last_snapshot: SnapshotSummary | None = None
+    """The newest committed one that has this root."""
+    seconds_since_last: float | None = None
+    """Work at risk in this root: time since that snapshot's cut. None: all of it, for there is no snapshot."""
+    next_snapshot: str | None = None
+    """When the schedule takes the next one; now for a root whose first one is being taken."""
 
 
 class RepositoryStatus(_Document):
@@ -247,7 +255,7 @@ class StatusDocument(_Document):
     last_snapshot: SnapshotSummary | None = None
     next_snapshot: str | None = None
     seconds_since_last: float | None = None
-    """Work at risk: time since the newest committed snapshot's cut. None: there is no snapshot."""
+    """Work at risk: that of the root which is longest without a snapshot. None: a root, or without roots the repository, has none."""
     interval_seconds: int = 0
     captures: list[SnapshotState] = []
     """Not yet committed, oldest first; and the last failure, if nothing was committed since."""

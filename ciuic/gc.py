@@ -21,15 +21,18 @@ import time
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import tzinfo
+from functools import partial
 
 from ciuic.chunkset import ChunkSet
 from ciuic.disk_space import available_bytes, total_bytes
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository.claim import is_claimed
+from ciuic.restores import undoes_newest_change
 from ciuic.retention import (
     NEWEST,
     TRAINING,
+    UNDOES,
     Decision,
     MinFree,
     Plan,
@@ -244,6 +247,7 @@ class _Run:
                 {snapshot.id: [root.path for root in snapshot.roots] for snapshot in snapshots},
                 [root.path for snapshot in snapshots for root in snapshot.left_out],
             ),
+            undoes=partial(undoes_newest_change, self.repository, snapshots),
         )
 
     def mark_ahead(self, ids: Sequence[SnapshotId]) -> None:
@@ -389,7 +393,7 @@ class _Run:
 
 def _stays(decision: Decision, held_for_users: Container[SnapshotId]) -> bool:
     return any(
-        reason == TRAINING
+        reason in (TRAINING, UNDOES)
         or reason.startswith((NEWEST, "tag "))
         or (reason == "held" and decision.id not in held_for_users)
         for reason in decision.reasons

@@ -11,6 +11,10 @@ machine that was off for a month still has its days. Where clocks go back, the h
 now, counts as a quarter of ``keep_within`` at most (a day, where that is longer): a clock that jumps ten years ahead,
 or a machine that was off for as long as it keeps, must not take everything but the last few with it. Time that
 snapshots ahead of now claim counts as nothing. Snapshots that come regularly are kept exactly as long as it says.
+
+Safety snapshots, which restores take before they change anything, count in no rule of the others, and no rule of the others keeps them.
+They have rules of their own: ``keep_safety`` as ``keep_within``, never fewer than ``MIN_SAFETY``, and none goes while a restore that it
+can undo is the newest change of the paths that were restored. Held ones and those with a tag of ``keep_tags`` stay as well.
 """
 
 from __future__ import annotations
@@ -22,12 +26,15 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Protocol
 
-from ciuic.types import SnapshotId
+from ciuic.types import SnapshotId, is_safety
 
 NS_PER_SECOND = 10**9
 TAG_EMERGENCY = "emergency"
 """On snapshots that the daemon took because a trainer died or hung."""
 TRAINING = "its training decides"
+UNDOES = "can undo the newest change of what was restored"
+MIN_SAFETY = 3
+"""So many of the newest safety snapshots stay whatever ``keep_safety`` says: an operator who restores wrongly tries again twice."""
 _DAY_NS = 86400 * NS_PER_SECOND
 NEWEST = "newest"
 
@@ -41,6 +48,8 @@ class SnapshotFacts(Protocol):
     def time_ns(self) -> int: ...
     @property
     def tags(self) -> tuple[str, ...]: ...
+    @property
+    def message(self) -> str: ...
     @property
     def held(self) -> bool: ...
 
@@ -59,6 +68,8 @@ class RetentionPolicy:
     keep_tags: tuple[str, ...] = ()
     keep_emergency: int = 3
     """So many of the newest that were taken because a trainer died: whoever comes back after weeks wants the last ones."""
+    keep_safety_seconds: int = 7 * 86400
+    """How long safety snapshots stay."""
 
 
 @dataclass(frozen=True)
@@ -110,20 +121,26 @@ def plan_retention(
     tz: tzinfo | None = None,
     states: Container[str] = (),
     having: Mapping[bytes, Container[str]] = MappingProxyType({}),
+    undoes: Callable[[SnapshotId], bool] = lambda _: False,
 ) -> Plan:
     """Decide about each snapshot. ``tz`` None is the local time zone of the process; the order given is no matter.
 
     ``states``: those of trainings (`Snapshot.is_state`), which stay, and count in no rule: their trainings decide about them.
     ``having``: for each root that some partial snapshot lacks, the snapshots that have it (`snapshots_having`). All rules are
     applied once more to these alone: a partial snapshot takes no other's place, and the last one that has a root stays.
+    ``undoes``: whether a safety snapshot can undo a restore that is the newest change of its paths; asked where nothing else keeps it.
     """
     everything = sorted(snapshots, key=lambda snapshot: (snapshot.time_ns, snapshot.id), reverse=True)
-    ordered = [snapshot for snapshot in everything if snapshot.id not in states]
-    reasons: dict[SnapshotId, list[str]] = {snapshot.id: [] for snapshot in ordered}
+    counted = [snapshot for snapshot in everything if snapshot.id not in states]
+    ordered = [snapshot for snapshot in counted if not is_safety(snapshot.tags, snapshot.message)]
+    reasons: dict[SnapshotId, list[str]] = {snapshot.id: [] for snapshot in counted}
     _apply_rules(ordered, policy, now_ns, tz, reasons)
+    _keep_safety(counted, policy, now_ns, reasons, undoes)
     for root, ids in sorted(having.items()):
-        again: dict[SnapshotId, list[str]] = {snapshot.id: [] for snapshot in ordered if snapshot.id in ids}
-        _apply_rules([s for s in ordered if s.id in again], policy, now_ns, tz, again)
+        # Where no ordinary snapshot has the root, the newest safety snapshot that does is the last one that has it.
+        those = [s for s in ordered if s.id in ids] or [s for s in counted if s.id in ids][:1]
+        again: dict[SnapshotId, list[str]] = {snapshot.id: [] for snapshot in those}
+        _apply_rules(those, policy, now_ns, tz, again)
         name = root.decode("utf-8", "backslashreplace")
         for id_, found in again.items():
             # That it is the newest one with the root is said in any case: it keeps it from being sacrificed for space.
@@ -166,6 +183,30 @@ def _keep_always(ordered: Sequence[SnapshotFacts], reasons: dict[SnapshotId, lis
     for snapshot in ordered:
         if snapshot.held:
             reasons[snapshot.id].append("held")
+
+
+def _keep_safety(
+    ordered: Sequence[SnapshotFacts],
+    policy: RetentionPolicy,
+    now_ns: int,
+    reasons: dict[SnapshotId, list[str]],
+    undoes: Callable[[SnapshotId], bool],
+) -> None:
+    """The rules of safety snapshots; ``ordered`` has the others too, because ages are measured from snapshot to snapshot."""
+    within_ns = policy.keep_safety_seconds * NS_PER_SECOND
+    ages_ns = _ages_ns(ordered, now_ns, max(within_ns // 4, _DAY_NS))
+    dated = [pair for pair in zip(ordered, ages_ns, strict=True) if is_safety(pair[0].tags, pair[0].message)]
+    for position, (snapshot, age_ns) in enumerate(dated, 1):
+        found = reasons[snapshot.id]
+        if position <= MIN_SAFETY:
+            found.append(f"safety {position} of {MIN_SAFETY}")
+        if within_ns > 0 and age_ns <= within_ns:
+            found.append("within keep_safety")
+        if snapshot.held:
+            found.append("held")
+        found.extend(f"tag {tag}" for tag in policy.keep_tags if tag in snapshot.tags)
+        if not found and undoes(snapshot.id):
+            found.append(UNDOES)
 
 
 def _keep_recent(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import stat
+from collections.abc import Collection
 from typing import Literal, NewType
 
 import msgspec
@@ -40,8 +41,23 @@ many."""
 TAG_PARTIAL = "partial"
 """On a snapshot that lacks a root; `Snapshot.left_out` and its message say which and why."""
 
+TAG_RETAKEN = "retaken"
+"""On a snapshot of a later instant than the one at which its id was promised; its message says why."""
+TAG_SAFETY = "safety"
+SAFETY_MESSAGE = "before the restore from "
+"""Tag, and begin of the message, of a snapshot that a restore took before it changed anything: see `is_safety`."""
+
 STATE_TAGS = frozenset({"training", "dcp"})
 """On each snapshot of a training's state one of them."""
+
+
+def is_safety(tags: Collection[str], message: str) -> bool:
+    """Return whether this is a safety snapshot, which a restore took so that it can be undone.
+
+    Both are asked for: a snapshot that an operator tagged "safety" is an ordinary one, and is kept by the ordinary rules.
+    """
+    return TAG_SAFETY in tags and message.startswith(SAFETY_MESSAGE)
+
 
 _SNAPSHOT_ID = re.compile(r"cs-[0-9a-f]{6,32}\Z")
 

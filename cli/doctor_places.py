@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ciuic.config import Config, RootConfig
     from ciuic.control_types import StatusDocument
     from ciuic.repository import Repository
+    from ciuic.types import SnapshotId
 
 _FICLONE: Final = 0x40049409
 _LOW_SHARE: Final = 0.05
@@ -275,6 +276,26 @@ def repository_state(repository: Repository | CiuicError, config: Config, now_ns
         )
     else:
         yield ok("snapshots", text)
+    yield from _roots_left_behind(repository, config, now_ns, newest.id)
+
+
+def _roots_left_behind(
+    repository: Repository, config: Config, now_ns: int, newest: SnapshotId
+) -> Iterator[Finding]:
+    """Roots whose own newest snapshot is missing or too old, which that of another root would hide."""
+    interval = config.schedule.interval_seconds
+    for root in config.roots:
+        place = shown_text(str(root.path))
+        found = repository.snapshots.latest(os.fsencode(root.path))
+        if found is None:
+            yield warning("snapshots", f"{place} has no snapshot yet", "ciuic snapshot --wait")
+        elif found.id != newest and (now_ns - found.time_ns) / _NS > 2 * interval:
+            age = human_duration((now_ns - found.time_ns) / _NS)
+            yield problem(
+                "snapshots",
+                f"{found.id} is the newest of {place}, {age} old, with one due every {human_duration(interval)}",
+                "ciuic status says why",
+            )
 
 
 def coverage(paths: Sequence[bytes], config: Config) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from ciuic.cli.options import ID, FrameCommand
 from ciuic.cli.output import complain, json_option, note, out_json
 from ciuic.cli.session import Session, current
 from ciuic.errors import CiuicError, UsageError
+from ciuic.repository import promised
 from ciuic.types import SnapshotId
 
 
@@ -35,16 +36,31 @@ def command(ids: tuple[str, ...], yes: bool, as_json: bool) -> None:
     session = current()
     unreadable = {bad.id for bad in session.own_repository.snapshots.unreadable()}
     broken = [SnapshotId.parse(text) for text in ids if text in unreadable]
-    chosen = [*resolve_all(session, [text for text in ids if text not in unreadable]), *broken]
+    lost = _lost(session, ids)
+    chosen = [
+        *resolve_all(session, [text for text in ids if text not in unreadable and text not in lost]),
+        *broken,
+    ]
     _refuse_held(session, [snapshot_id for snapshot_id in chosen if snapshot_id not in broken])
     if not yes:
-        _ask(session, chosen, broken)
-    # Looks for holds once more, under the lock.
-    forget(session.repository, chosen, wait_seconds=LOCK_WAIT_SECONDS)
+        _ask(session, chosen, broken, lost)
+    if chosen:
+        # Looks for holds once more, under the lock.
+        forget(session.repository, chosen, wait_seconds=LOCK_WAIT_SECONDS)
+    for snapshot_id in lost:
+        promised.remove_promise(session.repository_dir, snapshot_id)
     if as_json:
-        out_json({"removed": [str(snapshot_id) for snapshot_id in chosen]})
+        out_json({"removed": [*map(str, chosen), *lost]})
     else:
-        note(f"removed {', '.join(chosen)}; `ciuic prune` frees the space")
+        note(f"removed {', '.join([*chosen, *lost])}{'; `ciuic prune` frees the space' if chosen else ''}")
+
+
+def _lost(session: Session, ids: Sequence[str]) -> list[str]:
+    """Full ids among these of snapshots that were promised and given up: nothing but their mention can be removed."""
+    known = {
+        promise.id for promise in promised.lost(session.repository_dir, session.repository.snapshots.names())
+    }
+    return [text for text in dict.fromkeys(ids) if text in known]
 
 
 def _refuse_held(session: Session, ids: Sequence[SnapshotId]) -> None:
@@ -57,7 +73,9 @@ def _refuse_held(session: Session, ids: Sequence[SnapshotId]) -> None:
         )
 
 
-def _ask(session: Session, ids: Sequence[SnapshotId], broken: Sequence[SnapshotId]) -> None:
+def _ask(
+    session: Session, ids: Sequence[SnapshotId], broken: Sequence[SnapshotId], lost: Sequence[str]
+) -> None:
     if not sys.stdin.isatty():
         raise UsageError(
             "forget asks before it deletes, and there is nobody to ask; nothing was removed", hint="give -y"
@@ -68,5 +86,7 @@ def _ask(session: Session, ids: Sequence[SnapshotId], broken: Sequence[SnapshotI
             continue
         info = session.repository.snapshots.info(snapshot_id)
         complain(f"  {snapshot_id}  {times.clock(info.time_ns)}  {', '.join(info.tags)}")
-    if not click.confirm(f"Delete {plural(len(ids), 'snapshot')} for good?", err=True):
+    for text in lost:
+        complain(f"  {text}  lost")
+    if not click.confirm(f"Delete {plural(len(ids) + len(lost), 'snapshot')} for good?", err=True):
         raise CiuicError("nothing was removed")

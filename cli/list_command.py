@@ -1,25 +1,44 @@
 """``ciuic list``: the snapshots, newest first.
 
 Guarantees: one row or line a committed snapshot, from the catalogue alone; ``--machine-readable`` prints exactly
-``id|YYYY-MM-DD HH:MM:SS|size_bytes`` and nothing else. A snapshot file that cannot be read is never passed over in
-silence: stderr names it.
+``id|YYYY-MM-DD HH:MM:SS|size_bytes`` and nothing else. Safety snapshots are shown when they are asked for (``--all``), so that a script
+that takes the first line never restores what an earlier restore replaced. A snapshot that was promised and given up is a row with the
+reason. A snapshot file that cannot be read is never passed over in silence: stderr names it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from ciuic.cli import pairs, times
-from ciuic.cli.names import json_name, shown_text
+from ciuic.cli.names import json_name, plural, shown_text
 from ciuic.cli.options import HOST_PATH, FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
-from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL
+from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
 
 if TYPE_CHECKING:
     from ciuic.repository import SnapshotInfo
+    from ciuic.repository.promised import Promise
+
+
+class _Filter(NamedTuple):
+    """Which snapshots are asked for."""
+
+    root: bytes | None
+    tag: str | None
+    since_ns: int | None
+    until_ns: int | None
+    limit: int | None
+    safety: bool
+    """Whether safety snapshots are among them."""
+
+    @property
+    def is_set(self) -> bool:
+        return any(choice is not None for choice in self[:4])
 
 
 @click.command("list", cls=FrameCommand)
@@ -30,6 +49,12 @@ if TYPE_CHECKING:
 )
 @click.option("--until", metavar="TIME", help="Only those taken then or earlier.")
 @click.option("-n", "limit", type=click.IntRange(min=0), metavar="N", help="Only the N newest of these.")
+@click.option(
+    "--all",
+    "show_all",
+    is_flag=True,
+    help="Also the safety snapshots that restores took; in machine-readable lines a last field marks them.",
+)
 @click.option(
     "--machine-readable",
     is_flag=True,
@@ -48,6 +73,7 @@ def command(
     since: str | None,
     until: str | None,
     limit: int | None,
+    show_all: bool,
     machine_readable: bool,
     with_pairs: bool,
     as_json: bool,
@@ -59,36 +85,87 @@ def command(
     if machine_readable and as_json:
         raise click.UsageError("--machine-readable and --json exclude one another")
     session = current()
-    store = session.repository.snapshots
-    infos = store.list(
+    asked = _Filter(
         root=root,
         tag=tag,
         since_ns=None if since is None else times.parse_when(since, session.now_ns),
         until_ns=None if until is None else times.parse_when(until, session.now_ns, end_of_day=True),
         limit=limit,
+        safety=show_all or tag == TAG_SAFETY,
     )
+    store = session.repository.snapshots
+    infos = store.list(**asked._asdict())
     if machine_readable:
-        lines = [f"{info.id}|{times.clock(info.time_ns)}|{info.size_bytes}\n" for info in infos]
-        if with_pairs:
-            others = pairs.ids(pairs.halves(session, infos))
-            lines = [
-                f"{line[:-1]}|{others.get(info.id, '')}\n" for line, info in zip(lines, infos, strict=True)
-            ]
-        out("".join(lines), newline=False)  # at once: each echo is a write(2)
+        _lines(session, infos, with_pairs=with_pairs, marked=show_all)
     elif as_json:
         found = pairs.halves(session, infos)
         out_json(
             {
                 "repository": str(session.repository_dir),
                 "snapshots": [{**as_document(info), "pair": _pair(found.get(info.id))} for info in infos],
+                "lost": [_lost_document(promise) for promise in _lost(session, asked)],
             }
         )
-    elif infos:
-        _table(session, infos)
     else:
-        note("no snapshots" + (" match" if any((root, tag, since, until)) else " yet"))
-    filtered = any(choice is not None for choice in (root, tag, since, until, limit))
-    _warn_of_unreadable(session, len(store.list() if filtered else infos))
+        _people(session, infos, asked)
+    _warn_of_unreadable(
+        session, len(infos if asked.safety and not asked.is_set and limit is None else store.list())
+    )
+
+
+def _lines(session: Session, infos: list[SnapshotInfo], *, with_pairs: bool, marked: bool) -> None:
+    """The contract with scripts. ``marked``: a last field tells safety snapshots from others."""
+    lines = [f"{info.id}|{times.clock(info.time_ns)}|{info.size_bytes}" for info in infos]
+    if with_pairs:
+        others = pairs.ids(pairs.halves(session, infos))
+        lines = [f"{line}|{others.get(info.id, '')}" for line, info in zip(lines, infos, strict=True)]
+    if marked:
+        marks = [TAG_SAFETY if is_safety(info.tags, info.message) else "" for info in infos]
+        lines = [f"{line}|{mark}" for line, mark in zip(lines, marks, strict=True)]
+    out("".join(f"{line}\n" for line in lines), newline=False)  # at once: each echo is a write(2)
+
+
+def _people(session: Session, infos: list[SnapshotInfo], asked: _Filter) -> None:
+    lost = _lost(session, asked)
+    if infos or lost:
+        _table(session, infos, lost)
+    else:
+        note("no snapshots" + (" match" if asked.is_set else " yet"))
+    if asked.safety or asked.limit is not None:
+        return
+    hidden = len(session.repository.snapshots.list(**asked._replace(safety=True)._asdict())) - len(infos)
+    if hidden:
+        note(f"{plural(hidden, 'safety snapshot')} of restores not shown; see: ciuic list --all")
+
+
+def _lost(session: Session, asked: _Filter) -> list[Promise]:
+    """Snapshots that were promised and given up, as far as they are asked for."""
+    from ciuic.repository.promised import lost
+
+    found = lost(session.repository_dir, session.repository.snapshots.names())
+    chosen = [
+        promise
+        for promise in found
+        if (asked.root is None or os.fsdecode(asked.root) in promise.roots)
+        and (asked.tag is None or asked.tag in promise.tags)
+        and (asked.since_ns is None or promise.time_ns >= asked.since_ns)
+        and (asked.until_ns is None or promise.time_ns <= asked.until_ns)
+    ]
+    return chosen if asked.limit is None else chosen[: asked.limit]
+
+
+def _lost_document(promise: Promise) -> dict[str, Any]:
+    return {
+        "id": promise.id,
+        "time": times.rfc3339(promise.time_ns),
+        "time_ns": promise.time_ns,
+        "state": "lost",
+        "reason": promise.reason,
+        "lost": times.rfc3339(promise.lost_ns),
+        "roots": list(promise.roots),
+        "tags": list(promise.tags),
+        "message": promise.message,
+    }
 
 
 def as_document(info: SnapshotInfo) -> dict[str, Any]:
@@ -108,6 +185,8 @@ def as_document(info: SnapshotInfo) -> dict[str, Any]:
         "incomplete": TAG_INCOMPLETE in info.tags,
         "partial": TAG_PARTIAL in info.tags,
         "not_held": TAG_NOT_HELD in info.tags,
+        "retaken": TAG_RETAKEN in info.tags,
+        "safety": is_safety(info.tags, info.message),
         "held": info.held,
         "hold_reason": info.hold_reason,
         "parent": info.parent or None,
@@ -120,7 +199,7 @@ def _pair(half: pairs.Half | None) -> dict[str, Any] | None:
     return None if half is None else pairs.document(half.pair, half)
 
 
-def _table(session: Session, infos: list[SnapshotInfo]) -> None:
+def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> None:
     from ciuic.cli.tables import Cell, Column, show_table
     from ciuic.units import human_duration, human_size
 
@@ -137,8 +216,9 @@ def _table(session: Session, infos: list[SnapshotInfo]) -> None:
     found = pairs.halves(session, infos)
     if found:
         columns.append(Column("PAIR"))
-    rows = [
+    dated = [
         (
+            info.time_ns,
             Cell(str(info.id), "bold"),
             times.clock(info.time_ns),
             human_duration((session.now_ns - info.time_ns) / times.NS),
@@ -151,13 +231,31 @@ def _table(session: Session, infos: list[SnapshotInfo]) -> None:
         )
         for info in infos
     ]
-    show_table(columns, rows)
+    dated += [
+        (
+            promise.time_ns,
+            Cell(promise.id, "bold"),
+            times.clock(promise.time_ns),
+            human_duration((session.now_ns - promise.time_ns) / times.NS),
+            *("", "", ""),
+            shown_text(", ".join(promise.tags)),
+            Cell("lost", "red"),
+            *([""] if found else []),
+        )
+        for promise in lost
+    ]
+    dated.sort(key=lambda row: row[0], reverse=True)
+    show_table(columns, [row[1:] for row in dated])
+    for promise in lost:
+        warn(f"{promise.id} was lost: {shown_text(promise.reason)}")
 
 
 def state_cell(info: SnapshotInfo) -> Any:
-    """``committed``, ``held``, ``incomplete``, ``partial``: what a person must know before choosing it."""
+    """``committed``, ``held``, ``incomplete``, ``partial``, ``safety``: what a person must know before choosing it."""
     from ciuic.cli.tables import Cell
 
+    if is_safety(info.tags, info.message):
+        return Cell("safety, held" if info.held else "safety", "cyan")
     lacks = [tag for tag in (TAG_PARTIAL, TAG_INCOMPLETE) if tag in info.tags]
     if lacks:
         return Cell(", ".join([*lacks, *(["held"] if info.held else [])]), "yellow")

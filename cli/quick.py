@@ -135,6 +135,8 @@ def _ask(connection: Connection, request: Request, body: bytes) -> int:
             sys.stderr.write(f"{snapshot} is cut and being captured; `ciuic status` shows how far it is\n")
     except OSError as error:
         return _as_the_program_ends(error)
+    if state.get("retaken"):
+        _tell_if_retaken(snapshot, str(state.get("time")), str(state["retaken"]))
     if incomplete or left_out:
         return _tell_what_is_missing(snapshot, incomplete or (), left_out or {}, waited=request.wait)
     return 0
@@ -168,6 +170,12 @@ def _guarded(act: Callable[[], None]) -> int:
     from ciuic.cli.session import Session
 
     return guarded(Session(), act)
+
+
+def _tell_if_retaken(snapshot: str, time: str, reason: str) -> None:
+    from ciuic.cli.snapshot_command import tell_if_retaken
+
+    _guarded(lambda: tell_if_retaken(snapshot, time, reason))
 
 
 def _tell_what_is_missing(

@@ -20,6 +20,7 @@ from ciuic.cli.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.output import complain, json_option, note, out, out_json, warn
 from ciuic.cli.session import Session, current
 from ciuic.errors import CiuicError, DestinationExists, Partial
+from ciuic.types import SAFETY_MESSAGE
 
 if TYPE_CHECKING:
     from ciuic.restore import Item, Plan, Progress, Result
@@ -101,6 +102,8 @@ def command(
     result = _execute(
         plan, dry_run, items.append if dry_run or session.verbosity > 0 else None, _runtime_dir(session)
     )
+    if safety is not None:
+        _safety_is_over(session, safety)
     if as_json:
         out_json(_document(plan, result, items, safety, dry_run))
     else:
@@ -132,10 +135,17 @@ def _excluded(session: Session) -> Callable[[bytes, bool], bool] | None:
 def _safety(session: Session, plan: Plan) -> str | None:
     from ciuic.cli import safety
 
-    roots = safety.covering(safety.protected_roots(session), [target.path for target in plan.targets])
+    targets = [target.path for target in plan.targets]
+    roots = safety.covering(safety.protected_roots(session), targets)
     if not roots:
         return None
-    return safety.take(session, roots, f"before the restore from {plan.snapshot.id}")
+    return safety.take(session, roots, f"{SAFETY_MESSAGE}{plan.snapshot.id}", targets)
+
+
+def _safety_is_over(session: Session, taken: str) -> None:
+    from ciuic.cli import safety
+
+    safety.is_over(session, taken)
 
 
 def _runtime_dir(session: Session) -> Path | None:

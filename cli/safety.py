@@ -20,13 +20,13 @@ from ciuic.cli.output import complain, detail, note, warn
 from ciuic.cli.progress import Reporter, progress
 from ciuic.cli.session import Session
 from ciuic.errors import CiuicError, Unreachable
+from ciuic.types import TAG_SAFETY
 
 if TYPE_CHECKING:
     import subprocess
 
     from ciuic.retention import MinFree
 
-TAG: Final = "safety"
 _POLL_SECONDS: Final = 0.2
 
 
@@ -60,8 +60,11 @@ def covering(roots: Iterable[Path], targets: Sequence[bytes]) -> list[Path]:
     return found
 
 
-def take(session: Session, roots: Sequence[Path], message: str) -> str | None:
-    """The id of a committed snapshot of these roots; None, said as a warning, when it could not be made."""
+def take(session: Session, roots: Sequence[Path], message: str, targets: Sequence[bytes]) -> str | None:
+    """The id of a committed snapshot of these roots; None, said as a warning, when it could not be made.
+
+    ``targets``: what the restore is about to change. It is noted, so that the snapshot stays for as long as it can undo that.
+    """
     try:
         taken = _by_daemon(session, roots, message)
         if taken is None:
@@ -73,8 +76,34 @@ def take(session: Session, roots: Sequence[Path], message: str) -> str | None:
     except KeyboardInterrupt:
         complain("interrupted during the safety snapshot; nothing was restored (--no-safety leaves it out)")
         raise
+    _note_restore(session, taken, roots, targets)
     note(f"safety snapshot {taken}: to undo this restore, restore from it")
     return taken
+
+
+def _note_restore(session: Session, taken: str, roots: Sequence[Path], targets: Sequence[bytes]) -> None:
+    """Where it cannot be noted, the snapshot stands for all of its roots: no reason to stop."""
+    from ciuic.restores import record_restore
+
+    tops = [os.fsencode(root) for root in roots]
+    paths = []
+    for target in map(os.path.realpath, targets):
+        inside = any(target == top or target.startswith(top + b"/") for top in tops)
+        paths += [target] if inside else [top for top in tops if top.startswith(target.rstrip(b"/") + b"/")]
+    try:
+        record_restore(session.repository_dir, taken, paths, session.repository.snapshots.names())
+    except OSError as error:
+        detail(f"what is restored was not noted: {error.strerror or error}")
+
+
+def is_over(session: Session, taken: str) -> None:
+    """Note that the restore for which this safety snapshot was taken has ended."""
+    from ciuic.restores import record_end
+
+    try:
+        record_end(session.repository_dir, taken, time.time_ns())
+    except OSError as error:
+        detail(f"the end of the restore was not noted: {error.strerror or error}")
 
 
 def _by_daemon(session: Session, roots: Sequence[Path], message: str) -> str | None:
@@ -89,7 +118,7 @@ def _by_daemon(session: Session, roots: Sequence[Path], message: str) -> str | N
     if len(wanted) < len(roots):
         return None
     try:
-        state = session.control.take_snapshot(message=message, tags=[TAG], roots=wanted)
+        state = session.control.take_snapshot(message=message, tags=[TAG_SAFETY], roots=wanted)
         with progress("safety snapshot") as reporter:
             # An attempt that failed is enough to know: the daemon goes on trying, the restore does not wait for that.
             while state.state != "committed":
@@ -181,7 +210,7 @@ def _offline_job(session: Session, roots: Sequence[Path], message: str) -> dict[
             }
             for root in roots
         ],
-        "tags": [TAG],
+        "tags": [TAG_SAFETY],
         "message": message,
         "lock_wait_seconds": LOCK_WAIT_SECONDS,
         # Somebody is waiting for this one.

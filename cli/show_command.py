@@ -18,7 +18,16 @@ from ciuic.cli.options import ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.output import json_option, note, out, out_json
 from ciuic.cli.session import Session, current
 from ciuic.lookup import find
-from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, TAG_INCOMPLETE, Entry, Snapshot, lag_of
+from ciuic.types import (
+    FLAG_MOUNTPOINT,
+    FLAG_OPEN_FOR_WRITING,
+    TAG_INCOMPLETE,
+    TAG_RETAKEN,
+    Entry,
+    Snapshot,
+    is_safety,
+    lag_of,
+)
 
 if TYPE_CHECKING:
     from ciuic.types import RootRecord
@@ -74,6 +83,8 @@ def _facts(snapshot: Snapshot) -> dict[str, Any]:
         "is_incomplete": TAG_INCOMPLETE in snapshot.tags,
         "incomplete": TAG_INCOMPLETE in snapshot.tags,
         "partial": bool(snapshot.left_out),
+        "retaken": TAG_RETAKEN in snapshot.tags,
+        "safety": is_safety(snapshot.tags, snapshot.message),
         "left_out": [{**json_name("path", root.path), "reason": root.reason} for root in snapshot.left_out],
         "roots": [_root_facts(root) for root in snapshot.roots],
     }

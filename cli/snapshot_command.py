@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from ciuic.cli import times
 from ciuic.cli.names import plural, shown_text
 from ciuic.cli.options import FrameCommand
 from ciuic.cli.output import complain, json_option, note, out, out_json, warn
@@ -52,7 +53,14 @@ def command(message: str, tags: tuple[str, ...], hold: bool, wait: bool, as_json
         out(state.id)
         if not wait:
             note(f"{state.id} is cut and being captured; `ciuic status` shows how far it is")
+    tell_if_retaken(state.id, state.time, state.retaken)
     tell_what_is_missing(state.id, state.incomplete, state.left_out, waited=wait)
+
+
+def tell_if_retaken(snapshot_id: str, time: str, reason: str) -> None:
+    """Warn where the snapshot is of a later instant than the one at which its id was given out."""
+    if reason:
+        warn(f"{snapshot_id} was cut again, at {times.clock_of(time)}: {shown_text(reason)}")
 
 
 def tell_what_is_missing(

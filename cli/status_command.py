@@ -22,7 +22,7 @@ from ciuic.errors import CiuicError, NotPermitted, Unreachable
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
-    from ciuic.control_types import BesideStatus, SnapshotState, StatusDocument
+    from ciuic.control_types import BesideStatus, RootStatus, SnapshotState, StatusDocument
 
 _WATCH_SECONDS: Final = 1.0
 _LABEL_WIDTH: Final = 11
@@ -135,14 +135,24 @@ def _print_snapshots(status: StatusDocument) -> None:
         _say("snapshots  none yet: everything is at risk", fg="yellow")
     else:
         last = status.last_snapshot
-        age = human_duration(status.seconds_since_last or 0)
         _say(
             f"snapshots  last {last.id}{' (partial)' if last.partial else ''} at {times.clock_of(last.time)}, "
             f"{human_size(last.new_bytes)} new; "
-            f"work at risk: {age} since last snapshot"
+            f"work at risk: {_risk(status.seconds_since_last)}"
         )
     if status.next_snapshot:
         _say(f"           next at {times.clock_of(status.next_snapshot)}")
+
+
+def _risk(seconds_since_last: float | None) -> str:
+    if seconds_since_last is None:
+        return "all of a root that has no snapshot yet"
+    return f"{human_duration(seconds_since_last)} since last snapshot"
+
+
+def _next(root: RootStatus) -> str:
+    """A time of today alone, as a rule: the column is narrow."""
+    return times.clock_of(root.next_snapshot).partition(" ")[2] if root.next_snapshot else "-"
 
 
 def _print_roots(status: StatusDocument) -> None:
@@ -152,6 +162,8 @@ def _print_roots(status: StatusDocument) -> None:
         Column("ROOT", shrink=True),
         Column("DRIVER"),
         Column("STATE"),
+        Column("AT RISK", right=True),
+        Column("NEXT"),
         Column("DIRTY", right=True),
         Column("UNDO", right=True),
         Column("OPEN", right=True),
@@ -163,6 +175,10 @@ def _print_roots(status: StatusDocument) -> None:
             shown_text(root.path),
             f"{root.driver}, passthrough" if root.passthrough else root.driver,
             Cell(root.state, "green" if root.state == "mounted" else "yellow"),
+            human_duration(root.seconds_since_last)
+            if root.seconds_since_last is not None
+            else Cell("all", "yellow"),
+            _next(root),
             human_size(root.dirty_bytes),
             human_size(root.undo_bytes),
             str(root.open_files),
@@ -245,6 +261,10 @@ def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
         else:
             age = human_duration(facts["seconds_since_last"])
             _say(f"snapshots  last {last['id']} at {times.clock_of(last['time'])}; work at risk: {age}")
+            for root in facts["roots"]:
+                _say(
+                    f"root       {shown_text(root['path'])}: work at risk: {_risk(root['seconds_since_last'])}"
+                )
             _say(
                 f"store      {shown_text(facts['repository']['path'])}: "
                 f"{human_size(facts['repository']['free_bytes'])} free"
@@ -254,14 +274,29 @@ def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
 def _store_facts(session: Session) -> dict[str, Any]:
     from ciuic.cli.list_command import as_document
 
-    last = session.repository.snapshots.latest()
+    last = next(iter(session.repository.snapshots.list(limit=1, safety=False)), None)
     space = os.statvfs(session.repository_dir)
     return {
         "last_snapshot": None if last is None else as_document(last),
         "seconds_since_last": None if last is None else (session.now_ns - last.time_ns) / times.NS,
+        "roots": _roots_facts(session),
         "repository": {
             "path": str(session.repository_dir),
             "free_bytes": space.f_bavail * space.f_frsize,
             "total_bytes": space.f_blocks * space.f_frsize,
         },
     }
+
+
+def _roots_facts(session: Session) -> list[dict[str, Any]]:
+    """The age of each configured root's newest snapshot; none where the configuration cannot be read."""
+    try:
+        paths = [root.path for root in session.config.roots]
+    except CiuicError:
+        return []
+    found = []
+    for path in paths:
+        newest = session.repository.snapshots.latest(os.fsencode(path))
+        age = None if newest is None else (session.now_ns - newest.time_ns) / times.NS
+        found.append({"path": str(path), "seconds_since_last": age})
+    return found

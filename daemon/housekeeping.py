@@ -55,9 +55,10 @@ class Housekeeping:
                 await supervisor.refresh_bypassing()
         self._daemon.snapshots.trust.note()
         self._look_at_clock()
-        if self._daemon.retry_schedule:
-            self._daemon.retry_schedule = False
+        if self._daemon.scheduled.retry:
+            self._daemon.scheduled.retry = False
             self._daemon.schedule.post()
+        self._daemon.first_snapshots.look()
         await self._look_at_space()
         self._daemon.tell_service_manager(self.status_line())
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from ciuic.control_types import rfc3339
 from ciuic.daemon.capture_job import CaptureJob, RootJob
 from ciuic.daemon.pending import PendingSnapshot
-from ciuic.daemon.runtime import CutRecord
+from ciuic.daemon.runtime import CutRecord, PendingRecord
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.errors import CiuicError
@@ -21,7 +22,7 @@ def make_job(
 ) -> tuple[CaptureJob, list[int]]:
     """The job, and the duplicates of descriptors that it names: the caller passes them on and closes them.
 
-    A root whose overlay session has ended is left out; CiuicError when no other remains.
+    CiuicError when the overlay session of a root has ended; the snapshot has to be cut anew then.
     """
     record = pending.record
     fds: list[int] = []
@@ -29,11 +30,11 @@ def make_job(
     for cut in pending.remaining:
         try:
             jobs.append(_root_job(cut, roots, fds, pending.trust_tracking.get(cut.path, False)))
-        except CiuicError as error:
-            pending.lose(cut.path, error.message)
-        except BaseException:
+        except BaseException as error:
             for fd in fds:
                 os.close(fd)
+            if isinstance(error, CiuicError):
+                pending.interrupt(cut.path, error.message)
             raise
     if not jobs:
         raise CiuicError(pending.lost or "no root is left that could be captured")
@@ -47,7 +48,7 @@ def make_job(
             LeftOut(path=os.fsencode(path), reason=reason) for path, reason in record.left_out.items()
         ),
         tags=tuple(record.tags),
-        message=record.message,
+        message=_message(record),
         hold=record.hold,
         hold_reason=record.hold_reason or record.message if record.hold else "",
         hold_uid=record.user if record.hold else None,
@@ -59,6 +60,13 @@ def make_job(
         trust_repository=settings.trust_repository,
     )
     return job, fds
+
+
+def _message(record: PendingRecord) -> str:
+    """What the operator said, and that the snapshot is not of the instant that was promised."""
+    if not record.retaken:
+        return record.message
+    return f"{record.message} [promised for {rfc3339(record.promised_ns)} and cut again: {record.retaken}]".lstrip()
 
 
 def _root_job(

@@ -70,6 +70,11 @@ class Metrics:
         self._last = self._gauge(
             "ciuic_last_snapshot_timestamp_seconds", "Cut of the newest committed snapshot"
         )
+        self._last_of_root = self._gauge(
+            "ciuic_root_last_snapshot_timestamp_seconds",
+            "Cut of the newest committed snapshot that has the root; absent where there is none",
+            ["root"],
+        )
         self._stored = self._gauge("ciuic_store_bytes", "Bytes in the store's packs")
         self._free = self._gauge(
             "ciuic_store_free_bytes", "What an ordinary process can use of the store's file system"
@@ -89,7 +94,7 @@ class Metrics:
 
     def text(self, status: StatusDocument) -> bytes:
         """Everything, as of ``status``."""
-        for gauge in (self._mounted, *self._roots.values()):
+        for gauge in (self._mounted, self._last_of_root, *self._roots.values()):
             gauge.clear()
         for root in status.roots:
             self._set_root(root)
@@ -133,3 +138,6 @@ class Metrics:
         self._mounted.labels(root.path).set(root.state == "mounted")
         for field, gauge in self._roots.items():
             gauge.labels(root.path).set(getattr(root, field))
+        if root.last_snapshot is not None:
+            cut = datetime.fromisoformat(root.last_snapshot.time)
+            self._last_of_root.labels(root.path).set(cut.timestamp())

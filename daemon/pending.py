@@ -6,7 +6,7 @@ Guarantees: every state change goes through one method and is announced; the ret
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import trio
@@ -16,6 +16,7 @@ from ciuic.daemon import capture_job
 from ciuic.daemon.capture_process import CODE_KILLED, CaptureProcess
 from ciuic.daemon.runtime import CutRecord, PendingRecord
 from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError
+from ciuic.types import TAG_RETAKEN
 
 BUSY_PATIENCE_SECONDS = 30 * 60
 """How long a sealed epoch waits for another writer. Waiting costs the job copies of old blocks, so it has an end."""
@@ -42,6 +43,20 @@ def retry_after(failure: capture_job.Failed, attempts: int, waited_seconds: floa
     return Retry(None)
 
 
+class Cut(NamedTuple):
+    """What all roots of one snapshot sealed at one instant."""
+
+    records: Sequence[CutRecord]
+    time_ns: int
+    hold_microseconds: int
+    trust_tracking: dict[str, bool]
+    """By root: whether nobody went round its overlay since the last snapshot that compared everything."""
+    settles: set[str]
+    """Roots that nobody bypassed at the cut."""
+    tags: Sequence[str] = ()
+    """What has to be said of the cut."""
+
+
 class PendingSnapshot:
     """Belongs to the trio thread."""
 
@@ -61,8 +76,14 @@ class PendingSnapshot:
         """Roots that nobody bypassed at the cut: once committed, tracking that had a gap counts again there."""
         self.cut_at = cut_at
         """On trio's clock."""
+        self.interrupted: dict[str, str] = {}
+        """Roots whose sealed epoch is gone before it was captured, with the reason: the snapshot has to be cut anew."""
+        self.doubtful: dict[str, str] = {}
+        """Roots whose worker ended, with the reason: a successor may go on with what was sealed (`Retaking.settle`)."""
+        self.retakes = 0
+        """How often that was tried."""
         self.lost = ""
-        """Why an overlay session ended before its sealed state was captured; empty while all live."""
+        """Why a root that was interrupted could not be cut anew; empty while there is none."""
         self.has_lost_session = False
         """A session ended since the last attempt began."""
         self.tries = 0
@@ -87,6 +108,7 @@ class PendingSnapshot:
             attempts=record.attempts,
             left_out=dict(record.left_out),
             hold_microseconds=record.hold_microseconds,
+            retaken=record.retaken,
         )
 
     @property
@@ -159,16 +181,54 @@ class PendingSnapshot:
         """Whether nothing is left that could be captured; asked anew after every await."""
         return not self.remaining
 
-    def lose(self, path: str, reason: str) -> None:
-        """The session of a root has ended: a capture that reads what it sealed is ended at once, and the others begin anew."""
+    def doubt(self, path: str, reason: str) -> None:
+        """The worker of a root has ended: a capture that reads what it sealed is ended at once, and begun again when it is known
+        whether a successor goes on with that."""
         if path in self.record.left_out:
             return
-        self.leave_out(path, reason)
-        self.lost = self.lost or reason
+        self.doubtful.setdefault(path, reason)
+        self._end_attempt(reason)
+
+    def interrupt(self, path: str, reason: str) -> None:
+        """The sealed epoch of a root is gone: the snapshot is to be cut anew."""
+        if path in self.record.left_out:
+            return
+        self.interrupted.setdefault(path, reason)
+        self._end_attempt(reason)
+
+    def _end_attempt(self, reason: str) -> None:
         self.has_lost_session = True
         if self.process is not None:
             self.process.kill(reason)
         self.wake.set()
+
+    def interrupt_all(self, reason: str) -> None:
+        """What all roots sealed is gone."""
+        for cut in self.remaining:
+            self.interrupt(cut.path, reason)
+
+    def lose(self, path: str, reason: str) -> None:
+        """Leave out a root that was interrupted and cannot be cut anew."""
+        if path not in self.record.left_out:
+            self.lost = self.lost or reason
+            self.leave_out(path, reason)
+
+    def retaken(self, cut: Cut, cut_at: float) -> None:
+        """The remaining roots were cut anew: from now on this is a snapshot of that instant, under the same id."""
+        reason = "; ".join(dict.fromkeys(self.interrupted.values()))
+        record = self.record
+        record.retaken = record.retaken or reason
+        record.promised_ns = record.promised_ns or record.time_ns
+        record.cuts, record.time_ns = list(cut.records), cut.time_ns
+        record.hold_microseconds = cut.hold_microseconds
+        record.tags = list(dict.fromkeys([*record.tags, TAG_RETAKEN, *cut.tags]))
+        self.trust_tracking, self.settles, self.cut_at = cut.trust_tracking, cut.settles, cut_at
+        self.interrupted, self.doubtful = {}, {}
+        self.state.state, self.state.progress = "pending", None
+        self.state.time = rfc3339(record.time_ns)
+        self.state.tags, self.state.retaken = list(record.tags), record.retaken
+        self.state.hold_microseconds = record.hold_microseconds
+        self._announce("snapshot_retaken", self.state)
 
     def leave_out(self, path: str, reason: str) -> None:
         """The snapshot will be without this root, and say so."""

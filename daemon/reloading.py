@@ -43,6 +43,9 @@ async def take_up(daemon: Daemon) -> TakenUp:
         report.changes.append(RootChange(path=path, change="removed", state="unmounted"))
     known = set(daemon.roots.supervisors)
     supervisors = [daemon.roots.change_or_start(root) for root in daemon.settings.roots]
+    for supervisor in supervisors:
+        if supervisor.path not in known:
+            daemon.first_snapshots.wanted(supervisor.path)
     await daemon.prepare_store()
     if before.interval_seconds != daemon.settings.interval_seconds:
         daemon.schedule.change_interval(daemon.settings.interval_seconds)

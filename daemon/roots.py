@@ -48,6 +48,8 @@ class Roots:
     ) -> None:
         self.supervisors: dict[str, RootSupervisor] = {}
         self.nursery: trio.Nursery | None = None
+        self.on_mounted: Callable[[], None] = lambda: None
+        """Some root is served by a new worker."""
         self.reconcile_new_sessions = False
         """Off during the start, when ``resume`` must come first."""
         self._settings = settings
@@ -143,6 +145,7 @@ class Roots:
     async def _session_started(self, path: str, worker: Worker) -> None:
         if self.reconcile_new_sessions:
             await self._snapshots.reconcile(path, worker)
+        self.on_mounted()
 
     def _own_pids(self, root: str) -> set[int]:
         """Processes of ours that hold the backing directory by design: a worker to adopt, captures of a predecessor.

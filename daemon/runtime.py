@@ -55,6 +55,10 @@ class PendingRecord(msgspec.Struct, kw_only=True):
     capture_pid: int = 0
     left_out: dict[str, str] = {}
     """Roots that it was to have and will not have, with the reason."""
+    retaken: str = ""
+    """Why its roots were cut once more, at a later instant than the one that was promised; empty where they were not."""
+    promised_ns: int = 0
+    """Wall clock of the first cut where they were; 0 where they were not."""
     capture_started_ticks: int = 0
     """Field 22 of /proc/<pid>/stat: tells the capture from a later process with its number."""
 
@@ -100,11 +104,13 @@ class RuntimeDirectory:
         except OSError as error:  # no space: the lock is what counts, the pid is for people
             log.warning("pid_not_written", path=str(self.path), error=str(error))
 
-    def release(self) -> None:
-        """Leaves nothing of ours behind; the directory itself goes if it is empty."""
+    def release(self, *, keep_pending: bool = False) -> None:
+        """Leaves nothing of ours behind; the directory itself goes if it is empty. ``keep_pending``: a successor goes on with
+        the snapshots that wait."""
         if self._lock_fd < 0:
             return
-        (self.path / "pending.json").unlink(missing_ok=True)
+        if not keep_pending:
+            (self.path / "pending.json").unlink(missing_ok=True)
         (self.path / "untrusted.json").unlink(missing_ok=True)
         (self.path / "daemon.lock").unlink(missing_ok=True)
         os.close(self._lock_fd)

@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import structlog
 import trio
@@ -35,6 +36,7 @@ from ciuic.daemon.alerts import KEY_MISSING, Alerts
 from ciuic.daemon.api import make_app
 from ciuic.daemon.capture_process import Captures
 from ciuic.daemon.events import EventBus
+from ciuic.daemon.first_snapshots import FirstSnapshots
 from ciuic.daemon.housekeeping import Housekeeping
 from ciuic.daemon.metrics import Metrics
 from ciuic.daemon.notify import Notifier
@@ -46,6 +48,7 @@ from ciuic.daemon.restart import is_restarting
 from ciuic.daemon.roots import Roots
 from ciuic.daemon.runtime import RuntimeDirectory, bind_control_socket
 from ciuic.daemon.schedule import Schedule
+from ciuic.daemon.scheduled_snapshots import ScheduledSnapshots
 from ciuic.daemon.server import serve_api
 from ciuic.daemon.sessions import SessionStore
 from ciuic.daemon.settings import Settings, settings_of
@@ -58,6 +61,7 @@ from ciuic.daemon.supervisor import backing_descriptors
 from ciuic.daemon.upkeep import UPKEEP_MODULE, Upkeep
 from ciuic.daemon.watch import TrainerWatch
 from ciuic.errors import CiuicError, NotFound, Unreachable
+from ciuic.repository.promised import Promise
 
 CONTROL_FD_NAME = "control"
 log = structlog.get_logger(__name__)
@@ -121,6 +125,16 @@ class Daemon:
             sessions=self.sessions,
             worker_service=worker_service,
         )
+        take = partial(self.snapshots.take, scheduled=True)
+        self.first_snapshots = FirstSnapshots(take, lambda: self.roots.supervisors, self.alerts)
+        self.scheduled = ScheduledSnapshots(
+            self.schedule.ticks,
+            take,
+            lambda: self.roots.supervisors,
+            self.snapshots.scheduled_roots,
+            self.alerts,
+        )
+        self.roots.on_mounted = self.first_snapshots.look
         self.upkeep = Upkeep(
             lambda: self.settings,
             lambda: self.store,
@@ -141,8 +155,6 @@ class Daemon:
         self.slice = SLICE if command_prefix else ""
         """What runs beside the job is in this one."""
         self.stopping = False
-        self.retry_schedule = False
-        """The scheduled snapshot failed: housekeeping asks for another one soon."""
         self._stop = trio.Event()
         self._served = trio.Event()
 
@@ -175,7 +187,7 @@ class Daemon:
             nursery.cancel_scope.cancel()
         self.settings.socket.unlink(missing_ok=True)
         self._notifier.unstore(CONTROL_FD_NAME)
-        self.runtime.release()
+        self.runtime.release(keep_pending=self.snapshots.leaving)
         log.info("daemon_stopped")
 
     async def _work(self, nursery: trio.Nursery, working: trio.CancelScope) -> None:
@@ -191,7 +203,7 @@ class Daemon:
             self.sessions.close_rest()
             await self.prepare_store()  # after the roots, which remember where it was
             self.snapshots.trust.take_over(await trio.to_thread.run_sync(self.runtime.read_untrusted))
-            self.snapshots.resume(records)
+            await self.snapshots.resume(records)
             self.roots.reconcile_new_sessions = True
             for supervisor in list(self.roots.supervisors.values()):  # a reload may add roots meanwhile
                 if supervisor.worker is not None:
@@ -204,7 +216,8 @@ class Daemon:
             async with trio.open_nursery() as workers:
                 workers.start_soon(self.snapshots.run)
                 workers.start_soon(self.upkeep.run)
-                workers.start_soon(self._follow_schedule)
+                workers.start_soon(self.scheduled.run)
+                workers.start_soon(self.first_snapshots.run)
                 workers.start_soon(housekeeping.run)
                 workers.start_soon(self.watch.run)
 
@@ -224,12 +237,14 @@ class Daemon:
             log.error("store_unusable", repository=str(self.settings.repository), error=str(error))
 
     def _last_cut_ns(self) -> int | None:
+        """The newest snapshot's cut of the root that is longest without one; None where a root has none, or it cannot be known."""
         try:
-            latest = self.store.latest()
+            latest = self.store.latest_of(root.path for root in self.settings.roots)
         except CiuicError as error:
             log.error("store_unreadable", error=str(error))
             return None
-        return latest.time_ns if latest is not None else None
+        found = [info.time_ns for info in latest.values() if info is not None]
+        return min(found) if found and len(found) == len(latest) else None
 
     async def _shut_down(self, working: trio.CancelScope) -> None:
         self.stopping = True
@@ -239,6 +254,7 @@ class Daemon:
             f"stopping: giving back what is not captured, {'leaving' if leaving else 'unmounting'}"
         )
         self.schedule.stop()
+        self.snapshots.leaving = leaving
         working.cancel()
         await self.snapshots.stopped()
         await (self.roots.leave_all() if leaving else self.roots.stop_all())
@@ -264,34 +280,6 @@ class Daemon:
         while True:
             self._notifier.watchdog()
             await trio.sleep(self._notifier.watchdog_seconds / 3)
-
-    async def _follow_schedule(self) -> None:
-        async for _ in self.schedule.ticks:
-            if not self.roots.supervisors:
-                continue
-            if self.snapshots.scheduled_is_waiting():
-                log.warning("scheduled_snapshot_skipped")
-                self.alerts.report(
-                    "behind",
-                    "a scheduled snapshot was left out: the one before it is not captured yet",
-                    hint="choose a longer interval, or look at what slows the store down",
-                    severity="warning",
-                )
-                continue
-            try:
-                await self.snapshots.take(SnapshotRequest(), scheduled=True)
-            except CiuicError as error:
-                log.error("scheduled_snapshot_failed", error=str(error))
-                self.alerts.report("schedule", f"the scheduled snapshot failed: {error}", hint=error.hint)
-                self.retry_schedule = True
-            except Exception as error:
-                # A defect in one snapshot must not end the service that takes the next one.
-                log.exception("scheduled_snapshot_failed")
-                self.alerts.report("schedule", f"the scheduled snapshot failed by a defect: {error!r}")
-                self.retry_schedule = True  # out of descriptors or memory is no defect, and passes
-            else:
-                self.alerts.clear("schedule")
-                self.alerts.clear("behind")
 
     async def _reload_quietly(self) -> None:
         try:
@@ -320,6 +308,9 @@ class Daemon:
             return pending.state
         found = await trio.to_thread.run_sync(self.store.find, snapshot_id)
         if found is None:
+            lost = await trio.to_thread.run_sync(self.store.lost, snapshot_id)
+            if lost is not None:
+                return _lost_state(lost, wait=wait)
             raise NotFound(
                 f"no snapshot {snapshot_id} is known here", hint="ciuic list shows the committed ones"
             )
@@ -336,7 +327,12 @@ class Daemon:
                 f"{path} is not in the configuration {self.settings.config_path}",
                 hint=f"ciuic protect {path}",
             )
-        status = await self.roots.add(settings)
+        new = path not in self.roots.supervisors
+        try:
+            status = await self.roots.add(settings)
+        finally:
+            if new:
+                self.first_snapshots.wanted(path)  # also where it is mounted later
         await self.prepare_store()
         return status
 
@@ -394,6 +390,22 @@ async def _finished(pending: PendingSnapshot) -> None:
     await pending.finished.wait()
     if pending.failure is not None:
         raise pending.failure
+
+
+def _lost_state(lost: Promise, *, wait: bool) -> SnapshotState:
+    """As of a snapshot that failed in this daemon's life: a state, and an error for who waits."""
+    if wait:
+        raise CiuicError(f"snapshot {lost.id} failed: {lost.reason}")
+    return SnapshotState(
+        id=lost.id,
+        state="failed",
+        time=rfc3339(lost.time_ns),
+        error=lost.reason,
+        code=CiuicError.exit_code,
+        roots=list(lost.roots),
+        tags=list(lost.tags),
+        message=lost.message,
+    )
 
 
 def _store(settings: Settings) -> Store:

@@ -88,11 +88,17 @@ class SnapshotQueue:
         """Without a word in the journal: it is what the next daemon goes by."""
         self._waiting.clear()
 
-    def lose(self, path: str, session: str, reason: str) -> None:
-        """The overlay session has ended: what it sealed can no longer be captured exactly."""
+    def to_the_end(self, pending: PendingSnapshot) -> None:
+        """It was cut anew, after all others: the order of the queue stays that of the cuts."""
+        self._waiting.remove(pending)
+        self._waiting.append(pending)
+        self.write_journal()
+
+    def doubt(self, path: str, session: str, reason: str) -> None:
+        """The overlay session has ended, or its worker has: what it sealed may be lost."""
         for pending in self._waiting:
             if any(cut.path == path and cut.session == session for cut in pending.record.cuts):
-                pending.lose(path, reason)
+                pending.doubt(path, reason)
 
     def epochs(self) -> set[tuple[str, str, int]]:
         """Root, session and number of every epoch that some snapshot is about."""

@@ -1,11 +1,12 @@
 """Taking snapshots: one cut at a time, one capture at a time, in the order of the cuts.
 
 Guarantees: an id is given out only when every root's cut is made and the journal names it; each sealed epoch is in the
-end either committed or given back to its worker; a snapshot whose overlay session ended is never committed. A killed
-daemon's successor goes on with the same ids (``resume``). Leaves to others: what a cut and a capture are (cut.py,
-capture_process.py), when one is due (schedule.py), what stays (upkeep_process.py).
+end either committed or given back to its worker. A snapshot whose id was given out is committed under that id: of the promised
+instant, or, where what was sealed then is gone, of a later one, and says so (retaking.py); what cannot be committed fails whoever waits
+for it and is on file as lost (promises.py). A killed daemon's successor goes on with the same ids (``resume``). Leaves to others: what a
+cut and a capture are (cut.py, capture_process.py), when one is due (schedule.py), what stays (upkeep_process.py).
 
-Belongs to the trio thread. Every await below may find the world changed: sessions end, captures are killed; ``lost`` of
+Belongs to the trio thread. Every await below may find the world changed: sessions end, captures are killed; ``interrupted`` of
 a pending snapshot is looked at after each.
 """
 
@@ -24,20 +25,22 @@ from ciuic.control_types import RepositoryStatus, SnapshotRequest, SnapshotState
 from ciuic.daemon.alerts import KEY_MISSING, Alerts
 from ciuic.daemon.capture_job import EXIT_UNDO_LOST, Done, Failed, printable
 from ciuic.daemon.capture_process import CaptureProcess
-from ciuic.daemon.cut import Flush, cut_all, flush, flush_all, mounted_roots
+from ciuic.daemon.cut import Flush, flush, mounted_roots
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.job import make_job
 from ciuic.daemon.left_out import LeftOutAlerts
 from ciuic.daemon.pending import PendingSnapshot, retry_after
 from ciuic.daemon.predecessor import await_capture
-from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory
+from ciuic.daemon.promises import Promises
+from ciuic.daemon.retaking import MAX_RETAKES, RETAKE_PAUSES_SECONDS, Retaking, make_cut
+from ciuic.daemon.runtime import PendingRecord, RuntimeDirectory
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.snapshot_queue import SnapshotQueue
 from ciuic.daemon.space import Shortage, SpaceWatch
-from ciuic.daemon.store import LastSnapshot, Store
+from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.trust import Trust
-from ciuic.daemon.verdicts import tell_workers
+from ciuic.daemon.verdicts import find_commit, settle_epoch, tell_workers
 from ciuic.daemon.worker_process import Worker
 from ciuic.errors import Busy, CiuicError, NotFound
 from ciuic.processes import start_ticks
@@ -46,8 +49,6 @@ from ciuic.units import plural
 
 MAX_PENDING = 8
 """Each pending epoch costs its root a copy of what the job overwrites: more than a few would be felt."""
-TAG_UNFLUSHED = "unflushed"
-"""On a snapshot for which the kernel's cached writes could not all be written back in time."""
 log = structlog.get_logger(__name__)
 
 
@@ -88,6 +89,10 @@ class Snapshots:
         self._stopped = trio.Event()
         self._running = False
         self.trust = Trust(context.roots, context.runtime)
+        self.leaving = False
+        """The daemon ends and its workers serve on: a successor captures what waits."""
+        self._promises = Promises(context.store, context.now_ns)
+        self._retaking = Retaking(self._queue, context.roots, lambda: self._context.flush, self._cut_lock)
 
     # -- asking for a snapshot
 
@@ -117,39 +122,32 @@ class Snapshots:
                 key = KEY_MISSING if isinstance(error, NotFound) else "store"
                 self._context.alerts.report(key, f"no snapshot can be taken: {error}", hint=error.hint)
                 raise
-            tags = list(dict.fromkeys(request.tags))
-            if not await flush_all(supervisors, self._context.flush):
-                tags.append(TAG_UNFLUSHED)
-            for supervisor in supervisors:
-                await supervisor.refresh_bypassing()
-            trusted = {supervisor.path: not supervisor.untrusted for supervisor in supervisors}
-            # Whoever went round is gone before this cut: a capture that compares everything has all they wrote.
-            settles = {supervisor.path for supervisor in supervisors if supervisor.all_accounted}
-            cuts = await cut_all(supervisors)
+            cut = await make_cut(supervisors, self._context.flush)
             # No await from here to the end of the block: an epoch that was cut is known to the queue and the journal.
             record = PendingRecord(
                 id=snapshot_id,
-                time_ns=max(cut.cut_ns for cut in cuts),
-                cuts=[CutRecord(path=cut.path, session=cut.session, epoch=cut.epoch) for cut in cuts],
+                time_ns=cut.time_ns,
+                cuts=list(cut.records),
                 message=request.message,
-                tags=tags,
+                tags=list(dict.fromkeys([*request.tags, *cut.tags])),
                 hold=request.hold,
                 hold_reason=hold_reason,
                 user=user,
                 pair=pair,
                 scheduled=scheduled,
-                hold_microseconds=max(cut.hold_us for cut in cuts),
+                hold_microseconds=cut.hold_microseconds,
                 left_out=dict.fromkeys(missing, "it was not mounted"),
             )
             pending = PendingSnapshot(
                 record,
                 announce=self._announce,
-                trust_tracking=trusted,
-                settles=settles,
+                trust_tracking=cut.trust_tracking,
+                settles=cut.settles,
                 cut_at=trio.current_time(),
             )
             self._queue.add(pending)
             self._announce("snapshot_cut", pending.state)
+        await self._promises.give(pending)
         log.info("snapshot_cut", id=pending.id, roots=pending.state.roots, hold_us=record.hold_microseconds)
         return pending
 
@@ -166,9 +164,10 @@ class Snapshots:
         """Return the records of what is neither committed nor given up."""
         return [pending.record for pending in self._queue]
 
-    def scheduled_is_waiting(self) -> bool:
-        """Whether a snapshot that the schedule asked for is still on its way: another would only pile up."""
-        return any(pending.record.scheduled for pending in self._queue.unfinished())
+    def scheduled_roots(self) -> set[str]:
+        """Return the roots of which a snapshot that the schedule asked for is on its way: another would only pile up."""
+        scheduled = (pending for pending in self._queue.unfinished() if pending.record.scheduled)
+        return {cut.path for pending in scheduled for cut in pending.remaining}
 
     async def _new_id(self, supervisors: Iterable[RootSupervisor]) -> str:
         store = self._context.store()
@@ -187,21 +186,17 @@ class Snapshots:
     # -- capturing
 
     async def run(self) -> None:
-        """Captures what is queued, for ever. Cancelled, it ends the running capture and gives every epoch back."""
+        """Captures what is queued, for ever. Cancelled, it ends the running capture and gives every epoch back, unless the workers
+        serve on for a successor that captures what waits (``leaving``)."""
         self._running = True
         try:
-            while True:
-                pending = await self._queue.first()
-                try:
-                    await self._bring_home(pending)
-                except Exception as error:
-                    # A defect costs this snapshot, not the service: its changes go into the next one.
-                    log.exception("capture_defect", id=pending.id)
-                    await self._give_up(pending, Failed(error=f"a defect in ciuic: {error!r}"))
-                self._queue.remove(pending)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._retaking.run)
+                while True:
+                    await self._bring_first_home()
         finally:
             with trio.move_on_after(10, shield=True):
-                for pending in self._queue:
+                for pending in () if self.leaving else self._queue:
                     await self._give_up(pending, Failed(error="the daemon stopped before it was captured"))
             self._queue.clear()
             self._stopped.set()
@@ -211,52 +206,101 @@ class Snapshots:
         if self._running:
             await self._stopped.wait()
 
-    async def _bring_home(self, pending: PendingSnapshot) -> None:
-        """Attempts until the snapshot is committed or given up."""
+    async def _bring_first_home(self) -> None:
+        pending = await self._queue.first()
+        try:
+            at_home = await self._bring_home(pending)
+        except Exception as error:
+            # A defect costs this snapshot, not the service: its changes go into the next one.
+            log.exception("capture_defect", id=pending.id)
+            await self._give_up(pending, Failed(error=f"a defect in ciuic: {error!r}"))
+            at_home = True
+        if at_home:
+            if pending.failure is None:
+                await self._promises.keep(
+                    pending
+                )  # before the journal forgets it: a successor does this again
+            self._queue.remove(pending)
+
+    async def _bring_home(self, pending: PendingSnapshot) -> bool:
+        """Attempts until the snapshot is committed or given up; False where it was cut anew and others may be before it now."""
         if pending.record.scheduled:
             pending.needed_bytes = self._shortage.needed_bytes()
         await await_capture(pending)
         while True:
+            if await self._committed_already(pending):
+                return True
             if pending.is_lost():
                 await self._give_up(pending, Failed(error=pending.lost))
-                return
-            if await self._committed_already(pending):
-                return
+                return True
+            if pending.doubtful:
+                await self._retaking.settle(pending)
+                continue
+            if pending.interrupted:
+                return not await self._retaken(pending)
             pending.capturing()
             async with self.repository_lock:
                 outcome = await self._attempt(pending)
             if isinstance(outcome, Done):
-                return
+                return True
             if pending.has_lost_session:
                 continue
-            pending.needed_bytes = max(pending.needed_bytes, outcome.needed_bytes)
-            waited = trio.current_time() - pending.cut_at
-            after = retry_after(outcome, pending.tries, waited).after_seconds
-            log.warning(
-                "capture_failed",
-                id=pending.id,
-                error=outcome.error,
-                code=outcome.code,
-                retry_after_seconds=after,
-            )
-            if after is None:
-                culprit = pending.leave_out_culprit(outcome)
-                if culprit:
-                    log.error("root_left_out", id=pending.id, root=culprit, error=outcome.error)
-                    continue
-                self._shortage.met(outcome.needed_bytes)
-                await self._give_up(pending, outcome)
-                return
-            pending.waiting(outcome)
-            self._context.alerts.report(
-                "capture",
-                f"snapshot {pending.id} waits: {outcome.error}",
-                hint=outcome.hint,
-                severity="warning",
-            )
-            self.on_committed()  # upkeep may free what a full store lacks
-            with trio.move_on_after(after):
-                await pending.wake.wait()
+            if outcome.code == EXIT_UNDO_LOST:
+                # Given up by its worker, for want of space as a rule: what the same roots show now is captured under the same id.
+                pending.interrupt_all(outcome.error)
+                continue
+            if not await self._wait_for_another_attempt(pending, outcome):
+                return True
+
+    async def _wait_for_another_attempt(self, pending: PendingSnapshot, outcome: Failed) -> bool:
+        """After a failure. False when the snapshot was given up."""
+        pending.needed_bytes = max(pending.needed_bytes, outcome.needed_bytes)
+        waited = trio.current_time() - pending.cut_at
+        after = retry_after(outcome, pending.tries, waited).after_seconds
+        log.warning(
+            "capture_failed",
+            id=pending.id,
+            error=outcome.error,
+            code=outcome.code,
+            retry_after_seconds=after,
+        )
+        if after is None:
+            culprit = pending.leave_out_culprit(outcome)
+            if culprit:
+                log.error("root_left_out", id=pending.id, root=culprit, error=outcome.error)
+                return True
+            self._shortage.met(outcome.needed_bytes)
+            await self._give_up(pending, outcome)
+            return False
+        pending.waiting(outcome)
+        self._context.alerts.report(
+            "capture",
+            f"snapshot {pending.id} waits: {outcome.error}",
+            hint=outcome.hint,
+            severity="warning",
+        )
+        self.on_committed()  # upkeep may free what a full store lacks
+        with trio.move_on_after(after):
+            await pending.wake.wait()
+        return True
+
+    async def _retaken(self, pending: PendingSnapshot) -> bool:
+        """Cut an interrupted snapshot anew. False when it was given up: it has no root left, or cannot be cut."""
+        reason = next(iter(pending.interrupted.values()))
+        error = ""
+        while pending.interrupted and pending.retakes < MAX_RETAKES:
+            await trio.sleep(RETAKE_PAUSES_SECONDS[pending.retakes])
+            pending.retakes += 1
+            try:
+                await self._retaking.retake(pending)
+            except CiuicError as failure:
+                error = str(failure)
+                log.warning("snapshot_not_retaken", id=pending.id, error=error)
+        if not pending.interrupted:
+            return True
+        text = f"{reason}; it could not be cut anew in {MAX_RETAKES} attempts{error and f': {error}'}"
+        await self._give_up(pending, Failed(error=text))
+        return False
 
     async def _attempt(self, pending: PendingSnapshot) -> Done | Failed:
         """One capture. On Done the snapshot was seen to: whoever waits for it has been told before its process ended."""
@@ -345,17 +389,8 @@ class Snapshots:
         """Whether an earlier attempt, or a predecessor's capture, got as far as the commit."""
         if pending.record.attempts == 0:
             return False
-        store = self._context.store()
-
-        def look() -> tuple[LastSnapshot, frozenset[str]] | None:
-            for cut in pending.remaining:
-                snapshot = store.snapshot_of_epoch(cut.path, cut.session, cut.epoch)
-                if snapshot is not None:
-                    return snapshot, store.roots_of(snapshot.id)
-            return None
-
         try:
-            answer = await trio.to_thread.run_sync(look)
+            answer = await trio.to_thread.run_sync(find_commit, self._context.store(), pending.remaining)
         except CiuicError as error:
             log.warning("repository_not_asked", id=pending.id, error=str(error))
             return False
@@ -375,6 +410,7 @@ class Snapshots:
         if pending.finished.is_set():  # committed, and only its process had not ended yet
             return
         await tell_workers(pending, self._context.roots(), committed=False)
+        await self._promises.lose(pending, failure.error)  # on file before anybody is told
         pending.failed(failure)
         if pending.record.scheduled and pending.is_lost():
             self.on_scheduled_lost()
@@ -393,11 +429,13 @@ class Snapshots:
     # -- sessions that end, daemons that follow one another
 
     def session_lost(self, path: str, session: str) -> None:
-        """The worker of ``path`` has ended or is being stopped: what it sealed can no longer be captured exactly."""
-        self._queue.lose(path, session, f"the overlay session of {path} ended before the capture did")
+        """The worker of ``path`` has ended or is being stopped: what it sealed cannot be captured exactly, unless a successor goes on
+        with it."""
+        self._queue.doubt(path, session, f"the overlay session of {path} ended before the capture did")
+        self._retaking.wanted()
 
-    def resume(self, records: list[PendingRecord]) -> None:
-        """Takes up what a killed predecessor had promised, as far as the sessions still live."""
+    async def resume(self, records: list[PendingRecord]) -> None:
+        """Takes up what a predecessor had promised: as it was sealed where the sessions still live, cut anew where they do not."""
         roots = self._context.roots()
         for record in records:
             pending = PendingSnapshot(record, announce=self._announce, cut_at=trio.current_time())
@@ -408,8 +446,10 @@ class Snapshots:
                 worker = supervisor.worker if supervisor else None
                 if worker is None or worker.session != cut.session:
                     reason = f"the overlay session of {cut.path} ended with the daemon before this one"
-                    pending.lose(cut.path, reason)
-            log.info("snapshot_resumed", id=record.id, lost=pending.lost)
+                    pending.interrupt(cut.path, reason)
+            log.info("snapshot_resumed", id=record.id, interrupted=pending.interrupted)
+        self._retaking.wanted()
+        await self._promises.take_stock({record.id for record in records})
 
     async def reconcile(self, path: str, worker: Worker) -> None:
         """Settles the epochs that an worker calls pending and that no queued snapshot is about."""
@@ -422,16 +462,4 @@ class Snapshots:
             queued = self._queue.epochs()
             for epoch in epochs:
                 if (path, worker.session, epoch) not in queued:
-                    await self._settle(path, worker, epoch)
-
-    async def _settle(self, path: str, worker: Worker, epoch: int) -> None:
-        store = self._context.store()
-        try:
-            found = await trio.to_thread.run_sync(store.snapshot_of_epoch, path, worker.session, epoch)
-            if found is not None:
-                await worker.ask(lambda client: client.committed(epoch))
-            else:
-                await worker.ask(lambda client: client.abort(epoch))
-            log.info("epoch_reconciled", root=path, epoch=epoch, snapshot=found.id if found else "")
-        except CiuicError as error:
-            log.warning("epoch_not_reconciled", root=path, epoch=epoch, error=str(error))
+                    await settle_epoch(self._context.store(), path, worker, epoch)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 import trio
@@ -13,12 +14,11 @@ from ciuic.control_types import (
     BesideStatus,
     RepositoryStatus,
     RootStatus,
-    SnapshotSummary,
     StatusDocument,
     rfc3339,
 )
 from ciuic.daemon.space import SpaceWatch
-from ciuic.daemon.store import Store, summary
+from ciuic.daemon.store import LastSnapshot, Store, summary
 from ciuic.errors import CiuicError
 from ciuic.pace import audible, waits_files
 
@@ -40,19 +40,25 @@ async def status_document(daemon: Daemon) -> StatusDocument:
     async with trio.open_nursery() as nursery:
         for path in supervisors:
             nursery.start_soon(ask, path)
-        repository, last, last_ns = await trio.to_thread.run_sync(_ask_store, daemon.store, daemon.space)
+        facts = await trio.to_thread.run_sync(_ask_store, daemon.store, daemon.space, list(supervisors))
     now_ns = daemon.now_ns()
     due = daemon.schedule.next_due()
+    next_snapshot = due.astimezone().isoformat(timespec="seconds") if due is not None else None
+    for path, root in roots.items():
+        newest = facts.by_root[path]
+        root.last_snapshot = summary(newest) if newest is not None else None
+        root.seconds_since_last = _age_seconds(newest, now_ns)
+        root.next_snapshot = rfc3339(now_ns) if path in daemon.first_snapshots.waiting else next_snapshot
     return StatusDocument(
         version=ciuic.__version__,
         pid=os.getpid(),
         since=rfc3339(daemon.started_ns),
         now=rfc3339(now_ns),
         roots=[roots[path] for path in supervisors],
-        repository=repository,
-        last_snapshot=last,
-        next_snapshot=due.astimezone().isoformat(timespec="seconds") if due is not None else None,
-        seconds_since_last=max(0.0, (now_ns - last_ns) / 1e9) if last_ns is not None else None,
+        repository=facts.repository,
+        last_snapshot=summary(facts.newest) if facts.newest is not None else None,
+        next_snapshot=next_snapshot,
+        seconds_since_last=_risk_seconds(list(roots.values()), _age_seconds(facts.newest, now_ns)),
         interval_seconds=daemon.settings.interval_seconds,
         captures=daemon.snapshots.unfinished(),
         beside=_beside(daemon),
@@ -74,12 +80,33 @@ def _beside(daemon: Daemon) -> BesideStatus:
     )
 
 
-def _ask_store(
-    store: Store, space: SpaceWatch
-) -> tuple[RepositoryStatus, SnapshotSummary | None, int | None]:
+class _StoreFacts(NamedTuple):
+    """What the repository says."""
+
+    repository: RepositoryStatus
+    newest: LastSnapshot | None
+    by_root: Mapping[str, LastSnapshot | None]
+
+
+def _ask_store(store: Store, space: SpaceWatch, roots: Sequence[str]) -> _StoreFacts:
+    by_root: dict[str, LastSnapshot | None] = dict.fromkeys(roots)
     try:
-        latest = store.latest() if store.path is not None else None
+        newest = store.latest() if store.path is not None else None
+        by_root = store.latest_of(roots)
     except CiuicError as error:
         log.warning("store_unreadable", error=str(error))
-        latest = None
-    return space.look(), summary(latest) if latest else None, latest.time_ns if latest else None
+        newest = None
+    return _StoreFacts(space.look(), newest, by_root)
+
+
+def _age_seconds(snapshot: LastSnapshot | None, now_ns: int) -> float | None:
+    """A cut in the future (a clock that was put back) has no age."""
+    return None if snapshot is None else max(0.0, (now_ns - snapshot.time_ns) / 1e9)
+
+
+def _risk_seconds(roots: Sequence[RootStatus], without_roots: float | None) -> float | None:
+    """Of the root that is longest without a snapshot: another one's must not hide it."""
+    if not roots:
+        return without_roots
+    ages = [root.seconds_since_last for root in roots if root.seconds_since_last is not None]
+    return max(ages) if len(ages) == len(roots) else None

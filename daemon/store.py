@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -20,11 +21,13 @@ from ciuic import mountinfo
 from ciuic.config import MinFree
 from ciuic.control_types import RepositoryStatus, SnapshotSummary, rfc3339
 from ciuic.errors import CiuicError, Damaged, NotFound
-from ciuic.repository import Repository
+from ciuic.repository import Repository, promised
+from ciuic.repository.promised import Promise
 from ciuic.repository.trust import require_own
 from ciuic.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
+from ciuic.restores import undoes_newest_change
 from ciuic.retention import RetentionPolicy, plan_retention, snapshots_having
-from ciuic.types import STATE_TAGS, TAG_PARTIAL, SnapshotId
+from ciuic.types import STATE_TAGS, TAG_PARTIAL, SnapshotId, is_safety
 
 log = structlog.get_logger(__name__)
 
@@ -144,12 +147,30 @@ class Store:
             return repository.snapshots.new_id(taken)
 
     def latest(self) -> LastSnapshot | None:
-        """The newest committed snapshot; None when there is none, or no repository yet."""
+        """The newest committed snapshot, safety snapshots left out; None when there is none, or no repository yet."""
         try:
             with self._open() as repository:
-                return repository.snapshots.latest()
+                infos = repository.snapshots.newest_first()
+                return next((info for info in infos if not is_safety(info.tags, info.message)), None)
         except NotFound:
             return None
+
+    def latest_of(self, roots: Iterable[str]) -> dict[str, LastSnapshot | None]:
+        """Return the newest committed snapshot of each root, of whatever kind; None for a root that has none. CiuicError."""
+        found: dict[str, LastSnapshot | None] = dict.fromkeys(roots)
+        if self.path is None or not found:
+            return found
+        wanted = {os.fsencode(root): root for root in found}
+        try:
+            with self._open() as repository:
+                for info in repository.snapshots.newest_first():
+                    for root in wanted.keys() & set(info.roots):
+                        found[wanted.pop(root)] = info
+                    if not wanted:
+                        break
+        except NotFound:
+            pass  # no repository yet
+        return found
 
     def block_bytes(self) -> int:
         """The block size that trackers must use: the repository's, or what a new one would get."""
@@ -202,6 +223,41 @@ class Store:
         except NotFound:
             return frozenset()
 
+    def promise(self, promise: Promise) -> None:
+        """Note in the repository that an id was given out. CiuicError, OSError."""
+        promised.record_promise(self._own_path(), promise)
+
+    def keep_promise(self, snapshot_id: str) -> None:
+        """The snapshot is committed: remove the note. CiuicError, OSError."""
+        promised.remove_promise(self._own_path(), snapshot_id)
+
+    def lose(self, promise: Promise) -> None:
+        """Note why the snapshot will never be; durable on return. CiuicError, OSError."""
+        promised.record_loss(self._own_path(), promise)
+
+    def lost(self, snapshot_id: str) -> Promise | None:
+        """Return the note of a snapshot that was given up; None for every other id."""
+        if self.path is None:
+            return None
+        return next((one for one in promised.lost(self.path, ()) if one.id == snapshot_id), None)
+
+    def open_promises(self, known: Collection[str]) -> list[Promise]:
+        """Return what was promised, is not in ``known`` and does not exist; forget what was promised and does. CiuicError."""
+        found = []
+        with self._open() as repository:
+            names = repository.snapshots.names()
+            for promise in promised.promises(repository.path):
+                if promise.id in names:
+                    promised.remove_promise(repository.path, promise.id)
+                elif not promise.reason and promise.id not in known:
+                    found.append(promise)
+        return found
+
+    def _own_path(self) -> Path:
+        path = self._known_path()
+        require_own(path, trusted=self.trusted)
+        return path
+
     def snapshot_of_epoch(self, root: str, session: str, epoch: int) -> LastSnapshot | None:
         """The committed snapshot that holds this epoch of this session; None when there is none."""
         wanted = (os.fsencode(root), session, epoch)
@@ -234,12 +290,16 @@ class Store:
                     for info in infos
                     if not STATE_TAGS.isdisjoint(info.tags) and repository.snapshots.load(info.id).is_state
                 }
-                partial = [repository.snapshots.load(info.id) for info in infos if TAG_PARTIAL in info.tags]
+                lacking = [repository.snapshots.load(info.id) for info in infos if TAG_PARTIAL in info.tags]
                 having = snapshots_having(
                     {info.id: info.roots for info in infos},
-                    [root.path for snapshot in partial for root in snapshot.left_out],
+                    [root.path for snapshot in lacking for root in snapshot.left_out],
                 )
-                if plan_retention(infos, policy, now_ns=now_ns, states=states, having=having).removed:
+                undoes = partial(undoes_newest_change, repository, infos)
+                plan = plan_retention(
+                    infos, policy, now_ns=now_ns, states=states, having=having, undoes=undoes
+                )
+                if plan.removed:
                     return True
         except NotFound:
             return False

@@ -93,8 +93,14 @@ class OverlayCore:
         self._plain = plain
         self._removed: dict[tuple[int, int, int], Descriptor] = {}
         nodes = NodeTable(backing_fd)
+        left = read_saved(self._state_fd, _SUCCESSION_NAME)  # true for the very next process only
         undo = UndoLog(
-            self._state_fd, block_size=block_size, limit_bytes=undo_limit_bytes, on_abandon=self._on_abandon
+            self._state_fd,
+            block_size=block_size,
+            limit_bytes=undo_limit_bytes,
+            on_abandon=self._on_abandon,
+            # A predecessor that left its session gave its epochs up; one that was killed left them on disk.
+            inherit=inherited is not None and left is None and not plain,
         )
         hidden = int(state_directory.lies_inside(backing_fd))
         self._state = OverlayState(nodes, Tracker(block_size), undo, plain=plain, hidden_directories=hidden)
@@ -113,9 +119,11 @@ class OverlayCore:
         self.block_size = block_size
         self.session = session
         saved = read_saved(self._state_fd, _TRACKING_NAME)
-        left = read_saved(self._state_fd, _SUCCESSION_NAME)  # true for the very next process only
         if inherited is not None and left is not None:
             self.session = self._epochs.load_session(left) or session
+        elif undo.inherited is not None:
+            self.session = self._epochs.adopt(undo.inherited)
+            log.info("epochs_inherited", epochs=undo.pending, records=len(undo.inherited.names))
         elif saved is not None:
             self._epochs.load(saved)
         self._bind()

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.fuse_layer import sealed_format, undo_format
+from ciuic.fuse_layer.inherited_undo import InheritedUndo
 from ciuic.fuse_layer.instant import Instant
 from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OverlayState
@@ -232,6 +233,24 @@ class Epochs:
         self._state.tracker.resume(epoch, current)
         self._session, self.since = session, since
         return session
+
+    def adopt(self, inherited: InheritedUndo) -> str:
+        """Go on with the epochs that a killed predecessor sealed; the session's name.
+
+        What the current epoch changed was in its memory: the set is not complete, and continues no snapshot.
+        """
+        for head in inherited.heads:
+            changes = ChangeSet(
+                since=head.since, complete=False
+            )  # whole in the sealed file; asked for where one is folded
+            self._sets[head.epoch] = SealedSet(head.cut_ns, changes, head.open_for_write)
+        current = ChangeSet(since=0, complete=False)
+        for ino in inherited.reborn:
+            current.changes[ino] = change = Change()
+            change.fresh = True  # nothing of it is to be saved for a sealed epoch
+        self._state.tracker.resume(inherited.true_epoch + 1, current)
+        self._session = inherited.heads[-1].session
+        return self._session
 
     def load(self, data: bytes) -> None:
         """Fold a dump of an earlier session into the current set, which stays incomplete: somebody may have

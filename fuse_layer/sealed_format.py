@@ -219,16 +219,29 @@ class Sealed(NamedTuple):
     totals: Totals
 
 
+def read_head(path: str | bytes) -> SealedHead:
+    """What a sealed file says of its epoch as a whole. FileNotFoundError, UndoDamaged; OSError."""
+    with open(path, "rb") as file:
+        try:
+            return _read_head(file)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, UndoDamaged) as error:
+            raise UndoDamaged(f"{os.fsdecode(path)}: {error}") from error
+
+
+def _read_head(file: BinaryIO) -> SealedHead:
+    body = _next_frame(file)
+    version = _version_decoder.decode(body).version
+    if version != SEALED_VERSION:
+        raise UndoDamaged(f"of version {version}, and this program reads {SEALED_VERSION}")
+    return _head_decoder.decode(body)
+
+
 def read_sealed(path: str | bytes, spill: Spill) -> Sealed:
     """The sealed file at `path`. FileNotFoundError when the epoch is not sealed (any more), UndoDamaged
     otherwise; OSError."""
     with open(path, "rb") as file:
         try:
-            body = _next_frame(file)
-            version = _version_decoder.decode(body).version
-            if version != SEALED_VERSION:
-                raise UndoDamaged(f"of version {version}, and this program reads {SEALED_VERSION}")
-            head = _head_decoder.decode(body)
+            head = _read_head(file)
             changes = Changes(spill)
             while True:
                 frame = _frame_decoder.decode(_next_frame(file))

@@ -26,8 +26,10 @@ from ciuic.fuse_layer import syscalls, undo_format
 from ciuic.fuse_layer.blockset import MOST_BLOCKS, BlockSet, blocks_of
 from ciuic.fuse_layer.file_content import data_ranges, read_xattrs, write_all, write_pieces
 from ciuic.fuse_layer.hidden_links import HiddenLinks, fresh_directory
+from ciuic.fuse_layer.inherited_undo import InheritedUndo, read_undo
 from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
 from ciuic.fuse_layer.ways import Descriptor
+from ciuic.state_directory import own_directory
 
 UNDO_DIR: Final = b"undo"
 _LOCK_STRIPES: Final = 64
@@ -59,7 +61,9 @@ class UndoLog:
         block_size: int,
         limit_bytes: int,
         on_abandon: Callable[[list[int], str], None],
+        inherit: bool = False,
     ) -> None:
+        """``inherit``: go on with what a killed predecessor saved, where that is possible (``inherited``)."""
         self.block_size = block_size
         self.limit_bytes = limit_bytes
         self.bytes_kept = 0
@@ -83,10 +87,43 @@ class UndoLog:
         self._unclean = False
         """Something that nobody needs any more is not removed yet."""
         self._forget_saved()
-        self._directory = fresh_directory(state_fd, UNDO_DIR)
-        self.hidden = HiddenLinks(fresh_directory(self._directory.fd, undo_format.HOLD_DIR.encode()))
+        self.inherited = self._inherit(state_fd) if inherit else None
+        """What was taken up of a predecessor; None where nothing was."""
+        if self.inherited is None:
+            self._directory = fresh_directory(state_fd, UNDO_DIR)
+            hold = fresh_directory(self._directory.fd, undo_format.HOLD_DIR.encode())
+        else:
+            hold = Descriptor(own_directory(self._directory.fd, undo_format.HOLD_DIR.encode()))
+        self.hidden = HiddenLinks(hold)
+        if self.inherited is not None:
+            self.hidden.held |= self.inherited.held
         self.links = self.hidden.links
         """Asked for the attributes of every inode: no call more than that."""
+
+    def _inherit(self, state_fd: int) -> InheritedUndo | None:
+        """Read what a predecessor saved, and go on where its log ends."""
+        directory = Descriptor(own_directory(state_fd, UNDO_DIR))
+        found = read_undo(directory.fd, self.block_size)
+        if found is None:
+            return None
+        if found.has_log:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            try:
+                log = Descriptor(os.open(undo_format.LOG_NAME, flags, dir_fd=directory.fd))
+                os.ftruncate(
+                    log.fd, found.log_bytes
+                )  # a record that was cut short protects no change: it came first
+            except OSError:
+                return None
+            self._log = log
+        self._directory = directory
+        self._pending = [head.epoch for head in found.heads]
+        self._true_epoch = found.true_epoch
+        self._inodes.update(found.inodes)
+        self._names.update(found.names)
+        self._blocks.update(found.blocks)
+        self.bytes_kept = found.bytes_kept
+        return found
 
     @property
     def directory_fd(self) -> int:
@@ -139,6 +176,9 @@ class UndoLog:
                 self._append(AbandonedRecord(epoch=epochs[-1], reason=reason))
             except OSError:
                 reason = f"{reason} (and the log could not take a note of it)"  # its removal below tells the reader
+                # Before saving stops, too: a successor of ours, killed now, must not take these epochs for whole.
+                for epoch in epochs:
+                    self._unlink_quietly(undo_format.sealed_name(epoch).encode())
             self._unclean = True
             self._pending = []
         self._on_abandon(epochs, reason)

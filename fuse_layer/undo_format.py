@@ -193,6 +193,25 @@ def encode(record: Record) -> bytes:
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
+def decode_log(data: bytes) -> tuple[list[Record], int]:
+    """Return every whole record of a log, and how many bytes they take: what follows was cut short. UndoDamaged."""
+    records: list[Record] = []
+    position = 0
+    while len(data) - position >= _LENGTH_BYTES:
+        size = int.from_bytes(data[position : position + _LENGTH_BYTES], "little")
+        end = position + _LENGTH_BYTES + size
+        if size > MAX_RECORD_BYTES:
+            raise UndoDamaged(f"undo log: a record of {size} bytes")
+        if end > len(data):
+            break
+        try:
+            records.append(_record_decoder.decode(data[position + _LENGTH_BYTES : end]))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UndoDamaged(f"undo log: {error}") from error
+        position = end
+    return records, position
+
+
 class BlockRun(NamedTuple):
     """Blocks [first, stop) are to be read from `blocks_name(ino, epoch)`."""
 

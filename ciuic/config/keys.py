@@ -307,6 +307,14 @@ KEYS: dict[str, Key] = {
             "Keep this many of the newest that were taken because a trainer died.",
         ),
         Key(
+            "retention.keep_safety",
+            _duration,
+            "7d",
+            "Keep safety snapshots, which restores take first, for this long; the newest three, and those that can still undo a "
+            "restore, in any case.",
+            show=format_duration,
+        ),
+        Key(
             "retention.min_free",
             _size_or_share,
             "",

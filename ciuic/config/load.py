@@ -346,6 +346,7 @@ class _Draft:
             schedule=ScheduleConfig(values["schedule.interval"]),
             retention=RetentionPolicy(
                 keep_within_seconds=values["retention.keep_within"],
+                keep_safety_seconds=values["retention.keep_safety"],
                 **{name: values[f"retention.{name}"] for name in _POLICY_NAMES},
             ),
             min_free=values["retention.min_free"],

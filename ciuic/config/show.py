@@ -34,6 +34,7 @@ _VALUE_OF: dict[str, Callable[[Config], Any]] = {
     "retention.keep_yearly": lambda config: config.retention.keep_yearly,
     "retention.keep_tags": lambda config: config.retention.keep_tags,
     "retention.keep_emergency": lambda config: config.retention.keep_emergency,
+    "retention.keep_safety": lambda config: config.retention.keep_safety_seconds,
     "retention.min_free": lambda config: config.min_free,
     "capture.io_priority": lambda config: config.capture.io_priority,
     "capture.min_share": lambda config: config.capture.min_share,

@@ -20,9 +20,10 @@ from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
 from ciuic.repository.ids import new_snapshot_id
 from ciuic.repository.index import INDEX_NAME, MARKS_SEEN, SNAPSHOTS_SEEN, Index
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
+from ciuic.repository.promised import lost, promised_names
 from ciuic.repository.resolve import resolve
 from ciuic.repository.seen import changed_ns
-from ciuic.types import Snapshot, SnapshotId
+from ciuic.types import Snapshot, SnapshotId, is_safety
 
 SNAPSHOTS_DIR = "snapshots"
 MARKS_DIR = "marks"
@@ -65,8 +66,11 @@ class SnapshotStore:
         since_ns: int | None = None,
         until_ns: int | None = None,
         limit: int | None = None,
+        safety: bool = True,
     ) -> _Infos:
         """Newest first; ``since_ns`` and ``until_ns`` inclusive. A few milliseconds for 1,000 snapshots.
+
+        ``safety`` False leaves safety snapshots out.
 
         A snapshot that the catalogue does not know and whose file cannot be read is left out; `unreadable`
         names it.
@@ -80,6 +84,7 @@ class SnapshotStore:
             and (tag is None or tag in info.tags)
             and (since_ns is None or info.time_ns >= since_ns)
             and (until_ns is None or info.time_ns <= until_ns)
+            and (safety or not is_safety(info.tags, info.message))
         ]
         return chosen if limit is None else chosen[: max(0, limit)]
 
@@ -151,13 +156,27 @@ class SnapshotStore:
         time.
 
         A time is local unless it carries an offset: "2023-06-15 15:00" or RFC 3339; the newest snapshot not
-        after it, where seconds count whole; a date alone means the end of that day. NotFound; UsageError when
-        ambiguous.
+        after it, where seconds count whole; a date alone means the end of that day. Safety snapshots are found
+        by id alone: what a restore replaced is not the newest state that anybody wants back. NotFound; UsageError
+        when ambiguous.
         """
         names = self.names()
         if text in names:  # also when its file is damaged: who asks for it must be told that
             return SnapshotId.parse(text)
-        return resolve(text, names, self.list)
+        try:
+            return resolve(text, names, lambda: self.list(safety=False))
+        except NotFound:
+            self._refuse_lost(text)
+            raise
+
+    def _refuse_lost(self, text: str) -> None:
+        """Raise NotFound with the reason where ``text`` is the id of a snapshot that was promised and given up."""
+        for promise in lost(self._directory, ()):
+            if text in (promise.id, promise.id.removeprefix("cs-")):
+                raise NotFound(
+                    f"the snapshot {promise.id} was lost: {promise.reason}",
+                    hint=f"ciuic list shows those there are; ciuic forget {promise.id} ends its mention there",
+                )
 
     def unreadable(self) -> _Unreadables:
         """Files in snapshots/ that cannot be read, found by reading them all. Never raises for their content.
@@ -187,8 +206,8 @@ class SnapshotStore:
         return frozenset(self.names()), tuple(sorted(self.signatures().items())), *times
 
     def new_id(self, taken: Collection[str] = ()) -> SnapshotId:
-        """A fresh id, neither in use nor in ``taken`` (cut but not yet committed)."""
-        return new_snapshot_id(self.names().union(taken))
+        """A fresh id, neither in use nor promised nor in ``taken`` (cut but not yet committed)."""
+        return new_snapshot_id(self.names().union(taken, promised_names(self._directory)))
 
     def signatures(self) -> dict[str, str]:
         """What tells each marks file from an earlier one of the same snapshot."""

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,11 +44,13 @@ def _cut(live: Live, **fields: object) -> pairing.Taken:
 
 
 def _committed(live: Live, id_: str) -> Pair | None:
-    wait_for(
-        "the snapshot",
-        lambda: pairing.states_of(_socket(live), (id_,), 30).states == {id_: "committed"},
-        60,
-    )
+    def is_there() -> bool:
+        # The process that serves the socket is started beside the roots: a daemon that was just started may have none yet.
+        with suppress(Unreachable):
+            return pairing.states_of(_socket(live), (id_,), 30).states == {id_: "committed"}
+        return False
+
+    wait_for("the snapshot", is_there, 60)
     with Repository.open(live.repository) as repository:
         return repository.snapshots.load(SnapshotId.parse(id_)).pair
 

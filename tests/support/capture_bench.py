@@ -19,6 +19,7 @@ from ciuic.daemon import capture_root
 from ciuic.daemon.capture_job import RootJob
 from ciuic.daemon.capture_root import Report
 from ciuic.fuse_layer.core import Cut, OverlayCore
+from ciuic.fuse_layer.ledger import Inherited
 from ciuic.fuse_layer.undo_format import LogReader
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, RootRecord, SnapshotDraft, SnapshotId
 
@@ -54,6 +55,18 @@ class Bench:
         self.session = session
         self.core = OverlayCore(self.backing_fd, session=session, block_size=BLOCK)
         self.driver = CoreDriver(self.core, BLOCK)
+
+    def succeed(self) -> bool:
+        """The worker is killed between two operations, and a successor goes on; its handles are gone here. Whether it took up what
+        was sealed: where it did not, nothing is pending any more."""
+        pending = self.core.status()["pending"]
+        self.core.close()
+        self.core = OverlayCore(self.backing_fd, session="6" * 32, block_size=BLOCK, inherited=Inherited())
+        self.driver = CoreDriver(self.core, BLOCK)
+        taken_up = self.core.session == self.session
+        assert self.core.status()["pending"] == (pending if taken_up else [])
+        self.session = self.core.session
+        return taken_up
 
     def run(self, ops: Sequence[Operation]) -> None:
         for operation in ops:

@@ -23,6 +23,7 @@ from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.daemon.worker_process import Worker
 from ciuic.errors import Unreachable
 from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus
+from ciuic.repository.promised import Promise
 from ciuic.types import SnapshotId
 
 
@@ -87,16 +88,18 @@ class FakeClient:
 
     def committed(self, epoch: int) -> None:
         self.overlay.do("committed")
-        self.overlay.pending.remove(epoch)
-        self.overlay.committed.append(epoch)
+        if epoch in self.overlay.pending:  # a worker ignores epochs that it does not know
+            self.overlay.pending.remove(epoch)
+            self.overlay.committed.append(epoch)
 
     def alive(self) -> None:
         self.overlay.do("alive")
 
     def abort(self, epoch: int) -> None:
         self.overlay.do("abort")
-        self.overlay.pending.remove(epoch)
-        self.overlay.aborted.append(epoch)
+        if epoch in self.overlay.pending:
+            self.overlay.pending.remove(epoch)
+            self.overlay.aborted.append(epoch)
 
     def stop(self, grace_seconds: float) -> None:
         self.overlay.do("stop")
@@ -141,6 +144,7 @@ class FakeStore:
     def __init__(self) -> None:
         self.path = Path("/nowhere")
         self.epochs: dict[tuple[str, str, int], str] = {}
+        self.promises: dict[str, Promise] = {}
         self.count = 0
 
     def ensure(self, root_fds: Sequence[int] = ()) -> None:
@@ -149,6 +153,18 @@ class FakeStore:
     def new_id(self, taken: frozenset[str]) -> SnapshotId:
         self.count += 1
         return SnapshotId(f"cs-{self.count:06x}")
+
+    def promise(self, promise: Promise) -> None:
+        self.promises[promise.id] = promise
+
+    def keep_promise(self, snapshot_id: str) -> None:
+        self.promises.pop(snapshot_id, None)
+
+    def lose(self, promise: Promise) -> None:
+        self.promises[promise.id] = promise
+
+    def open_promises(self, known: Collection[str]) -> list[Promise]:
+        return [one for one in self.promises.values() if not one.reason and one.id not in known]
 
     def snapshot_of_epoch(self, root: str, session: str, epoch: int) -> Any:
         found = self.epochs.get((root, session, epoch))

@@ -28,7 +28,9 @@ from ciuic.fuse_layer.kernel_driver import KernelDriver
 from ciuic.fuse_layer.kernel_negotiation import Negotiated
 from ciuic.repository import lock, planes, snapformat
 from ciuic.repository.index import Index
+from ciuic.repository.promised import Promise
 from ciuic.restore.attributes import denied_to_nobody
+from ciuic.restores import Restore
 from ciuic.retention import RetentionPolicy
 from ciuic.scrub_book import Pass
 from ciuic.training import messages, structure
@@ -261,7 +263,7 @@ _MOUNTS = rb"""36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root r
 
 
 def _json(kind: Any) -> Callable[[bytes], object]:
-    """As daemon/api.py and scrub_book.py decode it."""
+    """As daemon/api.py, scrub_book.py, promised.py and restores.py decode it."""
     return _refusing(lambda data: msgspec.json.decode(data, type=kind), UnicodeDecodeError, RecursionError)
 
 
@@ -322,6 +324,8 @@ def more_readers() -> list[Reader]:
         Reader("request for a snapshot", _json(control_types.SnapshotRequest), b'{"message":"m","tags":["a"],"hold":true}'),
         Reader("job of upkeep", _json(upkeep_process.UpkeepJob), msgspec.json.encode(upkeep_process.UpkeepJob(repository="/r", policy=RetentionPolicy()))),
         Reader("pass of a scrub", _json(Pass), b"{}"),
+        Reader("promise of a snapshot", _json(Promise), msgspec.json.encode(Promise(id="cs-abcdef", time_ns=1, reason="r"))),
+        Reader("note of a restore", _json(Restore), msgspec.json.encode(Restore(paths=(b"/r/a",)))),
         Reader("owner of a lock", _owner, msgspec.json.encode(lock.Owner(1, "h", "c", 5))),
         Reader("mounts of a process", _refusing(mountinfo.parse, ValueError, IndexError), _MOUNTS),
         Reader("marks file", lambda data: snapformat.decode_marks("cs-abcdef", data), snapformat.encode_marks(snapformat.Marks(id="cs-abcdef"))),

@@ -1,7 +1,8 @@
 """SIGKILL at random moments, under load, of daemon, worker, capture, restore, prune and check; every promise is held to.
 
 A promise of the job is a file that was synced with its directory, through the mount; ciuic's promise is a snapshot reported
-committed. After each kill everything is put back to work, and both are looked for.
+committed, or one whose id was given out: that is delivered under this id whatever was killed before its capture. After each kill
+everything is put back to work, and all are looked for.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class Killing:
         self.failures: list[str] = []
         self._live, self._root, self._job, self._rng, self._out = live, root, job, rng, out
         self._committed: set[str] = set()
+        self._promised: set[str] = set()
+        """Ids that were given out for snapshots that nobody waited for."""
+        self._delivered = 0
         self._busy = dict.fromkeys(victims, 0)
         self._restored = 0
         self._patience_seconds = 0.6
@@ -76,6 +80,7 @@ class Killing:
             Figure("kills that came too late", rounds * _KILLS_A_ROUND - sum(self._busy.values())),
             Figure("promises made, synced through the mount, and kept", promises),
             Figure("snapshots restored and equal to the root", self._restored),
+            Figure("snapshots promised before a kill, and delivered under their id", self._delivered),
         ]
 
     def round(self, victim: str) -> None:
@@ -102,7 +107,7 @@ class Killing:
     # -- killing
 
     def _kill_worker(self) -> bool:
-        taker = self._start("snapshot", "--wait") if self._rng.random() < 0.5 else None
+        taker = self._take()
         time.sleep(self._rng.random() * 0.5)
         pid = self._worker_pid()
         if pid:
@@ -114,7 +119,7 @@ class Killing:
 
     def _kill_daemon(self) -> bool:
         assert self._live.daemon is not None
-        taker = self._start("snapshot", "--wait") if self._rng.random() < 0.5 else None
+        taker = self._take()
         time.sleep(self._rng.random() * 0.5)
         self._live.daemon.kill()
         self._live.daemon.wait()
@@ -152,6 +157,16 @@ class Killing:
         process.communicate()
         return alive
 
+    def _take(self) -> subprocess.Popen[bytes] | None:
+        """One that is waited for while the kill comes; or one whose id is given out before; or none."""
+        chance = self._rng.random()
+        if chance < 0.4:
+            return self._start("snapshot", "--wait")
+        if chance < 0.8:
+            done = self._live.run("snapshot", expect=None)
+            self._promised |= {done.stdout.decode().strip()} if done.returncode == 0 else set()
+        return None
+
     # -- looking
 
     def _look(self, victim: str) -> None:
@@ -162,6 +177,7 @@ class Killing:
         listed = {row.id for row in self._live.list()}
         if lost := self._committed - listed:
             self.failures.append(f"after {victim} was killed: {sorted(lost)} are no longer listed")
+        self._look_for_promised(victim)
         with self._job.paused():
             snapshot = wait_for("a snapshot", self._try_snapshot, 120)
             self._committed.add(snapshot)
@@ -172,6 +188,21 @@ class Killing:
         done = self._live.run("verify", "--all", "--checksum", expect=None)
         if done.returncode:
             self.failures.append(f"after {victim} was killed verify says {done.stdout[-400:]!r}")
+
+    def _look_for_promised(self, victim: str) -> None:
+        """Every id that was given out is in the list, now or soon, and not as lost."""
+        wait_for("the promised snapshots", lambda: not self._promised - self._known(), 120)
+        lost = {row["id"]: row["reason"] for row in self._live.json("list")["lost"]}
+        broken_promises = {id_: lost[id_] for id_ in self._promised & lost.keys()}
+        if broken_promises:
+            self.failures.append(f"after {victim} was killed: promised and lost: {broken_promises}")
+        self._delivered += len(self._promised - lost.keys())
+        self._committed |= self._promised - lost.keys()
+        self._promised.clear()
+
+    def _known(self) -> set[str]:
+        document = self._live.json("list")
+        return {row["id"] for row in document["snapshots"] + document["lost"]}
 
     def _try_snapshot(self) -> str | None:
         done = self._live.run("snapshot", "--wait", expect=None)

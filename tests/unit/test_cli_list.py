@@ -11,10 +11,19 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
 
 from ciuic.repository import Repository
+from ciuic.repository.promised import (
+    MAX_LOST,
+    MAX_LOST_AGE_NS,
+    Promise,
+    promises,
+    record_loss,
+    record_promise,
+)
 from ciuic.types import FLAG_OPEN_FOR_WRITING, TAG_INCOMPLETE, TAG_NOT_HELD, Entry, not_held
 
 ODD = b"\xff\n|x"
@@ -53,6 +62,73 @@ def test_table_has_a_row_for_each_snapshot(repository: CliRepository) -> None:
     assert header.split() == ["ID", "TIME", "AGE", "SIZE", "NEW", "FILES", "TAGS", "STATE"]
     for text in ("cs-000001", "2.00 KiB", "nightly, safety", "held"):
         assert text in row
+
+
+LOST = Promise(
+    id="cs-00dead",
+    time_ns=FIRST_NS,
+    roots=("/r",),
+    tags=("t",),
+    reason="its disk was full",
+    lost_ns=FIRST_NS + SECOND_NS,
+)
+
+
+def test_what_was_promised_and_given_up_is_shown_with_the_reason(repository: CliRepository) -> None:
+    """The table, its notes and JSON say that it is lost and why; lines for scripts have what can be restored alone."""
+    there = repository.snapshot({b"a": b"x"})
+    record_promise(repository.path, Promise(id="cs-00beef", time_ns=FIRST_NS))  # on its way: in no list
+    record_loss(repository.path, LOST)
+    result = repository.run("list")
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:]] in (
+        [there, LOST.id],
+        [LOST.id, there],
+    )
+    assert f"{LOST.id} was lost: its disk was full" in result.stderr
+    (lost,) = json.loads(repository.run("list", "--json").stdout)["lost"]
+    assert (lost["id"], lost["state"], lost["reason"]) == (LOST.id, "lost", "its disk was full")
+    assert json.loads(repository.run("list", "--json", "--tag", "other").stdout)["lost"] == []
+    assert repository.run("list", "--machine-readable").stdout.splitlines()[0].startswith(f"{there}|")
+    assert LOST.id not in repository.run("list", "--machine-readable").stdout
+
+
+def test_a_lost_snapshot_is_refused_with_its_reason_and_can_be_forgotten(repository: CliRepository) -> None:
+    """Whoever has the id learns what became of it; forget ends its mention."""
+    repository.snapshot({b"a": b"x"})
+    record_loss(repository.path, LOST)
+    result = repository.run("verify", LOST.id)
+    assert (result.exit_code, "was lost: its disk was full" in result.stderr) == (3, True)
+    assert repository.run("forget", LOST.id, "-y").exit_code == 0
+    assert promises(repository.path) == []
+
+
+def test_a_snapshot_that_exists_is_never_shown_as_lost(repository: CliRepository) -> None:
+    """A daemon that was killed between commit and note: the snapshot counts."""
+    there = repository.snapshot({b"a": b"x"})
+    record_loss(repository.path, msgspec.structs.replace(LOST, id=str(there)))
+    document = json.loads(repository.run("list", "--json").stdout)
+    assert (document["lost"], len(document["snapshots"])) == ([], 1)
+
+
+def test_losses_are_forgotten_beyond_their_number_and_age(repository: CliRepository) -> None:
+    """A script that asks for snapshots in vain for a month fills neither the disk nor the list."""
+    for number in range(MAX_LOST + 3):
+        record_loss(repository.path, msgspec.structs.replace(LOST, id=f"cs-{number:06x}", lost_ns=number))
+    assert {one.id for one in promises(repository.path)} == {
+        f"cs-{number:06x}" for number in range(3, MAX_LOST + 3)
+    }
+    record_loss(repository.path, msgspec.structs.replace(LOST, lost_ns=2 * MAX_LOST_AGE_NS))
+    assert [one.id for one in promises(repository.path)] == [LOST.id]
+
+
+def test_a_torn_promise_is_passed_over(repository: CliRepository) -> None:
+    """A file that a power cut left half written, or that somebody put there, hides no other."""
+    record_loss(repository.path, LOST)
+    (repository.path / "promised" / "cs-00aaaa").write_bytes(b'{"id": "cs-0')
+    (repository.path / "promised" / "cs-00bbbb").write_bytes(
+        b'{"id": "cs-00cccc", "time_ns": 1, "reason": "x"}'
+    )
+    assert [one.id for one in promises(repository.path)] == [LOST.id]
 
 
 def test_json_has_exact_values(repository: CliRepository) -> None:

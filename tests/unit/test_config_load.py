@@ -85,6 +85,7 @@ keep_monthly = 12
 keep_yearly = 3
 keep_tags = ["good", "paper"]
 keep_emergency = 5
+keep_safety = "3d"
 min_free = "5%"
 [capture]
 io_priority = "best-effort:5"

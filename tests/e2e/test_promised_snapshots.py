@@ -1,0 +1,133 @@
+"""A snapshot whose id was given out is delivered under that id, or listed as lost with the reason, whatever is killed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from support.live import Live, installed, wait_for
+
+pytestmark = pytest.mark.mount
+
+FILES = 150
+FILE_BYTES = 40_000
+
+
+def _fill(root: Path, seed: int) -> dict[str, bytes]:
+    """Give a capture work for some tenths of a second; return what is there."""
+    rng = random.Random(seed)
+    content = {f"file{number}": rng.randbytes(FILE_BYTES) for number in range(FILES)}
+    for name, data in content.items():
+        (root / name).write_bytes(data)
+    return content
+
+
+def _kill_worker(live: Live) -> None:
+    status = live.status()
+    assert status is not None
+    with suppress(ProcessLookupError):
+        os.kill(int(status["roots"][0]["worker_pid"]), signal.SIGKILL)
+
+
+def _kill_capture(live: Live) -> None:
+    for pid, command in live.processes().items():
+        if "-m ciuic.daemon.capture " in command:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _kill_daemon(live: Live) -> None:
+    assert live.daemon is not None
+    live.daemon.kill()
+    live.daemon.wait()
+
+
+def _kill_daemon_and_worker(live: Live) -> None:
+    status = live.status()
+    assert status is not None
+    _kill_daemon(live)
+    with suppress(ProcessLookupError):
+        os.kill(int(status["roots"][0]["worker_pid"]), signal.SIGKILL)
+
+
+def _listed(live: Live, snapshot: str) -> str:
+    """State of the snapshot in `list`; empty while it is not there."""
+    document = live.json("list")
+    return next(
+        (row["state"] for row in document["snapshots"] + document["lost"] if row["id"] == snapshot), ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("kill", "rounds"),
+    [(_kill_worker, 4), (_kill_capture, 2), (_kill_daemon, 2), (_kill_daemon_and_worker, 2)],
+)
+def test_a_promised_snapshot_is_delivered(
+    protected: Live, root: Path, short_tmp: Path, kill: Callable[[Live], None], rounds: int
+) -> None:
+    """`snapshot` has answered with an id; what is killed then, at a random instant, costs that id nothing. It shows the promised
+    instant, or says that it was cut again and shows that one."""
+    rng = random.Random(5)
+    for number in range(rounds):
+        promised = _fill(root, number)
+        snapshot = protected.run("snapshot", "--tag", "promised").stdout.decode().strip()
+        changed = promised | {"file0": b"changed", "new": b"%d" % number}
+        for name in ("file0", "new"):
+            (root / name).write_bytes(changed[name])
+        time.sleep(rng.random() * 0.3)
+        kill(protected)
+        assert protected.daemon is not None
+        if protected.daemon.poll() is not None:
+            protected.start(root)
+        (root / "file1").unlink()
+        del changed["file1"]
+        wait_for(f"{snapshot} in the list", lambda snapshot=snapshot: _listed(protected, snapshot), 60)
+        assert _listed(protected, snapshot) == "committed"
+        into = short_tmp / f"out{number}"
+        protected.run("restore", "-s", snapshot, "-p", str(root), "-d", str(into))
+        found = {path.name: path.read_bytes() for path in (into / root.name).iterdir()}
+        if protected.json("show", snapshot)["retaken"]:
+            assert kill in (_kill_worker, _kill_daemon_and_worker)
+            assert found in (changed, changed | {"file1": promised["file1"]})
+        else:
+            assert found == promised
+        if (root / "new").exists():
+            (root / "new").unlink()
+
+
+def test_what_a_stop_takes_is_listed_as_lost(protected: Live, root: Path) -> None:
+    """The daemon is stopped before the capture is done: who waits is told, and the id stays in `list`, also with the next daemon."""
+    _fill(root, 0)
+    # Larger than what the capture can have read by then.
+    with open(root / "large", "wb") as file:
+        for _ in range(200):
+            file.write(os.urandom(1 << 20))
+    snapshot = protected.run("snapshot", "--tag", "t").stdout.decode().strip()
+    waiting = subprocess.Popen(
+        [str(installed()), "snapshot", "--wait"],
+        env=protected.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    wait_for("the second cut", lambda: len(protected.json("status")["captures"]) > 1, 60)
+    protected.stop()
+    complaint = waiting.communicate(timeout=60)[1]
+    assert waiting.returncode == 1
+    assert b"failed: the daemon stopped before it was captured" in complaint
+    protected.start(root)
+    second, lost = protected.json("list")["lost"]
+    assert second["id"] != snapshot
+    assert (lost["id"], lost["state"], lost["tags"]) == (snapshot, "lost", ["t"])
+    assert "stopped" in lost["reason"]
+    assert snapshot not in [line.id for line in protected.list()]
+    refused = protected.run("restore", "-s", snapshot, "-p", str(root), expect=3)
+    assert b"was lost: the daemon stopped before it was captured" in refused.stderr
+    protected.run("forget", "-y", snapshot, second["id"])
+    assert protected.json("list")["lost"] == []

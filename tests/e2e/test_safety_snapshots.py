@@ -1,0 +1,82 @@
+"""Restores over a live root, again and again: no safety snapshot is taken for the newest state, and none takes the place of another."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.live import Live, installed, wait_for
+
+pytestmark = pytest.mark.mount
+
+PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
+RETENTION = '\n[retention]\nkeep_within = "0"\nkeep_last = 3\nkeep_safety = "0"\n'
+
+
+@pytest.fixture
+def pruned(short_tmp: Path, root: Path) -> Iterator[Live]:
+    """A running daemon that keeps three ordinary snapshots and nothing for its age."""
+    with Live(short_tmp, more_config=RETENTION) as live:
+        live.run("protect", str(root))
+        live.start(root)
+        wait_for("the first snapshot", live.list, 60)
+        yield live
+
+
+def _script_of_the_page(root: Path) -> str:
+    """The script that docs/cli.md shows, for directories of ``root``."""
+    found = re.search(r"```sh\n(id=\$\(ciuic list.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found is not None
+    return found[1].replace("/opt/deepseek/training", str(root))
+
+
+def test_the_script_of_the_page_can_be_run_twice(protected: Live, root: Path) -> None:
+    """The second run restores the good state once more, not the damage that the first run's safety snapshot has."""
+    for name in ("checkpoints", "logs"):
+        (root / name).mkdir()
+        (root / name / "file").write_text("good")
+    protected.snapshot()
+    script = _script_of_the_page(root)
+    environment = {**protected.env, "PATH": f"{installed().parent}:{os.environ['PATH']}"}
+    for round_ in ("first", "second"):
+        for name in ("checkpoints", "logs"):
+            (root / name / "file").write_text(f"damage before the {round_} run")
+        done = subprocess.run(
+            ["sh", "-c", script], env=environment, cwd="/", check=False, capture_output=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert [(root / name / "file").read_text() for name in ("checkpoints", "logs")] == ["good", "good"]
+    rows = protected.json("list", "--all")["snapshots"]
+    assert [row["safety"] for row in rows].count(True) == 4
+    marked = protected.run("list", "--machine-readable", "--all").stdout.decode().splitlines()
+    assert [line.endswith("|safety") for line in marked] == [row["safety"] for row in rows]
+    newest = protected.json("show", "latest")["id"]
+    assert newest == protected.list()[0].id == next(row["id"] for row in rows if not row["safety"])
+
+
+def test_four_restores_and_a_prune_keep_the_source_and_the_first_undo(pruned: Live, root: Path) -> None:
+    """Restores of four directories are four safety snapshots: none counts in keep_last, and the first still undoes its restore."""
+    names = ("one", "two", "three", "four")
+    for name in names:
+        (root / name).mkdir()
+        (root / name / "file").write_text("good")
+    old = pruned.snapshot()
+    between = [pruned.snapshot() for _ in range(2)]
+    source = pruned.snapshot()
+    for name in names:
+        (root / name / "file").write_text("bad")
+    taken = [
+        pruned.json("restore", "-s", source, "-p", str(root / name), "--overwrite")["safety_snapshot"]
+        for name in names
+    ]
+    (root / "elsewhere").write_text("the job goes on")
+    pruned.run("prune")
+    ids = [row["id"] for row in pruned.json("list", "--all")["snapshots"]]
+    assert set(ids) == {source, *between, *taken}
+    assert old not in ids
+    pruned.run("restore", "-s", taken[0], "-p", str(root / "one"), "--overwrite", "--no-safety")
+    assert (root / "one" / "file").read_text() == "bad"
