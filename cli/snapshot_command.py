@@ -35,7 +35,8 @@ _POLL_SECONDS: Final = 0.2
 def command(message: str, tags: tuple[str, ...], hold: bool, wait: bool, as_json: bool) -> None:
     """Take a snapshot now and print its id.
 
-    Everything whose write() had returned when this command began is in it.
+    Everything whose write() had returned when this command began is in it. Commands that wait for the same are answered by one
+    snapshot.
     """
     for tag in tags:
         check_tag(tag)
@@ -119,5 +120,6 @@ def _report(reporter: Reporter, state: SnapshotState) -> None:
             bytes_total=done.bytes_total,
             files_done=done.files_done,
             files_total=done.files_total,
+            seconds_left=state.seconds_left,
             path=done.path.encode("utf-8", "surrogateescape"),
         )

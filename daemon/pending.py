@@ -69,6 +69,8 @@ class PendingSnapshot:
         """Attempts since a root was left out for the last time."""
         self.root_in_progress = ""
         """The root that the running attempt reads."""
+        self.capture_began_at: float | None = None
+        """On trio's clock: the attempt that runs."""
         self.process: CaptureProcess | None = None
         self.wake = trio.Event()
         """Set when a wait between two attempts must end."""
@@ -99,6 +101,7 @@ class PendingSnapshot:
         self.state.attempts = self.record.attempts
         self.state.state = "capturing"
         self.state.progress = Progress(phase="starting")
+        self.capture_began_at = trio.current_time()
         self._announce("snapshot_capturing", self.state)
 
     def progressed(self, message: capture_job.Progress) -> None:
@@ -113,6 +116,7 @@ class PendingSnapshot:
             new_bytes=message.new_bytes,
             path=message.path.decode("utf-8", "backslashreplace"),
             share=message.pace.share,
+            least_share=message.pace.least_share,
             others_waiting=message.pace.waiting,
             others_writing=message.pace.writing,
             paused_seconds=message.pace.paused_seconds,
@@ -129,7 +133,7 @@ class PendingSnapshot:
     def committed(self, *, new_bytes: int = 0, errors: list[str] | None = None) -> None:
         """It is durable."""
         self.state.state = "committed"
-        self.state.progress = None
+        self.state.progress = self.state.seconds_left = None
         self.state.error = self.state.hint = ""
         self.state.new_bytes = new_bytes
         self.state.incomplete += errors or []
@@ -142,7 +146,7 @@ class PendingSnapshot:
         known = BY_EXIT_CODE.get(failure.code, CiuicError)
         self.failure = known(f"snapshot {self.id} failed: {failure.error}", hint=failure.hint)
         self.state.state = "failed"
-        self.state.progress = None
+        self.state.progress = self.state.seconds_left = None
         self.state.error, self.state.hint, self.state.code = failure.error, failure.hint, known.exit_code
         self._announce("snapshot_failed", self.state)
         self.finished.set()

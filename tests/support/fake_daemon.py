@@ -24,6 +24,7 @@ from ciuic.daemon.worker_process import Worker
 from ciuic.errors import Unreachable
 from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus
 from ciuic.types import SnapshotId
+from ciuic.urgency import Urgency
 
 
 class FakeOverlay:
@@ -150,6 +151,9 @@ class FakeStore:
         self.count += 1
         return SnapshotId(f"cs-{self.count:06x}")
 
+    def has_all(self, roots: Sequence[str]) -> bool:
+        return all(any(root == known for known, _, _ in self.epochs) for root in roots)
+
     def snapshot_of_epoch(self, root: str, session: str, epoch: int) -> Any:
         found = self.epochs.get((root, session, epoch))
         return FakeInfo(SnapshotId(found)) if found else None
@@ -195,6 +199,7 @@ class FakeCapture:
         self.gate: trio.Event | None = None
         self.progress: Progress | None = None
         self.killed = ""
+        self.urged: list[Urgency] = []
 
     async def run(
         self,
@@ -226,6 +231,9 @@ class FakeCapture:
                 self._store.epochs[(os.fsdecode(root.path), root.session, root.epoch)] = job.id
             await on_done(outcome)
         return outcome
+
+    def urge(self, urgency: Urgency) -> None:
+        self.urged.append(urgency)
 
     def kill(self, reason: str) -> None:
         self.killed = reason
