@@ -106,6 +106,12 @@ class FakeClient:
         self.overlay.held = False
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Return when the condition holds; polled, for what other tasks and threads bring about. The caller limits the time."""
+    while not condition():  # noqa: ASYNC110
+        await trio.sleep(0.01)
+
+
 def sleeping_process() -> subprocess.Popen[bytes]:
     """A process that does nothing until it is killed."""
     return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -212,7 +218,8 @@ class FakeCapture:
     ) -> Done | Failed:
         behaviour = self._behaviours[min(len(self._jobs), len(self._behaviours) - 1)]
         self._jobs.append(job)
-        on_start(os.getpid())
+        self.pid = os.getpid()
+        on_start(self.pid)
         for fd in fds:
             os.fstat(fd)
         if self.gate is not None:
