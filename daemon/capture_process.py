@@ -153,11 +153,10 @@ class CaptureProcess:
         if self._process is not None:
             self._process.kill()
 
-    def urge(self, urgency: Urgency) -> None:
-        """Send new terms; they reach a process that has its job, and one that is ending needs none."""
+    def urge(self, urgency: Urgency) -> bool:
+        """Send new terms; whether they are on their way. Not before the process has its job, nor when it has ended."""
         stdin = self._process.stdin if self._process is not None and self._has_job else None
-        if isinstance(stdin, trio.lowlevel.FdStream):
-            send_terms(stdin.fileno(), urgency)
+        return isinstance(stdin, trio.lowlevel.FdStream) and send_terms(stdin.fileno(), urgency)
 
     async def _converse(
         self,

@@ -83,7 +83,8 @@ class SliceWeight:
 
     def __init__(self, *, systemctl: str = "") -> None:
         self._systemctl = systemctl or find_program("systemctl")
-        self._weight = 1
+        self._weight = 0
+        """0: not known, as a daemon that was killed has left it."""
 
     async def set(self, share: float) -> None:
         """Give the slice this share of an ordinary service's weight, in steps of two: systemctl takes 10 ms of a processor."""

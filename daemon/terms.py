@@ -71,13 +71,15 @@ class Instructions:
         return bool(piece)
 
 
-def send_terms(fd: int, urgency: Urgency) -> None:
-    """Send new terms to a process that follows them; nothing is waited for.
+def send_terms(fd: int, urgency: Urgency) -> bool:
+    """Send new terms to a process that follows them, without waiting; whether they are on their way.
 
     A line is shorter than PIPE_BUF, so it is written whole or, where the process has not read for a long time or is gone, not at all.
     """
-    with suppress(OSError):
-        os.write(fd, msgspec.json.encode(urgency) + b"\n")
+    try:
+        return os.write(fd, msgspec.json.encode(urgency) + b"\n") > 0
+    except OSError:
+        return False
 
 
 def follow(instructions: Instructions, pace: Pace, precedence: Precedence) -> None:

@@ -172,6 +172,6 @@ class Upkeep:
         raise BY_EXIT_CODE.get(refusal.code, CiuicError)(refusal.error, hint=refusal.hint)
 
 
-def _send(process: trio.Process, urgency: Urgency) -> None:
-    if isinstance(process.stdin, trio.lowlevel.FdStream):
-        send_terms(process.stdin.fileno(), urgency)
+def _send(process: trio.Process, urgency: Urgency) -> bool:
+    stdin = process.stdin
+    return isinstance(stdin, trio.lowlevel.FdStream) and send_terms(stdin.fileno(), urgency)

@@ -33,8 +33,8 @@ class Running(NamedTuple):
     pid: int
     urgency: Urgency
     """Its terms as of now."""
-    send: Callable[[Urgency], None]
-    """Send it new terms."""
+    send: Callable[[Urgency], bool]
+    """Send it new terms; whether that could be done."""
 
 
 class Urging:
@@ -86,9 +86,8 @@ class Urging:
                 finish_within_seconds=one.urgency.finish_within_seconds,
                 requested=one.urgency.requested,
             )
-            if self._sent.get(one.pid) != terms:
+            if self._sent.get(one.pid) != terms and one.send(one.urgency):
                 self._sent[one.pid] = terms
-                one.send(one.urgency)
             place(
                 one.pid,
                 one.urgency.least_share(0),

@@ -239,8 +239,9 @@ class FakeCapture:
             await on_done(outcome)
         return outcome
 
-    def urge(self, urgency: Urgency) -> None:
+    def urge(self, urgency: Urgency) -> bool:
         self.urged.append(urgency)
+        return True
 
     def kill(self, reason: str) -> None:
         self.killed = reason

@@ -32,6 +32,12 @@ class Source:
     def __init__(self) -> None:
         self.running: Running | None = None
         self.sent: list[Urgency] = []
+        self.takes = True
+
+    def send(self, urgency: Urgency) -> bool:
+        if self.takes:
+            self.sent.append(urgency)
+        return self.takes
 
     def __call__(self) -> Running | None:
         return self.running
@@ -48,18 +54,28 @@ def test_terms_are_sent_once_and_again_when_they_change(child: subprocess.Popen[
         Urgency(min_share=0.01, finish_within_seconds=300, elapsed_seconds=8, requested=True),
         Urgency(min_share=0.02, finish_within_seconds=300, elapsed_seconds=9, requested=True),
     ):
-        source.running = Running(child.pid, terms, source.sent.append)
+        source.running = Running(child.pid, terms, source.send)
         assert urging.once() == terms.least_share(0)
     assert [(one.min_share, one.elapsed_seconds, one.requested) for one in source.sent] == [
         (0.01, 0, False), (0.01, 8, True), (0.02, 9, True),
     ]  # fmt: skip
 
 
+def test_terms_that_could_not_be_sent_are_sent_later(child: subprocess.Popen[bytes]) -> None:
+    """A process that has not got its job yet would take them for it."""
+    source = Source()
+    urging = Urging([source], lambda: "none")
+    source.running = Running(child.pid, Urgency(requested=True), source.send)
+    for source.takes in (False, True, True):
+        urging.once()
+    assert source.sent == [Urgency(requested=True)]
+
+
 def test_a_process_is_put_in_its_place_from_outside(child: subprocess.Popen[bytes]) -> None:
     """One that gets no processor cannot do it itself."""
     source = Source()
     urging = Urging([source], lambda: "idle")
-    source.running = Running(child.pid, Urgency(min_share=0.1), source.sent.append)
+    source.running = Running(child.pid, Urgency(min_share=0.1), source.send)
     urging.once()
     assert os.getpriority(os.PRIO_PROCESS, child.pid) == 10
 
@@ -115,7 +131,8 @@ def test_the_slice_has_the_weight_of_the_share(tmp_path: Path) -> None:
 
     trio.run(main)
     assert said.read_text().splitlines() == [
-        f"set-property --runtime {SLICE} CPUWeight={weight} IOWeight={weight}" for weight in (2, 32, 100, 1)
+        f"set-property --runtime {SLICE} CPUWeight={weight} IOWeight={weight}"
+        for weight in (1, 2, 32, 100, 1)
     ]
 
 
