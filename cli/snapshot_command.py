@@ -114,7 +114,9 @@ def failure_of(state: SnapshotState) -> CiuicError:
 
 def _report(reporter: Reporter, state: SnapshotState) -> None:
     done = state.progress
-    if done is not None:
+    if done is None and state.seconds_left is not None:  # it waits for its turn
+        reporter.update(seconds_left=state.seconds_left)
+    elif done is not None:
         reporter.update(
             bytes_done=done.bytes_done,
             bytes_total=done.bytes_total,
