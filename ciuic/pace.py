@@ -247,36 +247,49 @@ def processor_waits() -> Callable[[], float]:
     To be called before privileges are given up. Zero where the kernel does not say (CONFIG_SCHED_INFO).
     """
     try:
-        schedstat = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+        schedstat = _Descriptor(_SCHEDSTAT)
     except OSError:
         return lambda: 0.0
 
     def read() -> float:
         # "RAN_NS WAITED_NS SLICES" (kernel, Documentation/scheduler/sched-stats.rst)
-        fields = os.pread(schedstat, 256, 0).split()
+        fields = os.pread(schedstat.fd, 256, 0).split()
         return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
 
     return read
 
 
+class _Descriptor:
+    """Descriptor that is open for reading as long as something refers to it."""
+
+    def __init__(self, path: str, flags: int = 0) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
 def gauges(waits: Iterable[str]) -> list[Gauge]:
     """What there is to listen to on this machine: the kernel's figure, where it keeps one, and the workers' at ``waits``.
 
-    To be called before privileges are given up. The descriptors stay open as long as the process.
+    To be called before privileges are given up. The descriptors stay open as long as the gauges.
     """
     found = []
     with suppress(OSError, ValueError):
-        pressure = os.open(_PRESSURE, os.O_RDONLY | os.O_CLOEXEC)
-        _pressure_seconds(pressure)  # EOPNOTSUPP where the kernel was told not to keep it
-        found.append(Gauge(lambda: _pressure_seconds(pressure), counts_us=True))
+        pressure = _Descriptor(_PRESSURE)
+        _pressure_seconds(pressure.fd)  # EOPNOTSUPP where the kernel was told not to keep it
+        found.append(Gauge(lambda: _pressure_seconds(pressure.fd), counts_us=True))
     with suppress(OSError, ValueError):
-        vmstat, own = (os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in (_VMSTAT, _OWN_IO))
-        _written_by_others(vmstat, own)
-        found.append(Gauge(lambda: _written_by_others(vmstat, own), counts_us=False, busy_at=_BUSY_WRITING))
+        vmstat, own = _Descriptor(_VMSTAT), _Descriptor(_OWN_IO)
+        _written_by_others(vmstat.fd, own.fd)
+        found.append(
+            Gauge(lambda: _written_by_others(vmstat.fd, own.fd), counts_us=False, busy_at=_BUSY_WRITING)
+        )
     for path in waits:
         with suppress(OSError, ValueError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            found.append(Gauge(lambda fd=fd: _waits_seconds(fd), counts_us=False))  # type: ignore[misc]
+            file = _Descriptor(path, os.O_NOFOLLOW)
+            found.append(Gauge(lambda file=file: _waits_seconds(file.fd), counts_us=False))  # type: ignore[misc]
     return found
 
 
