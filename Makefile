@@ -31,7 +31,7 @@ help:
 	@echo "make bench    measures ciuic next to the plain directory; a table and a plot in benchmarks/results (docs/benchmarks.md)"
 	@echo "make bench-store  measures snapshots next to restic, borg and cp (docs/benchmarks.md)"
 	@echo "make bench-store-memory  measures what verify, prune and a capture keep in memory for each chunk"
-	@echo "make bench-polite  measures fio beside captures, under each I/O scheduler (docs/benchmarks.md)"
+	@echo "make bench-polite  measures fio beside captures, under each I/O scheduler, and snapshots on a busy host (docs/benchmarks.md)"
 	@echo "make bench-saves  measures what saving a training costs it, next to torch.save and dcp.async_save (docs/benchmarks.md)"
 	@echo "make bench-sizes  measures what ten checkpoints of a training cost on the disk (docs/benchmarks.md)"
 	@echo "make clean    removes the virtual environment and all caches"
@@ -98,7 +98,7 @@ bench-sizes:
 
 bench-polite: preflight-bench-store
 	@.ci/setup test
-	@$(PY) -m benchmarks.polite $(ARGS)
+	@PYTHONPATH=tests $(PY) -m benchmarks.polite $(ARGS)
 
 setup:
 	@.ci/setup run

@@ -32,6 +32,7 @@ from ciuic.repository import Repository
 SCHEDULERS: Final = ("none", "mq-deadline")
 BESIDE: Final = {"nothing": None, "a capture": 0.01, "one that does not make way": 1.0}
 """What runs beside the job, and the least share of the time that it works in."""
+CASES: Final = ("disk", "busy")
 BAR: Final = 1.1
 _RESULTS: Final = Path(__file__).with_name("results")
 _DISK_BYTES: Final = 5 << 30
@@ -235,6 +236,7 @@ def table(runs: list[Run], idle: dict[str, list[float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.polite", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES, help="see also busy_host.py")
     parser.add_argument("--seconds", type=float, default=12, help="of each turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedulers", nargs="+", default=SCHEDULERS)
@@ -248,6 +250,15 @@ def main() -> None:
     options = parser.parse_args()
     if shutil.which("fio") is None:
         parser.error("fio is not installed: apt-get install fio")
+    if "disk" in options.cases:
+        _beside_a_disk_job(options)
+    if "busy" in options.cases:
+        from benchmarks import busy_host
+
+        busy_host.run(options, _RESULTS)
+
+
+def _beside_a_disk_job(options: argparse.Namespace) -> None:
     besides = [name for name in BESIDE if name in options.beside]
     runs: list[Run] = []
     idle: dict[str, list[float]] = {}

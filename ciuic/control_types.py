@@ -33,7 +33,9 @@ class Progress(_Document):
     new_bytes: int = 0
     path: str = ""
     share: float = 1.0
-    """Of the time that the capture works in: below 1 it is slowed down, because others use the disk."""
+    """Share of the time that the capture works in: below 1 it is slowed down, because others use the disk."""
+    least_share: float = 0.0
+    """Share that it has in any case by now: it rises until `capture.finish_within`."""
     others_waiting: float = 0.0
     """The share of the time in which others waited for the disk lately."""
     others_writing: float = 0.0
@@ -54,6 +56,8 @@ class SnapshotState(_Document):
     code: int = 0
     """Exit code of the failure (cli.md), 0 while there is none."""
     progress: Progress | None = None
+    seconds_left: float | None = None
+    """Estimate of the time until it is committed; None where it is not known, as in the first capture of a root."""
     roots: list[str] = []
     tags: list[str] = []
     message: str = ""
@@ -188,7 +192,9 @@ class BesideStatus(_Document):
     slice: str = ""
     """The systemd slice that they run in; empty where they run in none."""
     min_share: float = 1.0
-    """Of the time, that they work in at least while others are busy; 1: they make way for nobody."""
+    """Share of the time that they work in at least while others are busy; 1: they make way for nobody."""
+    finish_within_seconds: float = 0.0
+    """Time from a cut until its capture is slowed down by nothing any more."""
     hears: list[str] = []
     """What they make way for: `pressure` (whoever waits for the disk), `writes` (whoever writes much), `requests` (the job's,
     in the overlay)."""

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 _CLASS_SHIFT = 13
 _WHO_PROCESS = 1
-_CLASSES = {"none": 0, "best-effort": 2, "idle": 3}
+BEST_EFFORT = 2
+IDLE = 3
+_CLASSES = {"none": 0, "best-effort": BEST_EFFORT, "idle": IDLE}
 _SYSCALLS = {"x86_64": 251, "aarch64": 30, "riscv64": 30, "ppc64le": 273, "s390x": 282}
 
 

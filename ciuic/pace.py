@@ -1,15 +1,16 @@
-"""How fast work beside the job goes: at the disk's speed while nobody else waits for it, and next to nothing while somebody does.
+"""Pace of work beside the job: the disk's speed while nobody else waits for it, and next to nothing while somebody does.
 
-The idle I/O class does nothing under the `none` scheduler, so whoever works in the background listens. Between pieces of
-work it pauses, and what /proc/pressure/io counts meanwhile, others have waited: itself it sleeps. The overlay's own
-figure (how long requests of the job have waited there) counts at all times, for none of them is ours. So does what others have
-written into the page cache, which is what the kernel counts less what we have: a checkpoint that is being saved waits for
-nothing until memory is full of it. Somebody waits or writes: the *share* of the time that is spent working falls to a
-quarter, several times within a second. Nobody does: it doubles, from the least to the whole disk in half a second.
+The idle I/O class does nothing under the `none` scheduler, so background work listens. Between pieces of work it pauses, and what
+/proc/pressure/io counts during a pause, others have waited: the process itself sleeps. The overlay's own figure (how long requests
+of the job have waited there) counts at all times, for none of them is ours. So does what others have written into the page cache,
+which is what the kernel counts less what this process has: a checkpoint that is being saved waits for nothing until memory is full
+of it. While somebody waits or writes, the *share* of the time that is spent working falls to a quarter, several times within a
+second. Otherwise it doubles, from the least to the whole disk in half a second.
 
-Guarantees: the share never falls below a least one, which doubles with every ten minutes that the work lasts, so that the
-work ends: what takes ten seconds alone takes eleven minutes at worst, and what takes a thousand seventy. The whole disk is
-used but for the pauses, a twentieth of the time. Where nothing can be listened to, nothing is slowed down.
+Guarantees: the share never falls below the least one of the terms (ciuic.urgency), which rises until the deadline, so that the
+work ends. Time in which the process is ready to run and waits for a processor is no work: at nice 19 beside busy processes it is
+99 % of the time, and pauses in proportion to it made a capture of seconds last for hours. The whole disk is used but for the
+pauses, a twentieth of the time. Where nothing can be listened to, nothing is slowed down.
 """
 
 from __future__ import annotations
@@ -23,18 +24,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from ciuic.ioprio import IoPriority, set_io_priority
+from ciuic.precedence import Precedence
+from ciuic.urgency import MIN_SHARE, Urgency
 
-_NICE: Final = 19
 WAITS_SUFFIX: Final = ".waits"
 """Beside a worker's control socket: a file of one u64, microseconds in which requests of the job have waited there."""
-MIN_SHARE: Final = 0.01
 _PRESSURE: Final = "/proc/pressure/io"
 _WAITS: Final = struct.Struct("<Q")
 
 _VMSTAT: Final = "/proc/vmstat"
 _OWN_IO: Final = "/proc/self/io"
-_AUTOGROUP: Final = "/proc/self/autogroup"
+_SCHEDSTAT: Final = "/proc/self/schedstat"
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 _BUSY_WAITING: Final = 0.05
@@ -55,7 +55,6 @@ _LISTEN_SECONDS: Final = 0.005
 _SLICE_SECONDS: Final = 0.05
 _MOST_COUNTED_SECONDS: Final = 0.5
 """A longer piece of work counts as this long: a pause must not last for minutes because one fsync did for seconds."""
-_PATIENCE_SECONDS: Final = 600.0
 
 
 class Gauge(NamedTuple):
@@ -73,7 +72,9 @@ class PaceState(NamedTuple):
     """What the pace does, for people to look at."""
 
     share: float = 1.0
-    """Of the time that is worked in."""
+    """Share of the time that is worked in."""
+    least_share: float = 0.0
+    """Share below which it does not fall now."""
     waiting: float = 0.0
     """Share of the time in which others lately waited for the disk."""
     writing: float = 0.0
@@ -82,7 +83,7 @@ class PaceState(NamedTuple):
 
 
 class Pace:
-    """The pace of one process. ``step`` between any two pieces of work; threads that come during a pause wait for its end.
+    """Pace of one process. Call ``step`` between any two pieces of work; threads that come during a pause wait for its end.
 
     ``on_pause`` is called several times a second during a pause, and ends it by raising.
     """
@@ -92,13 +93,22 @@ class Pace:
         gauges: Sequence[Gauge],
         *,
         min_share: float = MIN_SHARE,
+        urgency: Urgency | None = None,
         on_pause: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         we_wait: Callable[[], bool] | None = None,
+        processor_waits: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """Begin to work.
+
+        Args:
+            gauges: what to listen to; none: nothing is slowed down.
+            min_share: least share at the beginning, where there is no deadline.
+            urgency: terms instead of ``min_share``; `urge` changes them.
+            processor_waits: seconds for which the calling thread has waited for a processor so far (`processor_waits`).
+        """
         self._ears = [_Ear(gauge) for gauge in gauges]
-        self._least = min_share
         self._on_pause = on_pause
         self._clock = clock
         self._sleep = sleep
@@ -106,32 +116,52 @@ class Pace:
         self._share = 1.0
         self._waiting = self._writing = 0.0
         self._paused_seconds = 0.0
-        self._begun = clock()
-        self._since = self._begun - (_WORK_SECONDS - _FIRST_WORK_SECONDS)
+        self._processor_waits = processor_waits
+        # One attribute, so that a thread that urges and one that works see terms and time together.
+        self._terms = (urgency or Urgency(min_share=min_share), clock())
+        self._since = clock() - (_WORK_SECONDS - _FIRST_WORK_SECONDS)
+        self._waited_for_processor = processor_waits()
         self._lock = threading.Lock()
 
     @property
     def state(self) -> PaceState:
-        return PaceState(self._share, self._waiting, self._writing, self._paused_seconds)
+        return PaceState(
+            max(self._share, self.least_share),
+            self.least_share,
+            self._waiting,
+            self._writing,
+            self._paused_seconds,
+        )
+
+    @property
+    def least_share(self) -> float:
+        """Share below which the work does not fall now."""
+        urgency, since = self._terms
+        return urgency.least_share(self._clock() - since)
+
+    def urge(self, urgency: Urgency) -> None:
+        """Take new terms. Any thread; a pause that goes on is shortened to what they say within a twentieth of a second."""
+        self._terms = (urgency, self._clock())
 
     def step(self) -> None:
-        """Pauses if it is time to. Costs a tenth of a microsecond if it is not."""
+        """Pause if it is time to. Costs a tenth of a microsecond if it is not."""
         if self._worked() < 0:
             return
         with self._lock:
             worked = self._worked()
-            if worked >= 0 and self._ears and self._floor() < 1:
-                self._pause(min(worked, _MOST_COUNTED_SECONDS))
             if worked >= 0:
+                waited = self._processor_waits()
+                if self._ears and self.least_share < 1:
+                    worked = max(0.0, worked - max(0.0, waited - self._waited_for_processor))
+                    self._pause(min(worked, _MOST_COUNTED_SECONDS))
+                    waited = self._processor_waits()
+                self._waited_for_processor = waited
                 self._since = self._clock()
 
     def _worked(self) -> float:
         """Seconds since the last pause; negative while none is due."""
         worked = self._clock() - self._since
         return worked if worked >= (_WORK_SECONDS if self._share >= 1 else _SHORT_WORK_SECONDS) else -1.0
-
-    def _floor(self) -> float:
-        return min(1.0, self._least * 2 ** ((self._clock() - self._begun) / _PATIENCE_SECONDS))
 
     def _pause(self, worked: float) -> None:
         began, paused_before = self._clock(), self._paused_seconds
@@ -141,6 +171,9 @@ class Pace:
             paused = self._clock() - began
             self._paused_seconds = paused_before + paused
             self._on_pause()
+            self._share = max(
+                self._share, self.least_share
+            )  # also where nothing was heard: `urge` ends a pause
             owed = worked * (1 / self._share - 1) - paused
 
     def _listen(self, seconds: float) -> None:
@@ -166,11 +199,9 @@ class Pace:
 
     def _judge(self, level: float) -> None:
         if level > 1:
-            self._share = max(self._floor(), self._share / _FALL)
+            self._share = max(self.least_share, self._share / _FALL)
         elif level < _QUIET:
             self._share = min(1.0, self._share * _RISE)
-        else:
-            self._share = max(self._floor(), self._share)
 
 
 class _Ear:
@@ -200,41 +231,65 @@ class _Ear:
             return None
 
 
-def yield_to_others(io_priority: str) -> None:
-    """Makes the calling process, with the threads it starts later, the last in line for processor and disk. OSError.
+def yield_to_others(io_priority: str, share: float = MIN_SHARE) -> Precedence:
+    """Make the calling process, with the threads it starts later, wait for others; return the place that it has, to be changed.
 
-    SCHED_BATCH besides the nice value: waking up, we take the processor from nobody. SCHED_IDLE would starve us on a busy
-    machine, and with us whoever needs a lock of the file system that we hold just then.
+    Call it before privileges are given up. ValueError for an I/O priority that means nothing.
     """
-    os.nice(_NICE - os.nice(0))
-    if os.getsid(0) == os.getpid():
-        # Where processes are scheduled by sessions (sched_autogroup_enabled, the default of most distributions), a nice value
-        # counts within the session only: beside the job we had half of a processor, and now a sixtieth.
-        with suppress(OSError), open(_AUTOGROUP, "w") as file:
-            file.write(str(_NICE))
-    with suppress(OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    set_io_priority(IoPriority.parse(io_priority))
+    precedence = Precedence(io_priority)
+    precedence.take(share)
+    return precedence
+
+
+def processor_waits() -> Callable[[], float]:
+    """Return a function that tells for how many seconds the main thread has been ready to run and waited for a processor.
+
+    To be called before privileges are given up. Zero where the kernel does not say (CONFIG_SCHED_INFO).
+    """
+    try:
+        schedstat = _Descriptor(_SCHEDSTAT)
+    except OSError:
+        return lambda: 0.0
+
+    def read() -> float:
+        # "RAN_NS WAITED_NS SLICES" (kernel, Documentation/scheduler/sched-stats.rst)
+        fields = os.pread(schedstat.fd, 256, 0).split()
+        return int(fields[1]) / 1e9 if len(fields) > 1 else 0.0
+
+    return read
+
+
+class _Descriptor:
+    """Descriptor that is open for reading as long as something refers to it."""
+
+    def __init__(self, path: str, flags: int = 0) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
 
 
 def gauges(waits: Iterable[str]) -> list[Gauge]:
     """What there is to listen to on this machine: the kernel's figure, where it keeps one, and the workers' at ``waits``.
 
-    To be called before privileges are given up. The descriptors stay open as long as the process.
+    To be called before privileges are given up. The descriptors stay open as long as the gauges.
     """
     found = []
     with suppress(OSError, ValueError):
-        pressure = os.open(_PRESSURE, os.O_RDONLY | os.O_CLOEXEC)
-        _pressure_seconds(pressure)  # EOPNOTSUPP where the kernel was told not to keep it
-        found.append(Gauge(lambda: _pressure_seconds(pressure), counts_us=True))
+        pressure = _Descriptor(_PRESSURE)
+        _pressure_seconds(pressure.fd)  # EOPNOTSUPP where the kernel was told not to keep it
+        found.append(Gauge(lambda: _pressure_seconds(pressure.fd), counts_us=True))
     with suppress(OSError, ValueError):
-        vmstat, own = (os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in (_VMSTAT, _OWN_IO))
-        _written_by_others(vmstat, own)
-        found.append(Gauge(lambda: _written_by_others(vmstat, own), counts_us=False, busy_at=_BUSY_WRITING))
+        vmstat, own = _Descriptor(_VMSTAT), _Descriptor(_OWN_IO)
+        _written_by_others(vmstat.fd, own.fd)
+        found.append(
+            Gauge(lambda: _written_by_others(vmstat.fd, own.fd), counts_us=False, busy_at=_BUSY_WRITING)
+        )
     for path in waits:
         with suppress(OSError, ValueError):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            found.append(Gauge(lambda fd=fd: _waits_seconds(fd), counts_us=False))  # type: ignore[misc]
+            file = _Descriptor(path, os.O_NOFOLLOW)
+            found.append(Gauge(lambda file=file: _waits_seconds(file.fd), counts_us=False))  # type: ignore[misc]
     return found
 
 

@@ -39,6 +39,7 @@ class Capability(enum.IntEnum):
     SETUID = 7
     SYS_PTRACE = 19
     SYS_ADMIN = 21
+    SYS_NICE = 23
     MKNOD = 27
     LEASE = 28
     SETFCAP = 31

@@ -116,8 +116,9 @@ WORKER: Final = Profile(
 
 CAPTURE: Final = Profile(
     "capture",
-    # sched_setscheduler: codec threads step behind all others. chown: of what it makes in a repository of another user.
-    _COMMON | _READING | _WRITING | _names("sched_setscheduler chown fchown fchownat"),
+    # sched_setscheduler: codec threads step behind all others. setpriority, ioprio_set: the work rises as its deadline nears
+    # (precedence.py). chown: of what it makes in a repository of another user.
+    _COMMON | _READING | _WRITING | _names("sched_setscheduler setpriority ioprio_set chown fchown fchownat"),
     _CONDITIONS,
     _ABSENT,
 )

@@ -27,7 +27,8 @@ _CLEAR_LINE: Final = "\r\x1b[K"
 class Reporter:
     """Keeps the newest state, and shows it when enough time has passed.
 
-    State: ``bytes_done``, ``bytes_total``, ``files_done``, ``files_total`` (absolute; totals 0 while unknown), ``path``;
+    State: ``bytes_done``, ``bytes_total``, ``files_done``, ``files_total`` (absolute; totals 0 while unknown), ``path``, and
+    ``seconds_left`` where somebody knows better than the bytes done so far (None: nobody does);
     or ``step``, ``done`` and ``total`` where what is counted changes from step to step.
     """
 
@@ -119,8 +120,11 @@ class _TerminalLine(Reporter):
             parts.append(plural(state["files_done"], "file"))
         if done and elapsed_seconds > 0:
             parts.append(f"{human_size(done / elapsed_seconds)}/s")
-        if 0 < share < 1:
-            parts.append(f"{human_duration(elapsed_seconds * (1 - share) / share)} left")
+        left_seconds = state.get("seconds_left")
+        if left_seconds is None and 0 < share < 1:
+            left_seconds = elapsed_seconds * (1 - share) / share
+        if left_seconds is not None:
+            parts.append(f"{human_duration(left_seconds)} left")
         if state.get("path"):
             parts.append(shown(state["path"]))
         return "  ".join(parts)

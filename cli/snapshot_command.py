@@ -36,7 +36,8 @@ _POLL_SECONDS: Final = 0.2
 def command(message: str, tags: tuple[str, ...], hold: bool, wait: bool, as_json: bool) -> None:
     """Take a snapshot now and print its id.
 
-    Everything whose write() had returned when this command began is in it.
+    Everything whose write() had returned when this command began is in it. Commands that wait for the same are answered by one
+    snapshot.
     """
     for tag in tags:
         check_tag(tag)
@@ -122,11 +123,14 @@ def failure_of(state: SnapshotState) -> CiuicError:
 
 def _report(reporter: Reporter, state: SnapshotState) -> None:
     done = state.progress
-    if done is not None:
+    if done is None and state.seconds_left is not None:  # it waits for its turn
+        reporter.update(seconds_left=state.seconds_left)
+    elif done is not None:
         reporter.update(
             bytes_done=done.bytes_done,
             bytes_total=done.bytes_total,
             files_done=done.files_done,
             files_total=done.files_total,
+            seconds_left=state.seconds_left,
             path=done.path.encode("utf-8", "surrogateescape"),
         )

@@ -208,13 +208,18 @@ def _print_roots(status: StatusDocument) -> None:
 
 def _beside_line(beside: BesideStatus) -> str:
     """How captures and upkeep behave towards the job."""
-    place = f"nice, I/O class {beside.io_priority or 'none'}, {beside.slice or 'no slice of systemd'}"
+    place = (
+        f"nice 19 at most, I/O class {beside.io_priority or 'none'}, {beside.slice or 'no slice of systemd'}"
+    )
     if beside.min_share >= 1:
         return f"{place}; making way for nobody"
     heard = [words for key, words in _HEARD.items() if key in beside.hears]
     if not heard:
         return f"{place}; nothing to be heard of others here, so making way for nobody"
-    return f"{place}; making way for {', '.join(heard)}; {beside.min_share * 100:.2g}% of the time at least"
+    text = f"{place}; making way for {', '.join(heard)}; {beside.min_share * 100:.2g}% of the time at least"
+    if beside.finish_within_seconds:  # a daemon of an earlier version has none
+        text += f", all of it {human_duration(beside.finish_within_seconds)} after a cut"
+    return text
 
 
 def _capture_line(capture: SnapshotState) -> str:
@@ -224,6 +229,10 @@ def _capture_line(capture: SnapshotState) -> str:
     done = capture.progress
     if done is not None and done.bytes_total:
         text += f", {done.bytes_done / done.bytes_total:.0%} of {human_size(done.bytes_total)}"
+    if capture.seconds_left is not None:
+        text += f", done in about {human_duration(capture.seconds_left)}"
+    elif done is not None and done.files_done:
+        text += f", {plural(done.files_done, 'name')} so far (how many there are is not known)"
     if done is not None and done.share < 1:
         text += (
             f", slowed down to {done.share * 100:.2g}% of its time: others wait for the disk {done.others_waiting:.0%} "

@@ -14,7 +14,7 @@ from ciuic.cli.output import out, out_json
 from ciuic.cli.session import Session
 from ciuic.cli.verify_command import as_document, print_damages, reporting
 from ciuic.errors import Damaged
-from ciuic.pace import Pace, gauges, waits_files
+from ciuic.pace import Pace, gauges, processor_waits, waits_files
 from ciuic.scrub_book import Pass, ScrubBook
 from ciuic.units import human_size
 from ciuic.verify import VerifyResult
@@ -26,7 +26,9 @@ def verify_for(session: Session, seconds: float, *, restart: bool, as_json: bool
     deadline = time.monotonic() + seconds
     repository = session.own_repository  # where it stopped is noted there
     pace = Pace(
-        gauges(waits_files(str(session.config.runtime_dir))), min_share=session.config.capture.min_share
+        gauges(waits_files(str(session.config.runtime_dir))),
+        min_share=session.config.capture.min_share,
+        processor_waits=processor_waits(),
     )
     with ScrubBook(session.repository_dir, repository.id) as book, reporting() as report:
         if restart:

@@ -44,11 +44,13 @@ from ciuic.daemon.capture_job import (
 from ciuic.daemon.capture_root import Interrupted, Report
 from ciuic.daemon.capture_roots import Captured, capture_roots, limit_memory
 from ciuic.daemon.capture_space import NoRoom, Room
+from ciuic.daemon.terms import Instructions, follow
 from ciuic.disk_space import reserve_of, total_bytes
 from ciuic.errors import Busy, CiuicError, UsageError
 from ciuic.excludes import effective_patterns
 from ciuic.fuse_layer.undo_format import UndoDamaged, UndoLost
-from ciuic.pace import Pace, gauges, waits_files, yield_to_others
+from ciuic.pace import Pace, gauges, processor_waits, waits_files, yield_to_others
+from ciuic.precedence import Precedence
 from ciuic.privileges import limit_capture
 from ciuic.repository import Repository, Writer
 from ciuic.repository.trust import require_own
@@ -61,6 +63,7 @@ from ciuic.types import (
     SnapshotDraft,
     SnapshotId,
 )
+from ciuic.urgency import Urgency
 
 _log = structlog.get_logger(__name__)
 _LOCK_POLL_SECONDS: Final = 0.5
@@ -200,15 +203,22 @@ def failure(error: BaseException, repository: str) -> Failed:
 def main(arguments: list[str] | None = None) -> int:
     """The process: exit status."""
     options = _parser().parse_args(arguments)
-    return _capture(lambda: _offline_job(options) if options.offline else _read_job(0), 1, options.repo or "")
+    if options.offline:
+        return _capture(lambda: _offline_job(options), Instructions(), 1, options.repo or "")
+    instructions = Instructions(0)
+    return _capture(lambda: decode_job(instructions.first_line()), instructions, 1, "")
 
 
 def serve(job_fd: int, words_fd: int) -> int:
     """The process when it was forked: exit status."""
-    return _capture(lambda: _read_job(job_fd), words_fd, "")
+    instructions = Instructions(job_fd)
+    return _capture(lambda: decode_job(instructions.first_line()), instructions, words_fd, "")
 
 
-def _capture(find_job: Callable[[], CaptureJob], words_fd: int, repository: str) -> int:
+def _capture(
+    find_job: Callable[[], CaptureJob], instructions: Instructions, words_fd: int, repository: str
+) -> int:
+    """Find the job and do it; ``instructions`` tell what comes later. Return the exit status."""
     output = _Output(words_fd)
     logs.configure(as_json=True)  # on standard error: standard output is for messages alone
     report = Report(output.tell)
@@ -227,11 +237,14 @@ def _capture(find_job: Callable[[], CaptureJob], words_fd: int, repository: str)
     try:
         job = find_job()
         repository = job.repository
-        _be_humble(job.io_priority)
+        precedence = _be_humble(job)
         heard = gauges(waits_files(job.runtime_dir) if job.runtime_dir else ())
         limit_memory(job.memory_limit_bytes)
-        report.pace = Pace(heard, min_share=job.min_share, on_pause=report.paused)
+        report.pace = Pace(
+            heard, urgency=job.urgency, on_pause=report.paused, processor_waits=processor_waits()
+        )
         _be_weak(repository)
+        follow(instructions, report.pace, precedence)
         run_job(job, report, committed)
     except msgspec.MsgspecError as error:
         output.tell(Failed(error=f"no capture job on standard input: {error}", code=UsageError.exit_code))
@@ -246,11 +259,6 @@ def _capture(find_job: Callable[[], CaptureJob], words_fd: int, repository: str)
         output.tell(failed)
         return failed.code
     return 0
-
-
-def _read_job(fd: int) -> CaptureJob:
-    with open(fd, "rb", closefd=fd > 0) as file:
-        return decode_job(file.read())
 
 
 class _Output:
@@ -270,13 +278,14 @@ class _Output:
                 self._open = False
 
 
-def _be_humble(io_priority: str) -> None:
+def _be_humble(job: CaptureJob) -> Precedence:
     """Yield to the job in CPU, I/O and memory; have descriptors enough for deep trees."""
-    yield_to_others(io_priority)
+    precedence = yield_to_others(job.io_priority, job.urgency.least_share(0))
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(_OOM_SCORE_ADJ)  # where it cannot be written, we are a process like any other
+    return precedence
 
 
 def _be_weak(repository: str) -> None:
@@ -345,7 +354,7 @@ def _offline_job(options: argparse.Namespace) -> CaptureJob:
         trust_repository=options.trust_repository,
         lock_wait_seconds=options.wait,
         io_priority=options.io_priority,
-        min_share=options.min_share,
+        urgency=Urgency(min_share=options.min_share),
         reserve_bytes=reserve.size_bytes,
         reserve_reason=reserve.reason,
     )

@@ -1,6 +1,7 @@
 """What the daemon and a capture process say to each other. Values only.
 
-The daemon starts `python -m ciuic.daemon.capture`, writes one `CaptureJob` as JSON to its standard input and closes it.
+The daemon starts `python -m ciuic.daemon.capture` and writes one `CaptureJob` to its standard input, as a line of JSON, then, as long
+as the capture runs, an `Urgency` in a line of its own whenever the terms under which it works change.
 The process answers with JSON lines on standard output: any number of `Progress`, then exactly one `Done` or `Failed`,
 unless it was killed. Logs go to standard error. Byte strings are base64 in JSON (msgspec does that by itself).
 
@@ -17,6 +18,7 @@ import msgspec
 
 from ciuic.pace import PaceState
 from ciuic.types import LeftOut, Pair
+from ciuic.urgency import Urgency
 
 EXIT_UNDO_LOST = 20
 """The sealed state was given up or cannot be read exactly any more; nothing was committed, and trying again is useless."""
@@ -73,8 +75,8 @@ class CaptureJob(msgspec.Struct, kw_only=True, frozen=True):
     """Roots that the snapshot was to have and that cannot be captured."""
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
     """For the process; 0: none."""
-    min_share: float = 1.0
-    """Of the time, that is worked in at least while others wait for the disk (ciuic.pace)."""
+    urgency: Urgency = Urgency()
+    """Terms under which it works beside the job (ciuic.pace, ciuic.precedence); later ones follow on standard input."""
     runtime_dir: str = ""
     """Where the workers have their sockets; empty where nothing is to be heard of them."""
     trust_repository: bool = False
@@ -165,7 +167,8 @@ def printable(path: str | bytes) -> str:
 
 
 def encode_job(job: CaptureJob) -> bytes:
-    return _encoder.encode(job)
+    """One line, newline included."""
+    return _encoder.encode(job) + b"\n"
 
 
 def decode_job(data: bytes) -> CaptureJob:

@@ -30,6 +30,7 @@ from ciuic.daemon.capture_job import (
     decode_message,
     encode_job,
 )
+from ciuic.daemon.terms import send_terms
 from ciuic.daemon.worker_process import (
     EXPENDABLE_OOM_SCORE_ADJ,
     describe_exit,
@@ -37,6 +38,7 @@ from ciuic.daemon.worker_process import (
 )
 from ciuic.fuse_layer.standby import FIRST_PASSED_FD, ForkedProcess, SpareProcess
 from ciuic.processes import start_ticks
+from ciuic.urgency import Urgency
 
 TERMINATE_GRACE_SECONDS = 10.0
 MAX_LINE_BYTES = 16 << 20
@@ -89,7 +91,7 @@ class Captures:
 
 
 class CaptureProcess:
-    """One run. ``run`` once; ``kill`` from anywhere in the trio thread."""
+    """One run. ``run`` once; ``kill`` and ``urge`` from anywhere in the trio thread."""
 
     def __init__(self, *, cwd: Path, command: Sequence[str] = (), spare: SpareProcess | None = None) -> None:
         self.pid = 0
@@ -98,6 +100,8 @@ class CaptureProcess:
         self._spare = spare
         self._process: _Process | None = None
         self._kill_reason = ""
+        self._has_job = False
+        """The job is sent whole: what is sent now is a line of its own."""
 
     async def run(
         self,
@@ -149,6 +153,11 @@ class CaptureProcess:
         if self._process is not None:
             self._process.kill()
 
+    def urge(self, urgency: Urgency) -> bool:
+        """Send new terms; whether they are on their way. Not before the process has its job, nor when it has ended."""
+        stdin = self._process.stdin if self._process is not None and self._has_job else None
+        return isinstance(stdin, trio.lowlevel.FdStream) and send_terms(stdin.fileno(), urgency)
+
     async def _converse(
         self,
         process: _Process,
@@ -161,11 +170,12 @@ class CaptureProcess:
         last: Done | Failed | None = None
         unreadable = 0
         try:
-            async with process.stdin:
-                await process.stdin.send_all(job)
+            await process.stdin.send_all(job)
+            self._has_job = True
         except trio.BrokenResourceError:
             log.warning("capture_did_not_take_its_job", pid=process.pid)
-        async with process.stdout:
+        # Standard input stays open for what follows the job: `urge`.
+        async with process.stdin, process.stdout:
             async for line in _lines(process.stdout):
                 try:
                     message = decode_message(line)

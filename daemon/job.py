@@ -13,12 +13,17 @@ from ciuic.daemon.settings import Settings
 from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.errors import CiuicError
 from ciuic.types import LeftOut
+from ciuic.urgency import Urgency
 
 LOCK_WAIT_SECONDS = 30.0
 
 
 def make_job(
-    pending: PendingSnapshot, settings: Settings, roots: Mapping[str, RootSupervisor], host: str
+    pending: PendingSnapshot,
+    settings: Settings,
+    roots: Mapping[str, RootSupervisor],
+    host: str,
+    urgency: Urgency,
 ) -> tuple[CaptureJob, list[int]]:
     """The job, and the duplicates of descriptors that it names: the caller passes them on and closes them.
 
@@ -55,7 +60,7 @@ def make_job(
         pair=record.pair,
         lock_wait_seconds=LOCK_WAIT_SECONDS,
         io_priority=settings.io_priority,
-        min_share=settings.min_share,
+        urgency=urgency,
         runtime_dir=str(settings.runtime_dir),
         trust_repository=settings.trust_repository,
     )

@@ -92,6 +92,8 @@ class PendingSnapshot:
         """What an attempt had written when it ran out of room."""
         self.root_in_progress = ""
         """The root that the running attempt reads."""
+        self.capture_began_at: float | None = None
+        """On trio's clock: the attempt that runs."""
         self.process: CaptureProcess | None = None
         self.wake = trio.Event()
         """Set when a wait between two attempts must end."""
@@ -123,6 +125,7 @@ class PendingSnapshot:
         self.state.attempts = self.record.attempts
         self.state.state = "capturing"
         self.state.progress = Progress(phase="starting")
+        self.capture_began_at = trio.current_time()
         self._announce("snapshot_capturing", self.state)
 
     def progressed(self, message: capture_job.Progress) -> None:
@@ -137,6 +140,7 @@ class PendingSnapshot:
             new_bytes=message.new_bytes,
             path=message.path.decode("utf-8", "backslashreplace"),
             share=message.pace.share,
+            least_share=message.pace.least_share,
             others_waiting=message.pace.waiting,
             others_writing=message.pace.writing,
             paused_seconds=message.pace.paused_seconds,
@@ -153,7 +157,7 @@ class PendingSnapshot:
     def committed(self, *, new_bytes: int = 0, errors: list[str] | None = None) -> None:
         """It is durable."""
         self.state.state = "committed"
-        self.state.progress = None
+        self.state.progress = self.state.seconds_left = None
         self.state.error = self.state.hint = ""
         self.state.new_bytes = new_bytes
         self.state.incomplete += errors or []
@@ -167,7 +171,7 @@ class PendingSnapshot:
         known = BY_EXIT_CODE.get(failure.code, CiuicError)
         self.failure = known(f"snapshot {self.id} failed: {failure.error}", hint=failure.hint)
         self.state.state = "failed"
-        self.state.progress = None
+        self.state.progress = self.state.seconds_left = None
         self.state.error, self.state.hint, self.state.code = failure.error, failure.hint, known.exit_code
         self._announce("snapshot_failed", self.state)
         self.finished.set()

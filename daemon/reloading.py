@@ -49,6 +49,7 @@ async def take_up(daemon: Daemon) -> TakenUp:
     await daemon.prepare_store()
     if before.interval_seconds != daemon.settings.interval_seconds:
         daemon.schedule.change_interval(daemon.settings.interval_seconds)
+    daemon.urging.wake()  # the capture that runs goes on under the new terms
     await daemon.accounts.refresh()
     log.info("configuration_reloaded", file=daemon.settings.config_path)
     return TakenUp(report, [supervisor for supervisor in supervisors if supervisor.path not in known])

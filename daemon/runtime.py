@@ -50,6 +50,8 @@ class PendingRecord(msgspec.Struct, kw_only=True):
     """The ordinary user that asked for it, and for whom it is held where it is."""
     pair: Pair | None = None
     scheduled: bool = False
+    requested: bool = False
+    """Somebody asked for it, or it is the first of a root: it is not throttled below half."""
     attempts: int = 0
     hold_microseconds: int = 0
     capture_pid: int = 0

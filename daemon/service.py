@@ -52,13 +52,14 @@ from ciuic.daemon.scheduled_snapshots import ScheduledSnapshots
 from ciuic.daemon.server import serve_api
 from ciuic.daemon.sessions import SessionStore
 from ciuic.daemon.settings import Settings, settings_of
-from ciuic.daemon.slices import SLICE
+from ciuic.daemon.slices import SLICE, SliceWeight
 from ciuic.daemon.snapshots import Context, Snapshots
 from ciuic.daemon.space import SpaceWatch
 from ciuic.daemon.status import status_document
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import backing_descriptors
 from ciuic.daemon.upkeep import UPKEEP_MODULE, Upkeep
+from ciuic.daemon.urging import Urging
 from ciuic.daemon.watch import TrainerWatch
 from ciuic.errors import CiuicError, NotFound, Unreachable
 from ciuic.repository.promised import Promise
@@ -144,6 +145,13 @@ class Daemon:
             now_ns=now_ns,
             command=[*command_prefix, *module_command(UPKEEP_MODULE)],
         )
+        self.upkeep.somebody_waits = lambda: self.snapshots.somebody_waits
+        self.urging = Urging(
+            (self.snapshots.running, self.upkeep.running),
+            lambda: self.settings.io_priority,
+            SliceWeight() if command_prefix else None,
+        )
+        self.snapshots.on_urgency = self.urging.wake
         self.snapshots.on_committed = self.upkeep.suggest
         self.snapshots.on_scheduled_lost = self.schedule.post
         self.accounts = Accounts(
@@ -214,6 +222,7 @@ class Daemon:
             self._notifier.ready(housekeeping.status_line())
             log.info("daemon_ready", roots=list(self.roots.supervisors), pid=os.getpid())
             async with trio.open_nursery() as workers:
+                workers.start_soon(self.urging.run)
                 workers.start_soon(self.snapshots.run)
                 workers.start_soon(self.upkeep.run)
                 workers.start_soon(self.scheduled.run)

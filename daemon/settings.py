@@ -19,8 +19,8 @@ from ciuic.config import (
     WatchConfig,
     repository_path,
 )
-from ciuic.pace import MIN_SHARE
 from ciuic.retention import RetentionPolicy
+from ciuic.urgency import MAX_DEFAULT_FINISH_WITHIN_SECONDS, MIN_SHARE, default_finish_within_seconds
 
 
 class RootSettings(NamedTuple):
@@ -46,6 +46,8 @@ class Settings(NamedTuple):
     interval_seconds: int = 3600
     io_priority: str = "idle"
     min_share: float = MIN_SHARE
+    finish_within_seconds: float = MAX_DEFAULT_FINISH_WITHIN_SECONDS
+    """Deadline of a capture, from its cut on."""
     retention: RetentionPolicy = RetentionPolicy()
     min_free: MinFree | None = None
     block_bytes: int = 256 * 1024
@@ -78,6 +80,8 @@ def settings_of(config: Config) -> Settings:
         interval_seconds=config.schedule.interval_seconds,
         io_priority=str(config.capture.io_priority),
         min_share=config.capture.min_share,
+        finish_within_seconds=config.capture.finish_within_seconds
+        or default_finish_within_seconds(config.schedule.interval_seconds),
         retention=config.retention,
         min_free=config.min_free,
         block_bytes=config.repository.block_size_bytes,

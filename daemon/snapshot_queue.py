@@ -28,6 +28,7 @@ class SnapshotQueue:
         self._waiting: list[PendingSnapshot] = []
         self._remembered: dict[str, PendingSnapshot] = {}
         self._wake = trio.Event()
+        self._left = trio.Event()
 
     def __iter__(self) -> Iterator[PendingSnapshot]:
         return iter(self._waiting)
@@ -54,6 +55,13 @@ class SnapshotQueue:
             self._wake = trio.Event()
             await self._wake.wait()
         return self._waiting[0]
+
+    async def has_room(self, length: int, until_seconds: float) -> bool:
+        """Wait until fewer than ``length`` are in it, at most until this time of trio's clock; whether they are."""
+        with trio.move_on_at(until_seconds):
+            while len(self._waiting) >= length:
+                await self._left.wait()
+        return len(self._waiting) < length
 
     def add(self, pending: PendingSnapshot) -> None:
         """From now on a successor of this daemon knows of it."""
@@ -82,6 +90,8 @@ class SnapshotQueue:
 
     def remove(self, pending: PendingSnapshot) -> None:
         self._waiting.remove(pending)
+        self._left.set()
+        self._left = trio.Event()
         self.write_journal()
 
     def clear(self) -> None:

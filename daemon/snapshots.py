@@ -13,7 +13,7 @@ a pending snapshot is looked at after each.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from ciuic.daemon.alerts import KEY_MISSING, Alerts
 from ciuic.daemon.capture_job import EXIT_UNDO_LOST, Done, Failed, printable
 from ciuic.daemon.capture_process import CaptureProcess
 from ciuic.daemon.cut import Flush, flush, mounted_roots
+from ciuic.daemon.estimate import Durations, seconds_left
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.job import make_job
 from ciuic.daemon.left_out import LeftOutAlerts
@@ -36,19 +37,25 @@ from ciuic.daemon.retaking import MAX_RETAKES, RETAKE_PAUSES_SECONDS, Retaking, 
 from ciuic.daemon.runtime import PendingRecord, RuntimeDirectory
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.snapshot_queue import SnapshotQueue
+from ciuic.daemon.snapshot_requests import SharedCut, WaitingRequests
 from ciuic.daemon.space import Shortage, SpaceWatch
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import RootSupervisor, backing_descriptors
 from ciuic.daemon.trust import Trust
+from ciuic.daemon.urging import Running
 from ciuic.daemon.verdicts import find_commit, settle_epoch, tell_workers
 from ciuic.daemon.worker_process import Worker
 from ciuic.errors import Busy, CiuicError, NotFound
 from ciuic.processes import start_ticks
 from ciuic.types import Pair
 from ciuic.units import plural
+from ciuic.urgency import Urgency
 
 MAX_PENDING = 8
 """Each pending epoch costs its root a copy of what the job overwrites: more than a few would be felt."""
+ROOM_SECONDS = 60.0
+"""For how long a request waits for one of those to be committed. What is captured meanwhile is hurried, so that a longer wait means
+that the repository cannot be written, and the caller should know."""
 log = structlog.get_logger(__name__)
 
 
@@ -75,10 +82,14 @@ class Snapshots:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._queue = SnapshotQueue(context.runtime, context.alerts)
+        self._requests = WaitingRequests()
+        self._durations = Durations()
         self._cut_lock = trio.Lock()
         self.repository_lock = trio.Lock()
         """Held while a process of ours writes to the repository: captures and upkeep take turns."""
         self.on_committed: Callable[[], None] = lambda: None
+        self.on_urgency: Callable[[], None] = lambda: None
+        """The terms of what is captured may have changed."""
         self.on_scheduled_lost: Callable[[], None] = lambda: None
         """A session ended before a scheduled snapshot had its root: another is due now."""
         self.last_failure: SnapshotState | None = None
@@ -105,58 +116,104 @@ class Snapshots:
         hold_reason: str = "",
         user: int | None = None,
     ) -> PendingSnapshot:
-        """Cuts now. On return the instant is fixed, the id is final, and the journal names it. Cancelled, it may be cut all the same.
+        """Cut, and return when the instant is fixed, the id is final, and the journal names it. Cancelled, it may be cut all the same.
 
-        ``user``: the ordinary user that asks for it, and for whom it is held where it is. Busy when too many wait; NotFound for a root that is not protected; CiuicError when no root can be cut.
+        Requests for the same that wait here are answered by one cut, which begins after each of them was made.
+
+        Args:
+            request: what to take.
+            scheduled: the schedule asks, and nobody waits.
+            pair: the training's state that the snapshot belongs to; it gets a cut of its own.
+            hold_reason: why it is held; empty: the message says it.
+            user: the ordinary user that asks for it, and for whom it is held where it is.
+
+        Raises:
+            Busy: as many as may wait for their capture still do after ROOM_SECONDS.
+            NotFound: a root is not protected.
+            CiuicError: no root can be cut.
         """
-        async with self._cut_lock:  # the queue's order is the order of the epochs
-            if len(self._queue) >= MAX_PENDING:
-                raise Busy(
-                    f"{plural(len(self._queue), 'snapshot waits', 'snapshots wait')} for capture already",
-                    hint="wait for one: ciuic status --watch",
-                )
-            supervisors, missing = await mounted_roots(self._context.roots(), request.roots)
-            try:
-                snapshot_id = await self._new_id(supervisors)
-            except CiuicError as error:
-                key = KEY_MISSING if isinstance(error, NotFound) else "store"
-                self._context.alerts.report(key, f"no snapshot can be taken: {error}", hint=error.hint)
-                raise
-            cut = await make_cut(supervisors, self._context.flush)
-            # No await from here to the end of the block: an epoch that was cut is known to the queue and the journal.
-            record = PendingRecord(
-                id=snapshot_id,
-                time_ns=cut.time_ns,
-                cuts=list(cut.records),
-                message=request.message,
-                tags=list(dict.fromkeys([*request.tags, *cut.tags])),
-                hold=request.hold,
-                hold_reason=hold_reason,
-                user=user,
-                pair=pair,
-                scheduled=scheduled,
-                hold_microseconds=cut.hold_microseconds,
-                left_out=dict.fromkeys(missing, "it was not mounted"),
-            )
-            pending = PendingSnapshot(
-                record,
-                announce=self._announce,
-                trust_tracking=cut.trust_tracking,
-                settles=cut.settles,
-                cut_at=trio.current_time(),
-            )
-            self._queue.add(pending)
-            self._announce("snapshot_cut", pending.state)
-        await self._promises.give(pending)
-        log.info("snapshot_cut", id=pending.id, roots=pending.state.roots, hold_us=record.hold_microseconds)
+        requested = not scheduled and pair is None
+        until_seconds = trio.current_time() + ROOM_SECONDS
+        with self._requests.join(
+            request, scheduled=scheduled, requested=requested, alone=pair is not None
+        ) as cut:
+            self.on_urgency()  # somebody waits, perhaps for room that a slow capture takes
+            while (pending := cut.outcome) is None:
+                if not await self._queue.has_room(MAX_PENDING, until_seconds):
+                    raise Busy(
+                        f"{plural(len(self._queue), 'snapshot has', 'snapshots have')} waited for capture for {ROOM_SECONDS:.0f} s, expected fewer than "
+                        f"{MAX_PENDING}",
+                        hint="see what keeps them, and try again later: ciuic status",
+                    )
+                async with self._cut_lock:  # the queue's order is the order of the epochs
+                    # Others have had the lock before: they may have cut for us, or taken the room.
+                    if cut.pending is None and cut.failure is None and len(self._queue) < MAX_PENDING:
+                        self._requests.close(cut)
+                        await self._cut_for(cut, pair=pair, hold_reason=hold_reason, user=user)
         return pending
+
+    async def _cut_for(
+        self, cut: SharedCut, *, pair: Pair | None, hold_reason: str, user: int | None
+    ) -> None:
+        """Cut, and leave the outcome where all that wait for it find it. A failure is everybody's: each would meet the same again."""
+        try:
+            await self._cut_now(cut, pair, hold_reason, user)
+        except CiuicError as error:
+            cut.failure = error
+
+    async def _cut_now(self, cut: SharedCut, pair: Pair | None, hold_reason: str, user: int | None) -> None:
+        supervisors, missing = await mounted_roots(self._context.roots(), cut.roots)
+        try:
+            snapshot_id, is_first = await self._new_id(supervisors)
+        except CiuicError as error:
+            key = KEY_MISSING if isinstance(error, NotFound) else "store"
+            self._context.alerts.report(key, f"no snapshot can be taken: {error}", hint=error.hint)
+            raise
+        made = await make_cut(supervisors, self._context.flush)
+        # No await from here until the queue has it: an epoch that was cut is known to the queue and the journal.
+        record = PendingRecord(
+            id=snapshot_id,
+            time_ns=made.time_ns,
+            cuts=list(made.records),
+            message=cut.message,
+            tags=list(dict.fromkeys([*cut.tags, *made.tags])),
+            hold=cut.hold,
+            hold_reason=hold_reason,
+            user=user,
+            pair=pair,
+            scheduled=cut.scheduled,
+            requested=cut.requested or is_first,
+            hold_microseconds=made.hold_microseconds,
+            left_out=dict.fromkeys(missing, "it was not mounted"),
+        )
+        cut.pending = PendingSnapshot(
+            record,
+            announce=self._announce,
+            trust_tracking=made.trust_tracking,
+            settles=made.settles,
+            cut_at=trio.current_time(),
+        )
+        self._queue.add(cut.pending)
+        self._announce("snapshot_cut", cut.pending.state)
+        self.on_urgency()
+        log.info(
+            "snapshot_cut",
+            id=record.id,
+            roots=cut.pending.state.roots,
+            hold_us=record.hold_microseconds,
+            requests=cut.waiting,
+        )
+        # Still under the lock of the cut: no request is answered with an id that is not written down.
+        await self._promises.give(cut.pending)
 
     def state(self, snapshot_id: str) -> PendingSnapshot | None:
         """A snapshot of this daemon's life, or None when it is not (or no longer) remembered."""
+        self._estimate()
         return self._queue.find(snapshot_id)
 
     def unfinished(self) -> list[SnapshotState]:
         """Oldest first; and the last failure, if nothing was committed since."""
+        self._estimate()
         failure = [self.last_failure] if self.last_failure else []
         return [*failure, *(pending.state for pending in self._queue.unfinished())]
 
@@ -169,16 +226,57 @@ class Snapshots:
         scheduled = (pending for pending in self._queue.unfinished() if pending.record.scheduled)
         return {cut.path for pending in scheduled for cut in pending.remaining}
 
-    async def _new_id(self, supervisors: Iterable[RootSupervisor]) -> str:
+    async def _new_id(self, supervisors: Sequence[RootSupervisor]) -> tuple[str, bool]:
+        """Return an id, and whether the snapshot is the first of one of its roots."""
         store = self._context.store()
         taken = self._queue.remembered
+        paths = [supervisor.path for supervisor in supervisors]
         with backing_descriptors(supervisors) as fds:
 
-            def work() -> str:
+            def work() -> tuple[str, bool]:
                 store.ensure(fds)
-                return str(store.new_id(taken))  # a plain str: msgspec writes no subclass of it
+                # A plain str: msgspec writes no subclass of it.
+                return str(store.new_id(taken)), not store.has_all(paths)
 
             return await trio.to_thread.run_sync(work)
+
+    # -- how urgent it is
+
+    @property
+    def somebody_waits(self) -> bool:
+        """Whether somebody asked for what is captured, or for what waits behind it."""
+        return self._requests.somebody_waits or any(
+            pending.record.requested for pending in self._queue.unfinished()
+        )
+
+    def running(self) -> Running | None:
+        """Return the capture that runs, with its terms as of now; None where none does."""
+        for pending in self._queue:
+            if pending.process is not None and pending.process.pid:
+                return Running(pending.process.pid, self._urgency(pending), pending.process.urge)
+        return None
+
+    def _urgency(self, pending: PendingSnapshot) -> Urgency:
+        settings = self._context.settings()
+        return Urgency(
+            min_share=settings.min_share,
+            finish_within_seconds=settings.finish_within_seconds,
+            elapsed_seconds=max(0.0, trio.current_time() - pending.cut_at),
+            requested=self.somebody_waits,
+        )
+
+    def _estimate(self) -> None:
+        """Write down for every snapshot on its way when it will be committed."""
+        total_seconds: float | None = 0.0
+        typical_seconds = self._durations.typical_seconds
+        for pending in self._queue.unfinished():
+            progress = pending.state.progress
+            left: float | None = typical_seconds
+            if progress is not None and pending.capture_began_at is not None:
+                elapsed_seconds = trio.current_time() - pending.capture_began_at
+                left = seconds_left(progress, elapsed_seconds, self._urgency(pending))
+            total_seconds = None if total_seconds is None or left is None else total_seconds + left
+            pending.state.seconds_left = total_seconds
 
     def _announce(self, kind: str, state: SnapshotState) -> None:
         self._context.events.emit(kind, snapshot=state)
@@ -307,7 +405,13 @@ class Snapshots:
         space = self._context.space
         room = await trio.to_thread.run_sync(space.look) if space is not None else RepositoryStatus()
         try:
-            job, fds = make_job(pending, self._context.settings(), self._context.roots(), self._context.host)
+            job, fds = make_job(
+                pending,
+                self._context.settings(),
+                self._context.roots(),
+                self._context.host,
+                self._urgency(pending),
+            )
         except CiuicError as error:
             return Failed(error=str(error), hint=error.hint, code=EXIT_UNDO_LOST)
         job = msgspec.structs.replace(
@@ -338,6 +442,7 @@ class Snapshots:
         pending.record.capture_pid = pid
         pending.record.capture_started_ticks = start_ticks(pid)
         self._queue.write_journal()
+        self.on_urgency()
 
     async def _commit(self, pending: PendingSnapshot, done: Done) -> None:
         for root in done.left_out:
@@ -346,6 +451,7 @@ class Snapshots:
         self.trust.settle(pending)
         unread = [f"{printable(error.root)}/{printable(error.path)}: {error.error}" for error in done.errors]
         pending.committed(new_bytes=done.new_bytes, errors=unread)
+        self._durations.add(done.seconds)
         log.info(
             "snapshot_committed",
             id=pending.id,

@@ -76,6 +76,7 @@ def _beside(daemon: Daemon) -> BesideStatus:
         io_priority=settings.io_priority,
         slice=daemon.slice,
         min_share=settings.min_share,
+        finish_within_seconds=settings.finish_within_seconds,
         hears=audible(waits_files(str(settings.runtime_dir))),
     )
 

@@ -146,6 +146,11 @@ class Store:
         with self._open() as repository:
             return repository.snapshots.new_id(taken)
 
+    def has_all(self, roots: Iterable[str]) -> bool:
+        """Whether each of the roots is in some committed snapshot."""
+        with self._open() as repository:
+            return all(repository.snapshots.list(root=os.fsencode(root), limit=1) for root in roots)
+
     def latest(self) -> LastSnapshot | None:
         """The newest committed snapshot, safety snapshots left out; None when there is none, or no repository yet."""
         try:

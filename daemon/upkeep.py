@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,9 +21,12 @@ from ciuic.control_types import ErrorDocument, PruneReport
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.settings import Settings
 from ciuic.daemon.store import Store
+from ciuic.daemon.terms import send_terms
 from ciuic.daemon.upkeep_process import UpkeepJob
+from ciuic.daemon.urging import Running
 from ciuic.daemon.worker_process import describe_exit, mark_expendable
 from ciuic.errors import BY_EXIT_CODE, CiuicError
+from ciuic.urgency import Urgency
 
 COST_RATIO = 20
 MIN_PAUSE_SECONDS = 60.0
@@ -52,6 +56,28 @@ class Upkeep:
         self._now_ns = now_ns
         self._command = list(command or module_command(UPKEEP_MODULE))
         self._wake = trio.Event()
+        self.somebody_waits: Callable[[], bool] = lambda: False
+        """Whether somebody waits for a capture, which begins when upkeep has ended."""
+        self._process: trio.Process | None = None
+        self._began_at = 0.0
+        self._awaited = False
+        """Somebody waits for this upkeep."""
+
+    def running(self) -> Running | None:
+        """Return the process that runs, with its terms as of now; None where none does."""
+        process = self._process
+        if process is None:
+            return None
+        return Running(process.pid, self._urgency(), partial(_send, process))
+
+    def _urgency(self) -> Urgency:
+        settings = self._settings()
+        return Urgency(
+            min_share=1.0 if self._awaited else settings.min_share,
+            finish_within_seconds=settings.finish_within_seconds,
+            elapsed_seconds=trio.current_time() - self._began_at,
+            requested=self.somebody_waits(),
+        )
 
     def suggest(self) -> None:
         """A snapshot was committed, or the store is full."""
@@ -95,11 +121,12 @@ class Upkeep:
             min_free=settings.min_free,
             dry_run=dry_run,
             io_priority=settings.io_priority,
-            min_share=1.0 if awaited else settings.min_share,
             runtime_dir=str(settings.runtime_dir),
             trust_repository=settings.trust_repository,
         )
         async with self._lock:
+            self._began_at, self._awaited = trio.current_time(), awaited
+            job = msgspec.structs.replace(job, urgency=self._urgency())
             report = await self._run_process(job)
         log.info("upkeep_done", removed=len(report.removed), freed_bytes=report.freed_bytes, dry_run=dry_run)
         return report
@@ -122,8 +149,8 @@ class Upkeep:
         assert process.stdout is not None
         try:
             with suppress(trio.BrokenResourceError):  # it ended early; its exit status says how
-                async with process.stdin:
-                    await process.stdin.send_all(msgspec.json.encode(job))
+                await process.stdin.send_all(msgspec.json.encode(job) + b"\n")
+            self._process = process  # from now on a line that it is sent is one of terms
             answer = b"".join([part async for part in process.stdout])
             status = await process.wait()
         except BaseException:
@@ -132,7 +159,9 @@ class Upkeep:
                 await process.wait()
             raise
         finally:
+            self._process = None
             with trio.CancelScope(shield=True):
+                await process.stdin.aclose()
                 await process.stdout.aclose()
         try:
             if status == 0:
@@ -141,3 +170,8 @@ class Upkeep:
         except msgspec.DecodeError as error:
             raise CiuicError(f"upkeep ended without a word ({describe_exit(status)})") from error
         raise BY_EXIT_CODE.get(refusal.code, CiuicError)(refusal.error, hint=refusal.hint)
+
+
+def _send(process: trio.Process, urgency: Urgency) -> bool:
+    stdin = process.stdin
+    return isinstance(stdin, trio.lowlevel.FdStream) and send_terms(stdin.fileno(), urgency)

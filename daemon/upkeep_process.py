@@ -1,6 +1,6 @@
 """The process that applies retention and frees space: `python -m ciuic.daemon.upkeep_process`.
 
-One `UpkeepJob` as JSON on standard input; on standard output one `PruneReport` (exit 0) or `ErrorDocument` (exit: its code).
+One `UpkeepJob` on standard input, as a line of JSON, then an `Urgency` a line whenever its terms change (terms.py); on standard output one `PruneReport` (exit 0) or `ErrorDocument` (exit: its code).
 A process of its own, so that I/O class and nice value apply and marking never holds the daemon's interpreter.
 """
 
@@ -18,8 +18,9 @@ import msgspec
 from ciuic.config import MinFree
 from ciuic.control_types import ErrorDocument, PrunedSnapshot, PruneReport, rfc3339
 from ciuic.errors import CiuicError
-from ciuic.pace import Pace, gauges, waits_files, yield_to_others
+from ciuic.pace import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.retention import RetentionPolicy
+from ciuic.urgency import Urgency
 
 LOCK_WAIT_SECONDS = 60.0
 
@@ -32,7 +33,7 @@ class UpkeepJob(msgspec.Struct, kw_only=True, frozen=True):
     min_free: MinFree | None = None
     dry_run: bool = False
     io_priority: str = "idle"
-    min_share: float = 1.0
+    urgency: Urgency = Urgency()
     runtime_dir: str = ""
     trust_repository: bool = False
 
@@ -72,15 +73,17 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
 def main() -> int:
     """The process."""
     from ciuic import seccomp_profiles
+    from ciuic.daemon.terms import Instructions, follow
     from ciuic.privileges import limit_upkeep
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     try:
-        job = msgspec.json.decode(sys.stdin.buffer.read(), type=UpkeepJob)
-        yield_to_others(job.io_priority)
+        instructions = Instructions(0)
+        job = msgspec.json.decode(instructions.first_line(), type=UpkeepJob)
+        precedence = yield_to_others(job.io_priority, job.urgency.least_share(0))
         heard = gauges(waits_files(job.runtime_dir) if job.runtime_dir else ())
-        pace = Pace(heard, min_share=job.min_share)
+        pace = Pace(heard, urgency=job.urgency, processor_waits=processor_waits())
         with suppress(OSError):  # where it cannot be written, we are a process like any other
             Path("/proc/self/oom_score_adj").write_text("500")
         with suppress(OSError):  # a filter of system calls: full disks are worse than this
@@ -88,6 +91,7 @@ def main() -> int:
         unfiltered = seccomp_profiles.limit_calls(seccomp_profiles.UPKEEP)
         if unfiltered:
             sys.stderr.write(f"upkeep: system calls are not filtered: {unfiltered}\n")
+        follow(instructions, pace, precedence)
 
         def asked_to_stop() -> bool:  # it asks between any two pieces of work
             pace.step()

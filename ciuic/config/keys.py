@@ -333,9 +333,17 @@ KEYS: dict[str, Key] = {
             "capture.min_share",
             _min_share,
             "1%",
-            "How much of the time captures and upkeep work at least while others wait for the disk; doubled with every 10 "
-            "minutes that one lasts. 100%: they are never slowed down.",
+            "How much of the time captures and upkeep work at least while others wait for the disk; it rises to all of it at "
+            "`capture.finish_within`. 100%: they are never slowed down.",
             show=_show_share,
+        ),
+        Key(
+            "capture.finish_within",
+            _interval,
+            "",
+            "Time from a cut until its capture is slowed down by nothing any more. Default: a twelfth of `schedule.interval`, "
+            "at most 5m.",
+            show=format_duration,
         ),
         Key(
             "capture.undo_limit",

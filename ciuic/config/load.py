@@ -351,7 +351,10 @@ class _Draft:
             ),
             min_free=values["retention.min_free"],
             capture=CaptureConfig(
-                values["capture.io_priority"], values["capture.min_share"], values["capture.undo_limit"]
+                values["capture.io_priority"],
+                values["capture.min_share"],
+                values["capture.finish_within"],
+                values["capture.undo_limit"],
             ),
             overlay=OverlayConfig(values["overlay.tracked_names"], values["overlay.mapped_names"]),
             control=ControlConfig(values["control.socket"], values["control.group"]),

@@ -10,8 +10,8 @@ from typing import Literal
 from ciuic.errors import CiuicError, ConfigError
 from ciuic.excludes import ExcludeMatcher, effective_patterns
 from ciuic.open_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
-from ciuic.pace import MIN_SHARE
 from ciuic.retention import MinFree, RetentionPolicy
+from ciuic.urgency import MIN_SHARE
 
 Driver = Literal["auto", "kernel", "pyfuse3"]
 DRIVERS: tuple[Driver, ...] = ("auto", "kernel", "pyfuse3")
@@ -99,7 +99,9 @@ class IoPriority:
 class CaptureConfig:
     io_priority: IoPriority = IoPriority()
     min_share: float = MIN_SHARE
-    """Of its time, that work beside the job goes on for at least while others wait for the disk (ciuic.pace)."""
+    """Share of the time that work beside the job takes at least while others wait for the disk (ciuic.urgency)."""
+    finish_within_seconds: int | None = None
+    """Time from a cut to the deadline of its capture; None: urgency.default_finish_within_seconds."""
     undo_limit_bytes: int = 16 << 30
     """A root's undo log may grow to this; beyond it the snapshot in progress is given up, never the job."""
 

@@ -38,6 +38,7 @@ _VALUE_OF: dict[str, Callable[[Config], Any]] = {
     "retention.min_free": lambda config: config.min_free,
     "capture.io_priority": lambda config: config.capture.io_priority,
     "capture.min_share": lambda config: config.capture.min_share,
+    "capture.finish_within": lambda config: config.capture.finish_within_seconds,
     "capture.undo_limit": lambda config: config.capture.undo_limit_bytes,
     "overlay.tracked_names": lambda config: config.overlay.tracked_names,
     "overlay.mapped_names": lambda config: config.overlay.mapped_names,

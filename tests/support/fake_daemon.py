@@ -25,6 +25,7 @@ from ciuic.errors import Unreachable
 from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus
 from ciuic.repository.promised import Promise
 from ciuic.types import SnapshotId
+from ciuic.urgency import Urgency
 
 
 class FakeOverlay:
@@ -108,6 +109,12 @@ class FakeClient:
         self.overlay.held = False
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Return when the condition holds; polled, for what other tasks and threads bring about. The caller limits the time."""
+    while not condition():  # noqa: ASYNC110
+        await trio.sleep(0.01)
+
+
 def sleeping_process() -> subprocess.Popen[bytes]:
     """A process that does nothing until it is killed."""
     return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -166,6 +173,9 @@ class FakeStore:
     def open_promises(self, known: Collection[str]) -> list[Promise]:
         return [one for one in self.promises.values() if not one.reason and one.id not in known]
 
+    def has_all(self, roots: Sequence[str]) -> bool:
+        return all(any(root == known for known, _, _ in self.epochs) for root in roots)
+
     def snapshot_of_epoch(self, root: str, session: str, epoch: int) -> Any:
         found = self.epochs.get((root, session, epoch))
         return FakeInfo(SnapshotId(found)) if found else None
@@ -211,6 +221,7 @@ class FakeCapture:
         self.gate: trio.Event | None = None
         self.progress: Progress | None = None
         self.killed = ""
+        self.urged: list[Urgency] = []
 
     async def run(
         self,
@@ -223,7 +234,8 @@ class FakeCapture:
     ) -> Done | Failed:
         behaviour = self._behaviours[min(len(self._jobs), len(self._behaviours) - 1)]
         self._jobs.append(job)
-        on_start(os.getpid())
+        self.pid = os.getpid()
+        on_start(self.pid)
         for fd in fds:
             os.fstat(fd)
         if self.gate is not None:
@@ -242,6 +254,10 @@ class FakeCapture:
                 self._store.epochs[(os.fsdecode(root.path), root.session, root.epoch)] = job.id
             await on_done(outcome)
         return outcome
+
+    def urge(self, urgency: Urgency) -> bool:
+        self.urged.append(urgency)
+        return True
 
     def kill(self, reason: str) -> None:
         self.killed = reason

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ciuic.daemon.capture_job import CaptureJob, Done, Message, Progress, RootJob, decode_message, encode_job
 from ciuic.repository import Repository
+from ciuic.urgency import Urgency
 
 _PATIENCE_SECONDS = 120
 _FILES, _FILE_BYTES = 32, 4 << 20
@@ -54,7 +55,7 @@ def test_a_capture_makes_way_while_the_job_waits_and_ends_soon_after(tmp_path: P
         time_ns=time.time_ns(),
         host="here",
         roots=(RootJob(path=os.fsencode(root)),),
-        min_share=0.01,
+        urgency=Urgency(min_share=0.01),
         runtime_dir=str(runtime),
     )
     heard: list[Message] = []

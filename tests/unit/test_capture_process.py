@@ -38,6 +38,7 @@ from ciuic.errors import Busy, NotFound
 from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore
 from ciuic.repository import Repository
 from ciuic.types import TAG_INCOMPLETE, TAG_PARTIAL, Entry, SnapshotId
+from ciuic.urgency import Urgency
 
 SESSION = "7" * 32
 COMMAND = (sys.executable, "-m", "ciuic.daemon.capture")
@@ -220,7 +221,7 @@ def test_something_that_is_no_job_is_wrong_usage(stage: Stage) -> None:
 
 def test_sigterm_ends_it_between_two_steps(stage: Stage) -> None:
     """While it waits for the repository: told so, status 130, nothing committed; the same job works afterwards."""
-    job = stage.job(lock_wait_seconds=600, io_priority="idle")
+    job = stage.job(lock_wait_seconds=600, io_priority="idle", urgency=Urgency(min_share=0.01))
     with Repository.open(stage.repository) as repository, repository.writer(command="a test"):
         process = stage.start(job)
         wait_for("its signal handler", lambda: catches(process.pid, signal.SIGTERM), SECONDS)

@@ -148,6 +148,15 @@ def test_no_progress_where_nobody_looks(repository: CliRepository) -> None:
     assert repository.run("verify", "latest", "--checksum").stderr == ""
 
 
+def test_progress_line_takes_an_estimate_for_what_it_would_guess() -> None:
+    """The daemon knows at which share a capture will go on; of one that waits for its turn nothing else is known."""
+    reporter = _TerminalLine("capture cs-1", 0.1)
+    reporter.state = {"bytes_done": 50, "bytes_total": 100, "seconds_left": 90.0}
+    assert reporter.line(elapsed_seconds=4.0).endswith("1m left")
+    reporter.state = {"seconds_left": 7.0}
+    assert reporter.line(elapsed_seconds=4.0) == "capture cs-1  7s left"
+
+
 def test_progress_line_says_how_far_and_how_long() -> None:
     """The line has share, sizes, speed and time left, and the name is on one line whatever it contains."""
     reporter = _TerminalLine("restore", 0.1)

@@ -107,10 +107,17 @@ def test_status_says_what_an_operator_asks(config: Path, daemon: FakeDaemon) -> 
                     others_writing=5 << 20,
                     paused_seconds=90,
                 ),
-            )
+                seconds_left=200,
+            ),
+            SnapshotState(id="cs-222222", state="pending", seconds_left=210),
+            SnapshotState(id="cs-333333", state="capturing", progress=Progress(files_done=7)),
         ],
         beside=BesideStatus(
-            io_priority="idle", slice="ciuic-capture.slice", min_share=0.01, hears=["pressure", "requests"]
+            io_priority="idle",
+            slice="ciuic-capture.slice",
+            min_share=0.01,
+            finish_within_seconds=300,
+            hears=["pressure", "requests"],
         ),
         alerts=[
             Alert(
@@ -134,10 +141,12 @@ def test_status_says_what_an_operator_asks(config: Path, daemon: FakeDaemon) -> 
         "work at risk: 37m",
         "5.00 GiB of 10.0 GiB",
         "process 99",
-        "cs-111111 capturing, 50% of 100 B, slowed down to 1% of its time: others wait for the disk 62% of theirs and "
+        "cs-222222 pending, done in about 3m",
+        "cs-333333 capturing, 7 names so far (how many there are is not known)",
+        "cs-111111 capturing, 50% of 100 B, done in about 3m, slowed down to 1% of its time: others wait for the disk 62% of theirs and "
         "write 5.00 MiB/s (made way for 1m so far)",
         "I/O class idle, ciuic-capture.slice; making way for whoever waits for a disk, requests that wait in the "
-        "overlay; 1% of the time at least",
+        "overlay; 1% of the time at least, all of it 5m after a cut",
         "problem",
         "store full",
         "prune",

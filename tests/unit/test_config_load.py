@@ -90,6 +90,7 @@ min_free = "5%"
 [capture]
 io_priority = "best-effort:5"
 min_share = "2.5%"
+finish_within = "90s"
 undo_limit = "2GiB"
 [overlay]
 tracked_names = ["*.rec"]
@@ -135,6 +136,7 @@ heartbeat = "15m"
     assert config.min_free.floor_bytes(1000) == 50
     assert config.capture.io_priority == IoPriority("best-effort", 5)
     assert config.capture.min_share == 0.025
+    assert config.capture.finish_within_seconds == 90
     assert config.capture.undo_limit_bytes == 2 << 30
     assert config.overlay == OverlayConfig(("*.rec",), ())
     assert config.control.socket == Path("/run/other/control.sock")

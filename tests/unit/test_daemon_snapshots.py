@@ -19,7 +19,7 @@ from ciuic.daemon.capture_job import EXIT_UNDO_LOST, CaptureJob, Done, Failed, P
 from ciuic.daemon.promises import MACHINE_ENDED
 from ciuic.daemon.retaking import MAX_RETAKES, TAG_UNFLUSHED
 from ciuic.daemon.runtime import CutRecord, PendingRecord
-from ciuic.daemon.snapshots import MAX_PENDING
+from ciuic.daemon.snapshots import MAX_PENDING, ROOM_SECONDS
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.processes import start_ticks
 from ciuic.repository.promised import Promise
@@ -444,7 +444,7 @@ def test_a_root_that_is_not_mounted_is_named(bench: Bench) -> None:
 
 
 def test_too_many_waiting_snapshots_are_refused(bench: Bench) -> None:
-    """Each sealed epoch costs the job copies, so there is a limit, and nothing is cut beyond it."""
+    """Each sealed epoch costs the job copies, so there is a limit, and nothing is cut beyond it: not after a minute either."""
     overlay = FakeOverlay()
     bench.add_root("/a", overlay)
     bench.gates = [trio.Event()]
@@ -452,11 +452,13 @@ def test_too_many_waiting_snapshots_are_refused(bench: Bench) -> None:
     async def script() -> None:
         for _ in range(MAX_PENDING):
             await bench.snapshots.take(SnapshotRequest())
+        before = trio.current_time()
         with pytest.raises(Busy):
             await bench.snapshots.take(SnapshotRequest())
+        assert trio.current_time() - before >= ROOM_SECONDS
         assert len(overlay.pending) == MAX_PENDING
 
-    run(bench, script)
+    run(bench, script, speed=200)
 
 
 def test_an_unfinished_flush_is_told_by_a_tag(bench: Bench) -> None:

@@ -16,7 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.ci import needs
 
-from ciuic.pace import Gauge, Pace, _written_by_others, audible, gauges, other_threads_wait, waits_files
+from ciuic.pace import (
+    Gauge,
+    Pace,
+    _written_by_others,
+    audible,
+    gauges,
+    other_threads_wait,
+    processor_waits,
+    waits_files,
+)
+from ciuic.urgency import Urgency
 
 _STEP_SECONDS = 0.004
 """What a piece of work takes: a few megabytes."""
@@ -50,8 +60,10 @@ class World:
         *,
         counts_us: bool = True,
         min_share: float = 0.01,
+        urgency: Urgency | None = None,
         we_wait: bool = False,
         on_pause: Callable[[], None] = lambda: None,
+        processor_waits: Callable[[], float] = lambda: 0.0,
     ) -> Pace:
         def read() -> float:
             return self.heard + self.own
@@ -59,10 +71,12 @@ class World:
         return Pace(
             [Gauge(read, counts_us)],
             min_share=min_share,
+            urgency=urgency,
             on_pause=on_pause,
             clock=lambda: self.now,
             sleep=self.sleep,
             we_wait=lambda: we_wait,
+            processor_waits=processor_waits,
         )
 
     def run(self, pace: Pace, until: float) -> float:
@@ -132,6 +146,62 @@ def test_it_ends_in_bounded_time() -> None:
         world.work()
         pace.step()
     assert 300 < world.now - 1000 < 12 * 60
+
+
+def test_it_takes_more_as_its_deadline_nears_and_all_of_it_then() -> None:
+    """Beside a job that never stops waiting."""
+    world = World(lambda now: 1.0)
+    pace = world.pace(urgency=Urgency(min_share=0.01, finish_within_seconds=100))
+    assert world.run(pace, 1010) < 0.05
+    world.run(pace, 1050)
+    assert 0.09 < world.run(pace, 1060) < 0.25
+    world.run(pace, 1100)
+    assert world.run(pace, 1110) == pytest.approx(1)
+
+
+def test_what_somebody_asked_for_has_half_of_the_time() -> None:
+    """However the others wait."""
+    world = World(lambda now: 1.0)
+    pace = world.pace(urgency=Urgency(min_share=0.01, finish_within_seconds=10_000, requested=True))
+    assert 0.4 < world.run(pace, 1020) < 0.6
+
+
+def test_new_terms_end_a_pause_that_goes_on() -> None:
+    """A piece of work of half a second at a share of 0.01 % is paused for for more than an hour, unless somebody comes to wait."""
+    world = World(lambda now: 1.0)
+
+    def on_pause() -> None:
+        if world.now > 1010:
+            pace.urge(Urgency(min_share=0.0001, requested=True))
+
+    pace = world.pace(urgency=Urgency(min_share=0.0001), on_pause=on_pause)
+    for _ in range(3):
+        world.sleep(0.5)
+        pace.step()
+    assert world.now < 1015
+    assert pace.state.share == pace.state.least_share == 0.5
+
+
+def test_time_without_a_processor_is_no_work() -> None:
+    """Ready to run for 99 % of the time, beside busy processes at nice 19: a pause for that would be a hundred times too long."""
+    world = World(lambda now: 1.0)
+    ready = 0.0
+    pace = world.pace(min_share=0.1, processor_waits=lambda: ready)
+    paused = 0.0
+    for _ in range(50):
+        world.sleep(0.5)
+        ready += 0.495
+        before = world.now
+        pace.step()
+        paused += world.now - before
+    assert paused < 5  # of 0.25 s of work; it was 225 s
+
+
+def test_the_kernel_says_how_long_we_waited_for_a_processor() -> None:
+    """Seconds, that only grow."""
+    read = processor_waits()
+    first = read()
+    assert 0 <= first <= read() < 3600
 
 
 def test_it_makes_way_for_a_stream_of_writes_and_not_for_a_log() -> None:
