@@ -118,7 +118,7 @@ class UndoLog:
             self._log = log
         self._directory = directory
         self._pending = [head.epoch for head in found.heads]
-        self._true_epoch = found.true_epoch
+        self.true_epoch = found.true_epoch
         self._inodes.update(found.inodes)
         self._names.update(found.names)
         self._blocks.update(found.blocks)
