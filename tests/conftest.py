@@ -63,7 +63,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Fail a test that leaves descriptors or threads in this process: a thousand tests later select(2) or a limit fails."""
     yield
     inside = item.stash.get(_INSIDE, None)
-    if inside is None or hasattr(sys, "last_value"):
+    if inside is None or hasattr(sys, "last_value") or item.get_closest_marker("keeps_descriptors"):
         return  # the frames of a test that failed keep what it had
     getattr(item, "funcargs", {}).clear()
     if left := inside.left():

@@ -31,6 +31,8 @@ from ciuic.fuse_layer import (
     ways,
 )
 
+pytestmark = pytest.mark.keeps_descriptors("a worker that dies within a call closes nothing")
+
 MODULES = (
     attributes,
     data,

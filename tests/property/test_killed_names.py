@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from support.killed_names import run
 
+pytestmark = pytest.mark.keeps_descriptors("a worker that dies within a call closes nothing")
+
 RUNS = 25
 SEEDS_A_TEST = 4
 
