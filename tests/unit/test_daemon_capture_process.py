@@ -18,7 +18,7 @@ from ciuic.repository import Repository
 JOB = CaptureJob(repository="/r", id="cs-123456", time_ns=1, host="h", roots=())
 HEAD = """
 import os, sys, json, time, signal
-job = json.loads(sys.stdin.buffer.read())
+job = json.loads(sys.stdin.buffer.readline())
 def say(**message): print(json.dumps(message), flush=True)
 def done(): say(event="done", id=job["id"], new_bytes=1, size_bytes=2, files=3, entries=4, files_read=5, bytes_read=6,
                 modes={}, seconds=0.5)
