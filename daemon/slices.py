@@ -108,6 +108,7 @@ class SliceWeight:
                     capture_stdout=True,
                     capture_stderr=True,
                     check=False,
+                    cwd="/",
                     env=program_environment(),
                 )
         except (OSError, trio.TooSlowError) as error:

@@ -16,6 +16,10 @@ from ciuic.training.arena import Arena
 from ciuic.training.overlap import Copying, Item, Overlap
 from ciuic.training.tensors import Place, describe
 
+pytestmark = pytest.mark.keeps_descriptors(
+    "threads of the simulated device keep arenas of examples that failed"
+)
+
 _BEHAVIOURS = (
     "clamps behind the framework's back",
     "clamps",

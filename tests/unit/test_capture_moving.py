@@ -12,7 +12,7 @@ from support.capture_bench import BLOCK, Bench, bench
 
 from ciuic.daemon import capture_content
 from ciuic.fuse_layer.core import ROOT_ID, Caller
-from ciuic.types import Entry, RootRecord
+from ciuic.types import FLAG_NOT_HELD, Entry, RootRecord
 
 ROOT = Caller(0, 0)
 SIZE = 12 * BLOCK + 100
@@ -118,4 +118,7 @@ def test_a_stranger_that_writes_under_the_overlay_is_marked_too() -> None:
 
             record, report = here.capture(here.cut(observe=False), interfere=interfere)
         assert report.errors == []
-        check(here, record, b"behind")
+        entry = entry_of(here, record, b"behind")
+        assert len(here.repository.content(entry)) == entry.size_bytes
+        assert entry.flags & FLAG_NOT_HELD
+        assert record.not_held == 1
