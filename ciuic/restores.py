@@ -76,9 +76,8 @@ def _write(directory: str, safety: str, note: Restore) -> None:
     with os.fdopen(fd, "wb") as file:
         file.write(msgspec.json.encode(note))
         file.flush()
-        os.fsync(
-            file.fileno()
-        )  # the first one before anything is changed: it must not be younger than the restore
+        # The first one comes before anything is changed: it must not be younger than the restore.
+        os.fsync(file.fileno())
     os.rename(temporary, f"{directory}/{safety}")
 
 
