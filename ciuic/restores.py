@@ -1,6 +1,6 @@
 """Restores on record: which paths a safety snapshot can put back, and whether that would still undo the newest change of them.
 
-A restore notes the paths that it is about to change under the id of its safety snapshot, in ``restores/`` of the repository (JSON). A
+A restore notes the paths that it is about to change under the id of its safety snapshot, in ``restores/`` of the repository (note_files). A
 safety snapshot without a note, of an earlier version or of a repository that could not be written, stands for all of its roots.
 
 Guarantees: what cannot be read or compared counts as a restore that can still be undone, because the answer decides what is deleted.
@@ -19,7 +19,7 @@ import msgspec
 from ciuic.diff import diff_snapshots
 from ciuic.errors import CiuicError, NotFound
 from ciuic.lookup import root_of
-from ciuic.repository.config import read_file
+from ciuic.repository.note_files import read_note, write_note
 from ciuic.types import Snapshot, SnapshotId
 
 if TYPE_CHECKING:
@@ -53,11 +53,11 @@ def record_restore(
 ) -> None:
     """Note what a restore is about to change; ``snapshots``: those that exist, the notes of all others are removed. OSError."""
     directory = f"{os.fspath(repository)}/{RESTORES_DIR}"
-    with suppress(FileExistsError):
-        os.mkdir(directory, 0o700)
-    for name in set(os.listdir(directory)).difference(snapshots):
-        os.unlink(f"{directory}/{name}")
-    _write(directory, safety, Restore(paths=tuple(paths)))
+    with suppress(FileNotFoundError):  # the first restore of this repository makes it
+        for name in set(os.listdir(directory)).difference(snapshots):
+            os.unlink(f"{directory}/{name}")
+    # Before anything is changed: the note must not be younger than the restore.
+    write_note(directory, safety, Restore(paths=tuple(paths)), durable=True)
 
 
 def record_end(repository: str | os.PathLike[str], safety: str, now_ns: int) -> None:
@@ -65,30 +65,13 @@ def record_end(repository: str | os.PathLike[str], safety: str, now_ns: int) -> 
     note = _read(repository, safety)
     if note is not None:
         directory = f"{os.fspath(repository)}/{RESTORES_DIR}"
-        _write(directory, safety, msgspec.structs.replace(note, finished_ns=now_ns))
-
-
-def _write(directory: str, safety: str, note: Restore) -> None:
-    temporary = f"{directory}/{safety}.tmp"
-    with suppress(FileNotFoundError):
-        os.unlink(temporary)  # of a restore that was killed here
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.encode(note))
-        file.flush()
-        # The first one comes before anything is changed: it must not be younger than the restore.
-        os.fsync(file.fileno())
-    os.rename(temporary, f"{directory}/{safety}")
+        write_note(directory, safety, msgspec.structs.replace(note, finished_ns=now_ns), durable=True)
 
 
 def _read(repository: str | os.PathLike[str], safety: str) -> Restore | None:
-    """None where there is no note that can be read."""
-    try:
-        data = read_file(f"{os.fspath(repository)}/{RESTORES_DIR}/{safety}")
-        note = msgspec.json.decode(data, type=Restore)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    return note if note.version == _VERSION and note.paths else None
+    """Return None where there is no note that can be read."""
+    note = read_note(f"{os.fspath(repository)}/{RESTORES_DIR}", safety, Restore)
+    return note if note is not None and note.version == _VERSION and note.paths else None
 
 
 def undoes_newest_change(repository: Repository, snapshots: Sequence[Dated], safety: SnapshotId) -> bool:

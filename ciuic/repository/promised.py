@@ -1,6 +1,6 @@
 """Promised snapshots: ids that were given out before their snapshots were committed, and what became of those that never were.
 
-One file for each id in ``promised/`` of the repository (JSON). It is made when the id is given out, removed when the snapshot is
+One file for each id in ``promised/`` of the repository (note_files). It is made when the id is given out, removed when the snapshot is
 committed, and gets a reason when the snapshot is given up: from then on `list` shows the snapshot as lost.
 
 Guarantees: a reason is durable when ``record_loss`` returns; a promise outlives the daemon, and the machine as far as the file system
@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from ciuic.repository.config import read_file
+from ciuic.repository.note_files import read_note, write_note
 
 PROMISED_DIR: Final = "promised"
 MAX_LOST: Final = 100
@@ -27,6 +27,7 @@ MAX_LOST_AGE_NS: Final = 30 * 86400 * 10**9
 """Thirty days: longer than anybody waits for an id."""
 MAX_PROMISES: Final = 1000
 """Files that are read at most; ten times what this module keeps, so that a directory that somebody else filled costs little."""
+DAMAGED: Final = "the record of it in the repository is damaged, and the snapshot does not exist"
 _VERSION: Final = 1
 _NAME: Final = re.compile(r"cs-[0-9a-f]{6,32}\Z")
 
@@ -77,7 +78,7 @@ def promised_names(repository: str | os.PathLike[str]) -> set[str]:
 
 
 def promises(repository: str | os.PathLike[str]) -> list[Promise]:
-    """Return every promise that is on file, newest cut first. A file that cannot be read is left out."""
+    """Return every promise that is on file, newest cut first. Of a damaged file the id is known, and counts as given up."""
     return sorted(_read_all(repository), key=lambda promise: (promise.time_ns, promise.id), reverse=True)
 
 
@@ -97,36 +98,21 @@ def _path(repository: str | os.PathLike[str], snapshot_id: str) -> str:
 
 
 def _write(repository: str | os.PathLike[str], promise: Promise, *, durable: bool) -> None:
-    directory = f"{os.fspath(repository)}/{PROMISED_DIR}"
-    with suppress(FileExistsError):
-        os.mkdir(directory, 0o700)
-    temporary = f"{_path(repository, promise.id)}.tmp"
-    with suppress(FileNotFoundError):
-        os.unlink(temporary)  # of a daemon that was killed here
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.encode(promise))
-        file.flush()
-        if durable:  # data first, then the name: after a crash the file is whole or as it was before
-            os.fsync(file.fileno())
-    os.rename(temporary, _path(repository, promise.id))
-    if durable:
-        _sync_directory(directory)
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    write_note(f"{os.fspath(repository)}/{PROMISED_DIR}", promise.id, promise, durable=durable)
 
 
 def _read_all(repository: str | os.PathLike[str]) -> Iterator[Promise]:
+    directory = f"{os.fspath(repository)}/{PROMISED_DIR}"
     for name in sorted(promised_names(repository))[:MAX_PROMISES]:
-        try:
-            promise = msgspec.json.decode(read_file(_path(repository, name)), type=Promise)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue  # torn by a power cut: it was never durable
-        if promise.version == _VERSION and promise.id == name:
+        promise = read_note(directory, name, Promise)
+        if promise is None or promise.version != _VERSION or promise.id != name:
+            yield from _damaged(directory, name)
+        else:
             yield promise
+
+
+def _damaged(directory: str, name: str) -> Iterator[Promise]:
+    """Yield what is left of a promise whose file cannot be read: its id, and when the file was written."""
+    with suppress(FileNotFoundError):  # removed since it was listed: its snapshot is committed
+        written_ns = os.stat(f"{directory}/{name}", follow_symlinks=False).st_mtime_ns
+        yield Promise(id=name, time_ns=written_ns, reason=DAMAGED, lost_ns=written_ns)

@@ -17,7 +17,7 @@ from ciuic.fuse_layer.epochs import read_saved, write_saved
 from ciuic.repository import Repository
 from ciuic.repository import packformat as pf
 from ciuic.repository.index import INDEX_NAME
-from ciuic.repository.promised import PROMISED_DIR, Promise, record_loss
+from ciuic.repository.promised import Promise, record_loss
 from ciuic.repository.writerindex import WriterIndex
 from ciuic.repository_mark import mark_of, write_mark
 from ciuic.restore import Overwrite, execute, plan_restore
@@ -211,7 +211,7 @@ def test_what_a_root_remembers_is_durable(watch: SyncWatch, tmp_path: Path) -> N
 def test_why_a_snapshot_was_lost_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
     """Content and name, when the loss is told."""
     repository = tmp_path / "repository"
-    (repository / PROMISED_DIR).mkdir(parents=True)
+    repository.mkdir()
     watch.trust_all()
     record_loss(repository, Promise(id="cs-000001", time_ns=1, reason="no space", lost_ns=2))
     assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
@@ -220,5 +220,6 @@ def test_why_a_snapshot_was_lost_is_durable(watch: SyncWatch, tmp_path: Path) ->
 def test_the_note_of_a_restore_is_whole_under_its_name(watch: SyncWatch, tmp_path: Path) -> None:
     """A power cut leaves the note whole, or none."""
     (tmp_path / "repository").mkdir()
+    watch.trust_all()
     record_restore(tmp_path / "repository", "cs-000001", [b"/root/a"], ["cs-000001"])
-    assert watch.renamed_unsynced == []
+    assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])

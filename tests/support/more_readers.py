@@ -263,7 +263,7 @@ _MOUNTS = rb"""36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root r
 
 
 def _json(kind: Any) -> Callable[[bytes], object]:
-    """As daemon/api.py, scrub_book.py, promised.py and restores.py decode it."""
+    """As daemon/api.py, scrub_book.py and repository/note_files.py decode it."""
     return _refusing(lambda data: msgspec.json.decode(data, type=kind), UnicodeDecodeError, RecursionError)
 
 

@@ -71,9 +71,8 @@ MUTATIONS = (
     Mutation("the note of an unfinished restore", "ciuic/restore/journal.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("a changed configuration", "ciuic/config/edit.py", "os.fsync(stream", (_ORDER,)),
     Mutation("the name of a changed configuration", "ciuic/config/edit.py", "os.fsync(directory)", (_ORDER,)),
-    Mutation("why a snapshot was lost", "ciuic/repository/promised.py", "os.fsync(file", (_ORDER,)),
-    Mutation("the name of a lost snapshot", "ciuic/repository/promised.py", "os.fsync(fd)", (_ORDER,)),
-    Mutation("the note of what a restore changes", "ciuic/restores.py", "os.fsync(file", (_ORDER,)),
+    Mutation("a note of a loss or a restore", "ciuic/repository/note_files.py", "os.fsync(file", (_ORDER,)),
+    Mutation("the name of such a note", "ciuic/repository/note_files.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("what a root remembers", "ciuic/repository_mark.py", "os.fsync(file", (_ORDER,)),
     Mutation("the name of what a root remembers", "ciuic/repository_mark.py", "os.fsync(directory)", (_ORDER,)),
 )  # fmt: skip

@@ -17,6 +17,7 @@ from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
 
 from ciuic.repository import Repository
 from ciuic.repository.promised import (
+    DAMAGED,
     MAX_LOST,
     MAX_LOST_AGE_NS,
     Promise,
@@ -121,14 +122,16 @@ def test_losses_are_forgotten_beyond_their_number_and_age(repository: CliReposit
     assert [one.id for one in promises(repository.path)] == [LOST.id]
 
 
-def test_a_torn_promise_is_passed_over(repository: CliRepository) -> None:
-    """A file that a power cut left half written, or that somebody put there, hides no other."""
+def test_a_damaged_promise_counts_as_lost(repository: CliRepository) -> None:
+    """A file that a power cut left half written, or that somebody put there: the id is told, and no other is hidden."""
     record_loss(repository.path, LOST)
     (repository.path / "promised" / "cs-00aaaa").write_bytes(b'{"id": "cs-0')
-    (repository.path / "promised" / "cs-00bbbb").write_bytes(
-        b'{"id": "cs-00cccc", "time_ns": 1, "reason": "x"}'
-    )
-    assert [one.id for one in promises(repository.path)] == [LOST.id]
+    (repository.path / "promised" / "other").write_bytes(b'{"id": "cs-00cccc", "time_ns": 1, "reason": "x"}')
+    document = json.loads(repository.run("list", "--json").stdout)
+    assert {one["id"]: one["reason"] for one in document["lost"]} == {
+        "cs-00aaaa": DAMAGED,
+        str(LOST.id): LOST.reason,
+    }
 
 
 def test_json_has_exact_values(repository: CliRepository) -> None:
