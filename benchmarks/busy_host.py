@@ -76,7 +76,7 @@ print(json.dumps(seconds))
 
 
 class Bar(NamedTuple):
-    """What a figure must not exceed."""
+    """Limit of one figure."""
 
     figure: str
     limit: float
@@ -131,13 +131,13 @@ class Host:
             (folder / str(number)).write_bytes(os.urandom(total_bytes // _FILES))
 
     def command_seconds(self) -> float:
-        """From the start of the command to its end."""
+        """Return the seconds that `ciuic snapshot --wait` takes."""
         began = time.monotonic()
         self.live.run("snapshot", "--wait", timeout_seconds=_COMMAND_SECONDS)
         return time.monotonic() - began
 
     def request_seconds(self) -> float:
-        """The same without a command: its interpreter would be what fio and the training step meet most of."""
+        """Return the seconds of the same request over the socket: the command's own interpreter would disturb fio and the training."""
         began = time.monotonic()
         with ControlClient(self.live.top / "run" / "control.sock") as control:
             control.take_snapshot(wait=True)
@@ -146,7 +146,7 @@ class Host:
 
 @contextlib.contextmanager
 def busy(place: Path) -> Iterator[None]:
-    """The others."""
+    """Keep other processes busy: spinning processors and a writer on the disk."""
     commands = [[sys.executable, "-c", _COMPUTE]] * BUSY_PROCESSES
     commands.append([sys.executable, "-c", _WRITE, str(place / "writer")])
     processes = [subprocess.Popen(command, start_new_session=True) for command in commands]
@@ -222,7 +222,7 @@ def measure(host: Host, number: int, seconds: float) -> Iterator[Figure]:
 
 
 def medians(figures: Sequence[Figure]) -> dict[tuple[str, str], float]:
-    """By name and what was beside it."""
+    """Return the median of each figure, by its name and the work beside it."""
     keys = dict.fromkeys((figure.name, figure.beside) for figure in figures)
     return {
         key: statistics.median(figure.value for figure in figures if (figure.name, figure.beside) == key)
@@ -231,7 +231,7 @@ def medians(figures: Sequence[Figure]) -> dict[tuple[str, str], float]:
 
 
 def verdicts(figures: Sequence[Figure]) -> list[tuple[Bar, float]]:
-    """What was measured for each bar: medians, and ratios of the medians of one session."""
+    """Return the measured value of each bar: medians, and ratios of medians of one run."""
     found = medians(figures)
     for name in ("fio p99", "training step p99"):
         found[f"{name} beside snapshots", ""] = found[name, BESIDE[1]] / found[name, BESIDE[0]]

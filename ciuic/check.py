@@ -279,7 +279,7 @@ class _Check:
             self.found("info", "orphaned pack", message, self.orphans_hint())
 
     def orphans_hint(self) -> str:
-        """What frees orphaned packs: prune, unless it would refuse because snapshots may be missing."""
+        """Return the advice that frees orphaned packs: prune, unless prune would refuse because snapshots may be missing."""
         if self.repository.snapshots.names() or self.repository.misses_no_snapshot():
             return "`ciuic prune` frees them"
         return "put snapshots/ back from a copy if there was a snapshot; if not, the next one lets `ciuic prune` free them"

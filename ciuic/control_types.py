@@ -168,20 +168,20 @@ class RepositoryStatus(_Document):
     path: str = ""
     exists: bool = False
     missing: str = ""
-    """Why there is none although there was one: its disk is absent, or it was moved away. None is made then."""
+    """Reason why a repository that existed is not there: its disk is absent, or it was moved. The daemon makes no new one."""
     missing_hint: str = ""
-    """What to do about that."""
+    """Remedy for a repository that is missing."""
     size_bytes: int = 0
     """Bytes that the store's files take on disk."""
     free_bytes: int = 0
     """What the file system has free for an ordinary process, as df(1) shows it."""
     used_bytes: int = 0
-    """What of the file system is used, by whomever."""
+    """Used space of the whole file system, the store included."""
     total_bytes: int = 0
     reserve_bytes: int = 0
-    """What captures leave free for others."""
+    """Space that captures do not use, so that other programs have it."""
     reserve_reason: str = ""
-    """Where that comes from, in words."""
+    """Source of ``reserve_bytes``, for a person."""
     snapshots: int = 0
 
 

@@ -19,11 +19,11 @@ GROWTH_FACTOR: Final = 2
 
 
 class Reserve(NamedTuple):
-    """What captures leave free on the repository's file system."""
+    """Space on the repository's file system that captures do not use."""
 
     size_bytes: int = 0
     reason: str = ""
-    """Where the figure comes from, in words."""
+    """Source of the figure, for a person."""
 
 
 def available_bytes(path: str | os.PathLike[str]) -> int:

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from ciuic import STATE_DIR_NAME
-from ciuic.restore.attributes import read_xattrs
 from ciuic.restore.destination import OPEN_DIRECTORY, proc_path, stat_at
 from ciuic.types import Entry
+from ciuic.xattrs import read_xattrs
 
 _INODE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -188,7 +188,7 @@ def space(
 
 
 def _reserve_finding(config: Config, place: Path, status: StatusDocument | None) -> Finding:
-    """What captures leave free for others; the daemon alone knows how much others took lately."""
+    """Compare free space with the reserve, of which only a running daemon knows how much other programs took lately."""
     free = available_bytes(place)
     if status is not None:
         reserve = Reserve(status.repository.reserve_bytes, status.repository.reserve_reason)

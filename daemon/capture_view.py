@@ -26,11 +26,11 @@ from ciuic import STATE_DIR_NAME, mountinfo
 from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, NameRecord, OldStat, UndoLost, hold_name
 from ciuic.spill import NameTable, Spill
 from ciuic.state_directory import mount_id
+from ciuic.xattrs import read_xattrs
 
 _PATIENCE: Final = 100
 _PATIENCE_SECONDS: Final = 0.005
 _PIN: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-_NO_XATTRS: Final = (errno.ENOTSUP, errno.ENODATA, errno.ENOSYS, errno.EPERM, errno.EACCES)
 _STAT_RETRIES: Final = 100
 _LISTED: Final = 4096
 
@@ -272,7 +272,7 @@ class SealedView:
         try:
             st, hold_links = self._stat(thing)
             thing.mountpoint = st.st_dev != self.device
-            xattrs = {} if thing.mountpoint else read_xattrs(thing.fd)
+            xattrs = {} if thing.mountpoint else read_xattrs(b"/proc/self/fd/%d" % thing.fd)
             if stat.S_ISLNK(st.st_mode):
                 thing.target = os.readlink(b"", dir_fd=thing.fd)
         except OSError as error:
@@ -345,22 +345,3 @@ def open_pinned(fd: int, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOATIME)
     except PermissionError:  # not the owner and not root: only offline, by hand
         return os.open(path, flags | os.O_CLOEXEC)
-
-
-def read_xattrs(fd: int) -> dict[bytes, bytes]:
-    """All extended attributes of what an O_PATH descriptor leads to (a symlink's own, not its target's)."""
-    path = b"/proc/self/fd/%d" % fd
-    try:
-        names = os.listxattr(path)
-    except OSError as error:
-        if error.errno in _NO_XATTRS:
-            return {}
-        raise
-    found = {}
-    for name in names:
-        try:
-            found[os.fsencode(name)] = os.getxattr(path, name)
-        except OSError as error:
-            if error.errno not in _NO_XATTRS:
-                raise
-    return found

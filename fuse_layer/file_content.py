@@ -6,28 +6,6 @@ import errno
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import Final
-
-_NO_XATTRS: Final = (errno.ENOTSUP, errno.EOPNOTSUPP)
-
-
-def read_xattrs(target: int | bytes, *, follow: bool = True) -> dict[bytes, bytes]:
-    """Return every extended attribute, ACLs and security labels included; none where the file system has none."""
-    options = {} if isinstance(target, int) else {"follow_symlinks": follow}
-    try:
-        names = os.listxattr(target, **options)
-    except OSError as error:
-        if error.errno in _NO_XATTRS:
-            return {}
-        raise
-    found = {}
-    for name in names:
-        try:
-            found[os.fsencode(name)] = os.getxattr(target, name, **options)
-        except OSError as error:
-            if error.errno != errno.ENODATA:  # gone since it was listed
-                raise
-    return found
 
 
 def data_ranges(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:

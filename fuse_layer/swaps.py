@@ -11,9 +11,9 @@ import stat
 from contextlib import suppress
 from typing import Final
 
-from ciuic.fuse_layer.file_content import read_xattrs
 from ciuic.fuse_layer.node import Node
 from ciuic.fuse_layer.state import OpenFile, OverlayState
+from ciuic.xattrs import read_xattrs
 
 COPY_LIMIT_BYTES: Final = 8 << 20
 """Up to here an old end is copied in the job's own time (some milliseconds); beyond it the inode is
@@ -135,6 +135,6 @@ def _copy_identity(fd: int, st: os.stat_result, new_fd: int, size: int) -> None:
         at += os.pwrite(new_fd, piece, at)
     os.ftruncate(new_fd, size)
     os.fchown(new_fd, st.st_uid, st.st_gid)
-    for name, value in read_xattrs(fd).items():
+    for name, value in read_xattrs(fd, skip_unreadable=False).items():
         os.setxattr(new_fd, name, value)
     os.fchmod(new_fd, stat.S_IMODE(st.st_mode))

@@ -24,12 +24,13 @@ from typing import Final, NamedTuple
 
 from ciuic.fuse_layer import syscalls, undo_format
 from ciuic.fuse_layer.blockset import MOST_BLOCKS, BlockSet, blocks_of
-from ciuic.fuse_layer.file_content import data_ranges, read_xattrs, write_all, write_pieces
+from ciuic.fuse_layer.file_content import data_ranges, write_all, write_pieces
 from ciuic.fuse_layer.hidden_links import HiddenLinks, fresh_directory
 from ciuic.fuse_layer.inherited_undo import InheritedUndo, read_undo
 from ciuic.fuse_layer.undo_format import AbandonedRecord, BlocksRecord, InodeRecord, NameRecord, OldStat
 from ciuic.fuse_layer.ways import Descriptor
 from ciuic.state_directory import own_directory
+from ciuic.xattrs import read_xattrs
 
 UNDO_DIR: Final = b"undo"
 _LOCK_STRIPES: Final = 64
@@ -262,7 +263,8 @@ class UndoLog:
                 return
             with self.saving():
                 old = OldStat.of(st, hold_links=self.hidden.of(st.st_ino))
-                self._append(InodeRecord(st.st_ino, self.true_epoch, old, read_xattrs(target, follow=follow)))
+                xattrs = read_xattrs(target, follow=follow, skip_unreadable=False)
+                self._append(InodeRecord(st.st_ino, self.true_epoch, old, xattrs))
                 self._inodes[st.st_ino] = st.st_size
 
     def keep_absent(self, dir_ino: int, name: bytes) -> None:

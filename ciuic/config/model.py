@@ -76,7 +76,7 @@ class RepositoryConfig:
     trust_owner: bool = False
     """Whether it may belong to another user; see Config.trusts_repository."""
     reserve: MinFree | None = None
-    """What captures leave free on its file system; None: see disk_space.reserve_of."""
+    """Space on its file system that captures do not use; None: see disk_space.reserve_of."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Cataloguing:
             self._index.set_no_snapshots(holds=True)
 
     def before_commit(self) -> None:
-        """From here on a snapshot that is not there is missing."""
+        """Note that a repository without snapshots has lost some from now on: the first one is about to be committed."""
         self.changed = True
         self._index.set_no_snapshots(holds=False)
 

@@ -88,15 +88,7 @@ def shorten_pack(
         return Shortened(drop_pack(disk, store, number, gone) - (store.grown_bytes - size_before), 0)
     end = segments[keep - 1].end
     kept = [record for segment in segments[:keep] for record in segment.records]
-    # As when a pack goes: the index first. A pack that is longer than the index says is taken up again, and should a power
-    # cut take back what the index was told, the next writer must see that there is something to look at.
-    store.index.cut(number, end, gone, kept)
-    disk.touch_dir(store.packs.directory)
-    fd = disk.open_write(store.packs.path(number))
-    try:
-        disk.truncate(fd, end)
-    finally:
-        disk.close(fd)
+    _truncate(disk, store, number, end, gone, kept)
     return Shortened(size_bytes - end - (store.grown_bytes - size_before), end)
 
 
@@ -160,7 +152,18 @@ def _cut_back(disk: Disk, store: ChunkStore, number: int, end: int) -> int:
     gone: list[PackRecord] = []
     for segment in store.packs.scan(number):
         (kept if segment.end <= end else gone).extend(segment.records)
-    # The order of `shorten_pack`: the index first, for what it says of the rest would be believed by the next capture.
+    _truncate(disk, store, number, end, gone, kept)
+    store.packs.forget(number)
+    return size_bytes - end
+
+
+def _truncate(
+    disk: Disk, store: ChunkStore, number: int, end: int, gone: list[PackRecord], kept: list[PackRecord]
+) -> None:
+    """Cut a pack to its first ``end`` bytes, which hold the records ``kept``; the index no longer has ``gone``."""
+    # The index first: what it says of the rest would be believed by the next capture. A pack that is longer than the index says is
+    # taken up again, and should a power cut take back what the index was told, the next writer must see that there is something to
+    # look at.
     store.index.cut(number, end, gone, kept)
     disk.touch_dir(store.packs.directory)
     fd = disk.open_write(store.packs.path(number))
@@ -168,8 +171,6 @@ def _cut_back(disk: Disk, store: ChunkStore, number: int, end: int) -> int:
         disk.truncate(fd, end)
     finally:
         disk.close(fd)
-    store.packs.forget(number)
-    return size_bytes - end
 
 
 def release_pack(store: ChunkStore, number: int) -> None:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from ciuic.types import Entry
+from ciuic.xattrs import read_xattrs
 
 OWNER: Final = "owner"
 """The one problem that every path has when the caller is not root: reported once."""
@@ -28,7 +29,6 @@ _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 2, 4, 8, 16, 32
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 _REMOVABLE = (b"user.", b"trusted.", b"system.posix_acl_", b"security.capability")
 """Other attributes are the kernel's or a security module's own: they are set where recorded, never removed."""
-_NO_XATTRS = (errno.EOPNOTSUPP, errno.ENOSYS)
 
 Xattrs = tuple[tuple[bytes, bytes], ...]
 
@@ -90,24 +90,6 @@ def differ(at: int | bytes, now: os.stat_result, entry: Entry, xattrs: Xattrs) -
     return any(found.get(name) != value for name, value in xattrs) or any(
         name not in wanted and name.startswith(_REMOVABLE) for name in found
     )
-
-
-def read_xattrs(at: int | bytes) -> dict[bytes, bytes]:
-    """All that can be listed and read; none where the file system has none."""
-    try:
-        names = os.listxattr(at)
-    except OSError as error:
-        if error.errno in _NO_XATTRS:
-            return {}
-        raise
-    found = {}
-    for name in map(os.fsencode, names):
-        try:
-            found[name] = os.getxattr(at, name)
-        except OSError as error:
-            if error.errno not in (errno.ENODATA, errno.EACCES, errno.EPERM, *_NO_XATTRS):
-                raise
-    return found
 
 
 class _Owned(NamedTuple):

@@ -58,6 +58,7 @@ class Session:
     def __init__(self, root: Path, base: Path, full_bytes: int, inherited: Inherited | None = None) -> None:
         self._fd = os.open(root, os.O_PATH)
         self._made = root, base, full_bytes
+        self._successor: Session | None = None
         self.ledger = Ledger(base, inherited=inherited, full_bytes=full_bytes)
         self.ledger.begin(45, 7, 1 << 20)
         self.core = OverlayCore(self._fd, session="s", ledger=self.ledger, inherited=inherited)
@@ -127,6 +128,7 @@ class Session:
         """Killed; a successor goes on."""
         after = Session(*self._made, inherited)
         after.folders, after.known = self.folders, self.known
+        self._successor = after
         return after
 
     def answers(self) -> dict[int, tuple[int, int, int] | None]:
@@ -135,6 +137,10 @@ class Session:
         return {node: answer(self.core, node) for node in nodes}
 
     def end(self) -> None:
+        """Let go of every descriptor, those of all successors included."""
+        if self._successor is not None:
+            self._successor.end()
+        self.ledger.remove()
         self.core.close()
         os.close(self._fd)
 
@@ -195,7 +201,6 @@ def test_a_successor_answers_as_its_predecessor(full_bytes: int, lives: list[lis
             for opened in open_files.values():
                 assert os.fstat(after.core.descriptor(opened.handle)).st_ino == expected[opened.node][0]  # type: ignore[index]
             before = after
-        before.end()
 
 
 def _leads_nowhere(inherited: Inherited, node: int) -> bool:

@@ -48,7 +48,8 @@ class Inside(NamedTuple):
         kept = self._new_descriptors()
         if len(kept) <= _MAX_KEPT:
             return threads
-        return [*threads, *(f"descriptor {fd} ({target})" for fd, target in kept.items())]
+        told = [f"descriptor {fd} ({target})" for fd, target in list(kept.items())[:_MAX_KEPT]]
+        return [*threads, f"{len(kept)} descriptors, among them:", *told]
 
     def _has_left(self) -> bool:
         return len(self._new_descriptors()) > _MAX_KEPT or bool(self._new_threads())

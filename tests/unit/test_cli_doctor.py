@@ -155,7 +155,7 @@ def test_free_space_floor(tmp_path: Path) -> None:
 
 
 def test_the_reserve_is_told(tmp_path: Path) -> None:
-    """What captures leave free for others; a problem with its remedy where there is less."""
+    """The reserve is named, and is a problem with a remedy where less is free."""
     *_, usual = places.space(Config(), tmp_path, mountinfo.read())
     assert "free for others (5% of" in usual.message
     config = replace(Config(), repository=replace(Config().repository, reserve=MinFree(size_bytes=1 << 60)))
