@@ -57,6 +57,7 @@ class TrainerWatch:
             per_hour=lambda: daemon.settings.watch.emergency_per_hour,
             on_incident=self._add,
         )
+        self._is_stopped = False
         self._trainers = Trainers(
             alerts=daemon.alerts, emergencies=self._emergencies, now_ns=daemon.now_ns, on_change=self._note
         )
@@ -101,6 +102,7 @@ class TrainerWatch:
 
     def stopped(self, *, followed: bool) -> None:
         """``followed``: by another daemon, which then knows whom to watch."""
+        self._is_stopped = True
         if not followed:
             remove_book(self._daemon.settings.runtime_dir)
 
@@ -141,5 +143,7 @@ class TrainerWatch:
         self._note()
 
     def _note(self) -> None:
+        if self._is_stopped:  # `run` ends later when one of its threads is slow, and would leave a file behind
+            return
         book = WatchBook(trainers=self._trainers.records(), incidents=self._incidents)
         write_book(self._daemon.settings.runtime_dir, book)
