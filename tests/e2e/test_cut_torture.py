@@ -16,7 +16,7 @@ def test_every_snapshot_is_a_moment_of_every_writers_history(
 ) -> None:
     """Cuts at random instants in two roots, with captures paused and killed, show no state that never was."""
     monkeypatch.setattr(tempfile, "tempdir", str(short_tmp))
-    figures = cut.run(12, seed=20)
+    figures = cut.run(5, seed=20)
     assert [text for figure in figures for text in figure.failures] == []
     counts = {figure.name: figure.count for figure in figures}
     assert counts["snapshots checked"] > 0

@@ -18,7 +18,7 @@ from ciuic import spill
 from ciuic.daemon import capture_content
 from ciuic.fuse_layer import swaps
 
-MANY = settings(max_examples=4 * settings().max_examples)
+MANY = settings(max_examples=2 * settings().max_examples)
 """An example takes milliseconds."""
 
 

@@ -138,9 +138,9 @@ def base_circle(forger: Forger, path: Path) -> ChunkId:
 
 
 def many_copies(forger: Forger, path: Path) -> ChunkId:
-    """A block with thirty bad copies, each a difference from one with thirty bad copies, nine deep: 30**9 ways."""
-    for number in range(9):
-        for copy in range(30):
+    """A block with twenty bad copies, each a difference from one with twenty bad copies, eight deep: 20**8 ways."""
+    for number in range(8):
+        for copy in range(20):
             forger.put_difference(number, number + 1, b"rubbish %d" % copy)
     return forger.tree(5000, [file(b"x", forger.id(0))])
 
