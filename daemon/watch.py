@@ -143,7 +143,7 @@ class TrainerWatch:
         self._note()
 
     def _note(self) -> None:
-        if self._is_stopped:  # `run` ends later when one of its threads is slow, and would leave a file behind
-            return
+        if self._is_stopped:
+            return  # `run` ends later when one of its threads is slow, and would leave a file behind
         book = WatchBook(trainers=self._trainers.records(), incidents=self._incidents)
         write_book(self._daemon.settings.runtime_dir, book)
