@@ -53,7 +53,7 @@ class Housekeeping:
                 await self._look_at_worker(path, worker)
                 await self._daemon.snapshots.reconcile(path, worker)
                 await supervisor.refresh_bypassing()
-        self._daemon.snapshots.trust.note()
+        self._daemon.snapshots.capturing.trust.note()
         self._look_at_clock()
         if self._daemon.scheduled.retry:
             self._daemon.scheduled.retry = False
@@ -132,7 +132,7 @@ class Housekeeping:
         supervisors = self._daemon.roots.supervisors.values()
         mounted = sum(supervisor.state == "mounted" for supervisor in supervisors)
         parts = [f"{mounted} of {plural(len(supervisors), 'root')} protected"]
-        last = self._daemon.snapshots.last_cut_ns
+        last = self._daemon.snapshots.capturing.last_cut_ns
         if last:
             age_seconds = max(0.0, (self._daemon.now_ns() - last) / 1e9)
             parts.append(f"last snapshot {human_duration(age_seconds)} ago")

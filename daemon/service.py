@@ -35,6 +35,7 @@ from ciuic.daemon.accounts import Accounts, Wanted
 from ciuic.daemon.alerts import KEY_MISSING, Alerts
 from ciuic.daemon.api import make_app
 from ciuic.daemon.capture_process import Captures
+from ciuic.daemon.capturing import Context
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.first_snapshots import FirstSnapshots
 from ciuic.daemon.housekeeping import Housekeeping
@@ -53,7 +54,7 @@ from ciuic.daemon.server import serve_api
 from ciuic.daemon.sessions import SessionStore
 from ciuic.daemon.settings import Settings, settings_of
 from ciuic.daemon.slices import SLICE, SliceWeight
-from ciuic.daemon.snapshots import Context, Snapshots
+from ciuic.daemon.snapshots import Snapshots
 from ciuic.daemon.space import SpaceWatch
 from ciuic.daemon.status import status_document
 from ciuic.daemon.store import Store
@@ -139,7 +140,7 @@ class Daemon:
         self.upkeep = Upkeep(
             lambda: self.settings,
             lambda: self.store,
-            self.snapshots.repository_lock,
+            self.snapshots.capturing.repository_lock,
             self.alerts,
             cwd=self.settings.runtime_dir,
             now_ns=now_ns,
@@ -147,13 +148,13 @@ class Daemon:
         )
         self.upkeep.somebody_waits = lambda: self.snapshots.somebody_waits
         self.urging = Urging(
-            (self.snapshots.running, self.upkeep.running),
+            (self.snapshots.capturing.running, self.upkeep.running),
             lambda: self.settings.io_priority,
             SliceWeight() if command_prefix else None,
         )
-        self.snapshots.on_urgency = self.urging.wake
-        self.snapshots.on_committed = self.upkeep.suggest
-        self.snapshots.on_scheduled_lost = self.schedule.post
+        self.snapshots.capturing.on_urgency = self.urging.wake
+        self.snapshots.capturing.on_committed = self.upkeep.suggest
+        self.snapshots.capturing.on_scheduled_lost = self.schedule.post
         self.accounts = Accounts(
             lambda: Wanted(self.settings.group, self.settings.watch.users),
             self.alerts,
@@ -195,7 +196,7 @@ class Daemon:
             nursery.cancel_scope.cancel()
         self.settings.socket.unlink(missing_ok=True)
         self._notifier.unstore(CONTROL_FD_NAME)
-        self.runtime.release(keep_pending=self.snapshots.leaving)
+        self.runtime.release(keep_pending=self.snapshots.capturing.leaving)
         log.info("daemon_stopped")
 
     async def _work(self, nursery: trio.Nursery, working: trio.CancelScope) -> None:
@@ -210,7 +211,9 @@ class Daemon:
             await self.roots.settled()
             self.sessions.close_rest()
             await self.prepare_store()  # after the roots, which remember where it was
-            self.snapshots.trust.take_over(await trio.to_thread.run_sync(self.runtime.read_untrusted))
+            self.snapshots.capturing.trust.take_over(
+                await trio.to_thread.run_sync(self.runtime.read_untrusted)
+            )
             await self.snapshots.resume(records)
             self.roots.reconcile_new_sessions = True
             for supervisor in list(self.roots.supervisors.values()):  # a reload may add roots meanwhile
@@ -223,7 +226,7 @@ class Daemon:
             log.info("daemon_ready", roots=list(self.roots.supervisors), pid=os.getpid())
             async with trio.open_nursery() as workers:
                 workers.start_soon(self.urging.run)
-                workers.start_soon(self.snapshots.run)
+                workers.start_soon(self.snapshots.capturing.run)
                 workers.start_soon(self.upkeep.run)
                 workers.start_soon(self.scheduled.run)
                 workers.start_soon(self.first_snapshots.run)
@@ -263,9 +266,9 @@ class Daemon:
             f"stopping: giving back what is not captured, {'leaving' if leaving else 'unmounting'}"
         )
         self.schedule.stop()
-        self.snapshots.leaving = leaving
+        self.snapshots.capturing.leaving = leaving
         working.cancel()
-        await self.snapshots.stopped()
+        await self.snapshots.capturing.stopped()
         await (self.roots.leave_all() if leaving else self.roots.stop_all())
         self.roots.close()
         self.watch.stopped(followed=leaving)
@@ -386,7 +389,7 @@ class Daemon:
             )
         if (self.store.path, self.store.trusted) != (settings.repository, settings.trust_repository):
             self.store = _store(settings)
-        self.snapshots.settings_changed()
+        self.snapshots.capturing.settings_changed()
         self.settings = settings._replace(socket=self.settings.socket, runtime_dir=self.settings.runtime_dir)
 
     def refuse_when_stopping(self) -> None:

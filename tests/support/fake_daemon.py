@@ -15,10 +15,11 @@ import trio
 from ciuic.bypass import Bypasser
 from ciuic.daemon.alerts import Alerts
 from ciuic.daemon.capture_job import CaptureJob, Done, Failed, Progress
+from ciuic.daemon.capturing import Context
 from ciuic.daemon.events import EventBus
 from ciuic.daemon.runtime import RuntimeDirectory
 from ciuic.daemon.settings import RootSettings, Settings
-from ciuic.daemon.snapshots import Context, Snapshots
+from ciuic.daemon.snapshots import Snapshots
 from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.daemon.worker_process import Worker
 from ciuic.errors import Unreachable

@@ -46,7 +46,7 @@ def run(bench: Bench, script: Callable[[], Awaitable[None]], *, speed: float = 1
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(bench.snapshots.run)
+            nursery.start_soon(bench.snapshots.capturing.run)
             with trio.fail_after(20 * speed):
                 await script()
             nursery.cancel_scope.cancel()
@@ -374,7 +374,7 @@ def test_a_scheduled_snapshot_that_was_lost_is_taken_again(bench: Bench, schedul
     bench.add_root("/a", FakeOverlay())
     bench.gates = [trio.Event()]
     asked: list[str] = []
-    bench.snapshots.on_scheduled_lost = lambda: asked.append("again")
+    bench.snapshots.capturing.on_scheduled_lost = lambda: asked.append("again")
 
     async def script() -> None:
         pending = await bench.snapshots.take(SnapshotRequest(), scheduled=scheduled)
@@ -412,7 +412,7 @@ def test_a_daemon_that_is_started_again_leaves_what_waits_to_its_successor(bench
     overlay = FakeOverlay()
     bench.add_root("/a", overlay)
     bench.gates = [trio.Event()]
-    bench.snapshots.leaving = True
+    bench.snapshots.capturing.leaving = True
 
     async def script() -> None:
         await bench.snapshots.take(SnapshotRequest())

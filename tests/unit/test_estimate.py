@@ -77,7 +77,7 @@ def test_status_tells_it_for_what_runs_and_for_what_waits(tmp_path: Path) -> Non
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(bench.snapshots.run)
+            nursery.start_soon(bench.snapshots.capturing.run)
             with trio.fail_after(30):
                 first = await bench.snapshots.take(SnapshotRequest())
                 await first.finished.wait()

@@ -64,7 +64,7 @@ def run(bench: Bench, script: Callable[[Requests], Awaitable[None]], *, captures
     async def main() -> None:
         async with trio.open_nursery() as nursery:
             if captures:
-                nursery.start_soon(bench.snapshots.run)
+                nursery.start_soon(bench.snapshots.capturing.run)
             with trio.fail_after(60):
                 await script(Requests(bench, nursery))
             nursery.cancel_scope.cancel()

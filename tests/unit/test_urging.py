@@ -87,23 +87,23 @@ def test_somebody_who_waits_is_noticed_at_once(tmp_path: Path) -> None:
     bench.gates = [None, gate]
     bench.add_root("/a", FakeOverlay())
     woken: list[bool] = []
-    bench.snapshots.on_urgency = lambda: woken.append(bench.snapshots.somebody_waits)
+    bench.snapshots.capturing.on_urgency = lambda: woken.append(bench.snapshots.somebody_waits)
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(bench.snapshots.run)
+            nursery.start_soon(bench.snapshots.capturing.run)
             with trio.fail_after(30):
                 first = await bench.snapshots.take(SnapshotRequest(), scheduled=True)
                 assert first.record.requested  # the first of a root
                 await first.finished.wait()
                 await bench.snapshots.take(SnapshotRequest(), scheduled=True)
                 await until(lambda: len(bench.jobs) == 2)
-                running = bench.snapshots.running()
+                running = bench.snapshots.capturing.running()
                 assert running is not None
                 assert not running.urgency.requested
                 assert not woken[-1]
                 await bench.snapshots.take(SnapshotRequest())
-                running = bench.snapshots.running()
+                running = bench.snapshots.capturing.running()
                 assert running is not None
                 assert running.urgency.requested
                 assert woken[-1]
