@@ -24,6 +24,8 @@ from support import twin_job
 from support.site import Site, site_in, until
 from torture.figure import Figure
 
+from ciuic.errors import CiuicError
+
 _ROOTS = 3
 _LONGEST_PAUSE_SECONDS = 0.25
 
@@ -54,10 +56,10 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
             )
             for number, (root, plain) in enumerate(zip(roots, plains, strict=True))
         ]
-        counts = [0] * _ROOTS
+        counts, stuck = [0] * _ROOTS, list[str]()
         killers = [
             threading.Thread(
-                target=_kill, args=(site, root, jobs, random.Random(seed + at), time.monotonic() + seconds, kills, counts, at)
+                target=_kill, args=(site, root, jobs, random.Random(seed + at), time.monotonic() + seconds, kills, counts, at, stuck)
             )
             for at, root in enumerate(roots)
         ]  # fmt: skip
@@ -83,7 +85,9 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
     longest = max((call[2] for job in said for call in job["long"]), default=0.0)
     sample = sorted(seconds for job in said for seconds in job["sample"])
     return [
-        Figure("workers killed", sum(counts), () if sum(counts) else ("nothing was killed",)),
+        Figure(
+            "workers killed", sum(counts), tuple(stuck) if sum(counts) else ("nothing was killed", *stuck)
+        ),
         Figure(
             "operations compared with a plain directory's",
             sum(job["operations"] for job in said),
@@ -106,12 +110,13 @@ def _kill(
     kills: int,
     counts: list[int],
     at: int,
+    stuck: list[str],
 ) -> None:
     """End the worker of ``root`` at random moments, until the time is over, enough are dead, or a job has ended."""
     while time.monotonic() < until_time and (not kills or sum(counts) < kills):
         if any(job.poll() is not None for job in jobs):
             return
-        before = site.root_status(root).worker_pid
+        before = _worker_pid(site, root)
         if not before:
             time.sleep(0.01)
             continue
@@ -121,4 +126,16 @@ def _kill(
         except ProcessLookupError:
             continue
         counts[at] += 1
-        until("a successor", lambda before=before: site.root_status(root).worker_pid not in (0, before))
+        try:
+            until("a successor", lambda before=before: _worker_pid(site, root) not in (0, before))
+        except AssertionError as error:  # of a thread, which nobody would hear of
+            stuck.append(f"{root}: {error}")
+            return
+
+
+def _worker_pid(site: Site, root: Path) -> int:
+    """Return the pid of the worker that serves the root; 0 where there is none, or where a busy machine kept the daemon from answering."""
+    try:
+        return site.root_status(root).worker_pid
+    except (CiuicError, OSError):
+        return 0
