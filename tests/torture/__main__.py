@@ -68,6 +68,12 @@ TORTURES = [
 ]
 
 
+def _python_path() -> str:
+    """The tests' own modules first, then what the caller named: databases that are installed elsewhere."""
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys([str(CHECKOUT / "tests"), *filter(None, named)]))
+
+
 def main() -> int:
     """Parses the command line; the hidden form with --into is one torture in its own process."""
     parser = argparse.ArgumentParser(prog="torture", description="Tries to break what ciuic promises.")
@@ -124,7 +130,7 @@ def _run_apart(module: str, seconds: float, seed: int) -> list[Figure]:
     process = subprocess.Popen(
         [*command, "--into", str(into)],
         cwd=CHECKOUT,
-        env={**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(CHECKOUT / "tests")},
+        env={**os.environ, "TMPDIR": str(place), "PYTHONPATH": _python_path()},
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,

@@ -67,6 +67,9 @@ def run(seconds: float, seed: int) -> list[Figure]:
     for disk in disks:
         until += seconds / len(disks)
         with tempfile.TemporaryDirectory(prefix="databases-") as top, small_disk(Path(top), disk) as point:
+            Path(top).parent.chmod(
+                0o711
+            )  # the runner's: PostgreSQL works as another user, by an absolute path
             figures += _on(disk, kinds, Path(top), point, rng, until)
     return figures
 
