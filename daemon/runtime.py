@@ -197,10 +197,11 @@ def _stored_listener(path: Path, fd: int | None) -> socket.socket | None:
 
 def _bind(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    umask = os.umask(0o177)  # the mode is in force from the first moment of the name
+    umask = os.umask(0o022)  # whatever ours: those who may use the socket must reach it
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
+        os.umask(0o177)  # the mode is in force from the first moment of the name
         listener.bind(str(path))
     except OSError as error:
         listener.close()

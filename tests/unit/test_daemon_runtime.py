@@ -95,6 +95,14 @@ def test_a_kept_listener_answers_who_connected_meanwhile(short_tmp: Path) -> Non
         assert client.recv(1) == b"x"
 
 
+def test_directories_of_a_socket_elsewhere_can_be_entered(short_tmp: Path) -> None:
+    """They are made where they are missing, for the group that may use the socket; the socket is the owner's alone at first."""
+    path = short_tmp / "made/below/control.sock"
+    with bind_control_socket(path, None, None):
+        modes = [stat.S_IMODE(at.stat().st_mode) for at in (path.parents[1], path.parent, path)]
+    assert modes == [0o755, 0o755, 0o600]
+
+
 def test_a_kept_listener_of_another_path_is_not_used(short_tmp: Path) -> None:
     """After the configuration moved the socket, the kept one is dropped and a new one made."""
     old = bind_control_socket(short_tmp / "old", None)
