@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import socketserver
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -53,6 +54,12 @@ def _mounting_impossible_because() -> str:
 def pytest_configure(config: pytest.Config) -> None:
     """Orphans of this run become children of this process, so that the guard sees them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    socketserver.BaseServer.handle_error = _fail_by_a_handler  # type: ignore[method-assign]
+
+
+def _fail_by_a_handler(self: socketserver.BaseServer, request: object, client_address: object) -> None:
+    """Let what a handler of a test's own server raises fail the test: printed, it stands in some other test's output."""
+    raise  # the exception that is being handled; pytest reports what ends a thread
 
 
 _INSIDE: pytest.StashKey[leftovers.Inside] = pytest.StashKey()

@@ -6,6 +6,7 @@ import json
 import socketserver
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from typing import Any
 import msgspec
 
 Answer = Callable[[Any], tuple[int, Any]]
+
+
+def hang_up(_: object) -> tuple[int, Any]:
+    """Answer as a daemon does that is killed in the middle: the connection ends."""
+    raise ConnectionResetError
 
 
 class FakeDaemon:
@@ -25,6 +31,10 @@ class FakeDaemon:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def handle(self) -> None:
+                with suppress(ConnectionError):  # the caller, or `hang_up`, has ended the connection
+                    super().handle()
 
             def do(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))

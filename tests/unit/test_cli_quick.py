@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fake_http_daemon import FakeDaemon
+from support.fake_http_daemon import FakeDaemon, hang_up
 
 from ciuic.cli.quick import Request, find_socket, parse
 from ciuic.control_types import ErrorDocument, SnapshotState
@@ -163,7 +163,7 @@ def test_without_a_daemon_both_say_so(config: Path) -> None:
 
 def test_a_daemon_that_goes_away_is_unreachable(config: Path, daemon: FakeDaemon) -> None:
     """An answer that does not come is no success."""
-    daemon.answers.clear()  # its thread ends without an answer
+    daemon.answers["POST /v1/snapshots"] = hang_up
     status, said, complaint = _run(PROGRAM, config, "snapshot", "--wait")
     assert (status, said) == (5, b"")
     assert b"did not answer" in complaint

@@ -6,7 +6,7 @@ import json
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,6 +25,10 @@ def service(answer: Answer) -> Iterator[str]:
     """Its address."""
 
     class Handler(BaseHTTPRequestHandler):
+        def handle(self) -> None:
+            with suppress(ConnectionError):  # a watcher that ends, or loses patience, waits for no answer
+                super().handle()
+
         def do_GET(self) -> None:
             status, text, headers = answer(
                 self.command, self.path, {k.lower(): v for k, v in self.headers.items()}
