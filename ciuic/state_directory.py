@@ -43,6 +43,8 @@ ENTRIES: Final = frozenset(
 )
 """Names that ciuic makes in a state directory."""
 
+_KEPT_OPEN: Final = b"open"
+
 _FLAGS: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_ANCESTORS: Final = 4096  # PATH_MAX: an absolute path that can be configured has fewer components
 _MAX_SET_ASIDE: Final = 8
@@ -84,6 +86,7 @@ def open_state(root_fd: int) -> StateDirectory:
     if fd is None:
         fd, more = _make_inside(root_fd)
         set_aside += more
+    _move_in(root_fd, fd)
     return StateDirectory(fd, set_aside)
 
 
@@ -316,9 +319,9 @@ def _set_aside(root_fd: int) -> tuple[bytes, ...]:
     container = _open_own(root_fd, STATE_DIR_NAME)
     if container is not None:
         with _closing(container):
-            names = set(map(os.fsencode, os.listdir(container)))
-        if all(_KEY.fullmatch(name) for name in names):
-            return ()
+            names = map(os.fsencode, os.listdir(container))
+            if all(map(_KEY.fullmatch, names)) or _is_earlier(container):
+                return ()
     new_name = b"%b.set-aside-%b" % (STATE_DIR_NAME, secrets.token_hex(4).encode())
     try:
         os.rename(STATE_DIR_NAME, new_name, src_dir_fd=root_fd, dst_dir_fd=root_fd)
@@ -330,6 +333,44 @@ def _set_aside(root_fd: int) -> tuple[bytes, ...]:
             hint="the name is reserved; unmount or rename what has it, then protect the directory again",
         ) from error
     return (new_name,)
+
+
+def _is_earlier(container_fd: int) -> bool:
+    """Tell whether a directory of ours in the root is the state of a version up to 7b77f7c, which kept it there by itself."""
+    names = {name for name in map(os.fsencode, os.listdir(container_fd)) if not _KEY.fullmatch(name)}
+    undo = _open_own(container_fd, b"undo") if names and names <= ENTRIES else None
+    if undo is None:
+        return False
+    with _closing(undo):
+        hold = _open_own(undo, b"hold")
+    if hold is not None:
+        os.close(hold)
+    return hold is not None
+
+
+def _move_in(root_fd: int, state_fd: int) -> None:
+    """Move what a version up to 7b77f7c left in the root itself: removed files that programs have open (hidden_links.py).
+
+    The successor of its worker opens them again. All else of it is removed: the owner of the root can have put an older
+    directory of ciuic's in place of the newest, so its tracking is not to be believed.
+    """
+    earlier = _open_own(root_fd, STATE_DIR_NAME)
+    if earlier is None:
+        return
+    with (
+        _closing(earlier),
+        contextlib.suppress(OSError),
+    ):  # then it costs what was open and removed, not the session
+        if not _is_earlier(earlier):
+            return
+        kept = _open_own(earlier, _KEPT_OPEN)
+        if kept is not None:
+            with _closing(kept), _closing(own_directory(state_fd, _KEPT_OPEN)) as target:
+                for name in filter(str.isdecimal, os.listdir(kept)):
+                    os.rename(name, name, src_dir_fd=kept, dst_dir_fd=target)
+        _empty(earlier)
+    with contextlib.suppress(OSError):  # state of this version is in it
+        os.rmdir(STATE_DIR_NAME, dir_fd=root_fd)
 
 
 # -- removing --------------------------------------------------------------------------------------------
