@@ -358,6 +358,10 @@ class OverlayCore:
             )
         return self._epochs.cut(token)
 
+    def pin_orphans(self) -> None:
+        """Prepare for another session beside this one, which is detached and serves what is open (HiddenLinks.pin_orphans)."""
+        self._state.undo.hidden.pin_orphans()
+
     def save_for_successor(self) -> None:
         """As ``save_tracking``, when no operation is in work and none will be: the successor's session is this one, and it
         knows what has changed since the last snapshot."""

@@ -19,6 +19,7 @@ from ciuic.fuse_layer.ways import Descriptor
 from ciuic.state_directory import own_directory
 
 ORPHANS_DIR: Final = b"open"
+_PIN_FLAGS: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class HiddenLinks:
@@ -30,6 +31,8 @@ class HiddenLinks:
         """Inodes that sealed epochs keep alive."""
         self._orphanage: Descriptor | None = None
         self._orphans: set[int] = set()
+        self._pinned: dict[int, Descriptor] = {}
+        """Descriptors of orphans whose links another session may remove."""
         self._lock = threading.Lock()
         self._version = 0
         """Odd while a link comes or goes."""
@@ -80,12 +83,16 @@ class HiddenLinks:
         for _ in range(3):
             version = self._version
             st = read()
-            nlink = st.st_nlink - self.of(st.st_ino)
+            nlink = self._visible(st)
             if version == self._version and not version & 1:
                 return st, nlink
         with self._lock:
             st = read()
-            return st, st.st_nlink - self.of(st.st_ino)
+            return st, self._visible(st)
+
+    def _visible(self, st: os.stat_result) -> int:
+        """Link count for the job. A session that began since this one was detached has removed the links of its orphans."""
+        return max(st.st_nlink - self.of(st.st_ino), 0)
 
     def of(self, ino: int) -> int:
         """How many of its links are ours."""
@@ -121,6 +128,15 @@ class HiddenLinks:
             finally:
                 self._version += 1
 
+    def pin_orphans(self) -> None:
+        """Keep what is open and removed by descriptors as well: from now on another session may begin, and empty the directory."""
+        for ino in list(self._orphans):
+            # Out of descriptors, attributes of a removed pipe or socket may be lost; files are open besides. Under the lock: a pin
+            # that outlived its orphan would keep the space.
+            with self._lock, suppress(OSError):
+                if ino in self._orphans:
+                    self._pinned[ino] = Descriptor(self.open_orphan(ino, _PIN_FLAGS))
+
     def let_orphan_go(self, ino: int) -> None:
         """Nobody has it open any more, or it has a name again."""
         if ino not in self._orphans or self._orphanage is None:
@@ -131,6 +147,7 @@ class HiddenLinks:
                 with suppress(OSError):  # emptied when a session begins
                     os.unlink(b"%d" % ino, dir_fd=self._orphanage.fd)
                 self._orphans.discard(ino)
+                self._pinned.pop(ino, None)
             finally:
                 self._version += 1
 
@@ -143,8 +160,11 @@ class HiddenLinks:
         """An O_PATH descriptor of what was kept; None when it was not."""
         if ino not in self._orphans:
             return None
+        pinned = self._pinned.get(ino)
+        if pinned is not None:
+            return pinned
         try:
-            return Descriptor(self.open_orphan(ino, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
+            return Descriptor(self.open_orphan(ino, _PIN_FLAGS))
         except FileNotFoundError:
             return None
 

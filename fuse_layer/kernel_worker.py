@@ -234,6 +234,7 @@ class KernelWorker:
             self._stopping = True
         if self._ledger is not None:
             self._ledger.remove()  # nobody will go on with this session; while it lingers there may be another
+            self._core.pin_orphans()
         timer = threading.Timer(min(grace_seconds, threading.TIMEOUT_MAX), self._end)
         timer.daemon = True
         timer.start()
