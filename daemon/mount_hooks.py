@@ -31,6 +31,7 @@ class MountHooks(Protocol):
     """How the supervisor reaches processes and mounts; the real ones are ``RealMounts``."""
 
     async def establish(self, settings: RootSettings) -> Worker: ...
+    async def prepare_successor(self) -> None: ...
     async def succeed(self, settings: RootSettings, dead: Worker, *, plain: bool) -> Worker: ...
     def forget(self, root: str) -> None: ...
     async def detach_dead(self, root: str) -> None: ...
@@ -74,6 +75,11 @@ class RealMounts:
             adopted = await start_worker(options, backing_fd, spare=self._spare)
         self._prepared_for_its_death(adopted, settings.path)
         return adopted
+
+    async def prepare_successor(self) -> None:
+        """Wait until the process that forks workers is ready, as far as there can be one; no error without."""
+        if self._spare is not None and not await trio.to_thread.run_sync(self._spare.await_ready):
+            log.warning("no_process_ready_to_fork")
 
     async def succeed(self, settings: RootSettings, dead: Worker, *, plain: bool) -> Worker:
         """A worker that goes on with the session of one that ended. ``plain``: it tracks nothing."""

@@ -148,6 +148,16 @@ class SpareProcess:
         except ProcessLookupError:  # it has ended, and who forked it as well
             return None
 
+    def await_ready(self) -> bool:
+        """Start it, unless there is one, and wait until it answers; tell whether it does."""
+        for _ in range(2):  # the one that is known may have ended, as a service does that is restarted
+            self.prepare()
+            if (
+                self._ask(os.getpid()) is not None
+            ):  # no child of its own: it answers at once, and collects nothing
+                return True
+        return False
+
     def status_of(self, pid: int) -> int:
         """How one that has ended did so."""
         deadline = time.monotonic() + _ANSWER_SECONDS

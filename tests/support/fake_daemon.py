@@ -288,6 +288,9 @@ class NoMounts:
         self.mounted = True
         return worker
 
+    async def prepare_successor(self) -> None:
+        await trio.lowlevel.checkpoint()
+
     async def succeed(self, settings: RootSettings, dead: Worker, *, plain: bool) -> Worker:
         self.successions.append(plain)
         return await self.establish(settings)

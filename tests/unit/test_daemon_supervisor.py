@@ -280,3 +280,27 @@ def test_a_look_that_does_not_end_delays_no_mount(stage: Stage, monkeypatch: pyt
 
     stage.run(supervisor, script)
     assert stage.alerts.standing() == []
+
+
+def test_an_older_worker_hands_over_when_its_successor_can_be_forked(stage: Stage) -> None:
+    """The job waits from the hand-over on, and must not wait for an interpreter that starts."""
+    old = stage.worker("one")
+    old.adopted, old.session_fd, old.version = True, os.open("/dev/null", os.O_RDONLY), "0.0.1"
+    supervisor = stage.supervisor(old)
+
+    async def prepared() -> None:
+        await trio.lowlevel.checkpoint()
+        stage.order.append("ready to fork")
+
+    async def handed_over(worker: Worker) -> None:
+        await trio.lowlevel.checkpoint()
+        stage.order.append("handed over")
+
+    stage.mounts.prepare_successor = prepared  # type: ignore[method-assign]
+    supervisor.hand_over = handed_over  # type: ignore[method-assign]
+
+    async def script() -> None:
+        await trio.lowlevel.checkpoint()
+
+    stage.run(supervisor, script)
+    assert stage.order == ["ready to fork", "handed over"]

@@ -51,6 +51,17 @@ def test_when_it_was_killed_there_is_no_worker_until_the_next_is_ready(spare: Sp
     assert worker.wait() == _REFUSED
 
 
+def test_it_says_when_it_is_ready(spare: SpareProcess) -> None:
+    """After that a fork waits for no import; one that was killed meanwhile is replaced first."""
+    assert spare.await_ready()
+    assert spare._child is not None
+    os.kill(spare._child.pid, signal.SIGKILL)
+    assert spare.await_ready()
+    worker = spare.become(["--nonsense"], [])
+    assert worker is not None
+    assert worker.wait() == _REFUSED
+
+
 def test_it_works_where_descriptors_have_high_numbers(spare: SpareProcess) -> None:
     """select(2) ends at 1024."""
     import resource

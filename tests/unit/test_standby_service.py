@@ -115,6 +115,7 @@ def test_without_it_no_worker_is_started_in_its_place(service: tuple[Path, subpr
     spare.prepare()
     process.send_signal(signal.SIGKILL)
     process.wait(30)
+    assert not spare.await_ready()
     options = WorkerOptions("/nowhere", Path("/nowhere.sock"), "auto", 4096, 4096)
     with pytest.raises(WorkerDied, match="does not answer") as refused:
         _become_worker(spare, options, 0, 1, None)
