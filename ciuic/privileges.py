@@ -138,18 +138,19 @@ def limit_upkeep(repository: str) -> frozenset[int]:
     return keep_only(UPKEEP | _to_write(repository))
 
 
-def captures_may_trace() -> bool:
-    """Whether captures, started by whoever starts us, reach a worker's /proc/<pid>/fd by privilege. If not, the worker
-    must stay dumpable. Ask before `limit_worker`.
-    """
+def may_trace() -> bool:
+    """Tell whether this process, and what it starts, reaches /proc/<pid>/fd of a process that is not dumpable."""
     return Capability.SYS_PTRACE in permitted()
 
 
-def limit_worker() -> frozenset[int]:
-    """For the calling process to be an overlay worker. Call when limits are raised, which takes CAP_SYS_RESOURCE."""
-    if (
-        Capability.SYS_PTRACE in permitted()
-    ):  # else captures, which have no more than we, could not reach our descriptors
+def limit_worker(*, captures_trace: bool) -> frozenset[int]:
+    """Limit the calling process to what an overlay worker needs. Call when limits are raised, which takes CAP_SYS_RESOURCE.
+
+    Args:
+        captures_trace: captures have CAP_SYS_PTRACE. If not, the process stays dumpable: a capture, which has no more
+            privileges than the worker, could not reach the worker's descriptors otherwise.
+    """
+    if captures_trace:
         no_core_dumps()
     return keep_only(OVERLAY_WORKER)
 

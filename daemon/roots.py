@@ -26,6 +26,7 @@ from ciuic.daemon.worker_process import Worker, WorkerOptions, peer_pid
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.mounts import remove_state
 from ciuic.fuse_layer.standby import SpareProcess
+from ciuic.privileges import may_trace
 
 log = structlog.get_logger(__name__)
 
@@ -167,4 +168,5 @@ class Roots:
             undo_limit_bytes=self._settings().undo_limit_bytes,
             tracked_names=self._settings().overlay.tracked_names,
             mapped_names=self._settings().overlay.mapped_names,
+            captures_trace=may_trace(),  # captures are started by this process
         )

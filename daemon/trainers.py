@@ -22,7 +22,7 @@ from ciuic.daemon.trainer import End, Identity, Trainer
 from ciuic.daemon.watch_book import WatchRecord
 from ciuic.errors import Busy
 from ciuic.plain_names import escaped
-from ciuic.privileges import captures_may_trace
+from ciuic.privileges import may_trace
 from ciuic.units import plural
 from ciuic.watch_client import Hello
 
@@ -52,7 +52,7 @@ class Trainers:
         self._emergencies = emergencies
         self._now_ns = now_ns
         self._on_change = on_change
-        self._may_trace = captures_may_trace()
+        self._may_trace = may_trace()
         self._watched: dict[Identity, Trainer] = {}
         self._missing: dict[Identity, WatchRecord] = {}
         """Gone while no daemon watched; their writers may still say how."""

@@ -79,6 +79,8 @@ class WorkerOptions(NamedTuple):
     tracked_names: tuple[str, ...] = DEFAULT_TRACKED_NAMES
     mapped_names: tuple[str, ...] = DEFAULT_MAPPED_NAMES
     """Names of files whose data must not pass the worker by (open_rules.py)."""
+    captures_trace: bool = False
+    """Captures have CAP_SYS_PTRACE, and reach the descriptors of a worker that is not dumpable."""
 
 
 class Worker:
@@ -355,6 +357,7 @@ def _arguments(
         *("--ready-fd", str(ready_fd)),
         *(("--session-fd", str(session_fd)) if session_fd is not None else ()),
         *(("--plain",) if options.plain else ()),
+        *(("--captures-trace",) if options.captures_trace else ()),
     ]
 
 

@@ -69,7 +69,7 @@ def _exit_on(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _prepare_process(root: str) -> None:
+def _prepare_process(root: str, *, captures_trace: bool) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, _exit_on)
     signal.signal(signal.SIGIO, signal.SIG_IGN)  # unseen.py asks by leases, which somebody may break
@@ -86,10 +86,10 @@ def _prepare_process(root: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
     # A thread that has copied a megabyte must not keep the event loop waiting for the usual 5 ms.
     sys.setswitchinterval(_SWITCH_SECONDS)
-    if not privileges.captures_may_trace():
+    if not captures_trace:
         syscalls.stay_dumpable()
     try:
-        privileges.limit_worker()
+        privileges.limit_worker(captures_trace=captures_trace)
     except OSError as error:  # a filter of system calls: the job's file system is worth more than this
         log.warning("privileges_not_dropped", error=str(error))
 
@@ -142,6 +142,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--mapped-names", type=_names, default=DEFAULT_MAPPED_NAMES, help="patterns, divided by '/'"
     )
     parser.add_argument("--ready-fd", type=int, help="where to write 'ready' once the mount answers")
+    parser.add_argument(
+        "--captures-trace",
+        action="store_true",
+        help="captures have CAP_SYS_PTRACE, this process need not have it",
+    )
     return parser.parse_args(argv)
 
 
@@ -165,7 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.session_fd is None:
         urgency.lower_priority()  # nobody waits for a root that is mounted for the first time
     _configure_logs()
-    _prepare_process(arguments.root)
+    # A worker that is started by hand has the privileges of its captures.
+    _prepare_process(arguments.root, captures_trace=arguments.captures_trace or privileges.may_trace())
     try:
         backing_fd = arguments.backing_fd
         if backing_fd is None:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.ci import needs
 from support.live import installed, wait_for
 from support.real_systemd import RealSystemd, reason_against
+from support.service_host import CODE, ServiceHost
 
 from ciuic.privileges import OVERLAY_WORKER, Capability, permitted
 
 pytestmark = [pytest.mark.mount, pytest.mark.slow]
-CODE = Path(__file__).parents[2]
 _DAEMON = {
     Capability[name]
     for name in ("SYS_ADMIN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "SYS_PTRACE", "CHOWN")
 }
-_CONFIG = """
-[repository]
-path = "/srv/repository"
-[[root]]
-path = "/srv/root"
-"""
 _JOB = """
 import ctypes, os, stat, sys
 os.chdir("/srv/root"); os.chmod(".", 0o777)
@@ -45,6 +37,9 @@ facts = os.stat("his")
 assert (facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode)) == (1234, 1234, 0o4755), facts
 os.mknod("device", stat.S_IFCHR | 0o600, os.makedev(1, 3))
 assert stat.S_ISCHR(os.stat("device").st_mode)
+os.mknod("disk", stat.S_IFBLK | 0o600, os.makedev(7, 200))
+os.mknod("other", stat.S_IFCHR | 0o600, os.makedev(240, 1))
+assert os.stat("disk").st_rdev == os.makedev(7, 200)
 open("program", "w").write("x"); os.chmod("program", 0o6755); os.chown("program", 4321, 4321); os.chmod("program", 0o6755)
 assert stat.S_IMODE(os.stat("program").st_mode) == 0o6755
 os.setxattr("program", "trusted.mine", b"1")
@@ -60,52 +55,24 @@ for line in sys.stdin:
 """
 
 
-class Host:
-    """A systemd with ciuic installed as a service."""
-
-    def __init__(self, systemd: RealSystemd) -> None:
-        self.systemd = systemd
-
-    def __call__(self, *command: str, expect: int | None = 0) -> str:
-        done = self.systemd.run(list(command))
-        if expect is not None and done.returncode != expect:
-            journal = self.systemd.log.read_text(errors="replace")[-4000:]
-            raise AssertionError(
-                f"{command} ended with {done.returncode}\n{done.stdout}{done.stderr}\n{journal}"
-            )
-        return str(done.stdout)
-
-    def ciuic(self, *arguments: str, expect: int | None = 0) -> str:
-        return self("env", "CIUIC_CONFIG=/etc/mine.toml", str(installed()), *arguments, expect=expect)
-
-    def root(self) -> dict[str, Any]:
-        status = json.loads(self.ciuic("status", "--json", expect=None) or "{}")
-        return dict((status.get("roots") or [{}])[0])
-
-    def mounted(self) -> dict[str, Any]:
-        return wait_for("the mount", lambda: (root := self.root()).get("state") == "mounted" and root, 60)  # type: ignore[no-any-return]
-
-    def process(self, unit: str) -> dict[str, str]:
-        """/proc/PID/status of a unit's main process."""
-        pid = self("systemctl", "show", "--value", "--property=MainPID", unit).strip()
-        return self.status(pid)
-
-    def status(self, pid: str) -> dict[str, str]:
-        lines = (line.partition(":") for line in self("cat", f"/proc/{pid}/status").splitlines())
-        return {key: value.strip() for key, _, value in lines}
-
-
 @pytest.fixture
-def host(short_tmp: Path) -> Iterator[Host]:
+def host(short_tmp: Path) -> Iterator[ServiceHost]:
     needs(reason_against())
     with RealSystemd(short_tmp, [CODE]) as systemd:
-        one = Host(systemd)
-        one("mount", "-t", "tmpfs", "tmpfs", "/srv")
-        one("mkdir", "/srv/root", "/srv/work")
-        one("sh", "-c", f"printf '%s' '{_CONFIG}' > /etc/mine.toml")
-        one.ciuic("--config", "/etc/mine.toml", "service", "install")
-        one.mounted()
+        mounted = systemd.run(["mount", "-t", "tmpfs", "tmpfs", "/srv"])
+        assert mounted.returncode == 0, mounted.stderr
+        one = ServiceHost(systemd, "/srv")
+        one.install()
         yield one
+
+
+def _open_devices(host: ServiceHost, *, closed: str, given: str) -> None:
+    """In the control group of the workers: /dev/fuse opens, and no device whose node a job may have made."""
+    host("mknod", closed, "b", "7", "200")
+    group = f"/sys/fs/cgroup{host.shown('ciuic-workers.service', 'ControlGroup')}/cgroup.procs"
+    opened = 'echo $$ > "$0"; exec 3<"$1"'
+    host("sh", "-c", opened, group, given)
+    host("sh", "-c", opened, group, closed, expect=2)
 
 
 def _mask(capabilities: set[Capability]) -> int:
@@ -113,7 +80,7 @@ def _mask(capabilities: set[Capability]) -> int:
 
 
 @pytest.mark.skipif(not permitted() >= OVERLAY_WORKER, reason="this machine grants fewer capabilities")
-def test_the_service_does_everything_with_less(host: Host) -> None:
+def test_the_service_does_everything_with_less(host: ServiceHost) -> None:
     """Users, devices, set-id programs, attributes, snapshots, a worker's death and a restart are as without the hardening."""
     root = host.mounted()
     assert root["filtered"] is True
@@ -121,6 +88,7 @@ def test_the_service_does_everything_with_less(host: Host) -> None:
     daemon, workers = host.process("ciuic.service"), host.process("ciuic-workers.service")
     assert int(daemon["CapBnd"], 16) == _mask(_DAEMON)
     assert int(workers["CapBnd"], 16) & _mask(set(OVERLAY_WORKER)) == _mask(set(OVERLAY_WORKER))
+    assert int(workers["CapBnd"], 16) & ~_mask(set(OVERLAY_WORKER)) == 0
     assert (daemon["Seccomp"], daemon["NoNewPrivs"]) == ("2", "1")
     worker = str(root["worker_pid"])
     assert "ciuic-workers.service" in host("cat", f"/proc/{worker}/cgroup")
@@ -128,6 +96,10 @@ def test_the_service_does_everything_with_less(host: Host) -> None:
         "readlink", *(f"/proc/{pid}/ns/mnt" for pid in ("1", daemon["Pid"], workers["Pid"], worker))
     )
     assert len(set(spaces.split())) == 1  # jobs see the overlay, and the daemon sees what jobs see
+    # Captures have CAP_SYS_PTRACE, so a worker, which has not, is closed to a root without it.
+    host("setpriv", "--bounding-set=-sys_ptrace", "readlink", f"/proc/{workers['Pid']}/fd/1")
+    host("setpriv", "--bounding-set=-sys_ptrace", "readlink", f"/proc/{worker}/fd/1", expect=1)
+    _open_devices(host, closed="/dev/ciuic-disk", given="/dev/fuse")
 
     job = host.systemd.python(_JOB)
     assert job.stdout == "done\n", job.stderr
@@ -169,11 +141,11 @@ def test_the_service_does_everything_with_less(host: Host) -> None:
         holder.communicate(timeout=30)
     host.ciuic("service", "uninstall")
     assert "fuse.ciuic" not in host("cat", "/proc/1/mountinfo")
-    assert host("ls", "/srv/root").split() == ["device", "folder", "held", "his", "program"]
+    assert host("ls", "/srv/root").split() == ["device", "disk", "folder", "held", "his", "other", "program"]
     assert not os.path.exists("/run/ciuic-workers.sock")
 
 
-def test_without_the_workers_service_no_worker_is_made_of_the_daemon(host: Host) -> None:
+def test_without_the_workers_service_no_worker_is_made_of_the_daemon(host: ServiceHost) -> None:
     """It would lack capabilities, and files would belong to root: the root stays plain, with an alert, and is tried again."""
     host("systemctl", "stop", "ciuic.service")
     broken = "/run/systemd/system/ciuic-workers.service.d"

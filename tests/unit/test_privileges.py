@@ -55,14 +55,14 @@ def test_what_is_missing_already_is_no_error() -> None:
     child("""
 p.keep_only({p.Capability.CHOWN, p.Capability.FOWNER})
 assert p.keep_only(p.OVERLAY_WORKER) == {p.Capability.CHOWN, p.Capability.FOWNER}
-assert p.limit_worker() == {p.Capability.CHOWN, p.Capability.FOWNER}
+assert p.limit_worker(captures_trace=False) == {p.Capability.CHOWN, p.Capability.FOWNER}
 os.setgroups([]) if 6 in p.permitted() else None
 assert p.limit_capture("/nowhere") == {p.Capability.CHOWN, p.Capability.FOWNER}  # not CAP_SYS_PTRACE: nothing more goes
 assert p.limit_upkeep("/nowhere") == set()
 """)
     child("""
 os.setgid(65534); os.setuid(65534)
-assert p.limit_worker() == p.limit_capture("/") == p.limit_upkeep("/") == set()
+assert p.limit_worker(captures_trace=False) == p.limit_capture("/") == p.limit_upkeep("/") == set()
 assert sets()["NoNewPrivs"] == 1
 """)
 
@@ -74,7 +74,7 @@ def test_each_process_keeps_what_it_has_a_use_for(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.mkdir()
     for limit, kept in (
-        ("worker()", OVERLAY_WORKER),
+        ("worker(captures_trace=True)", OVERLAY_WORKER),
         ("capture(sys.argv[1])", CAPTURE),
         ("upkeep(sys.argv[1])", UPKEEP),
     ):
@@ -93,6 +93,17 @@ def test_a_foreign_repository_takes_one_more(tmp_path: Path, foreign: str) -> No
         os.chown(tmp_path if foreign == "directory" else tmp_path / "lock", 65534, 65534)
     said = child("p.limit_upkeep(sys.argv[1]); print(sorted(p.permitted()))", str(tmp_path))
     assert said == str(sorted(map(int, (UPKEEP | {Capability.DAC_OVERRIDE}) & permitted())))
+
+
+@root
+@pytest.mark.parametrize("captures_trace", [False, True])
+def test_a_worker_is_closed_to_others_where_captures_need_it_not(captures_trace: bool) -> None:
+    """Dumpable for captures that have no more than it has; who starts it says which, for it need not have CAP_SYS_PTRACE itself."""
+    said = child(
+        "p.keep_only(p.OVERLAY_WORKER);"
+        f"p.limit_worker(captures_trace={captures_trace}); print(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
+    )
+    assert said == str(int(not captures_trace))
 
 
 def test_no_core_is_written(tmp_path: Path) -> None:

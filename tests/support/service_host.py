@@ -1,0 +1,168 @@
+"""A host with a real systemd that runs ciuic as a service, and a job in its root that checks every result."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from support import surviving_job
+from support.live import installed, wait_for
+from support.real_systemd import RealSystemd
+
+CODE = Path(__file__).parents[2]
+CONFIG = "/etc/mine.toml"
+_MOUNT_SECONDS = 60.0
+_JOB_SECONDS = 60.0
+_END_SECONDS = 10.0
+
+
+class ServiceHost:
+    """Commands on the host, as root. ``top`` has ``root`` and ``repository`` in it."""
+
+    def __init__(self, systemd: RealSystemd, top: str, program: Path | None = None) -> None:
+        self.systemd = systemd
+        self.top = top
+        self.program = program or installed()
+        text = f'[repository]\npath = "{top}/repository"\n[[root]]\npath = "{top}/root"\n'
+        self.write(CONFIG, text)
+        self("mkdir", "-p", f"{top}/root")
+        # There is no journal in there: what units say would be lost.
+        text = f"[Service]\nStandardOutput=append:{top}/log\nStandardError=inherit\n"
+        self.write("/run/systemd/system/service.d/log.conf", text)
+
+    def __call__(self, *command: str, expect: int | None = 0) -> str:
+        done = self.systemd.run(list(command))
+        if expect is not None and done.returncode != expect:
+            raise AssertionError(
+                f"{command} ended with {done.returncode}\n{done.stdout}{done.stderr}\n{self.journal()}"
+            )
+        return str(done.stdout)
+
+    def journal(self) -> str:
+        """Return the last lines of systemd and of all units."""
+        units = Path(f"{self.top}/log")
+        said = units.read_text(errors="replace") if units.exists() else ""
+        return self.systemd.log.read_text(errors="replace")[-1000:] + said[-4000:]
+
+    def write(self, path: str, text: str) -> None:
+        """Write a file of the host, directories included."""
+        self("sh", "-c", 'mkdir -p "$(dirname "$1")" && printf "%s" "$2" > "$1"', "write", path, text)
+
+    def drop_in(self, unit: str, text: str) -> None:
+        """Change a unit until the next boot; empty: as it is installed."""
+        path = f"/run/systemd/system/{unit}.d/test.conf"
+        if text:
+            self.write(path, text)
+        else:
+            self("rm", path)
+        self("systemctl", "daemon-reload")
+
+    def ciuic(self, *arguments: str, expect: int | None = 0) -> str:
+        return self("env", f"CIUIC_CONFIG={CONFIG}", str(self.program), *arguments, expect=expect)
+
+    def install(self) -> dict[str, Any]:
+        """Install the service of ``program``; return the root when it is mounted."""
+        self.ciuic("--config", CONFIG, "service", "install")
+        return self.mounted()
+
+    def status(self) -> dict[str, Any]:
+        """Return the status document; empty while no daemon answers."""
+        return dict(json.loads(self.ciuic("status", "--json", expect=None) or "{}"))
+
+    def root(self) -> dict[str, Any]:
+        return dict((self.status().get("roots") or [{}])[0])
+
+    def mounted(self) -> dict[str, Any]:
+        found = wait_for(
+            "the mount", lambda: (root := self.root()).get("state") == "mounted" and root, _MOUNT_SECONDS
+        )
+        return dict(found)
+
+    def shown(self, unit: str, name: str) -> str:
+        """Return a property of a unit."""
+        return self("systemctl", "show", "--value", f"--property={name}", unit).strip()
+
+    def main_pid(self, unit: str = "ciuic.service") -> int:
+        return int(self.shown(unit, "MainPID"))
+
+    def another_daemon(self, before: int, seconds: float = _MOUNT_SECONDS) -> int:
+        """Wait until systemd has started the daemon anew; return its number when the root is mounted."""
+
+        def started() -> int:
+            pid = self.main_pid()
+            return (
+                pid
+                if pid not in (0, before) and self.shown("ciuic.service", "ActiveState") == "active"
+                else 0
+            )
+
+        pid = int(wait_for("another daemon", started, seconds))
+        self.mounted()
+        return pid
+
+    def process(self, unit: str) -> dict[str, str]:
+        """Return /proc/PID/status of a unit's main process."""
+        return self.process_status(self.main_pid(unit))
+
+    def process_status(self, pid: int) -> dict[str, str]:
+        lines = (line.partition(":") for line in self("cat", f"/proc/{pid}/status").splitlines())
+        return {key: value.strip() for key, _, value in lines}
+
+    @contextmanager
+    def job(self, number: int = 0, *, mounts_change: bool = False) -> Iterator[ServiceJob]:
+        """A job in the root; at the end it has met no error, with what it opened first, too."""
+        stop = f"{self.top}/stop{number}"
+        command = [str(installed("python")), surviving_job.__file__, f"{self.top}/root", str(number), stop]
+        command += ["mounts-change"] if mounts_change else []
+        process = subprocess.Popen(
+            [*self.systemd.prefix(), *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        one = ServiceJob(self, process, number)
+        try:
+            one.goes_on()
+            yield one
+            one.goes_on()
+            self("touch", stop)
+            said, complaint = process.communicate(timeout=_JOB_SECONDS)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # nsenter(1) and the job, while its files are still served
+            with suppress(subprocess.TimeoutExpired, ValueError):  # ValueError: all has been read above
+                process.communicate(timeout=_END_SECONDS)
+        assert process.returncode == 0, complaint
+        one.result = json.loads(said)
+
+
+class ServiceJob:
+    """A process of surviving_job.py."""
+
+    def __init__(self, host: ServiceHost, process: subprocess.Popen[str], number: int) -> None:
+        self.result: dict[str, Any] = {}
+        """What it said at its end: rounds, calls, the long ones."""
+        self._host = host
+        self._process = process
+        # Outside the root: a detached overlay's changes pass by the one that is mounted now, whose kernel cache would be asked.
+        self._rounds_file = Path(f"{host.top}/stop{number}.rounds")
+
+    def goes_on(self) -> None:
+        """Wait for two more of its rounds: what was open goes on, and what is opened now as well."""
+        before = self._rounds()
+        wait_for("the job's next rounds", lambda: self._rounds() >= before + 2, _JOB_SECONDS)
+
+    def _rounds(self) -> int:
+        if self._process.poll() is not None:
+            assert self._process.stderr is not None
+            raise AssertionError(f"the job ended: {self._process.stderr.read()}\n{self._host.journal()}")
+        try:
+            return int(self._rounds_file.read_text() or 0)
+        except FileNotFoundError:
+            return 0
