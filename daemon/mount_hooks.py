@@ -90,7 +90,7 @@ class RealMounts:
         return successor
 
     def forget(self, root: str) -> None:
-        """The root is unmounted for good."""
+        """Nobody goes on with the root's session: what is kept of it for a successor is given up."""
         if self._kept is not None:
             self._kept.drop(root)
 

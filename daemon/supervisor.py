@@ -226,13 +226,20 @@ class RootSupervisor:
                 self._now_served_by(worker, plain=plain)
                 return worker
         finally:
-            # Without this descriptor a mount that nobody serves would not be dead but hang.
+            # Without this descriptor, and what systemd keeps of it, a mount that nobody serves is dead; with it it would hang.
             dead.close()
+        await self._give_up_session()
+        return None
+
+    async def _give_up_session(self) -> None:
+        """Take the mount off that nobody serves. Nothing while the daemon ends: `stop` does it, `leave` leaves all to the next one."""
+        if self._stopping:
+            return
+        self._hooks.forget(self.path)
         try:
             await self._hooks.detach_dead(self.path)
         except (CiuicError, OSError) as error:
             log.error("dead_mount_not_detached", root=self.path, error=str(error))
-        return None
 
     def _now_served_by(self, worker: Worker, *, plain: bool = False) -> None:
         self.worker = worker
@@ -332,6 +339,7 @@ class RootSupervisor:
         worker, self.worker = self.worker, None
         try:
             if worker is None:
+                self._hooks.forget(self.path)  # kept, it would hang instead of being dead
                 await self._hooks.detach_dead(self.path)
             else:
                 self._on_session_lost(self.path, worker.session)

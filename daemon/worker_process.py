@@ -29,8 +29,11 @@ from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, connect
 from ciuic.fuse_layer.standby import FIRST_PASSED_FD, WORKER, ForkedProcess, SpareProcess
 from ciuic.open_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 
-LISTEN_VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
-"""How systemd tells a process of its sockets (sd_listen_fds(3))."""
+SYSTEMD_VARIABLES = (
+    *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"),
+    *("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"),
+)
+"""How systemd tells a process of its sockets (sd_listen_fds(3)), and where and how often it wants to hear of it (sd_notify(3))."""
 READY_TIMEOUT_SECONDS = 30.0
 CONTROL_TIMEOUT_SECONDS = 30.0
 EXPENDABLE_OOM_SCORE_ADJ = "500"
@@ -262,8 +265,8 @@ def exec_standby() -> NoReturn:
         )
     os.chdir("/")
     command = module_command("ciuic.fuse_layer.standby", WORKER)
-    listening = {name: os.environ[name] for name in LISTEN_VARIABLES if name in os.environ}
-    os.execve(command[0], command, {**environment(), **listening})
+    told = {name: os.environ[name] for name in SYSTEMD_VARIABLES if name in os.environ}
+    os.execve(command[0], command, {**environment(), **told})
 
 
 class _Answers(NamedTuple):

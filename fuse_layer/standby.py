@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -227,7 +228,9 @@ def main(module: str) -> int:
     gc.collect()
     gc.freeze()  # what all of them share is not written to by their collectors
     if standby_service.is_activated():
-        child = standby_service.Forker(standby_service.activated_listener()).serve()
+        child = standby_service.Forker(
+            standby_service.activated_listener(), standby_service.Heartbeat.from_environment()
+        ).serve()
         _settle(child.fds)
         arguments: list[str] | None = child.arguments
     else:
@@ -249,12 +252,12 @@ def _serve() -> list[str] | None:
             if isinstance(asked, int):
                 answer = collect(asked)
             else:
-                answer = fork()
+                answer = 0 if is_abandoned(come) else fork()
                 if answer is None:
                     break
                 for fd in fds:  # of a session: it would not end while we held it
                     os.close(fd)
-            reply(come, answer)
+            answer_or_end(come, answer, forked=not isinstance(asked, int))
     _settle(fds)
     return list(asked)
 
@@ -268,6 +271,30 @@ def receive(connection: socket.socket) -> tuple[list[str] | int | None, list[int
 def reply(connection: socket.socket, answer: int | None) -> None:
     """Answer a request."""
     connection.send(json.dumps(answer).encode())
+
+
+def answer_or_end(connection: socket.socket, answer: int | None, *, forked: bool) -> None:
+    """Answer a request; end the process that was forked for it when nobody is there any more to be told of it.
+
+    Raises:
+        OSError: nobody is there.
+    """
+    try:
+        reply(connection, answer)
+    except OSError:
+        if forked and answer:
+            os.kill(answer, signal.SIGKILL)
+        raise
+
+
+def is_abandoned(connection: socket.socket) -> bool:
+    """Tell whether whoever asked has hung up: it lost patience, and may have had a worker forked for the session elsewhere.
+
+    Two workers of one session would answer the same kernel, and each would know half of what has changed.
+    """
+    poll = select.poll()
+    poll.register(connection, 0)  # hanging up is always told
+    return bool(poll.poll(0))
 
 
 def fork() -> int | None:

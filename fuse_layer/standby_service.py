@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import struct
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import structlog
@@ -21,6 +22,7 @@ from ciuic.readiness import readable
 
 _FIRST_LISTENED_FD: Final = 3  # SD_LISTEN_FDS_START, sd_listen_fds(3)
 _CREDENTIALS: Final = struct.Struct("@iII")  # struct ucred: pid, uid, gid
+_BEATS_A_PERIOD: Final = 3  # of the watchdog: one that is late is not taken for the end
 _MAX_KEPT_STATUSES: Final = 1024  # nobody asks for those of a daemon that is gone: the oldest are forgotten
 log = structlog.get_logger(__name__)
 
@@ -46,11 +48,46 @@ def activated_listener() -> socket.socket:
     return listener
 
 
+class Heartbeat:
+    """What systemd hears of this process (sd_notify(3), WATCHDOG=1); without WATCHDOG_USEC nothing.
+
+    A process that forks workers and hangs is missed when a worker dies: the job waits until systemd has started another one.
+    """
+
+    def __init__(self, address: str = "", period_seconds: float = 0) -> None:
+        self.milliseconds = (
+            int(period_seconds * 1000 / _BEATS_A_PERIOD) if address and period_seconds else None
+        )
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self._socket: socket.socket | None = None
+        if self.milliseconds is not None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+    @classmethod
+    def from_environment(cls) -> Heartbeat:
+        """Take the variables out of the environment, so that workers do not speak in our name."""
+        address, period = (os.environ.pop(name, "") for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC"))
+        os.environ.pop("WATCHDOG_PID", None)
+        return cls(address, int(period) / 1e6 if period.isdigit() else 0)
+
+    def beat(self) -> None:
+        """Say that this process answers. A systemd that does not read is none of a worker's business."""
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.sendto(b"WATCHDOG=1", self._address)
+
+    def close(self) -> None:
+        """In a process that was forked: it has nothing to say."""
+        if self._socket is not None:
+            self._socket.close()
+
+
 class Forker:
     """Serves a listening SOCK_SEQPACKET socket. Single-threaded: a fork copies one thread alone."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, heartbeat: Heartbeat | None = None) -> None:
         self._listener = listener
+        self._heartbeat = heartbeat or Heartbeat()
         self._connections: dict[int, socket.socket] = {}
         self._children: dict[int, int] = {}
         """pidfd → process number."""
@@ -61,7 +98,8 @@ class Forker:
     def serve(self) -> Child:
         """Answer for ever; return in each process that is forked."""
         while True:
-            for fd, _ in self._poll.poll():
+            self._heartbeat.beat()
+            for fd, _ in self._poll.poll(self._heartbeat.milliseconds):
                 if fd == self._listener.fileno():
                     self._accept()
                 elif fd in self._children:
@@ -94,11 +132,13 @@ class Forker:
             if isinstance(asked, int):
                 standby.reply(connection, self._status(asked))
             elif isinstance(asked, list) and all(isinstance(word, str) for word in asked):
+                if standby.is_abandoned(connection):
+                    raise BrokenPipeError("the daemon did not wait for an answer")
                 pid = standby.fork()
                 if pid is None:
                     return Child(asked, fds)
                 self._watch(pid)
-                standby.reply(connection, pid)
+                standby.answer_or_end(connection, pid, forked=True)
             else:
                 self._disconnect(connection)
         except OSError as error:  # the daemon was killed between question and answer
@@ -141,3 +181,4 @@ class Forker:
             connection.close()
         for pidfd in self._children:
             os.close(pidfd)
+        self._heartbeat.close()

@@ -18,7 +18,7 @@ from ciuic.daemon.events import EventBus
 from ciuic.daemon.settings import RootSettings
 from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.daemon.worker_process import Worker
-from ciuic.errors import NotFound
+from ciuic.errors import CiuicError, NotFound
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -304,3 +304,21 @@ def test_an_older_worker_hands_over_when_its_successor_can_be_forked(stage: Stag
 
     stage.run(supervisor, script)
     assert stage.order == ["ready to fork", "handed over"]
+
+
+def test_a_session_that_is_given_up_is_kept_by_nobody(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What systemd kept of it would let the mount hang for ever, with the job in it, where it must be dead to be taken off."""
+    first, later = stage.worker("one"), stage.worker("two")
+    first.session_fd = os.open("/dev/null", os.O_RDONLY)
+    monkeypatch.setattr(supervisor_module, "SUCCESSION_SECONDS", (0.0, 0.0))
+    refused = [CiuicError("no worker can be forked")] * 3
+    supervisor = stage.supervisor(first, *refused, later)
+    stage.mounts.forget = lambda root: stage.order.append("forgotten")  # type: ignore[method-assign]
+
+    async def script() -> None:
+        await until(lambda: stage.sessions == ["one"])
+        first.kill()
+        await until(lambda: stage.sessions == ["one", "two"])
+
+    stage.run(supervisor, script)
+    assert stage.order == ["lost one", "forgotten", "detached"]

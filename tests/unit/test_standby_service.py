@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,7 +17,9 @@ from support.second_user import MADE_UP, run_as
 
 from ciuic.child_process import environment
 from ciuic.daemon.worker_process import WorkerDied, WorkerOptions, _become_worker
+from ciuic.fuse_layer import standby
 from ciuic.fuse_layer.standby import WORKER, SpareProcess
+from ciuic.fuse_layer.standby_service import Forker
 
 _REFUSED = 2
 """Exit status of a worker with a command line that it does not understand (argparse)."""
@@ -26,13 +29,16 @@ _ACTIVATED = "import os, sys; os.environ['LISTEN_PID'] = str(os.getpid()); os.du
 
 @pytest.fixture
 def service(short_tmp: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    path = short_tmp / "workers.sock"
+    path, watchdog = (
+        short_tmp / "workers.sock",
+        {"NOTIFY_SOCKET": f"{short_tmp}/notify", "WATCHDOG_USEC": "300000"},
+    )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
         listener.listen()
         process = subprocess.Popen(
             [sys.executable, "-c", _ACTIVATED, str(listener.fileno()), WORKER],
-            pass_fds=(listener.fileno(),), env=environment(), cwd="/", stderr=subprocess.DEVNULL,
+            pass_fds=(listener.fileno(),), env={**environment(), **watchdog}, cwd="/", stderr=subprocess.DEVNULL,
         )  # fmt: skip
     try:
         yield path, process
@@ -120,3 +126,37 @@ def test_without_it_no_worker_is_started_in_its_place(service: tuple[Path, subpr
     with pytest.raises(WorkerDied, match="does not answer") as refused:
         _become_worker(spare, options, 0, 1, None)
     assert "ciuic-workers.service" in refused.value.hint
+
+
+def test_a_request_that_nobody_waits_for_makes_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that lost patience has another one forked: two workers of one session would answer the same kernel."""
+    monkeypatch.setattr(standby, "fork", lambda: pytest.fail("forked"))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    daemon, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with listener, daemon, connection:
+        forker = Forker(listener)
+        forker._connections[connection.fileno()] = connection
+        forker._poll.register(connection)
+        daemon.send(json.dumps(["--nonsense"]).encode())
+        daemon.close()
+        assert forker._answer(connection) is None
+        assert forker._connections == {}
+
+
+def test_a_worker_whose_number_reaches_nobody_is_ended() -> None:
+    """The daemon hung up between the fork and the answer."""
+    process = subprocess.Popen(["sleep", "100"])
+    daemon, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    daemon.close()
+    with connection, pytest.raises(OSError, match="Broken pipe"):
+        standby.answer_or_end(connection, process.pid, forked=True)
+    assert process.wait(30) == -signal.SIGKILL
+
+
+def test_it_tells_systemd_that_it_answers(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """Again and again, also when nobody asks for a worker (WATCHDOG_USEC)."""
+    path, _ = service
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(path.with_name("notify")))
+        manager.settimeout(30)
+        assert [manager.recv(100) for _ in range(3)] == [b"WATCHDOG=1"] * 3
