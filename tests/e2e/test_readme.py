@@ -7,10 +7,10 @@ import re
 import shlex
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
+from support import wheels
 from support.live import wait_for
 
 pytestmark = pytest.mark.mount
@@ -76,23 +76,7 @@ def machine(short_tmp: Path) -> Machine:
 
 def install(machine: Machine, pip: list[str]) -> None:
     """What `pip install ciuic` does, with the wheel of this checkout and the libraries of the test's own environment."""
-    wheels = machine.top / "wheels"
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)]
-    subprocess.run(build, cwd=CHECKOUT, check=True, capture_output=True, timeout=120)
-    wheel = next(wheels.glob("*.whl"))
-    to = ["--python", str(Path(pip[0]).with_name("python"))]
-    subprocess.run(
-        [sys.executable, "-m", "pip", *to, "install", "-q", "--no-deps", str(wheel)], check=True, timeout=120
-    )
-    site = next((machine.path("/opt/ciuic") / "lib").glob("python3*/site-packages"))
-    (site / "libraries.pth").write_text(
-        "\n".join({sysconfig.get_path(kind) for kind in ("purelib", "platlib")} | _more())
-    )
-
-
-def _more() -> set[str]:
-    """Where else this interpreter finds libraries, such as those of another environment."""
-    return {entry for entry in sys.path if entry.endswith("site-packages")}
+    wheels.install(wheels.build(CHECKOUT, machine.top / "wheels"), Path(pip[0]).with_name("python"))
 
 
 def test_the_five_minute_story_as_it_stands_there(machine: Machine) -> None:

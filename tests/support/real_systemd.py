@@ -37,6 +37,8 @@ for device in null zero full random urandom tty fuse; do
 done
 mkdir "$root/dev/shm" "$root/dev/pts"
 mount -t tmpfs tmpfs "$root/dev/shm"
+mount -t devpts devpts -o newinstance,ptmxmode=0666 "$root/dev/pts"
+ln -s pts/ptmx "$root/dev/ptmx"  # PrivateDevices= fails without
 # Other file systems than the root's are not in an overlay of it: those that the caller names are bound.
 for path in "$@"; do mkdir -p "$root$path"; mount --bind "$path" "$root$path"; done
 mount -t proc proc "$root/proc"
@@ -134,6 +136,11 @@ class RealSystemd:
             [*self.prefix(), *command],
             capture_output=True, text=True, check=False, timeout=60, **how,  # type: ignore[call-overload, no-any-return]
         )  # fmt: skip
+
+    @property
+    def files(self) -> Path:
+        """The root directory in there."""
+        return Path(f"/proc/{self._pid}/root")
 
     def python(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A program of this interpreter's in there; what it imports must be shared or on the root file system."""

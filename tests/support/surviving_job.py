@@ -1,8 +1,9 @@
 """A job that uses everything that a worker's death could break, and checks every result itself. Run as a script:
 
-    python surviving_job.py DIRECTORY NUMBER UNTIL
+    python surviving_job.py DIRECTORY NUMBER UNTIL [mounts-change]
 
-Works until the file UNTIL is there. Exit status 0 and a line of JSON (rounds, the longest one, calls, the long ones) when every call did what it does on a plain
+Works until the file UNTIL is there, and writes the number of its rounds into the file UNTIL.rounds. ``mounts-change``: an overlay comes and goes meanwhile, so that a call of two paths may find one of
+them above and one below it (EXDEV, as at every mount and unmount); such a call is made once more. Exit status 0 and a line of JSON (rounds, the longest one, calls, the long ones) when every call did what it does on a plain
 directory; a traceback otherwise. Each system call is timed by itself: the long ones are told with the time at which they began.
 """
 
@@ -68,7 +69,8 @@ def read_file(path: Path) -> bytes:
 class Job:
     """One process's work below ``top``, in names of its own."""
 
-    def __init__(self, top: Path, number: int) -> None:
+    def __init__(self, top: Path, number: int, *, mounts_change: bool = False) -> None:
+        self._mounts_change = mounts_change
         self._top, self._number, self._random = top, number, random.Random(number)
         self._rounds, self._logged = 0, b""
         self._log = timed.open(top / f"log{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -117,14 +119,22 @@ class Job:
         timed.close(fd)
         assert read_file(path) == data
         expect(errno.EEXIST, lambda: timed.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        timed.rename(path, self._top / f"best{self._number}")
+        self._with_both(timed.rename, path, self._top / f"best{self._number}")
         assert read_file(self._top / f"best{self._number}") == data
+
+    def _with_both(self, call: Callable[[Path, Path], object], old: Path, new: Path) -> None:
+        try:
+            call(old, new)
+        except OSError as error:
+            if error.errno != errno.EXDEV or not self._mounts_change:
+                raise
+            call(old, new)
 
     def _names(self) -> None:
         a, b = self._top / f"a{self._number}", self._top / f"b{self._number}"
         timed.mkdir(a)
         write_file(a / "x", b"x")
-        timed.link(a / "x", b)
+        self._with_both(timed.link, a / "x", b)
         assert timed.stat(b).st_nlink == 2
         timed.symlink("x", a / "s")
         assert timed.readlink(a / "s") == "x"
@@ -194,12 +204,13 @@ def expect(number: int, call: Callable[[], object]) -> None:
 
 def main() -> None:
     top, number, until = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    job, rounds, longest = Job(top, number), 0, 0.0
+    job, rounds, longest = Job(top, number, mounts_change=sys.argv[4:] == ["mounts-change"]), 0, 0.0
     while not until.exists():
         began = time.perf_counter()
         job.round()
         longest = max(longest, time.perf_counter() - began)
         rounds += 1
+        Path(f"{until}.rounds").write_text(str(rounds))
     job.end()
     said = {"rounds": rounds, "longest_seconds": longest, "calls": timed.calls, "long": timed.long}
     sys.stdout.write(json.dumps(said))

@@ -15,6 +15,8 @@ from ciuic.cli.systemd import UNITS, for_program, unit_text
 from ciuic.daemon.main import WORKER_SERVICE
 from ciuic.privileges import CAPTURE, OVERLAY_WORKER, UPKEEP
 
+_RATED_BY = "252"
+"""Version of systemd whose figures docs/security.md has; others weigh what a unit leaves open differently by a tenth or two."""
 MOUNT_NAMESPACE_OPTIONS = [
     "PrivateTmp",
     "PrivateDevices",
@@ -70,10 +72,14 @@ def test_systemd_rates_the_units_no_worse_than_they_can_be(tmp_path: Path, unit:
     analyze = shutil.which("systemd-analyze")
     needs("" if analyze else "systemd-analyze is not installed")
     assert analyze is not None
+    version = subprocess.run(
+        [analyze, "--version"], capture_output=True, text=True, check=True
+    ).stdout.split()[1]
+    slack = 0 if version == _RATED_BY else 2
     path = tmp_path / unit
     path.write_text(for_program(unit_text(unit), Path("/bin/true")))
     done = subprocess.run(
-        [analyze, "security", "--no-pager", "--offline=true", f"--threshold={tenths}", str(path)],
+        [analyze, "security", "--no-pager", "--offline=true", f"--threshold={tenths + slack}", str(path)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if "unrecognized option" in done.stderr:
@@ -81,7 +87,7 @@ def test_systemd_rates_the_units_no_worse_than_they_can_be(tmp_path: Path, unit:
     assert done.returncode == 0, done.stdout[-300:] + done.stderr
     level = re.search(r"exposure level for \S+: ([0-9.]+)", done.stdout)
     assert level is not None
-    assert float(level[1]) * 10 < tenths
+    assert float(level[1]) * 10 < tenths + slack
 
 
 @pytest.mark.parametrize("unit", ["ciuic.service", "ciuic-workers.service"])

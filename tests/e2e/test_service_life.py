@@ -1,0 +1,163 @@
+"""The service under a real systemd, with a job in its root that checks every write and read: it notices nothing of any of this."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import wheels
+from support.ci import needs
+from support.live import wait_for
+from support.real_systemd import RealSystemd, reason_against
+from support.service_host import CODE, ServiceHost
+
+import ciuic
+
+pytestmark = [pytest.mark.mount, pytest.mark.slow]
+
+_OLDER = "7b77f7c"
+"""The first version that was tried outside: without ciuic-workers.service, its workers in the daemon's control group."""
+_WATCHDOG = "[Service]\nWatchdogSec=4\n"
+"""The time of both services, shortened; a busy machine keeps an event loop waiting for a second."""
+_SCRUB_SECONDS = 300.0
+"""It makes way for whoever uses the disk."""
+
+
+@pytest.fixture
+def host(short_tmp: Path) -> Iterator[ServiceHost]:
+    needs(reason_against())
+    top = short_tmp / "srv"
+    top.mkdir()
+    with RealSystemd(short_tmp, [CODE, top]) as systemd:
+        yield ServiceHost(systemd, str(top))
+
+
+def test_the_job_goes_on_whatever_becomes_of_the_service(host: ServiceHost) -> None:
+    """Restart, SIGKILL of daemon and worker together, a hanging daemon, ciuic stop, systemctl stop, a scrub: 0 failures."""
+    root = host.install()
+    with host.job() as job:
+        for unit in ("ciuic.service", "ciuic-workers.service"):
+            host.drop_in(unit, _WATCHDOG)
+        _restart(host)
+        job.goes_on()
+        _hang(host)
+        job.goes_on()
+        if root["driver"] == "kernel":
+            _hang_the_forking_process(host)
+            job.goes_on()
+        for unit in ("ciuic.service", "ciuic-workers.service"):
+            host.drop_in(unit, "")
+        _kill_the_daemon(host)
+        job.goes_on()
+        if root["driver"] == "kernel":
+            _kill_all_of_it(host)
+            job.goes_on()
+        _scrub(host)
+    with host.job(1, mounts_change=True) as job:
+        for command in ("ciuic", "systemctl"):
+            _stop_and_start(host, command)
+            job.goes_on()
+        host.ciuic("snapshot", "--wait")
+    host.ciuic("verify", "--all", "--checksum")
+    host.ciuic("service", "uninstall")
+    assert "fuse.ciuic" not in host("cat", "/proc/1/mountinfo")
+
+
+def _restart(host: ServiceHost) -> None:
+    """The workers live on and are adopted, with their sessions; the process that forks is another one."""
+    before, forks, root = host.main_pid(), host.main_pid("ciuic-workers.service"), host.root()
+    host("systemctl", "restart", "ciuic.service")
+    host.another_daemon(before)
+    after = host.root()
+    assert (after["worker_pid"], after["session"]) == (root["worker_pid"], root["session"])
+    assert host.main_pid("ciuic-workers.service") != forks
+
+
+def _kill_the_daemon(host: ServiceHost) -> None:
+    """systemd starts another one within seconds (Restart=); commands wait meanwhile, for the socket is in its store."""
+    before, root = host.main_pid(), host.root()
+    host("kill", "-KILL", str(before))
+    assert host.status()["pid"] != before  # asked at once: the answer comes from the successor
+    host.another_daemon(before)
+    assert host.root()["session"] == root["session"]
+
+
+def _kill_all_of_it(host: ServiceHost) -> None:
+    """Daemon, forking process and worker at one moment: systemd has the connection with the kernel, so nothing is lost."""
+    before, worker = host.main_pid(), host.root()["worker_pid"]
+    kept = int(host.shown("ciuic.service", "NFileDescriptorStore"))
+    assert kept == 3  # the control socket; the session and the directory of the one root
+    host("kill", "-KILL", str(before), str(host.main_pid("ciuic-workers.service")), str(worker))
+    host.another_daemon(before)
+    assert host.root()["worker_pid"] != worker
+    assert int(host.shown("ciuic.service", "NFileDescriptorStore")) == kept
+
+
+def _hang(host: ServiceHost) -> None:
+    """A daemon that answers nothing is ended by the watchdog and started again."""
+    before = host.main_pid()
+    host("kill", "-STOP", str(before))
+    host.another_daemon(before)
+
+
+def _hang_the_forking_process(host: ServiceHost) -> None:
+    """A worker dies while the process that forks its successor hangs: that is ended, too, and another one started."""
+    forks, worker = host.main_pid("ciuic-workers.service"), host.root()["worker_pid"]
+    host("kill", "-STOP", str(forks))
+    host("kill", "-KILL", str(worker))
+    wait_for("a successor", lambda: host.root().get("worker_pid") not in (None, 0, worker), 60)
+    assert host.main_pid("ciuic-workers.service") != forks
+    host.mounted()
+
+
+def _scrub(host: ServiceHost) -> None:
+    """The timer is set, and the service that it starts reads the repository through."""
+    host.ciuic("snapshot", "--wait")
+    assert host.shown("ciuic-scrub.timer", "NextElapseUSecRealtime")
+    host("systemctl", "start", "--no-block", "ciuic-scrub.service")
+    ended = ("inactive", "failed")
+    wait_for("its end", lambda: host.shown("ciuic-scrub.service", "ActiveState") in ended, _SCRUB_SECONDS)
+    assert host.shown("ciuic-scrub.service", "Result") == "success", host.journal()
+    assert "every byte that was read is right" in host.journal()
+
+
+def _stop_and_start(host: ServiceHost, program: str) -> None:
+    """Both leave it stopped, and the plain directory in its place; the job's open files go on being served."""
+    if program == "ciuic":
+        host.ciuic("stop")
+    else:
+        host("systemctl", "stop", "ciuic.service")
+    wait_for("the end", lambda: host.shown("ciuic.service", "ActiveState") == "inactive", 30)
+    assert host.shown("ciuic.service", "Result") == "success"
+    assert "fuse.ciuic" not in host("cat", "/proc/1/mountinfo")
+    host("systemctl", "start", "ciuic.service")
+    host.mounted()
+
+
+def test_an_upgrade_from_an_older_wheel(host: ServiceHost, short_tmp: Path) -> None:
+    """The new version's `service install` takes the workers of the old one over, with what the job has open."""
+    place = Path(host.top)
+    wheels.older_source(place / "source", _OLDER, "0.0.9")
+    old = wheels.environment(place / "old", wheels.build(place / "source", place / "old-wheel"))
+    new = wheels.environment(place / "new", wheels.build(CODE, place / "new-wheel"))
+    host.program = old
+    before = host.install()
+    snapshot = host.ciuic("snapshot", "--wait").strip()
+    with host.job() as job:
+        assert host.status()["version"] == "0.0.9"
+        host.program = new
+        after = host.install()
+        job.goes_on()
+        assert host.status()["version"] == ciuic.__version__
+        assert str(new) in host.shown("ciuic.service", "ExecStart")
+        if before["driver"] == "kernel":
+            wait_for("the new worker", lambda: host.root()["worker_pid"] != before["worker_pid"], 60)
+            after = host.mounted()
+            assert "ciuic-workers.service" in host("cat", f"/proc/{after['worker_pid']}/cgroup")
+        job.goes_on()
+        second = host.ciuic("snapshot", "--wait").strip()
+        listed = [one["id"] for one in json.loads(host.ciuic("list", "--json"))["snapshots"]]
+        assert {snapshot, second} <= set(listed)
+    host.ciuic("verify", "--all", "--checksum")
