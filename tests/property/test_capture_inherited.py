@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from support.capture_bench import BLOCK, Bench, bench
 from support.core_driver import Operation, operations
-from support.killed_names import Killed
+from support.dying_os import DATA_CALLS, NAME_CALLS, DyingOs, Killed, Steps
 
 from ciuic import spill
 from ciuic.daemon import capture_content
@@ -57,56 +56,12 @@ def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_content, "_BATCH_BLOCKS", 2)
 
 
-class _Steps:
-    """``os`` for the overlay, each of whose changing calls is a step; at one of them, before or after it, the worker dies."""
-
-    CALLS = frozenset(
-        (
-            *(
-                "link",
-                "unlink",
-                "rename",
-                "mkdir",
-                "rmdir",
-                "symlink",
-                "mknod",
-                "open",
-                "chmod",
-                "chown",
-                "utime",
-            ),
-            *("setxattr", "removexattr", "ftruncate", "write", "pwrite", "posix_fallocate"),
-        )
-    )
-
-    def __init__(self, left: int) -> None:
-        self._left = left
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(os, name)
-        if name not in self.CALLS:
-            return value
-
-        def call(*args: Any, **options: Any) -> Any:
-            self._maybe_die()
-            result = value(*args, **options)
-            self._maybe_die()
-            return result
-
-        return call
-
-    def _maybe_die(self) -> None:
-        self._left -= 1
-        if self._left <= 0:  # and whatever is called while this unwinds is not carried out either
-            raise Killed
-
-
 def _killed_at(here: Bench, operation: Operation, step: int) -> bool:
     """Whether the worker died within the operation."""
-    steps = _Steps(step)
+    dying = DyingOs(Steps(step), NAME_CALLS | DATA_CALLS)
     with ExitStack() as patched:
         for module in MODULES:
-            patched.enter_context(mock.patch.object(module, "os", steps))
+            patched.enter_context(mock.patch.object(module, "os", dying))
         try:
             here.driver.do(operation)
         except Killed:

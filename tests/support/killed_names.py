@@ -15,8 +15,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 from unittest import mock
+
+from support.dying_os import ENDLESS, DyingOs, Killed, Steps
 
 from ciuic.fuse_layer import (
     attributes,
@@ -38,71 +40,15 @@ from ciuic.fuse_layer.kernel_protocol import Request
 from ciuic.fuse_layer.ledger_writer import Ledger
 
 _MODULES = (attributes, data, directories, hidden_links, namespace, node_ways, state, ways)
-_CALLS = frozenset(
-    (
-        "link",
-        "unlink",
-        "rename",
-        "mkdir",
-        "rmdir",
-        "symlink",
-        "mknod",
-        "open",
-        "chmod",
-        "setxattr",
-        "ftruncate",
-    )
-)
 _TERMS = Negotiated(45, 0)
 _MOST_STEPS = 9
 """More than any of these requests takes."""
-_NOTHING = -1
-
-
-class Killed(BaseException):
-    """The worker is gone."""
-
-
-class _Step:
-    """Counts steps of the worker and ends it at one of them."""
-
-    def __init__(self) -> None:
-        self.left = _NOTHING
-        self.dead = False
-
-    def __call__(self, call: Callable[[], Any]) -> Any:
-        self._maybe_die()
-        result = call()
-        self._maybe_die()
-        return result
-
-    def _maybe_die(self) -> None:
-        if self.dead:
-            raise Killed
-        if self.left > 0:
-            self.left -= 1
-            if not self.left:
-                self.dead = True
-                raise Killed
-
-
-class _Os:
-    """``os`` whose changing calls are steps."""
-
-    def __init__(self, step: _Step) -> None:
-        self._step = step
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(os, name)
-        if name not in _CALLS:
-            return value
-        return lambda *args, **options: self._step(lambda: value(*args, **options))
 
 
 class _Ledger(Ledger):
     """Its appends are steps. It never goes into the archive, whose thread would outlive the worker here; test_ledger.py does that."""
 
-    step: _Step
+    step: Steps
 
     @property
     def _is_full(self) -> bool:
@@ -115,7 +61,7 @@ class _Ledger(Ledger):
 class Life:
     """One worker's driver, without a kernel; each goes on with the ledger of the one before."""
 
-    def __init__(self, root: Path, base: Path, step: _Step) -> None:
+    def __init__(self, root: Path, base: Path, step: Steps) -> None:
         inherited = ledger_writer.replay(base)
         self._backing = os.open(root, os.O_PATH)
         self._fuse = os.open("/dev/null", os.O_RDWR)
@@ -154,7 +100,7 @@ class Kernel:
         for path in (self.plain, self.root):
             path.mkdir()
         self._base = top / "ledger"
-        self.step = _Step()
+        self.step = Steps()
         self.life = Life(self.root, self._base, self.step)
         self.names: dict[str, int] = {"": ROOT_ID}
         """Path → node, positive entries alone."""
@@ -174,7 +120,7 @@ class Kernel:
             self.life.ask(opcode, node, body, self._unique)
         self.life.die()
         self.kills += 1
-        self.step.left, self.step.dead = _NOTHING, False
+        self.step.left, self.step.is_dead = ENDLESS, False
         self.life = Life(self.root, self._base, self.step)
         return self.life.ask(opcode, node, body, self._unique | p.UNIQUE_RESEND)
 
@@ -415,9 +361,9 @@ class Run:
 
 
 @contextmanager
-def _steps(step: _Step) -> Iterator[None]:
+def _steps(step: Steps) -> Iterator[None]:
     with ExitStack() as stack:
-        fake = _Os(step)
+        fake = DyingOs(step)
         for module in _MODULES:
             if hasattr(module, "os"):
                 stack.enter_context(mock.patch.object(module, "os", fake))
