@@ -33,7 +33,7 @@ class MountHooks(Protocol):
     async def establish(self, settings: RootSettings) -> Worker: ...
     async def prepare_successor(self) -> None: ...
     async def succeed(self, settings: RootSettings, dead: Worker, *, plain: bool) -> Worker: ...
-    def forget(self, root: str) -> None: ...
+    async def forget(self, root: str) -> None: ...
     async def detach_dead(self, root: str) -> None: ...
     async def is_mounted(self, root: str) -> bool: ...
     async def unmounted(self, root: str) -> None: ...
@@ -56,8 +56,6 @@ class RealMounts:
         self._options = options
         self._own_pids = own_pids
         self._spare = spare
-        self._service = spare if spare is not None and spare.service else None
-        """Where every worker comes from, not successors alone."""
         self._kept = kept
         self._looking = trio.CapacityLimiter(MAX_LOOKS)
 
@@ -66,14 +64,14 @@ class RealMounts:
         left = self._kept.take(settings.path) if self._kept is not None else None
         adopted = None
         if left is not None:
-            adopted = await _go_on(options, *left, spare=self._service)
+            adopted = await _go_on(options, *left, spare=self._spare)
         if adopted is None:
             adopted = await trio.to_thread.run_sync(recover_root, settings.path, options.socket)
         if adopted is None:
             backing_fd = await trio.to_thread.run_sync(open_root, settings.path, abandon_on_cancel=True)
             # One that is ready is used where it is there: the root is without protection meanwhile.
             adopted = await start_worker(options, backing_fd, spare=self._spare)
-        self._prepared_for_its_death(adopted, settings.path)
+        await self._prepared_for_its_death(adopted, options)
         return adopted
 
     async def prepare_successor(self) -> None:
@@ -86,21 +84,22 @@ class RealMounts:
         options = self._options(settings)._replace(plain=plain)
         backing_fd = os.dup(dead.backing_fd)
         successor = await start_worker(options, backing_fd, dead.session_fd, spare=self._spare)
-        self._prepared_for_its_death(successor, settings.path)
+        await self._prepared_for_its_death(successor, options)
         return successor
 
-    def forget(self, root: str) -> None:
-        """Nobody goes on with the root's session: what is kept of it for a successor is given up."""
+    async def forget(self, root: str) -> None:
+        """The root is unmounted, or its session given up: with somebody who holds it a mount that nobody serves hangs."""
         if self._kept is not None:
-            self._kept.drop(root)
+            await self._kept.drop(root)
 
-    def _prepared_for_its_death(self, worker: Worker, root: str) -> None:
+    async def _prepared_for_its_death(self, worker: Worker, options: WorkerOptions) -> None:
         if worker.session_fd is None:
             return
         if self._spare is not None:
-            self._spare.prepare()
+            with trio.CancelScope(shield=True):  # the caller learns of a worker that was started
+                await trio.to_thread.run_sync(self._spare.prepare)
         if self._kept is not None:
-            self._kept.keep(root, worker.session_fd, worker.backing_fd)
+            await self._kept.keep(options, worker)
 
     async def detach_dead(self, root: str) -> None:
         await trio.to_thread.run_sync(detach_dead, root)

@@ -12,7 +12,7 @@ import trio
 from ciuic.daemon.capture_process import wait_for_stranger
 from ciuic.daemon.pending import PendingSnapshot
 from ciuic.daemon.runtime import PendingRecord, RuntimeDirectory
-from ciuic.daemon.worker_process import peer_pid
+from ciuic.fuse_layer.control_client import peer_pid
 
 log = structlog.get_logger(__name__)
 

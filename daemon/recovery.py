@@ -12,9 +12,10 @@ from pathlib import Path
 
 import structlog
 
-from ciuic.daemon.worker_process import Worker, adopt_worker, peer_pid
+from ciuic.daemon.worker_process import Worker, adopt_worker
 from ciuic.errors import Busy, CiuicError, NotFound, UsageError
 from ciuic.fuse_layer import mounts
+from ciuic.fuse_layer.control_client import peer_pid
 
 PROBE_TIMEOUT_SECONDS = 5.0
 MAX_STACKED = 64

@@ -22,8 +22,9 @@ from ciuic.daemon.settings import RootSettings, Settings
 from ciuic.daemon.snapshots import Snapshots
 from ciuic.daemon.store import Store
 from ciuic.daemon.supervisor import RootSupervisor
-from ciuic.daemon.worker_process import Worker, WorkerOptions, peer_pid
+from ciuic.daemon.worker_process import Worker, WorkerOptions
 from ciuic.errors import CiuicError
+from ciuic.fuse_layer.control_client import peer_pid
 from ciuic.fuse_layer.mounts import remove_state
 from ciuic.fuse_layer.standby import SpareProcess
 from ciuic.privileges import may_trace
@@ -45,7 +46,7 @@ class Roots:
         snapshots: Snapshots,
         hooks: MountHooks | None = None,
         sessions: SessionStore | None = None,
-        worker_service: str = "",
+        spare: SpareProcess | None = None,
     ) -> None:
         self.supervisors: dict[str, RootSupervisor] = {}
         self.nursery: trio.Nursery | None = None
@@ -59,7 +60,7 @@ class Roots:
         self._alerts = alerts
         self._events = events
         self._snapshots = snapshots
-        self._spare = SpareProcess(runtime.path, environment(), service=worker_service)
+        self._spare = spare or SpareProcess(runtime.path, environment())
         self._hooks = hooks or RealMounts(self._options, self._own_pids, spare=self._spare, kept=sessions)
 
     def start(self, root: RootSettings, nursery: trio.Nursery) -> RootSupervisor:
@@ -139,9 +140,11 @@ class Roots:
             for supervisor in list(self.supervisors.values()):
                 nursery.start_soon(supervisor.leave)
 
-    def close(self) -> None:
-        """Ends the process that was kept ready to become a worker."""
-        self._spare.close()
+    def close(self, *, leaving: bool) -> None:
+        """End the process that was kept ready to become a worker. ``leaving``: it goes on to hold sessions for the next daemon,
+        as it does for a root that could not be unmounted."""
+        states = {supervisor.state for supervisor in self.supervisors.values()}
+        self._spare.close(leave=leaving or not states <= {"unmounted"})
 
     async def _session_started(self, path: str, worker: Worker) -> None:
         if self.reconcile_new_sessions:
@@ -156,6 +159,7 @@ class Roots:
         pids = {record.capture_pid for record in self._runtime.read_pending()}
         if is_mounted(root):
             pids.add(peer_pid(self._runtime.worker_socket(root)) or 0)
+        pids.add(self._spare.pid or 0)  # it holds the session, and the directory for a successor
         return pids
 
     def _options(self, root: RootSettings) -> WorkerOptions:

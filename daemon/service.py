@@ -20,7 +20,7 @@ import structlog
 import trio
 
 from ciuic import mountinfo, service_manager
-from ciuic.child_process import module_command
+from ciuic.child_process import environment, module_command
 from ciuic.config import Config, Problem, check_overlaps, check_repository, raise_for
 from ciuic.control_types import (
     PruneReport,
@@ -51,6 +51,7 @@ from ciuic.daemon.runtime import RuntimeDirectory, bind_control_socket
 from ciuic.daemon.schedule import Schedule
 from ciuic.daemon.scheduled_snapshots import ScheduledSnapshots
 from ciuic.daemon.server import serve_api
+from ciuic.daemon.session_keeper import SessionKeeper
 from ciuic.daemon.sessions import SessionStore
 from ciuic.daemon.settings import Settings, settings_of
 from ciuic.daemon.slices import SLICE, SliceWeight
@@ -63,6 +64,7 @@ from ciuic.daemon.upkeep import UPKEEP_MODULE, Upkeep
 from ciuic.daemon.urging import Urging
 from ciuic.daemon.watch import TrainerWatch
 from ciuic.errors import CiuicError, NotFound, Unreachable
+from ciuic.fuse_layer.standby import SpareProcess
 from ciuic.repository.promised import Promise
 
 CONTROL_FD_NAME = "control"
@@ -116,7 +118,11 @@ class Daemon:
                 space=self.space,
             )
         )
-        self.sessions = SessionStore(notifier, self._stored_fds)
+        spare = SpareProcess(
+            self.runtime.path, environment(), service=worker_service, keeps=not worker_service
+        )
+        keeper = None if worker_service else SessionKeeper(spare, self.runtime.path)
+        self.sessions = SessionStore(notifier, self._stored_fds, keeper)
         self.roots = Roots(
             settings=lambda: self.settings,
             runtime=self.runtime,
@@ -125,7 +131,7 @@ class Daemon:
             events=self.events,
             snapshots=self.snapshots,
             sessions=self.sessions,
-            worker_service=worker_service,
+            spare=spare,
         )
         take = partial(self.snapshots.take, scheduled=True)
         self.first_snapshots = FirstSnapshots(take, lambda: self.roots.supervisors, self.alerts)
@@ -204,12 +210,13 @@ class Daemon:
         with working:
             await trio.to_thread.run_sync(self._captures.prepare)
             records = await trio.to_thread.run_sync(self.runtime.read_pending)
+            await self._inherit_sessions()
             await end_orphaned_captures(records, self.runtime)
             for root in self.settings.roots:
                 self.roots.start(root, nursery)
             self.roots.nursery = nursery
             await self.roots.settled()
-            self.sessions.close_rest()
+            await self.sessions.close_rest()
             await self.prepare_store()  # after the roots, which remember where it was
             self.snapshots.capturing.trust.take_over(
                 await trio.to_thread.run_sync(self.runtime.read_untrusted)
@@ -225,6 +232,7 @@ class Daemon:
             self._notifier.ready(housekeeping.status_line())
             log.info("daemon_ready", roots=list(self.roots.supervisors), pid=os.getpid())
             async with trio.open_nursery() as workers:
+                workers.start_soon(self.sessions.run)
                 workers.start_soon(self.urging.run)
                 workers.start_soon(self.snapshots.capturing.run)
                 workers.start_soon(self.upkeep.run)
@@ -232,6 +240,12 @@ class Daemon:
                 workers.start_soon(self.first_snapshots.run)
                 workers.start_soon(housekeeping.run)
                 workers.start_soon(self.watch.run)
+
+    async def _inherit_sessions(self) -> None:
+        """Before captures and roots: a keeper may have started a worker for one of them just now."""
+        roots = self.settings.roots
+        serves_itself = any(root.driver != "pyfuse3" for root in roots)
+        await self.sessions.inherit([root.path for root in roots], prepare=serves_itself)
 
     async def prepare_store(self) -> None:
         if self.settings.repository is None:
@@ -270,7 +284,7 @@ class Daemon:
         working.cancel()
         await self.snapshots.capturing.stopped()
         await (self.roots.leave_all() if leaving else self.roots.stop_all())
-        self.roots.close()
+        await trio.to_thread.run_sync(partial(self.roots.close, leaving=leaving))
         self.watch.stopped(followed=leaving)
         await trio.to_thread.run_sync(self._captures.close)
         self.events.close()

@@ -1,33 +1,59 @@
-"""Connections of mounted roots, kept where they outlive the daemon: in systemd's descriptor store (sd_notify(3), FDSTORE).
+"""Connections of mounted roots, kept where they outlive the daemon: in systemd's descriptor store, or by a process of ours.
 
-While anybody has a root's connection open, its mount outlives its worker. The daemon has it open while it runs; a worker
-that dies while the daemon restarts is survived only by what is stored here. Without systemd every call does nothing.
+While anybody has a root's connection open, its mount outlives its worker. The daemon has it open while it runs. Beside it
+systemd's descriptor store has it (sd_notify(3), FDSTORE), and where systemd does not start the daemon, a keeper
+(session_keeper.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 
 from ciuic.daemon.notify import Notifier
+from ciuic.daemon.session_keeper import SessionKeeper
+from ciuic.daemon.worker_process import Worker, WorkerOptions
 
 
 class SessionStore:
     """``stored``: what systemd gave back at the start, by name; descriptors taken out of it are the caller's."""
 
-    def __init__(self, notifier: Notifier, stored: MutableMapping[str, int]) -> None:
+    def __init__(
+        self, notifier: Notifier, stored: MutableMapping[str, int], keeper: SessionKeeper | None = None
+    ) -> None:
         self._notifier = notifier
         self._stored = stored
+        self._keeper = keeper
 
-    def keep(self, root: str, session_fd: int, backing_fd: int) -> None:
-        """Keeps duplicates of both, in place of any earlier ones of this root."""
-        self.drop(root)
-        self._notifier.store(_name("session", root), session_fd)
-        self._notifier.store(_name("backing", root), backing_fd)
+    async def inherit(self, roots: Iterable[str], *, prepare: bool) -> None:
+        """Ask keepers of daemons before this one for what they hold. ``prepare``: start the keeper of this one."""
+        if self._keeper is None:
+            return
+        if prepare:  # it imports what it needs while the others are asked
+            await self._keeper.prepare()
+        for root, (session_fd, backing_fd) in (await self._keeper.inherit(roots)).items():
+            for name, fd in ((_name("session", root), session_fd), (_name("backing", root), backing_fd)):
+                if self._stored.setdefault(name, fd) != fd:
+                    os.close(fd)  # systemd has kept it as well
 
-    def drop(self, root: str) -> None:
-        """The root is unmounted: nothing of it is kept."""
+    async def keep(self, options: WorkerOptions, worker: Worker) -> None:
+        """Keep the session of ``worker``, in place of any earlier one of its root; nothing where it has none."""
+        if worker.session_fd is None:
+            return
+        self._unstore(options.root)
+        self._notifier.store(_name("session", options.root), worker.session_fd)
+        self._notifier.store(_name("backing", options.root), worker.backing_fd)
+        if self._keeper is not None:
+            await self._keeper.keep(options, worker)
+
+    async def drop(self, root: str) -> None:
+        """The root is unmounted, or its session given up: nothing of it is kept."""
+        self._unstore(root)
+        if self._keeper is not None:
+            await self._keeper.drop(root)
+
+    def _unstore(self, root: str) -> None:
         for kind in ("session", "backing"):
             self._notifier.unstore(_name(kind, root))
 
@@ -42,10 +68,17 @@ class SessionStore:
                 os.close(fd)
         return None
 
-    def close_rest(self) -> None:
-        """Roots that are not served any more, and whatever else was stored."""
+    async def close_rest(self) -> None:
+        """Let go of roots that are not served any more, and of whatever else was stored."""
         for name in list(self._stored):
             os.close(self._stored.pop(name))
+        if self._keeper is not None:
+            await self._keeper.end_predecessors()
+
+    async def run(self) -> None:
+        """Replace a keeper that ends. For ever, or not at all where there is none."""
+        if self._keeper is not None:
+            await self._keeper.run()
 
 
 def _name(kind: str, root: str) -> str:

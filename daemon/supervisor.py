@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -29,14 +28,15 @@ from ciuic.daemon.settings import RootSettings
 from ciuic.daemon.taken_off import abort_pending, leave_to_linger, report_taken_off
 from ciuic.daemon.worker_process import Worker, describe_exit
 from ciuic.errors import CiuicError, Unreachable
+from ciuic.fuse_layer.succession import (
+    PLAIN_AFTER_DEATHS,
+    STABLE_SECONDS,
+    counted_deaths,
+    pause_seconds,
+)
 from ciuic.units import plural
 
 BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-STABLE_SECONDS = 60.0
-SUCCESSION_SECONDS = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 5.0)
-"""Before the successor of a worker that died so many times in a row; after the last one the session is given up."""
-PLAIN_AFTER_DEATHS = 5
-"""From here on successors track nothing: whatever kills them there is left out."""
 STOP_TIMEOUT_SECONDS = 60.0
 STATUS_TIMEOUT_SECONDS = 2.0
 LINGER_NOTICE_SECONDS = 3.0
@@ -162,10 +162,7 @@ class RootSupervisor:
             await self._unmounted_by_others(worker)
             return
         self.restarts += 1
-        if trio.current_time() - self._served_since >= STABLE_SECONDS:
-            self._deaths = 0
-        # Killed from outside says nothing against the worker, however often somebody does it.
-        self._deaths += status != -signal.SIGKILL
+        self._deaths = counted_deaths(self._deaths, status, trio.current_time() - self._served_since)
         self.error = f"the overlay worker ended: {describe_exit(status)}"
         self._set("restarting")
         log.error("worker_died", root=self.path, pid=worker.pid, status=describe_exit(status))
@@ -197,6 +194,7 @@ class RootSupervisor:
         self._session_gone = True
         self._set("restarting")
         self.error = "its overlay was taken off by somebody else"
+        await self._hooks.forget(self.path)
         lingers = await leave_to_linger(worker, LINGER_GRACE_SECONDS)
         self.lingers |= lingers
         log.error("root_unmounted_by_others", root=self.path, pid=worker.pid, open_files=lingers)
@@ -211,11 +209,12 @@ class RootSupervisor:
             return None
         try:
             while dead.session_fd is not None and not self._stopping:
-                if self._deaths > len(SUCCESSION_SECONDS):
+                pause = pause_seconds(self._deaths)
+                if pause is None:
                     log.error("session_given_up", root=self.path, deaths=self._deaths)
                     break
                 # The job waits meanwhile: at once the first times.
-                await trio.sleep(SUCCESSION_SECONDS[max(self._deaths - 1, 0)])
+                await trio.sleep(pause)
                 plain = self._deaths >= PLAIN_AFTER_DEATHS
                 try:
                     worker = await self._hooks.succeed(self.settings, dead, plain=plain)
@@ -235,7 +234,7 @@ class RootSupervisor:
         """Take the mount off that nobody serves. Nothing while the daemon ends: `stop` does it, `leave` leaves all to the next one."""
         if self._stopping:
             return
-        self._hooks.forget(self.path)
+        await self._hooks.forget(self.path)
         try:
             await self._hooks.detach_dead(self.path)
         except (CiuicError, OSError) as error:
@@ -339,7 +338,7 @@ class RootSupervisor:
         worker, self.worker = self.worker, None
         try:
             if worker is None:
-                self._hooks.forget(self.path)  # kept, it would hang instead of being dead
+                await self._hooks.forget(self.path)  # first: the mount is dead when nobody holds its session
                 await self._hooks.detach_dead(self.path)
             else:
                 self._on_session_lost(self.path, worker.session)
@@ -354,7 +353,7 @@ class RootSupervisor:
             )
             return
         self._alerts.clear(f"root:{self.path}")
-        self._hooks.forget(self.path)
+        await self._hooks.forget(self.path)
         self._set("unmounted")
         log.info("root_unmounted", root=self.path)
 
@@ -378,6 +377,8 @@ class RootSupervisor:
                     await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
                 except Unreachable:
                     if not worker.is_alive():
+                        worker.close()
+                        await self._hooks.forget(self.path)
                         await self._hooks.detach_dead(self.path)
                         return
                     worker.terminate()  # SIGTERM asks for the same

@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
-import struct
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,8 +22,8 @@ import trio
 import ciuic
 from ciuic.child_process import environment, module_command
 from ciuic.errors import CiuicError, UsageError
-from ciuic.fuse_layer.control_client import ControlClient, WorkerRefused, WorkerUnreachable
-from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus, connect
+from ciuic.fuse_layer.control_client import ControlClient, WorkerRefused, WorkerUnreachable, peer_pid
+from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus
 from ciuic.fuse_layer.standby import FIRST_PASSED_FD, WORKER, ForkedProcess, SpareProcess
 from ciuic.open_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 
@@ -119,7 +117,7 @@ class Worker:
         """A new connection each time: a hold belongs to its connection."""
         self._child = child
         self._client = connect()
-        self._closed = False
+        self.closed = False
 
     async def ask(self, call: Callable[[WorkerClient], T]) -> T:
         """Makes one call on the standing connection in a thread, abandoned if we are cancelled meanwhile."""
@@ -164,9 +162,9 @@ class Worker:
 
     def close(self) -> None:
         """Closes connection and descriptors; a second time it does nothing."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._client.close()
         for fd in (self.pidfd, self.backing_fd, self.session_fd, self.undo_fd):
             if fd is not None:
@@ -256,6 +254,11 @@ def _become_worker(
     )
 
 
+def successor_arguments(options: WorkerOptions) -> list[str]:
+    """Arguments of a worker that is forked to go on with a session: backing, ready and session descriptor from FIRST_PASSED_FD on."""
+    return list(_arguments(options, FIRST_PASSED_FD, FIRST_PASSED_FD + 1, FIRST_PASSED_FD + 2))
+
+
 def exec_standby() -> NoReturn:
     """Replace this process by one that forks workers for a daemon that asks on the socket passed by systemd."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()):
@@ -324,20 +327,6 @@ def adopt_worker(socket_path: Path, *, timeout_seconds: float = 5.0) -> Worker |
         set_aside=answers.status.set_aside,
         version=answers.status.version,
     )
-
-
-def peer_pid(socket_path: Path) -> int | None:
-    """Who listens on a unix socket (SO_PEERCRED); None when nobody does."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            connect(probe, str(socket_path), 2.0)
-        except (ConnectionRefusedError, FileNotFoundError):
-            return None
-        except TimeoutError:
-            return None
-        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, _, _ = struct.unpack("3i", credentials)
-    return int(pid)
 
 
 def _connector(socket_path: Path) -> Callable[[], WorkerClient]:

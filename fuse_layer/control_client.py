@@ -10,9 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -206,3 +208,17 @@ class ControlClient:
 def is_timeout(error: WorkerRefused) -> bool:
     """Whether a refused ``cut`` came after its hold had run out."""
     return error.errno == errno.ETIMEDOUT
+
+
+def peer_pid(socket_path: Path) -> int | None:
+    """Number of the process that listens on a unix socket (SO_PEERCRED); None when none does."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            connect(probe, str(socket_path), 2.0)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return None
+        except TimeoutError:
+            return None
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, _, _ = struct.unpack("3i", credentials)
+    return int(pid)

@@ -28,6 +28,7 @@ from ciuic.fuse_layer.kernel_driver import KernelDriver
 from ciuic.fuse_layer.kernel_negotiation import Negotiated
 from ciuic.fuse_layer.ledger import Inherited
 from ciuic.fuse_layer.ledger_writer import Ledger
+from ciuic.fuse_layer.session_claim import SessionClaim
 from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, CoreFactory, Place, detach_own
 from ciuic.pace import WAITS_SUFFIX
 
@@ -64,6 +65,7 @@ class KernelWorker:
         self._stop_lock = threading.Lock()
         self._stopping = False
         self._ledger: Ledger | None = None
+        self._claim: SessionClaim | None = None
         self._handed_over = False
         self._sharing = threading.Lock()
         """Held by whoever changes a file without a request of the session: ``park`` does not wait for that."""
@@ -77,6 +79,7 @@ class KernelWorker:
         fuse_fd = mounts.mount_fuse(self._place.backing_fd)
         self._know_mount()
         try:
+            self._claim = SessionClaim.begin(self._claim_path)
             negotiated = kernel_negotiation.negotiate(
                 fuse_fd, passthrough=self._passthrough, stack_depth=self._stack_depth
             )
@@ -93,7 +96,8 @@ class KernelWorker:
             os.close(fuse_fd)
 
     def _take_over(self, fuse_fd: int) -> None:
-        """Goes on with the session of a predecessor. What fails here leaves the session to whoever tries next."""
+        """Go on with the session of a predecessor. What fails here leaves the session to the next attempt."""
+        self._claim = SessionClaim.inherit(self._claim_path)
         began = time.perf_counter()
         stages: dict[str, float] = {}
 
@@ -121,6 +125,10 @@ class KernelWorker:
             stages_ms=stages,
         )
         self._serve(fuse_fd, core, driver)
+
+    @property
+    def _claim_path(self) -> Path:
+        return Path(f"{self._place.control}.serving")
 
     @property
     def _ledger_base(self) -> Path:
@@ -182,6 +190,8 @@ class KernelWorker:
         core.close()
         if self._ledger is not None:
             self._ledger.remove()
+        if self._claim is not None:
+            self._claim.release()
 
     def hand_over(self) -> None:
         """Leave the session to a successor, with everything that is tracked. This process ends afterwards; what it was at is

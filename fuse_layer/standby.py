@@ -4,11 +4,12 @@ When a worker dies the job waits for its successor, and most of that wait would 
 processor time, more on a busy host). So one process is kept ready for whichever root needs it: a fork takes milliseconds,
 also of the second worker within a second. Captures, of which a snapshot takes one, are forked by another such process.
 
-    python -m ciuic.fuse_layer.standby MODULE     (standard input: a socket on which requests and descriptors come)
+    python -m ciuic.fuse_layer.standby MODULE [LISTENER]     (standard input: a socket on which requests and descriptors come)
 
 Guarantees: it ends when whoever started it goes away; what it forked does not. Each is its child, so it is asked how they
 ended. Requests (JSON, one a packet): a list of arguments for ``MODULE.main`` with the descriptors → the process number, 0 where
-none can be forked; a process number → its exit status as of Popen, null while it lives.
+none can be forked; a process number → its exit status as of Popen, null while it lives. With LISTENER, the descriptor of a
+listening socket, it holds sessions too, and outlives the daemon with them (keeper.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import gc
 import importlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -28,7 +30,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
@@ -46,6 +48,10 @@ _ANSWER_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.005
 UNKNOWN_STATUS: Final = 255
 WORKER: Final = "ciuic.fuse_layer.worker"
+KEEPER_PREFIX: Final = "keeper-"
+"""Name of the socket of a process that holds sessions, in the runtime directory."""
+if TYPE_CHECKING:
+    from ciuic.fuse_layer import standby_service
 log = structlog.get_logger(__name__)
 
 
@@ -93,11 +99,14 @@ class SpareProcess:
         prefix: Sequence[str] = (),
         oom_score_adj: str = "",
         service: str = "",
+        keeps: bool = False,
     ) -> None:
         """``prefix`` goes before the command, as slices.py has it; ``oom_score_adj`` is what it and its children start with.
         ``service``: path of the socket of standby_service.py, which systemd starts; no process is started here then.
+        ``keeps``: it holds sessions, and listens in ``cwd`` for the next daemon (keeper.py).
         """
         self.service = service
+        self._keeps = keeps
         self._command = [*prefix, *module_command("ciuic.fuse_layer.standby", module)]
         self._oom_score_adj = oom_score_adj
         self._cwd = cwd
@@ -105,6 +114,8 @@ class SpareProcess:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self.listens_at = ""
+        """Name of the socket of the process that was started here, for the next daemon."""
 
     def prepare(self) -> None:
         """Start it, unless there is one. Without memory or processes to spare there is none: no error."""
@@ -120,21 +131,32 @@ class SpareProcess:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.settimeout(_ANSWER_SECONDS)
             try:
-                self._child = subprocess.Popen(
-                    self._command,
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,
-                    cwd=self._cwd,
-                    env=self._environment,
-                )
+                self._start(theirs)
                 self._socket = ours
-                self._weigh(self._child.pid)
             except OSError as error:
                 ours.close()
                 log.warning("no_spare_process", command=self._command[-1], error=str(error))
             finally:
                 theirs.close()
+
+    def _start(self, connection: socket.socket) -> None:
+        listener = listen_for_daemons(self._cwd) if self._keeps else None
+        self.listens_at = listener.getsockname() if listener is not None else ""
+        inherited = (listener.fileno(),) if listener is not None else ()
+        try:
+            self._child = subprocess.Popen(
+                [*self._command, *map(str, inherited)],
+                stdin=connection.fileno(),
+                stdout=subprocess.DEVNULL,
+                pass_fds=inherited,
+                start_new_session=True,
+                cwd=self._cwd,
+                env=self._environment,
+            )
+        finally:
+            if listener is not None:
+                listener.close()
+        self._weigh(self._child.pid)
 
     def become(self, arguments: Sequence[str], fds: Sequence[int]) -> ForkedProcess | None:
         """A process with these arguments, in which descriptor number ``fds[i]`` is FIRST_PASSED_FD + i. None when there is
@@ -166,7 +188,25 @@ class SpareProcess:
             time.sleep(_POLL_SECONDS)  # its end is seen a moment before its parent may collect it
         return UNKNOWN_STATUS if status is None else status
 
-    def _ask(self, what: list[str] | int, fds: Sequence[int] = ()) -> int | None:
+    def tell(self, request: Mapping[str, object], fds: Sequence[int] = ()) -> bool:
+        """Have a request of keeper.py carried out; whether it was."""
+        return bool(self._ask(dict(request), fds))
+
+    def open_pidfd(self) -> int | None:
+        """A pidfd of the process that was started here, which is the caller's; None without one."""
+        pid = self.pid
+        try:
+            return os.pidfd_open(pid) if pid is not None else None
+        except ProcessLookupError:
+            return None
+
+    @property
+    def pid(self) -> int | None:
+        """Number of the process that was started here; None without one."""
+        child = self._child
+        return child.pid if child is not None else None
+
+    def _ask(self, what: list[str] | int | dict[str, object], fds: Sequence[int] = ()) -> int | None:
         with self._lock:
             if self._socket is None:
                 return None
@@ -179,13 +219,18 @@ class SpareProcess:
             if not answer:
                 self._socket.close()
                 self._socket = None
+                if self._keeps and self._child is not None:
+                    self._child.kill()  # one that hangs would go on with sessions whose workers another one forks
                 return None
             status: int | None = json.loads(answer)
             return status
 
-    def close(self) -> None:
-        """It ends; what it forked does not."""
+    def close(self, *, leave: bool = False) -> None:
+        """It ends; what it forked does not. ``leave``: it lives on for as long as it holds sessions."""
         with self._lock:
+            if leave and self._child is not None:
+                self._child.returncode = 0  # Popen must not complain of what outlives us by design
+                self._child = None
             self._let_go()
 
     def _connect(self) -> None:
@@ -217,7 +262,20 @@ class SpareProcess:
                 child.wait()
 
 
-def main(module: str) -> int:
+def listen_for_daemons(directory: Path) -> socket.socket:
+    """A listening socket of a new name in ``directory``, for the daemon that comes after this one. OSError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # bind(2) gives the name this mode from its first moment
+        listener.bind(str(directory / f"{KEEPER_PREFIX}{secrets.token_hex(4)}.sock"))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def main(module: str, listener_fd: str = "") -> int:
     """Fork processes until nobody asks any more; in one of them, its exit status."""
     if module == WORKER:  # captures, which are forked in the same way, are to yield
         urgency.raise_priority()
@@ -227,10 +285,10 @@ def main(module: str) -> int:
 
     gc.collect()
     gc.freeze()  # what all of them share is not written to by their collectors
-    if standby_service.is_activated():
-        child = standby_service.Forker(
-            standby_service.activated_listener(), standby_service.Heartbeat.from_environment()
-        ).serve()
+    if listener_fd or standby_service.is_activated():
+        child = _keep(int(listener_fd)) if listener_fd else standby_service.serve()
+        if child is None:
+            return 0
         _settle(child.fds)
         arguments: list[str] | None = child.arguments
     else:
@@ -241,6 +299,15 @@ def main(module: str) -> int:
     return status
 
 
+def _keep(listener_fd: int) -> standby_service.Child | None:
+    from ciuic.fuse_layer.keeper import Keeper
+    from ciuic.fuse_layer.worker import configure_logs
+
+    configure_logs()
+    os.set_inheritable(listener_fd, False)
+    return Keeper(socket.socket(fileno=listener_fd), socket.socket(fileno=os.dup(0))).serve()
+
+
 def _serve() -> list[str] | None:
     """None at the end; returns in each process that is forked as well, with its arguments."""
     with socket.socket(fileno=os.dup(0)) as come:
@@ -249,7 +316,9 @@ def _serve() -> list[str] | None:
             if asked is None:
                 return None
             answer: int | None
-            if isinstance(asked, int):
+            if isinstance(asked, dict):  # nothing is held here
+                answer = 0
+            elif isinstance(asked, int):
                 answer = collect(asked)
             else:
                 answer = 0 if is_abandoned(come) else fork()
@@ -262,15 +331,15 @@ def _serve() -> list[str] | None:
     return list(asked)
 
 
-def receive(connection: socket.socket) -> tuple[list[str] | int | None, list[int]]:
+def receive(connection: socket.socket) -> tuple[list[str] | int | dict[str, Any] | None, list[int]]:
     """A request and its descriptors; None at the end of the connection."""
     message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, _MAX_FDS)
     return (json.loads(message) if message else None), fds
 
 
-def reply(connection: socket.socket, answer: int | None) -> None:
+def reply(connection: socket.socket, answer: int | None, fds: Sequence[int] = ()) -> None:
     """Answer a request."""
-    connection.send(json.dumps(answer).encode())
+    socket.send_fds(connection, [json.dumps(answer).encode()], list(fds))
 
 
 def answer_or_end(connection: socket.socket, answer: int | None, *, forked: bool) -> None:

@@ -12,8 +12,9 @@ import os
 import select
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import structlog
 
@@ -82,6 +83,11 @@ class Heartbeat:
             self._socket.close()
 
 
+def serve() -> Child | None:
+    """Fork workers for ever; return in each process that is forked."""
+    return Forker(activated_listener(), Heartbeat.from_environment()).serve()
+
+
 class Forker:
     """Serves a listening SOCK_SEQPACKET socket. Single-threaded: a fork copies one thread alone."""
 
@@ -95,20 +101,27 @@ class Forker:
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
 
-    def serve(self) -> Child:
+    def serve(self) -> Child | None:
         """Answer for ever; return in each process that is forked."""
         while True:
             self._heartbeat.beat()
             for fd, _ in self._poll.poll(self._heartbeat.milliseconds):
-                if fd == self._listener.fileno():
-                    self._accept()
-                elif fd in self._children:
-                    self._collect(fd)
-                elif fd in self._connections:
-                    child = self._answer(self._connections[fd])
-                    if child is not None:
-                        self._let_go()
-                        return child
+                child = self._handle(fd)
+                if child is not None:
+                    return child
+
+    def _handle(self, fd: int) -> Child | None:
+        """Do what a readable descriptor asks for; None but in a new process."""
+        if fd == self._listener.fileno():
+            self._accept()
+        elif fd in self._children:
+            self._collect(fd)
+        elif fd in self._connections:
+            child = self._answer(self._connections[fd])
+            if child is not None:
+                self._let_go()
+                return child
+        return None
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -118,6 +131,9 @@ class Forker:
             log.warning("stranger_refused", uid=uid)
             connection.close()
             return
+        self._connected(connection)
+
+    def _connected(self, connection: socket.socket) -> None:
         self._connections[connection.fileno()] = connection
         self._poll.register(connection, select.POLLIN)
 
@@ -139,14 +155,23 @@ class Forker:
                     return Child(asked, fds)
                 self._watch(pid)
                 standby.answer_or_end(connection, pid, forked=True)
+            elif isinstance(asked, dict):
+                standby.reply(connection, *self._do(asked, fds))
             else:
                 self._disconnect(connection)
+        except (LookupError, TypeError, ValueError) as error:  # of a version with other requests
+            log.warning("request_not_understood", error=repr(error))
+            self._disconnect(connection)
         except OSError as error:  # the daemon was killed between question and answer
             log.warning("daemon_lost", error=str(error))
             self._disconnect(connection)
         for fd in fds:  # of a session: it would not end while they are held here
             os.close(fd)
         return None
+
+    def _do(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[bool, list[int]]:
+        """Carry out a request of another kind; its answer, with descriptors that stay ours. ``fds`` stay the caller's."""
+        raise ValueError(f"expected arguments or a process number, got {request!r:.200}")
 
     def _watch(self, pid: int) -> None:
         if pid:

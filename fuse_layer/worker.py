@@ -5,7 +5,7 @@
 Guarantees: ``ready`` is written when the mount answers; SIGTERM, SIGINT, a ``stop`` request and an umount by somebody
 else all end it the same way (detach, serve what is open until it closes or the grace is over, save the tracking, exit
 0); it never opens a path below its own mount, on which it would wait for itself. Killed by SIGKILL it leaves a dead
-mount, which whoever starts the next worker takes off (mounts.py). Exit status 1: it could not start; the log says why.
+mount, which whoever starts the next worker takes off (mounts.py). Exit status 1: it could not start; the log says why. 75: another worker serves the session that it was to go on with.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from ciuic.fuse_layer.kernel_worker import KernelWorker
 from ciuic.fuse_layer.ledger import Inherited
 from ciuic.fuse_layer.ledger_writer import Ledger
 from ciuic.fuse_layer.open_rules import OpenRules
+from ciuic.fuse_layer.session_claim import SessionServed
+from ciuic.fuse_layer.succession import SERVED_ELSEWHERE
 from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, Place
 from ciuic.open_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 
@@ -50,7 +52,7 @@ class _ToStructlog(logging.Handler):
         log.log(record.levelno, "library_message", library=record.name, message=message)
 
 
-def _configure_logs() -> None:
+def configure_logs() -> None:
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -169,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _arguments(sys.argv[1:] if argv is None else argv)
     if arguments.session_fd is None:
         urgency.lower_priority()  # nobody waits for a root that is mounted for the first time
-    _configure_logs()
+    configure_logs()
     # A worker that is started by hand has the privileges of its captures.
     _prepare_process(arguments.root, captures_trace=arguments.captures_trace or privileges.may_trace())
     try:
@@ -213,6 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             place.filtered = _filter_calls()
             depth = choice.offer.stack_depth
             KernelWorker(place, make_core, passthrough=choice.offer.passthrough, stack_depth=depth).run()
+    except SessionServed as error:  # daemon and keeper have each started a successor
+        log.warning("session_served_already", root=arguments.root, reason=str(error))
+        return SERVED_ELSEWHERE
     except Exception:
         log.exception("overlay_failed", root=arguments.root)
         return 1

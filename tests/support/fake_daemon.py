@@ -295,7 +295,7 @@ class NoMounts:
         self.successions.append(plain)
         return await self.establish(settings)
 
-    def forget(self, root: str) -> None:
+    async def forget(self, root: str) -> None:
         self.forgotten = True
 
     async def detach_dead(self, root: str) -> None:

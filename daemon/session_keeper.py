@@ -1,0 +1,208 @@
+"""The daemon's side of the process that holds sessions where systemd does not (fuse_layer/keeper.py).
+
+Guarantees: a session that `keep` has returned for outlives the daemon and the worker together; when the keeper itself ends,
+another one is started and told of every session that is served then; what a killed daemon's keeper holds is handed out to
+this one, and taken out of that keeper root by root, as this daemon's own has it. Every failure costs the third holder, and
+nothing else: it is logged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import structlog
+import trio
+
+from ciuic.daemon.worker_process import Worker, WorkerOptions, successor_arguments
+from ciuic.fuse_layer import keeper, standby
+from ciuic.fuse_layer.standby import SpareProcess
+
+_ANSWER_SECONDS: Final = keeper.START_SECONDS + 10.0
+"""For the answer of a predecessor's keeper, which may be starting a worker: longer than that may take it."""
+_AGAIN_SECONDS: Final = (0.0, 0.5, 2.0, 10.0, 30.0)
+"""Before another keeper, by how many have ended in a row."""
+_STABLE_SECONDS: Final = 60.0
+"""A keeper that lived for so long ends the row."""
+log = structlog.get_logger(__name__)
+
+
+class _Predecessor:
+    """A keeper that another daemon has started. Blocking; OSError when it does not answer."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(_ANSWER_SECONDS)
+        try:
+            self._socket.connect(str(path))
+            # It accepts nobody while it starts a worker: an answer says that it has ended to do so.
+            self.ask("take", "")
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, what: str, root: str) -> list[int]:
+        """Send one request; the descriptors that come with the answer."""
+        self._socket.send(json.dumps({"do": what, "root": root}).encode())
+        answer, fds = standby.receive(self._socket)
+        if answer is None:
+            raise ConnectionResetError("the keeper has ended")
+        return fds
+
+    def close(self) -> None:
+        """What it still holds is its own to look after again."""
+        self._socket.close()
+
+
+class SessionKeeper:
+    """The keeper of this daemon, and those of daemons before it. Belongs to the trio thread."""
+
+    def __init__(self, spare: SpareProcess, directory: Path) -> None:
+        self._spare = spare
+        self._directory = directory
+        self._predecessors: list[_Predecessor] = []
+        self._begun = trio.Event()
+        self._told: dict[str, tuple[WorkerOptions, Worker]] = {}
+        """What the keeper holds, by root."""
+        self._lock = trio.Lock()
+        """Held while a keeper is told something: a session that was dropped is not kept by a repetition that came late."""
+
+    async def inherit(self, roots: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """Session and backing descriptors, which are the caller's, of those of ``roots`` that a predecessor's keeper holds.
+
+        From here on until `end_predecessors`, or the end of this process, those keepers start no worker.
+        """
+        return await trio.to_thread.run_sync(self._inherit, tuple(roots))
+
+    def _inherit(self, roots: Iterable[str]) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
+        for path in sorted(self._directory.glob(f"{standby.KEEPER_PREFIX}*.sock")):
+            if str(path) == self._spare.listens_at:
+                continue
+            try:
+                predecessor = _Predecessor(path)
+            except ConnectionRefusedError:  # it was killed
+                path.unlink(missing_ok=True)
+                continue
+            except OSError as error:
+                log.warning("keeper_does_not_answer", path=str(path), error=str(error))
+                continue
+            self._predecessors.append(predecessor)
+            with suppress(OSError):
+                for root in roots:
+                    self._add(found, root, predecessor.ask("take", root))
+        if found:
+            log.info("sessions_inherited", roots=sorted(found))
+        return found
+
+    @staticmethod
+    def _add(found: dict[str, tuple[int, int]], root: str, fds: list[int]) -> None:
+        if len(fds) == 2 and root not in found and not _is_over(fds[0]):
+            found[root] = (fds[0], fds[1])
+            return
+        for fd in fds:
+            os.close(fd)
+
+    async def prepare(self) -> None:
+        """Start the keeper. Returns before it answers."""
+        await trio.to_thread.run_sync(self._spare.prepare)
+
+    async def keep(self, options: WorkerOptions, worker: Worker) -> None:
+        """Have the session of ``worker`` held, in place of any earlier one of its root."""
+        with trio.CancelScope(shield=True):  # a worker that was started must become known to whoever stops it
+            async with self._lock:
+                self._told[options.root] = options, worker
+                await self._keep(options, worker)
+
+    async def _keep(self, options: WorkerOptions, worker: Worker) -> None:
+        request = {
+            "do": "keep",
+            "root": options.root,
+            "control": str(options.socket),
+            "arguments": successor_arguments(options),
+            "pid": worker.pid,
+        }
+        with _descriptors(worker) as fds:
+            if not fds:
+                return
+
+            def work() -> bool:
+                self._spare.prepare()
+                return self._spare.tell(request, fds)
+
+            if await trio.to_thread.run_sync(work):
+                await trio.to_thread.run_sync(self._tell_predecessors, "drop", options.root)
+            else:
+                log.warning("session_not_kept", root=options.root)
+        self._begun.set()
+
+    async def drop(self, root: str) -> None:
+        """The session is given up, or over: nobody holds it any more but its worker."""
+        with trio.CancelScope(shield=True):  # a mount whose session somebody holds would hang and not be dead
+            async with self._lock:
+                self._told.pop(root, None)
+                await trio.to_thread.run_sync(self._spare.tell, {"do": "drop", "root": root})
+                await trio.to_thread.run_sync(self._tell_predecessors, "drop", root)
+
+    async def end_predecessors(self) -> None:
+        """Roots that are not served any more are let go of; the keepers end."""
+        await trio.to_thread.run_sync(self._tell_predecessors, "end", "")
+        for predecessor in self._predecessors:
+            predecessor.close()
+        self._predecessors.clear()
+
+    def _tell_predecessors(self, what: str, root: str) -> None:
+        for predecessor in self._predecessors:
+            try:
+                predecessor.ask(what, root)
+            except OSError as error:
+                log.warning("keeper_lost", error=str(error))
+
+    async def run(self) -> None:
+        """Start another keeper whenever one has ended, and tell it of every session that goes on."""
+        row = 0
+        while True:
+            await self._begun.wait()
+            began = trio.current_time()
+            await self._ended()
+            row = 0 if trio.current_time() - began >= _STABLE_SECONDS else row
+            log.warning("keeper_ended", in_a_row=row + 1)
+            await trio.sleep(_AGAIN_SECONDS[min(row, len(_AGAIN_SECONDS) - 1)])
+            row += 1
+            for root in list(self._told):
+                async with self._lock:
+                    if root in self._told:  # it may have been dropped meanwhile
+                        await self._keep(*self._told[root])
+
+    async def _ended(self) -> None:
+        pidfd = self._spare.open_pidfd()
+        if pidfd is None:
+            return
+        try:
+            await trio.lowlevel.wait_readable(pidfd)
+        finally:
+            os.close(pidfd)
+
+
+@contextmanager
+def _descriptors(worker: Worker) -> Iterator[list[int]]:
+    """Duplicates of what a keeper holds of ``worker``, for a thread: one that has ended is closed at any time. Empty where it has none."""
+    own = (worker.session_fd, worker.backing_fd, worker.pidfd)
+    fds = [os.dup(fd) for fd in own if fd is not None and worker.session_fd is not None and not worker.closed]
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _is_over(session_fd: int) -> bool:
+    poll = select.poll()
+    poll.register(session_fd, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
