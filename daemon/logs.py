@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TextIO
+from typing import TextIO, cast
 
 import structlog
 from structlog.typing import Processor
+
+from ciuic.log_stream import LogStream
 
 
 def configure(*, verbose: bool = False, stream: TextIO | None = None, as_json: bool | None = None) -> None:
@@ -18,7 +20,7 @@ def configure(*, verbose: bool = False, stream: TextIO | None = None, as_json: b
 
     ``as_json`` None: JSON unless ``stream`` is a terminal.
     """
-    out = sys.stderr if stream is None else stream
+    out = cast(TextIO, LogStream(sys.stderr if stream is None else stream))
     render_json = not out.isatty() if as_json is None else as_json
     level = logging.DEBUG if verbose else logging.INFO
     shared: list[Processor] = [

@@ -60,6 +60,7 @@ class Roots:
         self._alerts = alerts
         self._events = events
         self._snapshots = snapshots
+        self._sessions = sessions
         self._spare = spare or SpareProcess(runtime.path, environment())
         self._hooks = hooks or RealMounts(self._options, self._own_pids, spare=self._spare, kept=sessions)
 
@@ -152,15 +153,15 @@ class Roots:
         self.on_mounted()
 
     def _own_pids(self, root: str) -> set[int]:
-        """Processes of ours that hold the backing directory by design: a worker to adopt, captures of a predecessor.
+        """Processes that hold the backing directory by design: a worker to adopt, captures of a predecessor, and those that
+        hold its session.
 
         A worker whose mount is gone is not among them: it writes for a job that has files open, and goes round us.
         """
         pids = {record.capture_pid for record in self._runtime.read_pending()}
         if is_mounted(root):
             pids.add(peer_pid(self._runtime.worker_socket(root)) or 0)
-        pids.add(self._spare.pid or 0)  # it holds the session, and the directory for a successor
-        return pids
+        return pids | (self._sessions.holders if self._sessions is not None else set())
 
     def _options(self, root: RootSettings) -> WorkerOptions:
         """What the worker is told. Its block size must be the repository's: dirty blocks are stored as they are tracked."""

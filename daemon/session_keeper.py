@@ -73,6 +73,11 @@ class SessionKeeper:
         self._lock = trio.Lock()
         """Held while a keeper is told something: a session that was dropped is not kept by a repetition that came late."""
 
+    @property
+    def pid(self) -> int | None:
+        """Number of the keeper's process; None without one."""
+        return self._spare.pid
+
     async def inherit(self, roots: Iterable[str]) -> dict[str, tuple[int, int]]:
         """Session and backing descriptors, which are the caller's, of those of ``roots`` that a predecessor's keeper holds.
 

@@ -10,10 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, MutableMapping
+from typing import Final
 
 from ciuic.daemon.notify import Notifier
 from ciuic.daemon.session_keeper import SessionKeeper
 from ciuic.daemon.worker_process import Worker, WorkerOptions
+
+_SERVICE_MANAGER: Final = 1
+"""Process whose descriptor store keeps what the daemon sends to NOTIFY_SOCKET."""
 
 
 class SessionStore:
@@ -25,6 +29,13 @@ class SessionStore:
         self._notifier = notifier
         self._stored = stored
         self._keeper = keeper
+
+    @property
+    def holders(self) -> set[int]:
+        """Processes that have sessions and backing directories of ours open by design: none of them goes round an overlay."""
+        pid = self._keeper.pid if self._keeper is not None else None
+        found = {_SERVICE_MANAGER} if self._notifier.active else set()
+        return found | {pid} if pid is not None else found
 
     async def inherit(self, roots: Iterable[str], *, prepare: bool) -> None:
         """Ask keepers of daemons before this one for what they hold. ``prepare``: start the keeper of this one."""

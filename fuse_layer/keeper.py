@@ -86,6 +86,7 @@ class Keeper(Forker):
     def __init__(self, listener: socket.socket, daemon: socket.socket) -> None:
         """``listener``: where the next daemon connects; ``daemon``: connection of the one that started this process."""
         super().__init__(listener)
+        listener.listen()  # again: the kernel tells those who connect the number of the process that did so last
         self._kept: dict[str, _Kept] = {}
         self._listens = True
         self._connected(daemon)

@@ -295,6 +295,8 @@ def main(module: str, listener_fd: str = "") -> int:
         arguments = _serve()
     if arguments is None:
         return 0
+    if module == WORKER:
+        rename(module, *arguments[:2])  # "--root PATH"
     status: int = program.main(arguments)
     return status
 
@@ -396,13 +398,13 @@ def _settle(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-def rename(module: str) -> None:
-    """Shows this process in the list of processes as ``python -m module``, for people and their scripts.
+def rename(module: str, *words: str) -> None:
+    """Show this process in the list of processes as ``python -m module words``, for people and their scripts.
 
     What the kernel shows as the command line is memory of the process itself (proc_pid_cmdline(5)), whose place and size
     are fields 48 and 49 of proc_pid_stat(5): it can be written over, and not made longer.
     """
-    shown = b"\0".join(map(os.fsencode, shown_command(module)))
+    shown = b"\0".join(map(os.fsencode, [*shown_command(module), *words]))
     try:
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

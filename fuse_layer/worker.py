@@ -19,6 +19,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TextIO, cast
 
 import structlog
 
@@ -33,6 +34,7 @@ from ciuic.fuse_layer.open_rules import OpenRules
 from ciuic.fuse_layer.session_claim import SessionServed
 from ciuic.fuse_layer.succession import SERVED_ELSEWHERE
 from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, Place
+from ciuic.log_stream import LogStream
 from ciuic.open_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 
 log = structlog.get_logger(__name__)
@@ -61,7 +63,7 @@ def configure_logs() -> None:
             structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, LogStream(sys.stderr))),
     )
     logging.basicConfig(level=logging.WARNING, handlers=[_ToStructlog()])
 

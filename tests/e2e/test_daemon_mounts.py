@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support.holders import keeper_pids
 from support.site import Site, ended, site_in, until
 
 from ciuic.errors import Busy, NotFound, UsageError
@@ -168,15 +169,16 @@ def test_a_killed_daemon_is_followed_without_the_job_noticing(site: Site) -> Non
 
 
 def test_dead_mounts_of_a_killed_predecessor_are_taken_away(site: Site) -> None:
-    """Daemon and worker killed together leave a dead mount; the next daemon starts over it."""
+    """Daemon, worker and keeper killed together leave a dead mount; the next daemon starts over it."""
     root = site.root("a")
     site.start()
     (root / "f").write_text("x")
     os.sync()
-    worker = site.root_status(root).worker_pid
+    worker, keepers = site.root_status(root).worker_pid, keeper_pids(site.top / "run")
     site.kill()
-    os.kill(worker, signal.SIGKILL)
-    until("the end of the worker", lambda: ended(worker))
+    for pid in (*keepers, worker):
+        os.kill(pid, signal.SIGKILL)
+        until("the end of the process", lambda pid=pid: ended(pid))
     assert site.overlays(root) == 1
     site.start()
     assert site.overlays(root) == 1

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support import surviving_job
+from support.holders import keeper_pids
 from support.site import Site, ended, site_in, until
 
 from ciuic.daemon.runtime import RuntimeDirectory
@@ -135,7 +136,8 @@ def test_a_handed_over_session_goes_on_with_its_tracking(site: Site) -> None:
 
 
 def test_a_daemon_that_comes_back_goes_on_with_a_session_whose_worker_died(site: Site) -> None:
-    """systemd kept the connection: daemon and worker are killed together, and the job waits instead of failing."""
+    """systemd kept the connection: daemon and worker are killed together, and the job waits instead of failing. (The keeper, which
+    is there where systemd does not fork the workers, is killed as well.)"""
     root = site.root("a")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(site.top / "notify"))
@@ -147,6 +149,8 @@ def test_a_daemon_that_comes_back_goes_on_with_a_session_whose_worker_died(site:
         with jobs(root, 1, site.top / "stop"):
             until("the job's work", lambda: (root / "best0").exists())
             worker = site.root_status(root).worker_pid
+            for keeper in keeper_pids(site.top / "run"):
+                os.kill(keeper, signal.SIGKILL)
             site.kill()
             os.kill(worker, signal.SIGKILL)
             until("the worker's end", lambda: ended(worker))

@@ -63,6 +63,8 @@ class Site:
         self.environment: dict[str, str] = {}
         self.driver = DRIVER
         self.stored: Mapping[str, int] = {}
+        self.own_group = False
+        """The daemon leads a session and a process group, as a shell's job does."""
 
     def root(self, name: str) -> Path:
         path = self.top / name
@@ -87,6 +89,7 @@ class Site:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                start_new_session=self.own_group,
             )
 
     def _service_manager(self) -> list[str]:

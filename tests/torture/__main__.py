@@ -51,6 +51,7 @@ TORTURES = [
     Torture("cut", 2),
     Torture("kills", 2),
     Torture("survival", 1),
+    Torture("holders", 1),
     Torture("twins", 2),
     Torture("power", 2),
     Torture("saved_state", 1),

@@ -1,0 +1,155 @@
+"""Daemon, worker and keeper: any two of them die at once, without systemd, and no call of the job fails."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.holders import PAIRS, Holders, keeper_pids, kill_pairs, sessions_held_by
+from support.site import Site, ended, site_in, until
+
+pytestmark = pytest.mark.mount
+
+
+@pytest.fixture
+def site(short_tmp: Path) -> Iterator[Site]:
+    with site_in(short_tmp) as made:
+        made.driver = "kernel"
+        yield made
+
+
+def test_any_two_of_daemon_worker_and_keeper_die_together(site: Site) -> None:
+    """Jobs with open files, mappings and nameless files see no error and no wrong byte; the mount is the same, and the next
+    daemon goes on with the session and takes a right snapshot of it."""
+    root = site.root("a")
+    site.start()
+    with open(root / "kept", "wb", buffering=0) as file:
+        file.write(b"before ")
+        device = os.stat(root).st_dev
+        outcome = kill_pairs(site, root, [*PAIRS, *PAIRS], random.Random(4))
+        file.write(b"after")
+        assert os.stat(root).st_dev == device
+    assert outcome.failures == []
+    assert min(outcome.kills.values()) == 2
+    assert outcome.rounds > 0
+    snapshot = site.snapshot()
+    site.stop()
+    assert site.content(snapshot, root, b"kept") == b"before after"
+
+
+def test_a_job_goes_on_for_as_long_as_no_daemon_comes(site: Site) -> None:
+    """The keeper starts one worker after the other; a later daemon adopts the last one, and nothing of the keeper stays."""
+    root = site.root("a")
+    site.start()
+    holders = Holders(site, root)
+    with open(root / "f", "wb", buffering=0) as file:
+        first = holders.complete()
+        holders.kill("daemon", "worker")
+        for number in range(3):
+            (root / f"new{number}").write_bytes(b"x")
+            file.write(b"%d" % number)
+            worker = holders.pids()["worker"]
+            assert worker != first["worker"]
+            os.kill(worker, signal.SIGKILL)
+            until("the worker's end", lambda worker=worker: ended(worker))
+        assert sorted(os.listdir(root)) == ["f", "new0", "new1", "new2"]
+        assert keeper_pids(site.top / "run") == [first["keeper"]]
+        site.start()
+        file.write(b"3")
+        until("the end of the first keeper", lambda: ended(first["keeper"]))
+        holders.complete()
+        snapshot = site.snapshot()
+    site.stop()
+    assert site.content(snapshot, root, b"f") == b"0123"
+    assert keeper_pids(site.top / "run") == []
+
+
+def test_the_whole_process_group_is_killed(site: Site) -> None:
+    """As by ^\\ or `kill -9 -PGID` of a shell's job: worker and keeper are in groups and sessions of their own, so the daemon and
+    what it has started for the moment die, and the job's calls are answered."""
+    root = site.root("a")
+    site.own_group = True
+    site.start()
+    pids = Holders(site, root).complete()
+    groups = {name: (os.getpgid(pid), os.getsid(pid)) for name, pid in pids.items()}
+    assert len({group for group, _ in groups.values()}) == len({sid for _, sid in groups.values()}) == 3
+    with open(root / "f", "wb", buffering=0) as file:
+        os.killpg(pids["daemon"], signal.SIGKILL)
+        os.kill(pids["worker"], signal.SIGKILL)
+        site.kill()
+        file.write(b"one")
+        (root / "g").write_bytes(b"two")
+        site.start()
+        file.write(b"three")
+    assert (root / "f").read_bytes() == b"onethree"
+    site.stop()
+
+
+def test_the_reader_of_the_log_dies_with_them(site: Site, short_tmp: Path) -> None:
+    """As in `ciuic daemon 2>&1 | tee log` whose whole job is killed: what cannot be logged is lost, and nothing else."""
+    root, log = site.root("a"), site.log
+    os.mkfifo(short_tmp / "fifo")
+    with subprocess.Popen(["cat", str(short_tmp / "fifo")], stdout=subprocess.DEVNULL) as reader:
+        try:
+            site.log = short_tmp / "fifo"
+            site.start()
+            site.log = log
+            holders = Holders(site, root)
+            pids = holders.complete()
+        finally:
+            reader.kill()
+    with open(root / "f", "wb", buffering=0) as file:
+        for _ in range(2):
+            worker = holders.pids()["worker"]
+            if site.process is not None:
+                site.kill()
+            os.kill(worker, signal.SIGKILL)
+            file.write(b"x")
+            (root / "g").write_bytes(b"y")
+        assert keeper_pids(site.top / "run") == [pids["keeper"]]
+        site.start()
+        file.write(b"x")
+    assert (root / "f").read_bytes() == b"xxx"
+    site.stop()
+
+
+def test_all_three_killed_leave_a_dead_mount_that_the_next_daemon_takes_off(site: Site) -> None:
+    """What nobody can hold is told at once, as ENOTCONN, and not by a call that hangs."""
+    root = site.root("a")
+    site.start()
+    holders = Holders(site, root)
+    (root / "f").write_bytes(b"x")
+    os.sync()
+    holders.kill("keeper", "daemon", "worker")
+    with pytest.raises(OSError, match="not connected"):
+        os.listdir(root)
+    site.start()
+    assert (root / "f").read_bytes() == b"x"
+    assert site.overlays(root) == 1
+    site.stop()
+
+
+def test_the_keeper_ends_with_an_orderly_stop_and_with_the_last_session(site: Site) -> None:
+    """Stop and unprotect leave nothing that holds a session; a keeper without a daemon ends with the mount it was for."""
+    root, other = site.root("a"), site.root("b")
+    site.start()
+    keeper = Holders(site, root).complete()["keeper"]
+    assert sessions_held_by(keeper) == 2
+    with site.client() as client:
+        client.remove_root(str(other))
+    assert sessions_held_by(keeper) == 1
+    site.stop()
+    until("the keeper's end", lambda: ended(keeper))
+    assert list((site.top / "run").glob("keeper-*")) == []
+    site.roots.remove(other)
+    site.start()
+    keeper = Holders(site, root).complete()["keeper"]
+    site.kill()
+    subprocess.run(["umount", str(root)], check=True, timeout=30)
+    until("the keeper's end without a daemon", lambda: ended(keeper))
+    assert list((site.top / "run").glob("keeper-*")) == []

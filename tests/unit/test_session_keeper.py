@@ -1,0 +1,255 @@
+"""The process that holds sessions where systemd does not: what it hands out to whom, and when it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+from support.fake_daemon import FakeOverlay, FakeWorker, until
+from support.live import wait_for
+from support.second_user import MADE_UP, run_as
+
+from ciuic.child_process import environment
+from ciuic.daemon.notify import Notifier
+from ciuic.daemon.session_keeper import SessionKeeper
+from ciuic.daemon.sessions import SessionStore
+from ciuic.daemon.worker_process import WorkerOptions
+from ciuic.fuse_layer.standby import SpareProcess
+
+
+class Bench:
+    """Daemons that share a runtime directory, and workers whose connections are pipes."""
+
+    def __init__(self, top: Path) -> None:
+        self.top = top
+        self.spares: list[SpareProcess] = []
+        self.workers: list[FakeWorker] = []
+        self.other_ends: list[int] = []
+
+    def daemon(self) -> SessionKeeper:
+        self.spares.append(SpareProcess(self.top, environment(), keeps=True))
+        return SessionKeeper(self.spares[-1], self.top)
+
+    def worker(self) -> tuple[FakeWorker, int]:
+        """A worker with a connection that is never over, and the inode number that tells it from others."""
+        worker = FakeWorker(FakeOverlay(), "s")
+        self.workers.append(worker)
+        reader, writer = os.pipe()
+        self.other_ends.append(writer)
+        worker.session_fd = reader
+        return worker, os.fstat(reader).st_ino
+
+    def options(self, root: str) -> WorkerOptions:
+        return WorkerOptions(root, self.top / "none.sock", "kernel", 4096, 4096)
+
+    def sockets(self) -> list[Path]:
+        return sorted(self.top.glob("keeper-*.sock"))
+
+    def kill(self, spare: SpareProcess) -> None:
+        """The daemon of this keeper is killed: its connection closes, nothing is said."""
+        spare.close(leave=True)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.close()
+        for spare in self.spares:
+            if (pid := spare.pid) is not None:
+                os.kill(pid, signal.SIGKILL)
+            spare.close()
+        for end in self.other_ends:
+            os.close(end)
+
+
+@pytest.fixture
+def bench(short_tmp: Path) -> Iterator[Bench]:
+    made = Bench(short_tmp)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def _ended(pid: int | None) -> Callable[[], bool]:
+    def look() -> bool:
+        try:
+            return pid is None or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    return look
+
+
+def _inode(fds: tuple[int, int]) -> int:
+    """Of the session; both descriptors are closed."""
+    inode = os.fstat(fds[0]).st_ino
+    for fd in fds:
+        os.close(fd)
+    return inode
+
+
+def test_the_next_daemon_gets_what_the_last_one_kept(bench: Bench) -> None:
+    """Each root's session, for as long as that daemon does not keep it itself; what it does not serve is let go of at the end."""
+    first, second = bench.daemon(), bench.daemon()
+    worker, inode = bench.worker()
+    other, _ = bench.worker()
+
+    async def main() -> None:
+        await first.keep(bench.options("/a"), worker)
+        await first.keep(bench.options("/b"), other)
+        pid = bench.spares[0].pid
+        bench.kill(bench.spares[0])
+        found = await second.inherit(["/a", "/c"])
+        assert list(found) == ["/a"]
+        assert _inode(found["/a"]) == inode
+        await second.keep(bench.options("/a"), worker)
+        assert bench.spares[1].tell({"do": "take", "root": "/a"})
+        await second.end_predecessors()
+        await until(_ended(pid))
+        assert [str(path) for path in bench.sockets()] == [bench.spares[1].listens_at]
+
+    trio.run(main)
+
+
+def test_it_ends_with_its_daemon_when_nothing_is_held(bench: Bench) -> None:
+    """Dropped by a stop or an unprotect, or never kept: no process and no name stays."""
+    daemon = bench.daemon()
+    worker, _ = bench.worker()
+
+    async def main() -> None:
+        await daemon.keep(bench.options("/a"), worker)
+        await daemon.drop("/a")
+        assert not bench.spares[0].tell({"do": "take", "root": "/a"})
+
+    trio.run(main)
+    pid = bench.spares[0].pid
+    bench.spares[0].close()
+    assert _ended(pid)()
+    assert bench.sockets() == []
+
+
+def test_a_session_that_is_mounted_nowhere_is_let_go_of(bench: Bench) -> None:
+    """Its worker ends while no daemon is there: nothing can be gone on with, and nothing hangs for it."""
+    daemon = bench.daemon()
+    worker, _ = bench.worker()
+    trio.run(daemon.keep, bench.options("/nowhere"), worker)
+    pid = bench.spares[0].pid
+    bench.kill(bench.spares[0])
+    time.sleep(0.2)
+    assert not _ended(pid)()  # the worker lives
+    worker.kill()
+    wait_for("the keeper's end", _ended(pid), 30)
+    assert bench.sockets() == []
+
+
+def test_a_keeper_that_is_killed_is_replaced_and_told_everything(bench: Bench) -> None:
+    """Of sessions that were dropped, and of workers that have ended, nothing."""
+    daemon = bench.daemon()
+    (a, _), (b, _), (c, _) = (bench.worker() for _ in range(3))
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(daemon.run)
+            for root, worker in (("/a", a), ("/b", b), ("/c", c)):
+                await daemon.keep(bench.options(root), worker)
+            await daemon.drop("/b")
+            c.kill()
+            c.close()
+            before = bench.spares[0].pid
+            assert before is not None
+            os.kill(before, signal.SIGKILL)
+            await until(lambda: bench.spares[0].pid not in (None, before))
+            await until(lambda: bench.spares[0].tell({"do": "take", "root": "/a"}))
+            assert not any(bench.spares[0].tell({"do": "take", "root": root}) for root in ("/b", "/c"))
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def test_one_that_hangs_is_replaced_and_goes_on_with_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped process answers nobody: it is killed before another one is told, so that there are never two."""
+    monkeypatch.setattr("ciuic.fuse_layer.standby._ANSWER_SECONDS", 3.0)
+    daemon = bench.daemon()
+    worker, _ = bench.worker()
+
+    async def main() -> None:
+        await daemon.keep(bench.options("/a"), worker)
+        pid = bench.spares[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await daemon.keep(bench.options("/a"), worker)
+        assert _ended(pid)()
+        await daemon.keep(bench.options("/a"), worker)
+        assert bench.spares[0].tell({"do": "take", "root": "/a"})
+
+    trio.run(main)
+
+
+def test_garbage_and_requests_of_another_version_end_nothing(bench: Bench) -> None:
+    """Their connection is closed; what is held stays."""
+    daemon = bench.daemon()
+    worker, _ = bench.worker()
+    trio.run(daemon.keep, bench.options("/a"), worker)
+    messages = (b"{", b"{}", b'{"do": "dance"}', b'{"do": "keep", "root": "/a"}', b"[1]", b"null")
+    for message in messages:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+            one.settimeout(20)
+            one.connect(bench.spares[0].listens_at)
+            one.send(message)
+            assert one.recv(100) == b""
+    assert bench.spares[0].tell({"do": "take", "root": "/a"})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_nobody_but_root_gets_a_session(bench: Bench) -> None:
+    """The socket is root's, 0600; and where it were not, the connection is closed without an answer."""
+    daemon = bench.daemon()
+    worker, _ = bench.worker()
+    trio.run(daemon.keep, bench.options("/a"), worker)
+    path = Path(bench.spares[0].listens_at)
+    assert (path.stat().st_mode & 0o777, path.stat().st_uid) == (0o600, 0)
+    for parent in (path.parent, path.parent.parent):
+        parent.chmod(0o711)
+    script = (
+        "import socket; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(20)\n"
+        'try:\n    s.connect(sys.argv[1]); s.send(b\'{"do": "take", "root": "/a"}\'); print(socket.recv_fds(s, 10, 2)[:2])\n'
+        "except OSError as error:\n    print(type(error).__name__)\n"
+    )
+    assert run_as(MADE_UP, script, str(path)).stdout.strip() == "PermissionError"
+    path.chmod(0o666)
+    assert run_as(MADE_UP, script, str(path)).stdout.strip() in (
+        "(b'', [])",
+        "BrokenPipeError",
+        "ConnectionResetError",
+    )
+
+
+def test_systemd_and_a_keeper_may_both_have_kept_a_session(bench: Bench) -> None:
+    """One pair of descriptors is handed out, and none stays open."""
+    first, second = bench.daemon(), bench.daemon()
+    worker, inode = bench.worker()
+
+    async def main() -> None:
+        await SessionStore(Notifier(), {}, first).keep(bench.options("/a"), worker)
+        bench.kill(bench.spares[0])
+        stored: dict[str, int] = {}
+        store = SessionStore(Notifier(), stored, second)
+        await store.inherit(["/a"], prepare=False)
+        names = sorted(stored)
+        await store.inherit(["/a"], prepare=False)
+        assert sorted(stored) == names
+        found = store.take("/a")
+        assert found is not None
+        assert _inode(found) == inode
+        assert stored == {}
+        await store.close_rest()
+
+    trio.run(main)

@@ -1,0 +1,32 @@
+"""When a successor comes, and when there are no more: the same rules for daemon and keeper."""
+
+from __future__ import annotations
+
+import signal
+
+from ciuic.fuse_layer.succession import (
+    STABLE_SECONDS,
+    SUCCESSION_SECONDS,
+    counted_deaths,
+    pause_seconds,
+)
+
+
+def test_being_killed_from_outside_says_nothing_against_a_worker() -> None:
+    """SIGKILL leaves the row as it is; a crash, an error and an unknown end lengthen it."""
+    assert counted_deaths(3, -signal.SIGKILL, 0.1) == 3
+    assert [counted_deaths(3, status, 0.1) for status in (-signal.SIGSEGV, 1, None)] == [4, 4, 4]
+
+
+def test_a_long_life_ends_the_row() -> None:
+    """What happens after it is the first death again."""
+    assert counted_deaths(7, 1, STABLE_SECONDS) == 1
+    assert counted_deaths(7, -signal.SIGKILL, STABLE_SECONDS) == 0
+
+
+def test_pauses_grow_until_the_session_is_given_up() -> None:
+    """At once the first times, because the job waits; then later, then not at all."""
+    pauses = [pause_seconds(deaths) for deaths in range(len(SUCCESSION_SECONDS) + 2)]
+    assert pauses[:3] == [0.0, 0.0, 0.0]
+    assert pauses[1:-1] == list(SUCCESSION_SECONDS)
+    assert pauses[-1] is None
