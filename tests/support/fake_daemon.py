@@ -276,7 +276,8 @@ class NoMounts:
         self.found: list[Bypasser] = []
         self.successions: list[bool] = []
         """Of each succession, whether it was to track nothing."""
-        self.forgotten = False
+        self.forgotten = 0
+        """How often everybody else was told to let go of a session."""
 
     async def establish(self, settings: RootSettings) -> Worker:
         await trio.lowlevel.checkpoint()
@@ -296,7 +297,8 @@ class NoMounts:
         return await self.establish(settings)
 
     async def forget(self, root: str) -> None:
-        self.forgotten = True
+        await trio.lowlevel.checkpoint()
+        self.forgotten += 1
 
     async def detach_dead(self, root: str) -> None:
         await trio.lowlevel.checkpoint()

@@ -50,6 +50,8 @@ class Stage:
         original = self.mounts.detach_dead
 
         async def detach(root: str) -> None:
+            # While anybody has the session open the mount hangs, and what hangs is not detached.
+            assert self.mounts.forgotten > 0
             self.order.append("detached")
             await original(root)
 
@@ -179,6 +181,30 @@ def test_attempts_become_rarer(stage: Stage) -> None:
 
     stage.run(supervisor, script, autojump=True)
     assert 100 < 1000 - len(stage.mounts.workers) < 200
+
+
+def test_a_worker_that_dies_while_it_is_stopped_leaves_no_session(stage: Stage) -> None:
+    """Everybody has let go of it before its mount is taken off, ourselves included: a mount that somebody holds would hang."""
+    worker = stage.worker("one")
+    worker.session_fd = os.open("/dev/null", os.O_RDONLY)
+    worker.overlay.fail_on = {"status"}
+    supervisor = stage.supervisor(worker)
+    closed: list[bool] = []
+    original = stage.mounts.detach_dead
+
+    async def detach(root: str) -> None:
+        closed.append(worker.closed)
+        await original(root)
+
+    stage.mounts.detach_dead = detach  # type: ignore[method-assign]
+
+    async def script() -> None:
+        worker.is_alive = lambda: False  # type: ignore[method-assign]
+        await supervisor.stop()
+
+    stage.run(supervisor, script)
+    assert closed == [True]
+    assert supervisor.state == "unmounted"
 
 
 def test_stopping_detaches_and_waits_for_the_worker(stage: Stage) -> None:
