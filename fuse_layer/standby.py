@@ -260,6 +260,8 @@ class SpareProcess:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+            if self.listens_at:  # one that was killed has left its name
+                Path(self.listens_at).unlink(missing_ok=True)
 
 
 def listen_for_daemons(directory: Path) -> socket.socket:

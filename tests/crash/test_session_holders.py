@@ -40,6 +40,9 @@ def test_any_two_of_daemon_worker_and_keeper_die_together(site: Site) -> None:
     snapshot = site.snapshot()
     site.stop()
     assert site.content(snapshot, root, b"kept") == b"before after"
+    assert [
+        path.name for path in (site.top / "run").glob("*") if path.name.startswith(("keeper", "worker"))
+    ] == []
 
 
 def test_a_job_goes_on_for_as_long_as_no_daemon_comes(site: Site) -> None:

@@ -50,7 +50,10 @@ def keeper_pids(runtime: Path) -> list[int]:
             probe.connect(str(path))
             size = struct.calcsize("3i")
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-            found.append(struct.unpack("3i", credentials)[0])
+            pid = struct.unpack("3i", credentials)[0]
+            # Until the keeper has imported what it needs, the one that listens is the daemon that made the socket.
+            if b"fuse_layer.standby" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
     return found
 
 
