@@ -12,7 +12,7 @@ import json
 import os
 import select
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -126,26 +126,28 @@ class SessionKeeper:
                 await self._keep(options, worker)
 
     async def _keep(self, options: WorkerOptions, worker: Worker) -> None:
-        request = {
+        request: dict[str, object] = {
             "do": "keep",
             "root": options.root,
             "control": str(options.socket),
             "arguments": successor_arguments(options),
             "pid": worker.pid,
         }
-        with _descriptors(worker) as fds:
-            if not fds:
-                return
-
-            def work() -> bool:
-                self._spare.prepare()
-                return self._spare.tell(request, fds)
-
-            if await trio.to_thread.run_sync(work):
-                await trio.to_thread.run_sync(self._tell_predecessors, "drop", options.root)
-            else:
-                log.warning("session_not_kept", root=options.root)
+        try:
+            with _descriptors(worker) as fds:
+                if fds and not await trio.to_thread.run_sync(self._tell, request, fds):
+                    log.warning("session_not_kept", root=options.root)
+        except OSError as error:  # out of descriptors
+            log.warning("session_not_kept", root=options.root, error=str(error))
         self._begun.set()
+
+    def _tell(self, request: dict[str, object], fds: Sequence[int]) -> bool:
+        """Have our own keeper hold a session, and then no other."""
+        self._spare.prepare()
+        if not self._spare.tell(request, fds):
+            return False
+        self._tell_predecessors("drop", str(request["root"]))
+        return True
 
     async def drop(self, root: str) -> None:
         """The session is given up, or over: nobody holds it any more but its worker."""
@@ -198,9 +200,10 @@ class SessionKeeper:
 @contextmanager
 def _descriptors(worker: Worker) -> Iterator[list[int]]:
     """Duplicates of what a keeper holds of ``worker``, for a thread: one that has ended is closed at any time. Empty where it has none."""
-    own = (worker.session_fd, worker.backing_fd, worker.pidfd)
-    fds = [os.dup(fd) for fd in own if fd is not None and worker.session_fd is not None and not worker.closed]
+    fds: list[int] = []
     try:
+        if worker.session_fd is not None and not worker.closed:
+            fds.extend(os.dup(fd) for fd in (worker.session_fd, worker.backing_fd, worker.pidfd))
         yield fds
     finally:
         for fd in fds:

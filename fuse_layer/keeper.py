@@ -43,8 +43,10 @@ from ciuic.fuse_layer.succession import (
 
 START_SECONDS: Final = 20.0
 """A successor that is not ready by then is killed. A daemon that connects waits for that, and a little longer than this."""
-_ELSEWHERE_SECONDS: Final = 0.5
-"""Pause before another look at a session that is claimed by a worker which does not answer yet."""
+_AGAIN_SECONDS: Final = 0.5
+"""Pause before another attempt where no process or descriptor was to be had."""
+_ELSEWHERE_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
+"""Pauses before another look at a session that is claimed by a worker which does not answer yet."""
 log = structlog.get_logger(__name__)
 
 
@@ -65,6 +67,9 @@ class _Kept:
         self.since = time.monotonic()
         """When the worker began to serve, or to start."""
         self.deaths = 0
+        """In a row."""
+        self.refused = 0
+        """How many successors have found the session claimed."""
         self.due = 0.0
         """When to look for a successor (monotonic)."""
 
@@ -174,7 +179,8 @@ class Keeper(Forker):
         kept.pidfd = None
         now, status = time.monotonic(), self._status(kept.pid)
         if status == SERVED_ELSEWHERE:
-            kept.due = now + _ELSEWHERE_SECONDS
+            kept.due = now + _ELSEWHERE_SECONDS[min(kept.refused, len(_ELSEWHERE_SECONDS) - 1)]
+            kept.refused += 1
             return
         kept.deaths = counted_deaths(kept.deaths, status, now - kept.since)
         kept.due = now + (pause_seconds(kept.deaths) or 0.0)
@@ -189,7 +195,12 @@ class Keeper(Forker):
                 self._kill(kept)
             if self._connections or kept.pidfd is not None or kept.due > now:
                 continue
-            child = self._go_on(kept)
+            try:
+                child = self._go_on(kept)
+            except OSError as error:  # out of descriptors: the session outlives that, and is looked at again
+                log.error("session_not_taken_over", root=kept.root, error=str(error))
+                kept.due = now + _AGAIN_SECONDS
+                continue
             if child is not None:
                 return child
         return None
@@ -215,15 +226,15 @@ class Keeper(Forker):
         reader, writer = os.pipe2(os.O_CLOEXEC)
         plain = ["--plain"] if kept.deaths >= PLAIN_AFTER_DEATHS else []
         pid = standby.fork()
-        if pid is None:
+        if pid is None:  # nothing here may fail: what goes on must not take itself for the keeper
             os.close(reader)
-            fds = [os.dup(kept.backing_fd), writer, os.dup(kept.session_fd)]
+            del self._kept[kept.root]
             self._let_go()
-            return Child([*kept.arguments, *plain], fds)
+            return Child([*kept.arguments, *plain], [kept.backing_fd, writer, kept.session_fd])
         os.close(writer)
         if not pid:  # no memory or processes to spare
             os.close(reader)
-            kept.due = time.monotonic() + _ELSEWHERE_SECONDS
+            kept.due = time.monotonic() + _AGAIN_SECONDS
             return None
         log.warning("successor_without_daemon", root=kept.root, pid=pid, deaths=kept.deaths)
         self._watch(pid)

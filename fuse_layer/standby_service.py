@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -25,6 +26,7 @@ _FIRST_LISTENED_FD: Final = 3  # SD_LISTEN_FDS_START, sd_listen_fds(3)
 _CREDENTIALS: Final = struct.Struct("@iII")  # struct ucred: pid, uid, gid
 _BEATS_A_PERIOD: Final = 3  # of the watchdog: one that is late is not taken for the end
 _MAX_KEPT_STATUSES: Final = 1024  # nobody asks for those of a daemon that is gone: the oldest are forgotten
+_PAUSE_SECONDS: Final = 0.1  # a connection that cannot be accepted stays readable: no busy loop
 log = structlog.get_logger(__name__)
 
 
@@ -124,7 +126,14 @@ class Forker:
         return None
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except (
+            OSError
+        ) as error:  # out of descriptors, or the caller has gone: this process has others to serve
+            log.warning("connection_not_accepted", error=str(error))
+            time.sleep(_PAUSE_SECONDS)
+            return
         size = _CREDENTIALS.size
         _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
         if uid != os.geteuid():

@@ -31,11 +31,11 @@ def test_any_two_of_daemon_worker_and_keeper_die_together(site: Site) -> None:
     with open(root / "kept", "wb", buffering=0) as file:
         file.write(b"before ")
         device = os.stat(root).st_dev
-        outcome = kill_pairs(site, root, [*PAIRS, *PAIRS], random.Random(4))
+        outcome = kill_pairs(site, root, [*PAIRS, PAIRS[0]], random.Random(4))
         file.write(b"after")
         assert os.stat(root).st_dev == device
     assert outcome.failures == []
-    assert min(outcome.kills.values()) == 2
+    assert min(outcome.kills.values()) == 1
     assert outcome.rounds > 0
     snapshot = site.snapshot()
     site.stop()
