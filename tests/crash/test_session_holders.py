@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,34 @@ def test_a_job_goes_on_for_as_long_as_no_daemon_comes(site: Site) -> None:
     site.stop()
     assert site.content(snapshot, root, b"f") == b"0123"
     assert keeper_pids(site.top / "run") == []
+
+
+def test_while_a_daemon_is_connected_the_keeper_starts_nothing(site: Site) -> None:
+    """Whose worker it is to replace is never in doubt: calls wait for that daemon, and are answered when it is gone as well."""
+    root = site.root("a")
+    site.start()
+    holders = Holders(site, root)
+    worker = holders.complete()["worker"]
+    (path,) = (site.top / "run").glob("keeper-*.sock")
+    with (
+        ThreadPoolExecutor(1) as pool,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as daemon,
+    ):
+        daemon.settimeout(30)
+        daemon.connect(str(path))
+        site.kill()
+        os.kill(worker, signal.SIGKILL)
+        until("the worker's end", lambda: ended(worker))
+        call = pool.submit((root / "f").write_bytes, b"x")
+        for _ in range(4):  # each answer ends one turn of its loop, in which it has seen the worker's end
+            daemon.send(b'{"do": "take", "root": "/none"}')
+            assert daemon.recv(100) == b"false"
+        assert "worker" not in holders.pids()
+        assert not call.done()
+        daemon.close()
+        assert call.result(60) == 1
+    site.start()
+    site.stop()
 
 
 def test_the_whole_process_group_is_killed(site: Site) -> None:
