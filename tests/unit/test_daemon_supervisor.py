@@ -336,10 +336,16 @@ def test_a_session_that_is_given_up_is_kept_by_nobody(stage: Stage, monkeypatch:
     """What systemd kept of it would let the mount hang for ever, with the job in it, where it must be dead to be taken off."""
     first, later = stage.worker("one"), stage.worker("two")
     first.session_fd = os.open("/dev/null", os.O_RDONLY)
-    monkeypatch.setattr(supervisor_module, "SUCCESSION_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("ciuic.fuse_layer.succession.SUCCESSION_SECONDS", (0.0, 0.0))
     refused = [CiuicError("no worker can be forked")] * 3
     supervisor = stage.supervisor(first, *refused, later)
-    stage.mounts.forget = lambda root: stage.order.append("forgotten")  # type: ignore[method-assign]
+    original = stage.mounts.forget
+
+    async def forget(root: str) -> None:
+        stage.order.append("forgotten")
+        await original(root)
+
+    stage.mounts.forget = forget  # type: ignore[method-assign]
 
     async def script() -> None:
         await until(lambda: stage.sessions == ["one"])
