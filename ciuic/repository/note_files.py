@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
-import xxhash
 
 from ciuic.repository.config import read_file
 
@@ -56,6 +55,8 @@ def read_note(directory: str, name: str, kind: type[_Note]) -> _Note | None:
 
 
 def _checksum(body: bytes) -> bytes:
+    import xxhash  # listing snapshots comes here, and must start quickly: it has no note to read as a rule
+
     return xxhash.xxh3_64_hexdigest(body).encode()
 
 
