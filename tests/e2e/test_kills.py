@@ -160,11 +160,18 @@ def test_a_restore_ended_at_random_times_can_be_run_again(
         time.sleep(delay)
         process.send_signal(sig)
         _, stderr = process.communicate(timeout=60)
-        assert b"Traceback" not in stderr
+        assert b"Traceback" not in stderr or _came_at_the_start(stderr), stderr.decode()
         for path in (out / root.name).glob("file*") if out.exists() else ():
             assert path.read_bytes() == whole[path.name], f"{path} is not whole"
     protected.run(*command[1:])
     assert_same(manifest(root), manifest(out / root.name))
+
+
+def _came_at_the_start(stderr: bytes) -> bool:
+    """Whether the signal hit Python while it started or imported, where no program of its own can be told of it."""
+    return stderr.rstrip().endswith(b"KeyboardInterrupt") and any(
+        place in stderr for place in (b"<frozen importlib", b"<frozen site>")
+    )
 
 
 def _interrupt(live: Live) -> None:
