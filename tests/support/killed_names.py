@@ -7,12 +7,13 @@ Only requests that a plain directory carries out are sent; afterwards every name
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -41,6 +42,7 @@ from ciuic.fuse_layer.ledger_writer import Ledger
 
 _MODULES = (attributes, data, directories, hidden_links, namespace, node_ways, state, ways)
 _TERMS = Negotiated(45, 0)
+_OTHERS = "others"
 _MOST_STEPS = 9
 """More than any of these requests takes."""
 
@@ -110,19 +112,36 @@ class Kernel:
         self.kills = 0
         self._unique = 0
 
-    def ask(self, opcode: int, node: int, body: bytes, *, kill_at: int = 0) -> bytes:
-        """The answer; with ``kill_at`` the worker dies at that step, or when it is done and has not answered."""
+    def ask(
+        self,
+        opcode: int,
+        node: int,
+        body: bytes,
+        *,
+        kills_at: Sequence[int] = (),
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> bytes:
+        """The answer. One worker after the other dies at these steps of the request, or when it is done and has not answered.
+        ``meanwhile``: what another thread asks of the last one before the request comes again."""
         self._unique += 2
-        if not kill_at:
-            return self.life.ask(opcode, node, body, self._unique)
-        self.step.left = kill_at
-        with suppress(Killed):
-            self.life.ask(opcode, node, body, self._unique)
-        self.life.die()
-        self.kills += 1
-        self.step.left, self.step.is_dead = ENDLESS, False
-        self.life = Life(self.root, self._base, self.step)
-        return self.life.ask(opcode, node, body, self._unique | p.UNIQUE_RESEND)
+        resent = 0
+        for kill_at in kills_at:
+            self.step.left = kill_at
+            with suppress(Killed):
+                self.life.ask(opcode, node, body, self._unique | resent)
+            self.life.die()
+            del self.life
+            gc.collect()  # a number is free when nothing has the inode open
+            self.kills += 1
+            self.step.left, self.step.is_dead = ENDLESS, False
+            self.life = Life(self.root, self._base, self.step)
+            resent = p.UNIQUE_RESEND
+        if kills_at:
+            unique = self._unique
+            meanwhile()
+            self._unique, resent_unique = self._unique + 2, unique | resent
+            return self.life.ask(opcode, node, body, resent_unique)
+        return self.life.ask(opcode, node, body, self._unique | resent)
 
     def look(self, path: str) -> int:
         """The node of a path that exists, asked for only where it is not remembered."""
@@ -136,6 +155,9 @@ class Kernel:
         node: int = p.ENTRY_HEAD.unpack_from(reply)[0]
         self.names[path] = node
         return node
+
+    def named(self, node: int) -> list[str]:
+        return [path for path, known in self.names.items() if known == node]
 
     def drop(self, path: str) -> None:
         for known in [known for known in self.names if known == path or known.startswith(f"{path}/")]:
@@ -169,6 +191,9 @@ class Run:
         self.choose = random.Random(seed)
         self.kernel = Kernel(top)
         self.log: list[str] = []
+        self._others = 0
+        for side in (self.kernel.plain, self.kernel.root):
+            (side / _OTHERS).mkdir(0o755)
 
     # -- choosing -------------------------------------------------------------------------------------
 
@@ -177,11 +202,14 @@ class Run:
         return sorted(str(path.relative_to(plain)) for path in plain.rglob("*") if wanted(path))
 
     def _some(self, wanted: Callable[[Path], bool]) -> str | None:
-        found = self._paths(wanted)
+        found = self._paths(lambda path: _OTHERS not in path.parts and wanted(path))
         return self.choose.choice(found) if found else None
 
     def _folder(self) -> str:
-        return self.choose.choice(["", *self._paths(lambda path: path.is_dir() and not path.is_symlink())])
+        found = self._paths(
+            lambda path: _OTHERS not in path.parts and path.is_dir() and not path.is_symlink()
+        )
+        return self.choose.choice(["", *found])
 
     def _free(self) -> str:
         while True:
@@ -196,9 +224,34 @@ class Run:
                     return path
 
     def _ask(self, opcode: int, node: int, body: bytes, what: str) -> bytes:
-        kill_at = self.choose.randrange(1, _MOST_STEPS) if self.choose.random() < 0.5 else 0
-        self.log.append(f"{what} (killed at {kill_at})" if kill_at else what)
-        return self.kernel.ask(opcode, node, body, kill_at=kill_at)
+        deaths = self.choose.choice((0, 0, 0, 1, 1, 2, 3))
+        kills_at = [self.choose.randrange(1, _MOST_STEPS) for _ in range(deaths)]
+        self.log.append(f"{what} (killed at {kills_at})" if kills_at else what)
+        return self.kernel.ask(opcode, node, body, kills_at=kills_at, meanwhile=self._make_another)
+
+    def _make_another(self) -> None:
+        """Make files as another thread of the job would, in a directory that nothing else is done in. A file system that gives a number
+        out again at once gives them that of what has just been removed."""
+        for _ in range(self.choose.randrange(3)):
+            self._others += 1
+            path = f"{_OTHERS}/{self._others}"
+            parent, name = self._at(path)
+            is_link = self.choose.random() < 0.5
+            if is_link:
+                reply = self.kernel.ask(p.SYMLINK, parent, name + b"target\0")
+            else:
+                reply = self.kernel.ask(p.MKNOD, parent, p.MKNOD_IN.pack(0o100644, 0, 0, 0) + name)
+            taken = p.ENTRY_HEAD.unpack_from(reply)[0]
+            assert taken not in self.kernel.names.values(), (
+                f"{path} is the node of {self.kernel.named(taken)}"
+            )
+            self.kernel.bind(path, reply)
+            there = self.kernel.plain / path
+            if is_link:
+                there.symlink_to("target")
+            else:
+                there.touch(0o644)
+            self.log.append(f"  meanwhile {path}, a {'symlink' if is_link else 'file'}")
 
     def _at(self, path: str) -> tuple[int, bytes]:
         parent, _, name = path.rpartition("/")

@@ -40,6 +40,8 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
         for plain in plains:
             plain.mkdir()
         site.start()
+        # Into files: a job that fills a pipe would not end, and kills without a job prove nothing.
+        said_by = [(top / f"job{number}.out", top / f"job{number}.err") for number in range(_ROOTS)]
         jobs = [
             subprocess.Popen(
                 [
@@ -50,11 +52,10 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
                     f"{seed}{number}",
                     str(top / "stop"),
                 ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                stdout=out.open("wb"),
+                stderr=err.open("wb"),
             )
-            for number, (root, plain) in enumerate(zip(roots, plains, strict=True))
+            for number, (root, plain, (out, err)) in enumerate(zip(roots, plains, said_by, strict=True))
         ]
         counts, stuck = [0] * _ROOTS, list[str]()
         killers = [
@@ -69,7 +70,9 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
             for killer in killers:
                 killer.join()
             (top / "stop").touch()
-            outputs = [job.communicate(timeout=300) for job in jobs]
+            for job in jobs:
+                job.wait(300)
+            outputs = [(out.read_text(), err.read_text()) for out, err in said_by]
         finally:
             for job in jobs:
                 job.kill()
@@ -104,7 +107,7 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
 def _kill(
     site: Site,
     root: Path,
-    jobs: list[subprocess.Popen[str]],
+    jobs: list[subprocess.Popen[bytes]],
     rng: random.Random,
     until_time: float,
     kills: int,
