@@ -229,14 +229,13 @@ class KernelDriver:
         """Both names are there before and after: what the first was bound to before tells whether it was carried out."""
         unique = request.unique & ~p.UNIQUE_RESEND
         bound_to = self.core.peek(request.node, old)
-        if request.resent:
-            intended = self.book.intent_of(unique)
-            if intended is not None and intended != bound_to:
-                for parent, name in ((request.node, old), (target, new)):
-                    self.core.forget(self.core.lookup(parent, name).node, 1)  # the table learns of it
-                return b""
-        else:
+        intended = self.book.intent_of(unique) if request.resent else None
+        if intended is None:  # also of a worker that died before it could note it: this one may die as well
             self.book.intends(unique, bound_to)
+        elif intended != bound_to:
+            for parent, name in ((request.node, old), (target, new)):
+                self.core.forget(self.core.lookup(parent, name).node, 1)  # the table learns of it
+            return b""
         self.core.rename(request.node, old, target, new, flags)
         return b""
 
@@ -294,7 +293,7 @@ class KernelDriver:
 
     def _removexattr(self, request: Request, data: memoryview) -> Reply:
         name, unique = p.name_of(data), request.unique & ~p.UNIQUE_RESEND
-        if not request.resent:
+        if not request.resent or self.book.intent_of(unique) is None:
             with suppress(OSError):  # it is not there: what follows from that is for the removal to say
                 self.core.getxattr(request.node, name)
                 self.book.intends(unique, 1)

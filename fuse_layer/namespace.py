@@ -421,10 +421,9 @@ class _Target(NamedTuple):
 
     @property
     def is_remembered(self) -> bool:
-        """Whether the inode, or its open directory, may be asked for when this name is gone. What is not is settled by the next
-        inode that gets its number."""
-        node = self.node
-        return node is not None and (node.is_dir or self.nlink > 1 or node.handles is not None)
+        """Whether the kernel may ask for the inode while the removal is on its way, or when it is over. It has the inode until it is
+        answered: a successor that took it for what the next file with its number is would give two files one node."""
+        return self.node is not None
 
 
 def _lstat_or_none(way: Way) -> os.stat_result | None:
