@@ -7,11 +7,13 @@ from support.killed_names import run
 
 pytestmark = pytest.mark.keeps_descriptors("a worker that dies within a call closes nothing")
 
-RUNS = 25
+RUNS = 12
 SEEDS_A_TEST = 4
+FIRST_SEED = 80
+"""Runs 95 and 101 found two files with one node, and an exchange that was carried out twice."""
 
 
-@pytest.mark.parametrize("first", range(0, RUNS * SEEDS_A_TEST, SEEDS_A_TEST))
+@pytest.mark.parametrize("first", range(FIRST_SEED, FIRST_SEED + RUNS * SEEDS_A_TEST, SEEDS_A_TEST))
 def test_every_step_of_a_change_of_names_survives_its_worker(first: int) -> None:
     """Rename then link, link then unlink, exchange, removal while open: each request that is repeated to a successor succeeds,
     and every name, handle and attribute the kernel remembers is as in a plain directory."""
