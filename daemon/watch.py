@@ -102,8 +102,8 @@ class TrainerWatch:
 
     def stopped(self, *, followed: bool) -> None:
         """``followed``: by another daemon, which then knows whom to watch."""
-        self._is_stopped = True
         if not followed:
+            self._is_stopped = True
             remove_book(self._daemon.settings.runtime_dir)
 
     def statuses(self) -> list[TrainerStatus]:
