@@ -9,6 +9,8 @@ write() had returned when ``flush`` began is in the cut, unless ``flush`` says o
 from __future__ import annotations
 
 import subprocess
+import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from ciuic.daemon.flush_helper import VANISHED
 from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.daemon.worker_process import Worker, WorkerClient
 from ciuic.errors import CiuicError, NotFound
+from ciuic.fuse_layer.control_frames import USE_OF_HOLD_SECONDS
 
 HOLDS_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0)
 """For how long a hold waits for the operations in flight, try by try. While it waits, every other change of the job waits too, so
@@ -184,11 +187,15 @@ async def cut_all(supervisors: Sequence[RootSupervisor]) -> list[RootCut]:
 
 
 def cut_together(
-    parts: Sequence[tuple[str, WorkerClient]], *, hold_seconds: float = HOLDS_SECONDS[-1]
+    parts: Sequence[tuple[str, WorkerClient]],
+    *,
+    hold_seconds: float = HOLDS_SECONDS[-1],
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[RootCut]:
-    """Holds all, cuts all, releases all; one connection of its own for each root. Blocks: run in a thread.
+    """Hold all, cut all, release all; one connection of its own for each root. Blocks: run in a thread.
 
-    ``session`` is left empty. CutFailed when any root could not be held and cut; then no epoch counts as sealed.
+    ``session`` is left empty. CutFailed when any root could not be held and cut, or when the first may have been let go before
+    the last was cut; then no epoch counts as sealed.
     """
     done: list[RootCut] = []
     held: list[WorkerClient] = []
@@ -199,20 +206,33 @@ def cut_together(
             failed_root = root
             held.append(client)  # also when hold fails half-way: releasing what is not held does nothing
             client.hold(hold_seconds)
+        began = clock()
         for root, client in parts:
             failed_root = root
             reply = client.cut()
             done.append(RootCut(root, "", reply.epoch, reply.cut_ns, reply.hold_us))
+        if clock() - began > USE_OF_HOLD_SECONDS:
+            failure = CiuicError("the cuts took longer than the first root was held")
     except CiuicError as error:
         failure = error
     finally:
-        for client in held:
-            _quietly(client.release)
+        _release_all(held)
     if failure is None:
         return done
     for part, (_, client) in zip(done, parts, strict=False):
         _quietly(partial(client.abort, part.epoch))
     raise CutFailed(f"no snapshot could be cut: {failed_root}: {failure}", hint=failure.hint) from failure
+
+
+def _release_all(clients: Sequence[WorkerClient]) -> None:
+    """Release all at once: a worker answers when it has written what changed, and no other root is to stay held until then."""
+    threads = [threading.Thread(target=_quietly, args=(client.release,)) for client in clients[1:]]
+    for thread in threads:
+        thread.start()
+    for client in clients[:1]:
+        _quietly(client.release)
+    for thread in threads:
+        thread.join()
 
 
 def _quietly(call: Callable[[], None]) -> None:

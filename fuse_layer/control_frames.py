@@ -12,13 +12,16 @@ import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 
 MAX_REQUEST_BYTES = 64 << 10
 MAX_REPLY_BYTES = 256 << 20
 """``writers`` names every file open for writing: a hundred thousand long paths still fit."""
+
+USE_OF_HOLD_SECONDS: Final = 1.0
+"""For so long a worker goes on holding after it made a cut: within it the other roots are cut, and all are released."""
 
 _LENGTH = struct.Struct("<I")
 _MAX_FDS = 4

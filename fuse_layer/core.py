@@ -182,7 +182,7 @@ class OverlayCore:
         self.open, self.release, self.flush, self.fsync = data.open, data.release, data.flush, data.fsync
         self.read, self.read_nowait, self.write = data.read, data.read_nowait, data.write
         self.fallocate, self.lseek, self.copy_file_range = data.fallocate, data.lseek, data.copy_file_range
-        self.share = data.share
+        self.share, self.is_unseen = data.share, data.is_unseen
         self.getattr, self.setattr, self.statx = attributes.getattr, attributes.setattr, attributes.statx
         self.getxattr, self.listxattr = attributes.getxattr, attributes.listxattr
         self.setxattr, self.removexattr = attributes.setxattr, attributes.removexattr
@@ -244,11 +244,6 @@ class OverlayCore:
     def descriptor(self, handle: int) -> int:
         """The backing descriptor of an open handle; it closes with the handle."""
         return self._state.file(handle).fd
-
-    def is_unseen(self, handle: int) -> None:
-        """What was just created will be written past us (unseen.py)."""
-        with self._state.gate:
-            self._unseen.add(handle, self._state.file(handle))
 
     @property
     def before_freeing(self) -> Callable[[], None]:
@@ -320,7 +315,7 @@ class OverlayCore:
 
     def status(self) -> dict[str, Any]:
         """Plain values for the control channel's ``status`` (docs/architecture.md §3)."""
-        self._state.undo.tidy()
+        self._epochs.tidy()
         self._unseen.measure()
         current = self._state.tracker.current
         return {

@@ -75,6 +75,14 @@ class Data:
                 raise
             return handle
 
+    def is_unseen(self, handle: int) -> None:
+        """What was just created will be written past us (unseen.py). A cut may have come after the creation: then the file as it
+        is now, empty, is what the sealed epoch needs."""
+        with self._state.gate:
+            file = self._state.file(handle)
+            self._keep_from_unseen(file.node, file.fd)
+            self._unseen.add(handle, file)
+
     def _keep_from_unseen(self, node: Node, fd: int) -> None:
         """Save all that a sealed epoch needs of a file that somebody is going to change without our seeing it."""
         state, undo = self._state, self._state.undo

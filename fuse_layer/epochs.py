@@ -16,6 +16,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ciuic.fuse_layer import sealed_format, undo_format
+from ciuic.fuse_layer.control_frames import USE_OF_HOLD_SECONDS
+from ciuic.fuse_layer.gate import HoldExpired
 from ciuic.fuse_layer.inherited_undo import InheritedUndo
 from ciuic.fuse_layer.instant import Instant
 from ciuic.fuse_layer.node import Node
@@ -24,7 +26,6 @@ from ciuic.fuse_layer.tracking import Change, ChangeSet
 from ciuic.fuse_layer.undo import Abandoned
 from ciuic.fuse_layer.unseen import UnseenWriters
 
-_USE_OF_HOLD_SECONDS: Final = 1.0
 _ABANDONED_REMEMBERED: Final = 100
 
 
@@ -86,16 +87,25 @@ class Epochs:
         ``seal`` must follow when the hold is over: it tells capture what changed.
         """
         with self._control:
-            self._state.gate.extend(token, _USE_OF_HOLD_SECONDS)
-            open_for_write = self._mark_open_files()
-            epoch, changes = self._state.tracker.seal()
-            cut_ns = time.time_ns()
-            self._sets[epoch] = SealedSet(cut_ns, changes, open_for_write)
-            self._state.undo.begin(epoch)
-            instant = self._unseen.cut(epoch)
-            if instant is not None and epoch in self._sets:  # not given up while it was saved
-                self._sets[epoch] = self._sets[epoch]._replace(instant=instant)
-            return Cut(epoch, cut_ns, (time.monotonic_ns() - self._hold_started_ns) // 1000)
+            self._state.gate.extend(token, USE_OF_HOLD_SECONDS)
+            cut = self._cut()
+            try:
+                self._state.gate.extend(token, USE_OF_HOLD_SECONDS)
+            except HoldExpired:  # no processor for so long: the job has gone on in the middle of it
+                self.abort(cut.epoch)
+                raise
+            return cut
+
+    def _cut(self) -> Cut:
+        open_for_write = self._mark_open_files()
+        epoch, changes = self._state.tracker.seal()
+        cut_ns = time.time_ns()
+        self._sets[epoch] = SealedSet(cut_ns, changes, open_for_write)
+        self._state.undo.begin(epoch)
+        instant = self._unseen.cut(epoch)
+        if instant is not None and epoch in self._sets:  # not given up while it was saved
+            self._sets[epoch] = self._sets[epoch]._replace(instant=instant)
+        return Cut(epoch, cut_ns, (time.monotonic_ns() - self._hold_started_ns) // 1000)
 
     def _mark_open_files(self) -> list[int]:
         """Touch what is open for writing now, and what was at the last cut, so that capture sets and clears
@@ -163,6 +173,15 @@ class Epochs:
                 return
             self.since = max(self.since, epoch)
             self._state.undo.end(epoch)
+
+    def tidy(self) -> None:
+        """Remove what an ended epoch left in the undo log, unless an epoch is cut, ended or captured just now."""
+        if self._state.gate.held or not self._control.acquire(blocking=False):
+            return  # the next call finds it
+        try:
+            self._state.undo.tidy()
+        finally:
+            self._control.release()
 
     def abort(self, epoch: int) -> None:
         """Capture of ``epoch`` gave up: its changes belong to the next one. Unknown epochs are ignored."""

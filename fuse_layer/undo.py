@@ -81,7 +81,8 @@ class UndoLog:
         self._io = threading.Lock()
         self._locks = tuple(threading.RLock() for _ in range(_LOCK_STRIPES))
         self._log: Descriptor | None = None
-        self._making_log = threading.Lock()
+        self._changing_log = threading.Lock()
+        """Held where ``_log`` and the name of the log change: ``_log`` is None or has that name."""
         self._kept_directories: dict[int, Descriptor] = {}
         self.most_directories = MAX_DIRECTORIES
         self._clearing = threading.Lock()
@@ -205,18 +206,25 @@ class UndoLog:
         with self._io:
             if self._pending:
                 return
-            self._log = None
+            # Not with the others below: a save that is on its way may make a new log meanwhile, and that one stays.
+            gone = [self._remove_log()]
             self._kept_directories = {}
             self._forget_saved()
             self.bytes_kept = self._copied_bytes = self._room_checked_at = 0
             names = os.listdir(self._directory.fd)
-            ours = (undo_format.LOG_NAME, "blocks-", "new-", "sealed-")
-            gone = [self._unlink_quietly(os.fsencode(name)) for name in names if name.startswith(ours)]
+            ours = ("blocks-", "new-", "sealed-")
+            gone += [self._unlink_quietly(os.fsencode(name)) for name in names if name.startswith(ours)]
         self.hidden.let_all_go(lambda: bool(self._pending))
         self._unclean = not all(gone)
 
+    def _remove_log(self) -> bool:
+        """Remove the log, and return whether its name is free."""
+        with self._changing_log:
+            self._log = None
+            return self._unlink_quietly(undo_format.LOG_NAME.encode())
+
     def tidy(self) -> None:
-        """Removes what could not be removed when nothing needed it any more. Never raises."""
+        """Remove what could not be removed when nothing needed it any more. Never raises. No cut may be made meanwhile."""
         if self._unclean:
             self._clear()
 
@@ -429,7 +437,7 @@ class UndoLog:
     def _new_log(self) -> Descriptor:
         # Two operations may save the first thing of an epoch at one instant. Without the lock the second removed the log of the
         # first, with its record, and a capture that had opened it saw no record at all.
-        with self._making_log:
+        with self._changing_log:
             if self._log is None:
                 # A log that could not be removed when its epochs ended may end in an incomplete record: it goes first.
                 self._unlink_quietly(undo_format.LOG_NAME.encode())

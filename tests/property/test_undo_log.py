@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -166,5 +168,54 @@ def test_the_first_records_of_an_epoch_may_come_at_one_instant(tmp_path: Path) -
             assert reader.poll() == 4
             reader.close()
             log.end(epoch)
+    finally:
+        os.close(fd)
+
+
+class _PausingUndoLog(UndoLog):
+    """``keep_absent`` of the thread ``saver`` waits for ``go_on`` after it found that an epoch is pending."""
+
+    saver: threading.Thread | None = None
+    waits = threading.Event()
+    go_on = threading.Event()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        with super().saving():
+            if threading.current_thread() is self.saver:
+                self.waits.set()
+                self.go_on.wait(10)
+            yield
+
+
+def test_a_save_beside_a_commit_leaves_the_next_epoch_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record that is on its way when its epoch ends: the next epoch's records are found by their reader all the same."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    log = _PausingUndoLog(fd, block_size=4096, limit_bytes=1 << 30, on_abandon=lambda epochs, reason: None)
+    try:
+        log.begin(1)
+        log.keep_absent(1000, b"first")
+        log.saver = saver = threading.Thread(target=lambda: log.keep_absent(1001, b"late"))
+        saver.start()
+        assert log.waits.wait(10)
+        listed = os.listdir
+
+        def save_while_it_clears(path: int) -> list[str]:
+            monkeypatch.setattr(os, "listdir", listed)
+            log.go_on.set()
+            saver.join(0.5)  # it may have to wait for the clearing to end
+            return listed(path)
+
+        monkeypatch.setattr(os, "listdir", save_while_it_clears)
+        log.end(1)
+        saver.join()
+        log.begin(2)
+        log.keep_absent(1002, b"second")
+        reader = LogReader(f"/proc/self/fd/{log.directory_fd}/{LOG_NAME}", 2)
+        reader.poll()
+        reader.close()
+        assert reader.name(1002, b"second") is not None
     finally:
         os.close(fd)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer import epochs, syscalls
 from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore, SetAttr
+from ciuic.fuse_layer.gate import HoldExpired
 from ciuic.fuse_layer.nodes import NodeTable
+from ciuic.fuse_layer.sealed_format import read_sealed
+from ciuic.fuse_layer.tracking import Tracker
+from ciuic.fuse_layer.undo_format import LOG_NAME, LogReader, sealed_name
 from ciuic.fuse_layer.ways import Way
+from ciuic.spill import Spill
 
 ROOT = Caller(0, 0)
 
@@ -223,3 +229,76 @@ def test_a_write_within_the_kernels_tick_keeps_its_time_though_another_program_c
     assert (top / "name").stat().st_mtime_ns == KERNEL_NS
     core.release(handle)
     core.release(other)
+
+
+def test_a_cut_that_outlives_its_hold_is_not_made(
+    core: OverlayCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor comes back to the cutting thread when the hold is over: the job has gone on, and what it changed is not lost."""
+    created(core, b"name", b"content")
+    monkeypatch.setattr(epochs, "USE_OF_HOLD_SECONDS", 0.01)
+
+    def change_after_the_hold() -> None:
+        time.sleep(0.05)
+        created(core, b"meanwhile")
+
+    once_after(monkeypatch, Tracker, "seal", change_after_the_hold)
+    token = core.hold(5)
+    with pytest.raises(HoldExpired):
+        core.cut_held(token)
+    core.release_hold(token)
+    assert core.status()["pending"] == []
+    monkeypatch.undo()
+    cut = core.cut()
+    spill = Spill(os.fspath(tmp_path))
+    sealed = read_sealed(f"/proc/self/fd/{core.undo_fd}/{sealed_name(cut.epoch)}", spill)
+    assert set(dict(sealed.changes.names(sealed.head.root_ino))) >= {b"name", b"meanwhile"}
+    spill.close()
+
+
+def test_a_status_beside_a_commit_leaves_the_next_epoch_its_log(
+    core: OverlayCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks for the status may find a commit half done, and go on when the next epoch is cut already."""
+    created(core, b"name", b"content")
+    first = core.cut()
+    core.setattr(core.lookup(ROOT_ID, b"name").node, SetAttr(mode=0o600))
+    asked, listed = threading.Event(), os.listdir
+
+    def ask_and_stop(path: int) -> list[str]:
+        if threading.current_thread() is asker:
+            asked.set()
+            go_on.wait(10)
+        elif asker.ident is None:
+            asker.start()
+            asked.wait(0.5)  # it may have to wait, or have nothing to do
+        return listed(path)
+
+    go_on = threading.Event()
+    asker = threading.Thread(target=core.status)
+    monkeypatch.setattr(os, "listdir", ask_and_stop)
+    core.committed(first.epoch)
+    asked.wait(0.5)
+    second = core.cut()
+    core.setattr(core.lookup(ROOT_ID, b"name").node, SetAttr(mode=0o640))
+    go_on.set()
+    asker.join()
+    reader = LogReader(f"/proc/self/fd/{core.undo_fd}/{LOG_NAME}", second.epoch)
+    reader.poll()
+    reader.close()
+    assert reader.inode(core.getattr(core.lookup(ROOT_ID, b"name").node).st.st_ino) is not None
+
+
+def test_a_cut_between_making_a_file_and_writing_past_the_overlay(core: OverlayCore, top: Path) -> None:
+    """The snapshot has it empty: what its writer then writes belongs to the next one."""
+    attr, handle = core.create(ROOT_ID, b"name", 0o644, os.O_WRONLY, ROOT)
+    cut = core.cut()
+    core.is_unseen(handle)
+    (top / "name").write_bytes(b"after the cut")
+    reader = LogReader(f"/proc/self/fd/{core.undo_fd}/{LOG_NAME}", cut.epoch)
+    reader.poll()
+    reader.close()
+    record = reader.inode(attr.st.st_ino)
+    assert record is not None
+    assert record.stat.size == 0
+    core.release(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,6 +15,7 @@ from support.fake_daemon import FakeClient, FakeOverlay, FakeWorker
 from ciuic.daemon.cut import PREPARE_SECONDS, CutFailed, cut_together, flush_all
 from ciuic.daemon.supervisor import RootSupervisor
 from ciuic.daemon.worker_process import Worker
+from ciuic.fuse_layer.control_frames import USE_OF_HOLD_SECONDS
 
 
 def test_all_are_held_before_any_is_cut_and_cut_before_any_is_released() -> None:
@@ -21,7 +23,8 @@ def test_all_are_held_before_any_is_cut_and_cut_before_any_is_released() -> None
     log: list[str] = []
     overlays = [FakeOverlay(name, log=log) for name in "ab"]
     cuts = cut_together([(overlay.name, FakeClient(overlay)) for overlay in overlays])
-    assert log == ["hold a", "hold b", "cut a", "cut b", "release a", "release b"]
+    assert log[:4] == ["hold a", "hold b", "cut a", "cut b"]
+    assert sorted(log[4:]) == ["release a", "release b"]
     assert [(cut.path, cut.epoch) for cut in cuts] == [("a", 1), ("b", 1)]
 
 
@@ -42,6 +45,34 @@ def test_every_root_is_cut_or_none_counts(failures: list[set[str]]) -> None:
         assert not any({"hold", "cut"} & fail for fail in failures)
         assert [cut.path for cut in cuts] == [overlay.name for overlay in overlays]
     assert not any(overlay.held for overlay in overlays)
+
+
+def test_cuts_that_are_too_far_apart_do_not_count() -> None:
+    """The first root's hold may have run out before the last root was cut: no instant of both."""
+    overlays = [FakeOverlay(name) for name in "ab"]
+    parts = [(overlay.name, FakeClient(overlay)) for overlay in overlays]
+    seconds = iter([5.0, 5.0 + USE_OF_HOLD_SECONDS + 0.1])
+    with pytest.raises(CutFailed, match="longer"):
+        cut_together(parts, clock=lambda: next(seconds))
+    assert [overlay.pending for overlay in overlays] == [[], []]
+
+
+def test_no_root_is_held_until_another_has_written_what_changed() -> None:
+    """The first worker answers its release only when the second one was released."""
+    overlays = [FakeOverlay(name) for name in "ab"]
+    released = threading.Event()
+
+    class Slow(FakeClient):
+        def release(self) -> None:
+            assert released.wait(10)
+            super().release()
+
+    class Quick(FakeClient):
+        def release(self) -> None:
+            super().release()
+            released.set()
+
+    assert len(cut_together([("a", Slow(overlays[0])), ("b", Quick(overlays[1]))])) == 2
 
 
 def test_the_message_names_the_root_that_failed() -> None:
