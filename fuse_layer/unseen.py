@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable
 from typing import Final
@@ -46,7 +47,8 @@ class UnseenWriters:
         """Handles that were open then."""
         self._files: dict[int, OpenFile] = {}
         self._mapped: dict[int, tuple[Node, int]] = {}
-        """Node id → a node whose last unseen handle is closed while a mapping may live on, and a descriptor to ask by."""
+        """Node id → a node that a mapping may be writing to though its unseen handle is closed, and a descriptor to ask by."""
+        self._lingering = threading.Lock()
         self._fine_times = has_fine_times(state.undo.directory_fd)
         self._faults_tell = faults_tell(state.undo.directory_fd)
 
@@ -65,16 +67,19 @@ class UnseenWriters:
         self._since.pop(handle, None)
 
     def closed(self, handle: int, file: OpenFile) -> None:
-        """The handle is released: what it wrote since the last cut is in the current epoch's mark."""
+        """Forget a handle that is released: what it wrote since the last cut is in the current epoch's mark."""
+        if file.maps:
+            self._linger(file)  # first: a cut goes on beside a release, and finds the file in one of the two
         self._files.pop(handle, None)
         self._since.pop(handle, None)
         self._measure(file)
+
+    def _linger(self, file: OpenFile) -> None:
+        """Go on watching the file: a mapping may outlive its handle."""
         node = file.node
-        if not file.maps or any(other.node is node for other in list(self._files.values())):
-            return
-        if node.id in self._mapped:
-            return
-        with contextlib.suppress(OSError):
+        with self._lingering, contextlib.suppress(OSError):
+            if node.id in self._mapped:
+                return
             asking = os.open(b"/proc/self/fd/%d" % file.fd, os.O_RDONLY | os.O_CLOEXEC)
             self._mapped[node.id] = (node, asking)
             self._state.nodes.remember(node.id)

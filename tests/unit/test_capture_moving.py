@@ -12,6 +12,11 @@ from support.capture_bench import BLOCK, Bench, bench
 
 from ciuic.daemon import capture_content
 from ciuic.fuse_layer.core import ROOT_ID, Caller
+from ciuic.fuse_layer.sealed_format import read_sealed
+from ciuic.fuse_layer.state import OpenFile
+from ciuic.fuse_layer.undo_format import sealed_name
+from ciuic.fuse_layer.unseen import UnseenWriters
+from ciuic.spill import Spill
 from ciuic.types import FLAG_NOT_HELD, Entry, RootRecord
 
 ROOT = Caller(0, 0)
@@ -122,3 +127,32 @@ def test_a_stranger_that_writes_under_the_overlay_is_marked_too() -> None:
         assert len(here.repository.content(entry)) == entry.size_bytes
         assert entry.flags & FLAG_NOT_HELD
         assert record.not_held == 1
+
+
+def test_a_cut_beside_the_close_of_what_stays_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cut falls into the release of the last handle: what the mapping writes after it is in the next snapshot."""
+    with bench() as here:
+        handle = here.core.create(ROOT_ID, b"m", 0o644, os.O_RDWR, ROOT)[1]
+        here.core.is_unseen(handle)
+        mapping = os.open(here.backing / "m", os.O_RDWR)
+        ino = os.fstat(mapping).st_ino
+        here.core.committed(here.core.cut().epoch)
+        measured = UnseenWriters._measure
+
+        def cut_there(writers: UnseenWriters, file: OpenFile) -> None:
+            monkeypatch.setattr(UnseenWriters, "_measure", measured)
+            here.core.committed(here.core.cut().epoch)
+            measured(writers, file)
+
+        monkeypatch.setattr(UnseenWriters, "_measure", cut_there)
+        here.core.release(handle)
+        os.pwrite(mapping, b"later", 0)
+        epoch = here.core.cut().epoch
+        spill = Spill(os.fspath(here.repository.path))
+        change = read_sealed(f"/proc/self/fd/{here.core.undo_fd}/{sealed_name(epoch)}", spill).changes.get(
+            ino
+        )
+        spill.close()
+        os.close(mapping)
+        assert change is not None
+        assert change.data == 1
