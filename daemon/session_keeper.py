@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -48,7 +47,7 @@ class _Predecessor:
             raise
 
     def ask(self, what: str, root: str) -> list[int]:
-        """Send one request; the descriptors that come with the answer."""
+        """Send one request, and return the descriptors that come with the answer."""
         self._socket.send(json.dumps({"do": what, "root": root}).encode())
         answer, fds = standby.receive(self._socket)
         if answer is None:
@@ -56,7 +55,7 @@ class _Predecessor:
         return fds
 
     def close(self) -> None:
-        """What it still holds is its own to look after again."""
+        """Close the connection: from here on that keeper looks after what it still holds."""
         self._socket.close()
 
 
@@ -69,7 +68,7 @@ class SessionKeeper:
         self._predecessors: list[_Predecessor] = []
         self._begun = trio.Event()
         self._told: dict[str, tuple[WorkerOptions, Worker]] = {}
-        """What the keeper holds, by root."""
+        """Sessions that the keeper was told to hold, by root."""
         self._lock = trio.Lock()
         """Held while a keeper is told something: a session that was dropped is not kept by a repetition that came late."""
 
@@ -79,7 +78,7 @@ class SessionKeeper:
         return self._spare.pid
 
     async def inherit(self, roots: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """Session and backing descriptors, which are the caller's, of those of ``roots`` that a predecessor's keeper holds.
+        """Return the session and backing descriptors of those of ``roots`` that a predecessor's keeper holds; the caller owns them.
 
         From here on until `end_predecessors`, or the end of this process, those keepers start no worker.
         """
@@ -108,7 +107,7 @@ class SessionKeeper:
 
     @staticmethod
     def _add(found: dict[str, tuple[int, int]], root: str, fds: list[int]) -> None:
-        if len(fds) == 2 and root not in found and not _is_over(fds[0]):
+        if len(fds) == 2 and root not in found and not keeper.is_over(fds[0]):
             found[root] = (fds[0], fds[1])
             return
         for fd in fds:
@@ -120,7 +119,9 @@ class SessionKeeper:
 
     async def keep(self, options: WorkerOptions, worker: Worker) -> None:
         """Have the session of ``worker`` held, in place of any earlier one of its root."""
-        with trio.CancelScope(shield=True):  # a worker that was started must become known to whoever stops it
+        with trio.CancelScope(
+            shield=True
+        ):  # a worker that was started must get a holder, whatever is cancelled
             async with self._lock:
                 self._told[options.root] = options, worker
                 await self._keep(options, worker)
@@ -150,7 +151,7 @@ class SessionKeeper:
         return True
 
     async def drop(self, root: str) -> None:
-        """The session is given up, or over: nobody holds it any more but its worker."""
+        """Have every keeper let go of a session that is given up or over: its worker alone holds it from then on."""
         with trio.CancelScope(shield=True):  # a mount whose session somebody holds would hang and not be dead
             async with self._lock:
                 self._told.pop(root, None)
@@ -158,7 +159,7 @@ class SessionKeeper:
                 await trio.to_thread.run_sync(self._tell_predecessors, "drop", root)
 
     async def end_predecessors(self) -> None:
-        """Roots that are not served any more are let go of; the keepers end."""
+        """End the keepers of earlier daemons, and with them the sessions of roots that are not served any more."""
         await trio.to_thread.run_sync(self._tell_predecessors, "end", "")
         for predecessor in self._predecessors:
             predecessor.close()
@@ -199,7 +200,10 @@ class SessionKeeper:
 
 @contextmanager
 def _descriptors(worker: Worker) -> Iterator[list[int]]:
-    """Duplicates of what a keeper holds of ``worker``, for a thread: one that has ended is closed at any time. Empty where it has none."""
+    """Yield duplicates of the descriptors that a keeper holds of ``worker``, none where it has no session.
+
+    They are for a thread: the worker's own are closed at any time, when it has ended.
+    """
     fds: list[int] = []
     try:
         if worker.session_fd is not None and not worker.closed:
@@ -208,9 +212,3 @@ def _descriptors(worker: Worker) -> Iterator[list[int]]:
     finally:
         for fd in fds:
             os.close(fd)
-
-
-def _is_over(session_fd: int) -> bool:
-    poll = select.poll()
-    poll.register(session_fd, 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -50,6 +50,16 @@ _ELSEWHERE_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 log = structlog.get_logger(__name__)
 
 
+def is_over(session_fd: int) -> bool:
+    """Return whether the kernel has ended the session's connection.
+
+    Asked where a worker has ended, and not waited for: a poll that waits would wake at each request of the job.
+    """
+    poll = select.poll()
+    poll.register(session_fd, 0)
+    return any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
+
+
 class _Kept:
     """One root's session and the worker that serves it."""
 
@@ -57,19 +67,19 @@ class _Kept:
         self.root = str(request["root"])
         self.control = Path(request["control"])
         self.arguments = [str(word) for word in request["arguments"]]
-        """Of a successor: its backing, ready and session descriptors come in this order from FIRST_PASSED_FD on."""
+        """Arguments of a successor, whose backing, ready and session descriptors follow in this order from FIRST_PASSED_FD on."""
         self.session_fd, self.backing_fd = fds[0], fds[1]
         self.pid = int(request["pid"])
         self.pidfd: int | None = fds[2]
-        """Of the worker; None when it has ended."""
+        """Pidfd of the worker; None when it has ended."""
         self.ready_fd: int | None = None
         """Pipe of a worker that is being started."""
         self.since = time.monotonic()
         """When the worker began to serve, or to start."""
         self.deaths = 0
-        """In a row."""
+        """Deaths in a row (succession.counted_deaths)."""
         self.refused = 0
-        """How many successors have found the session claimed."""
+        """Number of successors that have found the session claimed by another worker."""
         self.due = 0.0
         """When to look for a successor (monotonic)."""
 
@@ -77,12 +87,6 @@ class _Kept:
     def fds(self) -> list[int]:
         own = (self.session_fd, self.backing_fd, self.pidfd, self.ready_fd)
         return [fd for fd in own if fd is not None]
-
-    def is_over(self) -> bool:
-        """Whether the kernel has ended the connection. Asked once a death: a poll that waits would wake at each request."""
-        poll = select.poll()
-        poll.register(self.session_fd, 0)
-        return any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
 
 
 class Keeper(Forker):
@@ -207,7 +211,7 @@ class Keeper(Forker):
 
     def _go_on(self, kept: _Kept) -> Child | None:
         """Adopt the worker that serves the session, start one, or let go of the session. None but in a new process."""
-        if kept.is_over() or mounts.overlay_at(kept.root) is None:
+        if is_over(kept.session_fd) or mounts.overlay_at(kept.root) is None:
             log.info("session_ended", root=kept.root)
             self._drop(kept.root)
             return None
@@ -257,7 +261,7 @@ class Keeper(Forker):
         self._started(kept)  # one that cannot be killed keeps no daemon waiting
 
     def _wait_ms(self) -> int | None:
-        """Until the next thing that no descriptor tells; None when there is none."""
+        """Return the milliseconds until the next deadline, which no descriptor tells of; None when there is none."""
         now, moments = time.monotonic(), []
         for kept in self._kept.values():
             if kept.ready_fd is not None:

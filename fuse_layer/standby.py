@@ -361,7 +361,7 @@ def answer_or_end(connection: socket.socket, answer: int | None, *, forked: bool
 
 
 def is_abandoned(connection: socket.socket) -> bool:
-    """Tell whether whoever asked has hung up: it lost patience, and may have had a worker forked for the session elsewhere.
+    """Return whether the caller has hung up: it ran out of patience, and may have had a worker forked for the session elsewhere.
 
     Two workers of one session would answer the same kernel, and each would know half of what has changed.
     """

@@ -52,7 +52,7 @@ def activated_listener() -> socket.socket:
 
 
 class Heartbeat:
-    """What systemd hears of this process (sd_notify(3), WATCHDOG=1); without WATCHDOG_USEC nothing.
+    """Watchdog notifications to systemd (sd_notify(3), WATCHDOG=1); none without WATCHDOG_USEC.
 
     A process that forks workers and hangs is missed when a worker dies: the job waits until systemd has started another one.
     """

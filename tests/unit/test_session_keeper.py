@@ -45,6 +45,12 @@ class Bench:
         worker.session_fd = reader
         return worker, os.fstat(reader).st_ino
 
+    def keeping(self, root: str) -> tuple[SessionKeeper, FakeWorker]:
+        """Return a daemon whose keeper holds the session of a worker of ``root``, and that worker."""
+        daemon, (worker, _) = self.daemon(), self.worker()
+        trio.run(daemon.keep, self.options(root), worker)
+        return daemon, worker
+
     def options(self, root: str) -> WorkerOptions:
         return WorkerOptions(root, self.top / "none.sock", "kernel", 4096, 4096)
 
@@ -127,11 +133,9 @@ def test_the_next_daemon_gets_what_the_last_one_kept(bench: Bench) -> None:
 
 def test_it_ends_with_its_daemon_when_nothing_is_held(bench: Bench) -> None:
     """Dropped by a stop or an unprotect, or never kept: no process and no name stays."""
-    daemon = bench.daemon()
-    worker, _ = bench.worker()
+    daemon, _ = bench.keeping("/a")
 
     async def main() -> None:
-        await daemon.keep(bench.options("/a"), worker)
         await daemon.drop("/a")
         assert not bench.spares[0].tell({"do": "take", "root": "/a"})
 
@@ -144,9 +148,7 @@ def test_it_ends_with_its_daemon_when_nothing_is_held(bench: Bench) -> None:
 
 def test_a_session_that_is_mounted_nowhere_is_let_go_of(bench: Bench) -> None:
     """Its worker ends while no daemon is there: nothing can be gone on with, and nothing hangs for it."""
-    daemon = bench.daemon()
-    worker, _ = bench.worker()
-    trio.run(daemon.keep, bench.options("/nowhere"), worker)
+    _, worker = bench.keeping("/nowhere")
     pid = bench.spares[0].pid
     bench.kill(bench.spares[0])
     with bench.connected(bench.spares[0]) as next_daemon:
@@ -186,11 +188,9 @@ def test_a_keeper_that_is_killed_is_replaced_and_told_everything(bench: Bench) -
 
 def test_one_that_hangs_is_replaced_and_goes_on_with_nothing(bench: Bench) -> None:
     """A stopped process answers nobody: it is killed before another one is told, so that there are never two."""
-    daemon = bench.daemon()
-    worker, _ = bench.worker()
+    daemon, worker = bench.keeping("/a")
 
     async def main() -> None:
-        await daemon.keep(bench.options("/a"), worker)
         pid = bench.spares[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -207,9 +207,7 @@ def test_one_that_hangs_is_replaced_and_goes_on_with_nothing(bench: Bench) -> No
 
 def test_garbage_and_requests_of_another_version_end_nothing(bench: Bench) -> None:
     """Their connection is closed; what is held stays."""
-    daemon = bench.daemon()
-    worker, _ = bench.worker()
-    trio.run(daemon.keep, bench.options("/a"), worker)
+    bench.keeping("/a")
     messages = (b"{", b"{}", b'{"do": "dance"}', b'{"do": "keep", "root": "/a"}', b"[1]", b"null")
     for message in messages:
         with bench.connected(bench.spares[0]) as one:
@@ -221,9 +219,7 @@ def test_garbage_and_requests_of_another_version_end_nothing(bench: Bench) -> No
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
 def test_nobody_but_root_gets_a_session(bench: Bench) -> None:
     """The socket is root's, 0600; and where it were not, the connection is closed without an answer."""
-    daemon = bench.daemon()
-    worker, _ = bench.worker()
-    trio.run(daemon.keep, bench.options("/a"), worker)
+    bench.keeping("/a")
     path = Path(bench.spares[0].listens_at)
     assert (path.stat().st_mode & 0o777, path.stat().st_uid) == (0o600, 0)
     for parent in (path.parent, path.parent.parent):
