@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +29,8 @@ _AGAIN_SECONDS: Final = (0.0, 0.5, 2.0, 10.0, 30.0)
 """Before another keeper, by how many have ended in a row."""
 _STABLE_SECONDS: Final = 60.0
 """A keeper that lived for so long ends the row."""
+_UNWATCHED_SECONDS: Final = 1.0
+"""Pause before another attempt to watch a keeper where no descriptor was to be had."""
 log = structlog.get_logger(__name__)
 
 
@@ -98,9 +100,11 @@ class SessionKeeper:
                 log.warning("keeper_does_not_answer", path=str(path), error=str(error))
                 continue
             self._predecessors.append(predecessor)
-            with suppress(OSError):
+            try:
                 for root in roots:
                     self._add(found, root, predecessor.ask("take", root))
+            except OSError as error:
+                log.warning("keeper_lost", path=str(path), error=str(error))
         if found:
             log.info("sessions_inherited", roots=sorted(found))
         return found
@@ -160,10 +164,11 @@ class SessionKeeper:
 
     async def end_predecessors(self) -> None:
         """End the keepers of earlier daemons, and with them the sessions of roots that are not served any more."""
-        await trio.to_thread.run_sync(self._tell_predecessors, "end", "")
-        for predecessor in self._predecessors:
-            predecessor.close()
-        self._predecessors.clear()
+        async with self._lock:  # a thread of `keep` or `drop` may be asking them
+            await trio.to_thread.run_sync(self._tell_predecessors, "end", "")
+            for predecessor in self._predecessors:
+                predecessor.close()
+            self._predecessors.clear()
 
     def _tell_predecessors(self, what: str, root: str) -> None:
         for predecessor in self._predecessors:
@@ -189,7 +194,14 @@ class SessionKeeper:
                         await self._keep(*self._told[root])
 
     async def _ended(self) -> None:
-        pidfd = self._spare.open_pidfd()
+        """Wait for the end of the keeper; return at once where there is none."""
+        while True:
+            try:
+                pidfd = self._spare.open_pidfd()
+                break
+            except OSError as error:  # out of descriptors
+                log.warning("keeper_not_watched", error=str(error))
+                await trio.sleep(_UNWATCHED_SECONDS)
         if pidfd is None:
             return
         try:

@@ -20,6 +20,7 @@ Leaves to others: that two workers never serve one session (session_claim.py); w
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import signal
 import socket
@@ -50,6 +51,23 @@ _ELSEWHERE_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 log = structlog.get_logger(__name__)
 
 
+def listen_for_daemons(directory: Path) -> socket.socket:
+    """Return a listening socket of a new name in ``directory``, for the daemon that comes after this one.
+
+    Raises:
+        OSError: there is no room for it, or no descriptor.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # bind(2) gives the name this mode from its first moment
+        listener.bind(str(directory / f"{standby.KEEPER_PREFIX}{secrets.token_hex(4)}.sock"))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 def is_over(session_fd: int) -> bool:
     """Return whether the kernel has ended the session's connection.
 
@@ -64,13 +82,16 @@ class _Kept:
     """One root's session and the worker that serves it."""
 
     def __init__(self, request: dict[str, Any], fds: Sequence[int]) -> None:
+        """``fds``: session, backing directory and pidfd, which stay the caller's. Raises LookupError, TypeError or ValueError for a
+        request of another version, and holds nothing then."""
         self.root = str(request["root"])
         self.control = Path(request["control"])
         self.arguments = [str(word) for word in request["arguments"]]
         """Arguments of a successor, whose backing, ready and session descriptors follow in this order from FIRST_PASSED_FD on."""
-        self.session_fd, self.backing_fd = fds[0], fds[1]
         self.pid = int(request["pid"])
-        self.pidfd: int | None = fds[2]
+        session_fd, backing_fd, pidfd = fds
+        self.session_fd, self.backing_fd = os.dup(session_fd), os.dup(backing_fd)
+        self.pidfd: int | None = os.dup(pidfd)
         """Pidfd of the worker; None when it has ended."""
         self.ready_fd: int | None = None
         """Pipe of a worker that is being started."""
@@ -104,12 +125,10 @@ class Keeper(Forker):
         """Answer until no daemon is left and nothing is held; return in each process that is forked."""
         while self._connections or self._kept:
             self._listen(not any(kept.ready_fd is not None for kept in self._kept.values()))
-            # One event at a time: what is done for the first may close the descriptor of the second, and reuse its number.
-            for fd, _ in self._poll.poll(self._wait_ms())[:1]:
-                child = self._handle(fd)
-                if child is not None:
-                    return child
-            child = self._guard()
+            fd = self._next_ready(self._wait_ms())
+            child = self._handle(fd) if fd is not None else None
+            if child is None:
+                child = self._guard()
             if child is not None:
                 return child
         with suppress(OSError):
@@ -122,8 +141,7 @@ class Keeper(Forker):
     def _do(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[bool, list[int]]:
         what, root = request["do"], str(request.get("root", ""))
         if what == "keep":
-            session_fd, backing_fd, pidfd = fds
-            new = _Kept(request, [os.dup(fd) for fd in (session_fd, backing_fd, pidfd)])
+            new = _Kept(request, fds)
             self._drop(root)
             self._keep(new)
             return True, []
@@ -241,10 +259,14 @@ class Keeper(Forker):
             kept.due = time.monotonic() + _AGAIN_SECONDS
             return None
         log.warning("successor_without_daemon", root=kept.root, pid=pid, deaths=kept.deaths)
-        self._watch(pid)
+        try:
+            self._watch(pid)
+            self._watch_worker(kept, pid)
+        except OSError:
+            os.close(reader)
+            raise
         kept.ready_fd = reader
         self._poll.register(reader, select.POLLIN)
-        self._watch_worker(kept, pid)
         return None
 
     def _watch_worker(self, kept: _Kept, pid: int) -> None:
