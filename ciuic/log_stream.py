@@ -31,5 +31,5 @@ class LogStream:
             return
 
     def isatty(self) -> bool:
-        """Whether a person reads it."""
+        """Return whether the file is a terminal, which a person reads."""
         return self._file.isatty()

@@ -7,8 +7,9 @@ import os
 from typing import Final
 
 _NONE_THERE: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
-"""Of a file system without extended attributes; ENOTSUP is the same number."""
+"""Errors of a file system that has no extended attributes; ENOTSUP is the same number as EOPNOTSUPP."""
 _NOT_FOR_US: Final = (errno.EACCES, errno.EPERM)
+"""Errors of an attribute that this process may not read."""
 
 
 def read_xattrs(
@@ -16,14 +17,19 @@ def read_xattrs(
 ) -> dict[bytes, bytes]:
     """Return every attribute of a descriptor or a path; none where the file system has none.
 
-    With ``skip_unreadable`` what this process may not read is left out; otherwise PermissionError. OSError.
+    Args:
+        skip_unreadable: leave out an attribute whose value this process may not read, instead of raising PermissionError.
+
+    Raises:
+        PermissionError: the attributes may not be listed, or a value may not be read and is not to be skipped.
+        OSError: they cannot be read for another reason.
     """
     options = {} if isinstance(target, int) else {"follow_symlinks": follow}
     skipped = (*_NONE_THERE, *_NOT_FOR_US) if skip_unreadable else _NONE_THERE
     try:
         names = os.listxattr(target, **options)
     except OSError as error:
-        if error.errno in skipped:
+        if error.errno in _NONE_THERE:
             return {}
         raise
     found = {}

@@ -6,39 +6,48 @@ Leaves all the work to the library; only ``daemon_command`` imports ``ciuic.daem
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import Final
+
+INTERRUPTED: Final = 130
+"""Exit code of a command that ^C, SIGTERM or SIGHUP ended."""
+
 
 def main() -> None:
-    """What the installed ``ciuic`` and ``ciuric`` run."""
-    import os
-    import sys
+    """Run the installed ``ciuic`` or ``ciuric``."""
+    try:
+        _run()
+    except SystemExit as leaving:
+        _leave(leaving)
+    except (
+        KeyboardInterrupt
+    ):  # during the imports, or a second ^C while the first one is told: nothing is left to say
+        _leave(SystemExit(INTERRUPTED))
 
+
+def _run() -> None:
     if sys.argv[1:2] == ["snapshot"]:
         from ciuic.cli.quick import run as run_quickly
 
         status = run_quickly(sys.argv[1:], os.environ)
         if status is not None:
-            os._exit(
-                status
-            )  # all is written, nothing is open: 6 ms to take the interpreter down would be for nothing
+            # All is written, nothing is open: 6 ms to take the interpreter down would be for nothing.
+            os._exit(status)
     if sys.argv[1:2] != ["daemon"]:
         import gc
 
         gc.set_threshold(50_000)  # commands end soon: looking for cycles meanwhile takes 8 ms of their start
     from ciuic.cli.app import run
 
-    try:
-        run()
-    except SystemExit as leaving:
-        _leave(leaving)
+    run()
 
 
 def _leave(leaving: SystemExit) -> None:
-    """Ends the process without taking the interpreter down: 15 ms, where a command has imported most of the library.
+    """End the process without taking the interpreter down: 15 ms, where a command has imported most of the library.
 
     All is closed and written by now. Where something is still at work, or watches the run, the way out is the usual one.
     """
-    import os
-    import sys
     import threading
 
     code = leaving.code

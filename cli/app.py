@@ -20,6 +20,7 @@ from typing import Any, Final
 import click
 
 from ciuic import __version__
+from ciuic.cli import INTERRUPTED
 from ciuic.cli.names import shown_text
 from ciuic.cli.options import global_options
 from ciuic.cli.output import abandon_stdout, complain_raw, styled
@@ -27,7 +28,6 @@ from ciuic.cli.session import Session
 from ciuic.cli.shells import COMPLETE_VARIABLE
 from ciuic.errors import CiuicError, NotPermitted
 
-INTERRUPTED: Final = 130
 _SUDO_DIRS: Final = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 """What sudoers(5) of the distributions has as secure_path."""
 

@@ -14,7 +14,8 @@ from typing import Final
 
 import click
 
-from ciuic.cli.app import COMMANDS, INTERRUPTED, cli
+from ciuic.cli import INTERRUPTED
+from ciuic.cli.app import COMMANDS, cli
 from ciuic.errors import BY_EXIT_CODE
 
 

@@ -18,6 +18,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from types import TracebackType
 from typing import Final
@@ -272,7 +273,7 @@ class SealedView:
         try:
             st, hold_links = self._stat(thing)
             thing.mountpoint = st.st_dev != self.device
-            xattrs = {} if thing.mountpoint else read_xattrs(b"/proc/self/fd/%d" % thing.fd)
+            xattrs = {} if thing.mountpoint else _readable_xattrs(thing.fd)
             if stat.S_ISLNK(st.st_mode):
                 thing.target = os.readlink(b"", dir_fd=thing.fd)
         except OSError as error:
@@ -315,6 +316,13 @@ class SealedView:
             return os.stat(hold_name(ino), dir_fd=self.undo_fd, follow_symlinks=False).st_ino == ino
         except FileNotFoundError:
             return False
+
+
+def _readable_xattrs(fd: int) -> dict[bytes, bytes]:
+    """Return the extended attributes that may be read, none where even listing them is denied: the file itself is captured."""
+    with suppress(PermissionError):
+        return read_xattrs(b"/proc/self/fd/%d" % fd)
+    return {}
 
 
 def _is_removed_directory(record: NameRecord) -> bool:

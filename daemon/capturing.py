@@ -51,7 +51,7 @@ log = structlog.get_logger(__name__)
 
 
 class Context(NamedTuple):
-    """What taking snapshots works with."""
+    """The parts of the daemon that taking snapshots uses."""
 
     settings: Callable[[], Settings]
     roots: Callable[[], Mapping[str, RootSupervisor]]
@@ -94,7 +94,7 @@ class Capturing:
         self.last_failure: SnapshotState | None = None
         """The newest failure, if nothing was committed since."""
         self.last_cut_ns = 0
-        """Of the newest snapshot committed in this daemon's life."""
+        """Wall clock of the cut of the newest snapshot that was committed in this daemon's life; 0 before the first."""
         self.trust = Trust(context.roots, context.runtime)
         self.durations = Durations()
         self.leaving = False
@@ -122,8 +122,11 @@ class Capturing:
         )
 
     async def run(self) -> None:
-        """Captures what is queued, for ever. Cancelled, it ends the running capture and gives every epoch back, unless the workers
-        serve on for a successor that captures what waits (``leaving``)."""
+        """Capture what is queued, for ever.
+
+        Cancelled, it ends the running capture and gives every epoch back, unless the workers serve on for a successor that captures
+        what waits (``leaving``).
+        """
         self._running = True
         try:
             async with trio.open_nursery() as nursery:
@@ -138,7 +141,7 @@ class Capturing:
             self._stopped.set()
 
     async def stopped(self) -> None:
-        """``run`` has been cancelled and has given back what it had; at once if it never ran."""
+        """Wait until ``run``, cancelled, has given every epoch back; return at once if it never ran."""
         if self._running:
             await self._stopped.wait()
 
@@ -159,7 +162,7 @@ class Capturing:
             self._queue.remove(pending)
 
     async def _settle(self, pending: PendingSnapshot) -> bool:
-        """Attempts until the snapshot is committed or given up; False where it was cut anew and others may be before it now."""
+        """Make attempts until the snapshot is committed or given up. Return False where it was cut anew: others may be before it now."""
         if pending.record.scheduled:
             pending.needed_bytes = self._shortage.needed_bytes()
         await await_capture(pending)
@@ -189,7 +192,7 @@ class Capturing:
                 return True
 
     async def _wait_for_another_attempt(self, pending: PendingSnapshot, outcome: Failed) -> bool:
-        """After a failure. False when the snapshot was given up."""
+        """Wait for the next attempt after a failure. Return False when the snapshot was given up instead."""
         pending.needed_bytes = max(pending.needed_bytes, outcome.needed_bytes)
         waited = trio.current_time() - pending.cut_at
         after = retry_after(outcome, pending.tries, waited).after_seconds
@@ -239,7 +242,10 @@ class Capturing:
         return False
 
     async def _attempt(self, pending: PendingSnapshot) -> Done | Failed:
-        """One capture. On Done the snapshot was seen to: whoever waits for it has been told before its process ended."""
+        """Run one capture process, and return how it ended.
+
+        On Done the snapshot is committed: callers that wait for it were told before the process ended.
+        """
         space = self._context.space
         room = await trio.to_thread.run_sync(space.look) if space is not None else RepositoryStatus()
         try:
@@ -330,7 +336,7 @@ class Capturing:
         self.on_committed()
 
     async def _committed_already(self, pending: PendingSnapshot) -> bool:
-        """Whether an earlier attempt, or a predecessor's capture, got as far as the commit."""
+        """Return whether an earlier attempt, or a predecessor's capture, has committed the snapshot."""
         if pending.record.attempts == 0:
             return False
         try:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +29,8 @@ _AGAIN_SECONDS: Final = (0.0, 0.5, 2.0, 10.0, 30.0)
 """Before another keeper, by how many have ended in a row."""
 _STABLE_SECONDS: Final = 60.0
 """A keeper that lived for so long ends the row."""
+_UNWATCHED_SECONDS: Final = 1.0
+"""Pause before another attempt to watch a keeper where no descriptor was to be had."""
 log = structlog.get_logger(__name__)
 
 
@@ -48,7 +49,7 @@ class _Predecessor:
             raise
 
     def ask(self, what: str, root: str) -> list[int]:
-        """Send one request; the descriptors that come with the answer."""
+        """Send one request, and return the descriptors that come with the answer."""
         self._socket.send(json.dumps({"do": what, "root": root}).encode())
         answer, fds = standby.receive(self._socket)
         if answer is None:
@@ -56,7 +57,7 @@ class _Predecessor:
         return fds
 
     def close(self) -> None:
-        """What it still holds is its own to look after again."""
+        """Close the connection: from here on that keeper looks after what it still holds."""
         self._socket.close()
 
 
@@ -69,7 +70,7 @@ class SessionKeeper:
         self._predecessors: list[_Predecessor] = []
         self._begun = trio.Event()
         self._told: dict[str, tuple[WorkerOptions, Worker]] = {}
-        """What the keeper holds, by root."""
+        """Sessions that the keeper was told to hold, by root."""
         self._lock = trio.Lock()
         """Held while a keeper is told something: a session that was dropped is not kept by a repetition that came late."""
 
@@ -79,7 +80,7 @@ class SessionKeeper:
         return self._spare.pid
 
     async def inherit(self, roots: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """Session and backing descriptors, which are the caller's, of those of ``roots`` that a predecessor's keeper holds.
+        """Return the session and backing descriptors of those of ``roots`` that a predecessor's keeper holds; the caller owns them.
 
         From here on until `end_predecessors`, or the end of this process, those keepers start no worker.
         """
@@ -99,16 +100,18 @@ class SessionKeeper:
                 log.warning("keeper_does_not_answer", path=str(path), error=str(error))
                 continue
             self._predecessors.append(predecessor)
-            with suppress(OSError):
+            try:
                 for root in roots:
                     self._add(found, root, predecessor.ask("take", root))
+            except OSError as error:
+                log.warning("keeper_lost", path=str(path), error=str(error))
         if found:
             log.info("sessions_inherited", roots=sorted(found))
         return found
 
     @staticmethod
     def _add(found: dict[str, tuple[int, int]], root: str, fds: list[int]) -> None:
-        if len(fds) == 2 and root not in found and not _is_over(fds[0]):
+        if len(fds) == 2 and root not in found and not keeper.is_over(fds[0]):
             found[root] = (fds[0], fds[1])
             return
         for fd in fds:
@@ -120,7 +123,9 @@ class SessionKeeper:
 
     async def keep(self, options: WorkerOptions, worker: Worker) -> None:
         """Have the session of ``worker`` held, in place of any earlier one of its root."""
-        with trio.CancelScope(shield=True):  # a worker that was started must become known to whoever stops it
+        with trio.CancelScope(
+            shield=True
+        ):  # a worker that was started must get a holder, whatever is cancelled
             async with self._lock:
                 self._told[options.root] = options, worker
                 await self._keep(options, worker)
@@ -150,7 +155,7 @@ class SessionKeeper:
         return True
 
     async def drop(self, root: str) -> None:
-        """The session is given up, or over: nobody holds it any more but its worker."""
+        """Have every keeper let go of a session that is given up or over: its worker alone holds it from then on."""
         with trio.CancelScope(shield=True):  # a mount whose session somebody holds would hang and not be dead
             async with self._lock:
                 self._told.pop(root, None)
@@ -158,11 +163,12 @@ class SessionKeeper:
                 await trio.to_thread.run_sync(self._tell_predecessors, "drop", root)
 
     async def end_predecessors(self) -> None:
-        """Roots that are not served any more are let go of; the keepers end."""
-        await trio.to_thread.run_sync(self._tell_predecessors, "end", "")
-        for predecessor in self._predecessors:
-            predecessor.close()
-        self._predecessors.clear()
+        """End the keepers of earlier daemons, and with them the sessions of roots that are not served any more."""
+        async with self._lock:  # a thread of `keep` or `drop` may be asking them
+            await trio.to_thread.run_sync(self._tell_predecessors, "end", "")
+            for predecessor in self._predecessors:
+                predecessor.close()
+            self._predecessors.clear()
 
     def _tell_predecessors(self, what: str, root: str) -> None:
         for predecessor in self._predecessors:
@@ -188,7 +194,14 @@ class SessionKeeper:
                         await self._keep(*self._told[root])
 
     async def _ended(self) -> None:
-        pidfd = self._spare.open_pidfd()
+        """Wait for the end of the keeper; return at once where there is none."""
+        while True:
+            try:
+                pidfd = self._spare.open_pidfd()
+                break
+            except OSError as error:  # out of descriptors
+                log.warning("keeper_not_watched", error=str(error))
+                await trio.sleep(_UNWATCHED_SECONDS)
         if pidfd is None:
             return
         try:
@@ -199,7 +212,10 @@ class SessionKeeper:
 
 @contextmanager
 def _descriptors(worker: Worker) -> Iterator[list[int]]:
-    """Duplicates of what a keeper holds of ``worker``, for a thread: one that has ended is closed at any time. Empty where it has none."""
+    """Yield duplicates of the descriptors that a keeper holds of ``worker``, none where it has no session.
+
+    They are for a thread: the worker's own are closed at any time, when it has ended.
+    """
     fds: list[int] = []
     try:
         if worker.session_fd is not None and not worker.closed:
@@ -208,9 +224,3 @@ def _descriptors(worker: Worker) -> Iterator[list[int]]:
     finally:
         for fd in fds:
             os.close(fd)
-
-
-def _is_over(session_fd: int) -> bool:
-    poll = select.poll()
-    poll.register(session_fd, 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -1,8 +1,8 @@
 """Taking snapshots: one cut at a time, whose epochs are captured in the order of the cuts (capturing.py).
 
 Guarantees: an id is given out only when every root's cut is made and the journal names it. A snapshot whose id was given out is
-committed under that id: of the promised instant, or, where what was sealed then is gone, of a later one, and says so (retaking.py);
-what cannot be committed fails whoever waits for it and is on file as lost (promises.py). A killed daemon's successor goes on with the
+committed under that id: of the promised instant, or, where what was sealed then is gone, of a later one, and says so (retaking.py).
+For a snapshot that cannot be committed, every caller that waits gets an error, and it is on file as lost (promises.py). A killed daemon's successor goes on with the
 same ids (``resume``). Leaves to others: what a cut is (cut.py), when one is due (schedule.py), what stays (upkeep_process.py).
 
 Belongs to the trio thread.

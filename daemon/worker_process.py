@@ -31,7 +31,7 @@ SYSTEMD_VARIABLES = (
     *("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"),
     *("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"),
 )
-"""How systemd tells a process of its sockets (sd_listen_fds(3)), and where and how often it wants to hear of it (sd_notify(3))."""
+"""Variables by which systemd passes sockets to a process (sd_listen_fds(3)) and asks it for notifications (sd_notify(3))."""
 READY_TIMEOUT_SECONDS = 30.0
 CONTROL_TIMEOUT_SECONDS = 30.0
 EXPENDABLE_OOM_SCORE_ADJ = "500"

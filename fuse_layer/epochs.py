@@ -1,9 +1,11 @@
-"""Cuts, and what becomes of sealed epochs. One control thread at a time; operations go on beside it except
-during a hold.
+"""Cuts, and the life of an epoch from its seal to its commit or its end without one.
 
-Invariant: the pending epochs are consecutive in time and captured oldest first. Each sealed set says what it
-is a change to (``since``): the epoch sealed before it. Giving one up folds it into the next, so no change is
-ever lost: it is in a committed snapshot, in a pending set or in the current one."""
+One control thread at a time; operations go on beside it except during a hold.
+
+Invariant: the pending epochs are consecutive in time and captured oldest first. Each sealed set names the epoch that it is a
+change to (``since``): the one sealed before it. Giving an epoch up folds it into the next, so no change is ever lost: it is in
+a committed snapshot, in a pending set or in the current one.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,11 @@ class SealedSet(NamedTuple):
     changes: ChangeSet
     open_for_write: list[int]
     instant: Instant | None = None
-    """What was taken of files whose writers are not seen."""
+    """Copies of files whose writers are not seen; None where there were none."""
 
 
 class Epochs:
-    """The operation group; one for each core."""
+    """The pending epochs of one root, and the operations on them; one object for each core."""
 
     def __init__(self, state: OverlayState, unseen: UnseenWriters, *, session: str) -> None:
         self._state = state
@@ -59,7 +61,7 @@ class Epochs:
         self._control = threading.RLock()
         self._sets: dict[int, SealedSet] = {}
         self._open_at_last_cut: dict[int, Node] = {}
-        """Node id → node, each remembered once on our account."""
+        """Node id → node; each is remembered once for this table."""
         self._hold_started_ns = 0
         self.since = 0
         """Newest epoch of this session that a snapshot was committed for, 0 for none."""
@@ -68,8 +70,11 @@ class Epochs:
     # -- the cut ------------------------------------------------------------------------------------
 
     def hold(self, timeout_seconds: float) -> int:
-        """Stop changing operations; none is in flight on return. Ends by ``release`` or after the timeout.
-        TimeoutError when they do not finish in time."""
+        """Stop changing operations, until ``release`` or the end of the timeout; none is in flight on return.
+
+        Raises:
+            TimeoutError: operations in flight did not finish in time.
+        """
         with self._control:
             pass  # what a commit is freeing takes its time: before the gate is closed, not while it is
         started = time.monotonic_ns()
@@ -81,10 +86,10 @@ class Epochs:
         self._state.gate.release(token)
 
     def cut(self, token: int) -> Cut:
-        """End the epoch under a hold, which stays in force. HoldExpired when it is over already, and nothing
-        was cut.
+        """End the epoch under a hold, which stays in force. ``seal`` must follow after the hold: it tells capture what changed.
 
-        ``seal`` must follow when the hold is over: it tells capture what changed.
+        Raises:
+            HoldExpired: the hold is over, and nothing was cut.
         """
         with self._control:
             self._state.gate.extend(token, USE_OF_HOLD_SECONDS)
@@ -108,8 +113,11 @@ class Epochs:
         return Cut(epoch, cut_ns, (time.monotonic_ns() - self._hold_started_ns) // 1000)
 
     def _mark_open_files(self) -> list[int]:
-        """Touch what is open for writing now, and what was at the last cut, so that capture sets and clears
-        the mark. Until then the nodes are kept: one that the kernel forgot could not be touched by name any more."""
+        """Mark the files that are open for writing now or were at the last cut as changed, and return the former's inode numbers.
+
+        Capture sets and clears their mark of an open file. The nodes are kept until the next cut: one that the kernel has forgotten
+        cannot be marked by name any more.
+        """
         nodes = self._state.nodes
         open_now = {
             file.node.id: file.node
@@ -132,7 +140,7 @@ class Epochs:
         return [node.ino for node in open_now.values()]
 
     def seal(self, epoch: int) -> None:
-        """Write the sealed file of an epoch that was cut. Abandons what is sealed when that fails."""
+        """Write the sealed file of an epoch that was cut; abandon every sealed epoch when that fails."""
         with self._control:
             sealed = self._sets.get(epoch)
             if sealed is None:
@@ -167,7 +175,7 @@ class Epochs:
     # -- afterwards ---------------------------------------------------------------------------------
 
     def committed(self, epoch: int) -> None:
-        """A snapshot of ``epoch`` exists; unknown epochs are ignored (said twice, or given up meanwhile)."""
+        """End ``epoch``, of which a snapshot exists. Unknown epochs are ignored: they ended before, or were given up meanwhile."""
         with self._control:
             if self._sets.pop(epoch, None) is None:
                 return
@@ -184,14 +192,14 @@ class Epochs:
             self._control.release()
 
     def abort(self, epoch: int) -> None:
-        """Capture of ``epoch`` gave up: its changes belong to the next one. Unknown epochs are ignored."""
+        """Give ``epoch`` up, whose capture has failed: its changes belong to the next one. Unknown epochs are ignored."""
         with self._control:
             if epoch in self._sets:
                 self._fold(epoch)
                 self._state.undo.end(epoch)
 
     def on_abandon(self, epochs: list[int], reason: str) -> None:
-        """The undo log gave up these pending epochs (called by it, possibly from within an operation)."""
+        """Fold the pending epochs that the undo log gave up. The log calls this, possibly from within an operation of the job."""
         with self._control:
             now = time.time_ns()
             # The newest first: each then goes into the current set. Folding into one that is given up too would write
@@ -214,7 +222,7 @@ class Epochs:
             self._state.tracker.fold_into_current(older.changes)
 
     def give_up_all(self) -> None:
-        """Fold every pending epoch into the current one (the worker stops)."""
+        """Fold every pending epoch into the current one, because the worker stops."""
         with self._control:
             for epoch in sorted(self._sets, reverse=True):
                 self._state.tracker.fold_into_current(self._sets.pop(epoch).changes)
@@ -223,14 +231,14 @@ class Epochs:
     # -- across a restart ---------------------------------------------------------------------------
 
     def dump(self) -> bytes:
-        """The current set, for ``load`` in a later session."""
+        """Encode the current set, for ``load`` in a later session."""
         changes = self._state.tracker.current.changes
         return msgspec.msgpack.encode(
             [_DUMP_VERSION, {ino: _as_record(change) for ino, change in changes.items()}]
         )
 
     def dump_session(self) -> bytes:
-        """Everything that a successor of this very session needs, for ``load_session``. No epoch is pending."""
+        """Encode what a successor in this very session needs, for ``load_session``. No epoch is pending."""
         tracker = self._state.tracker
         current = tracker.current
         records = {ino: _as_record(change) for ino, change in current.changes.items()}
@@ -238,7 +246,7 @@ class Epochs:
         return msgspec.msgpack.encode([*head, records])
 
     def load_session(self, data: bytes) -> str | None:
-        """Go on where a predecessor stopped; the session's name, None when the dump is of another version."""
+        """Go on where a predecessor stopped. Return the session's name; None when the dump is of another version."""
         try:
             version, session, epoch, since, current_since, complete, records = msgspec.msgpack.decode(
                 data, type=tuple[int, str, int, int, int, bool, dict[int, undo_format.Change]]
@@ -254,9 +262,9 @@ class Epochs:
         return session
 
     def adopt(self, inherited: InheritedUndo) -> str:
-        """Go on with the epochs that a killed predecessor sealed; the session's name.
+        """Go on with the epochs that a killed predecessor sealed, and return the session's name.
 
-        What the current epoch changed was in its memory: the set is not complete, and continues no snapshot.
+        The changes of the current epoch were in the predecessor's memory: the set is not complete, and continues no snapshot.
         """
         for head in inherited.heads:
             changes = ChangeSet(
@@ -272,9 +280,11 @@ class Epochs:
         return self._session
 
     def load(self, data: bytes) -> None:
-        """Fold a dump of an earlier session into the current set, which stays incomplete: somebody may have
-        changed files while nothing was mounted. A dump that does not decode is left out for the same reason
-        without loss."""
+        """Fold a dump of an earlier session into the current set.
+
+        The set stays incomplete, because files may have changed while nothing was mounted. A dump that does not decode is left
+        out, for the same reason without loss.
+        """
         try:
             version, records = msgspec.msgpack.decode(data, type=tuple[int, dict[int, undo_format.Change]])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

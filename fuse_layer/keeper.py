@@ -20,6 +20,7 @@ Leaves to others: that two workers never serve one session (session_claim.py); w
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import signal
 import socket
@@ -50,26 +51,56 @@ _ELSEWHERE_SECONDS: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
 log = structlog.get_logger(__name__)
 
 
+def listen_for_daemons(directory: Path) -> socket.socket:
+    """Return a listening socket of a new name in ``directory``, for the daemon that comes after this one.
+
+    Raises:
+        OSError: there is no room for it, or no descriptor.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        os.fchmod(listener.fileno(), 0o600)  # bind(2) gives the name this mode from its first moment
+        listener.bind(str(directory / f"{standby.KEEPER_PREFIX}{secrets.token_hex(4)}.sock"))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def is_over(session_fd: int) -> bool:
+    """Return whether the kernel has ended the session's connection.
+
+    Asked where a worker has ended, and not waited for: a poll that waits would wake at each request of the job.
+    """
+    poll = select.poll()
+    poll.register(session_fd, 0)
+    return any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
+
+
 class _Kept:
     """One root's session and the worker that serves it."""
 
     def __init__(self, request: dict[str, Any], fds: Sequence[int]) -> None:
+        """``fds``: session, backing directory and pidfd, which stay the caller's. Raises LookupError, TypeError or ValueError for a
+        request of another version, and holds nothing then."""
         self.root = str(request["root"])
         self.control = Path(request["control"])
         self.arguments = [str(word) for word in request["arguments"]]
-        """Of a successor: its backing, ready and session descriptors come in this order from FIRST_PASSED_FD on."""
-        self.session_fd, self.backing_fd = fds[0], fds[1]
+        """Arguments of a successor, whose backing, ready and session descriptors follow in this order from FIRST_PASSED_FD on."""
         self.pid = int(request["pid"])
-        self.pidfd: int | None = fds[2]
-        """Of the worker; None when it has ended."""
+        session_fd, backing_fd, pidfd = fds
+        self.session_fd, self.backing_fd = os.dup(session_fd), os.dup(backing_fd)
+        self.pidfd: int | None = os.dup(pidfd)
+        """Pidfd of the worker; None when it has ended."""
         self.ready_fd: int | None = None
         """Pipe of a worker that is being started."""
         self.since = time.monotonic()
         """When the worker began to serve, or to start."""
         self.deaths = 0
-        """In a row."""
+        """Deaths in a row (succession.counted_deaths)."""
         self.refused = 0
-        """How many successors have found the session claimed."""
+        """Number of successors that have found the session claimed by another worker."""
         self.due = 0.0
         """When to look for a successor (monotonic)."""
 
@@ -77,12 +108,6 @@ class _Kept:
     def fds(self) -> list[int]:
         own = (self.session_fd, self.backing_fd, self.pidfd, self.ready_fd)
         return [fd for fd in own if fd is not None]
-
-    def is_over(self) -> bool:
-        """Whether the kernel has ended the connection. Asked once a death: a poll that waits would wake at each request."""
-        poll = select.poll()
-        poll.register(self.session_fd, 0)
-        return any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
 
 
 class Keeper(Forker):
@@ -100,12 +125,10 @@ class Keeper(Forker):
         """Answer until no daemon is left and nothing is held; return in each process that is forked."""
         while self._connections or self._kept:
             self._listen(not any(kept.ready_fd is not None for kept in self._kept.values()))
-            # One event at a time: what is done for the first may close the descriptor of the second, and reuse its number.
-            for fd, _ in self._poll.poll(self._wait_ms())[:1]:
-                child = self._handle(fd)
-                if child is not None:
-                    return child
-            child = self._guard()
+            fd = self._next_ready(self._wait_ms())
+            child = self._handle(fd) if fd is not None else None
+            if child is None:
+                child = self._guard()
             if child is not None:
                 return child
         with suppress(OSError):
@@ -118,8 +141,7 @@ class Keeper(Forker):
     def _do(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[bool, list[int]]:
         what, root = request["do"], str(request.get("root", ""))
         if what == "keep":
-            session_fd, backing_fd, pidfd = fds
-            new = _Kept(request, [os.dup(fd) for fd in (session_fd, backing_fd, pidfd)])
+            new = _Kept(request, fds)
             self._drop(root)
             self._keep(new)
             return True, []
@@ -207,7 +229,7 @@ class Keeper(Forker):
 
     def _go_on(self, kept: _Kept) -> Child | None:
         """Adopt the worker that serves the session, start one, or let go of the session. None but in a new process."""
-        if kept.is_over() or mounts.overlay_at(kept.root) is None:
+        if is_over(kept.session_fd) or mounts.overlay_at(kept.root) is None:
             log.info("session_ended", root=kept.root)
             self._drop(kept.root)
             return None
@@ -237,10 +259,14 @@ class Keeper(Forker):
             kept.due = time.monotonic() + _AGAIN_SECONDS
             return None
         log.warning("successor_without_daemon", root=kept.root, pid=pid, deaths=kept.deaths)
-        self._watch(pid)
+        try:
+            self._watch(pid)
+            self._watch_worker(kept, pid)
+        except OSError:
+            os.close(reader)
+            raise
         kept.ready_fd = reader
         self._poll.register(reader, select.POLLIN)
-        self._watch_worker(kept, pid)
         return None
 
     def _watch_worker(self, kept: _Kept, pid: int) -> None:
@@ -257,7 +283,7 @@ class Keeper(Forker):
         self._started(kept)  # one that cannot be killed keeps no daemon waiting
 
     def _wait_ms(self) -> int | None:
-        """Until the next thing that no descriptor tells; None when there is none."""
+        """Return the milliseconds until the next deadline, which no descriptor tells of; None when there is none."""
         now, moments = time.monotonic(), []
         for kept in self._kept.values():
             if kept.ready_fd is not None:

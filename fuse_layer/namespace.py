@@ -421,8 +421,8 @@ class _Target(NamedTuple):
 
     @property
     def is_remembered(self) -> bool:
-        """Whether the kernel may ask for the inode while the removal is on its way, or when it is over. It has the inode until it is
-        answered: a successor that took it for what the next file with its number is would give two files one node."""
+        """Return whether the kernel may still ask for the inode: it has it until it is told of the removal. A successor that took a
+        new file with the same number for it would give two files one node."""
         return self.node is not None
 
 

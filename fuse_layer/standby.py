@@ -19,7 +19,6 @@ import gc
 import importlib
 import json
 import os
-import secrets
 import select
 import signal
 import socket
@@ -135,11 +134,14 @@ class SpareProcess:
                 self._socket = ours
             except OSError as error:
                 ours.close()
+                self._remove_name()
                 log.warning("no_spare_process", command=self._command[-1], error=str(error))
             finally:
                 theirs.close()
 
     def _start(self, connection: socket.socket) -> None:
+        from ciuic.fuse_layer.keeper import listen_for_daemons  # imported here because it imports this module
+
         listener = listen_for_daemons(self._cwd) if self._keeps else None
         self.listens_at = listener.getsockname() if listener is not None else ""
         inherited = (listener.fileno(),) if listener is not None else ()
@@ -175,9 +177,7 @@ class SpareProcess:
         """Start it, unless there is one, and wait until it answers; tell whether it does."""
         for _ in range(2):  # the one that is known may have ended, as a service does that is restarted
             self.prepare()
-            if (
-                self._ask(os.getpid()) is not None
-            ):  # no child of its own: it answers at once, and collects nothing
+            if self._ask(os.getpid()) is not None:  # no child of its own: it collects nothing
                 return True
         return False
 
@@ -260,21 +260,11 @@ class SpareProcess:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-            if self.listens_at:  # one that was killed has left its name
-                Path(self.listens_at).unlink(missing_ok=True)
+            self._remove_name()
 
-
-def listen_for_daemons(directory: Path) -> socket.socket:
-    """A listening socket of a new name in ``directory``, for the daemon that comes after this one. OSError."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        os.fchmod(listener.fileno(), 0o600)  # bind(2) gives the name this mode from its first moment
-        listener.bind(str(directory / f"{KEEPER_PREFIX}{secrets.token_hex(4)}.sock"))
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    def _remove_name(self) -> None:
+        if self.listens_at:  # of a process that was killed, or could not be started
+            Path(self.listens_at).unlink(missing_ok=True)
 
 
 def main(module: str, listener_fd: str = "") -> int:
@@ -336,9 +326,19 @@ def _serve() -> list[str] | None:
 
 
 def receive(connection: socket.socket) -> tuple[list[str] | int | dict[str, Any] | None, list[int]]:
-    """A request and its descriptors; None at the end of the connection."""
+    """Return a request, None at the end of the connection, and its descriptors.
+
+    Raises:
+        OSError: the connection has failed.
+        ValueError: the request is no JSON. Its descriptors are closed.
+    """
     message, fds, _, _ = socket.recv_fds(connection, _MESSAGE_BYTES, _MAX_FDS)
-    return (json.loads(message) if message else None), fds
+    try:
+        return (json.loads(message) if message else None), fds
+    except ValueError:
+        for fd in fds:  # one of a session would keep a mount that nobody serves from being dead
+            os.close(fd)
+        raise
 
 
 def reply(connection: socket.socket, answer: int | None, fds: Sequence[int] = ()) -> None:
@@ -361,7 +361,7 @@ def answer_or_end(connection: socket.socket, answer: int | None, *, forked: bool
 
 
 def is_abandoned(connection: socket.socket) -> bool:
-    """Tell whether whoever asked has hung up: it lost patience, and may have had a worker forked for the session elsewhere.
+    """Return whether the caller has hung up: it ran out of patience, and may have had a worker forked for the session elsewhere.
 
     Two workers of one session would answer the same kernel, and each would know half of what has changed.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import struct
 import time
@@ -52,7 +53,7 @@ def activated_listener() -> socket.socket:
 
 
 class Heartbeat:
-    """What systemd hears of this process (sd_notify(3), WATCHDOG=1); without WATCHDOG_USEC nothing.
+    """Watchdog notifications to systemd (sd_notify(3), WATCHDOG=1); none without WATCHDOG_USEC.
 
     A process that forks workers and hangs is missed when a worker dies: the job waits until systemd has started another one.
     """
@@ -107,10 +108,19 @@ class Forker:
         """Answer for ever; return in each process that is forked."""
         while True:
             self._heartbeat.beat()
-            for fd, _ in self._poll.poll(self._heartbeat.milliseconds):
-                child = self._handle(fd)
-                if child is not None:
-                    return child
+            fd = self._next_ready(self._heartbeat.milliseconds)
+            child = self._handle(fd) if fd is not None else None
+            if child is not None:
+                return child
+
+    def _next_ready(self, timeout_ms: int | None) -> int | None:
+        """Return one descriptor that has something to be handled; None after the timeout.
+
+        One, because handling it may close another, whose number is then reused. The listener comes last: it stays readable while
+        there is no descriptor to accept a connection with, and workers that end must not wait for that.
+        """
+        ready = [fd for fd, _ in self._poll.poll(timeout_ms)]
+        return min(ready, key=lambda fd: fd == self._listener.fileno(), default=None)
 
     def _handle(self, fd: int) -> Child | None:
         """Do what a readable descriptor asks for; None but in a new process."""
@@ -128,9 +138,8 @@ class Forker:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except (
-            OSError
-        ) as error:  # out of descriptors, or the caller has gone: this process has others to serve
+        except OSError as error:
+            # Out of descriptors, or the caller has gone: this process has others to serve.
             log.warning("connection_not_accepted", error=str(error))
             time.sleep(_PAUSE_SECONDS)
             return
@@ -183,10 +192,21 @@ class Forker:
         raise ValueError(f"expected arguments or a process number, got {request!r:.200}")
 
     def _watch(self, pid: int) -> None:
-        if pid:
+        """Notice the end of a child; ``pid`` 0 is none. A child that cannot be watched is ended: it would serve unknown to anybody.
+
+        Raises:
+            OSError: there is no descriptor left to watch it by.
+        """
+        if not pid:
+            return
+        try:
             pidfd = os.pidfd_open(pid)
-            self._children[pidfd] = pid
-            self._poll.register(pidfd, select.POLLIN)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        self._children[pidfd] = pid
+        self._poll.register(pidfd, select.POLLIN)
 
     def _disconnect(self, connection: socket.socket) -> None:
         self._poll.unregister(connection)

@@ -3,15 +3,13 @@
 Invariants (docs/architecture.md §5, undo_format.py):
 
 * A record is in the log before the change that it protects against happens.
-* A record's epoch is the newest in which its content was true: the last sealed one. A thing is saved once an
-  epoch.
-* No failure in here reaches the job. Whatever goes wrong while saving (no space, no more links, an I/O error)
-  *abandons* the
-  sealed epochs: they are given up, said so, their changes fold into the current epoch, and the job goes on.
+* A record's epoch is the newest in which its content was true: the last sealed one. A thing is saved once an epoch.
+* No failure in here reaches the job. A failure to save (no space, no more links, an I/O error) *abandons* the sealed epochs:
+  the log says that they are given up, their changes fold into the current epoch, and the job goes on.
 
-All methods named ``keep_…`` are called inside the gate, for inodes of the root's own file system that the
-current epoch did not create. When nothing is sealed (``active`` is false) they cost one attribute look-up at
-the caller."""
+All methods named ``keep_…`` are called inside the gate, for inodes of the root's own file system that the current epoch did
+not create. When nothing is sealed (``active`` is false) they cost one attribute look-up at the caller.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +47,11 @@ class Abandoned(NamedTuple):
 
 
 MAX_DIRECTORIES: Final = 4096
-"""That were moved since the cut and are kept open: each is a descriptor, and whoever may write can move as many as he likes."""
+"""Limit of directories that were moved since the cut and are kept open: each is a descriptor, and a user can move any number."""
 
 
 class UndoLog:
-    """The undo directory of one root and what has been saved in it. Thread-safe."""
+    """The undo directory of one root, and the tables of what is saved in it. Thread-safe."""
 
     def __init__(
         self,
@@ -70,14 +68,14 @@ class UndoLog:
         self.bytes_kept = 0
         """Space that undo takes on the backing file system, removed files that are kept alive included."""
         self._copied_bytes = 0
-        """What of ``bytes_kept`` is new on the disk, written by root and so charged to no user's quota."""
+        """Part of ``bytes_kept`` that is new on the disk: written by root, and so charged to no user's quota."""
         self._room_checked_at = 0
         self.clones = True
         """Whether the backing file system shares extents, as far as is known."""
         self._on_abandon = on_abandon
         self._pending: list[int] = []
         self.true_epoch = 0
-        """The last sealed epoch: what is saved now is true for it."""
+        """The last sealed epoch, for which everything that is saved now is true."""
         self._io = threading.Lock()
         self._locks = tuple(threading.RLock() for _ in range(_LOCK_STRIPES))
         self._log: Descriptor | None = None
@@ -87,10 +85,10 @@ class UndoLog:
         self.most_directories = MAX_DIRECTORIES
         self._clearing = threading.Lock()
         self._unclean = False
-        """Something that nobody needs any more is not removed yet."""
+        """Whether something that nobody needs any more is not removed yet."""
         self._forget_saved()
         self.inherited = self._inherit(state_fd) if inherit else None
-        """What was taken up of a predecessor; None where nothing was."""
+        """State that was taken over from a predecessor; None where there was none."""
         if self.inherited is None:
             self._directory = fresh_directory(state_fd, UNDO_DIR)
             hold = fresh_directory(self._directory.fd, undo_format.HOLD_DIR.encode())
@@ -100,7 +98,7 @@ class UndoLog:
         if self.inherited is not None:
             self.hidden.held |= self.inherited.held
         self.links = self.hidden.links
-        """Asked for the attributes of every inode: no call more than that."""
+        """Shortcut to the table of hidden links, which every answer with attributes reads: one call less."""
 
     def _inherit(self, state_fd: int) -> InheritedUndo | None:
         """Read what a predecessor saved, and go on where its log ends."""
@@ -137,7 +135,7 @@ class UndoLog:
 
     @property
     def active(self) -> bool:
-        """Whether any sealed epoch still needs what is changed now."""
+        """Whether any sealed epoch still needs the old state of what is changed now."""
         return bool(self._pending)
 
     @property
@@ -146,19 +144,19 @@ class UndoLog:
         return bool(self._pending) or self._unclean
 
     def lock(self, ino: int) -> threading.RLock:
-        """Serialises saving and changing of one inode's content."""
+        """Return the lock under which the content of one inode is saved and changed."""
         return self._locks[ino % _LOCK_STRIPES]
 
     # -- epochs -------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
-        """``epoch`` was just sealed. Called while the gate is held; constant time."""
+        """Begin to save for ``epoch``, which was just sealed. Called while the gate is held; takes constant time."""
         self._pending.append(epoch)
         self.true_epoch = epoch
         self._forget_saved()
 
     def end(self, epoch: int) -> None:
-        """``epoch`` is captured or was folded into another: drop what only it needed."""
+        """Drop what only ``epoch`` needed, which is captured or was folded into another."""
         with self._io:
             if epoch in self._pending:
                 self._pending.remove(epoch)
@@ -229,7 +227,7 @@ class UndoLog:
             self._clear()
 
     def _unlink_quietly(self, name: bytes) -> bool:
-        """Whether the name is free now. If not: garbage at worst, removed by ``tidy`` or at the next start."""
+        """Remove a file, and return whether its name is free. One that stays is garbage, removed by ``tidy`` or at the next start."""
         try:
             os.unlink(name, dir_fd=self._directory.fd)
         except OSError as error:
@@ -240,7 +238,7 @@ class UndoLog:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Whatever fails inside abandons the sealed epochs and is no error of the job's."""
+        """Turn a failure inside into the end of the sealed epochs: it is no error of the job's."""
         try:
             yield
         except OSError as error:
@@ -254,16 +252,18 @@ class UndoLog:
                 self._check_room()
 
     def _check_room(self) -> None:
-        """Give the sealed epochs up when copies take more space than is left: other users of the file system need it too,
-        and the owner of a root could fill it past any quota. Files that are kept alive do not count, they were there before."""
+        """Give the sealed epochs up when copies take more space than is left.
+
+        Other users of the file system need it too, and the owner of a root could fill it past any quota. Files that are kept alive
+        do not count: they were there before.
+        """
         self._room_checked_at = self._copied_bytes
         room = os.statvfs(self._directory.fd)
         if self._copied_bytes > room.f_bavail * room.f_frsize:
             self.abandon(f"undo log: its {self._copied_bytes} bytes are more than the file system has left")
 
     def keep_inode(self, st: os.stat_result, target: int | bytes, *, follow: bool = True) -> None:
-        """Save attributes and extended attributes, read from ``target`` (a descriptor or path), before they
-        change."""
+        """Save attributes and extended attributes, read from ``target`` (a descriptor or path), before they change."""
         if st.st_ino in self._inodes:
             return
         with self.lock(st.st_ino):
@@ -276,12 +276,11 @@ class UndoLog:
                 self._inodes[st.st_ino] = st.st_size
 
     def keep_absent(self, dir_ino: int, name: bytes) -> None:
-        """Save that the name is not there before something takes it."""
+        """Save that the name is not there, before something takes it."""
         self._keep_name(NameRecord(dir_ino, self.true_epoch, name, 0))
 
     def keep_file_name(self, dir_ino: int, dir_fd: int, name: bytes, st: os.stat_result) -> None:
-        """Save the binding of a name to something other than a directory, and keep the inode alive by a hard
-        link."""
+        """Save the binding of a name to something other than a directory, and keep the inode alive by a hard link."""
         if (dir_ino, name) in self._names or not self._pending:
             return
         with self.saving():
@@ -291,9 +290,8 @@ class UndoLog:
     def keep_directory_name(
         self, dir_ino: int, name: bytes, st: os.stat_result, moved: Descriptor | None
     ) -> None:
-        """Save the binding of a name to a directory. ``moved`` leads to it where it goes on to exist
-        elsewhere; a removed one needs none, because every name that was in it at the cut has a record by
-        then."""
+        """Save the binding of a name to a directory. ``moved`` leads to a directory that goes on to exist elsewhere; a removed one
+        needs none, because every name that was in it at the cut has a record by then."""
         fd = -1
         if moved is not None:
             fd = self._kept_directories.setdefault(st.st_ino, moved).fd
@@ -311,12 +309,11 @@ class UndoLog:
                 self._names.add(key)
 
     def size_at_cut(self, ino: int) -> int | None:
-        """Size of the file at the end of the last sealed epoch, where its inode was saved."""
+        """Return the file's size at the end of the last sealed epoch; None where its inode was not saved."""
         return self._inodes.get(ino)
 
     def unsaved_blocks(self, ino: int, offset: int, length: int) -> list[tuple[int, int]]:
-        """Runs of blocks in the byte range that existed at the cut and are not saved yet. The inode is saved
-        already."""
+        """Return the runs of blocks in the byte range that existed at the cut and are not saved yet. The inode is saved already."""
         size = self._inodes.get(ino, 0)
         first, count = blocks_of(offset, min(length, max(0, size - offset)), self.block_size)
         saved = self._blocks.get(ino)
@@ -340,7 +337,7 @@ class UndoLog:
                 self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
 
     def _copy_blocks(self, fd: int, ino: int, first: int, count: int) -> None:
-        """Old bytes go to their own offsets in a sparse file; holes stay holes."""
+        """Copy old bytes to their own offsets in a sparse file; holes stay holes."""
         start, end = first * self.block_size, (first + count) * self.block_size
         name = undo_format.blocks_name(ino, self.true_epoch).encode()
         # The first copy in an epoch makes the file, so that nothing that lies there is ever written to.
@@ -366,8 +363,8 @@ class UndoLog:
             os.close(out)
 
     def clone_blocks(self, fd: int, ino: int) -> bool:
-        """Save every block of the file that is not saved, in constant time, by sharing its extents. False, and nothing
-        is saved, where the file system cannot. The inode is saved already; the caller holds ``lock(ino)``."""
+        """Save every block of the file in constant time, by sharing its extents. Return whether that was possible; otherwise nothing
+        is saved. The inode is saved already; the caller holds ``lock(ino)``."""
         if not self._pending:
             return True
         size = self._inodes.get(ino, 0)
@@ -418,15 +415,14 @@ class UndoLog:
             self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
 
     def create_replacement(self, ino: int) -> tuple[int, bytes]:
-        """A new empty file in the undo directory, to take the name of inode ``ino``: its descriptor and name
-        there."""
+        """Make an empty file in the undo directory, to take the name of inode ``ino``; return its descriptor and name there."""
         name = b"new-%d" % ino
         self._unlink_quietly(name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self._directory.fd), name
 
     def _append(self, record: undo_format.Record) -> None:
-        """One write of a whole record; visible to the reader on return."""
+        """Write a whole record in one call; it is visible to readers on return."""
         log = self._log or self._new_log()
         data = undo_format.encode(record)
         written = os.write(log.fd, data)

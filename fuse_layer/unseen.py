@@ -4,8 +4,8 @@ Invariants:
 
 * A file is wholly dirty in every epoch in which an unseen writer had it open, from the open to the release, and until no
   mapping made through it is left: tracking never calls something clean that it could not watch.
-* A cut cannot hold such a writer. What it takes of the file under the hold, and what proves that this is the content of the
-  cut, is in instant.py; a file of which that is not proved is marked in the snapshot as not held.
+* A cut cannot hold such a writer. instant.py says what a cut copies of the file under the hold, and what proves that the copy is
+  the content at the cut; without that proof the file is marked in the snapshot as not held.
 
 Most such writers end by themselves within seconds (a checkpoint is saved): ``prepare`` gives those that make progress a
 moment to do so.
@@ -38,13 +38,13 @@ class UnseenWriters:
     def __init__(
         self, state: OverlayState, *, on_stayed: Callable[[bytes], None] = lambda name: None
     ) -> None:
-        """``on_stayed`` is told the name of a file that such a writer keeps open over cuts (open_rules.py)."""
+        """``on_stayed`` is called with the name of a file that such a writer keeps open over cuts (open_rules.py)."""
         self._state = state
         self._on_stayed = on_stayed
         self._since: dict[int, float] = {}
-        """Handle → monotonic time since which it is open."""
+        """Handle → monotonic time at which it was opened."""
         self._at_last_cut: set[int] = set()
-        """Handles that were open then."""
+        """Handles that were open at the last cut."""
         self._files: dict[int, OpenFile] = {}
         self._mapped: dict[int, tuple[Node, int]] = {}
         """Node id → a node that a mapping may be writing to though its unseen handle is closed, and a descriptor to ask by."""
@@ -86,7 +86,7 @@ class UnseenWriters:
             self._note(node.id, lingers=True)
 
     def nodes(self) -> dict[int, Node]:
-        """Nodes that somebody may be writing to unseen now, by id."""
+        """Return the nodes, by id, that a program may be writing to unseen now."""
         found = {file.node.id: file.node for file in list(self._files.values())}
         for node_id, (node, asking) in list(self._mapped.items()):
             if _is_written(asking):
@@ -96,7 +96,7 @@ class UnseenWriters:
         return {node_id: node for node_id, node in found.items() if self._state.tracked(node)}
 
     def measure(self) -> None:
-        """What is being written counts as dirty at the length that it has now."""
+        """Count every file that is being written as dirty, at the length that it has now."""
         for file in list(self._files.values()):
             self._measure(file)
 
@@ -112,7 +112,7 @@ class UnseenWriters:
         self._state.nodes.forget(node_id, 1)
 
     def close(self) -> None:
-        """Let go of every descriptor; nothing is asked afterwards."""
+        """Close every descriptor; no other method is called afterwards."""
         for _, asking in self._mapped.values():
             os.close(asking)
         self._mapped.clear()
@@ -124,7 +124,7 @@ class UnseenWriters:
             to.append(ledger.lingers_record(node_id, lingers=lingers))
 
     def inherit(self, node_id: int) -> None:
-        """A mapping may go on writing to the node; a predecessor's last handle on it is closed."""
+        """Watch a node that a mapping may go on writing to, although the predecessor's last handle on it is closed."""
         with contextlib.suppress(OSError):
             node = self._state.nodes.get(node_id)
             if node.kind != stat.S_IFREG:
@@ -137,8 +137,10 @@ class UnseenWriters:
     # -- the cut --------------------------------------------------------------------------------------
 
     def prepare(self, timeout_seconds: float) -> None:
-        """Before a hold: start to write out what a clone would wait for and what may be mapped, so that a store to it shows
-        (instant.py), and give writers that make progress up to ``timeout_seconds`` to finish."""
+        """Prepare a hold: start writeback, and give writers that make progress up to ``timeout_seconds`` to finish.
+
+        A clone would wait for what is not written out, and a store to a mapped page shows only in one that is (instant.py).
+        """
         deadline = time.monotonic() + timeout_seconds
         for file in list(self._files.values()):
             if self._state.undo.clones or file.maps:
@@ -151,7 +153,7 @@ class UnseenWriters:
         """Mark the new epoch and save what can be saved at once; the old one was just sealed, the gate is held.
 
         Returns:
-            What is to be saved after the hold; None where nobody writes unseen.
+            Copies to be saved after the hold; None where nobody writes unseen.
         """
         if not self._files and not self._mapped:
             return None
@@ -164,7 +166,7 @@ class UnseenWriters:
         return instant
 
     def _note_stayed(self) -> None:
-        """Tell of the files that are open at this cut as at the last, and for longer than a checkpoint takes."""
+        """Report the files that were open at the last cut as at this one, and for longer than a checkpoint takes."""
         long_ago = time.monotonic() - STAYS_SECONDS
         now, self._at_last_cut = self._at_last_cut, set(self._files)
         for handle in now & self._at_last_cut:
@@ -192,9 +194,11 @@ def _makes_progress(file: OpenFile) -> bool:
 
 
 def _is_written(asking: int) -> bool:
-    """Whether anybody still has the inode open for writing, a mapping included: a read lease is refused then
-    (fcntl(2), F_SETLEASE). Without CAP_LEASE for other people's files the answer is yes. Who opens it for writing in that
-    moment breaks the lease, which sends SIGIO: the worker ignores it."""
+    """Return whether anybody still has the inode open for writing, a mapping included: a read lease is refused then.
+
+    Without CAP_LEASE the answer is yes for files of other users. An open for writing in that moment breaks the lease, which
+    sends SIGIO: the worker ignores it. See F_SETLEASE in fcntl(2).
+    """
     try:
         fcntl.fcntl(asking, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         fcntl.fcntl(asking, fcntl.F_SETLEASE, fcntl.F_UNLCK)

@@ -79,7 +79,7 @@ def block_size_value(value: object) -> int:
 
 def count_value(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"must be a whole number, not {value!r}")
+        raise ValueError(f"must be an integer, got {value!r}")
     if not 0 <= value <= _MAX_COUNT:
         raise ValueError(f"must be from 0 to {_MAX_COUNT}, not {value}")
     return value

@@ -113,6 +113,7 @@ def _read_all(repository: str | os.PathLike[str]) -> Iterator[Promise]:
 
 def _damaged(directory: str, name: str) -> Iterator[Promise]:
     """Yield what is left of a promise whose file cannot be read: its id, and when the file was written."""
-    with suppress(FileNotFoundError):  # removed since it was listed: its snapshot is committed
+    # Removed since it was listed, and its snapshot is committed; or it cannot be looked at, and `list` shows the others.
+    with suppress(OSError):
         written_ns = os.stat(f"{directory}/{name}", follow_symlinks=False).st_mtime_ns
         yield Promise(id=name, time_ns=written_ns, reason=DAMAGED, lost_ns=written_ns)

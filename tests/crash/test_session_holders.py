@@ -7,22 +7,15 @@ import random
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.holders import PAIRS, Holders, keeper_pids, kill_pairs, sessions_held_by
-from support.site import Site, ended, site_in, until
+from support.site import Site, ended, until
+from support.site import kernel_site as kernel_site
 
 pytestmark = pytest.mark.mount
-
-
-@pytest.fixture
-def site(short_tmp: Path) -> Iterator[Site]:
-    with site_in(short_tmp) as made:
-        made.driver = "kernel"
-        yield made
 
 
 def test_any_two_of_daemon_worker_and_keeper_die_together(site: Site) -> None:

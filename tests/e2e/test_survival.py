@@ -17,19 +17,13 @@ from pathlib import Path
 import pytest
 from support import surviving_job
 from support.holders import keeper_pids
-from support.site import Site, ended, site_in, until
+from support.site import Site, ended, until
+from support.site import kernel_site as kernel_site
 
 from ciuic.daemon.runtime import RuntimeDirectory
 from ciuic.fuse_layer.control_client import ControlClient
 
 pytestmark = pytest.mark.mount
-
-
-@pytest.fixture
-def site(short_tmp: Path) -> Iterator[Site]:
-    with site_in(short_tmp) as made:
-        made.driver = "kernel"
-        yield made
 
 
 @contextmanager

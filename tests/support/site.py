@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from support.driver import DRIVER
 
 from ciuic import mountinfo
@@ -171,9 +172,10 @@ class Site:
 
 
 @contextmanager
-def site_in(top: Path) -> Iterator[Site]:
-    """A site whose daemon does not outlive it."""
+def site_in(top: Path, *, driver: str = DRIVER) -> Iterator[Site]:
+    """Yield a site whose daemon does not outlive it."""
     made = Site(top)
+    made.driver = driver
     try:
         yield made
     finally:
@@ -184,3 +186,10 @@ def site_in(top: Path) -> Iterator[Site]:
             except subprocess.TimeoutExpired:
                 made.process.kill()
                 made.process.wait()
+
+
+@pytest.fixture(name="site")
+def kernel_site(short_tmp: Path) -> Iterator[Site]:
+    """Give a test a site whose sessions outlive their workers."""
+    with site_in(short_tmp, driver="kernel") as made:
+        yield made

@@ -19,8 +19,7 @@ from torture.figure import Figure
 def run(seconds: float, seed: int) -> list[Figure]:
     """Kill pairs until the time is over."""
     rng, top = random.Random(seed), Path(tempfile.mkdtemp())
-    with site_in(top) as site:
-        site.driver = "kernel"
+    with site_in(top, driver="kernel") as site:
         root = site.root("r")
         site.start()
         outcome = kill_pairs(site, root, _until(seconds, rng), rng)

@@ -32,8 +32,7 @@ _FILES_IN_A_DIRECTORY = 1000
 def run(seconds: float, seed: int) -> list[Figure]:
     """Kills until the time is over."""
     rng, top = random.Random(seed), Path(tempfile.mkdtemp())
-    with site_in(top) as site:
-        site.driver = "kernel"
+    with site_in(top, driver="kernel") as site:
         root = site.root("r")
         tree = _tree(root, int(os.environ.get("CIUIC_SURVIVAL_FILES", "1000")))
         site.start()

@@ -33,8 +33,7 @@ _LONGEST_PAUSE_SECONDS = 0.25
 def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
     """Kills until the time is over, or until so many workers are dead."""
     top = Path(tempfile.mkdtemp())
-    with site_in(top) as site:
-        site.driver = "kernel"
+    with site_in(top, driver="kernel") as site:
         roots = [site.root(f"r{number}") for number in range(_ROOTS)]
         plains = [top / f"plain{number}" for number in range(_ROOTS)]
         for plain in plains:

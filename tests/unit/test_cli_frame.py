@@ -258,6 +258,34 @@ def test_signals_end_a_command_in_good_order() -> None:
     assert (process.returncode, said.strip()) == (130, b"interrupted")
 
 
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("snapshot", "ciuic.cli.quick"),
+        ("list", "gc"),
+        ("list", "ciuic.cli.app"),
+        ("list", "click"),
+        ("list", "ciuic.cli.options"),
+    ],
+)
+def test_an_interrupt_during_the_imports_ends_quietly(command: str, module: str) -> None:
+    """^C that comes while the program is still being imported: code 130, and not a word."""
+    code = (
+        "import signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from ciuic.cli import main\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        f"sys.modules.pop({module!r}, None)\n"
+        f"sys.argv = ['ciuic', {command!r}]; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 def test_click_errors_are_usage() -> None:
     """Unknown options and missing arguments leave with 2."""
     assert CliRunner().invoke(cli, ["list", "--no-such-option"]).exit_code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -64,3 +65,23 @@ def test_a_promise_whose_record_is_damaged_counts_as_given_up(tmp_path: Path) ->
     ]
     assert {one.id for one in promises(tmp_path)} == {"cs-aaaaaa", "cs-bbbbbb", "cs-cccccc"}
     assert lost(tmp_path, {"cs-aaaaaa", "cs-cccccc"}) == []
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_promise_that_cannot_be_looked_at_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A damaged record on a failing disk is passed over: `list` shows the rest."""
+    for id_ in ("cs-aaaaaa", "cs-bbbbbb"):
+        record_loss(tmp_path, Promise(id=id_, time_ns=1, reason="the disk was full", lost_ns=2))
+    damaged = tmp_path / "promised" / "cs-aaaaaa"
+    damaged.write_bytes(b"")
+    real = os.stat
+
+    def stat(path: str | int, **options: bool) -> os.stat_result:
+        if path == str(damaged):
+            raise OSError(number, os.strerror(number))
+        return real(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert [one.id for one in lost(tmp_path, ())] == ["cs-bbbbbb"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from support.live import wait_for
 from support.second_user import MADE_UP, run_as
 
 from ciuic.child_process import environment
+from ciuic.daemon import session_keeper
 from ciuic.daemon.notify import Notifier
 from ciuic.daemon.session_keeper import SessionKeeper
 from ciuic.daemon.sessions import SessionStore
@@ -44,6 +46,13 @@ class Bench:
         self.other_ends.append(writer)
         worker.session_fd = reader
         return worker, os.fstat(reader).st_ino
+
+    def keeping(self, root: str) -> tuple[SessionKeeper, FakeWorker]:
+        """Return a daemon whose keeper holds the session of a worker of ``root``, and that worker."""
+        daemon, (worker, _) = self.daemon(), self.worker()
+        trio.run(daemon.keep, self.options(root), worker)
+        assert self.spares[-1].tell({"do": "take", "root": root})
+        return daemon, worker
 
     def options(self, root: str) -> WorkerOptions:
         return WorkerOptions(root, self.top / "none.sock", "kernel", 4096, 4096)
@@ -85,9 +94,11 @@ def bench(short_tmp: Path) -> Iterator[Bench]:
 
 
 def _ended(pid: int | None) -> Callable[[], bool]:
+    assert pid is not None
+
     def look() -> bool:
         try:
-            return pid is None or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+            return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
         except (FileNotFoundError, ProcessLookupError):
             return True
 
@@ -127,11 +138,9 @@ def test_the_next_daemon_gets_what_the_last_one_kept(bench: Bench) -> None:
 
 def test_it_ends_with_its_daemon_when_nothing_is_held(bench: Bench) -> None:
     """Dropped by a stop or an unprotect, or never kept: no process and no name stays."""
-    daemon = bench.daemon()
-    worker, _ = bench.worker()
+    daemon, _ = bench.keeping("/a")
 
     async def main() -> None:
-        await daemon.keep(bench.options("/a"), worker)
         await daemon.drop("/a")
         assert not bench.spares[0].tell({"do": "take", "root": "/a"})
 
@@ -144,9 +153,7 @@ def test_it_ends_with_its_daemon_when_nothing_is_held(bench: Bench) -> None:
 
 def test_a_session_that_is_mounted_nowhere_is_let_go_of(bench: Bench) -> None:
     """Its worker ends while no daemon is there: nothing can be gone on with, and nothing hangs for it."""
-    daemon = bench.daemon()
-    worker, _ = bench.worker()
-    trio.run(daemon.keep, bench.options("/nowhere"), worker)
+    _, worker = bench.keeping("/nowhere")
     pid = bench.spares[0].pid
     bench.kill(bench.spares[0])
     with bench.connected(bench.spares[0]) as next_daemon:
@@ -186,11 +193,9 @@ def test_a_keeper_that_is_killed_is_replaced_and_told_everything(bench: Bench) -
 
 def test_one_that_hangs_is_replaced_and_goes_on_with_nothing(bench: Bench) -> None:
     """A stopped process answers nobody: it is killed before another one is told, so that there are never two."""
-    daemon = bench.daemon()
-    worker, _ = bench.worker()
+    daemon, worker = bench.keeping("/a")
 
     async def main() -> None:
-        await daemon.keep(bench.options("/a"), worker)
         pid = bench.spares[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -207,9 +212,7 @@ def test_one_that_hangs_is_replaced_and_goes_on_with_nothing(bench: Bench) -> No
 
 def test_garbage_and_requests_of_another_version_end_nothing(bench: Bench) -> None:
     """Their connection is closed; what is held stays."""
-    daemon = bench.daemon()
-    worker, _ = bench.worker()
-    trio.run(daemon.keep, bench.options("/a"), worker)
+    bench.keeping("/a")
     messages = (b"{", b"{}", b'{"do": "dance"}', b'{"do": "keep", "root": "/a"}', b"[1]", b"null")
     for message in messages:
         with bench.connected(bench.spares[0]) as one:
@@ -218,12 +221,82 @@ def test_garbage_and_requests_of_another_version_end_nothing(bench: Bench) -> No
     assert bench.spares[0].tell({"do": "take", "root": "/a"})
 
 
+def test_a_request_that_is_refused_leaves_no_descriptor_open(bench: Bench) -> None:
+    """A session that the keeper holds and does not know of would keep its mount from ever being dead."""
+    bench.keeping("/a")
+    pid = bench.spares[0].pid
+    before = sorted(os.listdir(f"/proc/{pid}/fd"))
+    for message in (b"{", b'{"do": "keep", "root": "/b"}', b'{"do": "dance"}', b"[1]"):
+        with bench.connected(bench.spares[0]) as one:
+            socket.send_fds(one, [message], [0, 1, 2])
+            assert one.recv(100) == b""
+    with bench.connected(bench.spares[0]) as one:  # an answer comes when what was before it is done
+        one.send(b'{"do": "take", "root": "/none"}')
+        assert one.recv(100) == b"false"
+        during = sorted(os.listdir(f"/proc/{pid}/fd"))
+    assert len(during) == len(before) + 1
+
+
+def test_a_keeper_that_cannot_be_watched_ends_no_daemon(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon is out of descriptors: it looks again later, and then replaces a keeper that was killed."""
+    daemon, _ = bench.keeping("/a")
+    spare = bench.spares[0]
+    real, refused = spare.open_pidfd, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))] * 2
+
+    def open_pidfd() -> int | None:
+        if refused:
+            raise refused.pop()
+        return real()
+
+    monkeypatch.setattr(spare, "open_pidfd", open_pidfd)
+    monkeypatch.setattr(session_keeper, "_UNWATCHED_SECONDS", 0.01)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(daemon.run)
+            before = spare.pid
+            assert before is not None
+            await until(lambda: not refused)
+            os.kill(before, signal.SIGKILL)
+            await until(lambda: spare.pid not in (None, before))
+            await until(lambda: spare.tell({"do": "take", "root": "/a"}))
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def test_keepers_of_earlier_daemons_are_not_ended_while_one_is_asked(bench: Bench) -> None:
+    """Two threads on one connection would take each other's answers."""
+    bench.keeping("/a")
+    bench.kill(bench.spares[0])
+    second = bench.daemon()
+
+    async def main() -> None:
+        (fds,) = (await second.inherit(["/a"])).values()
+        assert _inode(fds)
+        async with trio.open_nursery() as nursery, second._lock:
+            nursery.start_soon(second.end_predecessors)
+            await trio.sleep(0.2)
+            assert len(second._predecessors) == 1
+        assert second._predecessors == []
+
+    trio.run(main)
+
+
+def test_a_process_that_cannot_be_started_leaves_no_name(tmp_path: Path) -> None:
+    """A name that nobody listens at would be asked by every later daemon."""
+    spare = SpareProcess(tmp_path, environment(), keeps=True, prefix=("/no/such/program",))
+    spare.prepare()
+    assert spare.pid is None
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
 def test_nobody_but_root_gets_a_session(bench: Bench) -> None:
     """The socket is root's, 0600; and where it were not, the connection is closed without an answer."""
-    daemon = bench.daemon()
-    worker, _ = bench.worker()
-    trio.run(daemon.keep, bench.options("/a"), worker)
+    bench.keeping("/a")
     path = Path(bench.spares[0].listens_at)
     assert (path.stat().st_mode & 0o777, path.stat().st_uid) == (0o600, 0)
     for parent in (path.parent, path.parent.parent):
