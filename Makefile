@@ -4,6 +4,9 @@
 # Both do their own set-up (see .ci/setup) and need root and /dev/fuse.
 
 SHELL := /bin/sh
+# Images of containers set it. Every process that a test starts would then compile the libraries that it imports, which takes longer
+# than most tests do (.ci/setup leaves the compiling to the first import).
+unexport PYTHONDONTWRITEBYTECODE
 VENV  := .venv
 PY    := $(VENV)/bin/python
 LOCKED := $(PY) -m pip install -qq --require-hashes --no-deps
