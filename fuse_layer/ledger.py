@@ -24,9 +24,10 @@ from typing import Final, NamedTuple, Protocol
 from ciuic.fuse_layer import kernel_protocol, name_changes
 from ciuic.fuse_layer.name_changes import Inodes, Names
 
-VERSION: Final = 4
-_VERSIONS_READ: Final = (1, 2, 3, VERSION)
-"""Version 1 had no archive, version 2 no write-ahead records of names, version 3 did not say who opened what."""
+VERSION: Final = 5
+_VERSIONS_READ: Final = (1, 2, 3, 4, VERSION)
+"""Version 1 had no archive, version 2 no write-ahead records of names, version 3 did not say who opened what,
+version 4 not which changes of names were refused."""
 INTENTS_KEPT: Final = 1024
 """More than requests that can be in work at once."""
 _SLICE_RECORDS: Final = 256
@@ -35,7 +36,7 @@ _LENGTH = struct.Struct("<I")
 _KIND = struct.Struct("<B")
 _BEGIN, _NODE, _NAME, _RENAMED, _UNLINKED, _DROPPED, _REPLACED = 1, 2, 3, 4, 5, 6, 7
 _OPENED, _CLOSED, _DIR_OPENED, _DIR_CLOSED, _LISTING = 8, 9, 10, 11, 12
-_INTENT, _LINGERS, _LINGERS_NOT, _CHANGING, _EMPTIED = 13, 14, 15, 16, 17
+_INTENT, _LINGERS, _LINGERS_NOT, _CHANGING, _EMPTIED, _UNCHANGED = 13, 14, 15, 16, 17, 18
 
 _BEGIN_FIELDS = struct.Struct("<IIQI")
 """version, minor, flags, max_write_bytes"""
@@ -191,7 +192,7 @@ class Inherited:
         while at + begins < end:
             (length,) = _LENGTH.unpack_from(data, at)
             stop, kind = at + begins + length, data[at + begins]
-            if not length or stop > end or kind > _EMPTIED:
+            if not length or stop > end or kind > _UNCHANGED:
                 return  # torn: told to nobody
             if kind == _NODE:  # what most are: not taken apart before somebody wants to know
                 record = data[at:stop]
@@ -279,6 +280,11 @@ def intent_record(unique: int, number: int) -> bytes:
 def changing_record(names: Names, inodes: Inodes) -> bytes:
     """Names are about to change; see name_changes.py."""
     return _record(_CHANGING, name_changes.encode(names, inodes))
+
+
+def unchanged_record(names: Names) -> bytes:
+    """The change of these names was refused, or its outcome is known."""
+    return _record(_UNCHANGED, name_changes.encode(names, Inodes(0)))
 
 
 def lingers_record(node_id: int, *, lingers: bool) -> bytes:
@@ -389,6 +395,16 @@ def _apply_replaced(found: Inherited, body: bytes) -> None:
             found.note_odd(node)
 
 
+def _apply_changing(found: Inherited, body: bytes) -> None:
+    names, inodes = name_changes.decode(body)
+    found.changes.pop(names, None)  # the newest is the last
+    found.changes[names] = inodes
+
+
+def _apply_unchanged(found: Inherited, body: bytes) -> None:
+    found.changes.pop(name_changes.decode(body)[0], None)
+
+
 def _user(body: bytes, at: int) -> int:
     return int(_USER.unpack_from(body, at)[0]) if len(body) >= at + _USER.size else 0
 
@@ -440,6 +456,7 @@ _APPLY: Final[dict[int, Callable[[Inherited, bytes], None]]] = {
     _LISTING: _apply_listing,
     _INTENT: lambda found, body: found.intents.update([_PAIR.unpack_from(body)]),
     _LINGERS: lambda found, body: found.lingering.add(_ONE.unpack_from(body)[0]),
-    _CHANGING: lambda found, body: found.changes.update([name_changes.decode(body)]),
+    _CHANGING: _apply_changing,
+    _UNCHANGED: _apply_unchanged,
     _LINGERS_NOT: lambda found, body: found.lingering.discard(_ONE.unpack_from(body)[0]),
 }

@@ -5,7 +5,8 @@ leaves a successor with a table that says the old name, and the kernel never ask
 ENOENT or ESTALE for a file that is there. The record is therefore written before the system call, and a successor compares it with
 the directory before it answers anything (settling.py).
 
-A record is dropped when the outcome is in the ledger. One that stays because the change failed does no harm: the directory decides.
+A record is dropped when the outcome is in the ledger, also when the change was refused. One that stays, because the worker died between
+the two, is older than any other of its name: settling.py takes the newest first.
 """
 
 from __future__ import annotations

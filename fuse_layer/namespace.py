@@ -261,7 +261,12 @@ class Namespace:
             keep = self._keep_removed(target, way)
             if target.is_remembered:
                 self._nodes.changing(parent, name, target.st.st_ino, goes=target.remembered)
-            self._state.with_space(lambda: remove(way))
+            try:
+                self._state.with_space(lambda: remove(way))
+            except OSError:
+                if target.is_remembered:
+                    self._nodes.unchanged(parent, name)
+                raise
             if self._state.tracked(parent):
                 self._state.tracker.mark_removed(parent, name, target.st.st_ino)
             self._unbound(parent, name, target, keep)
@@ -327,7 +332,11 @@ class Namespace:
                 replaced=replaced.st.st_ino if replaced is not None else 0, exchange=exchange,
                 goes=replaced.remembered if replaced is not None and not exchange else None,
             )  # fmt: skip
-            state.with_space(lambda: _rename(way, new_way, flags))
+            try:
+                state.with_space(lambda: _rename(way, new_way, flags))
+            except OSError:
+                self._nodes.unchanged(parent, name, to=(new_parent, new_name))
+                raise
             if exchange and replaced is not None:
                 self._exchanged((parent, name, source), (new_parent, new_name, replaced))
                 return

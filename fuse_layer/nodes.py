@@ -317,8 +317,22 @@ class NodeTable(NodeWays):
             if goes is not None and stat.S_ISDIR(goes[1].st_mode):
                 st = goes[1]
                 self.ledger.append(ledger.emptied_record(goes[0].id, st.st_mode, st.st_uid, st.st_gid))
-            names = Names(parent.id, name, to[0].id, to[1]) if to is not None else Names(parent.id, name)
+            names = _names(parent, name, to)
             self.ledger.append(ledger.changing_record(names, Inodes(ino, replaced, exchange)))
+
+    def unchanged(self, parent: Node, name: bytes, *, to: tuple[Node, bytes] | None = None) -> None:
+        """Note that the file system refused what ``changing`` announced.
+
+        Without this a successor, after the name was renamed later, would take it for removed: the file would get a second node, whose
+        attributes the kernel keeps apart from those of the first.
+        """
+        if self.ledger is not None:
+            self.ledger.append(ledger.unchanged_record(_names(parent, name, to)))
+
+    def settled(self, names: Names) -> None:
+        """Note that a successor knows what became of a predecessor's change."""
+        if self.ledger is not None:
+            self.ledger.append(ledger.unchanged_record(names))
 
     def renamed(self, node: Node, parent: Node, name: bytes, new_parent: Node, new_name: bytes) -> None:
         with self._lock:
@@ -372,3 +386,7 @@ class NodeTable(NodeWays):
             if other is not None:
                 self._unkey(other)
             self._set_key(node)
+
+
+def _names(parent: Node, name: bytes, to: tuple[Node, bytes] | None) -> Names:
+    return Names(parent.id, name, to[0].id, to[1]) if to is not None else Names(parent.id, name)

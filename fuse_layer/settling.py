@@ -25,13 +25,19 @@ a job that renames ancestors of each other's directories at one instant do not o
 
 
 def settle(nodes: NodeTable, changes: Changes, is_gone: Callable[[Node], bool]) -> None:
-    """Apply every change that took effect; ``is_gone`` tells whether no name leads to a node any more."""
-    waiting = list(changes.items())
+    """Apply every change that took effect; ``is_gone`` tells whether no name leads to a node any more.
+
+    The newest first: an older one of the same name was refused, and its worker died before it could say so. A rename that took effect
+    moves the node away from that name, so that the older record finds nothing to do.
+    """
+    waiting = list(changes.items())[::-1]
     for _ in range(_MAX_ROUNDS):
         missed = [(names, inodes) for names, inodes in waiting if not _settled(nodes, names, inodes, is_gone)]
         if len(missed) == len(waiting):
             break
         waiting = missed
+    for names in changes:
+        nodes.settled(names)
     if waiting:
         # A directory of theirs was removed later, or never was: nobody can ask for these names.
         log.info("name_changes_not_settled", count=len(waiting))

@@ -2,11 +2,12 @@
 
 A small kernel: it remembers what each name was bound to and never looks a name up twice, as the real one does with unlimited timeouts; a
 request whose worker died comes again, marked as resent. No mount, so a run takes milliseconds and the step of the death is chosen.
-Only requests that a plain directory carries out are sent; afterwards every name and handle that the kernel remembers must work.
+A request that a plain directory refuses is refused; afterwards every name and handle that the kernel remembers must work.
 """
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
@@ -107,6 +108,8 @@ class Kernel:
         self.names: dict[str, int] = {"": ROOT_ID}
         """Path → node, positive entries alone."""
         self.files: list[Open] = []
+        self.pipes: list[tuple[int, int]] = []
+        """Node and descriptor in the plain directory of pipes that a program has open: the overlay never hears of that."""
         self.removed: list[tuple[int, tuple[int, ...]]] = []
         """Nodes of removed directories that a program has open, with their attributes."""
         self.kills = 0
@@ -127,7 +130,7 @@ class Kernel:
         resent = 0
         for kill_at in kills_at:
             self.step.left = kill_at
-            with suppress(Killed):
+            with suppress(Killed, OSError):  # refused, and dead before the answer
                 self.life.ask(opcode, node, body, self._unique | resent)
             self.life.die()
             del self.life
@@ -292,7 +295,7 @@ class Run:
         os.link(self.kernel.plain / source, self.kernel.plain / path)
 
     def unlink(self) -> None:
-        path = self._some(lambda path: path.is_symlink() or path.is_file())
+        path = self._some(lambda path: path.is_symlink() or path.is_file() or path.is_fifo())
         if path is None:
             return
         self.kernel.look(path)
@@ -313,6 +316,41 @@ class Run:
         (self.kernel.plain / path).rmdir()
         self.kernel.removed.append((node, _facts(os.fstat(kept))))
         os.close(kept)
+
+    def mkfifo(self) -> None:
+        path = self._free()
+        parent, name = self._at(path)
+        body = p.MKNOD_IN.pack(stat.S_IFIFO | 0o640, 0, 0, 0) + name
+        node = self.kernel.bind(path, self._ask(p.MKNOD, parent, body, f"mkfifo {path}"))
+        os.mkfifo(self.kernel.plain / path, 0o640)
+        self.kernel.pipes.append((node, os.open(self.kernel.plain / path, os.O_RDWR | os.O_NONBLOCK)))
+
+    def close_pipe(self) -> None:
+        if self.kernel.pipes:
+            os.close(self.kernel.pipes.pop(self.choose.randrange(len(self.kernel.pipes)))[1])
+
+    def refused(self) -> None:
+        """Ask for what the file system refuses: to remove a directory that is not empty, or to rename another over it."""
+        full = self._some(lambda path: not path.is_symlink() and path.is_dir() and any(path.iterdir()))
+        if full is None:
+            return
+        self.kernel.look(full)
+        parent, name = self._at(full)
+        other = self._some(lambda path: not path.is_symlink() and path.is_dir())
+        assert other is not None
+        is_apart = not f"{full}/".startswith(f"{other}/") and not f"{other}/".startswith(f"{full}/")
+        try:
+            if is_apart and self.choose.random() < 0.5:
+                self.kernel.look(other)
+                old_parent, old_name = self._at(other)
+                body = p.RENAME_IN.pack(parent) + old_name + name
+                self._ask(p.RENAME, old_parent, body, f"rename {other} {full}, refused")
+            else:
+                self._ask(p.RMDIR, parent, name, f"rmdir {full}, refused")
+        except OSError as error:
+            assert error.errno == errno.ENOTEMPTY  # noqa: PT017
+        else:
+            raise AssertionError("was not refused")
 
     def rename(self) -> None:
         old = self._some(lambda path: True)
@@ -391,6 +429,9 @@ class Run:
         for file in kernel.files:
             reply = kernel.ask(p.GETATTR, file.node, p.GETATTR_IN.pack(p.GETATTR_FH, 0, file.handle))
             assert _attr(reply, p.ATTR_HEAD.size) == _facts(os.fstat(file.fd)), f"handle {file.handle}"
+        for node, fd in kernel.pipes:
+            reply = kernel.ask(p.GETATTR, node, p.GETATTR_IN.pack(0, 0, 0))
+            assert _attr(reply, p.ATTR_HEAD.size) == _facts(os.fstat(fd)), f"pipe {node}"
         for node, facts in kernel.removed:
             reply = kernel.ask(p.GETATTR, node, p.GETATTR_IN.pack(0, 0, 0))
             assert _attr(reply, p.ATTR_HEAD.size) == facts, f"removed directory {node}"
@@ -401,6 +442,7 @@ class Run:
         """Carries out so many; the number of kills. AssertionError, or the OSError that the job would have got."""
         kinds = [self.create, self.mkdir, self.symlink, self.link, self.link, self.unlink, self.rmdir]
         kinds += [self.rename, self.rename, self.rename, self.chmod, self.write, self.close, self.forget]
+        kinds += [self.mkfifo, self.close_pipe, self.refused, self.refused]
         try:
             for _ in range(operations):
                 self.choose.choice(kinds)()
@@ -408,8 +450,8 @@ class Run:
         except (AssertionError, OSError) as error:
             raise AssertionError("\n".join([*self.log, repr(error)])) from error
         finally:
-            for file in self.kernel.files:
-                os.close(file.fd)
+            for fd in [file.fd for file in self.kernel.files] + [fd for _, fd in self.kernel.pipes]:
+                os.close(fd)
         return self.kernel.kills
 
 
