@@ -13,12 +13,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final, TypeVar
 
 import msgspec
 
 from ciuic.errors import BY_EXIT_CODE, Busy, CiuicError, NotPermitted, Unreachable, UsageError
-from ciuic.readiness import readable
+from ciuic.readiness import readable, receive_answer
 from ciuic.runtime_dir import runtime_dir
 
 SOCKET_NAME: Final = "pair.sock"
@@ -126,7 +127,8 @@ def ask(path: str, question: Question) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         connection.connect(path)
-        connection.send(data, socket.MSG_NOSIGNAL)
+        with suppress(BrokenPipeError, ConnectionResetError):  # refused at once: the refusal waits to be read
+            connection.send(data, socket.MSG_NOSIGNAL)
     except BaseException as error:
         connection.close()
         if isinstance(error, BlockingIOError):
@@ -144,7 +146,7 @@ def answer(connection: socket.socket, seconds: float) -> Taken | States:
     if not readable(connection.fileno(), max(0.0, seconds)):
         raise Unreachable("the daemon has not answered")
     try:
-        data = connection.recv(MOST_BYTES)
+        data = receive_answer(connection, MOST_BYTES)
         if not data:
             raise Unreachable("the daemon went away before it answered")
         found = decode_answer(data)

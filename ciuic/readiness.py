@@ -1,4 +1,4 @@
-"""Tell whether a descriptor can be read, whatever its number.
+"""Wait until a descriptor can be read, whatever its number; receive an answer whose sender hung up.
 
 select(2) refuses descriptors from 1024 on, and the process of a long job has such.
 """
@@ -6,6 +6,7 @@ select(2) refuses descriptors from 1024 on, and the process of a long job has su
 from __future__ import annotations
 
 import select
+import socket
 
 
 def readable(fd: int, timeout_seconds: float = 0.0) -> bool:
@@ -13,3 +14,15 @@ def readable(fd: int, timeout_seconds: float = 0.0) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(timeout_seconds * 1000))
+
+
+def receive_answer(connection: socket.socket, max_bytes: int) -> bytes:
+    """Receive the answer to a message that the peer may have refused unread. OSError.
+
+    A peer that hangs up with our message unread leaves ECONNRESET, which Linux reports before the answer that lies behind it
+    (SOCK_SEQPACKET, __skb_try_recv_datagram).
+    """
+    try:
+        return connection.recv(max_bytes)
+    except ConnectionResetError:
+        return connection.recv(max_bytes)

@@ -20,7 +20,7 @@ import msgspec
 
 from ciuic import service_manager
 from ciuic.errors import BY_EXIT_CODE, CiuicError, NotPermitted, Unreachable
-from ciuic.readiness import readable
+from ciuic.readiness import readable, receive_answer
 from ciuic.runtime_dir import runtime_dir
 
 SOCKET_NAME: Final = "watch.sock"
@@ -80,7 +80,7 @@ def introduce(path: str | Path, hello: Hello, fds: Sequence[int], *, seconds: fl
         connection.settimeout(seconds)
         connection.connect(os.fspath(path))
         _send(connection, msgspec.msgpack.encode(hello), fds, time.monotonic() + seconds)
-        data = connection.recv(MOST_BYTES)
+        data = receive_answer(connection, MOST_BYTES)
         answer = _ANSWERS.decode(data) if data else None
     except PermissionError as error:
         connection.close()

@@ -14,6 +14,7 @@ import array, encodings.idna, os, socket, struct, sys, time
 from pathlib import Path
 from ciuic import pairing
 from ciuic.errors import CiuicError
+from ciuic.readiness import receive_answer
 from ciuic.watch_client import Hello, introduce
 sys.path.insert(0, sys.argv.pop())
 from support.peers import connected, send_descriptors
@@ -30,7 +31,7 @@ fd = os.open(sys.argv[2], os.O_RDONLY)
 with connected(sys.argv[1]) as caller:
     sent = send_descriptors(caller, packed(), [os.pidfd_open(os.getpid()), fd])
     caller.settimeout(60)
-    print("sent" if sent else "not sent", caller.recv(1 << 16))
+    print("sent" if sent else "not sent", receive_answer(caller, 1 << 16))
 """
 
 SEND_A_LINGERING_SOCKET = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from ciuic.acquaintance import Acquaintance
 from ciuic.daemon.trainers import MOST_OF_A_USER
 from ciuic.errors import Busy, CiuicError, Unreachable, UsageError
 from ciuic.processes import start_ticks
+from ciuic.readiness import receive_answer
 from ciuic.watch_client import Hello, introduce, watch_socket
 from ciuic.watch_page import Page
 
@@ -120,3 +122,13 @@ def test_the_socket_is_where_the_configuration_says(tmp_path: Path) -> None:
     file.write_text("[daemon")
     assert watch_socket({"CIUIC_CONFIG": str(file)}) == "/run/ciuic/watch.sock"
     assert watch_socket({"CIUIC_CONFIG": str(tmp_path / "none")}) == "/run/ciuic/watch.sock"
+
+
+def test_a_refusal_is_read_although_the_daemon_hung_up_on_what_was_sent() -> None:
+    """The daemon refuses and closes before it has read the question: the caller learns why."""
+    ours, daemons = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        ours.send(b"a question that nobody reads")
+        daemons.send(b"refused")
+        daemons.close()
+        assert receive_answer(ours, 100) == b"refused"
