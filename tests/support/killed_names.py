@@ -110,6 +110,8 @@ class Kernel:
         self.files: list[Open] = []
         self.pipes: list[tuple[int, int]] = []
         """Node and descriptor in the plain directory of pipes that a program has open: the overlay never hears of that."""
+        self.folders: list[tuple[int, int]] = []
+        """The same of directories."""
         self.removed: list[tuple[int, tuple[int, ...]]] = []
         """Nodes of removed directories that a program has open, with their attributes."""
         self.kills = 0
@@ -152,7 +154,16 @@ class Kernel:
             parent, _, name = path.rpartition("/")
             reply = self.ask(p.LOOKUP, self.look(parent), os.fsencode(name) + b"\0")
             self.names[path] = p.ENTRY_HEAD.unpack_from(reply)[0]
+            self._check_one_node(path)
         return self.names[path]
+
+    def _check_one_node(self, path: str) -> None:
+        """What a program has open under this path has the same node: a second one would have attributes and locks of its own."""
+        st = os.lstat(self.plain / path)
+        held = [(file.node, file.fd) for file in self.files] + self.pipes + self.folders
+        for node, fd in held:
+            if os.path.samestat(os.fstat(fd), st):
+                assert self.names[path] == node, f"{path} has two nodes"
 
     def bind(self, path: str, reply: bytes) -> int:
         node: int = p.ENTRY_HEAD.unpack_from(reply)[0]
@@ -329,6 +340,16 @@ class Run:
         if self.kernel.pipes:
             os.close(self.kernel.pipes.pop(self.choose.randrange(len(self.kernel.pipes)))[1])
 
+    def open_folder(self) -> None:
+        path = self._some(lambda path: not path.is_symlink() and path.is_dir())
+        if path is not None:
+            self.log.append(f"open folder {path}")
+            self.kernel.folders.append((self.kernel.look(path), os.open(self.kernel.plain / path, os.O_PATH)))
+
+    def close_folder(self) -> None:
+        if self.kernel.folders:
+            os.close(self.kernel.folders.pop(self.choose.randrange(len(self.kernel.folders)))[1])
+
     def refused(self) -> None:
         """Ask for what the file system refuses: to remove a directory that is not empty, or to rename another over it."""
         full = self._some(lambda path: not path.is_symlink() and path.is_dir() and any(path.iterdir()))
@@ -364,13 +385,13 @@ class Run:
         same = (plain / new).exists() and not (plain / new).is_symlink() and not (plain / old).is_symlink()
         if same and (plain / old).exists() and os.path.samefile(plain / old, plain / new):
             return  # the kernel answers by itself
+        for path in (old, new):
+            if os.path.lexists(self.kernel.root / path):
+                self.kernel.look(path)
         try:
             syscalls.renameat2(-100, os.fsencode(plain / old), -100, os.fsencode(plain / new), flags)
         except OSError:
             return
-        for path in (old, new):
-            if os.path.lexists(self.kernel.root / path):
-                self.kernel.look(path)
         (parent, name), (new_parent, new_name) = self._at(old), self._at(new)
         if flags or self.choose.random() < 0.5:
             body = p.RENAME2_IN.pack(new_parent, flags, 0)
@@ -429,9 +450,9 @@ class Run:
         for file in kernel.files:
             reply = kernel.ask(p.GETATTR, file.node, p.GETATTR_IN.pack(p.GETATTR_FH, 0, file.handle))
             assert _attr(reply, p.ATTR_HEAD.size) == _facts(os.fstat(file.fd)), f"handle {file.handle}"
-        for node, fd in kernel.pipes:
+        for node, fd in [*kernel.pipes, *kernel.folders]:
             reply = kernel.ask(p.GETATTR, node, p.GETATTR_IN.pack(0, 0, 0))
-            assert _attr(reply, p.ATTR_HEAD.size) == _facts(os.fstat(fd)), f"pipe {node}"
+            assert _attr(reply, p.ATTR_HEAD.size) == _facts(os.fstat(fd)), f"pipe or directory {node}"
         for node, facts in kernel.removed:
             reply = kernel.ask(p.GETATTR, node, p.GETATTR_IN.pack(0, 0, 0))
             assert _attr(reply, p.ATTR_HEAD.size) == facts, f"removed directory {node}"
@@ -442,7 +463,15 @@ class Run:
         """Carries out so many; the number of kills. AssertionError, or the OSError that the job would have got."""
         kinds = [self.create, self.mkdir, self.symlink, self.link, self.link, self.unlink, self.rmdir]
         kinds += [self.rename, self.rename, self.rename, self.chmod, self.write, self.close, self.forget]
-        kinds += [self.mkfifo, self.close_pipe, self.refused, self.refused]
+        kinds += [
+            self.mkfifo,
+            self.close_pipe,
+            self.open_folder,
+            self.close_folder,
+            self.refused,
+            self.refused,
+            self.forget,
+        ]
         try:
             for _ in range(operations):
                 self.choose.choice(kinds)()
@@ -450,7 +479,8 @@ class Run:
         except (AssertionError, OSError) as error:
             raise AssertionError("\n".join([*self.log, repr(error)])) from error
         finally:
-            for fd in [file.fd for file in self.kernel.files] + [fd for _, fd in self.kernel.pipes]:
+            others = [*self.kernel.pipes, *self.kernel.folders]
+            for fd in [file.fd for file in self.kernel.files] + [fd for _, fd in others]:
                 os.close(fd)
         return self.kernel.kills
 
