@@ -122,7 +122,7 @@ class NodeRecords(Protocol):
     def node(self, node_id: int) -> bytes | None: ...
     def odd(self, dev: int, ino: int) -> int | None: ...
     @property
-    def last_odd(self) -> int: ...
+    def last_id(self) -> int: ...
 
 
 class Inherited:
@@ -157,8 +157,8 @@ class Inherited:
 
     @property
     def last_node(self) -> int:
-        """No node has a greater id, of those that are not found by their inode number."""
-        archived = self.archive.last_odd if self.archive is not None else 0
+        """No node has a greater id, of those that are not found by their inode number. Removed ones count."""
+        archived = self.archive.last_id if self.archive is not None else 0
         return max(archived, *self._odd.values(), 0)
 
     def node(self, node_id: int) -> NodeFacts | None:

@@ -61,8 +61,11 @@ class Archive:
         """``absorbed``: files of the ledger up to this one are in."""
         self.generation = generation or written_by + 1
         """Of the worker that reads or writes: it sees what older ones wrote."""
-        odd = self._database.execute("SELECT max(id) FROM nodes WHERE key IS NOT NULL").fetchone()
-        self._last_odd: int = odd[0] or 0
+        odd = self._database.execute("SELECT 1 FROM nodes WHERE key IS NOT NULL LIMIT 1").fetchone()
+        self._has_odd = odd is not None
+        # Removed nodes have no key and count as well: a program may have them open, and the kernel would take a file that got such
+        # an id for the removed one.
+        self._last_id: int = self._database.execute("SELECT max(id) FROM nodes").fetchone()[0] or 0
 
     def close(self) -> None:
         """Nothing is asked afterwards."""
@@ -71,9 +74,9 @@ class Archive:
     # -- for a successor ------------------------------------------------------------------------------
 
     @property
-    def last_odd(self) -> int:
-        """No node that is not found by its inode number has a greater id; 0: there was none when this was opened."""
-        return self._last_odd
+    def last_id(self) -> int:
+        """Greatest id of a node when this was opened, removed ones included; 0 without any."""
+        return self._last_id
 
     def node(self, node_id: int) -> bytes | None:
         """Its records, unless this generation has written them itself."""
@@ -86,7 +89,7 @@ class Archive:
 
     def odd(self, dev: int, ino: int) -> int | None:
         """The node of an inode whose number is not the node's id."""
-        if not self._last_odd:
+        if not self._has_odd:
             return None
         row = self._database.execute(
             "SELECT id FROM nodes WHERE key = ? AND generation < ?", (_key(dev, ino), self.generation)
@@ -154,7 +157,7 @@ class Archive:
 class _All:
     """Every row, whoever wrote it."""
 
-    last_odd = 0
+    last_id = 0
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database

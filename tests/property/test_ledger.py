@@ -267,6 +267,18 @@ def test_inodes_whose_number_is_not_their_nodes_id_are_found(tmp_path: Path) -> 
     archive.close()
 
 
+def test_the_id_of_a_removed_node_is_not_given_out_again(tmp_path: Path) -> None:
+    """A program has it open, and the kernel knows it by that id: the next file would be the same one for it."""
+    data = ledger.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")
+    data += ledger.unlinked_record(1 << 62, 1, b"name", gone=True)
+    archive = Archive(tmp_path / "l.archive-test")
+    list(archive.absorb(1, data))
+    archive.close()
+    archive = Archive(tmp_path / "l.archive-test")
+    assert Inherited(archive).last_node == 1 << 62
+    archive.close()
+
+
 def test_a_torn_ledger_is_believed_up_to_its_last_whole_record(tmp_path: Path) -> None:
     """Cut anywhere, it replays without an error, and what it says grows with its length."""
     written = Ledger(tmp_path / "l")
