@@ -372,7 +372,9 @@ def _apply_unlinked(found: Inherited, body: bytes) -> None:
     if node is None:
         return
     name = (parent, body[_UNLINKED_FIELDS.size :])
-    if node.name == name:
+    if gone:
+        node.name, node.aliases = None, set()
+    elif node.name == name:
         node.name = node.aliases.pop() if node.aliases else None
     else:
         node.aliases.discard(name)

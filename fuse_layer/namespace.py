@@ -372,10 +372,11 @@ class Namespace:
 
     def _exchanged(self, one: tuple[Node, bytes, _Target], other: tuple[Node, bytes, _Target]) -> None:
         (parent, name, here), (new_parent, new_name, there) = one, other
-        if here.node is not None:
-            self._nodes.renamed(here.node, parent, name, new_parent, new_name)
+        # The first one last: its record is the one that settles the change, so a successor that has it has both.
         if there.node is not None:
             self._nodes.renamed(there.node, new_parent, new_name, parent, name)
+        if here.node is not None:
+            self._nodes.renamed(here.node, parent, name, new_parent, new_name)
         if not self._state.tracked(parent):
             return
         tracker = self._state.tracker

@@ -357,12 +357,16 @@ class NodeTable(NodeWays):
         with self._lock:
             if self.ledger is not None:
                 self.ledger.append(ledger.unlinked_record(node.id, parent.id, name, gone=gone))
-            if node.parent is parent and node.name == name:
+            if gone:  # and with it every name that it had once
+                names, node.parent, node.aliases, node.astray = node.names(), None, None, False
+                for known_parent, _ in names:
+                    self._drop_below(known_parent)
+            elif node.parent is parent and node.name == name:
                 if node.aliases:
                     node.parent, node.name = node.aliases.pop()
                 else:
                     node.parent = None
-                    node.astray = not gone
+                    node.astray = True
                 self._drop_below(parent)
             elif node.aliases and (parent, name) in node.aliases:
                 node.aliases.remove((parent, name))

@@ -64,6 +64,14 @@ def _settle_one(nodes: NodeTable, names: Names, inodes: Inodes, is_gone: Callabl
         there = _ino(nodes, new_parent, names.new_name)
     except OSError:
         return False
+    # What was under the new name first: the record of the rename itself settles the change, and this worker may die before it.
+    if inodes.replaced and there != inodes.replaced:
+        replaced = nodes.by_ino(inodes.replaced)
+        if inodes.exchange and here == inodes.replaced and replaced is not None:
+            if (new_parent, names.new_name) in replaced.names():
+                nodes.renamed(replaced, new_parent, names.new_name, parent, names.name)
+        else:
+            _removed(nodes, inodes.replaced, new_parent, names.new_name, is_gone)
     moved = nodes.by_ino(inodes.ino)
     if (
         there == inodes.ino
@@ -72,13 +80,6 @@ def _settle_one(nodes: NodeTable, names: Names, inodes: Inodes, is_gone: Callabl
         and (parent, names.name) in moved.names()
     ):
         nodes.renamed(moved, parent, names.name, new_parent, names.new_name)
-    if inodes.replaced and there != inodes.replaced:
-        replaced = nodes.by_ino(inodes.replaced)
-        if inodes.exchange and here == inodes.replaced and replaced is not None:
-            if (new_parent, names.new_name) in replaced.names():
-                nodes.renamed(replaced, new_parent, names.new_name, parent, names.name)
-        else:
-            _removed(nodes, inodes.replaced, new_parent, names.new_name, is_gone)
     return True
 
 

@@ -44,7 +44,7 @@ from ciuic.fuse_layer.ledger_writer import Ledger
 _MODULES = (attributes, data, directories, hidden_links, namespace, node_ways, state, ways)
 _TERMS = Negotiated(45, 0)
 _OTHERS = "others"
-_MOST_STEPS = 9
+_MOST_STEPS = 14
 """More than any of these requests takes."""
 
 
