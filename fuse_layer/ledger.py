@@ -172,6 +172,9 @@ class Inherited:
                 return None
         if isinstance(known, bytes):
             known = self.nodes[node_id] = _facts(known)
+            if known.id != known.ino and not known.gone:
+                # A worker that takes this file into the archive writes the row anew, as its own, and no longer finds it there.
+                self.note_odd(known)
         return known
 
     def take(self, node_id: int) -> NodeFacts | None:

@@ -267,6 +267,22 @@ def test_inodes_whose_number_is_not_their_nodes_id_are_found(tmp_path: Path) -> 
     archive.close()
 
 
+def test_an_inode_is_found_after_the_newest_file_went_into_the_archive(tmp_path: Path) -> None:
+    """A node of another number, from the archive, that the newest file renames: its worker archives that file as its own."""
+    archive = Archive(tmp_path / "l.archive-test")
+    list(archive.absorb(1, ledger.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")))
+    archive.close()
+    inherited = Inherited(Archive(tmp_path / "l.archive-test"))
+    newest = ledger.renamed_record(1 << 62, 1, b"name", 1, b"new name")
+    list(inherited.apply(newest))
+    assert inherited.archive is not None
+    own = Archive(tmp_path / "l.archive-test", generation=inherited.archive.generation)
+    list(own.absorb(2, newest))
+    assert inherited.odd(1, 5) == 1 << 62
+    for one in (own, inherited.archive):
+        one.close()
+
+
 def test_the_id_of_a_removed_node_is_not_given_out_again(tmp_path: Path) -> None:
     """A program has it open, and the kernel knows it by that id: the next file would be the same one for it."""
     data = ledger.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")
