@@ -42,19 +42,8 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
         # Into files: a job that fills a pipe would not end, and kills without a job prove nothing.
         said_by = [(top / f"job{number}.out", top / f"job{number}.err") for number in range(_ROOTS)]
         jobs = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    twin_job.__file__,
-                    str(root),
-                    str(plain),
-                    f"{seed}{number}",
-                    str(top / "stop"),
-                ],
-                stdout=out.open("wb"),
-                stderr=err.open("wb"),
-            )
-            for number, (root, plain, (out, err)) in enumerate(zip(roots, plains, said_by, strict=True))
+            _started([str(root), str(plain), f"{seed}{number}", str(top / "stop")], *said)
+            for number, (root, plain, said) in enumerate(zip(roots, plains, said_by, strict=True))
         ]
         counts, stuck = [0] * _ROOTS, list[str]()
         killers = [
@@ -101,6 +90,11 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
         Figure("median system call, µs", round(1e6 * statistics.median(sample)) if sample else 0),
         Figure("99th percentile, µs", round(1e6 * sample[len(sample) * 99 // 100]) if sample else 0),
     ]
+
+
+def _started(arguments: list[str], out: Path, err: Path) -> subprocess.Popen[bytes]:
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        return subprocess.Popen([sys.executable, twin_job.__file__, *arguments], stdout=stdout, stderr=stderr)
 
 
 def _kill(
