@@ -21,7 +21,7 @@ MAX_REPLY_BYTES = 256 << 20
 """``writers`` names every file open for writing: a hundred thousand long paths still fit."""
 
 USE_OF_HOLD_SECONDS: Final = 1.0
-"""For so long a worker goes on holding after it made a cut: within it the other roots are cut, and all are released."""
+"""Time for which a worker goes on holding after it made a cut: the other roots are cut and all are released within it."""
 
 _LENGTH = struct.Struct("<I")
 _MAX_FDS = 4

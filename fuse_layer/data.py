@@ -76,8 +76,8 @@ class Data:
             return handle
 
     def is_unseen(self, handle: int) -> None:
-        """What was just created will be written past us (unseen.py). A cut may have come after the creation: then the file as it
-        is now, empty, is what the sealed epoch needs."""
+        """Note that a file that was just created will be written past us (unseen.py). After a cut since the creation, the sealed epoch
+        needs the file as it is now: empty."""
         with self._state.gate:
             file = self._state.file(handle)
             self._keep_from_unseen(file.node, file.fd)

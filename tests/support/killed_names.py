@@ -158,7 +158,7 @@ class Kernel:
         return self.names[path]
 
     def _check_one_node(self, path: str) -> None:
-        """What a program has open under this path has the same node: a second one would have attributes and locks of its own."""
+        """Check that a file that is open has one node: a second one would have attributes and locks of its own."""
         st = os.lstat(self.plain / path)
         held = [(file.node, file.fd) for file in self.files] + self.pipes + self.folders
         for node, fd in held:

@@ -259,7 +259,7 @@ def test_a_cut_that_outlives_its_hold_is_not_made(
 def test_a_status_beside_a_commit_leaves_the_next_epoch_its_log(
     core: OverlayCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asks for the status may find a commit half done, and go on when the next epoch is cut already."""
+    """A status request finds a commit half done, and goes on when the next epoch is cut already."""
     created(core, b"name", b"content")
     first = core.cut()
     core.setattr(core.lookup(ROOT_ID, b"name").node, SetAttr(mode=0o600))
