@@ -7,8 +7,8 @@ from support.killed_names import run
 
 pytestmark = pytest.mark.keeps_descriptors("a worker that dies within a call closes nothing")
 
-RUNS = 12
-SEEDS_A_TEST = 4
+RUNS = 8
+SEEDS_A_TEST = 3
 FIRST_SEED = 80
 """Runs 95 and 101 found two files with one node, and an exchange that was carried out twice."""
 

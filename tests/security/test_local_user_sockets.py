@@ -98,7 +98,8 @@ def _parent(pid: int) -> int:
 def _receivers(path: Path) -> list[int]:
     """Processes that were started to own this socket. Helpers have the same words, and a parent that has them."""
     named = {pid for pid, command in _commands().items() if b'"path":"%s"' % os.fsencode(path) in command}
-    return sorted(pid for pid in named if _parent(pid) not in named)
+    # Without a parent it has ended since it was listed: a helper, for a receiver stays.
+    return sorted(pid for pid in named if _parent(pid) not in {0, *named})
 
 
 def _commands() -> dict[int, bytes]:
