@@ -16,13 +16,13 @@ from typing import Final
 from ciuic.errors import CiuicError
 from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.sweep import HURRIED, USUAL, Thresholds
+from ciuic.training.marks import DAMAGED, VERIFIED, mark_damage_of
 from ciuic.training.messages import Note, Rules
 from ciuic.training.preservation import Known, kept, needs_facts
-from ciuic.training.reading import Facts, damaged_chunks, read_facts
+from ciuic.training.reading import Facts, read_facts
 from ciuic.types import SnapshotId
 
-VERIFIED: Final = "verified"
-DAMAGED: Final = "snapshot_damaged"
+DAMAGE_NOTE: Final = "snapshot_damaged"
 """Event of the note that one of the trainer's snapshots cannot be read back."""
 _ASK_EVERY: Final = 64
 _LOCK_WAIT_SECONDS: Final = 5.0
@@ -106,14 +106,14 @@ class Housekeeping:
     def _one_is_verified(self, repository: Repository, keep: Sequence[SnapshotInfo]) -> bool:
         """Of those that stay; newest first, until one is."""
         for info in keep:
-            if VERIFIED in info.tags:
+            if VERIFIED in info.tags and _is_there(repository, info.id):
                 return True
             reason = read_back(repository, info.id, self._gives_way)
             if reason is None:
                 self._given_way += 1
                 return False
             if reason:
-                self._tell(Note(DAMAGED, f"{info.id} cannot be read back: {reason}"))
+                self._tell(Note(DAMAGE_NOTE, f"{info.id} cannot be read back: {reason}"))
                 continue
             with repository.writer(
                 wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: verified"
@@ -144,13 +144,26 @@ def divide(
 ) -> tuple[list[SnapshotInfo], list[SnapshotId]]:
     """(those that stay, newest first; ids of the others, oldest first). ``infos``: newest first. ``facts``: as far as rules need them.
 
-    Where rules need facts of a snapshot and there are none, it stays: that something cannot be read is no reason to delete it.
+    Where rules need facts of a snapshot and there are none, it stays: that something cannot be read is no reason to delete it. Damaged
+    snapshots take the place of no good one: they are not counted, and go when they are older than all good ones that stay.
     """
     needed = needs_facts(rules.keep)
-    stay = kept([_known(info, facts.get(info.id), needed) for info in infos], rules.keep)
+    good = [info for info in infos if DAMAGED not in info.tags] or infos
+    stay = set(kept([_known(info, facts.get(info.id), needed) for info in good], rules.keep))
+    oldest_ns = min((info.time_ns for info in infos if info.id in stay), default=0)
+    stay |= {info.id for info in infos if DAMAGED in info.tags and (info.held or info.time_ns >= oldest_ns)}
     return [info for info in infos if info.id in stay], [
         info.id for info in reversed(infos) if info.id not in stay
     ]
+
+
+def _is_there(repository: Repository, id_: SnapshotId) -> bool:
+    """Return whether the snapshot's own file can be read."""
+    try:
+        repository.snapshots.load(id_)
+    except CiuicError:
+        return False
+    return True
 
 
 def _known(info: SnapshotInfo, facts: Facts | None, needed: bool) -> Known:
@@ -164,7 +177,7 @@ def read_back(
 ) -> str | None:
     """Reads and checks every byte of a snapshot. "" when all is right, else what is wrong; None when it was stopped.
 
-    What is damaged is marked, so that the next snapshot that has the content stores it anew.
+    What is damaged is marked (`marks.mark_damage`).
     """
     try:
         snapshot = repository.snapshots.load(id_)
@@ -174,11 +187,6 @@ def read_back(
             if reached.kind == "data":
                 repository.chunks.get(reached.id)
     except CiuicError as error:
-        bad = damaged_chunks(repository, id_)
-        if bad:
-            with repository.writer(
-                wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: mark damage"
-            ) as writer:
-                writer.mark_damaged(bad)
+        mark_damage_of(repository, id_, _LOCK_WAIT_SECONDS, "SnapshotManager: mark damage")
         return error.message
     return ""

@@ -13,6 +13,10 @@ from ciuic.repository import Repository
 from ciuic.training.reading import SavedSnapshot, damaged_chunks, saved_snapshots
 from ciuic.types import SnapshotId
 
+VERIFIED: Final = "verified"
+"""Tag of a snapshot that was read back whole after it was written."""
+DAMAGED: Final = "damaged"
+"""Tag of a snapshot that could not be read whole. Preservation does not count it."""
 _LOCK_WAIT_SECONDS: Final = 60.0
 
 
@@ -59,12 +63,24 @@ def release(path: Path, snapshot: str) -> None:
 
 
 def mark_damage(path: Path, snapshots: Iterable[str]) -> None:
-    """Marks what of these cannot be read, so that content that comes again is stored anew and not taken for stored."""
+    """Mark what of these snapshots cannot be read, durably on return. Busy; OSError.
+
+    Content that comes again is stored anew and not taken for stored. The snapshots are tagged `DAMAGED` and lose `VERIFIED`, so that
+    preservation counts only those that can be loaded. A snapshot whose content reads well is left as it is, and so is one whose own
+    file is damaged."""
     with Repository.open(path) as repository:
-        bad = [chunk for id_ in snapshots for chunk in damaged_chunks(repository, SnapshotId(id_))]
-        if bad:
-            with repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="mark damage") as writer:
-                writer.mark_damaged(bad)
+        for id_ in map(SnapshotId, snapshots):
+            mark_damage_of(repository, id_, _LOCK_WAIT_SECONDS, "mark damage")
+
+
+def mark_damage_of(repository: Repository, id_: SnapshotId, wait_seconds: float, command: str) -> None:
+    """As `mark_damage`, of one snapshot in an open repository."""
+    if not (bad := damaged_chunks(repository, id_)):
+        return
+    with repository.writer(wait_seconds=wait_seconds, command=command) as writer:
+        writer.mark_damaged(bad)
+        tags = (tag for tag in repository.snapshots.load(id_).tags if tag != VERIFIED)
+        writer.set_marks(id_, tags=(*tags, DAMAGED))
 
 
 def _set_hold(path: Path, snapshot: str, *, held: bool, reason: str) -> None:

@@ -33,7 +33,7 @@ from ciuic.training.codecs import Chooser, Chosen
 from ciuic.training.committing import Known, commit, put_files
 from ciuic.training.filesystem import Answer
 from ciuic.training.forecast import measure
-from ciuic.training.housekeeping import DAMAGED, Housekeeping
+from ciuic.training.housekeeping import DAMAGE_NOTE, Housekeeping
 from ciuic.training.known_to_daemon import Watched
 from ciuic.training.messages import (
     Attach,
@@ -241,7 +241,7 @@ class _Writer:
         return True
 
     def _housekeeping_says(self, note: Note) -> None:
-        if note.event == DAMAGED:
+        if note.event == DAMAGE_NOTE:
             self._forget()  # else the next snapshot would share what is damaged
         self._trainer.tell(note)
 

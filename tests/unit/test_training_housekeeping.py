@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from pathlib import Path
+
+import numpy
 
 from ciuic import SnapshotManager
 from ciuic.daemon.store import Store
 from ciuic.gc import prune
-from ciuic.repository import Repository
+from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.retention import RetentionPolicy
-from ciuic.training import EverySteps
+from ciuic.training import EverySteps, Latest
 from ciuic.training.housekeeping import divide
+from ciuic.training.marks import DAMAGED
 from ciuic.training.messages import Rules
 from ciuic.training.policies import Moment, Rule
 from ciuic.training.reading import read_facts
-from ciuic.types import RootRecord, SnapshotDraft, SnapshotId
+from ciuic.types import ChunkId, RootRecord, SnapshotDraft, SnapshotId
 
 
 def test_what_cannot_be_read_is_no_reason_to_delete_it(tmp_path: Path) -> None:
@@ -29,6 +34,71 @@ def test_what_cannot_be_read_is_no_reason_to_delete_it(tmp_path: Path) -> None:
     assert divide(infos, rules, facts)[1] == [infos[1].id]
     del facts[infos[1].id]
     assert divide(infos, rules, facts)[1] == []
+
+
+def test_damaged_snapshots_take_the_place_of_no_good_one(tmp_path: Path) -> None:
+    """Each run saves once, and its snapshot is damaged although it was verified: the one that all of them resumed from stays."""
+    for step in range(5):
+        with SnapshotManager(tmp_path / "s", max_snapshots=2) as manager:
+            state = manager.load_latest_snapshot()
+            assert state is None if step == 0 else state is not None and state["step"] == 0
+            save = manager.save_snapshot(value=numpy.full(1 << 18, step), step=step, wait=True)
+        assert save is not None
+        if step:
+            _damage_own_content(tmp_path / "s", save.id)
+    with SnapshotManager(tmp_path / "s", max_snapshots=2) as manager:
+        assert manager.load_latest_snapshot() is not None
+        for step in (5, 6):
+            manager.save_snapshot(value=numpy.full(1 << 18, step), step=step, wait=True)
+    with Repository.open(tmp_path / "s") as repository:
+        assert [DAMAGED in info.tags for info in repository.snapshots.list()] == [False, False]
+
+
+def test_a_damaged_snapshot_stays_while_it_is_newer_than_a_good_one() -> None:
+    """And is held like any other; where all are damaged the rules count them."""
+
+    def dropped(*damaged: int, held: int = 0) -> list[int]:
+        infos = [
+            SnapshotInfo(
+                id=SnapshotId(f"cs-00000{number}"),
+                time_ns=number,
+                size_bytes=0,
+                new_bytes=0,
+                files=0,
+                tags=(DAMAGED,) if number in damaged else (),
+                held=number == held,
+            )
+            for number in (5, 4, 3, 2, 1)
+        ]
+        return [int(id_[-1]) for id_ in divide(infos, Rules(keep=(Latest(2),)), {})[1]]
+
+    assert dropped() == [1, 2, 3]
+    assert dropped(5, 4) == [1]
+    assert dropped(5, 4, 3) == []
+    assert dropped(4, 2) == [1, 2]
+    assert dropped(4, 2, held=2) == [1]
+    assert dropped(5, 4, 3, 2, 1) == [1, 2, 3]
+
+
+def _damage_own_content(save_dir: Path, id_: str) -> None:
+    """Flip a bit in each chunk that only this snapshot has."""
+    with Repository.open(save_dir) as repository:
+        seen: set[ChunkId] = set()
+        walker = Walker(repository, seen=seen)
+        for other in repository.snapshots.ids():
+            if other != id_:
+                deque(walker.walk(repository.snapshots.load(other), on_damage=lambda *_: None), maxlen=0)
+        own = [
+            one.id for one in walker.walk(repository.snapshots.load(SnapshotId(id_))) if one.kind == "data"
+        ]
+        places = [repository.chunks.locate(chunk) for chunk in own]
+    assert places
+    for place in places:
+        with open(save_dir / "packs" / f"{place.pack:016x}.pack", "r+b") as file:
+            file.seek(place.offset + place.stored_bytes // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 4]))
 
 
 def test_no_retention_but_its_own_removes_states(tmp_path: Path) -> None:
