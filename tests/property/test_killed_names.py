@@ -7,9 +7,9 @@ from support.killed_names import run
 
 pytestmark = pytest.mark.keeps_descriptors("a worker that dies within a call closes nothing")
 
-RUNS = 8
-SEEDS_A_TEST = 3
-FIRST_SEED = 80
+RUNS = 26
+SEEDS_A_TEST = 4
+FIRST_SEED = 0
 """Runs 95 and 101 found two files with one node, and an exchange that was carried out twice."""
 
 

@@ -502,11 +502,13 @@ def run(seed: int, operations: int = 40) -> int:
     """One run in a directory of its own; the number of kills."""
     top = Path(tempfile.mkdtemp(prefix="ciuic-killed-"))
     umask = os.umask(0)
+    gc.freeze()  # or each kill would look at every object of the test process
     try:
         this = Run(seed, top)
         with _steps(this.kernel.step):
             return this.go(operations)
     finally:
+        gc.unfreeze()
         os.umask(umask)
         shutil.rmtree(top, ignore_errors=True)  # the ledger's thread may be at work in it
         shutil.rmtree(top, ignore_errors=True)
