@@ -7,7 +7,6 @@ descriptors, and the time that prune and list take.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import time
@@ -17,6 +16,7 @@ from datetime import timezone
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from support.core_driver import ROOT, open_backing
 from support.stored import read_back
 
@@ -257,4 +257,4 @@ def _digests(tree: dict[bytes, Any]) -> dict[bytes, Any]:
 
 
 def _digest(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
+    return xxhash.xxh3_128(content).digest()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from collections.abc import Callable
 from typing import Any
 
+import xxhash
 from support.trees import Facts, Manifest
 
 from ciuic.types import Entry, RootRecord
@@ -36,7 +36,7 @@ def snapshot_manifest(trees: Any, content: Callable[[Entry], bytes], root: RootR
             rdev=full.rdev,
             size_bytes=full.size_bytes,
             mtime_ns=full.mtime_ns,
-            digest=hashlib.sha256(content(full)).hexdigest() if full.is_file else "",
+            digest=xxhash.xxh3_128(content(full)).hexdigest() if full.is_file else "",
             target=full.target,
             xattrs=tuple((os.fsdecode(name), value) for name, value in full.xattrs),
             same_inode_as=same,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
 import socket
@@ -10,6 +9,8 @@ import stat
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
+
+import xxhash
 
 LONG_NAME = b"n" * 255
 ODD_NAMES = (
@@ -102,7 +103,7 @@ def _add(
 
 
 def _digest(folder: int, name: bytes) -> str:
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=folder), "rb") as file:
         while data := file.read(1 << 20):
             digest.update(data)
