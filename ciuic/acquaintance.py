@@ -20,6 +20,8 @@ KNOWN_SECONDS: Final = 1.0
 """A daemon that was there is most likely being started again."""
 UNKNOWN_SECONDS: Final = 10.0
 REFUSED_SECONDS: Final = 600.0
+_LOOK_SECONDS: Final = 0.05
+"""Between two looks whether a daemon is there again: it takes a second to start."""
 
 
 class Acquaintance:
@@ -37,24 +39,30 @@ class Acquaintance:
         self._hello = hello
         self._fds = tuple(fds)
         self._on_trouble = on_trouble
-        self._known = threading.Event()
-        """The daemon has answered, and lives."""
         self._hurry = threading.Event()
         self._was_known = False
         self._refused = False
         self._tried = threading.Event()
+        self._connection: socket.socket | None = None
+        """To the daemon that has answered; None while none is known to live."""
 
     def start(self) -> None:
         threading.Thread(target=self._keep, name="ciuic-watched", daemon=True).start()
 
     def last_words(self, seconds: float) -> None:
-        """The trainer is gone, and not as it should: a daemon that is being started again should know. Waits for it so long, where
-        there was one."""
+        """Wait until a daemon knows of the trainer, which did not end as it should; at most ``seconds``, and only where there was one."""
         self._hurry.set()
-        if self._was_known and not self._refused:
-            self._known.wait(seconds)
-        else:
+        if not self._was_known or self._refused:
             self._tried.wait(ANSWER_SECONDS)
+            return
+        deadline = time.monotonic() + seconds
+        while not self._is_known() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+
+    def _is_known(self) -> bool:
+        """Return whether a daemon that has answered lives. Its end is asked for: the thread may not have noticed it yet."""
+        connection = self._connection
+        return connection is not None and not _has_ended(connection)
 
     def _keep(self) -> None:
         told: set[type[CiuicError]] = set()
@@ -71,16 +79,26 @@ class Acquaintance:
                 pause = REFUSED_SECONDS if self._refused else UNKNOWN_SECONDS
             else:
                 self._was_known = True
-                self._known.set()
+                self._connection = connection
                 self._tried.set()
                 told.clear()
                 _until_gone(connection)
-                self._known.clear()
+                self._connection = None
                 pause = KNOWN_SECONDS
             if self._was_known and not self._refused:
                 pause = KNOWN_SECONDS
             if self._hurry.wait(0 if self._hurry.is_set() else pause):
                 time.sleep(KNOWN_SECONDS)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Return whether the other end is closed."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:  # closed by the thread meanwhile
+        return True
 
 
 def _until_gone(connection: socket.socket) -> None:

@@ -16,6 +16,7 @@ from support.live import wait_for
 from support.peers import connected, send_descriptors
 from support.served_watch import ServedWatch
 
+from ciuic import acquaintance
 from ciuic.acquaintance import Acquaintance
 from ciuic.daemon.trainers import MOST_OF_A_USER
 from ciuic.errors import Busy, CiuicError, Unreachable, UsageError
@@ -112,6 +113,35 @@ def test_a_daemon_that_comes_later_or_again_is_told(short_tmp: Path, monkeypatch
                     assert not deadline.wait(0.02)
                 known.last_words(30)
         assert {type(trouble) for trouble in troubles} == {Unreachable}
+
+
+def test_the_last_words_wait_for_the_next_daemon_before_its_end_was_noticed(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Daemon and trainer were killed together, and the thread that watches the daemon has not run since."""
+    monkeypatch.setattr("ciuic.acquaintance.KNOWN_SECONDS", 0.05)
+    has_run, until_gone = threading.Event(), acquaintance._until_gone
+
+    def noticed_late(connection: socket.socket) -> None:
+        has_run.wait()
+        until_gone(connection)
+
+    monkeypatch.setattr(acquaintance, "_until_gone", noticed_late)
+    page = Page()
+    with life() as mine:
+        known = Acquaintance(lambda: str(short_tmp / "watch.sock"), ME, [mine, page.fd])
+        with ServedWatch(short_tmp) as served:
+            known.start()
+            wait_for("the trainer", lambda: served.names() == ["me"], 30)
+            known.last_words(30)
+        words = threading.Thread(target=known.last_words, args=[60])
+        words.start()
+        words.join(0.2)
+        assert words.is_alive()
+        with ServedWatch(short_tmp):
+            has_run.set()
+            words.join(30)
+            assert not words.is_alive()
 
 
 def test_the_socket_is_where_the_configuration_says(tmp_path: Path) -> None:
