@@ -14,7 +14,8 @@ LOCKED := $(PY) -m pip install -qq --require-hashes --no-deps
 PYTEST := $(PY) -m pytest --timeout=300 --timeout-method=thread
 
 # Each in a process with directories of its own; a file's tests stay together. JOBS=0: in one process, to look into a test.
-JOBS ?= 2
+# Three on two processors: tests wait for disks, timers and one another's daemons a third of the time.
+JOBS ?= 3
 PARALLEL := -n $(JOBS) --dist loadfile
 
 # What is run on the other driver as well; all that mounts would take twice the time.
