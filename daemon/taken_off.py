@@ -18,6 +18,8 @@ from ciuic.errors import CiuicError
 _DETACH_SECONDS: Final = 3.0
 """For which mounting anew waits for the old worker, which should leave undo log, journal and socket first: some milliseconds, unless
 the host is overloaded or the worker hangs. The root is open to everybody meanwhile."""
+_END_SECONDS: Final = 0.5
+"""The same for the end of a worker of pyfuse3, which is the only sign that nothing was open: its connection belongs to libfuse."""
 
 
 def abort_pending(client: WorkerClient) -> None:
@@ -27,7 +29,10 @@ def abort_pending(client: WorkerClient) -> None:
 
 
 async def leave_to_linger(worker: Worker, grace_seconds: float) -> bool:
-    """Let a worker whose overlay is gone end when nothing is open in it any more; whether it goes on until then."""
+    """Let a worker whose overlay is gone end when nothing is open in it any more, and return whether it goes on until then."""
+    if worker.session_fd is None:
+        with trio.move_on_after(_END_SECONDS):
+            await worker.wait()
     lingers = worker.is_alive() and not worker.session_is_over()
     with trio.move_on_after(_DETACH_SECONDS):
         if not lingers:

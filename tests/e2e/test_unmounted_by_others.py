@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.driver import PASSES
 from support.site import Site, ended, site_in, until
 
 pytestmark = pytest.mark.mount
@@ -74,6 +76,8 @@ def test_with_open_files(site: Site) -> None:
         assert log.seek(0) == 0
         assert log.read() == b"one two "
         (root / "after").write_text("seen")
+        if not PASSES:
+            os.fsync(log.fileno())  # no cut reaches what the kernel has cached for the overlay that is gone
         snapshot = site.snapshot()
         assert site.content(snapshot, root, b"log") == b"one two "
         assert site.content(snapshot, root, b"after") == b"seen"
