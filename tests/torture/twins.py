@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -72,6 +73,8 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
             if "handle_lost" in line or "not_settled" in line
         ]
     differences = [error for job, (_, error) in zip(jobs, outputs, strict=True) if job.returncode]
+    if not (differences or lost or stuck):
+        shutil.rmtree(top)  # otherwise it is what there is to look at
     said = [json.loads(output) for output, _ in outputs if output]
     longest = max((call[2] for job in said for call in job["long"]), default=0.0)
     sample = sorted(seconds for job in said for seconds in job["sample"])
