@@ -76,9 +76,11 @@ class Host:
     def _ready(self) -> bool:
         command = [sys.executable, "-m", "ciuic", "status", "--json"]
         done = subprocess.run(command, env=self.environment, capture_output=True, check=False)
-        return done.returncode == 0 and all(
-            root["state"] == "mounted" for root in json.loads(done.stdout)["roots"]
-        )
+        if done.returncode != 0:
+            return False
+        states = [root["state"] for root in json.loads(done.stdout)["roots"]]
+        # The daemon answers before it has begun to serve any root.
+        return states == ["mounted"] * self.config.read_text().count("[[root]]")
 
     def stop(self) -> None:
         if self.daemon is not None:
