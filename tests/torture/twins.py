@@ -74,7 +74,7 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
         ]
     differences = [error for job, (_, error) in zip(jobs, outputs, strict=True) if job.returncode]
     if not (differences or lost or stuck):
-        shutil.rmtree(top)  # otherwise it is what there is to look at
+        shutil.rmtree(top, ignore_errors=True)  # otherwise it is what there is to look at
     said = [json.loads(output) for output, _ in outputs if output]
     longest = max((call[2] for job in said for call in job["long"]), default=0.0)
     sample = sorted(seconds for job in said for seconds in job["sample"])
