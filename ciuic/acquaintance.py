@@ -21,7 +21,7 @@ KNOWN_SECONDS: Final = 1.0
 UNKNOWN_SECONDS: Final = 10.0
 REFUSED_SECONDS: Final = 600.0
 _LOOK_SECONDS: Final = 0.05
-"""Between two looks whether a daemon is there again: it takes a second to start."""
+"""Pause between two looks for a daemon, which takes a second to start."""
 
 
 class Acquaintance:
@@ -44,7 +44,7 @@ class Acquaintance:
         self._refused = False
         self._tried = threading.Event()
         self._connection: socket.socket | None = None
-        """To the daemon that has answered; None while none is known to live."""
+        """Connection to the daemon that has answered; None while no daemon is known to live."""
 
     def start(self) -> None:
         threading.Thread(target=self._keep, name="ciuic-watched", daemon=True).start()

@@ -19,7 +19,7 @@ _DETACH_SECONDS: Final = 3.0
 """For which mounting anew waits for the old worker, which should leave undo log, journal and socket first: some milliseconds, unless
 the host is overloaded or the worker hangs. The root is open to everybody meanwhile."""
 _END_SECONDS: Final = 0.5
-"""The same for the end of a worker of pyfuse3, which is the only sign that nothing was open: its connection belongs to libfuse."""
+"""Time for which mounting anew waits for the end of a pyfuse3 worker, the only sign that nothing was open: libfuse owns its connection."""
 
 
 def abort_pending(client: WorkerClient) -> None:

@@ -85,7 +85,7 @@ class UndoLog:
         self.most_directories = MAX_DIRECTORIES
         self._clearing = threading.Lock()
         self._unclean = False
-        """Whether garbage of ended epochs is still there."""
+        """True while files of ended epochs are not removed."""
         self._forget_saved()
         self.inherited = self._inherit(state_fd) if inherit else None
         """State that was taken over from a predecessor; None where there was none."""
@@ -135,7 +135,7 @@ class UndoLog:
 
     @property
     def active(self) -> bool:
-        """Whether a sealed epoch still needs the old state of what is changed now."""
+        """True while a sealed epoch needs the old state of what is changed now."""
         return bool(self._pending)
 
     @property

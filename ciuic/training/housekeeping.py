@@ -145,13 +145,15 @@ def divide(
     """(those that stay, newest first; ids of the others, oldest first). ``infos``: newest first. ``facts``: as far as rules need them.
 
     Where rules need facts of a snapshot and there are none, it stays: that something cannot be read is no reason to delete it. Damaged
-    snapshots take the place of no good one: they are not counted, and go when they are older than all good ones that stay.
+    snapshots take the place of no good one, and stay as long as if they were whole: a repair may still heal them.
     """
     needed = needs_facts(rules.keep)
-    good = [info for info in infos if DAMAGED not in info.tags] or infos
-    stay = set(kept([_known(info, facts.get(info.id), needed) for info in good], rules.keep))
-    oldest_ns = min((info.time_ns for info in infos if info.id in stay), default=0)
-    stay |= {info.id for info in infos if DAMAGED in info.tags and (info.held or info.time_ns >= oldest_ns)}
+    good = [info for info in infos if DAMAGED not in info.tags]
+    stay = {
+        id_
+        for counted in (infos, good)
+        for id_ in kept([_known(info, facts.get(info.id), needed) for info in counted], rules.keep)
+    }
     return [info for info in infos if info.id in stay], [
         info.id for info in reversed(infos) if info.id not in stay
     ]

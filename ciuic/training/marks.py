@@ -16,7 +16,7 @@ from ciuic.types import SnapshotId
 VERIFIED: Final = "verified"
 """Tag of a snapshot that was read back whole after it was written."""
 DAMAGED: Final = "damaged"
-"""Tag of a snapshot that could not be read whole. Preservation does not count it."""
+"""Tag of a snapshot that could not be read whole. It takes the place of no good one."""
 _LOCK_WAIT_SECONDS: Final = 60.0
 
 
@@ -66,7 +66,7 @@ def mark_damage(path: Path, snapshots: Iterable[str]) -> None:
     """Mark what of these snapshots cannot be read, durably on return. Busy; OSError.
 
     Content that comes again is stored anew and not taken for stored. The snapshots are tagged `DAMAGED` and lose `VERIFIED`, so that
-    preservation counts only those that can be loaded. A snapshot whose content reads well is left as it is, and so is one whose own
+    they take the place of none that can be loaded. A snapshot whose content reads well is left as it is, and so is one whose own
     file is damaged."""
     with Repository.open(path) as repository:
         for id_ in map(SnapshotId, snapshots):
@@ -74,13 +74,14 @@ def mark_damage(path: Path, snapshots: Iterable[str]) -> None:
 
 
 def mark_damage_of(repository: Repository, id_: SnapshotId, wait_seconds: float, command: str) -> None:
-    """As `mark_damage`, of one snapshot in an open repository."""
+    """Mark what of one snapshot of an open repository cannot be read, as `mark_damage` does."""
     if not (bad := damaged_chunks(repository, id_)):
         return
     with repository.writer(wait_seconds=wait_seconds, command=command) as writer:
         writer.mark_damaged(bad)
-        tags = (tag for tag in repository.snapshots.load(id_).tags if tag != VERIFIED)
-        writer.set_marks(id_, tags=(*tags, DAMAGED))
+        if id_ in repository.snapshots.names():  # another process may have removed it while it was read
+            tags = (tag for tag in repository.snapshots.load(id_).tags if tag != VERIFIED)
+            writer.set_marks(id_, tags=(*tags, DAMAGED))
 
 
 def _set_hold(path: Path, snapshot: str, *, held: bool, reason: str) -> None:

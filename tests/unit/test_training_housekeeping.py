@@ -7,13 +7,15 @@ from collections import deque
 from pathlib import Path
 
 import numpy
+from hypothesis import given
+from hypothesis.strategies import builds, integers, lists, sets
 
 from ciuic import SnapshotManager
 from ciuic.daemon.store import Store
 from ciuic.gc import prune
 from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.retention import RetentionPolicy
-from ciuic.training import EverySteps, Latest
+from ciuic.training import EverySeconds, EverySteps, Latest
 from ciuic.training.housekeeping import divide
 from ciuic.training.marks import DAMAGED
 from ciuic.training.messages import Rules
@@ -54,8 +56,8 @@ def test_damaged_snapshots_take_the_place_of_no_good_one(tmp_path: Path) -> None
         assert [DAMAGED in info.tags for info in repository.snapshots.list()] == [False, False]
 
 
-def test_a_damaged_snapshot_stays_while_it_is_newer_than_a_good_one() -> None:
-    """And is held like any other; where all are damaged the rules count them."""
+def test_a_damaged_snapshot_stays_as_long_as_a_whole_one() -> None:
+    """And is held like any other; good ones stay as if it were not there."""
 
     def dropped(*damaged: int, held: int = 0) -> list[int]:
         infos = [
@@ -74,10 +76,41 @@ def test_a_damaged_snapshot_stays_while_it_is_newer_than_a_good_one() -> None:
 
     assert dropped() == [1, 2, 3]
     assert dropped(5, 4) == [1]
-    assert dropped(5, 4, 3) == []
+    assert dropped(5, 4, 3) == [3]
     assert dropped(4, 2) == [1, 2]
     assert dropped(4, 2, held=2) == [1]
     assert dropped(5, 4, 3, 2, 1) == [1, 2, 3]
+
+
+@given(
+    damaged=sets(integers(1, 12)),
+    held=sets(integers(1, 12)),
+    rules=lists(
+        builds(Latest, integers(1, 6)) | builds(EverySeconds, integers(1, 6)), min_size=1, max_size=3
+    ),
+)
+def test_damage_never_removes_a_snapshot(
+    damaged: set[int], held: set[int], rules: list[Latest | EverySeconds]
+) -> None:
+    """What stays without the damage stays with it, and every good one that would stay if there were no damaged ones."""
+
+    def stay(numbers: set[int], tagged: set[int]) -> set[str]:
+        infos = [
+            SnapshotInfo(
+                id=SnapshotId(f"cs-{number:06x}"),
+                time_ns=number * 10**9,
+                size_bytes=0,
+                new_bytes=0,
+                files=0,
+                tags=(DAMAGED,) if number in tagged else (),
+                held=number in held,
+            )
+            for number in sorted(numbers, reverse=True)
+        ]
+        return {info.id for info in divide(infos, Rules(keep=tuple(rules)), {})[0]}
+
+    everything = set(range(1, 13))
+    assert stay(everything, damaged) == stay(everything, set()) | stay(everything - damaged, set())
 
 
 def _damage_own_content(save_dir: Path, id_: str) -> None:
