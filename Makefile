@@ -24,11 +24,12 @@ BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/t
 CACHED := tests/conformance tests/property/test_mount_exact.py \
 	tests/e2e/test_survival.py::test_a_job_does_not_notice_that_its_worker_is_killed
 
-.PHONY: help rescue test check lock sbom unit torture bench bench-store bench-store-memory bench-polite bench-saves bench-sizes setup setup-test preflight clean
+.PHONY: help rescue test check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
 	@echo "make check    formatting, lint, types, layers, known weaknesses of dependencies (no root needed)"
+	@echo "make docs     the documentation as a site, with the API from the docstrings, in build/site/html"
 	@echo "make lock     newest versions of all dependencies into requirements/ (CONTRIBUTING.md)"
 	@echo "make sbom     list of the components of a release, CycloneDX, in dist/"
 	@echo "make torture  tries to break every promise for SECONDS=600 with SEED=… DRIVER=kernel (or pyfuse3, kernel-cached) and prints one table of figures"
@@ -77,6 +78,12 @@ DRIVER ?= kernel
 torture: preflight-torture
 	@.ci/setup test
 	@CIUIC_TEST_DRIVER=$(DRIVER) PYTHONPATH=tests $(PY) -m torture --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+docs:
+	@.ci/setup test
+	@$(PY) -c 'import mkdocstrings' 2>/dev/null || $(LOCKED) -r requirements/docs.txt
+	@NO_MKDOCS_2_WARNING=1 $(PY) docs/site/build.py
+	@echo "build/site/html/index.html"
 
 bench: preflight-bench
 	@.ci/setup test

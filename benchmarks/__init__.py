@@ -1,1 +1,1 @@
-"""Speed of a protected directory next to the plain one, side by side on one machine (docs/benchmarks.md)."""
+"""Benchmarks of a protected directory beside the plain one, on one machine (docs/benchmarks.md)."""

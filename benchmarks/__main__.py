@@ -1,7 +1,7 @@
-"""What a protected directory costs the job.
+"""Cost of a protected directory for the job.
 
     make bench                                         everything, at the size of the figures that are reported
-    make bench ARGS="--scale 0.02 --rounds 1"          does everything work? (no figure of it means anything)
+    make bench ARGS="--scale 0.02 --rounds 1"          smoke test; its figures mean nothing
     make bench ARGS="data metadata --places tmpfs"     only these
 
 docs/benchmarks.md says what is measured and how to read it.
@@ -14,18 +14,22 @@ import sys
 from pathlib import Path
 
 from benchmarks import command, plot, report, workloads
-from benchmarks.contenders import NATIVE, Contender, contenders, why_not
+from benchmarks.contenders import NATIVE, Contender, contenders, refusal_reason
 from benchmarks.places import DISK, TMPFS
 from benchmarks.samples import Note
 from benchmarks.suite import CORE
 
 
 def _contenders(wanted: set[str], top: Path) -> tuple[list[Contender], list[Note]]:
-    chosen = [one for one in contenders(os.environ) if not wanted or one.name in wanted | {NATIVE, CORE}]
-    refused = {one.name: why_not(one, top) for one in chosen}
+    chosen = [
+        contender
+        for contender in contenders(os.environ)
+        if not wanted or contender.name in wanted | {NATIVE, CORE}
+    ]
+    refused = {contender.name: refusal_reason(contender, top) for contender in chosen}
     return (
-        [one for one in chosen if not refused[one.name]],
-        [Note(name, why) for name, why in refused.items() if why],
+        [contender for contender in chosen if not refused[contender.name]],
+        [Note(name, reason) for name, reason in refused.items() if reason],
     )
 
 

@@ -1,17 +1,19 @@
-"""Snapshots on a busy host: how long they take there, and what they cost fio and a training step beside them.
+"""Snapshots on a busy host: their duration, and their cost for fio and a training step beside them.
 
     make bench-polite ARGS="--cases busy"                           the figures that are reported
-    make bench-polite ARGS="--cases busy --rounds 1 --seconds 4"    does everything work? (no figure of it means anything)
+    make bench-polite ARGS="--cases busy --rounds 1 --seconds 4"    smoke test; its figures mean nothing
 
-Busy means: eight processes that compute without end, each in a session of its own, and a writer of 80 MB/s that syncs every 8 MiB to the
-disk that also holds root and repository (ext4 on a loop device, as in polite.py). A daemon with its default configuration serves the
-root. Each round measures, from the start of the command to its end,
+The busy host has eight processes that compute in an endless loop, each in a session of its own, and a writer
+of 80 MB/s that syncs every 8 MiB to the disk that also holds root and repository (ext4 on a loop device, as
+in polite.py). A daemon with its default configuration serves the root. Each round measures, from the start of
+the command to its end,
 
 * `ciuic protect` of a root of 12 MB in 205 files, and `ciuic snapshot --wait`: its first snapshot;
 * `ciuic snapshot --wait` after 1.5 MB in 205 files were written;
 
-and, with nothing and with a snapshot of such changes every five seconds (asked for over the socket) by turns, fio's 4 KiB random reads and a training step of
-PyTorch that reads from the root. The changes are made in both: only the snapshot is ours.
+and fio's 4 KiB random reads and a training step of PyTorch that reads from the root, in alternation with and
+without a snapshot of such changes every five seconds (requested over the socket). The changes are made in
+both cases.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from typing import Final, NamedTuple
 
 from support.live import Live
 
-from ciuic.control import ControlClient
+from ciuic.protocol.control import ControlClient
 
 BUSY_PROCESSES: Final = 8
 _FILES: Final = 205
@@ -65,7 +67,7 @@ names, seconds, until = sorted(os.scandir(sys.argv[1]), key=lambda entry: entry.
 while time.monotonic() < until:
     began = time.perf_counter()
     with open(names[len(seconds) % len(names)].path, "rb") as file:
-        sample = bytearray(file.read(4096).ljust(4096, b"x"))  # it may just be written
+        sample = bytearray(file.read(4096).ljust(4096, b"x"))  # another thread may be writing the file
     values = torch.frombuffer(sample, dtype=torch.uint8).float().reshape(16, 256) / 256
     optimizer.zero_grad()
     layers(values).square().mean().backward()
@@ -102,19 +104,19 @@ class Figure(NamedTuple):
 
 
 class Host:
-    """A daemon, a root and a repository on one disk, with or without others there."""
+    """A daemon, a root and a repository on one disk, with or without other processes at work."""
 
     def __init__(self, place: Path, own: Path) -> None:
-        """``own``: a directory with a short name, for sockets and logs."""
+        """Prepare the host; ``own`` is a directory with a short name, for sockets and logs."""
         self.place = place
         self.live = Live(own, repository=place / "repository")
         text = self.live.config.read_text().replace('[capture]\nmin_share = "100%"\n', "")
-        self.live.config.write_text(text)  # as it is when nobody configures anything
+        self.live.config.write_text(text)  # the default configuration
         self._root_number = 0
         self.root = place / "root-0"
 
     def new_root(self) -> None:
-        """Another directory of 12 MB; nothing is left of the one before."""
+        """Replace the directory by a new one of 12 MB."""
         if self._root_number:
             self.live.run("unprotect", str(self.root))
             shutil.rmtree(self.root)
@@ -124,7 +126,7 @@ class Host:
         os.sync()
 
     def write(self, total_bytes: int) -> None:
-        """Every file anew."""
+        """Write every file again."""
         for number in range(_FILES):
             folder = self.root / f"d{number % 10}"
             folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +139,10 @@ class Host:
         return time.monotonic() - began
 
     def request_seconds(self) -> float:
-        """Return the seconds of the same request over the socket: the command's own interpreter would disturb fio and the training."""
+        """Return the seconds of the same request over the socket.
+
+        Starting the command's interpreter would disturb fio and the training.
+        """
         began = time.monotonic()
         with ControlClient(self.live.top / "run" / "control.sock") as control:
             control.take_snapshot(wait=True)
@@ -146,7 +151,7 @@ class Host:
 
 @contextlib.contextmanager
 def busy(place: Path) -> Iterator[None]:
-    """Keep other processes busy: spinning processors and a writer on the disk."""
+    """Run processes that spin on the processors, and a writer on the disk."""
     commands = [[sys.executable, "-c", _COMPUTE]] * BUSY_PROCESSES
     commands.append([sys.executable, "-c", _WRITE, str(place / "writer")])
     processes = [subprocess.Popen(command, start_new_session=True) for command in commands]
@@ -161,28 +166,28 @@ def busy(place: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def changes(host: Host, *, snapshots: bool) -> Iterator[list[float]]:
-    """1.5 MB of changes every five seconds, with a snapshot of each or without; how long those took."""
-    over, taken = threading.Event(), list[float]()
+    """Change 1.5 MB every five seconds, with or without a snapshot of each; collect their durations."""
+    stop, durations = threading.Event(), list[float]()
 
     def change() -> None:
-        while not over.is_set():
+        while not stop.is_set():
             next_at = time.monotonic() + _EVERY_SECONDS
             host.write(_CHANGED_BYTES)
             if snapshots:
-                taken.append(host.request_seconds())
-            over.wait(max(0.0, next_at - time.monotonic()))
+                durations.append(host.request_seconds())
+            stop.wait(max(0.0, next_at - time.monotonic()))
 
     thread = threading.Thread(target=change)
     thread.start()
     try:
-        yield taken
+        yield durations
     finally:
-        over.set()
+        stop.set()
         thread.join()
 
 
 def fio_p99_ms(place: Path, seconds: float) -> float:
-    """4 KiB random reads past the page cache, one at a time."""
+    """Measure 4 KiB random reads that bypass the page cache, one at a time."""
     from benchmarks.polite import JOBS, run_fio
 
     percentiles = run_fio(JOBS[0], place, seconds)["clat_ns"]["percentile"]
@@ -190,20 +195,20 @@ def fio_p99_ms(place: Path, seconds: float) -> float:
 
 
 def step_p99_ms(host: Host, seconds: float) -> float:
-    """One thread, a quarter of a megabyte of weights, a sample from the root: short, so that a turn has hundreds of steps."""
-    done = subprocess.run(
+    """Train with one thread on samples from the root, in short steps: a turn has hundreds of them."""
+    completed = subprocess.run(
         [sys.executable, "-c", _TRAIN, str(host.root / "d1"), str(seconds)],
         check=True,
         capture_output=True,
         text=True,
         timeout=seconds + 120,
     )
-    seconds_each: list[float] = json.loads(done.stdout)
+    seconds_each: list[float] = json.loads(completed.stdout)
     return statistics.quantiles(seconds_each, n=100)[98] * 1e3
 
 
 def measure(host: Host, number: int, seconds: float) -> Iterator[Figure]:
-    """One round."""
+    """Run one round."""
     host.new_root()
     with busy(host.place):
         began = time.monotonic()
@@ -212,13 +217,13 @@ def measure(host: Host, number: int, seconds: float) -> Iterator[Figure]:
         yield Figure(number, BARS[0].figure, "", host.command_seconds())
         host.write(_CHANGED_BYTES)
         yield Figure(number, BARS[1].figure, "", host.command_seconds())
-        # Forwards and backwards by turns: the one that always came second would find what the first had left.
+        # The order changes every round: the second case always runs on the state that the first has left.
         for beside in BESIDE[:: -1 if number % 2 else 1]:
-            with changes(host, snapshots=beside == "snapshots") as taken:
+            with changes(host, snapshots=beside == "snapshots") as durations:
                 yield Figure(number, "fio p99", beside, fio_p99_ms(host.place, seconds))
                 yield Figure(number, "training step p99", beside, step_p99_ms(host, seconds))
-            for each in taken:
-                yield Figure(number, "snapshot of 1.5 MB beside fio or a training", "", each)
+            for duration in durations:
+                yield Figure(number, "snapshot of 1.5 MB beside fio or a training", "", duration)
 
 
 def medians(figures: Sequence[Figure]) -> dict[tuple[str, str], float]:
@@ -239,7 +244,7 @@ def verdicts(figures: Sequence[Figure]) -> list[tuple[Bar, float]]:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Figures and bars for a person."""
+    """Return figures and bars as text."""
     lines = [
         "| figure | beside it | values | median | least | most |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
@@ -259,7 +264,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def run(options: argparse.Namespace, results: Path) -> None:
-    """Measure, print, and leave the figures in a file."""
+    """Measure, print, and write the figures to a file."""
     from benchmarks.polite import JOBS, disk, run_fio
 
     figures: list[Figure] = []

@@ -1,9 +1,11 @@
-"""The process in which the steps of one suite run for one contender; started by lane.py, told what to do on standard
-input, one line of JSON a step, and answering with one line each.
+"""Process that runs the steps of one suite for one contender.
+
+lane.py starts it and sends requests on standard input, one line of JSON per step; the process answers each
+with one line.
 
     python -m benchmarks.child SUITE
 
-A step that raises is answered with its error; the runner decides what becomes of it.
+The answer to a step that raises is its error; the runner decides what follows.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from benchmarks.suite import Before, Job, Measured
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Carry out a step of the suite, or (steps FURNISH_SOURCE and FURNISH) furnish the source or the contender's directory."""
+    """Request of one step of the suite; FURNISH_SOURCE and FURNISH write the initial files instead."""
 
     step: int
     job: Job
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What the step measured, or its error."""
+    """Values that the step measured, or its error."""
 
     measured: Measured | None
     error: str = ""
@@ -47,9 +49,9 @@ _DROP: dict[Before, bytes] = {
 
 
 def main(suite_name: str) -> int:
-    """Serves requests until standard input ends."""
+    """Serve requests until standard input ends."""
     suite = {suite.name: suite for suite in (*workloads.SUITES, *store_suites.SUITES)}[suite_name]
-    # What a step prints must not be taken for an answer.
+    # The output of a step must not be read as an answer.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     for line in sys.stdin.buffer:
@@ -80,8 +82,8 @@ def _furnished(work: Callable[[Job], None], job: Job) -> Measured:
 
 
 def _settle(job: Job, before: Before) -> None:
-    # What the contender before has left to be written would be written at the expense of this one. Its mount has been
-    # seen to by its own process; what is behind all of them is one file system.
+    # Dirty pages of the preceding contender would be written at the expense of this one. Its own process has
+    # synced its mount; all contenders share the file system below.
     _write_back(job.directory)
     _write_back(job.source)
     if _DROP[before]:
@@ -90,7 +92,7 @@ def _settle(job: Job, before: Before) -> None:
 
 
 def _write_back(directory: str) -> None:
-    """The file system of this directory alone: on a tmpfs nobody should wait for what others write to the disk."""
+    """Sync the file system of this directory only: a step on a tmpfs must not wait for the disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd):

@@ -1,7 +1,7 @@
-"""The command line of a benchmark: reads the arguments, has the session run, writes a table, a plot and the raw values.
+"""Command line of a benchmark: read the arguments, run the session, write a table, a plot and the raw values.
 
-Guarantees: what was measured before an interruption is written; nothing that was mounted or started stays, or it is
-named and the exit code is 1.
+Guarantees: what was measured before an interruption is written; nothing that was mounted or started stays, or
+it is named and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Benchmark(NamedTuple):
-    """What one `make bench…` measures, with whom, and what it is held against."""
+    """Suites, contenders and bars of one `make bench…`."""
 
     prog: str
     description: str
     suites: Sequence[Suite]
     contenders: Callable[[set[str], Path], tuple[list[Contender], list[Note]]]
-    """Those that can be measured, of the names that are wanted (all when empty), and why others cannot. The path is a
-    directory to try in."""
+    """Function that returns the contenders that can be measured, and the reasons why others cannot.
+
+    It gets the requested names (none for all), and a directory in which to try."""
     places: tuple[str, ...]
     comparison: report.Comparison
     draw: Callable[[Table, Path], bool]
     name: str
-    """Of the files to write when none is given."""
+    """Default name of the files to write."""
     rounds: int = 5
 
 
@@ -77,18 +78,20 @@ def _arguments(benchmark: Benchmark) -> argparse.Namespace:
     if unknown := set(arguments.places.split(",")) - set(benchmark.places):
         parser.error(f"no place named {', '.join(sorted(unknown))}")
     if arguments.scale <= 0 or arguments.rounds < 1:
-        parser.error("scale and rounds must be more than nothing")
+        parser.error(
+            f"--scale must be more than 0 and --rounds at least 1, got {arguments.scale:g} and {arguments.rounds}"
+        )
     return arguments
 
 
 def main(benchmark: Benchmark) -> int:
-    """0 when something was measured and nothing was left behind."""
+    """Return 0 if something was measured and nothing was left behind."""
     arguments = _arguments(benchmark)
     if os.geteuid() != 0:
         print("benchmarks: this needs root, because it mounts and drops caches", file=sys.stderr)
         return 2
-    # Orphans become children of this process, so that what a contender leaves behind is seen; and an end by signal
-    # takes the same way out as any other.
+    # Orphans become children of this process, so that processes left behind by a contender are found. SIGTERM
+    # raises SystemExit, so that the cleanup below runs.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     with (
@@ -104,8 +107,8 @@ def main(benchmark: Benchmark) -> int:
             found = _measure(benchmark, arguments, Path(own), Path(disk))
         finally:
             left = leftovers.remove_new(before, below)
-            for what in left:
-                print(f"benchmarks: left behind: {what}", file=sys.stderr)
+            for name in left:
+                print(f"benchmarks: left behind: {name}", file=sys.stderr)
     return 0 if found and not left else 1
 
 
@@ -119,15 +122,15 @@ def _measure(benchmark: Benchmark, arguments: argparse.Namespace, own: Path, dis
         disk=disk,
     )
     wanted = set(filter(None, arguments.contenders.split(",")))
-    able, refused = benchmark.contenders(wanted, own)
-    session = Session(options, able, lambda text: print(text, flush=True))
+    available, refused = benchmark.contenders(wanted, own)
+    session = Session(options, available, lambda text: print(text, flush=True))
     for note in refused:
         session.note(note.what, note.why)
     try:
         session.run(
             [suite for suite in benchmark.suites if not arguments.only or suite.name in arguments.only]
         )
-    finally:  # what was measured before an interruption is worth keeping
+    finally:  # write also what was measured before an interruption
         document = report.Document(
             machine=report.machine(arguments.disk),
             began=began,
@@ -146,9 +149,9 @@ def _measure(benchmark: Benchmark, arguments: argparse.Namespace, own: Path, dis
 def _write(benchmark: Benchmark, document: report.Document, folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     found = table(document.samples)
-    if why := plot.why_not():
-        print(f"no plot: {why}")
-    picture = f"{name}.png" if not why and benchmark.draw(found, folder / f"{name}.png") else ""
+    if reason := plot.missing_reason():
+        print(f"no plot: {reason}")
+    picture = f"{name}.png" if not reason and benchmark.draw(found, folder / f"{name}.png") else ""
     (folder / f"{name}.json").write_bytes(
         msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
     )

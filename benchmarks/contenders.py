@@ -1,8 +1,8 @@
-"""Who is measured: the plain directory, ciuic on each of its drivers, and other file systems where they are built.
+"""Contenders: the plain directory, ciuic on each of its drivers, and other file systems if they are built.
 
-A contender serves a directory that is over, or beside, a *backing* directory of its own, and takes it away again. One
-that cannot serve on this machine is found out by ``why_not`` before anything is measured. To add a driver, add its name
-to ``suite.DRIVERS``; to add a peer, a line to ``contenders``.
+A contender serves a directory that is over, or beside, a *backing* directory of its own, and takes it away
+again. One that cannot serve on this machine is found out by ``refusal_reason`` before anything is measured.
+To add a driver, add its name to ``suite.DRIVERS``; to add a peer, a line to ``contenders``.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ class Served(Protocol):
     config: str
 
     def close(self, *, hung: bool = False) -> None:
-        """Takes the mount away; kills what does not end by itself, and at once what is known to hang."""
+        """Unmount; kill processes that do not end by themselves, and at once those that are known to hang."""
 
 
 class Place(NamedTuple):
-    """What a contender gets: a backing directory, and a directory of its own for sockets and logs (a short name:
-    unix socket paths end at 107 bytes)."""
+    """Directories of a contender: its backing directory, and one for sockets and logs.
+
+    The latter has a short name: paths of unix sockets end at 107 bytes.
+    """
 
     backing: Path
     own: Path
@@ -53,12 +55,12 @@ class Place(NamedTuple):
 
     @property
     def beside(self) -> Path:
-        """For what a contender keeps on the same file system."""
+        """Directory for data that a contender keeps on the same file system."""
         return self.backing.with_name(f"{self.backing.name}-beside")
 
 
 class Contender(NamedTuple):
-    """A name in the table, and how to serve: a worker or program alone, or with daemon and interval snapshots."""
+    """Contender: its name in the table, and functions that serve it without and with a daemon."""
 
     name: str
     serve: Callable[[Place], Served]
@@ -66,7 +68,7 @@ class Contender(NamedTuple):
 
 
 class Plain:
-    """The directory itself."""
+    """The plain directory."""
 
     control, server_pid, log, config = "", 0, "", ""
 
@@ -95,13 +97,13 @@ class Worker:
             try:
                 self._overlay.stop(0)
                 return
-            except Exception:  # hung, or half dead: whatever it is, it must not stay
+            except Exception:  # any failure: the process is killed below
                 pass
         self._overlay.kill()
 
 
 class Daemon:
-    """The whole of ciuic over the backing directory, with a snapshot at every interval (a minute at scale 1)."""
+    """Daemon and workers over the backing directory, with a snapshot every interval (a minute at scale 1)."""
 
     control = ""
 
@@ -127,7 +129,7 @@ class Daemon:
 
 
 class Program:
-    """Another file system: ``program`` is run in the foreground with the backing directory and a mount point."""
+    """Other file system: ``program`` runs in the foreground with the backing directory and a mount point."""
 
     control, log, config = "", "", ""
 
@@ -168,7 +170,7 @@ def _ciuic(name: str, driver: str) -> Contender:
 
 
 def contenders(environment: Mapping[str, str]) -> list[Contender]:
-    """All that might be measured, the plain directory first."""
+    """Return all contenders that might be measured, the plain directory first."""
     found = [Contender(NATIVE, Plain, Plain), Contender(CORE, Plain)]
     found += [_ciuic(name, driver) for name, driver in zip(CIUIC, DRIVERS, strict=True)]
     peer = environment.get(PEER_VARIABLE, "")
@@ -180,8 +182,8 @@ def contenders(environment: Mapping[str, str]) -> list[Contender]:
     return found
 
 
-def why_not(contender: Contender, top: Path) -> str:
-    """Why it cannot serve here, found out by trying; nothing when it can."""
+def refusal_reason(contender: Contender, top: Path) -> str:
+    """Return why the contender cannot serve here, by trying; empty if it can."""
     own = Path(tempfile.mkdtemp(dir=top))
     place = Place(own / "backing", own, 1)
     place.backing.mkdir()
@@ -191,7 +193,7 @@ def why_not(contender: Contender, top: Path) -> str:
         (served.directory / "probe").write_bytes(b"probe")
         if (served.directory / "probe").read_bytes() != b"probe":
             return "it does not read back what was written"
-    except Exception as error:  # whatever is wrong with it, it is left out and its last words are shown
+    except Exception as error:  # any failure: the contender is left out, with the end of its error message
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return lines[-1] if lines else type(error).__name__
     finally:

@@ -1,13 +1,14 @@
-"""What saving costs a training on an accelerator: the stall of a save, steps per second, and the way back to the device.
+"""Cost of saves for a training on an accelerator: stall of a save, steps per second, load to the device.
 
     python -m benchmarks.gpu_saves                               on one GPU, in less than five minutes; prints JSON
-    python -m benchmarks.gpu_saves --device cpu --gigabytes 0.02 does everything work? (no figure of it means anything)
+    python -m benchmarks.gpu_saves --device cpu --gigabytes 0.02 smoke test; its figures mean nothing
 
-*stall*: a step with a save in it and the next one, the program's stream waited for after each, against twice the median of those without;
-so work that the device puts off for the copy counts as well as a host that waits. *loop*: steps per second with a save every so many
-steps, until all is stored, against none. *restore*: from the directory to a model and an optimizer on the device. Contenders are a save
-that the manager takes by itself (copied beside the next step), one that is asked for (the host waits for the copy), `dcp.async_save` and
-`torch.save`.
+*stall*: time of a step with a save and of the next step, with a wait for the program's stream after each,
+compared with twice the median of steps without; so work that the device delays for the copy counts as well as
+a host that waits. *loop*: steps per second with periodic saves, until everything is stored, compared with
+none. *restore*: from the directory to a model and an optimizer on the device. Contenders are a save that the
+manager takes by itself (copied beside the next step), an explicit save (the host waits for the copy),
+`dcp.async_save` and `torch.save`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from typing import Any, Final, NamedTuple
 
 _LAYERS: Final = 6
 _BYTES_OF_A_WEIGHT: Final = 12
-"""With Adam's two moments."""
+"""Bytes of a float32 weight with Adam's two moments."""
 CONTENDERS: Final = ("nothing", "ciuic by itself", "ciuic when asked", "dcp.async_save", "torch.save")
 
 
 class Training:
-    """A step of about the work that weights of that size mean: a batch of 4096 through layers that are square."""
+    """Training with typical work for its weights: a batch of 4096 (64 on the CPU) through square layers."""
 
     def __init__(self, device: str, gigabytes: float) -> None:
         torch = self.torch = _import("torch")
@@ -54,7 +55,7 @@ class Training:
         self.optimizer.step()
 
     def sync(self) -> None:
-        """For the program's own stream: what copies beside it is no part of a step until a step waits for it."""
+        """Wait for the program's own stream: a concurrent copy counts only if a step waits for it."""
         if self._device != "cpu":
             self.torch.accelerator.current_stream().synchronize()
 
@@ -62,27 +63,27 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def size_bytes(self) -> int:
-        weights: int = sum(one.numel() * one.element_size() for one in self.model.state_dict().values())
-        kept = self.optimizer.state_dict()["state"].values()
+        weights: int = sum(value.numel() * value.element_size() for value in self.model.state_dict().values())
+        states = self.optimizer.state_dict()["state"].values()
         return weights + sum(
-            int(one.numel() * one.element_size())
-            for of_one in kept
-            for one in of_one.values()
-            if hasattr(one, "numel")
+            int(value.numel() * value.element_size())
+            for state in states
+            for value in state.values()
+            if hasattr(value, "numel")
         )
 
 
-class Way(NamedTuple):
-    """Of saving."""
+class Saver(NamedTuple):
+    """Method of saving, as functions that the training loop calls."""
 
     after_step: Callable[[int], object]
-    """Called with the number of each step, whether it is to be saved or not."""
+    """Function to call with the number of each step, saved or not."""
     finish: Callable[[], object]
-    """Until all is stored."""
+    """Function that waits until everything is stored."""
     close: Callable[[], object]
 
 
-def way_of(contender: str, training: Training, place: Path, every: int) -> Way:
+def saver_of(contender: str, training: Training, place: Path, every: int) -> Saver:
     def nothing(*_: object) -> None: ...
 
     if contender.startswith("ciuic"):
@@ -94,29 +95,29 @@ def way_of(contender: str, training: Training, place: Path, every: int) -> Way:
         )
         if by_itself:
             manager.register(model=training.model, optimizer=training.optimizer)
-            return Way(nothing, lambda: manager.wait(), lambda: _closed(manager))
+            return Saver(nothing, lambda: manager.wait(), lambda: _close(manager))
         manager.take({"model": training.model, "optimizer": training.optimizer})
 
-        def ask(number: int) -> None:
+        def request(number: int) -> None:
             if number % every == 0:
                 manager.save_snapshot(step=number)
 
-        return Way(ask, lambda: manager.wait(), lambda: _closed(manager))
+        return Saver(request, lambda: manager.wait(), lambda: _close(manager))
     if contender == "dcp.async_save":
         dcp = _import("torch.distributed.checkpoint")
-        under_way: list[Any] = []
+        pending: list[Any] = []
 
         def finish() -> None:
-            while under_way:
-                under_way.pop().result()
+            while pending:
+                pending.pop().result()
 
-        def behind(number: int) -> None:
+        def save_async(number: int) -> None:
             if number % every == 0:
                 finish()
                 target = str(place / f"dcp-{number // every % 2}")
-                under_way.append(dcp.async_save(training.state(), checkpoint_id=target))
+                pending.append(dcp.async_save(training.state(), checkpoint_id=target))
 
-        return Way(behind, finish, nothing)
+        return Saver(save_async, finish, nothing)
     if contender == "torch.save":
 
         def save(number: int) -> None:
@@ -127,11 +128,11 @@ def way_of(contender: str, training: Training, place: Path, every: int) -> Way:
                     os.fsync(file.fileno())
                 os.replace(f"{path}.tmp", path)
 
-        return Way(save, nothing, nothing)
-    return Way(nothing, nothing, nothing)
+        return Saver(save, nothing, nothing)
+    return Saver(nothing, nothing, nothing)
 
 
-def _closed(manager: Any) -> None:
+def _close(manager: Any) -> None:
     stats = manager.stats
     print(f"  {stats.saved} saved, {stats.skipped} skipped, {stats.failed} failed", file=sys.stderr)
     pinned = [slot.arena.pinned for slot in manager._saver.client.slots if slot.arena is not None]
@@ -140,8 +141,8 @@ def _closed(manager: Any) -> None:
 
 
 def measure(contender: str, training: Training, place: Path, steps: int, every: int) -> dict[str, float]:
-    """After two saves for everything to be there: the stall of a save alone, then the loop."""
-    way = way_of(contender, training, place, every)
+    """Measure the stall of a save alone, then the loop, after two saves that warm everything up."""
+    saver = saver_of(contender, training, place, every)
     number = 0
 
     def step() -> float:
@@ -150,35 +151,35 @@ def measure(contender: str, training: Training, place: Path, steps: int, every: 
         training.sync()
         began = time.perf_counter()
         training.step()
-        way.after_step(number)
+        saver.after_step(number)
         training.sync()
         return time.perf_counter() - began
 
     for _ in range(2 * every):
         step()
-    way.finish()
+    saver.finish()
     plain: list[float] = []
     saving: list[float] = []
     while len(saving) < 4:
         seconds = step()
         if number % every == 0:
-            # What the next step has to wait for is a part of it.
+            # A copy that the next step waits for is part of the stall.
             saving.append(seconds + step())
-            way.finish()
+            saver.finish()
         else:
             plain.append(seconds)
-    stalls = [max(0.0, one - 2 * statistics.median(plain)) for one in saving]
+    stalls = [max(0.0, seconds - 2 * statistics.median(plain)) for seconds in saving]
     training.sync()
     began = time.perf_counter()
     for _ in range(steps):
         number += 1
         training.step()
-        way.after_step(number)
+        saver.after_step(number)
     training.sync()
     stepped = time.perf_counter()
-    way.finish()
+    saver.finish()
     ended = time.perf_counter()
-    way.close()
+    saver.close()
     return {
         "stall_median_s": statistics.median(stalls),
         "stall_max_s": max(stalls),
@@ -189,7 +190,7 @@ def measure(contender: str, training: Training, place: Path, steps: int, every: 
 
 
 def restore(contender: str, training: Training, place: Path, device: str) -> float:
-    """Seconds, from a warm page cache."""
+    """Return the seconds of a load, from a warm page cache."""
     torch = training.torch
     began = time.perf_counter()
     if contender == "ciuic":
@@ -215,7 +216,7 @@ def restore(contender: str, training: Training, place: Path, device: str) -> flo
 
 
 def copies(training: Training, device: str, gigabytes: float) -> dict[str, float]:
-    """Bytes a second from the device, for comparison."""
+    """Return bytes per second from the device, for comparison."""
     torch = training.torch
     size = int(gigabytes * 1e9)
     source = torch.empty(size, dtype=torch.uint8, device=device)
@@ -235,7 +236,7 @@ def copies(training: Training, device: str, gigabytes: float) -> dict[str, float
 
 
 def _import(name: str) -> Any:
-    """Not a dependency: type checking must not need it."""
+    """Import a module that is no dependency, so that type checking does not need it."""
     return importlib.import_module(name)
 
 
@@ -247,7 +248,7 @@ def _device() -> str | None:
 
 @contextlib.contextmanager
 def _one_process(place: Path) -> Any:
-    """As dcp.async_save asks for."""
+    """Start the process group that dcp.async_save requires."""
     distributed = _import("torch.distributed")
     distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{place}/rendezvous")
     try:
@@ -266,7 +267,7 @@ def main() -> None:
     options = parser.parse_args()
     device = options.device or _device()
     if device is None:
-        print(json.dumps({"error": "there is no accelerator here that torch can use; nothing was measured"}))
+        print(json.dumps({"error": "torch finds no accelerator on this machine; nothing was measured"}))
         raise SystemExit(2)
     torch = _import("torch")
     found: dict[str, Any] = {
@@ -292,7 +293,7 @@ def main() -> None:
                 if device.startswith("cuda"):
                     found[contender]["device_peak_bytes"] = torch.cuda.max_memory_allocated()
             found["restore_s"] = {
-                one: restore(one, training, place, device) for one in ("ciuic", "dcp.load", "torch.load")
+                name: restore(name, training, place, device) for name in ("ciuic", "dcp.load", "torch.load")
             }
     print(json.dumps(found, indent=1))
 

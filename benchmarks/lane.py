@@ -1,8 +1,8 @@
-"""One contender in one suite: what serves it, and the process that measures it.
+"""Lane: one contender in one suite, with its server and the process that measures it.
 
-Guarantees: nothing waits for longer than it was allowed to; a step that does not answer in time costs the lane (the
-server is taken away first, which frees whoever waits for it, then the measuring process with all its descendants);
-``close`` leaves neither a process nor a mount.
+Guarantees: every wait has a limit; a step that does not answer in time ends the lane (first the server, which
+releases the processes that wait for it, then the measuring process with all its descendants); ``close``
+leaves neither a process nor a mount.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support import leftovers
 from benchmarks.child import FURNISH, Answer, Request
 from benchmarks.contenders import Contender, Place, Served
 from benchmarks.suite import Job, Measured, Step, Suite
-from ciuic.readiness import readable
+from ciuic.system.poll import readable
 
 CHECKOUT = Path(__file__).parents[1]
 FURNISH_SECONDS = 600.0
@@ -34,7 +34,7 @@ class StepFailed(Exception):
 
 
 class NoAnswer(StepFailed):
-    """The measuring process did not answer in time: it hangs, or what it asked does."""
+    """The measuring process did not answer in time: it hangs, or its request does."""
 
 
 class Measurer:
@@ -43,7 +43,7 @@ class Measurer:
     def __init__(self, suite: Suite) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.child", suite.name],
-            cwd="/",  # never below what is mounted and unmounted
+            cwd="/",  # a working directory below a mount would keep it busy
             env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT / 'tests'}"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -52,7 +52,7 @@ class Measurer:
         self._unread = b""
 
     def ask(self, step: int, job: Job, limit_seconds: float) -> Measured:
-        """Has one step carried out. StepFailed when it fails or takes too long."""
+        """Run one step. StepFailed if it fails or takes too long."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(Request(step, job)) + b"\n")
@@ -79,14 +79,14 @@ class Measurer:
         return line
 
     def close(self) -> None:
-        """Ends it, and whatever it has started."""
+        """End the process and everything that it has started."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # a session of its own: nobody else is in the group
+            os.killpg(self._process.pid, signal.SIGKILL)  # its own session: no other process is in the group
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         if self._process.stdout is not None:
@@ -106,12 +106,12 @@ class Lane:
         self._measurer = Measurer(suite)
 
     def furnish(self) -> None:
-        """Makes what the suite wants to be there on the plain directory, then serves it."""
+        """Furnish the plain directory for the suite, then serve it."""
         self._ask(FURNISH, FURNISH_SECONDS)
         self._serve()
 
     def measure(self, index: int) -> Measured:
-        """Carries out one step."""
+        """Run one step."""
         step: Step = self.suite.steps[index]
         if step.before == "anew":
             self._unserve()
@@ -132,7 +132,7 @@ class Lane:
             raise
 
     def close(self) -> None:
-        """Takes everything away. Never raises, for there is nothing left to be done about it."""
+        """Remove everything. Never raises, because a caller could do nothing about an error."""
         with contextlib.suppress(Exception):
             self._unserve()
         leftovers.unmount_below(self._place.backing)

@@ -1,8 +1,8 @@
-"""Where is measured: a tmpfs, the disk as it is, or a file system of a chosen kind in a file on that disk.
+"""Places of measurements: a tmpfs, the disk itself, or a file system of a chosen kind in a file on it.
 
-A file system in a file is reached past the page cache of the one below it (the loop device does direct I/O), so that
-nothing is cached twice and "cold" means cold. Its space is taken from the disk at once: what others write there meanwhile
-must not become an I/O error in the middle of a session.
+A file system in a file is reached past the page cache of the one below it (the loop device does direct I/O),
+so that nothing is cached twice and "cold" means cold. Its space is taken from the disk at once: what others
+write there meanwhile must not become an I/O error in the middle of a session.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 TMPFS, DISK, EXT4, XFS = "tmpfs", "disk", "ext4", "xfs"
 IN_A_FILE = (EXT4, XFS)
 _IMAGE_BYTES, _LEAST_IMAGE_BYTES = 52 << 30, 2 << 30
-"""At scale 1, and in addition at any."""
-# Inodes for a million files of each contender; tables that the kernel would else fill in the background are left alone.
+"""Image size: the first grows with the scale, the second is added at any scale."""
+# Inodes for a million files of each contender; tables that the kernel would else fill in the background are
+# left alone.
 _MAKE = {
     EXT4: [
         "mkfs.ext4",
@@ -39,13 +40,14 @@ _MOUNT = {EXT4: "noatime,noinit_itable", XFS: "noatime"}
 
 @contextmanager
 def directory(name: str, own: Path, disk: Path, scale: float = 1.0) -> Iterator[Path]:
-    """A directory to work in, there; gone afterwards with all that it took. OSError where the disk has no room for it."""
+    """Yield a directory at this place, and remove it afterwards; OSError if the disk has no room."""
     top = Path(tempfile.mkdtemp(prefix="place-", dir=own if name == TMPFS else disk))
     try:
         if name == TMPFS:
-            # Its default limits (half of memory, an inode a page) are met by a tree of a million files for each.
-            how = "size=90%,nr_inodes=0,mode=755"
-            _run("mount", "-t", "tmpfs", "-o", how, "ciuic-bench", str(top))
+            # The default limits (half of memory, one inode per page) are too low for a tree of a million
+            # files per contender.
+            mount_options = "size=90%,nr_inodes=0,mode=755"
+            _run("mount", "-t", "tmpfs", "-o", mount_options, "ciuic-bench", str(top))
         if name in IN_A_FILE:
             with _in_a_file(name, top, _LEAST_IMAGE_BYTES + round(_IMAGE_BYTES * scale)) as point:
                 yield point
@@ -70,7 +72,8 @@ def _in_a_file(kind: str, top: Path, size_bytes: int) -> Iterator[Path]:
         try:
             yield point
         finally:
-            # Lazily: whatever still holds it is ended by its own owner, and must not keep the rest from going.
+            # Lazily: a process that still uses the mount is ended by its owner, and must not stop the
+            # cleanup.
             subprocess.run(["umount", "-l", point], check=False, timeout=600)
     finally:
         subprocess.run(["losetup", "-d", device], check=False, timeout=60)

@@ -1,4 +1,4 @@
-"""The session as a picture: speed as a ratio to the plain directory, one panel a place. Needs matplotlib."""
+"""Plot of a session: speed as a ratio to the plain directory, one panel per place. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _BAR_INCHES, _GAP_INCHES = 0.1, 0.12
 LEGEND_INCHES = 0.4
 
 
-def why_not() -> str:
-    """Why nothing can be drawn, or nothing."""
+def missing_reason() -> str:
+    """Return why no plot can be drawn; empty if one can."""
     try:
         importlib.import_module("matplotlib")
     except ImportError:
@@ -25,7 +25,7 @@ def why_not() -> str:
 
 
 def draw(table: Table, path: Path) -> bool:
-    """Writes a PNG; false when there is nothing to compare."""
+    """Write a PNG; return False if there is nothing to compare."""
     rows = {cell: row for cell, row in table.items() if NATIVE in row and len(row) > 1}
     if not rows:
         return False
@@ -47,7 +47,7 @@ def draw(table: Table, path: Path) -> bool:
 
 
 def write(figure: Any, panels: Sequence[Any], path: Path, *, dots_per_inch: int) -> None:
-    """The figure as a PNG, with one legend for all panels in LEGEND_INCHES at its top."""
+    """Save the figure as a PNG, with one legend for all panels in LEGEND_INCHES at its top."""
     handles = {
         name: handle
         for panel in panels
@@ -68,7 +68,7 @@ def _panel(panel: Any, rows: Sequence[tuple[Cell, dict[str, Summary]]], names: l
                 bars.append(_speed(row[name], row[NATIVE].median))
         if bars:
             errors = [[bar.value - bar.low for bar in bars], [bar.high - bar.value for bar in bars]]
-            # From the plain directory's line on: on a logarithmic axis no other beginning means anything.
+            # Bars start at the line of the plain directory (1.0): a logarithmic axis has no zero.
             panel.barh(
                 heights, [bar.value - 1 for bar in bars], left=1.0, height=height, label=name,
                 color=COLOURS[number % len(COLOURS)], xerr=errors, ecolor="#1a202c",
@@ -90,7 +90,7 @@ class _Bar(NamedTuple):
 
 
 def _speed(summary: Summary, native: float) -> _Bar:
-    """As a ratio of speeds, also where what was measured is a time. Ends are kept above nothing, for the logarithm."""
+    """Return a ratio of speeds, also for measured times. Ends are kept above zero, for the logarithm."""
     least = min(value for value in (summary.least, summary.median) if value > 0) / 10
     low, high = max(least, summary.low_quartile), max(least, summary.high_quartile)
     if summary.higher_is_better:

@@ -1,12 +1,13 @@
-"""What a capture costs whoever uses the same disk: fio with and without one, by turns.
+"""Cost of a capture for other users of the disk: fio with and without one, in alternation.
 
     make bench-polite                                        the figures that are reported
-    make bench-polite ARGS="--seconds 3 --rounds 1"          does everything work? (no figure of it means anything)
+    make bench-polite ARGS="--seconds 3 --rounds 1"          smoke test; its figures mean nothing
 
-For each I/O scheduler a loop device of its own, with direct I/O to the file below it, and ext4 on it: a job (4 KiB random
-reads past the page cache, one at a time; or a stream of buffered writes of 1 MiB at 1 GiB/s, where the disk gives that) runs
-alone, beside captures that make way, and beside captures that do not (`min_share` 100 %), by turns. Captures follow one another
-without a break, each of everything into a new repository. docs/benchmarks.md says how to read it.
+Each I/O scheduler has a loop device of its own, with direct I/O to the file below it, and ext4 on it. A job
+(4 KiB random reads that bypass the page cache, one at a time; or a stream of buffered writes of 1 MiB at 1
+GiB/s, if the disk is that fast) runs alone, beside captures that yield, and beside captures that do not
+(`min_share` 100 %), in alternation. Captures follow one another without a pause, each of everything into a
+new repository. docs/benchmarks.md explains the figures.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ciuic.repository import Repository
 
 SCHEDULERS: Final = ("none", "mq-deadline")
 BESIDE: Final = {"nothing": None, "a capture": 0.01, "one that does not make way": 1.0}
-"""What runs beside the job, and the least share of the time that it works in."""
+"""Work beside the job, with its least share."""
 CASES: Final = ("disk", "busy")
 BAR: Final = 1.1
 _RESULTS: Final = Path(__file__).with_name("results")
@@ -39,11 +40,11 @@ _DISK_BYTES: Final = 5 << 30
 _TREE_BYTES: Final = 1 << 30
 _SETTLE_SECONDS: Final = 2.0
 _RAMP_SECONDS: Final = 1
-"""Within a second a capture makes way: what it costs the job from then on is measured."""
+"""Uncounted first second, within which a capture yields: its cost for the job is measured from then on."""
 
 
 class Work(NamedTuple):
-    """A job, as fio is told of it."""
+    """Job, with its options for fio."""
 
     name: str
     options: tuple[str, ...]
@@ -57,13 +58,13 @@ JOBS: Final = (
 
 
 class Run(NamedTuple):
-    """One turn."""
+    """Result of one turn."""
 
     scheduler: str
     job: str
     beside: str
     round: int
-    """Those of one round are compared with each other."""
+    """Number of the round; only results of one round are compared with each other."""
     p50_us: float
     p99_us: float
     job_bytes_per_second: float
@@ -71,8 +72,8 @@ class Run(NamedTuple):
 
 
 def run_fio(work: Work, place: Path, seconds: float) -> dict[str, Any]:
-    """fio's own figures for the direction of the work."""
-    done = subprocess.run(
+    """Return fio's own figures for the direction of the work."""
+    completed = subprocess.run(
         [
             "fio",
             "--name=job",
@@ -89,34 +90,43 @@ def run_fio(work: Work, place: Path, seconds: float) -> dict[str, Any]:
         text=True,
         timeout=seconds + 120,
     )
-    figures: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][work.direction]
+    figures: dict[str, Any] = json.loads(completed.stdout[completed.stdout.index("{") :])["jobs"][0][
+        work.direction
+    ]
     return figures
 
 
 class Captures:
-    """Captures one after the other until ``close``, in a thread that waits for their processes."""
+    """Run captures one after the other until ``close``, in a thread that waits for their processes."""
 
     def __init__(self, place: Path, min_share: float) -> None:
         self._place = place
         self._min_share = min_share
-        self._over = threading.Event()
+        self._stop = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self.bytes_read = 0
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._over.is_set():
+        while not self._stop.is_set():
             repository = self._place / "repository"
             shutil.rmtree(repository, ignore_errors=True)
             Repository.create(repository).close()
-            command = [sys.executable, "-m", "ciuic.daemon.capture", "--offline", "--repo", str(repository)]
+            command = [
+                sys.executable,
+                "-m",
+                "ciuic.daemon.capture.process",
+                "--offline",
+                "--repo",
+                str(repository),
+            ]
             self._process = subprocess.Popen(
                 [*command, "--root", str(self._place / "tree"), "--min-share", str(self._min_share)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-            if self._over.is_set():
+            if self._stop.is_set():
                 self._process.send_signal(signal.SIGTERM)
             assert self._process.stdout is not None
             before = self.bytes_read
@@ -125,7 +135,7 @@ class Captures:
             self._process.wait()
 
     def close(self) -> None:
-        self._over.set()
+        self._stop.set()
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
         self._thread.join()
@@ -133,31 +143,31 @@ class Captures:
 
 @contextlib.contextmanager
 def disk(top: Path, scheduler: str) -> Iterator[Path]:
-    """The mount point of ext4 on a loop device that has this scheduler."""
+    """Yield the mount point of ext4 on a loop device with this scheduler."""
     image, point = top / f"{scheduler}.img", top / scheduler
     point.mkdir()
     with image.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, _DISK_BYTES)
-    _do("mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", str(image))
-    device = _do("losetup", "--find", "--show", "--direct-io=on", str(image)).strip()
+    _command("mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", str(image))
+    device = _command("losetup", "--find", "--show", "--direct-io=on", str(image)).strip()
     try:
         Path(f"/sys/block/{Path(device).name}/queue/scheduler").write_text(scheduler)
-        _do("mount", device, str(point))
+        _command("mount", device, str(point))
         try:
             yield point
         finally:
-            _do("umount", str(point))
+            _command("umount", str(point))
     finally:
-        _do("losetup", "--detach", device)
+        _command("losetup", "--detach", device)
         image.unlink()
 
 
-def _do(*words: str) -> str:
+def _command(*words: str) -> str:
     return subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
 def furnish(place: Path) -> None:
-    """What is captured: files of 64 MiB that do not compress, and logs; and fio's own file."""
+    """Write the files to capture: files of 64 MiB that do not compress, and logs; and fio's own file."""
     tree = place / "tree"
     tree.mkdir()
     for number in range(_TREE_BYTES >> 26):
@@ -169,14 +179,14 @@ def furnish(place: Path) -> None:
 
 
 def turn(work: Work, scheduler: str, place: Path, beside: str, number: int, seconds: float) -> Run:
-    """In round ``number`` one job beside one thing, after what was there has settled."""
+    """Run one job beside one kind of work in round ``number``, after earlier writes have settled."""
     os.sync()
     time.sleep(_SETTLE_SECONDS)
     share = BESIDE[beside]
     captures = Captures(place, share) if share is not None else None
     try:
         if captures is not None:
-            time.sleep(_SETTLE_SECONDS)  # its interpreter has started
+            time.sleep(_SETTLE_SECONDS)  # until its interpreter has started
         read_before = captures.bytes_read if captures else 0
         figures = run_fio(work, place, seconds)
         captured = (captures.bytes_read if captures else 0) - read_before
@@ -196,8 +206,8 @@ def turn(work: Work, scheduler: str, place: Path, beside: str, number: int, seco
     )
 
 
-def alone(place: Path, min_share: float, seconds: float) -> float:
-    """Bytes per second that captures read with nobody else there."""
+def idle_rate(place: Path, min_share: float, seconds: float) -> float:
+    """Return the bytes per second that captures read without other work."""
     os.sync()
     captures = Captures(place, min_share)
     try:
@@ -210,23 +220,23 @@ def alone(place: Path, min_share: float, seconds: float) -> float:
 
 
 def table(runs: list[Run], idle: dict[str, list[float]]) -> str:
-    """Medians over the rounds; the ratio is that of p99 to p99 alone, of the same round."""
+    """Return medians over the rounds; the ratio is that of p99 to p99 alone, of the same round."""
     lines = [
         "| scheduler | job | beside it | rounds | p50 us | p99 us | p99, ratio | job MB/s | capture MB/s |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     keys = dict.fromkeys((run.scheduler, run.job, run.beside) for run in runs)
     for scheduler, job, beside in keys:
-        mine = [run for run in runs if run[:3] == (scheduler, job, beside)]
-        bare = {run.round: run.p99_us for run in runs if run[:3] == (scheduler, job, "nothing")}
-        ratios = [run.p99_us / bare[run.round] for run in mine if run.round in bare]
+        own = [run for run in runs if run[:3] == (scheduler, job, beside)]
+        alone_us = {run.round: run.p99_us for run in runs if run[:3] == (scheduler, job, "nothing")}
+        ratios = [run.p99_us / alone_us[run.round] for run in own if run.round in alone_us]
         ratio = f"{statistics.median(ratios):.2f}" if ratios else "-"
         p50, p99, rate, captured = (
-            statistics.median(getattr(run, name) for run in mine)
+            statistics.median(getattr(run, name) for run in own)
             for name in ("p50_us", "p99_us", "job_bytes_per_second", "captured_bytes_per_second")
         )
         lines.append(
-            f"| {scheduler} | {job} | {beside} | {len(mine)} | {p50:.0f} | {p99:.0f} | {ratio} | {rate / 1e6:.0f} | {captured / 1e6:.1f} |"
+            f"| {scheduler} | {job} | {beside} | {len(own)} | {p50:.0f} | {p99:.0f} | {ratio} | {rate / 1e6:.0f} | {captured / 1e6:.1f} |"
         )
     if idle:
         lines += ["", "| captures with nobody else there | MB/s |", "| --- | ---: |"]
@@ -251,14 +261,14 @@ def main() -> None:
     if shutil.which("fio") is None:
         parser.error("fio is not installed: apt-get install fio")
     if "disk" in options.cases:
-        _beside_a_disk_job(options)
+        _measure_disk_jobs(options)
     if "busy" in options.cases:
         from benchmarks import busy_host
 
         busy_host.run(options, _RESULTS)
 
 
-def _beside_a_disk_job(options: argparse.Namespace) -> None:
+def _measure_disk_jobs(options: argparse.Namespace) -> None:
     besides = [name for name in BESIDE if name in options.beside]
     runs: list[Run] = []
     idle: dict[str, list[float]] = {}
@@ -268,13 +278,14 @@ def _beside_a_disk_job(options: argparse.Namespace) -> None:
                 furnish(place)
                 for number in range(options.rounds):
                     for job in options.jobs:
-                        # Forwards and backwards by turns: whoever always came second would find what the first had left.
+                        # The order changes every round: the second case always runs on the state that the
+                        # first has left.
                         for beside in besides[:: -1 if number % 2 else 1]:
                             runs.append(turn(JOBS[job], scheduler, place, beside, number, options.seconds))
                             print(runs[-1], file=sys.stderr)
                     for beside, share in BESIDE.items():
                         if share is not None and not options.skip_alone:
-                            rate = alone(place, share, options.seconds / 2)
+                            rate = idle_rate(place, share, options.seconds / 2)
                             idle.setdefault(f"{scheduler}, {beside}", []).append(rate)
     text = table(runs, idle)
     print(text)

@@ -1,4 +1,4 @@
-"""The session as text for people (Markdown) and for programs (JSON with every raw value)."""
+"""Report of a session, as Markdown for people and as JSON with every raw value for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.samples import Note, Sample, Summary, Table, ratio
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What the figures depend on, as far as it can be asked for. No names: these files are shown to others."""
+    """Properties of the machine on which the figures depend. No names: these files are published."""
 
     processor: str
     processors: int
@@ -28,7 +28,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Document(msgspec.Struct, frozen=True):
-    """Everything a session found out."""
+    """Results of a session."""
 
     machine: Machine
     began: str
@@ -43,7 +43,7 @@ class Document(msgspec.Struct, frozen=True):
 
 
 def machine(disk: Path) -> Machine:
-    """This one; ``disk`` is where the disk was measured."""
+    """Return the properties of this machine; ``disk`` is the directory on the measured disk."""
     return Machine(
         processor=_processor(),
         processors=len(os.sched_getaffinity(0)),
@@ -75,7 +75,7 @@ def _file_system(path: Path) -> str:
 
 
 class Comparison(NamedTuple):
-    """With whom the contenders are compared, and what was promised of them."""
+    """Reference of the comparison, and the bars."""
 
     reference: str = NATIVE
     bars: tuple[Bar, ...] = BARS
@@ -88,7 +88,7 @@ WITH_THE_PLAIN_DIRECTORY = Comparison()
 def markdown(
     document: Document, table: Table, plot: str = "", comparison: Comparison = WITH_THE_PLAIN_DIRECTORY
 ) -> str:
-    """One table a place, a row for each figure and contender; then what was left out."""
+    """Return one table per place, with a row for each figure and contender; then what was left out."""
     lines = ["# Benchmarks", "", *_header(document), ""]
     lines += _verdict_lines(table, comparison)
     if plot:
@@ -137,7 +137,7 @@ def _place_lines(table: Table, place: str, comparison: Comparison) -> list[str]:
             continue
         for number, (contender, summary) in enumerate(_in_order(row, comparison.reference)):
             verdicts = "; ".join(
-                f"{verdict.bar.words(summary.unit)}: {_outcome(verdict.measured, verdict.met)}"
+                f"{verdict.bar.shown(summary.unit)}: {_outcome(verdict.measured, verdict.met)}"
                 for verdict in judge(cell, contender, table, comparison.bars)
             )
             name = cell.figure if number == 0 else ""
@@ -152,7 +152,7 @@ def _place_lines(table: Table, place: str, comparison: Comparison) -> list[str]:
 
 
 def _in_order(row: dict[str, Summary], reference: str) -> list[tuple[str, Summary]]:
-    """The reference first, whoever had the first turn."""
+    """Return the contenders with the reference first, whichever had the first turn."""
     return sorted(row.items(), key=lambda item: (item[0] != reference, item[0]))
 
 
@@ -163,7 +163,7 @@ def _outcome(measured: float | None, met: bool | None) -> str:
 
 
 def shown(value: float) -> str:
-    """Three significant digits, with thousands."""
+    """Format a number with three significant digits and thousands separators."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""What was measured, and its summary."""
+"""Measured values and their summary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One value: of one figure, place, contender and round."""
+    """Value of one figure, place, contender and round."""
 
     suite: str
     figure: str
@@ -24,14 +24,14 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Something that was left out or failed, and why."""
+    """Note of something that was left out or failed, with the reason."""
 
     what: str
     why: str
 
 
 class Cell(NamedTuple):
-    """Which values belong together; ordered as measured."""
+    """Key of values that belong together; ordered as measured."""
 
     suite: str
     place: str
@@ -39,7 +39,7 @@ class Cell(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """The values of one contender in a cell: five numbers, and how many values they came from."""
+    """Summary of the values of one contender in a cell: five numbers, and the number of values."""
 
     unit: str
     higher_is_better: bool
@@ -56,7 +56,7 @@ Table = dict[Cell, dict[str, Summary]]
 
 
 def summarise(values: Sequence[float], unit: str, *, higher_is_better: bool = True) -> Summary:
-    """Of at least one value; quartiles by linear interpolation between the values."""
+    """Summarise at least one value; quartiles by linear interpolation between the values."""
     ordered = sorted(values)
     low, high = ordered[0], ordered[0]
     if len(ordered) > 1:
@@ -66,7 +66,7 @@ def summarise(values: Sequence[float], unit: str, *, higher_is_better: bool = Tr
 
 
 def table(samples: Iterable[Sample]) -> Table:
-    """All samples, summarised."""
+    """Summarise all samples."""
     values: dict[Cell, dict[str, list[float]]] = {}
     figures: dict[Cell, Sample] = {}
     for sample in samples:
@@ -83,8 +83,8 @@ def table(samples: Iterable[Sample]) -> Table:
 
 
 def ratio(row: dict[str, Summary], contender: str, against: str) -> float | None:
-    """Of the medians; None when one was not measured."""
-    one, other = row.get(contender), row.get(against)
-    if one is None or other is None or other.median == 0:
+    """Return the ratio of the medians; None if one was not measured."""
+    summary, reference = row.get(contender), row.get(against)
+    if summary is None or reference is None or reference.median == 0:
         return None
-    return one.median / other.median
+    return summary.median / reference.median

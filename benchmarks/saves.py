@@ -1,12 +1,13 @@
-"""What saving a training's state costs the training, beside `torch.save` and `dcp.async_save`: by turns, on the CPU.
+"""Cost of saves for a training on the CPU, in alternation with `torch.save` and `dcp.async_save`.
 
     make bench-saves                                         the figures that are reported
-    make bench-saves ARGS="--rounds 1 --scale 0.05"          does everything work? (no figure of it means anything)
+    make bench-saves ARGS="--rounds 1 --scale 0.05"          smoke test; its figures mean nothing
 
-Each turn is a process of its own. *stall*: how long a save keeps the training of a 500 MB state waiting, against copying the same
-tensors into memory that is there already. *loop*: one training that goes on by turns with a save every 20 steps, the time after the
-last step until all is stored included, and without. *commit*: from a staged 1 GB of noise to the durable snapshot, against one
-file written from the same memory and synced. *resume*: the newest state into memory, checked, against `torch.load`.
+Each turn is a process of its own. *stall*: time for which a save blocks the training of a 500 MB state,
+compared with copying the same tensors into existing memory. *loop*: one training that continues in
+alternation with a save every 20 steps, including the time after the last step until everything is stored, and
+without saves. *commit*: from a staged 1 GB of noise to the durable snapshot, compared with one file written
+from the same memory and synced. *resume*: loading and checking the newest state, compared with `torch.load`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _RESULTS: Final = Path(__file__).with_name("results")
 _STATE_BYTES: Final = 500_000_000
 _COMMIT_BYTES: Final = 1_000_000_000
 _STEPS: Final = 100
-"""Between two ways of saving: with four saves, the time after the last of them included."""
+"""Steps of one turn: with four saves, including the time after the last of them."""
 _SAVE_EVERY: Final = 20
 _LOOP_ROUNDS: Final = 4
 _REST_SECONDS: Final = 2.0
@@ -47,7 +48,7 @@ class Turn(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Of the table: what is compared, and with what limit."""
+    """Row of the table: the comparison and its limit."""
 
     name: str
     work: str
@@ -61,20 +62,20 @@ ROWS: Final = (
     Row("stall of a save, p99", "stall p99", "ciuic", "copy", "≤ 1.2 of copying", lambda ratio: ratio <= 1.2),
     Row("stall of a save, median", "stall", "ciuic", "copy", "", None),
     *(
-        Row("100 steps with a save every 20", "loop", one, "nothing", "≤ 1 / 0.97 of none" if one == "ciuic" else "",
-            (lambda ratio: ratio <= 1 / 0.97) if one == "ciuic" else None)
-        for one in LOOPS[1:]
+        Row("100 steps with a save every 20", "loop", name, "nothing", "≤ 1 / 0.97 of none" if name == "ciuic" else "",
+            (lambda ratio: ratio <= 1 / 0.97) if name == "ciuic" else None)
+        for name in LOOPS[1:]
     ),
     Row("commit of 1 GB", "commit", "ciuic", "write and fsync", "≤ 1 / 0.85 of writing", lambda ratio: ratio <= 1 / 0.85),
     Row("state back in memory", "resume", "ciuic", "torch.load", "", None),
 )  # fmt: skip
 
 
-# -- what is measured, each in a process of its own
+# -- the works, each measured in a process of its own
 
 
 def stall(place: Path, contender: str, scale: float) -> list[Turn]:
-    """Saves of one state, each after a copy of the same."""
+    """Measure saves of one state, each after a copy of it."""
     torch = _torch()
 
     from ciuic import SnapshotManager
@@ -82,7 +83,7 @@ def stall(place: Path, contender: str, scale: float) -> list[Turn]:
     del contender
     pieces = 125
     state = {f"layer.{at}": torch.randn(int(_STATE_BYTES * scale) // 4 // pieces) for at in range(pieces)}
-    room = {name: torch.empty_like(value) for name, value in state.items()}
+    copy_buffers = {name: torch.empty_like(value) for name, value in state.items()}
     copies, stalls = [], []
     with SnapshotManager(place / "snapshots", max_snapshots=2) as manager:
         manager.take({"model": _State(state)})
@@ -91,12 +92,12 @@ def stall(place: Path, contender: str, scale: float) -> list[Turn]:
                 state[name].add_(1)
             began = time.perf_counter()
             for name, value in state.items():
-                room[name].copy_(value)
+                copy_buffers[name].copy_(value)
             copied = time.perf_counter()
             manager.save_snapshot(epoch=number)
             saved = time.perf_counter()
             manager.wait()
-            if number >= 4:  # both arenas exist, and the machine has seen it all
+            if number >= 4:  # both arenas exist and all caches are warm
                 copies.append(copied - began)
                 stalls.append(saved - copied)
     return [
@@ -112,7 +113,7 @@ def _p99(values: list[float]) -> float:
 
 
 def _torch() -> Any:
-    """Not a dependency: type checking must not need it."""
+    """Import a module that is no dependency, so that type checking does not need it."""
     return importlib.import_module("torch")
 
 
@@ -128,9 +129,10 @@ class _State:
 
 
 def loop(place: Path, contender: str, scale: float) -> list[Turn]:
-    """One training, which goes on for some saves in one way, then in the next, and begins again: what differs is the saving alone.
+    """Run one training that saves with each contender in turn, repeatedly: only the method of saving differs.
 
-    Between two ways the disk comes to rest, and what follows a save in the background has some seconds for that which are not counted.
+    Before each turn the disk is synced, and background work after a save gets some seconds that are not
+    counted.
     """
     torch = _torch()
 
@@ -149,25 +151,25 @@ def loop(place: Path, contender: str, scale: float) -> list[Turn]:
         optimizer.step()
 
     step()
-    ways = {}
-    for way in LOOPS:
-        (place / way).mkdir()
-        save, finish = ways[way] = _saver(way, place / way, model, optimizer)
+    savers = {}
+    for name in LOOPS:
+        (place / name).mkdir()
+        save, finish = savers[name] = _saver(name, place / name, model, optimizer)
         save(0)
         finish()
     turns = []
     for number in range(_LOOP_ROUNDS):
-        for way in LOOPS[number % len(LOOPS) :] + LOOPS[: number % len(LOOPS)]:
+        for name in LOOPS[number % len(LOOPS) :] + LOOPS[: number % len(LOOPS)]:
             os.sync()
             time.sleep(_REST_SECONDS)
-            save, finish = ways[way]
+            save, finish = savers[name]
             began = time.perf_counter()
             for at in range(1, _STEPS + 1):
                 step()
                 if at % _SAVE_EVERY == 0 and at < _STEPS:
                     save(at)
             finish()
-            turns.append(Turn("loop", way, time.perf_counter() - began))
+            turns.append(Turn("loop", name, time.perf_counter() - began))
     return turns
 
 
@@ -201,24 +203,24 @@ def _saver(
         distributed: Any = importlib.import_module("torch.distributed")
         dcp: Any = importlib.import_module("torch.distributed.checkpoint")
         distributed.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{place}/rendezvous")
-        under_way: list[Any] = []
+        pending: list[Any] = []
 
         def finish() -> None:
-            while under_way:
-                under_way.pop().result()
+            while pending:
+                pending.pop().result()
 
-        def save_behind(number: int) -> None:
+        def save_async(number: int) -> None:
             finish()
-            under_way.append(
+            pending.append(
                 dcp.async_save(state(), checkpoint_id=str(place / f"dcp-{number // _SAVE_EVERY % 2}"))
             )
 
-        return save_behind, finish
+        return save_async, finish
     return nothing, nothing
 
 
 def commit(place: Path, contender: str, scale: float) -> list[Turn]:
-    """1 GB of noise to the disk."""
+    """Write 1 GB of noise to the disk."""
     torch = _torch()
 
     size = int(_COMMIT_BYTES * scale)
@@ -240,7 +242,7 @@ def commit(place: Path, contender: str, scale: float) -> list[Turn]:
 
 
 def resume(place: Path, contender: str, scale: float) -> list[Turn]:
-    """Written by an earlier turn here, page cache warm for both."""
+    """Save the state, then measure one load of it, with a warm page cache for both contenders."""
     torch = _torch()
 
     state = {f"layer.{at}": torch.randn(int(_STATE_BYTES * scale) // 4 // 50) for at in range(50)}
@@ -271,43 +273,43 @@ WORKS: Final[dict[str, tuple[Callable[[Path, str, float], list[Turn]], tuple[str
 
 
 def turn(work: str, contender: str, disk: Path, scale: float) -> list[Turn]:
-    """In a process and a directory of its own, on a disk that is at rest."""
+    """Run in a process and a directory of its own, on an idle disk."""
     os.sync()
     with tempfile.TemporaryDirectory(prefix="ciuic-b-", dir=disk) as place:
         command = [sys.executable, "-m", "benchmarks.saves", "--scale", str(scale), "--disk", place]
-        done = subprocess.run(
+        completed = subprocess.run(
             [*command, "--turn", work, contender], stdout=subprocess.PIPE, text=True, check=True, timeout=600
         )
-    return [Turn(*one) for one in json.loads(done.stdout.splitlines()[-1])]
+    return [Turn(*values) for values in json.loads(completed.stdout.splitlines()[-1])]
 
 
 def table(turns: list[Turn]) -> str:
-    """Medians of the rounds and their ratio."""
+    """Return the medians of the rounds and their ratio."""
     lines = [
         "| work | contender | median s | min … max | of | ratio | bar |",
         "| --- | --- | ---: | --- | --- | ---: | --- |",
     ]
     for row in ROWS:
-        mine, other = (
-            [one.seconds for one in turns if (one.work, one.contender) == (row.work, who)]
-            for who in (row.contender, row.against)
+        own, reference = (
+            [turn.seconds for turn in turns if (turn.work, turn.contender) == (row.work, contender)]
+            for contender in (row.contender, row.against)
         )
-        if not mine or not other:
+        if not own or not reference:
             continue
-        ratio = statistics.median(mine) / statistics.median(other)
+        ratio = statistics.median(own) / statistics.median(reference)
         verdict = "" if row.met is None else f"{row.bar}: {'met' if row.met(ratio) else '**missed**'}"
         lines.append(
-            f"| {row.name} | {row.contender} | {statistics.median(mine):.3f} | {min(mine):.3f} … {max(mine):.3f} "
-            f"| {row.against} ({statistics.median(other):.3f}) | {ratio:.3f} | {verdict} |"
+            f"| {row.name} | {row.contender} | {statistics.median(own):.3f} | {min(own):.3f} … {max(own):.3f} "
+            f"| {row.against} ({statistics.median(reference):.3f}) | {ratio:.3f} | {verdict} |"
         )
-    losses = {
-        one: statistics.median(t.seconds for t in turns if (t.work, t.contender) == ("loop", one))
-        for one in LOOPS
-        if any((t.work, t.contender) == ("loop", one) for t in turns)
+    loop_seconds = {
+        name: statistics.median(t.seconds for t in turns if (t.work, t.contender) == ("loop", name))
+        for name in LOOPS
+        if any((t.work, t.contender) == ("loop", name) for t in turns)
     }
-    if len(losses) == len(LOOPS):
-        lost = {one: seconds - losses["nothing"] for one, seconds in losses.items()}
-        words = ", ".join(f"{one} {seconds:.3f} s" for one, seconds in lost.items() if one != "nothing")
+    if len(loop_seconds) == len(LOOPS):
+        lost = {name: seconds - loop_seconds["nothing"] for name, seconds in loop_seconds.items()}
+        words = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in lost.items() if name != "nothing")
         lines.append(f"\nLost to saving, medians: {words} (bar: a third of either at most).")
     return "\n".join(lines)
 
@@ -337,7 +339,7 @@ def main() -> None:
     _RESULTS.mkdir(exist_ok=True)
     (_RESULTS / f"{options.name}.md").write_text(text + "\n")
     (_RESULTS / f"{options.name}.json").write_text(
-        json.dumps([one._asdict() for one in turns], indent=1) + "\n"
+        json.dumps([turn._asdict() for turn in turns], indent=1) + "\n"
     )
 
 

@@ -1,8 +1,8 @@
-"""One session: every suite in every place, the contenders by turns.
+"""Session: every suite in every place, the contenders in alternation.
 
-A B C A B C: each step is carried out by all contenders one right after the other, and who is first changes with every
-round, so that what the machine does besides (other load, heat, a disk that fills) meets all alike. All contenders of a
-suite are served at the same time; those that are not being measured do nothing.
+A B C A B C: each step is run by all contenders one right after the other, and the order changes with every
+round, so that other activity of the machine (load, heat, a disk that fills) affects all equally. All
+contenders of a suite are served at the same time; those that are not being measured do nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Options(NamedTuple):
-    """How to measure."""
+    """Settings of the measurement."""
 
     scale: float
     rounds: int
@@ -39,7 +39,7 @@ class Options(NamedTuple):
 
 
 class Session:
-    """Collects samples and notes; ``say`` is told what is going on."""
+    """Collector of samples and notes; ``say`` gets progress messages."""
 
     def __init__(self, options: Options, contenders: Sequence[Contender], say: Callable[[str], None]) -> None:
         self._options = options
@@ -56,7 +56,7 @@ class Session:
             self._say(f"    left out: {what}: {why}")
 
     def run(self, suites: Sequence[Suite]) -> None:
-        """Measures everything that can be measured; what fails is noted and does not keep the rest from it."""
+        """Measure everything that can be measured; a failure is noted and does not stop the rest."""
         for name in self._options.places:
             with directory(name, self._options.own, self._options.disk, self._options.scale) as top:
                 for suite in suites:
@@ -106,7 +106,7 @@ class Session:
             place.beside.mkdir()
             starting.append(Lane(contender, suite, place, source))
         stack.callback(_at_once, Lane.close, starting)
-        # A suite that begins with everything anew has itself furnished then.
+        # A suite whose first step is "anew" is furnished by that step.
         anew = suite.steps[0].before == "anew"
         errors = [None] * len(starting) if anew else _at_once(_furnish, starting)
         for lane, error in zip(starting, errors, strict=True):
@@ -122,7 +122,7 @@ class Session:
             for lane in [*lanes[turn:], *lanes[:turn]]:
                 try:
                     measured = lane.measure(index)
-                except Exception as error:  # this lane is over; the others go on
+                except Exception as error:  # only this lane ends
                     what = step.figures[0].name if step.figures else f"preparing step {index}"
                     self.note(
                         f"{suite.name} on {place}, {lane.contender.name}: {what}", first_and_last_line(error)
@@ -135,7 +135,8 @@ class Session:
     def _keep(
         self, suite: Suite, place: str, contender: str, number: int, step: Step, measured: Measured
     ) -> None:
-        raw = measured.raw  # once, with the first figure: the others come from the same values
+        # Kept with the first figure only: the other figures are computed from the same values.
+        raw = measured.raw
         for figure, value in zip(step.figures, measured.values, strict=True):
             if value is not None:
                 self.samples.append(Sample(suite.name, *figure, place, contender, number, value, raw))
@@ -146,13 +147,13 @@ class Session:
 def _furnish(lane: Lane) -> Exception | None:
     try:
         lane.furnish()
-    except Exception as error:  # whatever a server did instead of serving; the others go on
+    except Exception as error:  # any failure of a server ends its lane only
         return error
     return None
 
 
 def _at_once(work: Callable[[Lane], T], lanes: Sequence[Lane]) -> list[T]:
-    """For what is not measured: starting and stopping three servers takes as long as one."""
+    """Run unmeasured work in parallel: starting and stopping three servers then takes as long as one."""
     with ThreadPoolExecutor(max(1, len(lanes))) as pool:
         return list(pool.map(work, lanes))
 
@@ -164,6 +165,6 @@ def _takes_part(contender: Contender, suite: Suite) -> bool:
 
 
 def first_and_last_line(error: Exception) -> str:
-    """What went wrong, and where it has a log under it, the last words of that."""
+    """Return the first line of an error message and, if there are more, the last."""
     lines = [line.strip()[:400] for line in str(error).splitlines() if line.strip()]
     return " … ".join(lines if len(lines) < 2 else (lines[0], lines[-1])) or type(error).__name__

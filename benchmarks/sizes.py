@@ -1,11 +1,12 @@
-"""What successive checkpoints of a training cost on the disk: ten of a small transformer, really trained.
+"""Disk space of successive checkpoints of a training: ten of a small transformer that is trained.
 
     python -m benchmarks.sizes [--compression auto|small|none] [--work adam|lora|mixed] [--out FILE.md]
 
-*adam*: a byte-level language model of 1.9 million parameters on the standard library's sources, AdamW, every parameter trained. *lora*: a frozen
-backbone of 7 million with low-rank adapters (LoRA, rank 2: 0.4 % of the parameters) beside its feed-forward layers. *mixed*: as *adam*, with weights of bfloat16 and an optimizer
-that keeps them in float32 beside, as those for mixed precision do. Compared is by how much the packs grew with ten times the state; what was stored is
-loaded again and compared bit for bit.
+*adam*: a byte-level language model of 1.9 million parameters on the standard library's sources, AdamW, every
+parameter trained. *lora*: a frozen backbone of 7 million with low-rank adapters (LoRA, rank 2: 0.4 % of the
+parameters) beside its feed-forward layers. *mixed*: like *adam*, with weights of bfloat16 and an optimizer
+that keeps float32 masters, as for mixed precision. The growth of the packs is compared with ten times the
+state; the stored states are loaded again and compared bit for bit.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ CONTEXT, BATCH, RANK = 64, 16, 2
 class Size(NamedTuple):
     work: str
     raw_bytes: int
-    """Of all ten."""
+    """Total of all ten."""
     stored_bytes: int
     seconds: float
-    """That the writer needed for all."""
+    """Time that the writer process needed for all."""
     loss: float
 
     @property
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def report(found: list[Size], compression: str) -> str:
-    """A page of it."""
+    """Return the results as a page."""
     lines = [
         f"# Ten successive checkpoints, `compression={compression!r}`",
         "",
@@ -73,7 +74,7 @@ def report(found: list[Size], compression: str) -> str:
 
 
 def measure(work: str, compression: str) -> Size:
-    """Trains, saves, and compares what can be loaded."""
+    """Train, save, and compare what can be loaded."""
     import torch
 
     from ciuic import SnapshotManager
@@ -110,7 +111,7 @@ def measure(work: str, compression: str) -> Size:
 
 
 class WithMasters:
-    """AdamW on float32 copies of the weights, which are rounded from them after each step."""
+    """Optimizer: AdamW on float32 copies of the weights, which are rounded from them after each step."""
 
     def __init__(self, torch: Any, weights: list[Any]) -> None:
         self._torch = torch
@@ -166,7 +167,7 @@ def _model(torch: Any, width: int) -> Any:
 
 
 def _adapt(torch: Any, model: Any) -> None:
-    """Freezes all of it, and puts adapters beside the linear layers of each block."""
+    """Freeze the whole model, and put adapters beside the linear layers of each block."""
     nn = torch.nn
 
     class Adapted(nn.Module):  # type: ignore[name-defined,misc]
@@ -209,8 +210,8 @@ def _same(torch: Any, found: Any, wanted: Any) -> None:
             _same(torch, found[name], value)
     elif isinstance(wanted, list):
         assert len(found) == len(wanted)
-        for one, other in zip(found, wanted, strict=True):
-            _same(torch, one, other)
+        for found_item, wanted_item in zip(found, wanted, strict=True):
+            _same(torch, found_item, wanted_item)
     elif torch.is_tensor(wanted):
         assert torch.equal(found, wanted)
 

@@ -1,9 +1,12 @@
-"""The words of the harness: a *suite* is a list of *steps*, a step measures *figures* of a *contender* in a *place*.
+"""Terms of the harness.
 
-A step is one function that is called in a process of its own for each contender and round. It gets a Job, does its
-work below ``job.directory``, takes the time itself (so that setting up is not counted), and returns one value for
-each of its figures: a rate wherever one makes sense, so that a ratio below one always means slower. Steps of a suite
-run in their order and may use what an earlier one left; the last ones may leave files, all is removed afterwards.
+A *suite* is a list of *steps*; a step measures *figures* of a *contender* in a *place*.
+
+A step is one function that is called in a process of its own for each contender and round. It gets a Job,
+does its work below ``job.directory``, measures the time itself (so that preparation is not counted), and
+returns one value for each of its figures: a rate wherever one makes sense, so that a ratio below one always
+means slower. Steps of a suite run in order and may use what an earlier one left; remaining files are removed
+afterwards.
 """
 
 from __future__ import annotations
@@ -14,10 +17,16 @@ from typing import Literal, NamedTuple
 import msgspec
 
 Before = Literal["settled", "warm", "cold", "uncached", "remounted", "anew"]
-"""What precedes a step, outside the time taken. settled: what is dirty on the place's file system and on the
-contender's mount is written back. warm: and the step was carried out once for nothing, because another contender's turn
-may just have dropped the machine's caches. cold: and the page cache is dropped. uncached: and so are dentries and inodes.
-remounted: and the contender's mount is new. anew: and everything that the contender had was removed and furnished again."""
+"""Preparation of a step, outside the measured time.
+
+* settled: dirty pages of the place's file system and of the contender's mount are written back.
+* warm: settled, and the step runs once unmeasured, because the turn of another contender may have dropped the
+  machine's caches.
+* cold: settled, and the page cache is dropped.
+* uncached: cold, and dentries and inodes are dropped.
+* remounted: uncached, and the contender's mount is new.
+* anew: uncached, and the contender's files are removed and furnished again.
+"""
 
 DRIVERS = ("kernel", "pyfuse3")
 CIUIC = tuple(f"ciuic {driver}" for driver in DRIVERS)
@@ -26,7 +35,7 @@ CORE = "ciuic core"
 
 
 class Figure(NamedTuple):
-    """One number with a name."""
+    """Named number."""
 
     name: str
     unit: str
@@ -34,14 +43,14 @@ class Figure(NamedTuple):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step may know."""
+    """Context of a step."""
 
     directory: str
-    """Where the contender is to be measured."""
+    """Directory in which the contender is measured."""
     source: str
-    """A plain directory of the suite, shared by all contenders: what is read to be written below ``directory``."""
+    """Plain directory of the suite, shared by all contenders: the source of copies to ``directory``."""
     scale: float
-    """1 for figures to be reported; sizes and counts follow it."""
+    """Factor of sizes and counts; 1 for figures to be reported."""
     control: str = ""
     """The worker's control socket, where there is a worker."""
     server_pid: int = 0
@@ -51,21 +60,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     config: str = ""
     """The configuration of that daemon and of the commands that talk to it."""
     contender: str = ""
-    """Who is measured: where the work is done by a command, it says which."""
+    """Name of the contender, which selects the command if a command does the work."""
     beside: str = ""
     """A directory on the same file system as ``directory`` and not below it, for what the contender keeps."""
 
     def count(self, at_scale_one: int, least: int = 1) -> int:
-        """A number of things at this scale."""
+        """Scale a number of things."""
         return max(least, round(at_scale_one * self.scale))
 
     def path(self, name: str) -> str:
-        """A path below the contender's directory."""
+        """Return a path below the contender's directory."""
         return f"{self.directory}/{name}"
 
 
 class Measured(msgspec.Struct):
-    """One value for each figure of the step, None where it does not apply; ``raw`` is kept with them in the JSON."""
+    """Values of a step, one per figure (None where it does not apply); the JSON has ``raw`` with them."""
 
     values: list[float | None]
     raw: list[float] = []
@@ -89,8 +98,11 @@ def _always() -> str:
 
 
 class Suite(NamedTuple):
-    """Steps that belong together. ``furnish_source`` runs once a place, ``furnish`` once a contender on its plain
-    directory before it is mounted; ``missing`` says why the suite cannot run here, or nothing."""
+    """Steps that run in order on the same files.
+
+    ``furnish_source`` runs once per place, ``furnish`` once per contender on its plain directory before it is
+    mounted; ``missing`` returns why the suite cannot run on this machine, or an empty string.
+    """
 
     name: str
     steps: tuple[Step, ...]
@@ -98,7 +110,7 @@ class Suite(NamedTuple):
     furnish: Callable[[Job], None] = _nothing
     missing: Callable[[], str] = _always
     only: tuple[str, ...] = ()
-    """Names of contenders; all that are files on a mount when empty."""
+    """Names of contenders; empty: all that serve a mount."""
     places: tuple[str, ...] = ("tmpfs", "disk")
     with_daemon: bool = False
-    """Snapshots are taken at intervals: ciuic is the whole daemon, not a worker alone."""
+    """True if snapshots are taken at intervals: ciuic is then the whole daemon, not a worker alone."""

@@ -1,4 +1,4 @@
-"""Small helpers that steps share: taking the time, and making content."""
+"""Helpers that steps share: measuring time, and making content."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ LARGE_BYTES = 8 * MIB
 
 @lru_cache(maxsize=1)
 def block() -> bytes:
-    """8 MiB that do not compress, the same all through the process."""
+    """Return 8 MiB that do not compress, the same throughout the process."""
     return os.urandom(LARGE_BYTES)
 
 
 class Clock:
-    """Seconds that a ``with running()`` took."""
+    """Seconds that a ``with running()`` block took."""
 
     seconds = 0.0
 
 
 @contextmanager
 def running() -> Iterator[Clock]:
-    """Takes the time of its block."""
+    """Measure the time of a block."""
     clock = Clock()
     started = time.perf_counter()
     yield clock
@@ -37,10 +37,13 @@ def running() -> Iterator[Clock]:
 
 
 def rate(
-    name: str, unit: str, work: Callable[[Job], float], *, repeat_seconds: float = 0.0, **how: object
+    name: str, unit: str, work: Callable[[Job], float], *, repeat_seconds: float = 0.0, **options: object
 ) -> Step:
-    """A step of one figure: ``work`` returns how much it did, and all of it is timed. It is done again until it has
-    taken ``repeat_seconds`` (at scale 1) in all: what takes milliseconds measures the clock and the scheduler."""
+    """Return a step of one figure: ``work`` is timed and returns the amount that it did.
+
+    It is repeated until it has taken ``repeat_seconds`` (at scale 1) in all: a run of milliseconds would
+    measure the clock and the scheduler.
+    """
 
     def run(job: Job) -> Measured:
         amount = seconds = 0.0
@@ -50,22 +53,22 @@ def rate(
             seconds += clock.seconds
         return Measured([amount / max(seconds, 1e-9)])
 
-    return Step((Figure(name, unit),), run, **how)  # type: ignore[arg-type]
+    return Step((Figure(name, unit),), run, **options)  # type: ignore[arg-type]
 
 
-def preparation(work: Callable[[Job], object], **how: object) -> Step:
-    """A step that measures nothing and leaves something for the next."""
+def preparation(work: Callable[[Job], object], **options: object) -> Step:
+    """Return a step that measures nothing and leaves something for the next."""
 
     def run(job: Job) -> Measured:
         work(job)
         return Measured([])
 
-    return Step((), run, **how)  # type: ignore[arg-type]
+    return Step((), run, **options)  # type: ignore[arg-type]
 
 
 def command(arguments: Sequence[str], **more_environment: str) -> None:
-    """Runs a program quietly; CalledProcessError, with what it said, when it fails."""
-    done = subprocess.run(
+    """Run a program quietly; RuntimeError, with the end of its standard error, if it fails."""
+    completed = subprocess.run(
         arguments,
         check=False,
         stdin=subprocess.DEVNULL,
@@ -73,6 +76,6 @@ def command(arguments: Sequence[str], **more_environment: str) -> None:
         stderr=subprocess.PIPE,
         env={**os.environ, **more_environment},
     )
-    if done.returncode != 0:
-        said = done.stderr.decode("utf-8", "replace").strip()[-500:]
-        raise RuntimeError(f"{arguments[0]} ended with {done.returncode}: {said}")
+    if completed.returncode != 0:
+        message = completed.stderr.decode("utf-8", "replace").strip()[-500:]
+        raise RuntimeError(f"{arguments[0]} ended with {completed.returncode}: {message}")

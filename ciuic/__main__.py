@@ -1,4 +1,4 @@
-"""``python -m ciuic``: the same program as the installed ``ciuic``."""
+"""Entry point of ``python -m ciuic``, the same program as the installed ``ciuic``."""
 
 from ciuic.cli import main
 

@@ -1,6 +1,7 @@
-"""Errors that a person or a script will see: nouns, each with its exit code (cli.md; never renumbered).
+"""Errors that the operator or a script sees, each with its exit code (docs/cli.md).
 
-Raised where the fact is known; turned into an exit code or an HTTP status once, at the edge.
+Exit codes are never renumbered. An error is raised where the fact is known, and turned into an exit code or
+an HTTP status once, at the edge. The classes are nouns.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import ClassVar
 
 
 class CiuicError(Exception):
-    """Something failed; ``message`` says what happened and to what, ``hint`` what to do next."""
+    """Base of all errors; ``message`` says what failed, ``hint`` what to do next."""
 
     exit_code: ClassVar[int] = 1
 
@@ -20,17 +21,17 @@ class CiuicError(Exception):
 
 
 class UsageError(CiuicError):
-    """The request itself is wrong: an option, a path, a configuration file."""
+    """Invalid request: an option, a path or a configuration file."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """A configuration file says something that cannot be meant; the message names file and line."""
+    """Invalid configuration; the message names file and line."""
 
 
 class NotFound(CiuicError):
-    """No such snapshot, path or root."""
+    """Unknown snapshot, path or root."""
 
     exit_code = 3
 
@@ -42,37 +43,40 @@ class Damaged(CiuicError):
 
 
 class Unreachable(CiuicError):
-    """The daemon cannot be reached."""
+    """Connection to the daemon failed."""
 
     exit_code = 5
 
 
 class DestinationExists(CiuicError):
-    """A restore would replace something and was not told to."""
+    """Restore refused because it would replace existing files."""
 
     exit_code = 6
     conflicts: tuple[bytes, ...] = ()
-    """All paths that are in the way, where there are several; the message names the first ones."""
+    """Every conflicting path, where there are several; the message names only the first ones."""
 
 
 class NotPermitted(CiuicError):
-    """The caller may not do this."""
+    """Operation that the caller is not allowed to do."""
 
     exit_code = 7
 
 
 class Partial(CiuicError):
-    """Done in part; the message lists what was not."""
+    """Operation done in part; the message lists what was not done."""
 
     exit_code = 8
 
 
 class Busy(CiuicError):
-    """Another process writes to the repository."""
+    """Repository locked by another writer."""
 
+    # EX_TEMPFAIL of sysexits.h: a caller may try again, and ciuic-scrub.service takes it for a success.
     exit_code = 75
 
 
+# One class for each code, so that an error that crosses the control socket has its exit code again.
+# ConfigError returns as the UsageError that it refines.
 BY_EXIT_CODE: dict[int, type[CiuicError]] = {
     cls.exit_code: cls
     for cls in (

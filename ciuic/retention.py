@@ -1,24 +1,29 @@
-"""Which snapshots stay and why: a pure function of the snapshots, the policy and the time.
+"""Retention: which snapshots stay and why, as a pure function of the snapshots, the policy and the time.
 
-A snapshot is kept if **any** rule keeps it; the newest one and held ones always stay. Rules only add: a further
-rule, or a larger number, never removes a snapshot that stayed without it. Removing is left to ciuic.gc.
+A snapshot is kept if **any** rule keeps it; the newest one and held ones always stay. Rules only add: a
+further rule, or a larger number, never removes a snapshot that stayed without it. ciuic.maintenance.prune
+does the removing.
 
-``keep_hourly = 24`` keeps the newest snapshot of each of the last 24 hours *that have one*, in local time; days,
-weeks (ISO, Monday first), months and years likewise. Hours without a snapshot do not use up the number, so a
-machine that was off for a month still has its days. Where clocks go back, the hour that comes twice is two hours.
+``keep_hourly = 24`` keeps the newest snapshot of each of the last 24 hours *that have one*, in local time;
+days, weeks (ISO, Monday first), months and years likewise. Hours without a snapshot do not use up the number,
+so a machine that was off for a month still has its days. When clocks go back, the hour that comes twice
+counts as two.
 
-``keep_within`` measures the time in which snapshots were taken. A step from one to the next, or from the newest to
-now, counts as a quarter of ``keep_within`` at most (a day, where that is longer): a clock that jumps ten years ahead,
-or a machine that was off for as long as it keeps, must not take everything but the last few with it. Time that
-snapshots ahead of now claim counts as nothing. Snapshots that come regularly are kept exactly as long as it says.
+``keep_within`` measures the time in which snapshots were taken. A step from one to the next, or from the
+newest to now, counts as at most a quarter of ``keep_within`` (a day, where that is longer): a clock that
+jumps ten years ahead, or a machine that was off for a long time, must not remove everything but the last few.
+Time stamps ahead of now count as now. Snapshots that are taken regularly are kept for exactly
+``keep_within``.
 
-Safety snapshots, which restores take before they change anything, count in no rule of the others, and no rule of the others keeps them.
-They have rules of their own: ``keep_safety`` as ``keep_within``, never fewer than ``MIN_SAFETY``, and none goes while a restore that it
-can undo is the newest change of the paths that were restored. Held ones and those with a tag of ``keep_tags`` stay as well.
+Safety snapshots, which restores take before they change anything, do not count in the rules of other
+snapshots, and those rules do not keep them. They have rules of their own: ``keep_safety`` works like
+``keep_within``, at least ``MIN_SAFETY`` stay, and none goes while a restore that it can undo is the newest
+change of the restored paths. Held ones and those with a tag of ``keep_tags`` stay as well.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, tzinfo
@@ -30,33 +35,45 @@ from ciuic.types import SnapshotId, is_safety
 
 NS_PER_SECOND = 10**9
 TAG_EMERGENCY = "emergency"
-"""On snapshots that the daemon took because a trainer died or hung."""
+"""Tag of snapshots that the daemon took because a trainer died or hung."""
 TRAINING = "its training decides"
 UNDOES = "can undo the newest change of what was restored"
 MIN_SAFETY = 3
-"""So many of the newest safety snapshots stay whatever ``keep_safety`` says: an operator who restores wrongly tries again twice."""
+"""Number of newest safety snapshots that always stay: an operator who restores wrongly tries again twice."""
 _DAY_NS = 86400 * NS_PER_SECOND
 NEWEST = "newest"
 
 
 class SnapshotFacts(Protocol):
-    """What retention needs to know; a catalogue row and ciuic.types.Snapshot both have it."""
+    """Facts about a snapshot that retention needs.
+
+    A catalogue row and `ciuic.types.Snapshot` both have them.
+    """
 
     @property
-    def id(self) -> SnapshotId: ...
+    def id(self) -> SnapshotId:
+        """Snapshot id."""
+
     @property
-    def time_ns(self) -> int: ...
+    def time_ns(self) -> int:
+        """Wall clock at the cut, in nanoseconds."""
+
     @property
-    def tags(self) -> tuple[str, ...]: ...
+    def tags(self) -> tuple[str, ...]:
+        """Tags, which `RetentionPolicy.keep_tags` names."""
+
     @property
-    def message(self) -> str: ...
+    def message(self) -> str:
+        """Message; its beginning marks a safety snapshot."""
+
     @property
-    def held(self) -> bool: ...
+    def held(self) -> bool:
+        """True for a held snapshot, which always stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionPolicy:
-    """The rules of ``[retention]``; 0 or empty turns a rule off."""
+    """Rules of ``[retention]``; 0 or empty turns a rule off."""
 
     keep_within_seconds: int = 7 * 86400
     keep_last: int = 3
@@ -67,26 +84,27 @@ class RetentionPolicy:
     keep_yearly: int = 0
     keep_tags: tuple[str, ...] = ()
     keep_emergency: int = 3
-    """So many of the newest that were taken because a trainer died: whoever comes back after weeks wants the last ones."""
+    """Number of newest emergency snapshots to keep: an operator who comes back after weeks wants the last
+    ones."""
     keep_safety_seconds: int = 7 * 86400
     """How long safety snapshots stay."""
 
 
 @dataclass(frozen=True)
 class MinFree:
-    """How much of the repository's file system retention keeps free: a size, or a share of the whole."""
+    """Free space that retention keeps on the repository's file system: a size, or a share of the whole."""
 
     size_bytes: int = 0
     share: float = 0.0
 
     def floor_bytes(self, total_bytes: int) -> int:
-        """The same as bytes, on a file system of ``total_bytes``."""
+        """Return the larger of size and share in bytes, on a file system of ``total_bytes``."""
         return max(self.size_bytes, int(self.share * total_bytes))
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one snapshot: kept for ``reasons``, or removed when there are none."""
+    """Decision about one snapshot: kept for ``reasons``, or removed when there are none."""
 
     id: SnapshotId
     time_ns: int
@@ -94,22 +112,24 @@ class Decision:
 
     @property
     def kept(self) -> bool:
+        """True if any rule keeps the snapshot."""
         return bool(self.reasons)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The decision about every snapshot, newest first."""
+class RetentionPlan:
+    """Decisions about all snapshots, newest first."""
 
     decisions: tuple[Decision, ...] = field(default=())
 
     @property
     def kept(self) -> tuple[Decision, ...]:
+        """Decisions for the snapshots that stay, newest first."""
         return tuple(decision for decision in self.decisions if decision.kept)
 
     @property
     def removed(self) -> tuple[SnapshotId, ...]:
-        """Oldest first: an interrupted removal has then thrown away what matters least."""
+        """Snapshots to remove, oldest first: an interrupted removal has then deleted what matters least."""
         return tuple(decision.id for decision in reversed(self.decisions) if not decision.kept)
 
 
@@ -122,37 +142,51 @@ def plan_retention(
     states: Container[str] = (),
     having: Mapping[bytes, Container[str]] = MappingProxyType({}),
     undoes: Callable[[SnapshotId], bool] = lambda _: False,
-) -> Plan:
-    """Decide about each snapshot. ``tz`` None is the local time zone of the process; the order given is no matter.
+) -> RetentionPlan:
+    """Decide about each snapshot.
 
-    ``states``: those of trainings (`Snapshot.is_state`), which stay, and count in no rule: their trainings decide about them.
-    ``having``: for each root that some partial snapshot lacks, the snapshots that have it (`snapshots_having`). All rules are
-    applied once more to these alone: a partial snapshot takes no other's place, and the last one that has a root stays.
-    ``undoes``: whether a safety snapshot can undo a restore that is the newest change of its paths; asked where nothing else keeps it.
+    Args:
+        snapshots: All snapshots, in any order.
+        policy: The rules.
+        now_ns: The current time.
+        tz: Time zone of hours and days; None is the local one of the process.
+        states: Ids of training states (`Snapshot.is_state`). They stay and count in no rule: their trainings
+            decide about them.
+        having: For each root that some partial snapshot lacks, the snapshots that have it
+            (`snapshots_having`). All rules are applied once more to these alone, so that a partial snapshot
+            takes no other's place and the last one that has a root stays.
+        undoes: Whether a safety snapshot can undo a restore that is the newest change of its paths; called
+            only if nothing else keeps it.
     """
+    # The id decides between equal times, so that two runs never remove different snapshots.
     everything = sorted(snapshots, key=lambda snapshot: (snapshot.time_ns, snapshot.id), reverse=True)
     counted = [snapshot for snapshot in everything if snapshot.id not in states]
+    # Safety snapshots have rules of their own, and take no place in the others.
     ordered = [snapshot for snapshot in counted if not is_safety(snapshot.tags, snapshot.message)]
     reasons: dict[SnapshotId, list[str]] = {snapshot.id: [] for snapshot in counted}
     _apply_rules(ordered, policy, now_ns, tz, reasons)
     _keep_safety(counted, policy, now_ns, reasons, undoes)
+    # Sorted, so that the reasons of a decision come in the same order in every run.
     for root, ids in sorted(having.items()):
-        # Where no ordinary snapshot has the root, the newest safety snapshot that does is the last one that has it.
+        # Where no ordinary snapshot has the root, the newest safety snapshot is the last one that has it.
         those = [s for s in ordered if s.id in ids] or [s for s in counted if s.id in ids][:1]
         again: dict[SnapshotId, list[str]] = {snapshot.id: [] for snapshot in those}
         _apply_rules(those, policy, now_ns, tz, again)
         name = root.decode("utf-8", "backslashreplace")
         for id_, found in again.items():
-            # That it is the newest one with the root is said in any case: it keeps it from being sacrificed for space.
+            # "newest" with this root is always added: that reason protects a snapshot from removal for
+            # min_free.
             new = found if not reasons[id_] else [reason for reason in found if reason == NEWEST]
             reasons[id_].extend(f"{reason} with {name}" for reason in new)
-    return Plan(tuple(Decision(s.id, s.time_ns, tuple(reasons.get(s.id, [TRAINING]))) for s in everything))
+    return RetentionPlan(
+        tuple(Decision(s.id, s.time_ns, tuple(reasons.get(s.id, [TRAINING]))) for s in everything)
+    )
 
 
 def snapshots_having(
     roots: Mapping[SnapshotId, Collection[bytes]], left_out: Iterable[bytes]
 ) -> dict[bytes, frozenset[SnapshotId]]:
-    """What `plan_retention` takes, from the roots that each snapshot has and those that some were to have and have not."""
+    """Return ``having`` for `plan_retention`, from the roots in each snapshot and the roots left out."""
     return {
         lacked: frozenset(id_ for id_, paths in roots.items() if lacked in paths) for lacked in set(left_out)
     }
@@ -192,7 +226,11 @@ def _keep_safety(
     reasons: dict[SnapshotId, list[str]],
     undoes: Callable[[SnapshotId], bool],
 ) -> None:
-    """The rules of safety snapshots; ``ordered`` has the others too, because ages are measured from snapshot to snapshot."""
+    """Apply the rules of safety snapshots.
+
+    ``ordered`` includes the other snapshots, because ages are measured from snapshot to snapshot.
+    """
+    # Steps are limited as for keep_within (`_keep_recent`).
     within_ns = policy.keep_safety_seconds * NS_PER_SECOND
     ages_ns = _ages_ns(ordered, now_ns, max(within_ns // 4, _DAY_NS))
     dated = [pair for pair in zip(ordered, ages_ns, strict=True) if is_safety(pair[0].tags, pair[0].message)]
@@ -205,6 +243,7 @@ def _keep_safety(
         if snapshot.held:
             found.append("held")
         found.extend(f"tag {tag}" for tag in policy.keep_tags if tag in snapshot.tags)
+        # Last, because it loads and compares snapshots.
         if not found and undoes(snapshot.id):
             found.append(UNDOES)
 
@@ -217,6 +256,8 @@ def _keep_recent(
 ) -> None:
     for position, snapshot in enumerate(ordered[: policy.keep_last]):
         reasons[snapshot.id].append(f"last {position + 1} of {policy.keep_last}")
+    # Each step counts for a quarter of the time at most (or a day), so that a clock that jumps ahead, or a
+    # machine that was off, does not let all snapshots expire at once.
     if policy.keep_within_seconds > 0:
         within_ns = policy.keep_within_seconds * NS_PER_SECOND
         for snapshot, age_ns in zip(
@@ -227,9 +268,13 @@ def _keep_recent(
 
 
 def _ages_ns(ordered: Sequence[SnapshotFacts], now_ns: int, longest_step_ns: int) -> Iterator[int]:
-    """How old each is, no step counted longer than that. A longer one may be a clock that was wrong then, or is now."""
+    """Yield the age of each snapshot.
+
+    No step counts for more than ``longest_step_ns``: a longer one may be a wrong clock.
+    """
     age_ns, after_ns = 0, now_ns
     for snapshot in ordered:
+        # A time stamp after the next newer one, or ahead of now, adds no age.
         if snapshot.time_ns < after_ns:
             age_ns += min(after_ns - snapshot.time_ns, longest_step_ns)
             after_ns = snapshot.time_ns
@@ -240,7 +285,7 @@ _Bucket = tuple[object, ...]
 
 
 def _hour(time: datetime) -> _Bucket:
-    # The offset tells the hour before from the hour after the clock goes back.
+    # The UTC offset tells apart the two hours of the same name when the clock goes back.
     return (*_day(time), time.hour, time.utcoffset())
 
 
@@ -249,6 +294,7 @@ def _day(time: datetime) -> _Bucket:
 
 
 def _week(time: datetime) -> _Bucket:
+    # ISO year and week: the first days of January may belong to the last week of the year before.
     return tuple(time.isocalendar())[:2]
 
 
@@ -279,6 +325,7 @@ def _keep_buckets(
 ) -> None:
     seen: set[_Bucket] = set()
     for snapshot in ordered:
+        # Only buckets with a snapshot are counted: a machine that was off for a month keeps its days.
         if len(seen) >= number:
             return
         bucket = bucket_of(_local(snapshot.time_ns, tz))
@@ -289,4 +336,13 @@ def _keep_buckets(
 
 def _local(time_ns: int, tz: tzinfo | None) -> datetime:
     moment = datetime.fromtimestamp(time_ns // NS_PER_SECOND, tz)
+    # The offset that was in force then, not today's: daylight saving changes it.
     return moment if tz is not None else moment.astimezone()
+
+
+def __getattr__(name: str) -> object:
+    """Return the class that was called ``Plan`` up to version 0.1."""
+    if name != "Plan":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("ciuic.retention.Plan is called RetentionPlan", DeprecationWarning, stacklevel=2)
+    return RetentionPlan

@@ -1,4 +1,4 @@
-"""The values that travel between overlay, capture, repository and commands. No behaviour beyond their invariants.
+"""Values that overlay, capture, repository and commands exchange; no behaviour beyond their invariants.
 
 Paths inside a root are ``bytes``; sizes are bytes; times are integer nanoseconds since the epoch, UTC.
 """
@@ -13,73 +13,82 @@ from typing import Literal, NewType
 import msgspec
 
 ChunkId = NewType("ChunkId", bytes)
-"""16 bytes: the seeded XXH3-128 of the content."""
+"""Seeded XXH3-128 hash of the content, 16 bytes."""
 
 CHUNK_ID_BYTES = 16
 HOLE = ChunkId(bytes(CHUNK_ID_BYTES))
-"""A block that is absent: it reads as zeros and takes no space."""
-NO_CHUNK = ChunkId(b"")
+"""Absent block: reads as zeros and takes no space."""
 
 FLAG_OPEN_FOR_WRITING = 1
-"""A descriptor that can write was open at the cut. Information: the content is that of the cut unless ``FLAG_NOT_HELD`` is set."""
+"""A descriptor that can write was open at the cut. Information only: the content is that of the cut unless
+``FLAG_NOT_HELD`` is set."""
 FLAG_MOUNTPOINT = 2
 """Another file system was mounted here; its content is not part of the snapshot."""
 FLAG_XATTRS_CHUNK = 4
-"""``xattrs`` was too large to stand in the entry: it holds one pair (b"", id of a chunk that holds the pairs)."""
+"""``xattrs`` did not fit into the entry: it holds one pair (b"", id of the chunk with the pairs)."""
 
 FLAG_NOT_HELD = 8
-"""The content may be later than the cut, or mix what was there at several moments after it; see ``lag_of``."""
+"""The content may be later than the cut, or a mix of several moments after it; see `lag_of`."""
+# The lag is in bits 8 to 31 of the flags (docs/format.md, section 5).
 _LAG_SHIFT = 8
 MAX_LAG_MS = (1 << 24) - 1
-"""Four and a half hours: what the 24 bits above the flags hold. A longer lag is recorded as this."""
+"""Largest lag (four and a half hours) that the 24 bits above the flags hold; a longer one is recorded as
+this."""
 
 TAG_INCOMPLETE = "incomplete"
-"""On a snapshot that lacks something that could not be read; its message names it."""
+"""Tag of a snapshot that lacks something that could not be read; its message names it."""
 TAG_NOT_HELD = "not-held"
-"""On a snapshot with files whose content may be later than the cut; their entries and ``RootRecord.not_held`` say which and how
-many."""
+"""Tag of a snapshot with files whose content may be later than the cut; their entries say which, and
+``RootRecord.not_held`` how many."""
 TAG_PARTIAL = "partial"
-"""On a snapshot that lacks a root; `Snapshot.left_out` and its message say which and why."""
+"""Tag of a snapshot that lacks a root; `Snapshot.left_out` and the message say which and why."""
 
 TAG_RETAKEN = "retaken"
-"""On a snapshot of a later instant than the one at which its id was promised; its message says why."""
+"""Tag of a snapshot of a later instant than the one at which its id was promised; its message says why."""
 TAG_SAFETY = "safety"
 SAFETY_MESSAGE = "before the restore from "
-"""Tag, and begin of the message, of a snapshot that a restore took before it changed anything: see `is_safety`."""
+"""Beginning of the message of a safety snapshot, which a restore took before it changed anything; see
+`is_safety`."""
 
 STATE_TAGS = frozenset({"training", "dcp"})
-"""On each snapshot of a training's state one of them."""
+"""Tags of snapshots of a training state; each has one of them."""
 
 
 def is_safety(tags: Collection[str], message: str) -> bool:
     """Return whether this is a safety snapshot, which a restore took so that it can be undone.
 
-    Both are asked for: a snapshot that an operator tagged "safety" is an ordinary one, and is kept by the ordinary rules.
+    Tag and message must both match: a snapshot that an operator tagged "safety" is kept by the ordinary
+    rules.
     """
     return TAG_SAFETY in tags and message.startswith(SAFETY_MESSAGE)
 
 
+# \Z, because $ also matches before a line end, and ids are names of files.
 _SNAPSHOT_ID = re.compile(r"cs-[0-9a-f]{6,32}\Z")
 
 
 class SnapshotId(str):
-    """``cs-`` and 6 to 32 lower-case hexadecimal digits."""
+    """Snapshot id: ``cs-`` and 6 to 32 lower-case hexadecimal digits."""
 
     __slots__ = ()
 
     @classmethod
     def parse(cls, text: str) -> SnapshotId:
-        """The full id that ``text`` is; ValueError for anything else (prefixes are resolved by the repository)."""
+        """Return ``text`` as a full id; the repository resolves prefixes. ValueError for anything else."""
         if not _SNAPSHOT_ID.match(text):
-            raise ValueError(f"not a snapshot id: {text!r}")
+            raise ValueError(f"a snapshot id must be cs- and 6 to 32 hexadecimal digits, got {text!r}")
         return cls(text)
 
 
+# An array in trees: the order of the fields is that of docs/format.md, section 5. Older readers ignore
+# further elements, so that a new field comes last. Without names of fields, which would be most of an entry.
 class Entry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """One name in a directory's frozen tree, or one inode in a link table (then ``name`` is its number, 8 bytes big-endian).
+    """Name in a directory's frozen tree, or inode in a link table.
 
-    ``content`` is the tree id of a directory; of a regular file the root of its block map, or the id of its only block
-    when ``map_height`` is 0; empty for an empty file (or one that is a single hole) and for every other type.
+    In a link table ``name`` is the inode number, 8 bytes big-endian. ``content`` is the tree id of a
+    directory. For a regular file it is the root of the block map, or the id of the only block when
+    ``map_height`` is 0. It is empty for an empty file, for one that is a single hole, and for every other
+    type.
     """
 
     name: bytes
@@ -94,41 +103,47 @@ class Entry(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     atime_ns: int = 0
     flags: int = 0
     link: int = 0
-    """Not 0: a regular file or other inode with several names; all but name and type stands in the link table under this number."""
+    """Inode number of the link table entry of an inode with several names, which has everything but name and
+    type; else 0."""
     content: bytes = b""
     map_height: int = 0
     target: bytes = b""
     xattrs: tuple[tuple[bytes, bytes], ...] = ()
     total_files: int = 0
-    """Directories: number of non-directories below, hard-linked ones left out (they count in the link table)."""
+    """Directories: number of non-directories below. Hard-linked files count in the link table instead."""
     total_bytes: int = 0
-    """Directories: sum of size_bytes of the regular files so counted."""
+    """Directories: sum of ``size_bytes`` of the regular files so counted."""
 
     @property
     def is_dir(self) -> bool:
+        """True for a directory."""
         return stat.S_ISDIR(self.mode)
 
     @property
     def is_file(self) -> bool:
+        """True for a regular file."""
         return stat.S_ISREG(self.mode)
 
     @property
     def is_symlink(self) -> bool:
+        """True for a symbolic link."""
         return stat.S_ISLNK(self.mode)
 
 
 def not_held(lag_ms: int) -> int:
-    """Flags of a file whose content may be up to ``lag_ms`` milliseconds later than the cut."""
+    """Return the flags of a file whose content may be up to ``lag_ms`` milliseconds later than the cut."""
+    # Cut to what fits: a longer lag would overflow into a bit that is not its own, or come out as a short
+    # one.
     return FLAG_NOT_HELD | min(max(lag_ms, 0), MAX_LAG_MS) << _LAG_SHIFT
 
 
 def lag_of(entry: Entry) -> int | None:
-    """Milliseconds by which the content of a file may be later than the cut; None where it is that of the cut."""
+    """Return by how many ms a file's content may be later than the cut; None if it is that of the cut."""
     return entry.flags >> _LAG_SHIFT if entry.flags & FLAG_NOT_HELD else None
 
 
 class TreeRef(msgspec.Struct, frozen=True):
-    """A stored tree and what is below it (see Entry.total_files)."""
+    """Reference to a stored tree, with the totals of what is below it (see `Entry.total_files`)."""
 
     id: ChunkId
     total_files: int = 0
@@ -136,7 +151,7 @@ class TreeRef(msgspec.Struct, frozen=True):
 
 
 class MapRef(msgspec.Struct, frozen=True):
-    """A stored block map: what goes into Entry.content and Entry.map_height."""
+    """Reference to a stored block map, as in `Entry.content` and `Entry.map_height`."""
 
     content: bytes
     map_height: int
@@ -146,49 +161,50 @@ RootMode = Literal["tracked", "full", "offline"]
 
 
 class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One protected root in a snapshot."""
+    """Protected root in a snapshot."""
 
     path: bytes
     """Absolute path of the root on the host."""
     entry: Entry
-    """The root directory itself; its name is empty."""
+    """Entry of the root directory itself; its name is empty."""
     links: bytes = b""
-    """Tree id of the link table, empty when no inode has several names."""
+    """Tree id of the link table; empty when no inode has several names."""
     links_files: int = 0
     links_bytes: int = 0
     session: str = ""
-    """Identity of the overlay mount (32 hex digits), empty for an offline snapshot."""
+    """Identity of the overlay mount (32 hexadecimal digits); empty for an offline snapshot."""
     epoch: int = 0
     mode: RootMode = "full"
     excludes_digest: str = ""
     depth: int = 0
-    """No directory lies more levels below the root; 0: not known."""
+    """Largest number of levels that a directory lies below the root; 0 if not known."""
     not_held: int = -1
-    """Files whose content may be later than the cut (FLAG_NOT_HELD). -1 in older snapshots, which mark no file so: there it is
-    true of any file that was open for writing."""
+    """Number of files whose content may be later than the cut (FLAG_NOT_HELD). -1 in older snapshots, which
+    mark no file so: there any file that was open for writing may be later."""
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The other half of a snapshot that was asked for together with another: a training's state, and the files of the same instant.
+    """The paired snapshot: a training state and the files of the same instant are each other's pair.
 
-    It is what was known when this half was committed. Whether the other one is there is looked up (ciuic.pairs).
+    The fields say what was known when this half was committed. Whether the other half exists is looked up
+    (`ciuic.protocol.pair_status`).
     """
 
     of: Literal["training", "filesystem"]
-    """What the other half is a snapshot of."""
+    """Kind of the paired snapshot."""
     id: str = ""
-    """Empty: there is none, and ``problem`` says why."""
+    """Id of the paired snapshot; empty if there is none, and ``problem`` says why."""
     repository: str = ""
-    """Absolute path of the one that the other half is in, where that one was made."""
+    """Absolute path of the repository with the paired snapshot, on the host where it was made."""
     time_ns: int = 0
-    """Its instant; 0 where there is none."""
+    """Time of the paired snapshot; 0 if there is none."""
     roots: tuple[str, ...] = ()
-    """Files: the roots in it."""
+    """Roots in the paired snapshot, if it is one of files."""
     problem: str = ""
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A root that a snapshot was to have and has not."""
+    """A root that was configured but is missing from a snapshot."""
 
     path: bytes
     """Absolute path of the root on the host."""
@@ -196,7 +212,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotDraft(msgspec.Struct, frozen=True, kw_only=True):
-    """What capture hands to Writer.commit."""
+    """Snapshot to commit, as capture hands it to `Writer.commit`."""
 
     id: SnapshotId
     time_ns: int
@@ -206,7 +222,7 @@ class SnapshotDraft(msgspec.Struct, frozen=True, kw_only=True):
     tags: tuple[str, ...] = ()
     message: str = ""
     parent: str = ""
-    """Id of the snapshot this one was built on, empty for none."""
+    """Id of the snapshot this one was built on; empty for none."""
     pair: Pair | None = None
     left_out: tuple[LeftOut, ...] = ()
     incomplete: tuple[bytes, ...] = ()
@@ -214,7 +230,7 @@ class SnapshotDraft(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed snapshot. ``held``, ``hold_reason``, ``hold_uid`` and ``tags`` may change later; nothing else does."""
+    """Committed snapshot; only ``held``, ``hold_reason``, ``hold_uid`` and ``tags`` may change later."""
 
     id: SnapshotId
     time_ns: int
@@ -224,23 +240,25 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     parent: str = ""
     size_bytes: int = 0
-    """Logical: sum of the sizes of the regular files, each inode once."""
+    """Logical size: sum of the sizes of the regular files, each inode once."""
     new_bytes: int = 0
     """Bytes this snapshot added to the packs."""
     files: int = 0
     held: bool = False
     hold_reason: str = ""
     hold_uid: int | None = None
-    """The ordinary user that the hold was made for, which yields to ``min_free``; None for every other hold."""
+    """Uid of the ordinary user that the hold was made for; such a hold yields to ``min_free``. None for every
+    other hold."""
     pair: Pair | None = None
     left_out: tuple[LeftOut, ...] = ()
-    """Roots that it was to have and has not."""
+    """Configured roots that are missing from the snapshot."""
     incomplete: tuple[bytes, ...] = ()
-    """Paths of the roots of which something could not be read. Empty in older snapshots, where only the tag says so."""
+    """Paths of the roots of which something could not be read. Empty in older snapshots, where only the tag
+    says so."""
 
     @property
     def not_held(self) -> int | None:
-        """Files whose content may be later than the cut; None where no root says."""
+        """Number of files whose content may be later than the cut; None where no root says."""
         known = [root.not_held for root in self.roots if root.not_held >= 0]
         return sum(known) if known else None
 
@@ -251,6 +269,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_state(self) -> bool:
-        """Of a training: it was made from memory, and how long it stays is for the rules of that training to say."""
+        """True for a training state, made from memory; the training's own rules decide how long it stays."""
         made = (not root.session and root.mode == "full" for root in self.roots)
         return not STATE_TAGS.isdisjoint(self.tags) and all(made)

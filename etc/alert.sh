@@ -1,12 +1,12 @@
 #!/bin/sh
-# An alert command for ciuic: mail to the address that it is called with, a web hook if CIUIC_WEBHOOK is set below, and the log.
+# Alert command for ciuic: logs the alert, mails it to the address in its first argument, and posts it to CIUIC_WEBHOOK if set.
 #
 #   [alert]
 #   command = ["/etc/ciuic/alert.sh", "ops@example.org"]
 #   user = "nobody"
 #
 # Events: alert_raised, alert_cleared, trainer_died, trainer_failed, trainer_hung, trainer_lost, trainer_recovered.
-# The whole document comes on the standard input (docs/daemon.md, Alerts). Ends on its own within alert.timeout, or is killed.
+# Standard input is the whole document (docs/daemon.md, The alert command). The command is killed after alert.timeout.
 set -u
 CIUIC_WEBHOOK=${CIUIC_WEBHOOK:-}
 document=$(cat)

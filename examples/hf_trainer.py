@@ -1,4 +1,4 @@
-"""Hugging Face `Trainer`, resumed by itself: run it, kill it, run it again.
+"""Hugging Face `Trainer` that resumes by itself: run it, kill it, run it again.
 
 python examples/hf_trainer.py [directory for snapshots]
 """
@@ -28,7 +28,7 @@ trainer = Trainer(
         learning_rate=1e-3,
         lr_scheduler_type="cosine",
         logging_steps=3,
-        save_strategy="no",  # the snapshots are the checkpoints
+        save_strategy="no",  # snapshots replace checkpoints
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,

@@ -1,4 +1,4 @@
-"""Keras 3, resumed by itself: run it, kill it, run it again.
+"""Keras 3 training that resumes by itself: run it, kill it, run it again.
 
 python examples/keras_fit.py [directory for snapshots]
 """
@@ -11,7 +11,7 @@ import numpy
 from ciuic.integrations.keras import SnapshotCallback
 
 save_dir = sys.argv[1] if len(sys.argv) > 1 else "./snapshots"
-keras.utils.set_random_seed(1)  # the order of the data, too
+keras.utils.set_random_seed(1)  # also fixes the order of the data
 x = numpy.random.default_rng(2).random((80, 8), "float32")
 y = (x.sum(axis=1) > 4).astype("float32")
 model = keras.Sequential(

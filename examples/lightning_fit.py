@@ -1,4 +1,4 @@
-"""Lightning, resumed by itself: run it, kill it, run it again.
+"""Lightning training that resumes by itself: run it, kill it, run it again.
 
 python examples/lightning_fit.py [directory for snapshots]
 """

@@ -1,4 +1,4 @@
-"""PyTorch with a loop of one's own, resumed by itself: run it, kill it, run it again.
+"""PyTorch training loop that resumes by itself: run it, kill it, run it again.
 
 python examples/plain_pytorch.py [directory for snapshots]
 """
@@ -24,7 +24,7 @@ with SnapshotManager(save_dir, interval="10m", every_steps=4, max_snapshots=10) 
     manager.register(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
     resumed = manager.resume()
     for epoch in range(resumed.epoch if resumed else 0, 3):
-        for inputs, targets in loader:  # goes on behind the last batch that was saved
+        for inputs, targets in loader:  # continues after the last saved batch
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(model(inputs), targets).backward()
             optimizer.step()

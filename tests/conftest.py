@@ -1,7 +1,7 @@
-"""What every test relies on: places to work in that are always cleaned up, and a guard against what is left behind.
+"""Fixtures of all tests: working places that are always cleaned up, and a guard against leftovers.
 
-A test that leaves a mount, a loop device or a process behind fails, and what it left is removed, so that the next
-test starts from nothing. Several suites may run on one machine at once: only what lies below this run's own
+A test that leaves a mount, a loop device or a process behind fails, and what it left is removed, so that the
+next test starts clean. Several suites may run on one machine at once: only what lies below this run's own
 directories, or descends from this process, counts.
 """
 
@@ -23,7 +23,7 @@ from support.ci import IN_CI, needs
 from support.small_disks import sharing_disk as sharing_disk
 
 _QUIET = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture)
-# No deadlines: a machine with two busy cores says nothing about the code, and timing is for benchmarks.
+# No deadlines: on a machine with two busy cores they say nothing about the code; benchmarks measure time.
 hypothesis.settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_QUIET)
 hypothesis.settings.register_profile(
     "ci", max_examples=50, deadline=None, suppress_health_check=_QUIET, print_blob=True
@@ -41,7 +41,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def _mounting_impossible_because() -> str:
-    """Why this process cannot mount, or nothing."""
+    """Return why this process cannot mount, or None."""
     if os.geteuid() != 0:
         return "mounting needs root"
     try:
@@ -52,14 +52,18 @@ def _mounting_impossible_because() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Orphans of this run become children of this process, so that the guard sees them."""
+    """Adopt the orphans of this run, so that the guard sees them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     socketserver.BaseServer.handle_error = _fail_by_a_handler  # type: ignore[method-assign]
 
 
 def _fail_by_a_handler(self: socketserver.BaseServer, request: object, client_address: object) -> None:
-    """Let what a handler of a test's own server raises fail the test: printed, it stands in some other test's output."""
-    raise  # the exception that is being handled; pytest reports what ends a thread
+    """Let an exception in a handler of a test's own server fail the test.
+
+    Printed, it would end in another test's output.
+    """
+    # The exception that is being handled; pytest reports what ends a thread.
+    raise
 
 
 _INSIDE: pytest.StashKey[leftovers.Inside] = pytest.StashKey()
@@ -67,18 +71,23 @@ _INSIDE: pytest.StashKey[leftovers.Inside] = pytest.StashKey()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Fail a test that leaves descriptors or threads in this process: a thousand tests later select(2) or a limit fails."""
+    """Fail a test that leaves descriptors or threads in this process.
+
+    A thousand tests later select(2) or a limit would fail.
+    """
     yield
     inside = item.stash.get(_INSIDE, None)
     if inside is None or hasattr(sys, "last_value") or item.get_closest_marker("keeps_descriptors"):
-        return  # the frames of a test that failed keep what it had
+        # The frames of a failed test keep their descriptors and threads.
+        return
     getattr(item, "funcargs", {}).clear()
-    if left := inside.left():
+    is_unit_test = "unit" in item.path.parts
+    if left := inside.left(*([leftovers.MAX_KEPT_IN_UNIT_TESTS] if is_unit_test else [])):
         pytest.fail(f"{item.nodeid} left behind: " + "; ".join(left), pytrace=False)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test that mounts is skipped where nobody can mount, except in CI, where that is a failure."""
+    """Skip a test that mounts where mounting is impossible, except in CI, where that is a failure."""
     if item.get_closest_marker("mount") is None:
         return
     needs(_mounting_impossible_because())
@@ -86,7 +95,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def run_dir() -> Iterator[Path]:
-    """A short-named directory for this run: unix socket paths end at 107 bytes."""
+    """Return a short-named directory for this run: unix socket paths end at 107 bytes."""
     path = Path(tempfile.mkdtemp(prefix="ciuic-t-", dir="/tmp"))
     yield path
     leftovers.unmount_below(path)
@@ -95,7 +104,7 @@ def run_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def short_tmp(run_dir: Path) -> Iterator[Path]:
-    """Like tmp_path, with a short name, and emptied of mounts before it is removed."""
+    """Provide a directory like tmp_path, with a short name; unmount what is below it before its removal."""
     path = Path(tempfile.mkdtemp(dir=run_dir))
     yield path
     leftovers.unmount_below(path)
@@ -106,10 +115,10 @@ def short_tmp(run_dir: Path) -> Iterator[Path]:
 def nothing_left_behind(
     request: pytest.FixtureRequest, run_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Fails a test that leaves a mount, a loop device or a process behind, and removes what it left."""
+    """Fail a test that leaves a mount, a loop device or a process behind, and remove what it left."""
     below = (run_dir, tmp_path_factory.getbasetemp())
     before = leftovers.take_stock(below)
-    # What fixtures of wider scopes have, there is by now.
+    # Resources of fixtures with wider scopes exist by now.
     request.node.stash[_INSIDE] = leftovers.Inside.take()
     yield
     left = leftovers.remove_new(before, below)

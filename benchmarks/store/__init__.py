@@ -1,1 +1,1 @@
-"""`make bench-store`: ciuic beside restic, borg and cp, as their users run them."""
+"""Benchmark of `make bench-store`: ciuic next to restic, borg and cp, with the commands of their users."""

@@ -1,7 +1,7 @@
-"""What snapshots cost: ciuic beside restic, borg and cp.
+"""Cost of snapshots: ciuic next to restic, borg and cp.
 
     make bench-store                                         everything, at the size of the figures that are reported
-    make bench-store ARGS="--scale 0.02 --rounds 1"          does everything work? (no figure of it means anything)
+    make bench-store ARGS="--scale 0.02 --rounds 1"          smoke test; its figures mean nothing
     make bench-store ARGS="tree --places xfs"                only these
 
 docs/benchmarks.md says what is measured and how to read it.
@@ -20,31 +20,31 @@ from benchmarks.store import picture, sharing, tools
 from benchmarks.store.bars import BARS
 from benchmarks.store.suites import PLACES, SUITES
 
-_NEVER = "52w"
-"""Between two snapshots of the daemon's own: those that are measured are asked for."""
+_INTERVAL = "52w"
+"""Interval of the daemon, too long to occur: the benchmark requests the snapshots that it measures."""
 
 
 def _ciuic(place: Place) -> Served:
-    return Daemon(place, "kernel", interval=_NEVER)
+    return Daemon(place, "kernel", interval=_INTERVAL)
 
 
 def _reflink(place: Place) -> Served:
-    if why := sharing.why_not(place.beside):
-        raise RuntimeError(why)
+    if reason := sharing.unsupported_reason(place.beside):
+        raise RuntimeError(reason)
     return Plain(place)
 
 
 def _contenders(wanted: set[str], top: Path) -> tuple[list[Contender], list[Note]]:
     del top
-    able = [Contender(tools.CIUIC, _ciuic)]
+    available = [Contender(tools.CIUIC, _ciuic)]
     refused = []
     for name in (tools.RESTIC, tools.BORG):
         if shutil.which(name):
-            able.append(Contender(name, Plain))
+            available.append(Contender(name, Plain))
         else:
             refused.append(Note(name, "it is not installed"))
-    able += [Contender(tools.COPY, Plain), Contender(tools.REFLINK, _reflink)]
-    return [one for one in able if not wanted or one.name in wanted], refused
+    available += [Contender(tools.COPY, Plain), Contender(tools.REFLINK, _reflink)]
+    return [contender for contender in available if not wanted or contender.name in wanted], refused
 
 
 if __name__ == "__main__":
@@ -52,7 +52,7 @@ if __name__ == "__main__":
         command.main(
             command.Benchmark(
                 prog="benchmarks.store",
-                description="ciuic beside restic, borg and cp.",
+                description="ciuic next to restic, borg and cp.",
                 suites=SUITES,
                 contenders=_contenders,
                 places=PLACES,

@@ -1,4 +1,4 @@
-"""The session as a picture: how many seconds each command took, one panel a place; below it, what grows with the number of files."""
+"""Plot of a session: seconds of each command per place, and their growth with the number of files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _GROWTH_INCHES = 4.0
 
 
 def draw(table: Table, path: Path) -> bool:
-    """Writes a PNG; false when there is nothing to compare."""
-    rows = {cell: row for cell, row in table.items() if _is_a_time(cell.figure)}
+    """Write a PNG; return False if there is nothing to compare."""
+    rows = {cell: row for cell, row in table.items() if _is_duration(cell.figure)}
     if not rows:
         return False
     matplotlib: Any = importlib.import_module("matplotlib")
@@ -62,7 +62,7 @@ def _growth_points(table: Table, place: str, name: str) -> dict[int, float]:
 
 
 def _growth(panel: Any, table: Table, place: str) -> None:
-    """What a capture of nothing grows with: the number of files that are there (at scale 1)."""
+    """Draw the seconds of a capture without changes over the number of files in the tree (at scale 1)."""
     for number, name in enumerate(ALL):
         points = _growth_points(table, place, name)
         if points:
@@ -75,22 +75,28 @@ def _growth(panel: Any, table: Table, place: str) -> None:
     panel.grid(alpha=0.3)
 
 
-def _is_a_time(figure: str) -> bool:
+def _is_duration(figure: str) -> bool:
     parts = (", processor", ", memory", ", from cut", ", size", ", space", ", speed")
     return not any(part in figure for part in parts)
 
 
 def _bars(panel: Any, table: Table, place: str, lines: list[str], name: str, number: int) -> None:
     height = 0.85 / len(ALL)
-    at, widths, errors = [], [], ([], [])  # type: ignore[var-annotated]
+    positions, widths, errors = [], [], ([], [])  # type: ignore[var-annotated]
     for cell, row in table.items():
         if cell.place == place and cell.figure in lines and name in row:
             summary = row[name]
-            at.append(lines.index(cell.figure) + (number - (len(ALL) - 1) / 2) * height)
+            positions.append(lines.index(cell.figure) + (number - (len(ALL) - 1) / 2) * height)
             widths.append(summary.median)
             errors[0].append(summary.median - summary.low_quartile)
             errors[1].append(summary.high_quartile - summary.median)
-    if at:
+    if positions:
         panel.barh(
-            at, widths, height=height, label=name, color=plot.COLOURS[number], xerr=errors, ecolor="#1a202c"
+            positions,
+            widths,
+            height=height,
+            label=name,
+            color=plot.COLOURS[number],
+            xerr=errors,
+            ecolor="#1a202c",
         )

@@ -1,4 +1,4 @@
-"""Whether a file system can let two files share extents."""
+"""Test of a file system for extents that two files share."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 _FICLONE = 0x40049409
 
 
-def why_not(folder: Path) -> str:
-    """Why it cannot, found out by trying; nothing when it can."""
-    one, other = folder / ".one", folder / ".other"
-    one.write_bytes(b"x" * 4096)
+def unsupported_reason(folder: Path) -> str:
+    """Try to clone a file (FICLONE); return why it fails, or an empty string if it works."""
+    original, clone = folder / ".original", folder / ".clone"
+    original.write_bytes(b"x" * 4096)
     try:
-        with one.open("rb") as source, other.open("wb") as target:
+        with original.open("rb") as source, clone.open("wb") as target:
             fcntl.ioctl(target.fileno(), _FICLONE, source.fileno())
     except OSError as error:
         return f"this file system shares no extents ({error.strerror})"
     finally:
-        one.unlink()
-        other.unlink(missing_ok=True)
+        original.unlink()
+        clone.unlink(missing_ok=True)
     return ""

@@ -1,8 +1,9 @@
-"""The suites of `make bench-store`. Each begins with everything anew: a round is a whole story, from an empty store on.
+"""Suites of `make bench-store`.
 
-A capture and a restore are over when what was written is on the disk: the time of syncfs(2) after the command counts, because
-some tools wait for the disk themselves and others leave it to the kernel. Where nothing has changed there is nothing to wait
-for, and only the command counts. Captures and restores that a suite calls cold find no page of any file in memory, but their own program.
+Each round of a suite begins with an empty store and a newly written directory. The time of a capture or
+restore includes syncfs(2) after the command, because some tools wait for the disk themselves and others leave
+the writing to the kernel. A capture that finds no change writes nothing, so only the command is timed. Cold
+captures and restores start with no file page in the page cache except those of the tool's own program.
 """
 
 from __future__ import annotations
@@ -37,40 +38,41 @@ PLACES = (EXT4, XFS, DISK)
 ALL = (*STORES, tools.COPY, tools.REFLINK)
 
 
-def figures(what: str, *, capture: bool = False) -> tuple[Figure, ...]:
-    """The figures of a command, in the order of ``_values``."""
-    found = [
+def command_figures(what: str, *, capture: bool = False) -> tuple[Figure, ...]:
+    """Return the figures of a command, in the order of ``_values``."""
+    figures = [
         Figure(what, "s", False),
         Figure(f"{what}, processor", "s", False),
         Figure(f"{what}, memory", "MB", False),
     ]
     if capture:
-        found.append(Figure(f"{what}{CAPTURE_MEMORY}", "MB", False))
-        found.append(Figure(f"{what}, from cut to commit", "s", False))
-    return tuple(found)
+        figures.append(Figure(f"{what}{CAPTURE_MEMORY}", "MB", False))
+        figures.append(Figure(f"{what}, from cut to commit", "s", False))
+    return tuple(figures)
 
 
 def nothing_changed(files: int) -> str:
-    """The name of the figure: a capture of nothing in a tree of so many (at scale 1)."""
+    """Return the name of the figure: a capture that finds no change in a tree of ``files`` (at scale 1)."""
     return f"nothing changed, {files:,} files"
 
 
 def _values(
     used: Used | None, *, capture: bool = False, job: Job | None = None, alone: bool = False
 ) -> list[float | None]:
-    """``alone``: the daemon has no part in it, and its memory is not counted."""
+    """Return the values of ``command_figures``; ``alone`` leaves out the memory of the daemon."""
     if used is None:
         return [None] * (5 if capture else 3)
-    found: list[float | None] = [used.seconds, used.cpu_seconds]
-    found.append((used.command_bytes if alone else used.peak_bytes) / 1e6)
+    values: list[float | None] = [used.seconds, used.cpu_seconds]
+    values.append((used.command_bytes if alone else used.peak_bytes) / 1e6)
     if capture and job is not None:
         window = captures(job.log)[-1] if job.log else None
-        found.append(used.capture_bytes / 1e6 if used.capture_bytes else None)
-        found.append(window.ended - window.began if window else None)
-    return found
+        values.append(used.capture_bytes / 1e6 if used.capture_bytes else None)
+        values.append(window.ended - window.began if window else None)
+    return values
 
 
-def _to_the_disk(job: Job, used: Used | None) -> Used | None:
+def _with_sync(job: Job, used: Used | None) -> Used | None:
+    """Sync the place's file system, and return ``used`` with the seconds that this took added."""
     if used is None:
         return None
     began = time.perf_counter()
@@ -83,11 +85,11 @@ def _to_the_disk(job: Job, used: Used | None) -> Used | None:
     return used._replace(seconds=used.seconds + time.perf_counter() - began)
 
 
-def _anew(write: Callable[[Job], None]) -> Step:
-    """An empty store, and what ``write`` writes: as the job does, into the directory that is being served already."""
+def _empty_store(write: Callable[[Job], None]) -> Step:
+    """Return a step that makes an empty store and calls ``write`` on the already served directory."""
 
     def run(job: Job) -> None:
-        tools.of(job).prepare()
+        tools.tool_of(job).prepare()
         write(job)
 
     return preparation(run, before="anew", limit_seconds=_STEP_SECONDS)
@@ -95,73 +97,74 @@ def _anew(write: Callable[[Job], None]) -> Step:
 
 def _capture(what: str, *, first: bool, before: Before) -> Step:
     def run(job: Job) -> Measured:
-        tool = tools.of(job)
+        tool = tools.tool_of(job)
         tool.wake()
-        space = _free_bytes(job)
-        used = _to_the_disk(job, tool.capture() if first else tool.capture_again())
-        taken = (space - _free_bytes(job)) / 1e6 if used else None
+        free_before = _free_bytes(job)
+        used = _with_sync(job, tool.capture() if first else tool.capture_again())
+        taken = (free_before - _free_bytes(job)) / 1e6 if used else None
         size = _allocated_bytes(tool.store()) / 1e6 if used else None
         return Measured([*_values(used, capture=True, job=job), size, taken])
 
-    more = (Figure(f"{what}, size of the store", "MB", False), Figure(f"{what}, space taken", "MB", False))
-    return Step((*figures(what, capture=True), *more), run, before, _STEP_SECONDS)
+    sizes = (Figure(f"{what}, size of the store", "MB", False), Figure(f"{what}, space taken", "MB", False))
+    return Step((*command_figures(what, capture=True), *sizes), run, before, _STEP_SECONDS)
 
 
-def _nothing_changed(what: str) -> Step:
+def _capture_unchanged(what: str) -> Step:
     def run(job: Job) -> Measured:
         if job.contender not in STORES:
             return Measured([None] * 5)
-        tool = tools.of(job)
-        tool.capture_again()  # what the step before has left behind is nobody's nothing
-        found = [_values(tool.capture_again(), capture=True, job=job) for _ in range(_REPEATS)]
+        tool = tools.tool_of(job)
+        # Not measured: this capture stores the changes that the preceding step has left.
+        tool.capture_again()
+        rounds = [_values(tool.capture_again(), capture=True, job=job) for _ in range(_REPEATS)]
         return Measured(
             [
                 statistics.median(numbers)
-                if (numbers := [one for one in column if one is not None])
+                if (numbers := [value for value in column if value is not None])
                 else None
-                for column in zip(*found, strict=True)
+                for column in zip(*rounds, strict=True)
             ]
         )
 
-    return Step(figures(what, capture=True), run, "settled", _STEP_SECONDS)
+    return Step(command_figures(what, capture=True), run, "settled", _STEP_SECONDS)
 
 
 class Restore(NamedTuple):
-    """Which of the restores."""
+    """Variant of a restore."""
 
     what: str
-    """Below the directory, "" for all."""
+    """Path below the directory; empty for all of it."""
     over: bool = False
-    """Over what an earlier one has restored."""
+    """True if it overwrites what an earlier restore has left."""
     keep: bool = False
-    """For the next one to go over."""
+    """True if the restored files stay, for a later restore to overwrite."""
 
 
-def _restore(name: str, how: Restore) -> Step:
+def _restore(name: str, variant: Restore) -> Step:
     def run(job: Job) -> Measured:
-        tool = tools.of(job)
+        tool = tools.tool_of(job)
         to = f"{job.beside}/restored"
         tool.wake()
-        used = _to_the_disk(job, tool.restore(how.what, to, over=how.over))
-        if not how.keep:
+        used = _with_sync(job, tool.restore(variant.what, to, over=variant.over))
+        if not variant.keep:
             shutil.rmtree(to, ignore_errors=True)
         return Measured(_values(used, alone=True))
 
-    return Step(figures(name), run, "cold", _STEP_SECONDS)
+    return Step(command_figures(name), run, "cold", _STEP_SECONDS)
 
 
 def _restore_in_place(name: str) -> Step:
     def run(job: Job) -> Measured:
-        tool = tools.of(job)
+        tool = tools.tool_of(job)
         tool.wake()
-        return Measured(_values(_to_the_disk(job, tool.restore_in_place())))
+        return Measured(_values(_with_sync(job, tool.restore_in_place())))
 
-    return Step(figures(name), run, "cold", _STEP_SECONDS)
+    return Step(command_figures(name), run, "cold", _STEP_SECONDS)
 
 
 def _verify(name: str) -> Step:
     def run(job: Job) -> Measured:
-        tool = tools.of(job)
+        tool = tools.tool_of(job)
         if job.contender != tools.CIUIC:
             return Measured([*_values(tool.verify(), alone=True), None])
         cat_seconds = _cat_seconds(f"{tool.store()}/packs")
@@ -171,7 +174,7 @@ def _verify(name: str) -> Step:
         return Measured([*_values(used, alone=True), cat_seconds / used.seconds if used else None])
 
     return Step(
-        (*figures(name), Figure(f"{name}, speed beside cat of the packs", "of cat")),
+        (*command_figures(name), Figure(f"{name}, speed beside cat of the packs", "of cat")),
         run,
         "cold",
         _STEP_SECONDS,
@@ -183,12 +186,12 @@ def _cat_seconds(folder: str) -> float:
     if not names:
         raise RuntimeError(f"no packs in {folder}")
     began = time.perf_counter()
-    with open(os.devnull, "wb") as nothing:
+    with open(os.devnull, "wb") as null_device:
         for name in names:
-            # Not sendfile(2) to /dev/null, which reads nothing: as cat(1) reads.
+            # read and write, as cat(1) does: sendfile(2) to /dev/null would read nothing.
             with open(name, "rb", buffering=0) as file:
                 while piece := file.read(128 << 10):
-                    nothing.write(piece)
+                    null_device.write(piece)
     return time.perf_counter() - began
 
 
@@ -198,8 +201,8 @@ def _drop_pages() -> None:
 
 
 def _free_bytes(job: Job) -> int:
-    found = os.statvfs(job.beside)
-    return found.f_bfree * found.f_frsize
+    status = os.statvfs(job.beside)
+    return status.f_bfree * status.f_frsize
 
 
 def _allocated_bytes(top: str) -> int:
@@ -225,11 +228,11 @@ def _tree(name: str, share: float, suffix: str) -> Suite:
     return Suite(
         name,
         (
-            _anew(write),
+            _empty_store(write),
             _capture(f"first capture{suffix}", first=True, before="uncached"),
             preparation(change),
             _capture(f"incremental{suffix}", first=False, before="settled"),
-            _nothing_changed(f"nothing changed{suffix}"),
+            _capture_unchanged(f"nothing changed{suffix}"),
             _restore(f"restore{suffix}", Restore("", keep=True)),
             _restore(f"restore over existing{suffix}", Restore("", over=True)),
             _restore(f"restore of one directory{suffix}", Restore(tree.ONE_DIRECTORY)),
@@ -244,7 +247,7 @@ def _tree(name: str, share: float, suffix: str) -> Suite:
 
 
 def _small_files() -> Suite:
-    """The tree grows from step to step, and each capture finds what is new."""
+    """Return a suite whose tree grows from step to step; each capture stores the new files."""
 
     def growth(start: int, stop: int) -> Callable[[Job], None]:
         def grow(job: Job) -> None:
@@ -255,9 +258,9 @@ def _small_files() -> Suite:
     steps: list[Step] = []
     for start, stop in zip((0, *SMALL_FILES), SMALL_FILES, strict=False):
         grow = growth(start, stop)
-        steps.append(preparation(grow, limit_seconds=_STEP_SECONDS) if start else _anew(grow))
+        steps.append(preparation(grow, limit_seconds=_STEP_SECONDS) if start else _empty_store(grow))
         steps.append(_capture(f"capture up to {stop:,} small files", first=not start, before="settled"))
-        steps.append(_nothing_changed(nothing_changed(stop)))
+        steps.append(_capture_unchanged(nothing_changed(stop)))
         if stop in _RESTORED_SMALL_FILES:
             steps.append(_restore(f"restore of {stop:,} small files", Restore("")))
     return Suite("small-files", tuple(steps), only=STORES, places=PLACES)
@@ -268,9 +271,9 @@ def _history(name: str, snapshots: int) -> Suite:
         for number in range(_HISTORY_FILES):
             with open(job.path(str(number)), "wb") as file:
                 file.write(os.urandom(_HISTORY_FILE_BYTES))
-        tool = tools.of(job)
+        tool = tools.tool_of(job)
         for number in range(_count(job)):
-            # A file is written anew, another changed in the middle, one is new and one goes.
+            # Each snapshot has one file rewritten, one changed in the middle, one created and one removed.
             with open(job.path(str(number % 10)), "wb") as file:
                 file.write(os.urandom(_HISTORY_FILE_BYTES))
             with open(job.path(str(10 + number % 10)), "r+b") as file:
@@ -286,9 +289,9 @@ def _history(name: str, snapshots: int) -> Suite:
         return job.count(snapshots, 4)
 
     def prune(job: Job) -> Measured:
-        tool = tools.of(job)
+        tool = tools.tool_of(job)
         tool.wake()
-        used = _to_the_disk(job, tool.prune(_count(job) // 2))
+        used = _with_sync(job, tool.prune(_count(job) // 2))
         return Measured([*_values(used), _allocated_bytes(tool.store()) / 1e6])
 
     what = f"prune of half of {snapshots} snapshots"
@@ -296,8 +299,8 @@ def _history(name: str, snapshots: int) -> Suite:
     return Suite(
         name,
         (
-            _anew(capture_all),
-            Step((*figures(what), size), prune, "settled", _STEP_SECONDS),
+            _empty_store(capture_all),
+            Step((*command_figures(what), size), prune, "settled", _STEP_SECONDS),
         ),
         only=STORES,
         places=PLACES,

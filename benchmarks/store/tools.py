@@ -1,7 +1,8 @@
-"""The tools that are compared, each with the commands that its users type and its own defaults.
+"""Compared tools, each with the commands that its users type and with its own defaults.
 
-A tool captures ``job.directory`` into what it keeps below ``job.beside``, and brings it back from there. None stands for what a
-tool does not do. Commands run in the same process environment, with caches and configuration of their own below ``beside``.
+A tool captures ``job.directory`` into a store below ``job.beside``, and restores it from there. A method
+returns None if the tool has no such operation. Commands run in the same process environment; their caches and
+configuration are below ``beside``.
 """
 
 from __future__ import annotations
@@ -19,45 +20,47 @@ from benchmarks.suite import Job
 
 CIUIC, RESTIC, BORG, COPY, REFLINK = "ciuic", "restic", "borg", "cp -a", "cp -a --reflink"
 _LIMIT_SECONDS = 3000.0
-_FIRST_SECONDS = 60.0
+_FIRST_SNAPSHOT_SECONDS = 60.0
 
 
 class Tool(Protocol):
-    """What every tool can be asked for; all return what the command took."""
+    """Operations of a tool; each returns the time and memory that its command used."""
 
     def prepare(self) -> None:
-        """An empty store, before the first capture."""
+        """Create an empty store, before the first capture."""
 
     def wake(self) -> None:
-        """Runs the program for nothing, so that its own files are read before a time is taken."""
+        """Run the program once without measuring, so that its own files are in the page cache."""
 
-    def capture(self) -> Used | None: ...
+    def capture(self) -> Used | None:
+        """Capture the directory for the first time."""
 
     def capture_again(self) -> Used | None:
-        """When there is a capture already."""
+        """Capture the directory when the store already has a capture of it."""
 
     def restore(self, what: str, to: str, *, over: bool) -> Used | None:
-        """``what`` below the directory ("" for all) into the directory ``to``, over what is there."""
+        """Restore the path ``what`` ("" for all) into the directory ``to``, over its content if ``over``."""
 
     def restore_in_place(self) -> Used | None:
-        """All, over the directory itself, which is there and served."""
+        """Restore all over the directory itself, while it is served."""
 
     def verify(self) -> Used | None:
-        """Reads and checks every byte that is stored."""
+        """Read and check every stored byte."""
 
     def prune(self, keep: int) -> Used | None:
-        """Removes all but the newest, and frees their space."""
+        """Remove all but the ``keep`` newest captures, and free their space."""
 
     def store(self) -> str:
-        """The directory that holds what was captured, without caches."""
+        """Return the directory of the store, without caches."""
 
 
 class _Commands:
-    """What the tools share: running a command of this job."""
+    """Base of the tools: runs the commands of one job."""
 
     def __init__(self, job: Job, **environment: str) -> None:
         self._job = job
-        temporary = f"{job.beside}/tmp"  # restic writes its packs there first: it must be the same disk
+        # restic writes its packs to TMPDIR first: it must be on the same disk.
+        temporary = f"{job.beside}/tmp"
         os.makedirs(temporary, exist_ok=True)
         self._environment = {**os.environ, "TMPDIR": temporary, **environment}
         for name in ("CIUIC_REPO", "CIUIC_PROGRESS", "NOTIFY_SOCKET"):
@@ -72,7 +75,7 @@ class _Commands:
             limit_seconds=_LIMIT_SECONDS,
         )
 
-    def _below(self, name: str) -> str:
+    def _path_beside(self, name: str) -> str:
         return f"{self._job.beside}/{name}"
 
     def wake(self) -> None:
@@ -86,7 +89,7 @@ class _Commands:
 
 
 class Ciuic(_Commands):
-    """The daemon with the directory under protection; the commands go through it, or read the repository themselves."""
+    """Daemon with a protected directory; commands go through the daemon or read the repository themselves."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, CIUIC_CONFIG=job.config)
@@ -95,8 +98,8 @@ class Ciuic(_Commands):
         return self._run(str(installed()), *arguments)
 
     def prepare(self) -> None:
-        # The daemon takes a snapshot as soon as it protects something, here of the empty directory.
-        wait_for("the daemon's own first snapshot", lambda: captured(self._job.log), _FIRST_SECONDS)
+        # The daemon takes a first snapshot as soon as it protects a directory, here of the empty one.
+        wait_for("the daemon's own first snapshot", lambda: captured(self._job.log), _FIRST_SNAPSHOT_SECONDS)
 
     def wake(self) -> None:
         self._ciuic("list", "-n", "1")
@@ -125,7 +128,7 @@ class Ciuic(_Commands):
         return self._ciuic("--config", str(config), "prune")
 
     def store(self) -> str:
-        return self._below("repository")
+        return self._path_beside("repository")
 
 
 class Restic(_Commands):
@@ -161,11 +164,11 @@ class Restic(_Commands):
         return self._run("restic", "forget", "--keep-last", str(keep), "--prune", "--quiet")
 
     def store(self) -> str:
-        return self._below("restic")
+        return self._path_beside("restic")
 
 
 class Borg(_Commands):
-    """borg with a local repository, not encrypted, compressed as by default."""
+    """borg with a local repository, unencrypted, with its default compression."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(
@@ -174,10 +177,10 @@ class Borg(_Commands):
             BORG_BASE_DIR=f"{job.beside}/borg-own",
             BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK="yes",
         )
-        self._counter = Path(self._below("borg-archives"))
+        self._counter = Path(self._path_beside("borg-archives"))
 
     def prepare(self) -> None:
-        Path(self._below("borg-own")).mkdir()
+        Path(self._path_beside("borg-own")).mkdir()
         self._run("borg", "init", "--encryption", "none")
         self._counter.write_text("0", encoding="ascii")
 
@@ -212,25 +215,25 @@ class Borg(_Commands):
         )
 
     def store(self) -> str:
-        return self._below("borg")
+        return self._path_beside("borg")
 
 
 class Copy(_Commands):
-    """A copy of the whole directory, which knows nothing of what was there before."""
+    """Full copy of the directory by cp, without knowledge of an earlier copy."""
 
-    _how: Sequence[str] = ("--reflink=never",)
+    _options: Sequence[str] = ("--reflink=never",)
 
     def capture(self) -> Used | None:
         to = self.store()
         shutil.rmtree(to, ignore_errors=True)
-        return self._run("cp", "-a", *self._how, self._job.directory, to)
+        return self._run("cp", "-a", *self._options, self._job.directory, to)
 
     def capture_again(self) -> Used | None:
         return None
 
     def restore(self, what: str, to: str, *, over: bool) -> Used | None:
         os.makedirs(f"{to}/{os.path.dirname(what)}", exist_ok=True)
-        return self._run("cp", "-aT", *self._how, f"{self.store()}/{what}", f"{to}/{what}")
+        return self._run("cp", "-aT", *self._options, f"{self.store()}/{what}", f"{to}/{what}")
 
     def verify(self) -> Used | None:
         return None
@@ -239,20 +242,20 @@ class Copy(_Commands):
         return None
 
     def store(self) -> str:
-        return self._below("copy")
+        return self._path_beside("copy")
 
 
 class Reflink(Copy):
-    """The same, sharing all extents; copied again whole when something has changed."""
+    """Full copy by cp that shares all extents; a second capture copies the whole directory again."""
 
-    _how = ("--reflink=always",)
+    _options = ("--reflink=always",)
 
     def capture_again(self) -> Used | None:
         return self.capture()
 
 
 def captured(log: str) -> bool:
-    """Whether the daemon that writes this log has committed a snapshot."""
+    """Return whether the daemon that writes this log has committed a snapshot."""
     return b'"snapshot_committed"' in Path(log).read_bytes()
 
 
@@ -265,6 +268,6 @@ _TOOLS: dict[str, type[Ciuic | Restic | Borg | Copy | Reflink]] = {
 }
 
 
-def of(job: Job) -> Tool:
-    """The tool that is this job's contender."""
+def tool_of(job: Job) -> Tool:
+    """Return the tool of this job's contender."""
     return _TOOLS[job.contender](job)

@@ -1,7 +1,8 @@
-"""What is captured: checkpoints and logs as a training run leaves them, and many small files; and how they change.
+"""Captured data and its changes: checkpoints and logs as of a training run, and many small files.
 
-Seeded: the same bytes in every session. A checkpoint is a directory of two files, the model's weights in bfloat16 and the
-optimizer's state in float32, of normally distributed values, which compress about as those of real models do.
+All content comes from fixed seeds and is the same in every session. A checkpoint is a directory of two files,
+the model's weights in bfloat16 and the optimizer's state in float32, of normally distributed values, which
+compress about as well as those of real models.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ ONE_DIRECTORY = "checkpoints/step-1"
 
 
 def checkpoint_bytes(job: Job, share: float) -> int:
-    """Of one checkpoint, at this scale."""
+    """Return the size of one checkpoint at this scale."""
     return max(2 << 20, round(_CHECKPOINT_BYTES * share * job.scale) >> 20 << 20)
 
 
-def logs(job: Job, share: float) -> int:
-    """How many."""
+def log_count(job: Job, share: float) -> int:
+    """Return the number of logs at this scale."""
     return max(10, round(_LOGS * share * job.scale))
 
 
 def make(top: str, job: Job, share: float) -> None:
-    """The tree, and beside it, as ``next``, the checkpoint that will be new."""
+    """Make the tree, and next to it, as ``next``, the checkpoint that ``change`` adds."""
     for number in range(_CHECKPOINTS):
         _checkpoint(f"{top}/tree/checkpoints/step-{number}", number, checkpoint_bytes(job, share))
     _checkpoint(f"{top}/{NEXT}", _CHECKPOINTS, checkpoint_bytes(job, share))
     os.makedirs(f"{top}/tree/logs")
-    for number in range(logs(job, share)):
+    for number in range(log_count(job, share)):
         with open(f"{top}/tree/logs/{number}.jsonl", "wb") as file:
             file.write(
                 log_lines(number, random.Random(number).randrange(_LOG_BYTES // 2, 3 * _LOG_BYTES // 2))
@@ -48,12 +49,12 @@ def make(top: str, job: Job, share: float) -> None:
 
 
 def change(job: Job, share: float) -> None:
-    """One new checkpoint, 50 logs longer by a few lines, 1 MiB overwritten in place in the middle of a large file."""
+    """Add a checkpoint, append a few lines to 50 logs, and overwrite 1 MiB in the middle of a large file."""
     new = job.path("checkpoints/step-new")
     os.mkdir(new)
     for name in os.listdir(f"{job.source}/{NEXT}"):
         _copy(f"{job.source}/{NEXT}/{name}", f"{new}/{name}")
-    for number in range(0, logs(job, share), max(1, logs(job, share) // _APPENDED_LOGS)):
+    for number in range(0, log_count(job, share), max(1, log_count(job, share) // _APPENDED_LOGS)):
         with open(job.path(f"logs/{number}.jsonl"), "ab") as file:
             file.write(log_lines(-number - 1, 1000))
     size = os.stat(job.path("checkpoints/step-0/optimizer.f32")).st_size
@@ -64,7 +65,7 @@ def change(job: Job, share: float) -> None:
 
 
 def small_files(top: str, start: int, stop: int) -> None:
-    """Files number ``start`` to ``stop`` of a tree of small files, a hundred in a directory."""
+    """Make small files with the numbers ``range(start, stop)``, a hundred per directory."""
     for number in range(start, stop):
         folder = f"{top}/{number // 10_000}/{number // 100 % 100}"
         if number % 100 == 0 or number == start:
@@ -89,18 +90,19 @@ def _checkpoint(folder: str, seed: int, size: int) -> None:
 
 
 def log_lines(seed: int, size: int) -> bytes:
-    chosen = random.Random(seed)
+    """Return at least ``size`` bytes of JSON log lines."""
+    generator = random.Random(seed)
     lines, written, step = [], 0, 0
     while written < size:
         step += 10
-        line = f'{{"step": {step}, "loss": {chosen.random() * 3:.6f}, "tokens_per_second": {chosen.randrange(90_000, 110_000)}}}\n'
+        line = f'{{"step": {step}, "loss": {generator.random() * 3:.6f}, "tokens_per_second": {generator.randrange(90_000, 110_000)}}}\n'
         lines.append(line)
         written += len(line)
     return "".join(lines).encode()
 
 
 def _copy(source: str, target: str) -> None:
-    # Through read and write, as a job writes: a copy inside the kernel could share extents.
+    # With read and write, as a job does: a copy inside the kernel could share extents.
     with open(source, "rb") as reader, open(target, "wb") as writer:
         while piece := reader.read(8 << 20):
             writer.write(piece)

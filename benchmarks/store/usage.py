@@ -1,8 +1,9 @@
-"""What a command took: time, processor seconds and memory, of itself and of the daemon that works for it.
+"""Time, processor seconds and memory that a command uses, and the daemon that works for it.
 
-Processor seconds are those of the command with its children, and what the daemon with all its descendants has used
-meanwhile. Memory is polled: the most that all of these processes together had resident at one time, and never less than
-any of the command's own had. ``command_bytes`` is the same without the daemon, for commands that need none. ``capture_bytes`` is the peak of ciuic's capture process as the kernel noted it.
+Processor seconds are those of the command and its children, plus those that the daemon and its descendants
+use meanwhile. Memory is polled: the largest total that all of these processes have resident at one time, and
+at least the peak of the command itself. ``command_bytes`` is the same without the daemon, for commands that
+do not need it. ``capture_bytes`` is the kernel's peak (VmHWM) of ciuic's capture process.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Used(NamedTuple):
-    """Of one command."""
+    """Time and memory that one command used."""
 
     seconds: float
     cpu_seconds: float
@@ -31,7 +32,7 @@ class Used(NamedTuple):
 
 
 class CommandFailed(RuntimeError):
-    """The command ended with an error; the message has its last words."""
+    """The command failed; the message has the end of its standard error."""
 
 
 def run(
@@ -42,39 +43,43 @@ def run(
     daemon_pid: int = 0,
     limit_seconds: float,
 ) -> Used:
-    """Runs it to its end. CommandFailed when it fails."""
+    """Run a command to its end and measure it.
+
+    Raises:
+        CommandFailed: It ended with an error, or was killed after ``limit_seconds``.
+    """
     before = _cpu_seconds(daemon_pid)
     began = time.perf_counter()
     process = subprocess.Popen(
         command, cwd=cwd, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
-    watch = _Watch([process.pid, *([daemon_pid] if daemon_pid else [])])
-    said = _Said(process)
+    memory = _MemoryPoll([process.pid, *([daemon_pid] if daemon_pid else [])])
+    standard_error = _StandardError(process)
     killer = threading.Timer(limit_seconds, process.kill)
     killer.start()
     try:
-        # Not Popen.wait: it throws the usage away.
+        # Not Popen.wait, which discards the resource usage.
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
     finally:
         killer.cancel()
-        watch.stop()
-    text = said.text()
+        memory.stop()
+    message = standard_error.tail()
     if process.returncode != 0:
-        raise CommandFailed(f"{command[0].rpartition('/')[2]} ended with {process.returncode}: {text}")
+        raise CommandFailed(f"{command[0].rpartition('/')[2]} ended with {process.returncode}: {message}")
     return Used(
         seconds,
         usage.ru_utime + usage.ru_stime + _cpu_seconds(daemon_pid) - before,
-        watch.peak_bytes,
-        watch.command_bytes,
-        max(watch.capture_bytes.values(), default=0),
+        memory.peak_bytes,
+        memory.command_bytes,
+        max(memory.capture_bytes.values(), default=0),
     )
 
 
-class _Said:
-    """Reads what the command says on standard error, so that it never waits for a reader."""
+class _StandardError:
+    """Background thread that reads a command's standard error, so that the pipe never fills up."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stderr is not None
@@ -87,14 +92,14 @@ class _Said:
             while more := os.read(self._pipe.fileno(), 1 << 16):
                 self._text = (self._text + more)[-2000:]
 
-    def text(self) -> str:
-        """The end of it."""
+    def tail(self) -> str:
+        """Wait for the end of the pipe, and return the last 500 characters."""
         self._thread.join(5)
         return self._text.decode("utf-8", "replace").strip()[-500:]
 
 
-class _Watch:
-    """Polls the memory of some processes and all that descend from them."""
+class _MemoryPoll:
+    """Background thread that polls the memory of processes and of all their descendants."""
 
     def __init__(self, tops: Sequence[int]) -> None:
         self.peak_bytes = self.command_bytes = 0
@@ -109,22 +114,23 @@ class _Watch:
         self._thread.join(5)
 
     def _poll(self) -> None:
-        # Not ru_maxrss of wait4: it includes what this process had resident when it started the command.
+        # Not ru_maxrss of wait4, which includes what this process had resident when it started the command.
         own = set(self._tops[:1])
         while True:
-            together = of_command = 0
+            total_bytes = command_bytes = 0
             command = _with_descendants(self._tops[:1])
             for pid in _with_descendants(self._tops):
-                with contextlib.suppress(OSError, ValueError):  # it ended while we looked
+                # A process may end while it is read.
+                with contextlib.suppress(OSError, ValueError):
                     sizes = _sizes(pid)
-                    together += sizes.get("VmRSS", 0)
-                    of_command += sizes.get("VmRSS", 0) if pid in command else 0
+                    total_bytes += sizes.get("VmRSS", 0)
+                    command_bytes += sizes.get("VmRSS", 0) if pid in command else 0
                     if _CAPTURE in _read(f"/proc/{pid}/cmdline"):
                         self.capture_bytes[pid] = max(self.capture_bytes.get(pid, 0), sizes.get("VmHWM", 0))
                     if pid in own:
                         self.command_bytes = max(self.command_bytes, sizes.get("VmHWM", 0))
-            self.command_bytes = max(self.command_bytes, of_command)
-            self.peak_bytes = max(self.peak_bytes, self.command_bytes, together)
+            self.command_bytes = max(self.command_bytes, command_bytes)
+            self.peak_bytes = max(self.peak_bytes, self.command_bytes, total_bytes)
             if self._end.wait(_POLL_SECONDS):
                 return
 
@@ -158,7 +164,7 @@ def _with_descendants(tops: Sequence[int]) -> set[int]:
 
 
 def _cpu_seconds(daemon_pid: int) -> float:
-    """Of the daemon, its living descendants, and those whose end it has taken note of."""
+    """Return the processor seconds of the daemon, its descendants, and those that it has waited for."""
     ticks = 0
     for pid in _with_descendants([daemon_pid]) if daemon_pid else ():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The suites, in the order in which they run. A new one is a module of this folder with SUITE, and a line here."""
+"""Suites, in the order in which they run. A new one is a module of this folder with SUITE and a line here."""
 
 from __future__ import annotations
 

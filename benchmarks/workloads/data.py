@@ -1,5 +1,8 @@
-"""Bulk data: new files in large, middling and small pieces, one and four writers at once, cold, warm, random and mapped
-reads, and small appends to a log that is already there."""
+"""Bulk data: new files, reads, and appends to a log.
+
+New files are written in large, middling and small pieces, by one and by four concurrent writers; reads are
+cold, warm, random and mapped; the log exists and gets small appends.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def _write(path: str, size_bytes: int, piece_bytes: int) -> None:
 
 
 def _size_bytes(job: Job, mib: int, unit_bytes: int = LARGE_BYTES) -> int:
-    """A multiple of the pieces (of all writers together), so that no step rounds its work away."""
+    """Return a multiple of ``unit_bytes`` that is never zero, so that every step has work at any scale."""
     return max(1, round(mib * MIB * job.scale / unit_bytes)) * unit_bytes
 
 
@@ -73,7 +76,8 @@ def _four_writers(piece_bytes: int) -> Callable[[Job], float]:
 
 
 def _clear(job: Job) -> None:
-    block()  # made before anything is timed
+    # Made here, before the clock starts.
+    block()
     _remove(
         job, "large", "durable", "middling", "small", "log", *(f"four{number}" for number in range(_WRITERS))
     )
@@ -85,20 +89,20 @@ def _clear_four(job: Job) -> None:
 
 
 def _read(job: Job) -> float:
-    done, piece = 0, bytearray(MIB)
+    read_bytes, piece = 0, bytearray(MIB)
     with open(job.path("large"), "rb", buffering=0) as file:
         while count := file.readinto(piece):
-            done += count
-    return done / 1e6
+            read_bytes += count
+    return read_bytes / 1e6
 
 
 def _random_reads(job: Job) -> float:
-    chosen = random.Random(1)
+    generator = random.Random(1)
     pieces = _size_bytes(job, _FILE_MIB) // _PIECE_BYTES
     fd = os.open(job.path("large"), os.O_RDONLY)
     count = job.count(_RANDOM_READS, 50)
     for _ in range(count):
-        os.pread(fd, _PIECE_BYTES, chosen.randrange(pieces) * _PIECE_BYTES)
+        os.pread(fd, _PIECE_BYTES, generator.randrange(pieces) * _PIECE_BYTES)
     os.close(fd)
     return count
 
@@ -122,7 +126,7 @@ def _make_log(job: Job) -> None:
 def _append(job: Job) -> float:
     line = b"x" * 199 + b"\n"
     count = job.count(_APPENDS, 100)
-    # Opened again by this process, so that it is a file that exists, whose changes are followed block by block.
+    # Opened again by this process: an existing file, whose changes are tracked block by block.
     fd = os.open(job.path("log"), os.O_WRONLY | os.O_APPEND)
     for _ in range(count):
         os.write(fd, line)

@@ -1,4 +1,4 @@
-"""fio, where it is installed: sequential and random, reads and writes, one job, blocking calls."""
+"""fio, if it is installed: sequential and random reads and writes of one job with blocking calls."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def _missing() -> str:
 
 
 def _fio(job: Job, *options: str) -> dict[str, dict[str, float]]:
-    """The figures of one job on a file that all steps share."""
-    done = subprocess.run(
+    """Run one fio job on the file that all steps share, and return its figures."""
+    completed = subprocess.run(
         [
             *("fio", "--name=bench", f"--filename={job.path('fio')}", f"--size={_size_bytes(job)}"),
             *("--ioengine=psync", "--thread", "--fallocate=none", "--invalidate=0", "--randrepeat=1"),
@@ -30,20 +30,23 @@ def _fio(job: Job, *options: str) -> dict[str, dict[str, float]]:
         check=False,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        cwd=job.source,  # fio may leave files of its own where it stands
+        # fio may leave files of its own in its working directory.
+        cwd=job.source,
     )
-    if done.returncode != 0:
-        raise RuntimeError(f"fio ended with {done.returncode}: {done.stderr.decode(errors='replace')[-400:]}")
-    found: dict[str, dict[str, float]] = json.loads(done.stdout)["jobs"][0]
-    return found
+    if completed.returncode != 0:
+        raise RuntimeError(
+            f"fio ended with {completed.returncode}: {completed.stderr.decode(errors='replace')[-400:]}"
+        )
+    figures: dict[str, dict[str, float]] = json.loads(completed.stdout)["jobs"][0]
+    return figures
 
 
 def _size_bytes(job: Job) -> int:
     return job.count(_MIB, 4) * MIB
 
 
-def _step(figure: Figure, take: Callable[[Job], float], before: Before = "settled") -> Step:
-    return Step((figure,), lambda job: Measured([take(job)]), before)
+def _step(figure: Figure, measure: Callable[[Job], float], before: Before = "settled") -> Step:
+    return Step((figure,), lambda job: Measured([measure(job)]), before)
 
 
 def _write(job: Job) -> float:

@@ -1,4 +1,4 @@
-"""git: clone of a repository on the same machine, and status of the clone with cold names."""
+"""git: clone of a repository on the same machine, and status of the clone with uncached names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from benchmarks.timing import command, preparation, rate
 from benchmarks.workloads.trees import make_tree
 
 _FILES = 5_000
-_QUIET = {  # nobody's configuration decides what is measured
+# The configuration of the user and of the system must not change what is measured.
+_ENVIRONMENT = {
     "GIT_CONFIG_GLOBAL": "/dev/null",
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_AUTHOR_NAME": "benchmark",
@@ -25,7 +26,7 @@ def _missing() -> str:
 
 
 def _git(*arguments: str) -> None:
-    command(["git", *arguments], **_QUIET)
+    command(["git", *arguments], **_ENVIRONMENT)
 
 
 def _files(job: Job) -> int:

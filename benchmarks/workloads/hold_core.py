@@ -1,4 +1,4 @@
-"""The hold of a cut in the overlay core alone: six threads write through it, and what is dirty is marked directly."""
+"""Hold of a cut in the overlay core without a mount, with writing threads and files marked dirty directly."""
 
 from __future__ import annotations
 
@@ -10,26 +10,31 @@ import threading
 import time
 from collections.abc import Sequence
 
-from ciuic.fuse_layer.core import ROOT_ID, OverlayCore
-from ciuic.fuse_layer.node import Node
+from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
+from ciuic.fuse_layer.state.node import Node
 
 _PIECE_BYTES = 4096
 _BETWEEN_CUTS_SECONDS = 0.01
 _SWITCH_SECONDS = 0.0005
-"""As in the worker."""
+"""Thread switch interval, the same as in the worker."""
 
 
-def holds(
+def measure_holds(
     directory: str, *, dirty_files: int, dirty_bytes: int, cuts: int, writers: Sequence[str]
 ) -> list[int]:
-    """Microseconds of each hold. ``directory`` has a tree of the files to mark, ``large``, and a file for each writer."""
+    """Return the microseconds of each hold.
+
+    Args:
+        directory: Contains the ``tree`` to mark, the file ``large``, and a file for each writer.
+    """
     backing_fd = os.open(directory, os.O_PATH | os.O_DIRECTORY)
     core = OverlayCore(backing_fd, session="0" * 32)
     switch = sys.getswitchinterval()
     try:
-        nodes = _know_tree(core, f"{directory}/tree")
+        nodes = _look_up_tree(core, f"{directory}/tree")
         large = _node(core, core.lookup(ROOT_ID, b"large").node)
-        gc.freeze()  # as in the worker: going through a million nodes is no part of a hold
+        # As in the worker: a garbage collection over a million nodes must not be part of a hold.
+        gc.freeze()
         gc.disable()
         sys.setswitchinterval(_SWITCH_SECONDS)
         return _cut_under_load(core, nodes[:dirty_files], large, dirty_bytes, cuts, writers)
@@ -41,17 +46,17 @@ def holds(
         os.close(backing_fd)
 
 
-def _know_tree(core: OverlayCore, tree: str) -> list[Node]:
-    """Looks every file of the tree up, as the kernel does."""
+def _look_up_tree(core: OverlayCore, tree: str) -> list[Node]:
+    """Look up every file of the tree, as the kernel does."""
     top = core.lookup(ROOT_ID, b"tree").node
-    found = []
+    nodes = []
     for name in os.listdir(os.fsencode(tree)):
         folder = core.lookup(top, name).node
-        found += [
+        nodes += [
             _node(core, core.lookup(folder, below).node)
             for below in os.listdir(os.fsencode(tree) + b"/" + name)
         ]
-    return found
+    return nodes
 
 
 def _node(core: OverlayCore, number: int) -> Node:
@@ -61,11 +66,11 @@ def _node(core: OverlayCore, number: int) -> Node:
 def _cut_under_load(
     core: OverlayCore, nodes: Sequence[Node], large: Node, dirty_bytes: int, cuts: int, writers: Sequence[str]
 ) -> list[int]:
-    over = threading.Event()
-    threads = [threading.Thread(target=_write_until, args=(core, name, over)) for name in writers]
+    stop = threading.Event()
+    threads = [threading.Thread(target=_write_until, args=(core, name, stop)) for name in writers]
     for thread in threads:
         thread.start()
-    found = []
+    holds_us = []
     try:
         for _ in range(cuts):
             for node in nodes:
@@ -73,20 +78,20 @@ def _cut_under_load(
             core._state.tracker.mark_blocks(large, 0, dirty_bytes)
             time.sleep(_BETWEEN_CUTS_SECONDS)
             cut = core.cut()
-            found.append(cut.hold_us)
+            holds_us.append(cut.hold_us)
             core.committed(cut.epoch)
     finally:
-        over.set()
+        stop.set()
         for thread in threads:
             thread.join()
-    return found
+    return holds_us
 
 
-def _write_until(core: OverlayCore, name: str, over: threading.Event) -> None:
+def _write_until(core: OverlayCore, name: str, stop: threading.Event) -> None:
     attributes = core.lookup(ROOT_ID, name.encode())
     handle = core.open(attributes.node, os.O_RDWR)
     pieces = attributes.st.st_size // _PIECE_BYTES
-    chosen, piece = random.Random(name), b"w" * _PIECE_BYTES
-    while not over.is_set():
-        core.write(handle, chosen.randrange(pieces) * _PIECE_BYTES, piece)
+    generator, piece = random.Random(name), b"w" * _PIECE_BYTES
+    while not stop.is_set():
+        core.write(handle, generator.randrange(pieces) * _PIECE_BYTES, piece)
     core.release(handle)

@@ -1,5 +1,7 @@
-"""Small files and names: create and write, open and read, stat of names that the kernel has forgotten, listing, rename,
-unlink; in one directory, one process, one after the other."""
+"""Small files and names in one directory, by one process, one call after the other.
+
+Steps: create and write, open and read, stat of uncached names, listing, rename, unlink.
+"""
 
 from __future__ import annotations
 

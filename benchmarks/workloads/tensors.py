@@ -1,4 +1,4 @@
-"""safetensors: saving a checkpoint and loading it, cold and warm, as programs do that load weights."""
+"""safetensors: save of a checkpoint, and its load, cold and warm, as by a program that loads weights."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def _missing() -> str:
 _tensors: dict[str, Any] = {}
 
 
-def _make(job: Job) -> None:
+def _make_tensors(job: Job) -> None:
     numpy: Any = importlib.import_module("numpy")
-    importlib.import_module("safetensors.numpy")  # before anything is timed
+    # Imported here, before the clock starts.
+    importlib.import_module("safetensors.numpy")
     count = job.count(_MIB, _TENSORS) * MIB // 4 // _TENSORS
     generator = numpy.random.default_rng(1)
     for number in range(_TENSORS):
@@ -43,7 +44,7 @@ def _save(job: Job) -> float:
 
 def _load(job: Job) -> float:
     loaded = importlib.import_module("safetensors.numpy").load_file(job.path("model.safetensors"))
-    # A view of mapped pages has been read only when it has been touched.
+    # A tensor is a view of mapped pages, which are read only when they are accessed.
     for tensor in loaded.values():
         tensor.sum()
     return _megabytes()
@@ -52,7 +53,7 @@ def _load(job: Job) -> float:
 SUITE = Suite(
     "tensors",
     (
-        preparation(_make),
+        preparation(_make_tensors),
         rate("safetensors, save", "MB/s", _save),
         rate("safetensors, load cold", "MB/s", _load, before="cold"),
         rate("safetensors, load warm", "MB/s", _load, before="warm", repeat_seconds=0.3),

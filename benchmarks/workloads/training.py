@@ -1,9 +1,12 @@
-"""A PyTorch training loop on the processor, as people write them: a data loader with workers that read small files, an
-optimizer, a log line a step, a checkpoint every few steps under a temporary name, and renamed.
+"""PyTorch training loop on the processor.
 
-With ciuic it runs in a root of a whole daemon that takes a snapshot at every interval (a minute at scale 1). A step's time is all
-of it: waiting for data, computing, logging, and the checkpoint where one is due. Snapshots are known from the daemon's log;
-a step counts as during capture when any part of it lies between a cut and its commit.
+It has a data loader with workers that read small files, an optimizer, a log line per step, and every few
+steps a checkpoint, written under a temporary name and renamed.
+
+With ciuic it runs in a protected root of a daemon that takes a snapshot at every interval (a minute at scale
+1). The time of a step includes waiting for data, computing, logging, and the checkpoint if one is due. The
+times of snapshots come from the daemon's log; a step counts as during capture if any part of it lies between
+a cut and its commit.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.suite import Figure, Job, Measured, Step, Suite
 
-_SECONDS, _LEAST_SECONDS = 150.0, 2.0
+_SECONDS, _MIN_SECONDS = 150.0, 2.0
 _SAMPLES = 2_000
 _SAMPLE_VALUES = 4096
 _HIDDEN = 512
@@ -30,8 +33,8 @@ _CHECKPOINT_EVERY = 20
 _KEPT_CHECKPOINTS = 3
 
 
-class Moment(NamedTuple):
-    """A step, by the wall clock, in seconds."""
+class Interval(NamedTuple):
+    """Interval of wall-clock time, in seconds since the epoch: a step or a capture."""
 
     began: float
     ended: float
@@ -45,7 +48,7 @@ def _missing() -> str:
 
 
 class Samples:
-    """A data set of a file for each sample."""
+    """Data set with one file per sample."""
 
     def __init__(self, folder: str, count: int) -> None:
         self._folder, self._count = folder, count
@@ -98,23 +101,23 @@ class Trainer:
         )
         self.saves: list[float] = []
 
-    def run(self, seconds: float) -> list[Moment]:
-        """Trains for so long."""
-        steps: list[Moment] = []
+    def run(self, seconds: float) -> list[Interval]:
+        """Train for at least ``seconds`` and return the interval of each step."""
+        steps: list[Interval] = []
         until = time.time() + seconds
         with open(self._job.path("train.log"), "a", buffering=1) as log:
             while True:
                 began = time.time()
-                for inputs, wanted in self._loader:
+                for inputs, targets in self._loader:
                     self._optimizer.zero_grad()
-                    loss = ((self._model(inputs).squeeze(1) - wanted) ** 2).mean()
+                    loss = ((self._model(inputs).squeeze(1) - targets) ** 2).mean()
                     loss.backward()
                     self._optimizer.step()
                     log.write(f'{{"step": {len(steps)}, "loss": {float(loss.detach()):.6f}}}\n')
                     if len(steps) % _CHECKPOINT_EVERY == _CHECKPOINT_EVERY - 1:
                         self._save(len(steps) // _CHECKPOINT_EVERY)
                     ended = time.time()
-                    steps.append(Moment(began, ended))
+                    steps.append(Interval(began, ended))
                     began = ended
                     if ended > until:
                         return steps
@@ -135,32 +138,32 @@ class Trainer:
         self.saves.append(time.time() - began)
 
 
-def captures(log: str) -> list[Moment]:
-    """From each cut to its commit, out of the daemon's log; one that is not committed yet ends now."""
+def captures(log: str) -> list[Interval]:
+    """Return the interval from each cut in the daemon's log to its commit, or to now without a commit."""
     cuts: dict[str, float] = {}
-    found = []
+    intervals = []
     with open(log, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if '"snapshot_cut"' in line or '"snapshot_committed"' in line:
                 event = json.loads(line)
-                moment = datetime.fromisoformat(event["timestamp"].replace("Z", "+00:00")).timestamp()
+                time_seconds = datetime.fromisoformat(event["timestamp"].replace("Z", "+00:00")).timestamp()
                 if event["event"] == "snapshot_cut":
-                    cuts[event["id"]] = moment
+                    cuts[event["id"]] = time_seconds
                 elif event["id"] in cuts:
-                    found.append(Moment(cuts.pop(event["id"]), moment))
-    return found + [Moment(cut, time.time()) for cut in cuts.values()]
+                    intervals.append(Interval(cuts.pop(event["id"]), time_seconds))
+    return intervals + [Interval(cut, time.time()) for cut in cuts.values()]
 
 
 def figures(
-    steps: Sequence[Moment], during: Sequence[Moment], saves: Sequence[float], *, snapshots: bool
+    steps: Sequence[Interval], capturing: Sequence[Interval], saves: Sequence[float], *, snapshots: bool
 ) -> Measured:
-    """Milliseconds; the first step, which waits for the loader's workers to start, counts for none."""
+    """Return the figures in milliseconds, without the first step, which waits for the loader's workers."""
     counted = list(steps[1:])
     times = [(step.ended - step.began) * 1000 for step in counted]
     captured = [
         time_ms
         for step, time_ms in zip(counted, times, strict=True)
-        if any(step.began < window.ended and step.ended > window.began for window in during)
+        if any(step.began < window.ended and step.ended > window.began for window in capturing)
     ]
     while_capturing = (
         (statistics.fmean(captured) if captured else None) if snapshots else statistics.fmean(times)
@@ -171,9 +174,9 @@ def figures(
 
 def _train(job: Job) -> Measured:
     trainer = Trainer(job)
-    steps = trainer.run(max(_LEAST_SECONDS, _SECONDS * job.scale))
-    during = captures(job.log) if job.log else []
-    return figures(steps, during, trainer.saves, snapshots=bool(job.log))
+    steps = trainer.run(max(_MIN_SECONDS, _SECONDS * job.scale))
+    capturing = captures(job.log) if job.log else []
+    return figures(steps, capturing, trainer.saves, snapshots=bool(job.log))
 
 
 SUITE = Suite(

@@ -1,6 +1,7 @@
-"""Trees of many small files: find and du on one that is there, cold and warm; untar and removal of another.
+"""Trees of many small files: find and du of an existing tree, cold and warm; untar and removal of another.
 
-Cold is a new mount and no page, dentry or inode cached; a tmpfs itself has nothing that could be cold.
+Cold means a new mount with no page, dentry or inode cached. Nothing on a tmpfs is ever cold: its data is in
+memory.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from benchmarks.timing import command, rate
 
 _TREE_FILES = 100_000
 _TAR_FILES = 50_000
-_A_DIRECTORY = 100
+_FILES_PER_DIRECTORY = 100
 _CONTENT = b"x" * 2048
 
 
 def _paths(count: int) -> list[str]:
-    return [f"{number // _A_DIRECTORY}/{number % _A_DIRECTORY}" for number in range(count)]
+    return [f"{number // _FILES_PER_DIRECTORY}/{number % _FILES_PER_DIRECTORY}" for number in range(count)]
 
 
 def _make_archive(job: Job) -> None:
@@ -32,7 +33,7 @@ def _make_archive(job: Job) -> None:
 
 
 def make_tree(top: str, count: int, content: bytes = b"content\n") -> None:
-    """``count`` files in directories of a hundred."""
+    """Make ``count`` files with ``content``, a hundred per directory."""
     for path in _paths(count):
         file = f"{top}/{path}"
         try:

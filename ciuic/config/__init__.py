@@ -1,19 +1,20 @@
-"""Configuration: two file formats, one meaning, and every mistake named by file and line.
+"""Configuration: two file formats with one meaning; every mistake is reported with file and line.
 
-    config = load_config(file, repository=…)      # what is in force, complete and valid as text
-    raise_for(check_places(config))               # do the places exist, and lie well to each other?
+    config = load_config(file, repository=…)      # effective, complete and valid as text
+    raise_for(check_places(config))               # do the directories exist and fit together?
     repository = repository_path(config)
     add_roots(writable_file(file), [RootConfig(path)], repository_path=repository)
     for key, value, origin in shown(config): …    # config show
 
 The keys are the table ``KEYS`` (and ``ROOT_KEYS`` of one ``[[root]]``); docs/configuration.md explains them.
-Nothing here mounts, captures or opens a repository. What only some commands need (edit, places, show) is imported when it is asked
-for: most commands read the configuration, wait for it, and need nothing else of it.
+Nothing here mounts, captures or opens a repository. The package may import ciuic.system, ciuic.protocol and
+the modules at the top of ciuic. edit, places and show are imported on first use: most commands read the
+configuration and need nothing else of it.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from ciuic.config.draft import raise_for
 from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS, ROOT_KEYS, TRAINER_KEYS, Key
 from ciuic.config.load import (
     CONFIG_VARIABLE,
@@ -25,7 +26,6 @@ from ciuic.config.load import (
     find_file,
     load_config,
     parse_config,
-    raise_for,
     read_text,
 )
 from ciuic.config.model import (
@@ -35,7 +35,7 @@ from ciuic.config.model import (
     ControlConfig,
     Driver,
     HoldsConfig,
-    IoPriority,
+    IoPrioritySetting,
     LogConfig,
     Origin,
     OverlayConfig,
@@ -46,6 +46,7 @@ from ciuic.config.model import (
     TrainerConfig,
     WatchConfig,
 )
+from ciuic.lazy_names import lazy_attributes
 from ciuic.retention import MinFree
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ __all__ = [
     "ControlConfig",
     "Driver",
     "HoldsConfig",
-    "IoPriority",
+    "IoPrioritySetting",
     "Key",
     "LogConfig",
     "MinFree",
@@ -142,8 +143,6 @@ _LATE = {
 }
 
 
-def __getattr__(name: str) -> object:
-    module = _LATE.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{module}"), name)
+__getattr__ = lazy_attributes(
+    __name__, {**_LATE, "IoPrioritySetting": "model"}, renamed={"IoPriority": "IoPrioritySetting"}
+)

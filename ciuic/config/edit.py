@@ -1,8 +1,8 @@
-"""Adding and removing roots in a configuration file, without disturbing what people wrote there.
+"""Add and remove roots in a configuration file, without disturbing what people wrote there.
 
-Guarantees: comments, order and everything not asked about stay as they are; the new text is parsed before it is
-written and must mean the old configuration plus the change and nothing else; the file is replaced atomically and
-durably, keeping its mode and owner, and through a symbolic link. Two editors at once wait for each other.
+Guarantees: comments, order and everything else stay as they are; the new text is parsed before it is written
+and must mean the old configuration plus the change and nothing else; the file is replaced atomically and
+durably, keeping its mode and owner, and through a symbolic link. Concurrent editors wait for each other.
 """
 
 from __future__ import annotations
@@ -29,23 +29,31 @@ _FLAT_SNAPSHOT_DIR = next(flat for flat, name in FLAT_NAMES.items() if name == "
 
 
 def writable_file(file: Path | None = None) -> Path:
-    """The file that ``protect`` writes: the one in force (see load.find_file), else a new TOML file."""
+    """Return the file that ``protect`` writes: the one in force, else a new TOML file."""
     return find_file(file, searched=(TOML_FILE, FLAT_FILE)) or TOML_FILE
 
 
 def add_roots(
     file: Path, roots: Sequence[RootConfig], *, repository_path: Path | None = None
 ) -> list[RootConfig]:
-    """Add those of ``roots`` that are not there yet, and return them; durable on return.
+    """Add the ``roots`` that are not there yet, and return them; durable on return.
 
-    ``repository_path`` is written where the file names no repository: the default follows the first root, and
-    must not move when that root goes. ConfigError when the file cannot be edited safely, NotPermitted when it may
-    not be.
+    Args:
+        file: The configuration file; a TOML file is made if missing.
+        roots: Roots to protect.
+        repository_path: Written where the file names no repository: the default follows the first root, and
+            must not move when that root goes.
+
+    Raises:
+        ConfigError: the file cannot be edited safely.
+        NotPermitted: the file may not be written.
     """
     added: list[RootConfig] = []
 
     def change(text: str, config: Config) -> tuple[str, Config]:
+        """Return the new text and the configuration that it must mean."""
         present = {root.path for root in config.roots}
+        # Assigned within, because `_edit` calls this under the lock, with the text as it is then.
         added[:] = [root for root in roots if root.path not in present]
         repository = config.repository
         if repository_path is not None and repository.path is None:
@@ -62,10 +70,11 @@ def add_roots(
 
 
 def remove_roots(file: Path, paths: Sequence[Path]) -> list[Path]:
-    """Take ``paths`` out of the file; returns those that were there. Durable on return."""
+    """Remove ``paths`` from the file and return those that were there; durable on return."""
     removed: list[Path] = []
 
     def change(text: str, config: Config) -> tuple[str, Config]:
+        """Return the new text and the configuration that it must mean."""
         gone = {root.path for root in config.roots} & set(paths)
         removed[:] = sorted(gone)
         kept = tuple(root for root in config.roots if root.path not in gone)
@@ -124,11 +133,12 @@ def _remove_toml_roots(text: str, config: Config, gone: set[Path]) -> str:
     if len(spans) != len(config.roots):
         raise ConfigError("the roots are not written as [[root]] tables", hint="edit the file by hand")
     lines = text.splitlines(keepends=True)
+    # From the end, so that the line numbers of the tables before stay right.
     for (first_line, last_line), root in reversed(list(zip(spans, config.roots, strict=True))):
         if root.path not in gone:
             continue
         start, end = first_line - 1, last_line
-        # One of the blank lines around the table goes with it.
+        # One of the blank lines around the table is removed with it.
         if start > 0 and not lines[start - 1].strip() and (end == len(lines) or not lines[end].strip()):
             start -= 1
         del lines[start:end]
@@ -136,7 +146,7 @@ def _remove_toml_roots(text: str, config: Config, gone: set[Path]) -> str:
 
 
 def _root_spans(found: Sequence[Statement]) -> list[tuple[int, int]]:
-    """First and last line of each [[root]] with its own keys; a comment before the next header is not its own."""
+    """Return first and last line of each [[root]] with its keys, without a comment before the next header."""
     spans: list[tuple[int, int]] = []
     inside = False
     for statement in found:
@@ -158,16 +168,19 @@ def _ended(text: str) -> str:
 
 
 def _edit(file: Path, change: Callable[[str, Config], tuple[str, Config]], *, create: bool) -> None:
+    # Through a symbolic link: the file behind it is replaced, and the link stays.
     file = Path(os.path.realpath(file))
     try:
         if create:
             file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        # The lock covers reading as well: of two editors, the second must see what the first has written.
         with _locked(file.parent):
             text = _NEW_FILE if create and not file.exists() else read_text(file)
             try:
                 new_text, meant = change(text, parse_config(text, file))
             except ValueError as error:
                 raise ConfigError(f"{file} cannot be changed: {error}") from None
+            # Before anything is written: what cannot be edited safely is left to the operator.
             _check_meaning(new_text, meant, file)
             if new_text != text:
                 _replace(file, new_text.encode("utf-8"))
@@ -182,18 +195,21 @@ def _check_meaning(text: str, meant: Config, file: Path) -> None:
         result = parse_config(text, file)
     except ConfigError:
         result = None
+    # Positions in the text are exact only for what the scanner understands: a wrong edit is found here.
     if result is None or _meaning(result) != _meaning(meant):
         raise ConfigError(f"{file} is written in a way that cannot be edited safely", hint="edit it by hand")
 
 
 def _meaning(config: Config) -> Config:
-    """The configuration without line numbers."""
+    """Return the configuration without line numbers."""
     roots = tuple(replace(root, origin=DEFAULT) for root in config.roots)
     return replace(config, roots=roots, origins={})
 
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
+    # The directory, not the file: the file is replaced by a rename, and a lock on the old inode would exclude
+    # nobody.
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -203,13 +219,15 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _replace(file: Path, content: bytes) -> None:
-    """Write a temporary file beside ``file``, sync it, rename it over, sync the directory."""
+    """Replace ``file`` durably: write a temporary file, sync it, rename it, sync the directory."""
+    # In the same directory, because rename(2) is atomic within one file system.
     descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(content)
             stream.flush()
             _copy_ownership(file, stream.fileno())
+            # Content before the name: after a power cut the file is the old or the new one, whole.
             os.fsync(stream.fileno())
         os.rename(temporary, file)
     except BaseException:
@@ -218,6 +236,7 @@ def _replace(file: Path, content: bytes) -> None:
         raise
     directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        # The new name is durable only with its directory.
         os.fsync(directory)
     finally:
         os.close(directory)
@@ -227,8 +246,11 @@ def _copy_ownership(file: Path, descriptor: int) -> None:
     try:
         old = os.stat(file)
     except FileNotFoundError:
+        # mkstemp(3) makes files of mode 0600; a configuration has no secrets, and other users' commands read
+        # it.
         os.fchmod(descriptor, 0o644)
         return
     if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+        # Owner before mode: chown(2) may clear bits of the mode.
         os.fchown(descriptor, old.st_uid, old.st_gid)
     os.fchmod(descriptor, old.st_mode & 0o7777)

@@ -1,8 +1,8 @@
-"""The flat ``key = value`` format of older installations: read, turned into TOML, edited.
+r"""The flat ``key = value`` format of older installations: read, convert to TOML, edit.
 
 One setting a line; ``#`` or ``;`` begins a comment line, and `` #`` a comment behind a value; quotes around a
-value are taken off; lists are divided by commas (``\\,`` is a comma in an item). Guarantees: what it reads, it
-reads with line numbers, and what it does not know it reports instead of passing over.
+value are taken off; lists are separated by commas (``\,`` is a comma in an item). Guarantees: every setting
+is read with its line number, and an unknown one is reported instead of ignored.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS
 from ciuic.config.toml_source import quote
 
 _LISTS = ("exclude_patterns", FLAT_ROOTS_NAME)
+# A blank before it is needed: `#` and `;` are characters of paths and patterns.
 _COMMENT = re.compile(r"\s[#;].*\Z")
+# Names of known settings alone: a value may contain `word =`.
 _SETTING = re.compile(r"(?:\A|[\s#;])({})\s*=".format("|".join((*FLAT_NAMES, FLAT_ROOTS_NAME))))
 MIN_SETTINGS_ON_ONE_LINE = 2
-"""One setting behind a # was taken out of force; several on one line were meant to be in force."""
+"""One setting behind a # was commented out; several on one line were meant to be in force."""
 
 
 class FlatSetting(NamedTuple):
-    """One line that sets something; ``value`` is a list of texts for the keys that hold lists."""
+    """Setting of one line; ``value`` is a list of texts for the keys that hold lists."""
 
     name: str
     value: str | list[str]
@@ -31,7 +33,7 @@ class FlatSetting(NamedTuple):
 
 
 class FlatError(ValueError):
-    """A line that cannot be meant."""
+    """Line with a syntax error."""
 
     def __init__(self, message: str, line: int) -> None:
         super().__init__(message)
@@ -39,7 +41,7 @@ class FlatError(ValueError):
 
 
 def parse_flat(text: str) -> tuple[list[FlatSetting], list[FlatError]]:
-    """The settings in order, and what is wrong. Known and unknown names alike: their meaning is load's."""
+    """Return the settings in order, and the syntax errors; load decides which names are known."""
     settings: list[FlatSetting] = []
     errors: list[FlatError] = []
     seen: dict[str, int] = {}
@@ -58,14 +60,15 @@ def parse_flat(text: str) -> tuple[list[FlatSetting], list[FlatError]]:
         if not equals or not name:
             hint = " (tables belong to the TOML format)" if line.startswith("[") else ""
             errors.append(FlatError(f"not of the form key = value: {line!r}{hint}", number))
+        # An error, and not the last value: which of the two was meant is not known.
         elif name in seen:
             errors.append(FlatError(f"{name} is set again (first in line {seen[name]})", number))
         else:
             seen[name] = number
             settings.append(FlatSetting(name, _value(name, value), number))
     if not settings and not errors:
-        # A whole configuration on one line that begins with the name of its file as a comment, as it is printed in
-        # places, would be a comment. Beside settings that are in force a comment may say what it likes.
+        # A whole configuration on one line that begins with its file name as a comment, as it is printed in
+        # some places, would be one comment. Beside settings that are in force a comment may say anything.
         errors += [
             _run_together(names, number)
             for number, line in comments
@@ -82,7 +85,7 @@ def _run_together(names: Sequence[str], number: int) -> FlatError:
 
 
 def flat_to_toml(settings: Sequence[FlatSetting]) -> str:
-    """A TOML text of the same meaning; ``settings`` have been checked by load."""
+    """Return a TOML text of the same meaning; load has checked ``settings``."""
     values = {setting.name: setting.value for setting in settings}
     lines = ["# Converted from the flat format."]
     tables: dict[str, list[str]] = {}
@@ -93,7 +96,7 @@ def flat_to_toml(settings: Sequence[FlatSetting]) -> str:
         text = quote(value) if isinstance(value, str) else "[" + ", ".join(map(quote, value)) + "]"
         table, _, key = name.rpartition(".")
         tables.setdefault(table, []).append(f"{key} = {text}")
-    # Keys without a table must come before the first one.
+    # Keys without a table must come before the first table.
     for table in sorted(tables):
         lines += ["", f"[{table}]", *tables[table]] if table else ["", *tables[table]]
     for path in values.get(FLAT_ROOTS_NAME, []):
@@ -102,12 +105,14 @@ def flat_to_toml(settings: Sequence[FlatSetting]) -> str:
 
 
 def set_flat(text: str, name: str, value: str | Sequence[str]) -> str:
-    """``text`` with ``name`` set to ``value``: in its place if it is set already, else in a new last line."""
+    """Return ``text`` with ``name`` set to ``value``, in place if it is set, else in a new last line."""
     written = value if isinstance(value, str) else ", ".join(item.replace(",", "\\,") for item in value)
+    # Quotes would not help: `_value` cuts comments off before it takes quotes off.
     if re.search(r"[\r\n]", written) or written != written.strip() or _COMMENT.search(written):
         raise ValueError(
             f"cannot stand in the flat format: {written!r}; `ciuic config convert` makes a TOML file"
         )
+    # Surrogates stand for bytes that are not UTF-8 (PEP 383).
     if any("\ud800" <= char <= "\udfff" for char in written):
         raise ValueError(f"{written!r} is not UTF-8 and cannot stand in a configuration file")
     lines = text.splitlines(keepends=True)
@@ -137,7 +142,7 @@ def _unquote(value: str) -> str:
 
 
 def is_flat(path: Path) -> bool:
-    """Whether a file of this name is in the flat format: it ends in ``.conf``."""
+    """Return whether a file of this name is in the flat format: it ends in ``.conf``."""
     return path.suffix == ".conf"
 
 

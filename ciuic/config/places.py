@@ -1,8 +1,8 @@
-"""Whether the directories that a configuration names can be what it wants them to be.
+"""Check the directories that a configuration names: can they be protected, and do they fit together?
 
-Guarantees: nothing is opened, mounted or changed; every objection is a Problem with its remedy. Used by ``protect``
-before it writes, by the daemon before it mounts, and by ``config check``. The overlap rules are pure functions of
-paths and mounts; what needs the disk takes the mounts as an argument.
+Guarantees: nothing is opened, mounted or changed; every objection is a Problem with its remedy. ``protect``
+uses this before it writes, the daemon before it mounts, and ``config check``. The overlap rules are pure
+functions of paths and mounts; a check that needs the disk takes the mounts as an argument.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from ciuic import STATE_DIR_NAME, mountinfo
+from ciuic import STATE_DIR_NAME
 from ciuic.config.model import Config, Problem, RootConfig
 from ciuic.config.owners import check_owners
 from ciuic.errors import ConfigError, NotFound, NotPermitted, UsageError
-from ciuic.mountinfo import Mount
 from ciuic.repository.trust import foreign_flaw, hint, refusal
+from ciuic.system import mountinfo
+from ciuic.system.mountinfo import Mount
 
 CIUIC_FS_TYPE = b"fuse.ciuic"
 DEFAULT_REPOSITORY_NAME = ".ciuic_snapshots"
 _NAME_IT = 'name another place: path = "…" under [repository]'
 
-# Kernel interfaces in the form of files: nothing in them can be copied back.
+# Kernel interfaces in the form of files: nothing in them can be restored.
 _PSEUDO_FS_TYPES = frozenset(
     b"autofs binfmt_misc bpf cgroup cgroup2 configfs debugfs devpts devtmpfs efivarfs fusectl mqueue nsfs proc "
     b"pstore rpc_pipefs securityfs selinuxfs sysfs tracefs".split()
@@ -33,18 +34,19 @@ _PSEUDO_FS_TYPES = frozenset(
 
 
 def check_places(config: Config, mounts: Sequence[Mount] | None = None) -> list[Problem]:
-    """Everything that is wrong with the places of ``config``: what the daemon and ``config check`` ask."""
+    """Return every problem with the places of ``config``, for the daemon and ``config check``."""
     mounts = mountinfo.read() if mounts is None else mounts
     problems = check_roots(config.roots, mounts)
     for root in config.roots:
         problems += check_excludes(config, root)
+    # A wrong root makes the default place of the repository wrong as well: one message is enough.
     if not any(problem.severity == "error" for problem in problems):
         problems += check_repository(config, mounts)
     return [*problems, *check_group(config), *check_alert(config), *check_owners(config)]
 
 
 def canonical_root(path: str | os.PathLike[str]) -> Path:
-    """``path`` made absolute, symbolic links resolved: under this name a root is protected and listed.
+    """Return the absolute path, symbolic links resolved, under which a root is protected and listed.
 
     The root itself is looked at last and only by name, so that a dead overlay on it cannot get in the way.
     """
@@ -53,23 +55,26 @@ def canonical_root(path: str | os.PathLike[str]) -> Path:
         return absolute
     beside = Path(os.path.realpath(absolute.parent)) / absolute.name
     if is_ciuic_mount(beside, mountinfo.read()):
-        return beside  # no link, and asking what serves it might wait for an answer for ever
+        # A mount point is no link, and a request to its overlay might wait for an answer for ever.
+        return beside
     return Path(os.path.realpath(beside)) if os.path.islink(beside) else beside
 
 
 def is_ciuic_mount(path: str | os.PathLike[str], mounts: Sequence[Mount]) -> bool:
-    """Whether an overlay of ours is mounted exactly at ``path``, be it alive or dead."""
+    """Return whether an overlay of ciuic is mounted exactly at ``path``, alive or dead."""
     wanted = os.fsencode(path)
     return any(mount.mount_point == wanted and mount.fs_type == CIUIC_FS_TYPE for mount in mounts)
 
 
 def mount_holding(path: str | os.PathLike[str], mounts: Sequence[Mount]) -> Mount | None:
-    """The mount that holds the real files of ``path``: overlays of ours are looked through."""
+    """Return the mount that holds the real files of ``path``, looking through overlays of ciuic."""
     wanted = os.fsencode(path)
     best: Mount | None = None
     for mount in mounts:
+        # An overlay has no files of its own: what it shows lies on the mount below.
         if mount.fs_type == CIUIC_FS_TYPE or not _within(wanted, mount.mount_point):
             continue
+        # Of two mounts at one point the later one covers the earlier.
         if best is None or len(mount.mount_point) >= len(best.mount_point):
             best = mount
     return best
@@ -81,12 +86,12 @@ def mount_holding(path: str | os.PathLike[str], mounts: Sequence[Mount]) -> Moun
 def check_roots(
     roots: Sequence[RootConfig], mounts: Sequence[Mount], new: Sequence[RootConfig] | None = None
 ) -> list[Problem]:
-    """What keeps roots from being protected, alone and beside each other: for each root the first thing that does.
+    """Return what keeps roots from being protected, for each root the first reason.
 
     Args:
-        roots: All of the configuration.
+        roots: All roots of the configuration.
         mounts: What is mounted.
-        new: Those of them that are asked about; None for all.
+        new: The roots to check; None for all.
     """
     problems = []
     for position, root in enumerate(roots):
@@ -101,7 +106,7 @@ def check_roots(
 
 
 def check_overlaps(roots: Sequence[RootConfig], mounts: Sequence[Mount] = ()) -> list[Problem]:
-    """Roots named twice, or one inside another: by their paths, and with ``mounts`` by the directories that these lead to."""
+    """Return roots named twice or inside one another, by path and, with ``mounts``, by the real directory."""
     found = (_overlap(root, other, mounts) for at, root in enumerate(roots) for other in roots[:at])
     return [problem for problem in found if problem is not None]
 
@@ -122,7 +127,8 @@ def _overlap(root: RootConfig, other: RootConfig, mounts: Sequence[Mount]) -> Pr
 
 
 def _overlap_by_mounts(root: RootConfig, other: RootConfig, mounts: Sequence[Mount]) -> str:
-    """How two roots with unrelated names are one directory, or one inside the other; empty where they are not."""
+    """Return how two roots with unrelated names are one directory, or nested; empty where they are not."""
+    # A bind mount of a protected root leads to its overlay, any other one to the file system below.
     for place_of in (_overlay_place, _real_place):
         here, there = place_of(os.fsencode(root.path), mounts), place_of(os.fsencode(other.path), mounts)
         if here is None or there is None or here[0] != there[0]:
@@ -130,20 +136,24 @@ def _overlap_by_mounts(root: RootConfig, other: RootConfig, mounts: Sequence[Mou
         if here[1] == there[1]:
             return f"the root {root.path} is the root {other.path} by another name (a bind mount)"
         if _within(here[1], there[1]):
-            return f"the root {root.path} lies inside the root {other.path} (a bind mount), which protects it already"
+            return (
+                f"the root {root.path} lies inside the root {other.path} (a bind mount), "
+                "which protects it already"
+            )
         if _within(there[1], here[1]):
             return f"the root {root.path} contains the root {other.path} (a bind mount)"
     return ""
 
 
 def _overlay_place(path: bytes, mounts: Sequence[Mount]) -> tuple[tuple[int, int], bytes] | None:
-    """The overlay of ours that is mounted exactly there, and which directory of it: a bind mount of a protected root is one, too."""
+    """Return device and directory of the overlay at a path, or of a bind mount of one."""
     found = [mount for mount in mounts if mount.fs_type == CIUIC_FS_TYPE and mount.mount_point == path]
+    # The last of several mounts at one point covers the others.
     return (found[-1].device, found[-1].root) if found else None
 
 
 def _real_place(path: bytes, mounts: Sequence[Mount]) -> tuple[tuple[int, int], bytes] | None:
-    """The file system that holds ``path``, and where in it: the same under every name that a bind mount gives it."""
+    """Return the device that holds ``path`` and where in it, the same for every bind mount."""
     mount = mount_holding(os.fsdecode(path), mounts)
     if mount is None:
         return None
@@ -152,11 +162,14 @@ def _real_place(path: bytes, mounts: Sequence[Mount]) -> tuple[tuple[int, int], 
 
 
 def check_root(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
-    """What keeps ``root`` from being protected. A mount of ours exactly there is no problem: it is protected."""
+    """Return what keeps ``root`` from being protected; an overlay mounted exactly there is no problem."""
     path = root.path
+    # First what names alone decide: nothing of it waits for a file system that does not answer.
     refusal = _refuse_place(root, mounts)
     if refusal is not None:
         return [refusal]
+    # An overlay stands there already, so the directory passed these checks; a dead one would fail the lstat
+    # below.
     if is_ciuic_mount(path, mounts):
         return []
     try:
@@ -170,7 +183,7 @@ def check_root(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
     except PermissionError:
         return [
             Problem(
-                "error", f"the root {path} may not be looked at", "run as root", root.origin, NotPermitted
+                "error", f"no permission to look at the root {path}", "run as root", root.origin, NotPermitted
             )
         ]
     except OSError as error:
@@ -194,7 +207,9 @@ def _refuse_place(root: RootConfig, mounts: Sequence[Mount]) -> Problem | None:
             "error", "the root / cannot be protected: the system runs on it", hint, root.origin, UsageError
         )
     if STATE_DIR_NAME in path.split(b"/"):
-        return Problem("error", f"{root.path} is ciuic's own", "", root.origin, UsageError)
+        return Problem(
+            "error", f"the root {root.path} lies in a state directory of ciuic", "", root.origin, UsageError
+        )
     for mount in mounts:
         if mount.fs_type == CIUIC_FS_TYPE and mount.mount_point != path and _within(path, mount.mount_point):
             protected = os.fsdecode(mount.mount_point)
@@ -214,7 +229,9 @@ def _check_file_system(root: RootConfig, mounts: Sequence[Mount]) -> list[Proble
     kind = os.fsdecode(mount.fs_type)
     if mount.fs_type in _PSEUDO_FS_TYPES:
         message = f"the root {root.path} lies on {kind}, which holds no files of its own"
-        return [Problem("error", message, "", root.origin, UsageError)]
+        hint = "name a directory on a disk or in memory (tmpfs)"
+        return [Problem("error", message, hint, root.origin, UsageError)]
+    # Both lists: a mount may be read-only, or the whole file system behind it.
     if b"ro" in mount.options.split(b",") + mount.super_options.split(b","):
         message = f"the root {root.path} lies on a file system that is mounted read-only"
         return [
@@ -226,7 +243,7 @@ def _check_file_system(root: RootConfig, mounts: Sequence[Mount]) -> list[Proble
 
 
 def check_excludes(config: Config, root: RootConfig) -> list[Problem]:
-    """A pattern that would exclude the whole of ``root`` is said; what it matches below still is excluded."""
+    """Warn of a pattern that would exclude the whole of ``root``; what it matches below is still excluded."""
     pattern = config.exclude_matcher(root).covering_pattern()
     if pattern is None:
         return []
@@ -238,9 +255,10 @@ def check_excludes(config: Config, root: RootConfig) -> list[Problem]:
 
 
 def repository_path(config: Config, mounts: Sequence[Mount] | None = None) -> Path:
-    """Where the repository is: as configured, else at the top of the file system that holds the first root.
+    """Return the configured repository, else the default at the top of the first root's file system.
 
-    ConfigError when neither says: no roots, or the first root is itself the top of its file system.
+    Raises:
+        ConfigError: neither says where: no roots, or the first root is itself the top of its file system.
     """
     if config.repository.path is not None:
         return config.repository.path
@@ -254,9 +272,9 @@ def repository_path(config: Config, mounts: Sequence[Mount] | None = None) -> Pa
 
 
 def default_repository_path(first_root: Path, mounts: Sequence[Mount]) -> Path:
-    """``.ciuic_snapshots`` at the top of the file system that holds ``first_root``, so that extents can be shared.
+    """Return ``.ciuic_snapshots`` at the top of the file system that holds ``first_root``.
 
-    ConfigError when that would be inside the root.
+    There the repository can share extents with the root. ConfigError when that would be inside the root.
     """
     mount = mount_holding(first_root, mounts)
     top = Path(os.fsdecode(mount.mount_point)) if mount is not None else Path("/")
@@ -268,7 +286,7 @@ def default_repository_path(first_root: Path, mounts: Sequence[Mount]) -> Path:
 
 
 def check_repository(config: Config, mounts: Sequence[Mount]) -> list[Problem]:
-    """What is wrong with the place of the repository, alone and beside the roots."""
+    """Return what is wrong with the place of the repository, alone and beside the roots."""
     try:
         repository = repository_path(config, mounts)
     except ConfigError as error:
@@ -282,13 +300,13 @@ def check_repository(config: Config, mounts: Sequence[Mount]) -> list[Problem]:
         problems += check_repository_beside(config, root, repository)
     flaw = None if config.trusts_repository else foreign_flaw(repository)
     if flaw is not None:
-        # Only a warning: the roots are served, without snapshots, and an alert says so.
+        # Only a warning: the roots are served without snapshots, and an alert says so.
         problems.append(Problem("warning", refusal(repository, flaw), hint(flaw), origin))
     return problems
 
 
 def check_repository_beside(config: Config, root: RootConfig, repository: Path) -> list[Problem]:
-    """Repository and root must lie apart, unless the repository is excluded from capture.
+    """Check that repository and root lie apart, unless the repository is excluded from capture.
 
     A bind mount that leads to the same directory under another name is recognised.
     """
@@ -311,7 +329,7 @@ def check_repository_beside(config: Config, root: RootConfig, repository: Path) 
 
 
 class _Inside:
-    """That one path lies inside another: where, relative to it. Falsy when it does not."""
+    """Position of one path inside another; false if it is outside."""
 
     def __init__(self, path: bytes | None) -> None:
         self.path = path or b""
@@ -327,20 +345,24 @@ def _lies_in(path: Path, directory: Path) -> _Inside:
         return _Inside(os.path.relpath(inner, outer) if inner != outer else b"")
     mounts = mountinfo.read()
     if is_ciuic_mount(directory, mounts):
-        return _Inside(None)  # it has only its name to be compared by: what serves it may not answer
+        # Compare by name only: a dead or hanging overlay may not answer a stat.
+        return _Inside(None)
     try:
         wanted = os.stat(directory)
     except OSError:
-        return _Inside(None)  # what is not there (or a dead overlay) has only its name to be compared by
-    # What is mounted there is no link, and may not answer: its parent tells as much.
+        # A missing directory (or a dead overlay) can only be compared by name.
+        return _Inside(None)
+    # A mount point is no symbolic link, and its overlay may not answer: its parent tells as much.
     covered = is_ciuic_mount(path, mounts)
     real = inner if covered else os.path.realpath(inner)
     current = os.path.dirname(inner) if covered else real
+    # Upwards, comparing device and inode: a bind mount gives one directory several names.
     while True:
         try:
             found = os.stat(current)
         except OSError:
-            found = None  # not made yet: its parents decide
+            # Not made yet: its parents decide.
+            found = None
         if found is not None and (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
             return _Inside(os.path.relpath(real, current) if current != inner else b"")
         if current == b"/":
@@ -352,7 +374,10 @@ def _lies_in(path: Path, directory: Path) -> _Inside:
 
 
 def check_alert(config: Config) -> list[Problem]:
-    """Whether the alert command could be run. Only a warning: a daemon that tells nobody is better than none."""
+    """Return why the alert command could not be run, only as warnings.
+
+    A daemon without alerts is better than none.
+    """
     problems = []
     command, user = config.alert.command, config.alert.user
     if command and not os.access(command[0], os.X_OK):
@@ -370,7 +395,7 @@ def check_alert(config: Config) -> list[Problem]:
 
 
 def check_group(config: Config) -> list[Problem]:
-    """The group of the control socket must exist."""
+    """Return an error if the group of the control socket does not exist."""
     group = config.control.group
     if group is None:
         return []

@@ -1,4 +1,4 @@
-"""What can still be known from a configuration that is not valid, such as where its daemon listens."""
+"""Read what can still be known from an invalid configuration, such as where its daemon listens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from ciuic.errors import CiuicError
 
 
 def readable_part(file: Path | None = None) -> Config:
-    """The configuration with a default for everything that is not valid; ``file`` is the value of --config.
+    """Return the configuration with the default for every invalid value.
 
-    A file that others may write is not asked, nor is one that cannot be read.
+    A file that others may write is ignored, and so is one that cannot be read.
+
+    Args:
+        file: Value of --config.
     """
     path = find_file(file)
     try:
         if path is not None:
             refuse_foreign_file(path)
+    # Another user could otherwise send root's command to a socket of that user.
     except CiuicError:
         path = None
     return parse_leniently(path)

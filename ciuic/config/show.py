@@ -1,4 +1,4 @@
-"""The effective configuration as rows for ``config show``: each value as one would write it, and its origin."""
+"""Rows for ``config show``: each value of the effective configuration as text, and its origin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ciuic.config.model import Config, Origin
 
 
 class ShownValue(NamedTuple):
-    """``root[0].path`` and so on for the roots; an empty text is a value that is not set."""
+    """Row of ``config show``; ``root[0].path`` and so on for the roots; no text for a value not set."""
 
     key: str
     value: str
@@ -58,7 +58,7 @@ _VALUE_OF: dict[str, Callable[[Config], Any]] = {
 
 
 def shown(config: Config) -> Iterator[ShownValue]:
-    """Every key in the order of the documentation, then the roots."""
+    """Yield every key in the order of the documentation, then the roots."""
     for name, key in KEYS.items():
         value = _VALUE_OF[name](config)
         yield ShownValue(name, "" if value is None else key.show(value), config.origin(name))

@@ -1,8 +1,9 @@
-"""Where things stand in a TOML text: the lines of keys, and the spans of statements for careful editing.
+"""Positions in a TOML text: lines of keys, and spans of statements for careful editing.
 
 tomli gives values and no positions; this gives positions and no values. Guarantees: for a text that tomli has
-accepted, every ``[table]``, ``[[table]]`` and ``key = value`` statement is found with its path, first and last
-line, whatever strings, comments and nested brackets lie between. For other texts nothing is promised: parse first.
+accepted, every ``[table]``, ``[[table]]`` and ``key = value`` statement is found with its path, first and
+last line, whatever strings, comments and nested brackets lie between. For other texts nothing is promised:
+parse first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ TomlPath = tuple["str | int", ...]
 
 
 class Statement(NamedTuple):
-    """One statement; lines count from 1, ``last_line`` included."""
+    """Statement of a TOML text; lines count from 1, ``last_line`` included."""
 
     kind: Literal["table", "array", "value"]
     path: TomlPath
@@ -26,12 +27,12 @@ class Statement(NamedTuple):
 
 
 def statements(text: str) -> list[Statement]:
-    """All statements of ``text`` in their order."""
+    """Return all statements of ``text`` in their order."""
     return _Scanner(text).run()
 
 
 def line_numbers(found: Sequence[Statement]) -> Mapping[TomlPath, int]:
-    """The first line on which each path is stated."""
+    """Return the first line on which each path is stated."""
     lines: dict[TomlPath, int] = {}
     for statement in found:
         lines.setdefault(statement.path, statement.first_line)
@@ -39,7 +40,7 @@ def line_numbers(found: Sequence[Statement]) -> Mapping[TomlPath, int]:
 
 
 def line_of(lines: Mapping[TomlPath, int], path: TomlPath) -> int:
-    """The line of ``path`` or of the nearest thing around it that has one (inline tables); 0 for none."""
+    """Return the line of ``path`` or of the nearest enclosing statement (inline tables); 0 for none."""
     for length in range(len(path), 0, -1):
         if path[:length] in lines:
             return lines[path[:length]]
@@ -47,7 +48,7 @@ def line_of(lines: Mapping[TomlPath, int], path: TomlPath) -> int:
 
 
 def quote(text: str) -> str:
-    """``text`` as a TOML basic string. ValueError when it is not Unicode."""
+    """Return ``text`` as a TOML basic string. ValueError when it is not Unicode."""
     out = []
     for char in text:
         if char in '"\\':
@@ -62,16 +63,18 @@ def quote(text: str) -> str:
 
 
 class _Scanner:
-    """Walks the text once; ``self.at`` is the next character."""
+    """Scanner that walks the text once; ``self.at`` is the next character."""
 
     def __init__(self, text: str) -> None:
-        self.text = text.replace("\r\n", " \n")  # same length, so that positions stay true
+        # Same length, so that positions stay true.
+        self.text = text.replace("\r\n", " \n")
         self.at = 0
         self.line = 1
         self.table: TomlPath = ()
         self.array_counts: dict[TomlPath, int] = {}
 
     def run(self) -> list[Statement]:
+        """Return all statements."""
         found = []
         while self._skip_blank():
             first_line = self.line
@@ -114,26 +117,29 @@ class _Scanner:
         return Statement("array" if array else "table", path, first_line, self.line)
 
     def _resolve(self, keys: list[str], array: bool) -> TomlPath:
-        """A header's keys with the index of the current element after each array's name."""
+        """Return a header's keys with the index of the current element after each array's name."""
         path: TomlPath = ()
         for position, key in enumerate(keys):
             path = (*path, key)
             if array and position == len(keys) - 1:
                 count = self.array_counts.get(path, 0)
                 self.array_counts[path] = count + 1
+                # TOML counts: each [[name]] begins the next element, and a header below it means the newest
+                # one.
                 path = (*path, count)
             elif path in self.array_counts:
                 path = (*path, self.array_counts[path] - 1)
         return path
 
     def _key(self, end: str) -> list[str]:
-        """The parts of a dotted key; stops after the character ``end``."""
+        """Return the parts of a dotted key; stop after the character ``end``."""
         parts, bare = [], ""
         while True:
             char = self._peek()
             if char in ('"', "'"):
                 start = self.at
                 self._string()
+                # tomli decodes the escapes of a quoted key.
                 parts.append(str(tomli.loads(f"k={self.text[start : self.at]}")["k"]))
                 continue
             self._advance()
@@ -146,7 +152,7 @@ class _Scanner:
                 bare += char
 
     def _value(self) -> None:
-        """Stops behind the value: at the end of its line, a comment, or the text."""
+        """Skip a value: to the end of its line, a comment, or the text."""
         depth = 0
         while self.at < len(self.text):
             char = self._peek()
@@ -160,6 +166,7 @@ class _Scanner:
                 continue
             if char == "\n" and depth == 0:
                 return
+            # Inside brackets a line break does not end the value.
             depth += (char in "[{") - (char in "]}")
             self._advance()
 

@@ -1,6 +1,7 @@
-"""Values of the configuration: from what TOML or the flat file gave to what the program works with, and back to text.
+"""Parsers of configuration values, and their way back to text.
 
-A parser takes a str, an int, a bool or a list of str and raises ValueError with a sentence; the caller adds where it was written.
+A parser takes a str, an int, a bool or a list of str and raises ValueError with a sentence; the caller adds
+where the value was written.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ciuic.config.model import IoPriority
+from ciuic.config.model import IoPrioritySetting
 from ciuic.excludes import check_pattern
 from ciuic.retention import MinFree
 from ciuic.units import format_size, parse_duration, parse_share, parse_size
 
+# Limits of the format (docs/format.md, section 3).
 MIN_BLOCK_SIZE_BYTES = 4096
 MAX_BLOCK_SIZE_BYTES = 8 << 20
-_LEAST_SHARE = 0.0001
+# With less a snapshot would hardly end.
+_MIN_SHARE = 0.0001
+# More is a slip of the hand.
 _MAX_COUNT = 1_000_000
 _TAG = re.compile(r"[^\s,|]+\Z")
 _ACCOUNT = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?\Z")
@@ -26,18 +30,22 @@ _MAX_SOCKET_PATH_BYTES = 107
 
 
 def text_value(value: object) -> str:
+    """Return a text without surrounding blanks."""
     if not isinstance(value, str):
-        raise ValueError(f"must be a text in quotes, not {value!r}")
+        raise ValueError(f"must be a text in quotes, got {value!r}")
     return value.strip()
 
 
 def duration_value(value: object) -> int:
+    """Return a duration in seconds."""
+    # bool is a subclass of int in Python.
     if isinstance(value, int) and not isinstance(value, bool) and value != 0:
         raise ValueError(f'a duration needs a unit: "{value}s" for seconds, or m, h, d, w')
     return parse_duration("0" if value == 0 and not isinstance(value, bool) else text_value(value))
 
 
 def interval_value(value: object) -> int:
+    """Return a duration of at least one second."""
     seconds = duration_value(value)
     if seconds < 1:
         raise ValueError("must be at least 1s")
@@ -45,6 +53,7 @@ def interval_value(value: object) -> int:
 
 
 def size_value(value: object) -> int:
+    """Return a size in bytes."""
     return (
         value
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0
@@ -53,73 +62,85 @@ def size_value(value: object) -> int:
 
 
 def undo_limit_value(value: object) -> int:
+    """Return the limit of an undo log, at least 1 MiB."""
     size_bytes = size_value(value)
     if size_bytes < 1 << 20:
-        raise ValueError("must be at least 1MiB: a snapshot could never be finished under a writing job")
+        raise ValueError("must be at least 1MiB, or no snapshot could be finished while the job writes")
     return size_bytes
 
 
 def min_share_value(value: object) -> float:
+    """Return a share of time, at least 0.01 %."""
     share = parse_share(text_value(value))
-    if share < _LEAST_SHARE:
-        raise ValueError("must be at least 0.01%: a snapshot has to end")
+    if share < _MIN_SHARE:
+        raise ValueError("must be at least 0.01%, or a snapshot would never end")
     return share
 
 
 def show_share(value: float) -> str:
+    """Return a share as text."""
     return f"{value * 100:g}%"
 
 
 def block_size_value(value: object) -> int:
+    """Return a block size: a power of two from 4 KiB to 8 MiB."""
     size_bytes = size_value(value)
+    # A power of two has a single bit set.
     if not MIN_BLOCK_SIZE_BYTES <= size_bytes <= MAX_BLOCK_SIZE_BYTES or size_bytes & (size_bytes - 1):
-        raise ValueError(f"must be a power of two from 4KiB to 8MiB, not {format_size(size_bytes)}")
+        raise ValueError(f"must be a power of two from 4KiB to 8MiB, got {format_size(size_bytes)}")
     return size_bytes
 
 
 def count_value(value: object) -> int:
+    """Return an integer from 0 to a million."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"must be an integer, got {value!r}")
     if not 0 <= value <= _MAX_COUNT:
-        raise ValueError(f"must be from 0 to {_MAX_COUNT}, not {value}")
+        raise ValueError(f"must be from 0 to {_MAX_COUNT}, got {value}")
     return value
 
 
 def size_or_share_value(value: object) -> MinFree:
+    """Return free space as a size or a share."""
     if isinstance(value, str) and value.strip().endswith("%"):
         return MinFree(share=parse_share(value))
     return MinFree(size_bytes=size_value(value))
 
 
 def show_size_or_share(value: MinFree) -> str:
+    """Return a size or share as text."""
     return f"{value.share * 100:g}%" if value.share else format_size(value.size_bytes)
 
 
 def path_value(value: object) -> Path:
-    """An absolute path, ``.`` and ``..`` taken out by text."""
-    # Not stripped: a directory's name may end in a blank.
+    """Return an absolute path, ``.`` and ``..`` removed by text."""
+    # Not stripped: the name of a directory may end in a blank.
     text = value if isinstance(value, str) else text_value(value)
     if not text.startswith("/"):
-        raise ValueError(f"must be an absolute path, not {text!r}")
+        raise ValueError(f"must be an absolute path, got {text!r}")
     if "\0" in text:
-        raise ValueError(f"a zero byte in the path {text!r}")
+        raise ValueError(f"must not contain a zero byte, got {text!r}")
+    # normpath keeps two leading slashes (POSIX leaves their meaning open).
     return Path("/" + os.path.normpath(text).lstrip("/"))
 
 
 def socket_value(value: object) -> Path:
+    """Return a path that fits into a socket address."""
     path = path_value(value)
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
-        raise ValueError(f"too long for a unix socket (at most {_MAX_SOCKET_PATH_BYTES} bytes): {path}")
+        raise ValueError(f"too long for a unix socket, at most {_MAX_SOCKET_PATH_BYTES} bytes: {path}")
     return path
 
 
 def texts_value(value: object) -> tuple[str, ...]:
+    """Return a list of texts."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f'must be a list of texts, such as ["a", "b"], not {value!r}')
+        raise ValueError(f'must be a list of texts, such as ["a", "b"], got {value!r}')
     return tuple(value)
 
 
 def patterns_value(value: object) -> tuple[str, ...]:
+    """Return a list of valid exclude patterns."""
     patterns = texts_value(value)
     for pattern in patterns:
         check_pattern(pattern)
@@ -127,6 +148,7 @@ def patterns_value(value: object) -> tuple[str, ...]:
 
 
 def names_value(value: object) -> tuple[str, ...]:
+    """Return a list of patterns of names without a slash."""
     names = texts_value(value)
     for name in names:
         if not name or "/" in name or "\0" in name:
@@ -135,69 +157,82 @@ def names_value(value: object) -> tuple[str, ...]:
 
 
 def tags_value(value: object) -> tuple[str, ...]:
+    """Return a list of tags."""
     tags = texts_value(value)
     for tag in tags:
         if not _TAG.match(tag):
-            raise ValueError(f"not a tag: {tag!r} (no blanks, commas or |)")
+            raise ValueError(f"a tag must have no blanks, commas or |, got {tag!r}")
     return tags
 
 
 def account_value(kind: str) -> Callable[[object], str | None]:
+    """Return a parser for the name of a user or group."""
+
     def parse(value: object) -> str | None:
         text = text_value(value)
         if text and not _ACCOUNT.match(text):
-            raise ValueError(f"not the name of a {kind}: {text!r}")
+            raise ValueError(f"must be the name of a {kind}, got {text!r}")
         return text or None
 
     return parse
 
 
 def users_value(value: object) -> tuple[str, ...]:
+    """Return a list of user names or ``*``."""
     return tuple(user if user == "*" else account_value("user")(user) or "" for user in texts_value(value))
 
 
 def program_value(value: object) -> tuple[str, ...]:
+    """Return a program with an absolute path, and its arguments."""
     words = texts_value(value)
+    # Absolute: no search in a PATH that a user may have set decides what root runs.
     if words and not words[0].startswith("/"):
-        raise ValueError(f"begins with the absolute path of a program, not {words[0]!r}")
+        raise ValueError(f"must begin with the absolute path of a program, got {words[0]!r}")
     if any("\0" in word for word in words):
-        raise ValueError("a zero byte in a word")
+        raise ValueError("must not contain a zero byte")
     return words
 
 
 def trainer_name_value(value: object) -> str:
+    """Return the name of a trainer."""
     text = text_value(value)
     if not text or not text.isprintable():
-        raise ValueError(f"not a name: {text!r}")
+        raise ValueError(f"must be a printable name, got {text!r}")
     return text
 
 
-def io_priority_value(value: object) -> IoPriority:
+def io_priority_value(value: object) -> IoPrioritySetting:
+    """Return an I/O class and level."""
     text = text_value(value)
     io_class, colon, level = text.partition(":")
     if io_class == "idle" and not colon:
-        return IoPriority("idle")
+        return IoPrioritySetting("idle")
     if io_class == "none" and not colon:
-        return IoPriority("none")
+        return IoPrioritySetting("none")
     if io_class == "best-effort" and not colon:
-        return IoPriority("best-effort", 4)
+        # What the kernel takes for a process of nice 0 that has set none: (nice + 20) / 5 (ioprio_set(2)).
+        return IoPrioritySetting("best-effort", 4)
     if io_class == "best-effort" and re.fullmatch("[0-7]", level):
-        return IoPriority("best-effort", int(level))
-    raise ValueError(f"must be idle, none, or best-effort:0 to best-effort:7, not {text!r}")
+        return IoPrioritySetting("best-effort", int(level))
+    raise ValueError(f"must be idle, none, or best-effort:0 to best-effort:7, got {text!r}")
 
 
 def one_of_value(choices: Sequence[str]) -> Callable[[object], str]:
+    """Return a parser for one of ``choices``."""
+
     def parse(value: object) -> str:
         text = text_value(value)
         if text not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}, not {text!r}")
+            raise ValueError(f"must be one of {', '.join(choices)}, got {text!r}")
         return text
 
     return parse
 
 
 def flag_value(value: object) -> bool:
-    if isinstance(value, str) and value.lower() in ("true", "false"):  # the flat format has text alone
+    """Return a boolean."""
+    # The flat format has only text.
+    if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if not isinstance(value, bool):
         raise ValueError(f"must be true or false, got {value!r}")
@@ -205,8 +240,10 @@ def flag_value(value: object) -> bool:
 
 
 def show_list(values: Sequence[str]) -> str:
+    """Return a list as text."""
     return ", ".join(values)
 
 
 def show_optional(value: object) -> str:
+    """Return a value as text; empty for None."""
     return "" if value is None else str(value)

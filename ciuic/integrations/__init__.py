@@ -1,4 +1,4 @@
-"""`SnapshotManager` by the hooks of training frameworks, one module each (docs/integrations.md).
+"""`SnapshotManager` through the hooks of training frameworks, one module each (docs/integrations.md).
 
-Nothing is imported here: `ciuic.integrations.keras` imports Keras, and so on.
+This package imports none of them: `ciuic.integrations.keras` imports Keras, and so on.
 """

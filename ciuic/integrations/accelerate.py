@@ -1,4 +1,4 @@
-"""Accelerate: everything that `prepare` and `register_for_checkpointing` know, registered with a `SnapshotManager`.
+"""Accelerate: register all objects of an Accelerator with a `SnapshotManager`.
 
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     accelerator.register_for_checkpointing(anything)
@@ -6,53 +6,67 @@
     register(manager, accelerator)
     resumed = manager.resume()
 
-Guarantees: saves and resumes as with objects that were registered one by one: at the boundaries of steps of the optimizer (not of the batches
-that are accumulated for one), at the position in the data, with the shuffled order of `prepare`'s loaders. Models are saved unwrapped, so that a
-snapshot of several processes resumes on one; every process calls this, and gets its own generators and position back. Not repeated: what a data set draws from the global generators, because the loaders read one
-batch ahead. Not here: DeepSpeed, FSDP and Megatron-LM, whose state is in parts.
+Guarantees: saves and resumes as with objects that were registered one by one, at the boundaries of optimizer
+steps (not of the batches that are accumulated for one), at the position in the data, with the shuffled order
+of `prepare`'s loaders. Models are saved unwrapped, so that a snapshot of several processes resumes on one;
+every process calls `register`, and gets its own generators and position back. Not repeated: what a data set
+draws from the global generators, because the loaders read one batch ahead. A loader that torchdata makes stateful is asked for its own position. Not supported: DeepSpeed, FSDP and
+Megatron-LM, which shard the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from accelerate import Accelerator
 
-from ciuic.integrations.in_parts import refuse_kind, refuse_sharded
+from ciuic.integrations.refusals import refuse_kind, refuse_sharded
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.positions import Position
+from ciuic.training.state.data_position import Position, own_generators
+from ciuic.training.state.stateful import load_into, state_of
+from ciuic.training.util import randomness
+from ciuic.training.util.method_hooks import override, tell_after
 
 
 def register(manager: SnapshotManager, accelerator: Accelerator) -> None:
-    """After the last `prepare` and `register_for_checkpointing`. NotImplementedError where the state is in parts."""
+    """Register what `prepare` and `register_for_checkpointing` know. Call it after the last of these.
+
+    Raises:
+        NotImplementedError: the state is sharded.
+    """
     refuse_kind(accelerator.distributed_type)
+    # Attributes that are not public: Accelerate has no other list of what `prepare` was given.
     for model in accelerator._models:
         refuse_sharded(model)
     manager.join_ranks()
-    objects: dict[str, Any] = {"accelerator": _Steps(accelerator)}
+    objects: dict[str, Any] = {"accelerator": _StepCount(accelerator)}
     objects |= _numbered("model", [accelerator.unwrap_model(model) for model in accelerator._models])
-    objects |= _numbered(
-        "optimizer", [one.optimizer for one in accelerator._optimizers]
-    )  # its hooks tell of its steps
+    # The wrapped torch optimizer, whose hooks report its steps.
+    objects |= _numbered("optimizer", [one.optimizer for one in accelerator._optimizers])
     objects |= _numbered("scheduler", accelerator._schedulers)
     objects |= _numbered("custom", accelerator._custom_objects)
     if accelerator.scaler is not None:
         objects["scaler"] = accelerator.scaler
-    loaders = [
-        loader for loader in accelerator._dataloaders if not getattr(loader, "use_stateful_dataloader", False)
-    ]
-    objects |= _numbered("loader", [_Passes(loader) for loader in loaders[:1]])  # others are for evaluations
+    # The first loader is taken for the training's; others are for evaluations, which a resumed run repeats
+    # from their beginning.
+    for loader in accelerator._dataloaders[:1]:
+        if getattr(loader, "use_stateful_dataloader", False):
+            objects |= {"loader": loader, "loader_pass": _PassCount(loader)}
+        else:
+            objects["loader"] = _LoaderPosition(loader)
     manager.register(**objects)
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
-    """``model``, ``model_1`` …"""
+    """Name the objects ``model``, ``model_1`` ..."""
     return {name if not number else f"{name}_{number}": value for number, value in enumerate(objects)}
 
 
-class _Steps:
-    """Batches that the Accelerator has counted, by which it knows when to take a step."""
+class _StepCount:
+    """Count of batches by which the Accelerator knows when to take a step."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -64,8 +78,8 @@ class _Steps:
         self._accelerator.step = state["step"]
 
 
-class _Passes(Position):
-    """The loaders of Accelerate shuffle by the number of the pass."""
+class _LoaderPosition(Position):
+    """Position in a loader of Accelerate, which shuffles by the number of the pass."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -74,3 +88,88 @@ class _Passes(Position):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._loader.set_epoch(self.epoch)
+
+
+class _PassCount:
+    """Number of the current pass over a stateful loader, and the random generators at its beginning.
+
+    Accelerate seeds its samplers by that number. Samplers that it does not seed draw their order from the
+    generators, and the loader's own state, a number of batches, fits to that order alone.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._iteration = loader.iteration
+        self._at_begin: dict[str, Any] | None = None
+        """Generators when the current pass began."""
+        self._resume: dict[str, Any] | None = None
+        """The same of a pass whose rest is the next one."""
+        # Accelerate has asked the loader for its state, and torchdata keeps the iterator that it made for it, for
+        # which it has drawn from the generators: the first pass could not be begun as it was. It is made anew.
+        base = loader.base_dataloader
+        if getattr(base, "_initial_iter_for_state_dict", False):
+            base._iterator, base._initial_iter_for_state_dict = None, False
+        # Counted where the loader records its position: it counts a pass only when it is asked for a batch
+        # after the last, and a snapshot may come before or after that.
+        tell_after(loader, "_update_state_dict", self._recorded)
+        override(loader, "load_state_dict", _remembering_load)
+        override(loader, "__iter__", self._iterating)
+
+    def _recorded(self) -> None:
+        self._iteration = self._loader.iteration
+
+    def _generators(self) -> dict[str, Any]:
+        own = own_generators(self._loader)
+        return own | {
+            f"base.{name}": one for name, one in own_generators(self._loader.base_dataloader).items()
+        }
+
+    def _random_state(self) -> dict[str, Any]:
+        own = {name: copy.deepcopy(state_of(one, name)) for name, one in self._generators().items()}
+        return {"random": randomness.state(), "own": own}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        randomness.restore(state["random"])
+        for name, one in self._generators().items():
+            if name in state["own"]:
+                load_into(one, state["own"][name], name)
+
+    def _iterating(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(loader: Any) -> Iterator[Any]:
+            resume, self._resume = self._resume, None
+            at_snapshot = self._random_state()
+            self._at_begin = at_snapshot if resume is None else resume
+            batches: Iterator[Any] = iter(method(loader))
+            if resume is None:
+                yield from batches
+                return
+            # As at the beginning of the pass, so that the order is the same; what was drawn for it and for
+            # the iterator had been drawn before the snapshot.
+            self._restore(resume)
+            begun = list(itertools.islice(batches, 1))
+            self._restore(at_snapshot)
+            yield from begun
+            yield from batches
+
+        return begin
+
+    def state_dict(self) -> dict[str, Any]:
+        # Before the first batch the loader has not recorded anything.
+        finished = self._loader.state_dict().get("_iterator_finished")
+        at_begin = self._at_begin if finished is False else None
+        return {"iteration": self._iteration, "finished": bool(finished), "at_begin": at_begin}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._iteration = state["iteration"]
+        self._at_begin = self._resume = state["at_begin"]
+        self._loader.set_epoch(state["iteration"] + state["finished"])
+
+
+def _remembering_load(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a loader tell the position that it was given, not the one before, until it has read a batch."""
+
+    def load_state_dict(self: Any, state: dict[str, Any]) -> None:
+        method(self, state)
+        self.dl_state_dict = state
+
+    return load_state_dict

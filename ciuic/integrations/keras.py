@@ -1,14 +1,18 @@
-"""Keras 3: `model.fit` that is saved through a `SnapshotManager` and goes on by itself, like `keras.callbacks.BackupAndRestore`.
+"""Keras 3: save `model.fit` through a `SnapshotManager` and resume it.
+
+It works like `keras.callbacks.BackupAndRestore`.
 
     callback = SnapshotCallback("./snapshots", save_freq=100)
     model.fit(dataset, epochs=10, callbacks=[callback])
 
-Guarantees: weights, optimizer, metrics of the epoch under way and the seed generators of the layers come back; `fit` begins with the epoch
-that was under way, and passes by the batches of it that were trained on already, which are read and not computed. So where the data come in
-the same order in a new process (arrays after `keras.utils.set_random_seed`, a `PyDataset` whose order follows from the epoch) the run is the
-same to the bit. A damaged snapshot is passed over for the one before it.
+Guarantees: weights, optimizer, metrics of the current epoch and the seed generators of the layers are
+restored; `fit` begins with the epoch that was interrupted, and skips the batches of it that were trained on,
+which are read and not computed. So where the data come in the same order in a new process (arrays after
+`keras.utils.set_random_seed`, a `PyDataset` whose order follows from the epoch) the run is the same to the
+bit. A damaged snapshot is passed over for the one before it.
 
-With the backends TensorFlow, JAX and torch. Not repeated: what is drawn without a seed generator (`tf.random.…` in a layer of one's own).
+Backends: TensorFlow, JAX and torch. Not repeated: what is drawn without a seed generator (`tf.random.…` in a
+layer of one's own).
 """
 
 from __future__ import annotations
@@ -19,40 +23,49 @@ from typing import Any
 
 import keras
 
-from ciuic.integrations.opening import Where, opened
-from ciuic.training import randomness
+from ciuic.integrations.manager_option import ManagerOrDir, open_manager
+from ciuic.training.format.results import State
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.outcome import State
+from ciuic.training.util import randomness
 
 log = logging.getLogger("ciuic")
 
 
 class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
-    """Saves by ``save_freq`` and the manager's own policy, and resumes when `fit` begins."""
+    """Save by ``save_freq`` and the manager's own policy, and resume when `fit` begins."""
 
     def __init__(
         self,
-        where: Where = "./snapshots",
+        where: ManagerOrDir = "./snapshots",
         save_freq: str | int | None = "epoch",
         double_checkpoint: bool = True,
         **options: Any,
     ) -> None:
-        """``where``: a manager, or the directory of one that is made with ``options``.
+        """Open the manager.
 
-        ``save_freq``: ``epoch``, a number of batches, or None for the policy of the manager (``interval``, ``every_steps``) alone.
-        ``double_checkpoint``: of a manager that is made here, the snapshot before the newest stays as well (``max_snapshots``).
+        Args:
+            where: a manager, or the directory of one that is opened with ``options``.
+            save_freq: ``epoch``, a number of batches, or None for the manager's policy (``interval``,
+                ``every_steps``) alone.
+            double_checkpoint: keep the snapshot before the newest as well (``max_snapshots``), if the manager
+                is opened here.
+            options: arguments of `SnapshotManager`.
+
+        Raises:
+            ValueError: ``save_freq`` is something else.
         """
         super().__init__()
         if save_freq not in ("epoch", None) and not (isinstance(save_freq, int) and save_freq > 0):
-            raise ValueError(f"save_freq is 'epoch', a number of batches or None, not {save_freq!r}")
+            raise ValueError(f"save_freq must be 'epoch', a number of batches or None, got {save_freq!r}")
         if not isinstance(where, SnapshotManager):
+            # As many as BackupAndRestore keeps.
             options.setdefault("max_snapshots", 2 if double_checkpoint else 1)
-        self.manager: SnapshotManager = opened(where, options)
+        self.manager: SnapshotManager = open_manager(where, options)
         self.save_freq = save_freq
         self._epoch = 0
-        """Under way."""
+        """Current epoch."""
         self._batches = 0
-        """Done of it."""
+        """Batches of the current epoch that are done."""
         self._since_save = 0
         self._to_skip = 0
         self._at_begin: dict[str, Any] = {}
@@ -61,8 +74,14 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
     # -- Keras' hooks
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Puts the newest good snapshot back, if there is one. Damaged if there are some and none is whole."""
+        """Load the newest good snapshot, if there is one.
+
+        Raises:
+            Damaged: there are snapshots, and none is whole.
+            ValueError: the model is not built.
+        """
         model, optimizer = self.model, self.model.optimizer
+        # Before fit() has built it, the model has no variables to restore.
         if not model.built:
             raise ValueError("the model is not built: build it, or call it on a batch of data, before fit()")
         if optimizer is not None and not optimizer.built:
@@ -71,13 +90,17 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         if optimizer is not None:
             objects["optimizer"] = optimizer
         self._epoch, self._batches, self._since_save, self._to_skip = 0, 0, 0, 0
+        # take and not register: Keras optimizers have no hooks that could be watched.
         self.manager.take(objects, with_position=True)
         state = self.manager.load_latest_snapshot()
         if state is not None:
             self._resume(state)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """The position begins anew, unless it was put back; then the data come in the order that they had."""
+        """Reset the position, or prepare the resumed epoch.
+
+        The random generators of a resumed epoch are restored, so that the data come in the same order.
+        """
         self._epoch = epoch
         if self._to_skip:
             randomness.restore(self._at_begin)
@@ -85,10 +108,12 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
             self._batches, self._at_begin = 0, randomness.state()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves if that is due."""
+        """Save if due."""
         if self._to_skip:
+            # Batches that are skipped are part of the resumed state already.
             self._to_skip -= 1
             return
+        # With `steps_per_execution` Keras calls this once for several batches.
         done = batch + 1 - self._batches
         self._batches = batch + 1
         self._since_save += done
@@ -99,7 +124,7 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
             self.manager.boundary()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """The next epoch is the one to begin with."""
+        """Count the epoch as done, report its metrics, and save if due."""
         self._epoch, self._batches = epoch + 1, 0
         self.manager.epoch = self._epoch
         self.manager.report(_numbers(logs))
@@ -109,7 +134,7 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
             self.manager.boundary()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """The end is saved as well, and is durable when `fit` returns."""
+        """Save the final state and wait until it is durable."""
         if self._since_save:
             self._save(logs)
         self.manager.wait()
@@ -134,7 +159,7 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         self.manager.step = progress["step"]
         self._since_save = progress["since_save"]
         model._initial_epoch = self._epoch = progress["epoch"]  # as BackupAndRestore does
-        log.info("ciuic: fit goes on from %s, epoch %d, batch %d", state.id, self._epoch, progress["batches"])
+        log.info("ciuic: fit resumes from %s, epoch %d, batch %d", state.id, self._epoch, progress["batches"])
         if progress["batches"]:
             self._batches = progress["batches"]
             self._at_begin = progress["at_begin"]
@@ -142,12 +167,13 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
 
 
 class _Progress:
-    """Where the run is, and what neither weights nor optimizer hold."""
+    """Progress of the run, and state that neither weights nor optimizer hold."""
 
     def __init__(self, callback: SnapshotCallback) -> None:
         self._callback = callback
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the progress."""
         callback = self._callback
         return {
             "epoch": callback._epoch,
@@ -160,13 +186,28 @@ class _Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("fit() itself goes on from a snapshot")
+        """Refuse to load: `fit` resumes by itself.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("fit() resumes by itself")
 
 
 def _skip(model: Any, batches: int, metrics: Sequence[Any], random: dict[str, Any]) -> int:
-    """Makes the next ``batches`` be passed by; ``metrics`` of the epoch and generators are those after the last of them. Returns in how many
-    calls that is."""
+    """Make `fit` skip the next batches.
+
+    Args:
+        model: the model; its train function is replaced until they are skipped.
+        batches: number of batches.
+        metrics: metrics of the epoch after the last of them.
+        random: random generators after the last of them.
+
+    Returns:
+        The number of calls of the train function that are skipped.
+    """
     per_call = int(getattr(model, "steps_per_execution", 1) or 1)
+    # One call of the train function runs `steps_per_execution` batches.
     calls = left = -(-batches // per_call)
     own = model.train_function
     backend = keras.backend.backend()
@@ -181,21 +222,25 @@ def _skip(model: Any, batches: int, metrics: Sequence[Any], random: dict[str, An
 
     def pass_by(*given: Any) -> Any:
         data = given[-1]
+        # With torch the train function gets the batches of one call, with TensorFlow and JAX an iterator.
         batch = data[-1] if backend == "torch" else [next(data) for _ in range(per_call)][-1]
         last = is_last()
-        if backend == "jax":  # where the state is handed from step to step
+        # JAX passes the state from call to call.
+        if backend == "jax":
             metrics_now = [keras.ops.convert_to_tensor(value) for value in metrics]
             return {}, (*given[0][:-1], metrics_now) if last else given[0]
         if last:
             _put_metrics(model, batch, metrics)
         return {}
 
+    # In place of training, `fit` now only takes the batches from the data.
     model.train_function = pass_by
     return calls
 
 
 def _put_metrics(model: Any, batch: Any, saved: Sequence[Any]) -> None:
-    """Of the epoch under way, so that its logs are those of all its batches. They are made by the first batch that they see."""
+    """Restore the metrics of the current epoch, so that its logs cover all batches."""
+    # Metrics create their variables at the first batch, so that one is needed.
     if len(model.metrics_variables) != len(saved):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         model.compute_metrics(x, y, model(x, training=False), sample_weight)
@@ -203,7 +248,8 @@ def _put_metrics(model: Any, batch: Any, saved: Sequence[Any]) -> None:
 
 
 def _seeds(model: Any) -> list[Any]:
-    """States of the seed generators in the layers: all variables but the weights."""
+    """Return the states of the seed generators in the layers: all variables but the weights."""
+    # By identity: variables of Keras compare by value.
     weights = {id(variable) for variable in model.weights}
     return [variable for variable in model.variables if id(variable) not in weights]
 
@@ -211,7 +257,7 @@ def _seeds(model: Any) -> list[Any]:
 def _assign(variables: Sequence[Any], saved: Sequence[Any], what: str) -> None:
     if len(variables) != len(saved):
         raise ValueError(
-            f"{what}: {len(variables)} variables, and {len(saved)} were saved; is it the same model?"
+            f"{what}: expected {len(saved)} variables as saved, got {len(variables)}; is it the same model?"
         )
     for variable, value in zip(variables, saved, strict=True):
         variable.assign(value)

@@ -1,8 +1,7 @@
-"""What `lightning` and `pytorch_lightning` share, which are the same code under two names: see `ciuic.integrations.lightning`."""
+"""Code shared by `lightning` and `pytorch_lightning`, one package under two names."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -11,113 +10,90 @@ from types import FrameType
 from typing import Any, Final
 
 from ciuic.errors import CiuicError
-from ciuic.integrations.in_parts import refuse_sharded, refuse_strategy
-from ciuic.integrations.opening import Where, opened
+from ciuic.integrations.lightning_pointer import Pointer, load_pointed, read_pointer, write_pointer
+from ciuic.integrations.lightning_results import ContinuedResults
+from ciuic.integrations.lightning_state import LOOPS, RESULTS, RankLocalState, TrainerCheckpoint
+from ciuic.integrations.manager_option import ManagerOrDir, open_manager
+from ciuic.integrations.refusals import refuse_sharded, refuse_strategy
 from ciuic.repository import Repository
-from ciuic.training import randomness, rank_state
+from ciuic.training.format.results import State
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.outcome import State
-from ciuic.training.positions import Position
+from ciuic.training.state.data_position import Position
+from ciuic.training.util import randomness
+from ciuic.training.util.logs import quietly
 from ciuic.types import SnapshotId
 
 log = logging.getLogger("ciuic")
 
-_LOOPS: Final = "loops"
-_MARK: Final = "ciuic-snapshot"
 _HOLD: Final = "checkpoint "
-_LONGEST_POINTER: Final = 4096
+"""Beginning of a hold's reason; the path of the checkpoint follows."""
 _LOCK_WAIT_SECONDS: Final = 60.0
+# Private attributes of Lightning are read for that: a version that has changed them must not end a training.
+_NOT_CONTINUED: Final = "values that were logged before the resume are not continued"
 
 
-class Checkpoint:
-    """The checkpoint of the Trainer as an object that a manager saves: all but its loops, which know the position in the data."""
+class SnapshotIOBase:
+    """Implementation of `CheckpointIO` over a repository.
 
-    alike_on_ranks = True
+    It precedes the framework's TorchCheckpointIO among the bases, to which files that are no snapshots are
+    left.
+    """
 
-    def __init__(self) -> None:
-        self.given: dict[str, Any] | None = None
-        """By the Trainer, for the one save that is being made."""
-        self.dump: Callable[[], dict[str, Any]] = dict
-        self._dumped: dict[str, Any] | None = None
+    def __init__(self, where: ManagerOrDir = "./snapshots", **options: Any) -> None:
+        """Open the manager.
 
-    def whole(self) -> dict[str, Any]:
-        """Dumped once a save on every rank: the hooks in which that is done may be collective."""
-        if self.given is not None:
-            return self.given
-        if self._dumped is None:
-            self._dumped = self.dump()
-        return self._dumped
-
-    def forget(self) -> None:
-        """The save is over."""
-        self.given = self._dumped = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in self.whole().items() if key != _LOOPS}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("trainer.fit(ckpt_path=…) goes on from a checkpoint")
-
-
-class OfRank:
-    """What each process has of its own: its place in the data, and buffers that DistributedDataParallel may leave different."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self.model: Any = None
-        """Of several processes."""
-
-    def state_dict(self) -> dict[str, Any]:
-        buffers = {} if self.model is None else rank_state.small_buffers(self.model)
-        return {_LOOPS: self._checkpoint.whole().get(_LOOPS, {}), "buffers": buffers}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("trainer.fit(ckpt_path=…) goes on from a checkpoint")
-
-
-class InStore:
-    """`CheckpointIO` over a repository: comes before the framework's TorchCheckpointIO, to which other files are left."""
-
-    def __init__(self, where: Where = "./snapshots", **options: Any) -> None:
-        """``where``: a manager, or the directory of one that is made with ``options``."""
+        Args:
+            where: a manager, or the directory of one that is opened with ``options``.
+            options: arguments of `SnapshotManager`.
+        """
         super().__init__()
-        self.manager: SnapshotManager = opened(where, options)
-        self.checkpoint = Checkpoint()
-        self.of_rank = OfRank(self.checkpoint)
+        self.manager: SnapshotManager = open_manager(where, options)
+        self.checkpoint = TrainerCheckpoint()
+        self.of_rank = RankLocalState(self.checkpoint)
+        # take and not register: Lightning's hooks say when a step is over.
         self.manager.take({"checkpoint": self.checkpoint, "of_rank": self.of_rank}, with_position=True)
         self.random: dict[str, Any] | None = None
-        """The generators as they were, after a load."""
-        self.together = False
-        """All processes load at once, and the same."""
+        """Random generators of the loaded snapshot, until they are restored."""
+        self.results: dict[str, Any] = {}
+        """Values that the loaded snapshot's run had logged, until they are restored."""
+        self.loads_together = False
+        """True while all processes load at once, and the same snapshot."""
         self._parts: Any = None
-        """What they gave for the save that the first of them is about to make."""
+        """States of all processes for the save that the first one is about to make."""
         self._latest: State | None = None
         self._to_remove: list[str] = []
 
     @property
     def has_latest(self) -> bool:
-        """Whether `latest` has found something that is to be loaded yet."""
+        """True if `latest` found a snapshot that was not loaded yet."""
         return self._latest is not None
 
     def latest(self) -> str | None:
-        """The newest snapshot that is whole, for `fit(ckpt_path=…)`: its file in the repository. None if there is no snapshot.
+        """Return the path of the newest whole snapshot, for `fit(ckpt_path=…)`; None if there is no snapshot.
 
-        Damaged if there are some and none is whole.
+        Raises:
+            Damaged: there are snapshots, and none is whole.
         """
+        # Before the Trainer exists only the environment tells the first process.
         if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
-            self._release_what_was_removed()
+            self._release_removed()
         self._latest = self.manager.load_latest_snapshot()
         return None if self._latest is None else self._path_of(self._latest.id)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Stored as a snapshot that is held until it is removed here; at ``path`` stands which one. TypeError names what cannot be
-        stored."""
+        """Store a checkpoint as a snapshot; the file at ``path`` names it.
+
+        The snapshot is held until the checkpoint is removed through this object.
+
+        Raises:
+            TypeError: a value cannot be stored; the text names it.
+        """
         if storage_options is not None:
-            raise TypeError("there are no storage_options here")
-        refuse_strategy(_strategy_that_calls())
-        self._remove_what_waits()
+            raise TypeError(f"storage_options is not supported, got {storage_options!r}")
+        refuse_strategy(_calling_strategy())
+        self._remove_waiting()
         tag = f"checkpoint-{os.urandom(6).hex()}"
         parts, self._parts = self._parts, None
         self.checkpoint.given = checkpoint
@@ -131,34 +107,46 @@ class InStore:
             )
         finally:
             self.checkpoint.forget()
+        # No pointer is written then: a checkpoint without a snapshot could not be loaded.
         if save is None:
-            return  # said in the log; a training does not end for it
-        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        with open(f"{os.fspath(path)}.part", "w") as file:
-            json.dump({_MARK: tag, "repository": str(self.manager.save_dir)}, file)
-        os.replace(f"{os.fspath(path)}.part", path)
+            return  # logged by the manager; a failed save does not end the training
+        write_pointer(path, Pointer(tag, str(self.manager.save_dir)))
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Of a snapshot, checked, on the CPU; ``map_location`` and ``weights_only`` are for files that are none."""
+        """Return the checkpoint of a snapshot, verified, on the CPU.
+
+        A file that names a snapshot of another repository is read from there.
+
+        Args:
+            path: file that `save_checkpoint` or `export` wrote, or path that `latest` returned.
+            map_location: applies to files that are no snapshots.
+            weights_only: applies to files that are no snapshots.
+
+        Raises:
+            NotFound: the snapshot was removed, or never stored; the message names those that are left.
+        """
         find = self._finder(path)
         if find is None:
+            # A file of torch.save, for the framework's own plugin (the next base class).
             own: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)  # type: ignore[misc]
             return own
-        state = self.manager.load_to_resume(find) if self.together else find()
+        state = self.manager.load_to_resume(find) if self.loads_together else find()
         assert state is not None
         self.manager.goes_on_from(state)
         self.random = state["random_state"]
         of_rank = state["of_rank_state_dict"]
-        found: dict[str, Any] = {**state["checkpoint_state_dict"], _LOOPS: of_rank[_LOOPS]}
+        self.results = of_rank.get(RESULTS, {})
+        found: dict[str, Any] = {**state["checkpoint_state_dict"], LOOPS: of_rank[LOOPS]}
+        # The checkpoint has rank 0's buffers; each process gets its own.
         for name, buffer in of_rank["buffers"].items():
             if name in found["state_dict"]:
                 found["state_dict"][name] = buffer
         return found
 
     def hand_over(self, checkpoint: dict[str, Any]) -> None:
-        """On every process: the first of them is about to save this."""
+        """Collect the states of all processes, on each of them, before the first one saves."""
         self.checkpoint.given = checkpoint
         try:
             self._parts = self.manager.hand_over()
@@ -166,53 +154,58 @@ class InStore:
             self.checkpoint.forget()
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """The snapshot goes when all that was saved after it is durable."""
-        tag = _pointed_to(path)
-        if tag is None:
+        """Remove the file now, and the snapshot when all that was saved after it is durable."""
+        pointer = read_pointer(path)
+        if pointer is None:
             super().remove_checkpoint(path)  # type: ignore[misc]
             return
         os.unlink(path)
-        self._to_remove.append(tag)
-        self._remove_what_waits()
+        if self._is_own(pointer):
+            self._to_remove.append(pointer.tag)
+        self._remove_waiting()
 
     def teardown(self) -> None:
-        """What was staged is durable when the Trainer is done."""
+        """Wait until everything that was staged is durable."""
         self.manager.wait()
-        self._remove_what_waits()
+        self._remove_waiting()
         super().teardown()  # type: ignore[misc]
 
     # -- inside
 
     def _finder(self, path: str | os.PathLike[str]) -> Callable[[], State] | None:
-        """What reads the snapshot at ``path``; None if there is another kind of file. The same on all processes."""
+        """Return the function that reads the snapshot at ``path``; None for another kind of file.
+
+        The result is the same on all processes.
+        """
         latest, self._latest = self._latest, None
         if latest is not None and os.fspath(path) == self._path_of(latest.id):
+            # Read and verified by `latest` already.
             return lambda: latest
         if os.path.dirname(os.path.abspath(path)) == os.path.dirname(self._path_of("x")):
+            # A path that `latest` returned earlier, or in another process.
             return lambda: self.manager.load_snapshot(os.path.basename(path))
-        tag = _pointed_to(path)
-        return None if tag is None else lambda: self._tagged(tag)
+        pointer = read_pointer(path)
+        return None if pointer is None else lambda: self._state_at(path, pointer)
 
     def _path_of(self, id_: str) -> str:
         return os.path.join(self.manager.save_dir, "snapshots", id_)
+
+    def _is_own(self, pointer: Pointer) -> bool:
+        return pointer.is_in(self.manager.save_dir)
+
+    def _state_at(self, path: str | os.PathLike[str], pointer: Pointer) -> State:
+        if self._is_own(pointer):
+            # It may still be on its way to the disk.
+            self.manager.wait()
+        return load_pointed(path, pointer, self.manager.save_dir)
 
     def _ids(self, tag: str) -> list[str]:
         with Repository.open(self.manager.save_dir) as repository:
             return [info.id for info in repository.snapshots.list() if tag in info.tags]
 
-    def _tagged(self, tag: str) -> State:
-        self.manager.wait()
-        ids = self._ids(tag)
-        if ids:
-            return self.manager.load_snapshot(ids[0])
-        log.warning("ciuic: the snapshot of this checkpoint was never stored; the newest good one is taken")
-        state = self.manager.load_latest_snapshot()
-        if state is None:
-            raise FileNotFoundError(f"there is no snapshot in {self.manager.save_dir}")
-        return state
-
-    def _release_what_was_removed(self) -> None:
-        """By a run that was killed before the snapshot could follow its file; from now on it is like others."""
+    def _release_removed(self) -> None:
+        """Release the holds of checkpoints whose file is gone."""
+        # A run that was killed removed the file and not the snapshot, to which retention rules apply now.
         with Repository.open(self.manager.save_dir) as repository:
             held = [
                 info
@@ -221,10 +214,15 @@ class InStore:
             ]
         for info in held:
             path = info.hold_reason.removeprefix(_HOLD)
-            if os.path.isdir(os.path.dirname(path)) and _pointed_to(path) not in info.tags:
+            # Without the directory (not mounted now?) nothing tells whether the checkpoint was removed: the
+            # hold stays.
+            pointer = read_pointer(path)
+            if os.path.isdir(os.path.dirname(path)) and (pointer is None or pointer.tag not in info.tags):
                 self.manager.release(info.id)
 
-    def _remove_what_waits(self) -> None:
+    def _remove_waiting(self) -> None:
+        """Remove the snapshots of removed checkpoints, unless a save is pending."""
+        # Lightning removes a checkpoint right after it has saved the next one, which may still fail.
         if not self._to_remove or not self.manager.wait(0):
             return
         tags, self._to_remove = self._to_remove, []
@@ -236,72 +234,104 @@ class InStore:
             ):
                 writer.remove_snapshots(ids)
         except (CiuicError, OSError) as error:
+            # Logged only: a checkpoint that stays does not end a training.
             log.error("ciuic: checkpoints could not be removed: %s", error)
 
 
-class Saves:
-    """The callback: saves by the manager's policy, at the ends of steps and epochs, and the end of the training."""
+class SnapshotCallbackBase:
+    """Implementation of the callback.
 
-    def __init__(self, io: InStore) -> None:
+    It saves by the manager's policy after steps and epochs, and at the end of the training.
+    """
+
+    def __init__(self, io: SnapshotIOBase) -> None:
         super().__init__()
         self.io = io
         self._checked_step = 0
         self._first_step = 0
+        self._continued = ContinuedResults({})
         self._dumping = False
-        """For a snapshot of ours."""
+        """True while the Trainer dumps a checkpoint for a snapshot of this callback."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """ValueError where the Trainer would load from somewhere else; NotImplementedError where the state is in parts."""
+        """Check the Trainer and meet the other processes.
+
+        Raises:
+            ValueError: the Trainer loads from another CheckpointIO.
+            NotImplementedError: the state is sharded.
+        """
         refuse_strategy(trainer.strategy)
         if trainer.strategy.checkpoint_io is not self.io:
             raise ValueError(
-                "the Trainer needs the same SnapshotCheckpointIO: Trainer(plugins=[io], callbacks=[SnapshotCallback(io)])"
+                "plugin and callback must share one SnapshotCheckpointIO: "
+                "Trainer(plugins=[io], callbacks=[SnapshotCallback(io)])"
             )
-        self.io.checkpoint.dump = lambda: self._dump(trainer)
+        self.io.checkpoint.attach(lambda: self._dump(trainer))
         if stage == "fit" and trainer.world_size > 1:
             self._check_latest(trainer)
-            self.io.manager.join_ranks(prepare=False)  # a dump calls hooks, which may be collective
-            self.io.of_rank.model, self.io.together = pl_module, True
+            # prepare=False: dumping a checkpoint calls hooks that may be collective.
+            self.io.manager.join_ranks(prepare=False)
+            self.io.of_rank.model, self.io.loads_together = pl_module, True
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """The Trainer's own checkpoint, which the first process alone stores: on all of them."""
+        """Collect the states of all processes for a checkpoint of the Trainer.
+
+        Only the first process stores it.
+        """
         if not self._dumping and trainer.world_size > 1:
             self.io.hand_over(checkpoint)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before the first batch is fetched: the generators as they were."""
+        """Restore the random generators before the first batch is fetched."""
         refuse_sharded(pl_module)
-        self.io.together = False
+        self.io.loads_together = False
         self._first_step = self._checked_step = trainer.global_step
+        self.io.of_rank.trainer = trainer
+        self._continued, self.io.results = ContinuedResults(self.io.results), {}
+        with quietly(_NOT_CONTINUED):
+            self._continued.start(trainer)
         found, self.io.random = self.io.random, None
         for problem in randomness.restore(found) if found is not None else ():
             log.warning("ciuic: not resumed exactly: %s", problem)
 
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let the epoch begin without what an earlier one had logged."""
+        with quietly(_NOT_CONTINUED):
+            self._continued.epoch_starts(trainer)
+
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a step of the optimizer. What ends an epoch is saved after its validation."""
+        """Save after an optimizer step if due.
+
+        The last batch of an epoch is left to `on_train_epoch_end`, after validation.
+        """
+        with quietly(_NOT_CONTINUED):
+            self._continued.batch_ended(trainer)
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._between_steps(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """After validation; other callbacks have had their turn."""
+        """Save after validation if due; other callbacks have run by then."""
+        with quietly(_NOT_CONTINUED):
+            self._continued.epoch_ends(trainer)
         self.io.manager.report(_numbers(trainer.callback_metrics))
         self._between_steps(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """The end is a state like others."""
+        """Save the final state."""
         if trainer.global_step > self._first_step:
-            self._at(trainer)
-            self._asked_of_manager(self.io.manager.save_snapshot)
+            self._record_progress(trainer)
+            self._save_and_forget(self.io.manager.save_snapshot)
+        self.io.of_rank.trainer = None
         self.io.manager.wait()
 
     def _between_steps(self, trainer: Any) -> None:
         if trainer.global_step != self._checked_step:
-            self._at(trainer)
-            self._asked_of_manager(self.io.manager.boundary)
+            self._record_progress(trainer)
+            self._save_and_forget(self.io.manager.boundary)
 
-    def _asked_of_manager(self, save: Callable[[], object]) -> None:
+    def _save_and_forget(self, save: Callable[[], object]) -> None:
         try:
             save()
         finally:
@@ -310,52 +340,57 @@ class Saves:
     def _dump(self, trainer: Any) -> dict[str, Any]:
         self._dumping = True
         try:
+            # Private API of Lightning: the whole checkpoint, without writing a file.
             dumped: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             return dumped
         finally:
             self._dumping = False
 
     def _check_latest(self, trainer: Any) -> None:
-        """RuntimeError if `latest` found nothing in the first process and something here, or the other way round."""
+        """Check that all processes found a snapshot, or none.
+
+        Raises:
+            RuntimeError: `latest` found one in some processes only.
+        """
         here = self.io.has_latest
+        # A load is collective: by some processes only it would wait for the others for ever.
         if trainer.strategy.broadcast(here) != here:
             raise RuntimeError(
-                "the processes did not find the same snapshots: the last run was still storing one; start again"
+                "the processes did not find the same snapshots, because the last run was still storing one; "
+                "start again"
             )
 
-    def _at(self, trainer: Any) -> None:
+    def _record_progress(self, trainer: Any) -> None:
         self._checked_step = self.io.manager.step = trainer.global_step
         self.io.manager.epoch = trainer.current_epoch
 
 
 def resumable(loader: Any) -> Any:
-    """The same loader with a `state_dict`, which the Trainer saves and loads: so that a run resumed within an epoch goes on behind the last
-    batch, in the same order. For a loader that has none of its own (a StatefulDataLoader has)."""
+    """Give a loader a `state_dict`, which the Trainer saves and loads.
+
+    A run resumed within an epoch then continues behind the last batch, in the same order. Not needed for a
+    loader that has a state of its own, such as StatefulDataLoader.
+
+    Returns:
+        The same loader.
+    """
     position = Position(loader)
 
     def state_dict(self: Any) -> dict[str, Any]:
         state = position.state_dict()
-        return state if state["batches"] < len(self) else {**state, "at_begin": None}  # the pass is over
+        # A finished pass is not begun again with its generators.
+        return state if state["batches"] < len(self) else {**state, "at_begin": None}
 
-    own: Any = type(loader)  # of this one loader, since its position is counted
+    # Set on the class, which belongs to this loader alone once its position is counted.
+    own: Any = type(loader)
     own.state_dict = state_dict
     own.load_state_dict = lambda self, state: position.load_state_dict(state)
     return loader
 
 
-def _pointed_to(path: str | os.PathLike[str]) -> str | None:
-    """The tag in a file that `save_checkpoint` wrote; None for any other."""
-    try:
-        if os.path.getsize(path) > _LONGEST_POINTER:
-            return None
-        with open(path, "rb") as file:
-            return str(json.loads(file.read())[_MARK])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _strategy_that_calls() -> Any:
-    """The Trainer's, which calls `save_checkpoint`: a plugin is told of no other way which one it serves."""
+def _calling_strategy() -> Any:
+    """Return the Trainer's strategy from the call stack."""
+    # A plugin has no other way to know which strategy it serves.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")

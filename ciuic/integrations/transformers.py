@@ -1,15 +1,17 @@
-"""Hugging Face: a `Trainer` that is saved through a `SnapshotManager` and goes on from it.
+"""Hugging Face: save a `Trainer` through a `SnapshotManager` and resume it.
 
     callback = SnapshotCallback("./snapshots", every_steps=500, max_snapshots=10)
     trainer = Trainer(model, args, train_dataset=…, callbacks=[callback])
     trainer.train(resume_from_checkpoint=callback.resume(trainer))
 
-Guarantees: what is saved is the state between two steps, logs, evaluation and learning rate of the last one included: a resumed run takes
-the same steps on the same batches with the same dropout, to the bit on one machine, and its `log_history` is that of a run that was
-never interrupted. The Trainer goes on by its own way (`resume_from_checkpoint`), with the state taken from the store instead of files.
-Of several processes (torchrun, accelerate launch) the first one writes, and each gets its own generators and unlogged loss back.
+Guarantees: a snapshot is the state between two steps, with logs, evaluation and learning rate of the last
+one. A resumed run takes the same steps on the same batches with the same dropout, to the bit on one machine,
+and its `log_history` is that of a run that was never interrupted. The Trainer resumes by its own way
+(`resume_from_checkpoint`), with the state taken from the repository instead of files. Of several processes
+(torchrun, accelerate launch) the first one writes, and each gets its own generators and unlogged loss back.
 
-Not repeated: what a data set draws from the global generators while it is read. Refused: DeepSpeed and FSDP, whose state is in parts.
+Not repeated: what a data set draws from the global generators while it is read. Refused: DeepSpeed and FSDP,
+which shard the state.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from ciuic.integrations.in_parts import refusal, refuse_kind, refuse_sharded
-from ciuic.integrations.opening import Where, opened
-from ciuic.training import randomness, rank_state
+from ciuic.integrations.manager_option import ManagerOrDir, open_manager
+from ciuic.integrations.refusals import refusal, refuse_kind, refuse_sharded
+from ciuic.training.format.results import State
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.outcome import State
+from ciuic.training.ranks import rank_state
+from ciuic.training.util import randomness
 
 log = logging.getLogger("ciuic")
 
@@ -39,40 +42,49 @@ _STATE_FILE: Final = "trainer_state.json"
 
 
 class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Saves when the manager's policy says so, whenever the Trainer saves by itself (``save_strategy``), and at the end of the training."""
+    """Save by the manager's policy, when the Trainer saves (``save_strategy``), and at the end."""
 
-    def __init__(self, where: Where = "./snapshots", **options: Any) -> None:
-        """``where``: a manager, or the directory of one that is made with ``options``."""
-        self.manager: SnapshotManager = opened(where, options)
+    def __init__(self, where: ManagerOrDir = "./snapshots", **options: Any) -> None:
+        """Open the manager.
+
+        Args:
+            where: a manager, or the directory of one that is opened with ``options``.
+            options: arguments of `SnapshotManager`.
+        """
+        self.manager: SnapshotManager = open_manager(where, options)
         self._progress = _Progress()
-        self._unlogged = _Unlogged()
+        self._unlogged = _UnloggedLoss()
         self._checked_step = 0
-        """The last step after which it was asked whether a snapshot is due."""
+        """Last step after which the manager was asked whether a snapshot is due."""
         self._first_step = 0
-        """With which this process began."""
-        self._asked = False
-        """The Trainer has saved since."""
-        self._resumed: _FromStore | None = None
+        """Step at which this process began."""
+        self._save_requested = False
+        """True if the Trainer saved since the last snapshot."""
+        self._resumed: _StoredCheckpoint | None = None
 
     def resume(self, trainer: Trainer) -> str | None:
-        """What `Trainer.train` takes as ``resume_from_checkpoint``: None if there is no snapshot.
+        """Return the value of ``resume_from_checkpoint`` for `Trainer.train`. Collective.
 
-        To be called by every process of the training, and finds the same snapshot in all. Damaged if there are some and none is whole;
-        NotImplementedError where the state is in parts (DeepSpeed, FSDP).
+        Returns:
+            A directory; None if there is no snapshot. All processes get the same snapshot.
+
+        Raises:
+            Damaged: there are snapshots, and none is whole.
+            NotImplementedError: the state is sharded (DeepSpeed, FSDP).
         """
         for kind in ("deepspeed", "fsdp"):
             if getattr(trainer, f"is_{kind}_enabled", False):
                 raise refusal(kind)
-        self._progress.of(trainer)
-        self._unlogged.of(trainer)
+        self._progress.attach(trainer)
+        self._unlogged.attach(trainer)
         self.manager.join_ranks()
         state = self.manager.load_to_resume()
         if state is None:
             return None
-        self._resumed = _FromStore(trainer, state)
+        self._resumed = _StoredCheckpoint(trainer, state)
         self.manager.goes_on_from(state)
         self._checked_step = self._first_step = int(state["progress_state_dict"]["state"]["global_step"])
-        log.info("ciuic: the Trainer goes on from %s, step %d", state.id, self._first_step)
+        log.info("ciuic: the Trainer resumes from %s, step %d", state.id, self._first_step)
         return self._resumed.directory
 
     # -- the Trainer's hooks
@@ -80,7 +92,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Everything there is to save is known now."""
+        """Register what is to be saved: everything is known now."""
         refuse_kind(AcceleratorState().distributed_type)
         refuse_sharded(kwargs["model"])
         self.manager.join_ranks()
@@ -96,6 +108,7 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         }
         if scaler is not None:
             objects["scaler"] = scaler
+        # take and not register: the Trainer's hooks say when a step is over, optimizers are not watched.
         self.manager.take(objects, with_position=True)
         if self._resumed is not None:
             self._resumed.finish()
@@ -104,53 +117,60 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Where the Trainer sets the generators when it resumes between two epochs."""
+        """Save if due; here the Trainer sets the generators when it resumes between two epochs."""
         self._between_steps(state)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Where the Trainer sets the generators when it resumes within an epoch: the batch is fetched, the step before is logged."""
+        """Save if due; here the Trainer sets the generators when it resumes within an epoch.
+
+        The batch is fetched and the step before is logged by then.
+        """
         self._between_steps(state)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """For rules that look at metrics: what is due for them is saved before the next step."""
+        """Report metrics; a snapshot that is due for them is taken before the next step."""
         self.manager.report(_numbers(kwargs.get("metrics") or {}))
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The Trainer's own checkpoint; a snapshot follows before the next step."""
-        self._asked = True
+        """Request a snapshot before the next step, because the Trainer saved a checkpoint of its own."""
+        self._save_requested = True
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The end is a state like others, unless the weights are those of the best step by now."""
+        """Save the final state, unless the weights are those of the best step by now."""
+        # With load_best_model_at_end the weights are those of an earlier step by now.
         if not args.load_best_model_at_end and state.global_step > self._first_step:
-            self._asked, self._checked_step = True, -1
+            # -1: the last step may have been checked already, and is saved all the same.
+            self._save_requested, self._checked_step = True, -1
             self._between_steps(state)
         self.manager.wait()
 
     def _between_steps(self, state: TrainerState) -> None:
+        # Both hooks may run between the same two steps.
         if state.global_step == self._checked_step:
             return
         self._checked_step = state.global_step
         self._progress.state = state
         self.manager.step, self.manager.epoch = state.global_step, int(state.epoch or 0)
+        # A line that was logged after this very step: its metrics belong to this state.
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             self.manager.report(_numbers(state.log_history[-1]))
-        if self._asked:
-            self._asked = False
+        if self._save_requested:
+            self._save_requested = False
             self.manager.save_snapshot()
         else:
             self.manager.boundary()
 
 
 class _Progress:
-    """The `TrainerState`, with the states of callbacks that have one."""
+    """Object with the `TrainerState`, and the states of callbacks that have one."""
 
     alike_on_ranks = True
 
@@ -158,37 +178,46 @@ class _Progress:
         self.state = TrainerState()
         self._trainer: Callable[[], Trainer | None] = lambda: None
 
-    def of(self, trainer: Trainer) -> None:
+    def attach(self, trainer: Trainer) -> None:
+        """Take the callbacks' states from this Trainer."""
         self._trainer = weakref.ref(trainer)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the Trainer's state."""
         trainer = self._trainer()
         state = dataclasses.asdict(self.state)
         if trainer is not None:
+            # The constructor of TrainerState turns callbacks into their states.
             state["stateful_callbacks"] = TrainerState(
                 stateful_callbacks=_stateful(trainer)
             ).stateful_callbacks
         return {"state": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of this object alone: the Trainer reads its state itself."""
+        """Set the state of this object; the Trainer reads its own."""
         self.state = TrainerState(**state["state"])
 
 
-class _Unlogged:
-    """The loss since the last line of the log, of this process: seen, and put back, where the Trainer asks whether it is to be logged."""
+class _UnloggedLoss:
+    """Loss since the last line of the log, of this process.
+
+    It is read, and restored, where the Trainer asks whether the loss is to be logged.
+    """
 
     def __init__(self) -> None:
         self._trainer: Callable[[], Trainer | None] = lambda: None
         self._loss: torch.Tensor | None = None
-        """The Trainer's own, as it was after the last step."""
+        """Loss of the Trainer after the last step."""
         self._saved: dict[str, Any] = {}
-        """To be put back after the first step."""
+        """State to restore after the first step."""
 
-    def of(self, trainer: Trainer) -> None:
+    def attach(self, trainer: Trainer) -> None:
+        """Wrap the Trainer's method that logs."""
         if self._trainer() is trainer:
             return
         self._trainer = weakref.ref(trainer)
+        # Private API of transformers: no callback sees the running loss, which this method gets after each
+        # step.
         own: Callable[..., Any] = trainer._maybe_log_save_evaluate
 
         def asked(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -200,13 +229,14 @@ class _Unlogged:
         trainer._maybe_log_save_evaluate = asked
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the loss and the step of the last line of the log."""
         trainer = self._trainer()
         if self._saved or self._loss is None or trainer is None:
             return self._saved
         return {"loss": self._loss, "since_step": trainer._globalstep_last_logged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """So that the next line of the log is a mean over as many steps as ever."""
+        """Keep the state, so that the next line of the log is a mean over the usual number of steps."""
         self._saved = state
 
     def _put_back(self, loss: torch.Tensor) -> None:
@@ -214,9 +244,9 @@ class _Unlogged:
         trainer = self._trainer()
         if saved and trainer is not None:
             loss += saved["loss"].to(loss.device)
-            trainer._total_loss_scalar -= float(
-                saved["loss"]
-            )  # of steps that this call of train() did not take
+            # Subtracted from the total: these steps were not taken by this call of train().
+            trainer._total_loss_scalar -= float(saved["loss"])
+            # The mean of the next line of the log covers the steps before the resume as well.
             trainer._globalstep_last_logged = saved["since_step"]
 
 
@@ -225,8 +255,11 @@ def _stateful(trainer: Trainer) -> list[Any]:
     return [callback for callback in callbacks if isinstance(callback, ExportableState)]
 
 
-class _FromStore:
-    """A checkpoint of the Trainer that is a directory with its `trainer_state.json`; all else is answered from memory."""
+class _StoredCheckpoint:
+    """Directory with `trainer_state.json` that the Trainer takes for a checkpoint.
+
+    All other parts of the checkpoint are answered from memory.
+    """
 
     def __init__(self, trainer: Trainer, state: State) -> None:
         self.state = state
@@ -239,26 +272,33 @@ class _FromStore:
         self._answer("_load_from_checkpoint", self._load_model)
         self._answer("_load_optimizer_and_scheduler", self._load_optimizer)
         if hasattr(trainer, "_load_scaler"):
-            self._answer("_load_scaler", lambda: None)  # with the optimizer
+            self._answer("_load_scaler", lambda: None)  # loaded together with the optimizer
         self._answer("_load_rng_state", self._load_generators)
 
     def finish(self) -> None:
-        """The Trainer has everything but the generators, which are small."""
+        """Free what the Trainer has loaded, all but the random generators."""
+        # The generators stay: the Trainer asks for them right before the first step.
         self._made.cleanup()
         for name in ("model_state_dict", "optimizer_state_dict"):
             self.state.pop(name, None)
 
     def _answer(self, name: str, load: Callable[[], None]) -> None:
-        """Of this Trainer alone, and for our directory alone. AttributeError in a transformers that has no such method."""
+        """Replace a method of this Trainer for our directory only.
+
+        Raises:
+            AttributeError: this version of transformers has no such method.
+        """
         own: Callable[..., Any] = getattr(self._trainer, name)
 
         def answered(checkpoint: str | None, *args: Any, **kwargs: Any) -> Any:
             return load() if checkpoint == self.directory else own(checkpoint, *args, **kwargs)
 
+        # On this Trainer only, and for our directory only: other checkpoints load as ever.
         setattr(self._trainer, name, answered)
 
     def _load_model(self) -> None:
         self._trainer.model.load_state_dict(self.state["model_state_dict"])
+        # Buffers that DistributedDataParallel leaves different are each process's own.
         rank_state.load_buffers(
             {"model": self._trainer.model}, self.state.ranks, self._trainer.args.process_index
         )

@@ -1,22 +1,22 @@
-"""The repository: chunks in packs, trees and block maps made of chunks, snapshots on top; docs/format.md has
-the bytes.
+"""The repository: chunks in packs, trees and block maps made of chunks, snapshots on top.
 
-Guarantees: what a committed snapshot refers to is durable, and every read is checked against its hash. Leaves
-to others: what to put in (capture), what to take out (restore), what to keep (retention, gc).
+Docs/format.md has the bytes. Guarantees: what a committed snapshot refers to is durable, and every read is
+checked against its hash. Capture decides what to store, restore what to read back, retention and prune what
+to keep. The package may import ciuic.system and the modules at the top of ciuic.
 
-Names are imported when first used, because `ciuic list` should not pay for hashing and compression it does
-not need.
+Names are imported on first use, because `ciuic list` should not pay for hashing and compression it does not
+need.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from ciuic.lazy_names import lazy_attributes
+
 if TYPE_CHECKING:
-    from ciuic.repository.blockmaps import BlockMaps, blocks_of
-    from ciuic.repository.chunks import ChunkReader
-    from ciuic.repository.disk import Disk
+    from ciuic.repository.checking.walk import Walker
+    from ciuic.repository.disk.operations import Disk
     from ciuic.repository.errors import (
         DamagedChunk,
         DamagedPack,
@@ -36,17 +36,18 @@ if TYPE_CHECKING:
         SnapshotInfo,
         UnreadableSnapshot,
     )
+    from ciuic.repository.packs.chunk_reader import ChunkReader
     from ciuic.repository.repository import Repository
     from ciuic.repository.snapshots import SnapshotStore
-    from ciuic.repository.trees import Trees
-    from ciuic.repository.walk import Walker
-    from ciuic.repository.writer import Writer
+    from ciuic.repository.trees.block_maps import BlockMaps, blocks_of
+    from ciuic.repository.trees.tree_reader import Trees
+    from ciuic.repository.writing.writer import Writer
 
 _HOME = {
-    "BlockMaps": "blockmaps",
-    "blocks_of": "blockmaps",
-    "ChunkReader": "chunks",
-    "Disk": "disk",
+    "BlockMaps": "trees.block_maps",
+    "blocks_of": "trees.block_maps",
+    "ChunkReader": "packs.chunk_reader",
+    "Disk": "disk.operations",
     "DamagedChunk": "errors",
     "DamagedPack": "errors",
     "DamagedRepository": "errors",
@@ -65,9 +66,9 @@ _HOME = {
     "UnreadableSnapshot": "model",
     "Repository": "repository",
     "SnapshotStore": "snapshots",
-    "Trees": "trees",
-    "Walker": "walk",
-    "Writer": "writer",
+    "Trees": "trees.tree_reader",
+    "Walker": "checking.walk",
+    "Writer": "writing.writer",
 }
 
 __all__ = [
@@ -99,10 +100,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_attributes(__name__, _HOME)

@@ -1,6 +1,4 @@
-"""What can be wrong with a repository, as nouns. All are `Damaged` (exit 4) except where there is nothing to
-repair.
-"""
+"""Errors of a repository; all are `Damaged` (exit code 4) unless there is nothing to repair."""
 
 from __future__ import annotations
 
@@ -9,11 +7,11 @@ from ciuic.types import ChunkId
 
 
 class DamagedRepository(Damaged):
-    """The repository as a whole cannot be read: its configuration is missing, torn or contradicts itself."""
+    """The repository cannot be read at all: its configuration is missing, damaged or contradicts itself."""
 
 
 class DamagedChunk(Damaged):
-    """The stored bytes of a chunk are not what its id promises, in every copy there is."""
+    """Every stored copy of a chunk differs from what its id promises."""
 
     def __init__(self, chunk: ChunkId, pack: int, offset: int, reason: str) -> None:
         super().__init__(f"chunk {chunk.hex()} is damaged: {reason} (pack {pack:016x}, offset {offset})")
@@ -24,7 +22,7 @@ class DamagedChunk(Damaged):
 
 
 class MissingChunk(DamagedChunk):
-    """No pack holds the chunk."""
+    """Chunk that no pack holds."""
 
     def __init__(self, chunk: ChunkId) -> None:
         Damaged.__init__(self, f"chunk {chunk.hex()} is missing: no pack holds it")
@@ -35,7 +33,7 @@ class MissingChunk(DamagedChunk):
 
 
 class DamagedTree(Damaged):
-    """A chunk is whole but is not the tree node, block map node or xattr list that it is referred to as."""
+    """A chunk is whole but is not the tree node, block map node or xattr list that refers to it."""
 
     def __init__(self, chunk: ChunkId, reason: str) -> None:
         super().__init__(f"tree node {chunk.hex()} is damaged: {reason}")
@@ -44,16 +42,19 @@ class DamagedTree(Damaged):
 
 
 class DamagedSnapshot(Damaged):
-    """A snapshot file cannot be read. It is never a reason to delete anything."""
+    """A snapshot file cannot be read; that is never a reason to delete anything."""
 
     def __init__(self, id_: str, reason: str) -> None:
-        super().__init__(f"snapshot {id_} is damaged: {reason}")
+        super().__init__(
+            f"snapshot {id_} is damaged: {reason}",
+            hint="name another, as ciuic list shows them; ciuic check says what can be done about this one",
+        )
         self.id = id_
         self.reason = reason
 
 
 class DamagedPack(Damaged):
-    """A pack's own structure (header, segment tables, footer) is damaged."""
+    """The structure of a pack (header, segment tables, footer) is damaged."""
 
     def __init__(self, pack: int, offset: int, reason: str) -> None:
         super().__init__(f"pack {pack:016x} is damaged at offset {offset}: {reason}")
@@ -63,8 +64,8 @@ class DamagedPack(Damaged):
 
 
 class UnsupportedFormat(CiuicError):
-    """Written by a later version of ciuic, or with a hash or compression that this one does not know."""
+    """The repository was written by a later version of ciuic, or with an unknown hash or compression."""
 
 
 class RepositoryExists(DestinationExists):
-    """`Repository.create` was pointed at a directory that is a repository or is not empty."""
+    """`Repository.create` was given a directory that is a repository or is not empty."""

@@ -1,6 +1,7 @@
-"""Log events of the repository. structlog is imported when there is something to say: most commands never do.
+"""Log events of the repository.
 
-``sink`` takes the events instead where it is set: the command line keeps stdout for results and says what matters itself.
+structlog is imported with the first event: most commands have none. Where ``sink`` is set, it takes the
+events instead: the command line keeps stdout for results and reports what matters itself.
 """
 
 from __future__ import annotations
@@ -8,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 sink: Callable[[str, Mapping[str, object]], None] | None = None
-"""Called with event and fields."""
+"""Function called with event and fields."""
 
 
 def warning(event: str, **fields: object) -> None:
-    """Something is not as it should be, and was dealt with."""
+    """Log something unexpected that was dealt with."""
     if sink is not None:
         sink(event, fields)
         return
+    # 0.11 s: its development part imports rich (docs/decisions/where-snapshots-spend.md).
     import structlog
 
     structlog.get_logger("ciuic.repository").warning(event, **fields)
 
 
 def info(event: str, **fields: object) -> None:
-    """Something that an operator may want to know afterwards."""
+    """Log something that an operator may want to know afterwards."""
     if sink is not None:
         sink(event, fields)
         return

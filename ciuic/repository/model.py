@@ -1,4 +1,4 @@
-"""Facts about packs and snapshots that the repository hands out. Plain values; no behaviour."""
+"""Values about packs and snapshots that the repository hands out; no behaviour."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ciuic.types import ChunkId, SnapshotId
 
 PackKind = Literal["data", "meta"]
 DIFFERENCE: Final = 4
-"""In the flags of a record: the content is stored as the difference from that of the base."""
+"""Flag of a record: the content is stored as the difference from that of its base."""
 
 
 class PackInfo(NamedTuple):
-    """One pack file. Numbers grow and are not reused; file name `packs/<number as 16 hex digits>.pack`."""
+    """Pack file `packs/<number as 16 hex digits>.pack`; numbers grow and are not reused."""
 
     number: int
     kind: PackKind
@@ -23,7 +23,7 @@ class PackInfo(NamedTuple):
 
 
 class PackRecord(NamedTuple):
-    """One stored chunk: where it is in its pack and how."""
+    """Position of one stored chunk in its pack, and how it is stored."""
 
     id: ChunkId
     offset: int
@@ -33,11 +33,14 @@ class PackRecord(NamedTuple):
     checksum: int
     """XXH3-64 of the stored bytes."""
     base: ChunkId | Literal[b""] = b""
-    """The chunk that it is stored as the difference from, if any."""
+    """Chunk that this one is stored as the difference from; empty for none."""
 
 
 class ChunkLocation(NamedTuple):
-    """Where a chunk's best copy lies, and how it is stored: see `packformat`; without flags the bytes stand there as they are."""
+    """Position of one copy of a chunk, and how it is stored.
+
+    The flags are those of `pack_format`; without flags the content is stored as it is.
+    """
 
     pack: int
     offset: int
@@ -48,15 +51,16 @@ class ChunkLocation(NamedTuple):
 
 
 class Shortened(NamedTuple):
-    """What became of a pack of which a piece was moved elsewhere. `left_bytes`: its size now, 0 when it is gone."""
+    """Result of `Writer.shorten_pack`; ``left_bytes`` is the size of the pack now, 0 when it is gone."""
 
     freed_bytes: int
     left_bytes: int
 
 
 class PackDamage(NamedTuple):
-    """One thing wrong with one pack, as `Repository.scrub` finds it. `chunk` is None when it is the pack's
-    structure.
+    """Defect of a pack, as `Repository.scrub` finds it.
+
+    ``chunk`` is None when the structure of the pack is damaged.
     """
 
     pack: int
@@ -66,7 +70,7 @@ class PackDamage(NamedTuple):
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `ciuic list`: what the catalogue knows of a committed snapshot without opening its file."""
+    """Line of `ciuic list`: what the catalogue knows of a committed snapshot without opening its file."""
 
     id: SnapshotId
     time_ns: int
@@ -78,13 +82,13 @@ class SnapshotInfo(msgspec.Struct, frozen=True, kw_only=True):
     parent: str = ""
     host: str = ""
     roots: tuple[bytes, ...] = ()
-    """Paths of the roots in it."""
+    """Paths of the roots in the snapshot."""
     held: bool = False
     hold_reason: str = ""
 
 
 class UnreadableSnapshot(NamedTuple):
-    """A file in snapshots/ that is not a readable snapshot. While one exists, nothing may be collected."""
+    """File in snapshots/ that is not a readable snapshot; while one exists, nothing may be collected."""
 
     id: str
     path: str

@@ -1,7 +1,7 @@
-"""A repository on disk: make it, open it, and reach its parts.
+"""A repository on disk: create it, open it, and reach its parts.
 
-Opening reads one small file. Nothing here takes a lock except `writer`, and nothing writes except through a
-writer.
+Opening reads one small file. Nothing here takes a lock except `writer` and `claim`, and nothing writes except
+through a writer.
 """
 
 from __future__ import annotations
@@ -10,58 +10,61 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ciuic.errors import CiuicError, Damaged, NotFound, NotPermitted
-from ciuic.repository.claim import CLAIM_NAME, Claim
 from ciuic.repository.config import (
     CODECS_VERSION,
     CONFIG_NAMES,
     FORMAT_VERSION,
-    RepositoryConfig,
+    StoredConfig,
     check_block_size,
     config_problems,
     encode_config,
     read_config,
 )
-from ciuic.repository.disk import Disk
+from ciuic.repository.disk.lock import Lock
+from ciuic.repository.disk.operations import Disk
 from ciuic.repository.errors import RepositoryExists
-from ciuic.repository.index import DAMAGED, INDEX_NAME
-from ciuic.repository.lock import LOCK_NAME, Lock
+from ciuic.repository.index.database import DAMAGED, INDEX_NAME
 from ciuic.repository.model import PackDamage, PackInfo, PackRecord
-from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, SnapshotStore
+from ciuic.repository.new_directory import PACKS_DIR, exists, make_directories
+from ciuic.repository.snapshots import SnapshotStore
+from ciuic.repository.writing.shared_write_claim import Claim
 
 if TYPE_CHECKING:
-    from ciuic.repository.blockmaps import BlockMaps
-    from ciuic.repository.bulk import BulkReader
-    from ciuic.repository.chunks import ChunkReader
-    from ciuic.repository.finder import ReaderFinder
-    from ciuic.repository.intomemory import IntoMemory
-    from ciuic.repository.packs import Packs
-    from ciuic.repository.trees import Trees
-    from ciuic.repository.writer import Writer
+    from ciuic.repository.index.chunk_lookup import ReaderFinder
+    from ciuic.repository.packs.bulk_reader import BulkReader
+    from ciuic.repository.packs.chunk_reader import ChunkReader
+    from ciuic.repository.packs.pack_directory import Packs
+    from ciuic.repository.packs.read_into import IntoMemory
+    from ciuic.repository.trees.block_maps import BlockMaps
+    from ciuic.repository.trees.tree_reader import Trees
+    from ciuic.repository.writing.writer import Writer
 
+# Smaller blocks cost processor time for each, larger ones more bytes for a change in place
+# (docs/decisions/block-size.md).
 DEFAULT_BLOCK_SIZE = 262144
-PACKS_DIR = "packs"
+# Making a repository takes milliseconds; another process that makes the same one is waited for.
 _MAKING_SECONDS = 10.0
 
 
 class Repository:
-    """One repository, open for reading; context manager. Not for several threads at once: open one in each."""
+    """Repository that is open for reading; context manager. Not thread-safe: open one in each thread."""
 
-    def __init__(self, path: Path, config: RepositoryConfig, disk: Disk) -> None:
-        """For `create` and `open`."""
+    def __init__(self, path: Path, config: StoredConfig, disk: Disk) -> None:
+        """Make the object for `create` and `open`."""
         self.path = path
         self.id = config.id
-        """32 hexadecimal digits, chosen at creation."""
+        """Id chosen at creation, 32 hexadecimal digits."""
         self.block_size = config.block_size
         """Bytes in a block of a file; a power of two from 4 KiB to 8 MiB."""
         self.config = config
         self.snapshots = SnapshotStore(str(path), config.id)
         self._disk = disk
+        # Readers are made on first use: `ciuic list` opens a repository and reads no chunk.
         self._packs: Packs | None = None
         self._finder: ReaderFinder | None = None
         self._chunks: ChunkReader | None = None
@@ -79,21 +82,31 @@ class Repository:
         disk: Disk | None = None,
         refuse_foreign: bool = False,
     ) -> Repository:
-        """Makes a repository (directory 0700, configuration 0600), durable on return, and opens it.
+        """Make a repository (directory 0700, configuration 0600), durable on return, and open it.
 
-        The directory may exist if it is empty; RepositoryExists otherwise. ValueError for an unfit block
-        size. A crash leaves a directory that `create` takes up again.
+        A crash leaves a directory that `create` takes up again.
 
-        ``refuse_foreign``: NotPermitted for a directory that another user owns or may write to, also if it came to be just now
-        and where the place is a link.
+        Args:
+            path: Directory of the repository; missing, or empty.
+            block_size: Bytes in a block of a file.
+            disk: Durable operations; None for the real disk.
+            refuse_foreign: Refuse a directory that another user owns or may write to, also if it was made
+                just now and where ``path`` is a link.
+
+        Raises:
+            RepositoryExists: the directory is not empty.
+            ValueError: ``block_size`` is not a power of two in the allowed range.
+            NotFound: the parent directory is missing.
+            NotPermitted: the directory cannot be written, or ``refuse_foreign`` refuses it.
         """
         check_block_size(block_size)
         disk = disk or Disk()
         where = os.path.abspath(os.fspath(path))
         if refuse_foreign:
+            # Links above it are resolved once, here; the directory itself is opened without following one.
             where = os.path.realpath(where)
-        _make_directories(disk, where, refuse_foreign)
-        config = RepositoryConfig(
+        make_directories(disk, where, refuse_foreign)
+        config = StoredConfig(
             format=FORMAT_VERSION,
             id=os.urandom(16).hex(),
             hash="xxh3-128",
@@ -101,33 +114,41 @@ class Repository:
             block_size=block_size,
             created_ns=time.time_ns(),
         )
-        # Made here, so that later a full disk cannot stop the first writer from freeing space; and of several processes that
-        # were told to use this directory one makes the repository.
+        # The lock file is made here, so that later a full disk cannot stop the first writer from freeing
+        # space. And of several processes that were told to use this directory, only one makes the repository.
         lock = Lock.acquire(where, wait_seconds=_MAKING_SECONDS, command="ciuic: making the repository")
         try:
             if os.path.lexists(f"{where}/{CONFIG_NAMES[0]}"):
                 raise RepositoryExists(f"{where} is a repository already")
-            # The configuration last: without it this is no repository, and nothing was put into it.
+            # The copy that makes this a repository comes last: without it nothing was stored here.
             for name in reversed(CONFIG_NAMES):
                 disk.replace_file(f"{where}/{name}", encode_config(config))
         finally:
             lock.release()
+        # The new directory's own name, which nothing has synced yet.
         disk.sync_dir(os.path.dirname(where))
         return cls(Path(os.path.abspath(os.fspath(path))), config, disk)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, disk: Disk | None = None) -> Repository:
-        """Opens for reading. NotFound when there is none; DamagedRepository; UnsupportedFormat; NotPermitted."""
+        """Open a repository for reading.
+
+        Raises:
+            NotFound: there is none.
+            DamagedRepository: neither copy of the configuration is good.
+            UnsupportedFormat: a later version of ciuic wrote it.
+            NotPermitted: this process may not read it.
+        """
         where = os.path.abspath(os.fspath(path))
         return cls(Path(where), read_config(where), disk or Disk())
 
     @staticmethod
     def exists(path: str | os.PathLike[str]) -> bool:
-        """Whether there is a repository at this path (it need not be a healthy one)."""
-        return any(os.path.lexists(os.path.join(path, name)) for name in CONFIG_NAMES)
+        """Return whether there is a repository at this path, healthy or not."""
+        return exists(path)
 
     def close(self) -> None:
-        """Closes descriptors; the object can be used again."""
+        """Close all descriptors; the object can be used again."""
         if self._finder is not None:
             self._finder.close()
         if self._packs is not None:
@@ -145,54 +166,64 @@ class Repository:
 
     @property
     def chunks(self) -> ChunkReader:
-        """Chunks by id. What a writer has put and not committed may not be visible here."""
+        """Reader of chunks by id. What a writer has put and not committed may be invisible here."""
         if self._chunks is None:
-            from ciuic.repository.chunks import ChunkReader
+            from ciuic.repository.packs.chunk_reader import ChunkReader
 
             self._chunks = ChunkReader(self._pack_files(), self._find(), self._seed)
         return self._chunks
 
     @property
     def bulk(self) -> BulkReader:
-        """Many chunks at once."""
+        """Reader of many chunks in the order of their positions."""
         if self._bulk is None:
-            from ciuic.repository.bulk import BulkReader
+            from ciuic.repository.packs.bulk_reader import BulkReader
 
             self._bulk = BulkReader(self._pack_files(), self._find(), self._seed)
         return self._bulk
 
     @property
     def into_memory(self) -> IntoMemory:
-        """Many chunks, each to where the caller wants it."""
+        """Reader of many chunks into buffers of the caller."""
         if self._into_memory is None:
-            from ciuic.repository.intomemory import IntoMemory
+            from ciuic.repository.packs.read_into import IntoMemory
 
             self._into_memory = IntoMemory(self._pack_files(), self._find(), self._seed)
         return self._into_memory
 
     @property
     def trees(self) -> Trees:
+        """Reader of directory trees."""
         if self._trees is None:
-            from ciuic.repository.trees import Trees
+            from ciuic.repository.trees.tree_reader import Trees
 
             self._trees = Trees(self.chunks)
         return self._trees
 
     @property
     def block_maps(self) -> BlockMaps:
+        """Reader of block maps."""
         if self._block_maps is None:
-            from ciuic.repository.blockmaps import BlockMaps
+            from ciuic.repository.trees.block_maps import BlockMaps
 
             self._block_maps = BlockMaps(self.chunks)
         return self._block_maps
 
     def writer(self, *, wait_seconds: float = 0, command: str = "", pack_bytes: int | None = None) -> Writer:
-        """Takes the lock and puts right what a crash left. Busy names the owner; NotPermitted; OSError.
+        """Take the lock, repair what a crash left, and return the writer.
 
-        ``command``: shown to who finds it busy. ``pack_bytes``: seal packs at this size (default 64 MiB).
+        Args:
+            wait_seconds: How long to wait for the lock.
+            command: Text that other processes see while the lock is held.
+            pack_bytes: Seal packs at this size; None for 64 MiB.
+
+        Raises:
+            Busy: another process holds the lock; the message names it.
+            NotPermitted: the repository cannot be written.
+            OSError: the disk failed.
         """
-        from ciuic.repository.packs import Packs
-        from ciuic.repository.writer import Writer
+        from ciuic.repository.packs.pack_directory import Packs
+        from ciuic.repository.writing.writer import Writer
 
         try:
             lock = Lock.acquire(str(self.path), wait_seconds=wait_seconds, command=command)
@@ -201,6 +232,7 @@ class Repository:
                 f"cannot write to {self.path}: {error.strerror}", hint="Run as root."
             ) from None
         except OSError as error:
+            # A read-only file system is a matter of permission, not a failing disk.
             if error.errno != errno.EROFS:
                 raise
             raise NotPermitted(f"cannot write to {self.path}: {error.strerror}") from None
@@ -213,56 +245,69 @@ class Repository:
             raise
 
     def claim(self) -> Claim:
-        """For content that several writers store in turn for one snapshot: see `claim`. OSError."""
+        """Take a shared claim, for content that several writers store in turn for one snapshot.
+
+        Raises:
+            OSError: the disk failed.
+        """
         return Claim.acquire(str(self.path))
 
     def packs(self) -> list[PackInfo]:
-        """All packs, by number."""
+        """Return all packs by number."""
         files = self._pack_files()
         infos = []
         for number in files.sizes():
             try:
                 infos.append(files.facts(number))
             except NotFound:
-                continue  # garbage collection dropped it meanwhile
+                # Prune dropped it meanwhile.
+                continue
         return infos
 
     def pack_records(self, number: int, *, salvage: bool = False) -> Iterator[PackRecord]:
-        """All that the pack holds, from its footer or, where it has none, by scanning it.
+        """Return all records of the pack, from its footer or by a scan.
 
-        DamagedPack (before the first record) when something may be missing from the list; NotFound. With
-        ``salvage`` whatever can still be listed.
+        Args:
+            number: Number of the pack.
+            salvage: Return whatever can still be listed.
+
+        Raises:
+            DamagedPack: something may be missing from the list (raised before the first record).
+            NotFound: the pack is gone.
         """
-        from ciuic.repository.maintenance import strict_records
-
         if salvage:
             return iter(self._pack_files().records(number))
-        return iter(strict_records(self._pack_files(), number))
+        return iter(self._pack_files().strict_records(number))
 
     def forget_pack(self, number: int) -> None:
-        """Closes a pack that was deleted: its space is free only when nobody has it open."""
+        """Close a deleted pack: its space is freed only when no process has it open."""
         if self._packs is not None:
             self._packs.forget(number)
 
     @property
     def may_have_bases(self) -> bool:
-        """Whether chunks may be stored as differences from others. Asked anew: a writer elsewhere may have begun to."""
+        """True if chunks may be stored as differences.
+
+        The configuration is read each time, because a writer elsewhere may have begun to store some.
+        """
         try:
             return read_config(str(self.path)).format >= CODECS_VERSION
+        # Unknown counts as yes: the caller then reads the lists of packs, and keeps every base.
         except CiuicError:
             return True
 
     def misses_no_snapshot(self) -> bool:
-        """Whether there is no snapshot although none is missing: none was ever made, or the last was removed on purpose.
+        """Return whether there is no snapshot and none is missing.
 
-        False also where that is not known any more (the index was lost).
+        None was ever made, or the last was removed on purpose. False also if that is not known any more (the
+        index was lost).
         """
-        from ciuic.repository.finder import known_without_snapshots
+        from ciuic.repository.index.chunk_lookup import known_without_snapshots
 
         return not self.snapshots.names() and known_without_snapshots(f"{self.path}/{INDEX_NAME}")
 
     def stored_bytes(self) -> int:
-        """Size of all packs together."""
+        """Return the size of all packs together."""
         return sum(self._pack_files().sizes().values())
 
     def scrub(
@@ -273,23 +318,25 @@ class Repository:
         goes_on: Callable[[int], bool] = lambda number: True,
         between: Callable[[], None] = lambda: None,
     ) -> Iterator[PackDamage]:
-        """Reads every byte of every pack and checks it, referred to or not. ``progress(bytes done, bytes in
-        all)``.
+        """Read every byte of every pack and check it, referred to or not.
 
-        ``after``: only packs with higher numbers. ``goes_on`` is told each pack that is done, lowest number first, and ends
-        the work by a no. ``between`` is called often. What was not in the page cache is not left there.
+        Content that was not in the page cache before is dropped from it again.
+
+        Args:
+            progress: Called with (bytes done, bytes in all).
+            after: Check only packs with higher numbers.
+            goes_on: Called with each checked pack, lowest number first; the scrub ends when it returns False.
+            between: Called often.
         """
-        from ciuic.repository.scrub import scrub
+        from ciuic.repository.checking.scrub import scrub
 
         return scrub(
             self._pack_files(), f"{self.path}/{INDEX_NAME}", self._seed, progress, after, goes_on, between
         )
 
     def check_index(self) -> list[str]:
-        """What the index says that packs do not, or the other way round, and where the catalogue differs from the
-        snapshot files, in words; empty when all agrees.
-        """
-        from ciuic.repository.scrub import index_problems
+        """Return in words where index and packs, or catalogue and snapshot files, disagree."""
+        from ciuic.repository.checking.scrub import index_problems
 
         return (
             index_problems(self._pack_files(), f"{self.path}/{INDEX_NAME}")
@@ -297,13 +344,13 @@ class Repository:
         )
 
     def pack_problems(self) -> list[tuple[int, str]]:
-        """What is wrong with headers, sizes and footers of packs, with their numbers; contents are not read."""
-        from ciuic.repository.scrub import pack_problems
+        """Return what is wrong with headers, sizes and footers of packs; contents are not read."""
+        from ciuic.repository.checking.scrub import pack_problems
 
         return list(pack_problems(self._pack_files(), f"{self.path}/{INDEX_NAME}"))
 
     def is_spent_copy(self, damage: PackDamage) -> bool:
-        """Whether the index knows of a damaged copy, and a good one is read in its place."""
+        """Return whether the index knows of a damaged copy and a good one is read in its place."""
         if damage.chunk is None:
             return False
         marked = any(
@@ -319,7 +366,7 @@ class Repository:
         return True
 
     def config_damage(self) -> list[str]:
-        """What is wrong with either copy of the configuration, in words; empty when both are good."""
+        """Return what is wrong with either copy of the configuration, in words; empty when both are good."""
         return config_problems(str(self.path))
 
     @property
@@ -328,86 +375,14 @@ class Repository:
 
     def _find(self) -> ReaderFinder:
         if self._finder is None:
-            from ciuic.repository.finder import ReaderFinder
+            from ciuic.repository.index.chunk_lookup import ReaderFinder
 
             self._finder = ReaderFinder(self._pack_files(), f"{self.path}/{INDEX_NAME}")
         return self._finder
 
     def _pack_files(self) -> Packs:
         if self._packs is None:
-            from ciuic.repository.packs import Packs
+            from ciuic.repository.packs.pack_directory import Packs
 
             self._packs = Packs(f"{self.path}/{PACKS_DIR}", bytes.fromhex(self.id))
         return self._packs
-
-
-def _make_dir(disk: Disk, path: str) -> None:
-    with suppress(FileExistsError):  # another process makes the same repository
-        disk.make_dir(path)
-
-
-def _make_directories(disk: Disk, where: str, refuse_foreign: bool) -> None:
-    """Make the directory with its empty parts. RepositoryExists unless it was missing, empty, or begun by a
-    crashed create.
-    """
-    try:
-        if not os.path.isdir(where):
-            _make_dir(disk, where)
-        fd = _open_directory(where, refuse_foreign)
-        try:
-            _make_parts(disk, where, fd)
-        finally:
-            os.close(fd)
-    except FileNotFoundError:
-        raise NotFound(f"cannot make a repository at {where}: its parent directory is missing") from None
-    except PermissionError as error:
-        raise NotPermitted(
-            f"cannot make a repository at {where}: {error.strerror}", hint="Run as root."
-        ) from None
-
-
-def _make_parts(disk: Disk, where: str, fd: int) -> None:
-    found = set(os.listdir(fd))
-    own = {
-        PACKS_DIR,
-        SNAPSHOTS_DIR,
-        MARKS_DIR,
-        LOCK_NAME,
-        CLAIM_NAME,
-        "config.tmp",
-        "config.copy.tmp",
-        "config.copy",
-    }
-    if found - own or any(os.listdir(f"{where}/{PACKS_DIR}") for _ in found & {PACKS_DIR}):
-        what = "is a repository already" if Repository.exists(where) else "is not empty"
-        raise RepositoryExists(f"{where} {what}")
-    os.fchmod(fd, 0o700)
-    for name in (PACKS_DIR, SNAPSHOTS_DIR, MARKS_DIR):
-        if name not in found:
-            # Durable with the name of the configuration, which comes after.
-            _make_dir(disk, f"{where}/{name}")
-
-
-def _open_directory(where: str, refuse_foreign: bool) -> int:
-    """A descriptor of the directory; with ``refuse_foreign`` it is ours. NotPermitted; OSError.
-
-    Owner and mode are asked by descriptor: between two looks at the name another user may exchange what it means where everybody
-    may make names (/tmp). What is ours stays under its name, there as well.
-    """
-    # Without O_NOFOLLOW the save_dir of a training may be a link, as its user has made it.
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if refuse_foreign else 0)
-    try:
-        fd = os.open(where, flags)
-    except OSError as error:
-        if refuse_foreign and error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(where):
-            raise NotPermitted(f"{where} became a link while a repository was made there") from None
-        raise
-    status = os.fstat(fd)
-    if refuse_foreign and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
-        os.close(fd)
-        raise NotPermitted(
-            f"a repository must be made in a directory of one's own: {where} belongs to uid {status.st_uid}, "
-            f"mode {status.st_mode & 0o7777:04o}",
-            hint="remove it, or name another place",
-        )
-    return fd

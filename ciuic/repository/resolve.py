@@ -1,4 +1,4 @@
-"""Which snapshot a person means: an id, a prefix of one, `latest`, `latest~N`, or a time."""
+"""Resolve the snapshot that a person names: an id, a prefix of one, `latest`, `latest~N`, or a time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,21 @@ _HINT = "ciuic list shows those there are."
 
 
 def resolve(text: str, names: Collection[str], infos: Callable[[], list[SnapshotInfo]]) -> SnapshotId:
-    """NotFound, UsageError. ``infos()``: newest first."""
+    """Return the id that ``text`` names.
+
+    Args:
+        text: An id, a prefix of one, ``latest``, ``latest~N``, or a time.
+        names: Ids of all snapshots.
+        infos: Returns the catalogue, newest first; called only where ids are not enough.
+
+    Raises:
+        NotFound: no snapshot fits.
+        UsageError: ``text`` is none of these, or a prefix of several ids.
+    """
     latest = _LATEST.match(text)
     if latest:
         return _nth(text, infos(), int(latest[1] or 0))
+    # Before times: digits alone, such as 2023, are a prefix.
     prefix = _PREFIX.match(text)
     if prefix:
         return _by_prefix(text, f"cs-{prefix[1]}", names)
@@ -37,14 +48,18 @@ def resolve(text: str, names: Collection[str], infos: Callable[[], list[Snapshot
 
 
 def parse_time_ns(text: str) -> int | None:
-    """The first instant (ns) that is after what ``text`` names: a second, or a day; None if it names no time."""
+    """Return the first instant (ns) after the second or day that ``text`` names; None if it names no time."""
+    # A text names a whole second or day: a snapshot within it counts.
     whole = timedelta(days=1) if _DATE.match(text) else timedelta(seconds=1)
     if "-" not in text[1:]:
-        return None  # a bare number is never a time, whatever a later Python accepts
+        # A bare number is never a time; later versions of Python accept some.
+        return None
     try:
+        # Python 3.10 does not read the Z of RFC 3339.
         moment = datetime.fromisoformat(re.sub("[zZ]$", "+00:00", text))
         moment = moment.replace(microsecond=0) + whole
-        return int(moment.timestamp()) * 10**9  # naive: local time
+        # A time without an offset is local time.
+        return int(moment.timestamp()) * 10**9
     except (ValueError, OverflowError, OSError):
         return None
 
@@ -61,6 +76,7 @@ def _nth(text: str, infos: list[SnapshotInfo], back: int) -> SnapshotId:
 
 
 def _by_prefix(text: str, prefix: str, names: Collection[str]) -> SnapshotId:
+    # First, because a whole id may also be the beginning of longer ones: ids have 6 digits or more.
     if prefix in names:
         return SnapshotId.parse(prefix)
     found = sorted(name for name in names if name.startswith(prefix))

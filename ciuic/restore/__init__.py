@@ -1,60 +1,79 @@
-"""Bringing files back: plan what would happen, then do it.
+"""Restores: plan what would happen (`plan_restore`), then carry the plan out (`execute`).
 
-Guarantees: nothing is changed before every conflict is known; a file appears under its final name whole, checked
-against its hashes, synced and with its attributes, or not at all; what is restored already is not restored again;
-interrupted or killed at any point, it can be run again. Plain file operations only, so the destination may be any
-file system, a ciuic mount included. Leaves to others: the safety snapshot, and telling a person.
+Guarantees: nothing is changed before every conflict is known. A file appears under its final name whole, checked against its
+hashes, synced and with its attributes, or not at all. What is restored already is not restored again, so a restore that was
+interrupted or killed at any point can be run again. Only plain file operations are used, so the destination may be any file
+system, a ciuic mount included. The caller makes the safety snapshot and reports to the operator.
 
-Names are imported when first used, because verification and comparison use a part of this only.
+The package may import the repository, `ciuic.protocol` and `ciuic.system`. Its layers, from the top: run and plan, which do not
+import each other; walk; dispatch; outcomes; files; model.
+
+Names are imported when they are first used, because verification and comparison use only a part of the package.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from ciuic.lazy_names import lazy_attributes
+
 if TYPE_CHECKING:
-    from ciuic.restore.carrying_out import execute
     from ciuic.restore.model import (
         Action,
         Failure,
-        Item,
-        LeftOut,
+        OmittedSpecial,
         Overwrite,
-        Plan,
-        Progress,
+        RestoreItem,
+        RestorePlan,
+        RestoreProgress,
+        RestoreTarget,
         Result,
-        Target,
     )
     from ciuic.restore.plan import plan_restore
+    from ciuic.restore.run import execute
 
 _HOME = {
-    "execute": "carrying_out",
+    "execute": "run",
     "plan_restore": "plan",
     **dict.fromkeys(
-        ("Action", "Failure", "Item", "LeftOut", "Overwrite", "Plan", "Progress", "Result", "Target"), "model"
+        (
+            "Action",
+            "Failure",
+            "RestoreItem",
+            "OmittedSpecial",
+            "Overwrite",
+            "RestorePlan",
+            "RestoreProgress",
+            "Result",
+            "RestoreTarget",
+        ),
+        "model",
     ),
 }
 
 __all__ = [
     "Action",
     "Failure",
-    "Item",
-    "LeftOut",
+    "OmittedSpecial",
     "Overwrite",
-    "Plan",
-    "Progress",
+    "RestoreItem",
+    "RestorePlan",
+    "RestoreProgress",
+    "RestoreTarget",
     "Result",
-    "Target",
     "execute",
     "plan_restore",
 ]
 
 
-def __getattr__(name: str) -> object:
-    home = _HOME.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = lazy_attributes(
+    __name__,
+    _HOME,
+    renamed={
+        "Item": "RestoreItem",
+        "LeftOut": "OmittedSpecial",
+        "Plan": "RestorePlan",
+        "Progress": "RestoreProgress",
+        "Target": "RestoreTarget",
+    },
+)

@@ -1,4 +1,4 @@
-"""Descriptors: a path some hundred directories deep keeps as many open."""
+"""Limit of open descriptors: a path some hundred directories deep keeps as many open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def many_descriptors() -> Iterator[None]:
-    """Raises the soft limit to the hard one for the block."""
+    """Raise the soft limit of open descriptors to the hard one for the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:

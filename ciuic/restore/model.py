@@ -1,4 +1,4 @@
-"""The values of a restore: what is asked, what would be in the way, what was done."""
+"""Values of a restore: the request, the plan, the progress and the result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ciuic.errors import CiuicError, Partial
-from ciuic.lookup import Located, readable
+from ciuic.repository.lookup import Located, readable
 from ciuic.units import plural
 
 if TYPE_CHECKING:
@@ -17,134 +17,138 @@ if TYPE_CHECKING:
 
 
 class Overwrite(str, Enum):
-    """What happens to a file (anything but a directory) that exists where one is to be restored."""
+    """Rule for a file (anything but a directory) that exists where one is to be restored."""
 
     ALWAYS = "always"
-    """It becomes what it was at the snapshot. One that already is, to the byte, is not written again."""
+    """Replace it by the snapshot's. A file that is the same to the byte is not written again."""
     IF_CHANGED = "if-changed"
-    """As ALWAYS, but one of the same type, size and modification time is believed to have the same content."""
+    """Replace it like ALWAYS, but believe that the same type, size and modification time mean the same content."""
     IF_NEWER = "if-newer"
-    """Replaced only where the snapshot's modification time is the later one."""
+    """Replace it only if the snapshot's modification time is later."""
     NEVER = "never"
-    """Left alone; only what is missing is restored."""
+    """Leave it alone; only what is missing is restored."""
 
 
 Action = Literal["restored", "attributes", "linked", "skipped", "removed", "failed", "conflict"]
 
 
-class Item(NamedTuple):
-    """What became of one path (or, in a dry run, would have)."""
+class RestoreItem(NamedTuple):
+    """Outcome of one path; in a dry run the outcome that it would have."""
 
     path: bytes
-    """Where it is now: absolute."""
+    """Absolute path in the destination."""
     action: Action
-    """restored: written; attributes: content was right; linked: another name of a restored file; skipped: right
-    already, or left alone as asked; removed: by --delete or for something of another type; failed; conflict: exists, and would stop the
-    restore (dry runs only)."""
+    """Outcome of the path.
+
+    restored: written. attributes: only attributes were set, the content was right. linked: made another name of a restored file.
+    skipped: right already, or left alone as asked. removed: by --delete, or for something of another type. failed: not
+    restored. conflict: exists, and would stop the restore (dry runs only).
+    """
 
 
 class Failure(NamedTuple):
-    """One path that is not as it was, and why."""
+    """A path that is not as it was at the snapshot, with the reason."""
 
     path: bytes
     reason: str
     damaged: bool = False
-    """The repository's content is damaged, not the destination in the way."""
+    """The cause is damage in the repository, not an obstacle in the destination."""
     attribute: bool = False
-    """The content is right; an owner, mode, attribute or time could not be set."""
+    """Only an owner, mode, attribute or time could not be set; the content is right."""
 
 
-class LeftOut(NamedTuple):
-    """Something special (restore/special.py) that was not restored."""
+class OmittedSpecial(NamedTuple):
+    """A special file or attribute (restore/files/special.py) that was not restored."""
 
     path: bytes
     what: str
-    """Such as "setuid bit", "block device 8:0", "attribute security.capability"."""
+    """Description such as "setuid bit", "block device 8:0" or "attribute security.capability"."""
 
 
-class Progress(NamedTuple):
-    """How far a restore is."""
+class RestoreProgress(NamedTuple):
+    """Progress of a restore."""
 
     bytes_done: int
     bytes_total: int
-    """From the snapshot; 0 when unknown."""
+    """Size according to the snapshot; 0 when unknown."""
     files_done: int
     files_total: int
     path: bytes
 
 
-class Target(NamedTuple):
-    """One thing to bring back, and where."""
+class RestoreTarget(NamedTuple):
+    """A file or directory to be restored, and its destination."""
 
     source: Located
     path: bytes
-    """Absolute path that it gets."""
+    """Absolute path in the destination."""
     in_place: bool
-    """It goes back where it was: below the root, no symbolic link is followed on the way."""
+    """The destination is the original path: below the root, no symbolic link is followed on the way."""
 
 
 class Kept(NamedTuple):
-    """What --delete must spare besides what the snapshot has."""
+    """Exceptions of --delete: what stays although the snapshot does not have it."""
 
     inodes: frozenset[tuple[int, int]]
-    """(device, inode) of directories, such as the repository's own."""
+    """(device, inode) of directories that stay, such as the repository's own."""
     rule: Callable[[bytes, bool], bool] | None
-    """(absolute path as it was at the snapshot, is a directory) → spare it; for excluded paths."""
+    """Function of (absolute path at the snapshot, is a directory) that returns True for what stays, such as excluded paths."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A restore that nothing stands in the way of, ready for `execute`. Nothing has been changed yet."""
+class RestorePlan:
+    """A restore without conflicts, ready for `execute`. Nothing has been changed yet."""
 
     repository: Repository
     snapshot: Snapshot
-    targets: tuple[Target, ...]
+    targets: tuple[RestoreTarget, ...]
     overwrite: Overwrite | None
     delete: bool
     kept: Kept
     conflicts: tuple[bytes, ...] = ()
-    """Existing paths that stop it; empty unless planned with ``check=False``."""
+    """Existing paths that would stop the restore; empty unless planned with ``check=False``."""
     bytes_total: int = 0
     files_total: int = 0
     special: bool = True
-    """Special files and attributes are restored."""
+    """True if special files and attributes are restored."""
     foreign_reason: str = ""
-    """Why special ones are left out without having been asked for; empty otherwise."""
+    """Reason for which special files are left out although nobody asked for it; empty otherwise."""
 
 
 @dataclass
 class Result:
-    """What a restore did. Counts are of files, links and other non-directories unless said otherwise."""
+    """Result of a restore. Counts are of files, links and other non-directories unless stated otherwise."""
 
     dry_run: bool = False
     restored: int = 0
-    """Written or linked."""
+    """Number of files written or linked."""
     restored_bytes: int = 0
     skipped: int = 0
-    """Right already, or left alone as the overwrite mode says; attributes may have been set."""
+    """Number of files that were right already or left alone by the overwrite mode; attributes may have been set."""
     directories: int = 0
     removed: list[bytes] = field(default_factory=list)
-    """Tops of what was removed."""
+    """Tops of the trees that were removed."""
     failed: list[Failure] = field(default_factory=list)
     open_for_writing: list[bytes] = field(default_factory=list)
     """Restored files that were open for writing at the cut."""
     not_held: list[bytes] = field(default_factory=list)
     """Restored files whose content may be later than the cut."""
-    left_out: list[LeftOut] = field(default_factory=list)
+    left_out: list[OmittedSpecial] = field(default_factory=list)
     """Special files and attributes that were not restored."""
     left_out_because: str = ""
-    """`Plan.foreign_reason`, if something was left out for it: then the restore is not complete."""
+    """`RestorePlan.foreign_reason`, if something was left out for it; the restore is not complete then."""
     owner_failures: int = 0
-    """Paths whose owner could not be set (not root): reported once, as one failure."""
+    """Number of paths whose owner could not be set (not root); reported as one failure."""
     stopped: str = ""
-    """Why the restore ended before its end (the disk is full…); empty if it did not."""
+    """Reason for which the restore ended early, such as a full disk; empty if it did not."""
 
     @property
     def complete(self) -> bool:
+        """True if everything that was asked for is as it was at the snapshot."""
         return not self.failed and not self.stopped and not self.left_out_because
 
     def error(self) -> CiuicError | None:
-        """Partial, with everything that is not as it was; None if all is."""
+        """Return Partial, which lists everything that is not as it was; None if the restore is complete."""
         if self.complete:
             return None
         lines = [f"{readable(failure.path)}: {failure.reason}" for failure in self.failed]

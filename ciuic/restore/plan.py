@@ -1,4 +1,4 @@
-"""What a restore would do, before it does anything: where things go, and what is in the way."""
+"""Plan a restore: find the destination of each path and everything that is in the way, without changing anything."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from ciuic.errors import Damaged, DestinationExists
-from ciuic.linked_path import LinkedPath
-from ciuic.lookup import join, readable, resolve
 from ciuic.repository import Repository
+from ciuic.repository.lookup import join, readable, resolve
 from ciuic.repository.ownership import foreign_reason
-from ciuic.repository.trees import Lineage
-from ciuic.restore import journal
-from ciuic.restore.destination import open_directory, stat_at
-from ciuic.restore.folders import NOT_THERE
+from ciuic.repository.trees.tree_reader import Lineage
+from ciuic.restore.files import journal
+from ciuic.restore.files.destination import open_directory, stat_at
+from ciuic.restore.files.directory_handles import NOT_THERE
+from ciuic.restore.files.targets import check_usable, make_targets, open_parent
 from ciuic.restore.limits import many_descriptors
-from ciuic.restore.model import Kept, Overwrite, Plan, Target
-from ciuic.restore.run import believed_equal
-from ciuic.restore.targets import check_usable, make_targets, open_parent
+from ciuic.restore.model import Kept, Overwrite, RestorePlan, RestoreTarget
+from ciuic.restore.overwrite_rules import believed_equal
+from ciuic.system.linked_path import LinkedPath
 from ciuic.types import Entry, Snapshot
 
-_SHOWN = 20
+# For a terminal: `DestinationExists.conflicts` has them all.
+_MAX_SHOWN_CONFLICTS = 20
 
 
 def plan_restore(
@@ -38,16 +39,27 @@ def plan_restore(
     check: bool = True,
     keep: Callable[[bytes, bool], bool] | None = None,
     special: bool | None = None,
-) -> Plan:
-    """Where everything would go. Reads metadata only, changes nothing.
+) -> RestorePlan:
+    """Return the plan of a restore. Reads metadata only, changes nothing.
 
-    Each of ``paths`` (absolute, as they were at the snapshot; a root itself too) comes back as ``dest``/basename, or where
-    it was when ``dest`` is None. DestinationExists names every conflict, when ``overwrite`` is None and something exists;
-    with ``check=False`` they are in `Plan.conflicts` instead (for a dry run). ``keep(path, is_dir)``: what ``delete`` must
-    spare besides, by its path at the snapshot, such as excluded paths. NotFound for a path that the snapshot has not;
-    ``special``: whether special files and attributes (special.py) are restored; None restores them unless somebody else may
-    have written the repository, and then counts what was left out as a failure. UsageError for paths that would collide; NotPermitted when it is plain that nothing can be written there; Damaged when
-    a tree on the way to a path cannot be read (one below it is left to `execute`, which restores the rest).
+    Args:
+        repository: the repository of the snapshot.
+        snapshot: the snapshot to restore from.
+        paths: absolute paths as they were at the snapshot; a root itself is allowed.
+        dest: directory in which each path gets its base name; None: the original paths.
+        overwrite: rule for files that exist; None: they are conflicts.
+        delete: remove what the snapshot does not have from restored directories.
+        check: raise DestinationExists for conflicts. False: list them in `RestorePlan.conflicts`, for a dry run.
+        keep: ``keep(path, is_dir)`` returns True for what ``delete`` must spare, by its path at the snapshot; for excluded paths.
+        special: restore special files and attributes (files/special.py). None: restore them unless another user may have
+            written to the repository; what is left out counts as a failure then.
+
+    Raises:
+        DestinationExists: ``overwrite`` is None and something exists; names every conflict.
+        NotFound: the snapshot does not have a path.
+        UsageError: two paths would get the same destination.
+        NotPermitted: it is plain that nothing can be written to the destination.
+        Damaged: a tree above a path cannot be read. A damaged tree below it is left to `execute`, which restores the rest.
     """
     targets = make_targets(repository, snapshot, list(paths), dest)
     for target in targets:
@@ -59,9 +71,10 @@ def plan_restore(
                 conflicts += _conflicts(repository, snapshot, target)
     if conflicts and check:
         raise _exists(conflicts)
+    # A repository that lies in a restored directory is no part of the snapshot, and --delete must not remove it.
     own = os.stat(repository.path)
     foreign = foreign_reason(repository.path) if special is None else ""
-    return Plan(
+    return RestorePlan(
         repository=repository,
         snapshot=snapshot,
         targets=targets,
@@ -76,21 +89,25 @@ def plan_restore(
     )
 
 
-def _bytes(target: Target) -> int:
+def _bytes(target: RestoreTarget) -> int:
     entry, root = target.source.entry, target.source.root
+    # Files with several names are counted once, in the link table of the whole root: below it their number is
+    # not known.
     linked = root.links_bytes if target.source.path == root.path else 0
     return entry.total_bytes + linked if entry.is_dir else entry.size_bytes
 
 
-def _files(target: Target) -> int:
+def _files(target: RestoreTarget) -> int:
     entry, root = target.source.entry, target.source.root
     linked = root.links_files if target.source.path == root.path else 0
     return entry.total_files + linked if entry.is_dir else 1
 
 
 def _exists(conflicts: list[bytes]) -> DestinationExists:
-    shown = [readable(path) for path in conflicts[:_SHOWN]]
-    more = [f"and {len(conflicts) - _SHOWN} more"] if len(conflicts) > _SHOWN else []
+    shown = [readable(path) for path in conflicts[:_MAX_SHOWN_CONFLICTS]]
+    more = (
+        [f"and {len(conflicts) - _MAX_SHOWN_CONFLICTS} more"] if len(conflicts) > _MAX_SHOWN_CONFLICTS else []
+    )
     error = DestinationExists(
         "\n  ".join(["nothing was restored, because these exist already:", *shown, *more]),
         hint="--overwrite replaces them; -d restores into another directory",
@@ -99,13 +116,15 @@ def _exists(conflicts: list[bytes]) -> DestinationExists:
     return error
 
 
-def _conflicts(repository: Repository, snapshot: Snapshot, target: Target) -> Iterator[bytes]:
-    """Everything that exists where a file is to come, or is no directory where one is to come."""
+def _conflicts(repository: Repository, snapshot: Snapshot, target: RestoreTarget) -> Iterator[bytes]:
+    """Yield every path that exists where a file is to be restored, or is no directory where one is to be restored."""
+    # As a dry run, which makes no directory on the way.
     parent, chain = open_parent(repository, snapshot, target, dry_run=True)
     try:
         if parent.fd == NOT_THERE:
             return
         entry = msgspec.structs.replace(target.source.entry, name=posixpath.basename(target.path))
+        # Results of an earlier run of the same restore are no conflicts.
         resumed = _is_resumed(parent.fd, entry.name, str(snapshot.id), target.source.path)
         yield from _in_the_way(repository, target, parent.fd, entry, resumed)
     finally:
@@ -114,10 +133,11 @@ def _conflicts(repository: Repository, snapshot: Snapshot, target: Target) -> It
 
 
 def _is_resumed(parent: int, name: bytes, snapshot: str, source: bytes) -> bool:
-    """Whether the same restore was begun here and cut short."""
+    """Return whether the same restore was begun in this directory and cut short."""
     try:
         fd = open_directory(parent, name)
-    except OSError:  # not there, or not a directory: nothing was begun
+    except OSError:
+        # It does not exist or is no directory, so nothing was begun.
         return False
     try:
         mark = journal.read_mark(fd)
@@ -127,11 +147,12 @@ def _is_resumed(parent: int, name: bytes, snapshot: str, source: bytes) -> bool:
 
 
 def _in_the_way(
-    repository: Repository, target: Target, parent: int, top: Entry, resumed: bool
+    repository: Repository, target: RestoreTarget, parent: int, top: Entry, resumed: bool
 ) -> Iterator[bytes]:
-    """Walks snapshot and destination side by side, only where both have a directory."""
+    """Walk snapshot and destination side by side, only where both have a directory; yield the conflicts."""
     stack: list[tuple[int, LinkedPath, Iterator[Entry]]] = []
     fd, path, entries = parent, LinkedPath(posixpath.dirname(target.path)), iter((top,))
+    # Raises Damaged for a tree that contains itself, which only a crafted repository has.
     lineage = Lineage()
     try:
         while True:
@@ -143,15 +164,18 @@ def _in_the_way(
                 fd, path, entries = stack.pop()
                 lineage.leave()
                 continue
+            # What does not exist is no conflict; nor is the journal of an earlier restore at the top.
             st = stat_at(fd, entry.name)
             if st is None or (len(stack) == 1 and entry.name == journal.JOURNAL_NAME):
                 continue
             here = join(bytes(path), entry.name)
             if entry.is_dir and stat.S_ISDIR(st.st_mode):
                 lineage.enter(entry.content)
+                # Opened before the push: if that fails, the descriptor must not be closed twice below.
+                below = open_directory(fd, entry.name)
                 stack.append((fd, path, entries))
-                fd = open_directory(fd, entry.name)
-                path, entries = LinkedPath(here, path), repository.trees.entries(entry.content)
+                fd, path = below, LinkedPath(here, path)
+                entries = repository.trees.entries(entry.content)
             elif not (resumed and believed_equal(entry, st)):
                 yield here
     finally:
@@ -160,8 +184,8 @@ def _in_the_way(
                 os.close(opened)
 
 
-def _next(repository: Repository, target: Target, entries: Iterator[Entry]) -> Entry | None:
-    """The next entry that can be read; what cannot is left to the restore, which names it."""
+def _next(repository: Repository, target: RestoreTarget, entries: Iterator[Entry]) -> Entry | None:
+    """Return the next entry that can be read; a damaged one is left to the restore, which reports it."""
     while True:
         try:
             entry = next(entries, None)

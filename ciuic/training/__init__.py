@@ -5,16 +5,17 @@ Imports no framework; each is used when the program has imported it.
 
 from __future__ import annotations
 
+from ciuic.training.check_resume import Difference, check_resume
+from ciuic.training.format.reading import Facts, NothingGood, PassedOver, SavedSnapshot
+from ciuic.training.format.results import Resumed, Save, State, Stats
+from ciuic.training.format.tensors import Unsaveable
+from ciuic.training.format.value_types import UnknownType, register_type
 from ciuic.training.manager import SnapshotManager
-from ciuic.training.notices import Metadata
-from ciuic.training.outcome import Resumed, Save, State, Stats
-from ciuic.training.policies import AfterIf, Automatic, Interval, OnImprovement, Rule, Steps
-from ciuic.training.preemption import BeforePreemption, Preempted
-from ciuic.training.preservation import Best, EverySeconds, EverySteps, Held, Latest
-from ciuic.training.reading import Facts, NothingGood, PassedOver, SavedSnapshot
-from ciuic.training.rehearsal import Difference, check_resume
-from ciuic.training.requeue import again, requeue_slurm
-from ciuic.training.tensors import Unsaveable
+from ciuic.training.policy.policies import AfterIf, Automatic, Interval, OnImprovement, Rule, Steps
+from ciuic.training.policy.retention_rules import Best, EverySeconds, EverySteps, Held, Latest
+from ciuic.training.preemption.last_moment import BeforePreemption, Preempted
+from ciuic.training.preemption.requeue import again, requeue_slurm
+from ciuic.training.protocol.cloud_notices import Metadata
 
 __all__ = [
     "AfterIf",
@@ -41,8 +42,10 @@ __all__ = [
     "State",
     "Stats",
     "Steps",
+    "UnknownType",
     "Unsaveable",
     "again",
     "check_resume",
+    "register_type",
     "requeue_slurm",
 ]

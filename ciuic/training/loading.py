@@ -1,7 +1,8 @@
-"""States read back for a manager: the newest that is whole, on one rank or on all, and put into what is registered.
+"""Loading of the newest whole state, on one rank or on all, and restoring it into registered objects.
 
-Guarantees: what is damaged is passed over, and marked so that later snapshots store it anew. Several ranks get the same snapshot or all
-get the same error. Nothing is changed in any object before the whole state was read and has all that is asked of it.
+Guarantees: damaged snapshots are passed over, and their content is marked so that later snapshots store it
+anew. Several ranks get the same snapshot, or all get the same error. No object is changed before the whole
+state was read and found complete.
 """
 
 from __future__ import annotations
@@ -12,82 +13,134 @@ from typing import Any, Final
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import Repository
-from ciuic.training import marks, randomness, rank_state
-from ciuic.training.logs import log, quietly
-from ciuic.training.outcome import State
-from ciuic.training.ranks import Ranks
-from ciuic.training.reading import NothingGood, PassedOver, load, newest_good
-from ciuic.training.shards import Like
-from ciuic.training.stateful import load_into
+from ciuic.training.format.reading import (
+    NothingGood,
+    PassedOver,
+    SavedSnapshot,
+    load,
+    newest_good,
+    saved_snapshots,
+)
+from ciuic.training.format.results import State
+from ciuic.training.format.shards import TemplateLookup
+from ciuic.training.ranks import rank_state
+from ciuic.training.ranks.group import Ranks
+from ciuic.training.state import fit
+from ciuic.training.state.stateful import load_into
+from ciuic.training.util import randomness
+from ciuic.training.util.logs import log, quietly
+from ciuic.training.writer import marks
 
+# Attempts while a training that saves meanwhile removes snapshots that are being read.
 _TRIES: Final = 5
 
 
-def load_latest(save_dir: Path, root: bytes, likes: Mapping[str, Like] | None = None) -> State | None:
-    """The newest state that is whole; None if there is no snapshot. Damaged (`NothingGood`) if there are some and none is whole.
+def load_latest(
+    save_dir: Path, root: bytes, templates: Mapping[str, TemplateLookup] | None = None
+) -> State | None:
+    """Return the newest state that is whole; None if there is no snapshot.
 
-    ``likes``: of objects of which this rank has a part; without it everything is whole."""
+    Args:
+        save_dir: Repository.
+        root: Path of the training in its snapshots.
+        templates: Templates of the objects of which this rank has a part; without them all tensors are whole.
+
+    Raises:
+        NothingGood: There are snapshots, and none is whole.
+    """
     loaded = None
+    # Without another attempt a snapshot that a running training removes while it is read would be taken for
+    # damaged.
     for more in reversed(range(_TRIES)):
         with Repository.open(save_dir) as repository:
             candidates = repository.snapshots.list(root=root)
         try:
-            loaded = newest_good(str(save_dir), candidates, likes)
+            loaded = newest_good(str(save_dir), candidates, templates)
         except NothingGood as error:
-            if more and _any_is_gone(save_dir, error.passed_over):
+            if more and _any_removed(save_dir, error.passed_over):
                 continue
             raise
-        if loaded is None or not (more and _any_is_gone(save_dir, loaded.passed_over)):
+        # Also where an older one was good: if one that was passed over has been removed since, there are
+        # newer ones than the candidates.
+        if loaded is None or not (more and _any_removed(save_dir, loaded.passed_over)):
             break
     if loaded is None:
         return None
     for id_, reason in loaded.passed_over:
-        log.warning("ciuic: %s is passed over: %s", id_, reason)
-    _mark(save_dir, loaded.passed_over)
+        log.warning("ciuic: snapshot %s is passed over: %s", id_, reason)
+    _mark_damaged(save_dir, loaded.passed_over)
     return State(loaded)
 
 
-def _any_is_gone(save_dir: Path, passed_over: Iterable[PassedOver]) -> bool:
-    """Whether a training that saves meanwhile has removed one while it was read: there are newer ones then."""
+def list_snapshots(save_dir: Path, root: bytes) -> list[SavedSnapshot]:
+    """Return the snapshots of one training, newest first; those that cannot be read are left out."""
+    with Repository.open(save_dir) as repository:
+        return saved_snapshots(repository, root)
+
+
+def _any_removed(save_dir: Path, passed_over: Iterable[PassedOver]) -> bool:
+    """Return whether a training that saves meanwhile has removed one of them: then there are newer ones."""
     with Repository.open(save_dir) as repository:
         return not repository.snapshots.names().issuperset(one.id for one in passed_over)
 
 
-def load_given(save_dir: Path, snapshot: str) -> State:
-    """NotFound; Damaged; ValueError."""
+def load_by_name(save_dir: Path, snapshot: str) -> State:
+    """Load the snapshot with this id, prefix of an id, or name such as ``latest~2``.
+
+    Raises:
+        NotFound: There is no such snapshot.
+        Damaged: Something is not as it was saved.
+        ValueError: This version of ciuic or of the framework does not know what was saved.
+    """
     with Repository.open(save_dir) as repository:
         id_ = repository.snapshots.resolve(snapshot)
     return State(load(str(save_dir), id_))
 
 
-def load_together(
+def load_on_all_ranks(
     ranks: Ranks,
     save_dir: Path,
     root: bytes,
-    likes: Mapping[str, Like],
+    templates: Mapping[str, TemplateLookup],
     find: Callable[[], State | None] | None = None,
 ) -> State | None:
-    """The newest that every rank can read (or the one that rank 0 finds by ``find``), of which each reads what it needs, with what was this
-    rank's own. Whatever is wrong on one of them is raised on all."""
+    """Load the newest snapshot that every rank can read. Collective: what fails on one rank is raised on all.
+
+    Args:
+        ranks: The ranks.
+        save_dir: Repository.
+        root: Path of the training in its snapshots.
+        templates: Templates of the objects of which this rank has a part.
+        find: Called on rank 0 to choose the snapshot instead.
+
+    Returns:
+        The state with what was this rank's own; None if there is no snapshot.
+
+    Raises:
+        NothingGood: There are snapshots, and none can be read by all ranks.
+        Damaged: A rank cannot read the repository at all.
+    """
     passed_over: list[PassedOver] = []
     for id_ in _candidates(ranks, save_dir, root, find):
         state, reason, problem = None, "", ""
         try:
-            state = State(load(str(save_dir), id_, likes))
+            state = State(load(str(save_dir), id_, templates))
         except (CiuicError, ValueError) as error:
             reason = str(error)
-        except OSError as error:  # says nothing of the snapshot
+        # An OSError says nothing about the snapshot, so no older one may be taken for it.
+        except OSError as error:
             problem = str(error)
+        # Both exchanges are collective: every rank makes them in this order, whatever happened to it.
         if found := ranks.first_problem(problem):
             raise Damaged(f"{id_} cannot be read by all ranks: {found}")
         if not (found := ranks.first_problem(reason)):
             assert state is not None
             state.passed_over = passed_over
-            rank_state.put_own(state, state.ranks, ranks.rank)
+            rank_state.apply_own_state(state, state.ranks, ranks.rank)
             if ranks.saves:
-                _mark(save_dir, passed_over)
+                _mark_damaged(save_dir, passed_over)
             return state
-        log.warning("ciuic: %s is passed over: %s", id_, found)
+        log.warning("ciuic: snapshot %s is passed over: %s", id_, found)
         passed_over.append(PassedOver(id_, found))
     if passed_over:
         raise NothingGood(passed_over)
@@ -97,7 +150,7 @@ def load_together(
 def _candidates(
     ranks: Ranks, save_dir: Path, root: bytes, find: Callable[[], State | None] | None
 ) -> list[str]:
-    """As rank 0 lists them, newest first; or the one that it finds."""
+    """Return the ids of the snapshots to try, as rank 0 lists or finds them, newest first."""
     found: tuple[list[str], str] = [], ""
     if ranks.saves:
         try:
@@ -107,6 +160,7 @@ def _candidates(
             else:
                 with Repository.open(save_dir) as repository:
                     found = [info.id for info in repository.snapshots.list(root=root)], ""
+        # Sent instead of raised: the other ranks wait for what rank 0 tells.
         except (CiuicError, ValueError, OSError) as error:
             found = [], str(error)
     ids, problem = ranks.tell(found)
@@ -115,29 +169,70 @@ def _candidates(
     return list(ids)
 
 
-def _mark(save_dir: Path, damaged: list[PassedOver]) -> None:
+def _mark_damaged(save_dir: Path, damaged: list[PassedOver]) -> None:
+    # Content that is marked is stored anew when it comes again; otherwise later snapshots would share what is
+    # damaged.
     if damaged:
         with quietly("what is damaged could not be marked, so that it may be shared by later snapshots"):
             marks.mark_damage(save_dir, [one.id for one in damaged])
 
 
-def check_complete(state: State, objects: Mapping[str, Any]) -> None:
-    """KeyError unless there is a state for each."""
+def check_fits(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> None:
+    """Check that every registered object can be restored, before any is changed. Collective.
+
+    Raises:
+        KeyError: A registered object is not in the snapshot.
+        ValueError: The state of an object does not fit it; the message names what differs.
+    """
     lacking = [name for name in objects if f"{name}_state_dict" not in state]
+    problem = ""
     if lacking:
-        raise KeyError(
-            f"{state.id} has no {', '.join(lacking)}: it was saved before that was registered; register what it has ({', '.join(state.facts.objects)}), "
-            "or give another save_dir or name"
+        problem = (
+            f"snapshot {state.id} has no {', '.join(lacking)}, only {', '.join(state.facts.objects)}: "
+            "register what it has, or pass another save_dir or name"
         )
+    else:
+        # Models first: where one differs, its optimizer differs for that reason.
+        names = sorted(objects, key=lambda name: not hasattr(objects[name], "forward"))
+        problem = next((text for name in names if (text := _misfit(state, name, objects[name]))), "")
+    # Exchanged by all ranks, so that none restores its objects while another raises.
+    shared = problem if ranks is None else ranks.first_problem(problem)
+    if lacking:
+        raise KeyError(problem)
+    if shared:
+        raise ValueError(problem or shared)
+
+
+def _misfit(state: State, name: str, value: Any) -> str:
+    saved = state[f"{name}_state_dict"] = fit.renamed_as(value, state[f"{name}_state_dict"])
+    problem = fit.problem_of(value, saved)
+    return (
+        problem and f"{name} cannot load its state from snapshot {state.id}; nothing was changed: {problem}"
+    )
 
 
 def put_back(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> None:
-    """Into the objects, in place, and into the generators; what cannot be exact is logged."""
-    for name, value in objects.items():
-        if (note := _of_another_kind(value, state[f"{name}_state_dict"], name)) is not None:
-            log.warning("ciuic: not resumed exactly: %s", note)
-        _load_into(value, state[f"{name}_state_dict"], name, state.id)
+    """Restore the objects in place, and the random generators; log what cannot be exact.
+
+    Where an object cannot load its state, all are what they were before.
+
+    Raises:
+        ValueError: An object cannot load its state.
+    """
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
+    undo = fit.Undo()
+    try:
+        for name, value in objects.items():
+            if (note := _note_of_another_kind(value, state[f"{name}_state_dict"], name)) is not None:
+                log.warning("ciuic: not resumed exactly: %s", note)
+            undo.remember(name, value)
+        # Those that may raise come first: the others were checked, and could not be undone.
+        for name in sorted(objects, key=lambda name: fit.is_checked_wholly(objects[name])):
+            _load_into(objects[name], state[f"{name}_state_dict"], name, state.id)
+    except BaseException:
+        undo.restore()
+        raise
+    # After the objects: what they have just loaded are rank 0's buffers.
     rank_state.load_buffers(objects, state.ranks, rank)
     if world_size != state.facts.world_size:
         log.warning(
@@ -146,30 +241,40 @@ def put_back(state: State, objects: Mapping[str, Any], ranks: Ranks | None) -> N
             world_size,
         )
     if rank_state.is_new(state.ranks, rank):
-        return  # no two ranks are to draw the same
+        return  # Rank 0's random state on a new rank would make two ranks draw the same numbers.
     for problem in randomness.restore(state["random_state"]):
         log.warning("ciuic: not resumed exactly: %s", problem)
 
 
 def _load_into(value: Any, saved: Any, name: str, id_: str) -> None:
-    """ValueError where it does not fit, with what the object says."""
+    """Restore one object; raise ValueError with the object's own message if the state does not fit."""
     try:
         load_into(value, saved, name)
+    # What frameworks raise for a state that does not fit.
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{name} does not take what {id_} has for it: is it the same as when that was saved? {type(error).__name__}: {error}"
+            f"{name} cannot load its state from snapshot {id_}, which needs the same kind of object with the same shapes; "
+            f"nothing was changed: {type(error).__name__}: {error}"
         ) from error
 
 
-def _of_another_kind(value: Any, saved: Any, name: str) -> str | None:
-    """torch loads the state of any optimizer into any other that has as many parameters."""
+def _note_of_another_kind(value: Any, saved: Any, name: str) -> str | None:
+    """Return a note if an optimizer's state was saved by another kind of optimizer.
+
+    PyTorch itself loads the state of any optimizer into any other with as many parameters.
+    """
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     defaults = getattr(value, "defaults", None)
     if not groups or not isinstance(defaults, dict):
         return None
+    # Optimizers of one kind have the same hyperparameters. Only where each side has some that the other lacks
+    # is the kind different for sure: versions of one optimizer add some, and schedulers add initial_lr.
     had, has = set(groups[0]), set(defaults)
     foreign = sorted(had - has - {"params", "param_names", "initial_lr"})
     lacking = sorted(has - had)
     if not foreign or not lacking:
         return None
-    return f"{name} is a {type(value).__qualname__}, with {', '.join(lacking)}; what was saved has {', '.join(foreign)}: it was of another kind"
+    return (
+        f"{name} is a {type(value).__qualname__} with {', '.join(lacking)}, but another kind of optimizer was saved, "
+        f"with {', '.join(foreign)}"
+    )

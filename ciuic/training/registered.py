@@ -1,74 +1,103 @@
-"""What a manager knows by name: what is saved with every snapshot, and what tells of boundaries and of the position in the data."""
+"""Registered objects of a manager, saved with every snapshot and watched for boundaries and positions."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ciuic.training.boundaries import Boundaries
-from ciuic.training.positions import Position, is_plain_loader
-from ciuic.training.shards import Like, are_sharded, contains_shards, likes_of
-from ciuic.training.stateful import state_of, way_of
+from ciuic.training.format.early_check import check_values
+from ciuic.training.format.shards import TemplateLookup, are_sharded, contains_shards, template_lookup
+from ciuic.training.policy.boundaries import Boundaries
+from ciuic.training.state.data_position import Position, is_plain_loader
+from ciuic.training.state.stateful import state_access, state_of
+from ciuic.training.util.logs import log
 
 
 class Registered:
+    """Objects by name."""
+
     def __init__(self, boundaries: Boundaries, watch_optimizer: Callable[[Any], None]) -> None:
-        """``watch_optimizer``: called with each."""
+        """Begin without any object.
+
+        Args:
+            boundaries: Watches optimizers, their companions and loaders.
+            watch_optimizer: Called with each optimizer.
+        """
         self.objects: dict[str, Any] = {}
         self.position: Position | None = None
-        """Of a loader that cannot tell its own."""
+        """Position of the loader that cannot tell its own."""
         self.has_position = False
-        """Whether any of them knows where the run is in its data."""
+        """True if any object knows where the run is in its data."""
         self._boundaries = boundaries
         self._watch_optimizer = watch_optimizer
-        self._given: dict[str, Any] = {}
-        """What was registered: for a loader that is counted its position stands in ``objects``."""
+        self._originals: dict[str, Any] = {}
+        """Objects as they were registered.
+
+        In ``objects`` a loader without a state is replaced by its position.
+        """
 
     def add(self, name: str, value: Any) -> None:
-        """And watches it. ValueError; TypeError for what has no state."""
+        """Register an object and watch it.
+
+        Raises:
+            ValueError: The name cannot be used.
+            TypeError: The object has no state, or one with a value that cannot be stored.
+        """
+        # `values` is the object with the manager's own values (`staging.VALUES`).
         if not name.isidentifier() or name == "values":
-            raise ValueError(f"{name!r} cannot be the name of an object")
-        if name in self.objects and (self.objects[name] is value or self._given.get(name) is value):
+            raise ValueError(f"the name of an object must be an identifier other than 'values', got {name!r}")
+        if name in self.objects and (self.objects[name] is value or self._originals.get(name) is value):
             return
-        before = self._given.pop(name, None)
-        if before is not None and all(one is not before for one in self._given.values()):
-            self._boundaries.forget(before)  # another one takes its place
-        self.objects[name] = self._known(name, value)
-        self._given[name] = value
+        # An object that takes the place of another (the optimizer of another stage) is watched instead of it,
+        # unless the earlier one is registered under a second name.
+        before = self._originals.pop(name, None)
+        if before is not None and all(one is not before for one in self._originals.values()):
+            self._boundaries.forget(before)
+        self.objects[name] = self._watched(name, value)
+        self._originals[name] = value
 
     def take(self, objects: Mapping[str, Any], *, with_position: bool) -> None:
-        """Without watching anything. TypeError."""
+        """Register objects without watching them.
+
+        Raises:
+            TypeError: An object has no state.
+        """
         for name, value in objects.items():
-            way_of(value, name)
+            state_access(value, name)
         self.objects.update(objects)
         self.has_position = self.has_position or with_position
 
     def states(self) -> dict[str, Any]:
-        """Of each, as it is; tensors are its own."""
+        """Return the states of all objects; their tensors are the program's own, not copies."""
         return {name: state_of(value, name) for name, value in self.objects.items()}
 
-    def likes(self) -> dict[str, Like]:
-        """Of objects of which this rank has a part: which."""
+    def templates(self) -> dict[str, TemplateLookup]:
+        """Return the templates of the objects of which this rank has a part."""
         states = {name: (value, state_of(value, name)) for name, value in self.objects.items()}
         return {
-            name: likes_of(value, state)
+            name: template_lookup(value, state)
             for name, (value, state) in states.items()
             if are_sharded([value]) or contains_shards(state)
         }
 
     def positions(self) -> dict[str, Any]:
-        """The states of those that are counted here."""
+        """Return the states of the positions that are counted here."""
         return {name: one.state_dict() for name, one in self.objects.items() if isinstance(one, Position)}
 
     def epoch(self, given: int | None) -> int | None:
-        """The pass it is in, counted from 0, if passes are counted; else ``given``."""
+        """Return the current pass over the data, counted from 0.
+
+        If passes are not counted, return ``given``.
+        """
         if self.position is not None and self.position.passes:
             return self.position.passes - 1
         return given
 
-    def _known(self, name: str, value: Any) -> Any:
-        """What is registered for it: the object, or the position that is counted for it."""
+    def _watched(self, name: str, value: Any) -> Any:
+        """Watch an object; return it, or the position that is counted for it."""
         boundaries = self._boundaries
+        # An integration may have made the position itself.
         if isinstance(value, Position):
             value.tell(boundaries.asked, boundaries.ended)
             self.position, self.has_position = value, True
@@ -76,16 +105,45 @@ class Registered:
         if is_plain_loader(value):
             self.position, self.has_position = Position(value, boundaries.asked, boundaries.ended), True
             return self.position
-        way_of(value, name)
+        # Raises for what has no state, before anything of the object is changed.
+        state_access(value, name)
+        _check_values(value, name)
+        # FSDP1 has flat parameters: a rank's part of them is no block of any tensor of the model.
         if type(value).__name__ == "FullyShardedDataParallel":
             raise TypeError(
-                f"{name} is a FullyShardedDataParallel, of which no rank can tell its part: use fully_shard (FSDP2), or ciuic.training.dcp"
+                f"{name} is a FullyShardedDataParallel, whose parts cannot be assigned to ranks: "
+                "use fully_shard (FSDP2), or ciuic.training.dcp.storage"
             )
         if hasattr(value, "param_groups"):
             boundaries.watch_optimizer(value)
             self._watch_optimizer(value)
+        # A StatefulDataLoader, which has a state of its own.
         elif hasattr(value, "__iter__") and hasattr(value, "dataset"):
             self.has_position = boundaries.watch_loader(value) or self.has_position
+        # Averages of weights are modules with `update_parameters`; schedulers and scalers are no modules.
         elif hasattr(value, "update_parameters") or not hasattr(value, "forward"):
-            boundaries.watch_follower(value)
+            boundaries.watch_companion(value)
         return value
+
+
+def _check_values(value: Any, name: str) -> None:
+    """Raise Unsaveable if the state of an object has a value that cannot be stored.
+
+    Only where asking for the state is free of effects. A loader may start its workers for it, a Keras model
+    copies its weights, and with several ranks it may be a collective call. Those are checked by the first save.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    together = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    if (
+        together
+        or hasattr(value, "get_weights")
+        or (hasattr(value, "dataset") and hasattr(value, "__iter__"))
+    ):
+        return
+    try:
+        state = state_of(value, name)
+    # An object may have no state before its first step; what is wrong with it the first save says.
+    except Exception as error:
+        log.debug("ciuic: the state of %s cannot be checked yet: %s", name, error)
+        return
+    check_values(state, name)

@@ -1,10 +1,11 @@
-"""The process that puts a trainer's state into the repository, and that outlives the trainer.
+"""Writer process: stores a trainer's state in the repository, and outlives the trainer.
 
-It is a session of its own, so that what ends the trainer's process group does not end it, and takes its time from what the machine
-has to spare. When the trainer is gone (killed, crashed, out of memory) it finishes what it was given whole, and ends. Whatever it
-cannot do it says to the trainer, and to the standard error when there is none to say it to; nothing of it reaches the training.
+It has a session of its own, so that what ends the trainer's process group does not end it, and runs with low
+priority. When the trainer is gone (killed, crashed, out of memory) it finishes every state that it was given
+completely, and exits. It reports failures to the trainer, or to the standard error if the trainer is gone;
+none of them reaches the training.
 
-After a snapshot, while nothing else is asked of it, it applies the rules of preservation: see `housekeeping`.
+After a snapshot, while nothing else is to do, it applies the rules of retention: see `housekeeping`.
 """
 
 from __future__ import annotations
@@ -24,125 +25,137 @@ from typing import Final
 import msgspec
 
 from ciuic.errors import CiuicError
-from ciuic.readiness import readable
 from ciuic.repository import Repository, Writer
-from ciuic.repository.claim import Claim
-from ciuic.training import notices, parts
-from ciuic.training.arena import ReadArena
-from ciuic.training.codecs import Chooser, Chosen
-from ciuic.training.committing import Known, commit, put_files
-from ciuic.training.filesystem import Answer
-from ciuic.training.forecast import measure
-from ciuic.training.housekeeping import DAMAGE_NOTE, Housekeeping
-from ciuic.training.known_to_daemon import Watched
-from ciuic.training.messages import (
+from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.system.poll import readable
+from ciuic.training.device.arena import ReadArena
+from ciuic.training.policy.forecast import measure
+from ciuic.training.protocol import cloud_notices
+from ciuic.training.protocol.messages import (
     Attach,
     Awaited,
     Begin,
-    End,
+    Finish,
     FromTrainer,
     FromWriter,
     Manifest,
     Measured,
     Note,
-    Notice,
     NotSaved,
-    Part,
+    PreemptionNotice,
     Put,
-    Save,
     Saved,
+    SaveRequest,
     StoredFile,
+    StoredFiles,
     receive_from_trainer,
     send,
 )
+from ciuic.training.writer import rank_parts
+from ciuic.training.writer.codecs import CodecChooser, CommitCodecs
+from ciuic.training.writer.committing import LastCommit, commit, put_files
+from ciuic.training.writer.daemon_registration import DaemonRegistration
+from ciuic.training.writer.filesystem import PairAnswer
+from ciuic.training.writer.housekeeping import DAMAGE_NOTE, WriterHousekeeping
 from ciuic.types import Snapshot
 
+# A save that waits longer for another writer has failed, and the next boundary tries again.
 _LOCK_WAIT_SECONDS: Final = 60.0
+# Time for housekeeping after the last message of the trainer, which waits for this process to exit.
 _LAST_SECONDS: Final = 10.0
-"""For what old snapshots still need when the program is done: it waits for us."""
+# Wait for the write lock where each rank stores its part: a writer waits for all writers before it.
 _TURN_WAIT_SECONDS: Final = 3600.0
-"""Where every rank puts its own part, one waits for all before it."""
+# Keeps a message below `MAX_MESSAGE_BYTES`.
 _FILES_IN_A_MESSAGE: Final = 100
 _AUTOGROUP: Final = "/proc/self/autogroup"
 
 
 def main(fd: int, trainer_pid: int) -> None:
-    """The whole life of the process. ``fd``: its end of the socket pair."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer's to answer; we end after it
+    """Run the process until the trainer is done or gone.
+
+    Args:
+        fd: This process's end of the socket pair.
+        trainer_pid: Process id of the trainer.
+    """
+    # The trainer answers these signals; this process exits after it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)
     trainer = _Trainer(sock, trainer_pid)
+    # Begin is the first message; a trainer that died before it has nothing to store.
     begin = trainer.next()
     if not isinstance(begin, Begin):
         return
-    known = Watched(trainer, begin.watched) if begin.watched is not None else None
-    _step_back(begin.nice)
+    known = DaemonRegistration(trainer, begin.watched) if begin.watched is not None else None
+    _lower_priority(begin.nice)
+    # Before the first snapshot only this tells how long one will take.
     trainer.tell(Measured(measure(begin.repository)))
-    notices.watch(begin.services, trainer.notify, lambda text: trainer.tell(Note("no_notices", text)))
+    cloud_notices.watch(begin.services, trainer.notify, lambda text: trainer.tell(Note("no_notices", text)))
     _Writer(trainer, begin).run()
     if known is not None:
         known.trainer_gone()
 
 
 class _Trainer:
-    """The messages of the trainer, also those that it sent before it died."""
+    """Messages of the trainer, also those that it sent before it died."""
 
     def __init__(self, sock: socket.socket, pid: int) -> None:
         self.fds: deque[int] = deque()
-        """That came with the message that was returned last."""
+        """Descriptors that came with the messages returned so far, and were not taken yet."""
         self.awaited = 0
-        """The newest save for which the training stands still."""
+        """Number of the newest save for which the training stands still."""
         self.at_once = 0
-        """And the newest for which there is no time but to write it."""
-        self._heard: deque[tuple[FromTrainer, list[int]]] = deque()
-        """And not acted upon."""
+        """Number of the newest save for which there is time only to write it."""
+        self._received: deque[tuple[FromTrainer, list[int]]] = deque()
+        """Messages received and not returned yet, with their descriptors."""
         self._ended = False
         self._sock = sock
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self.life = _life_of(pid)
-        """Its pidfd, or -1."""
-        if self.life >= 0:
-            self._poll.register(self.life, select.POLLIN)
+        self.pidfd = _pidfd_of(pid)
+        """Pidfd of the trainer, or -1."""
+        if self.pidfd >= 0:
+            self._poll.register(self.pidfd, select.POLLIN)
 
     def next(self) -> FromTrainer | None:
-        """Waits for it; None when the trainer is gone and all it said was heard.
-
-        Its children may have the socket too, so that its end alone does not tell.
-        """
+        """Wait for the next message; None if the trainer is gone and all its messages were returned."""
+        # The end of the socket alone does not tell that the trainer is gone: its children may have inherited
+        # the other end.
         while not self.waiting():
             ready = dict(self._poll.poll())
-            if self._sock.fileno() not in ready and self.life in ready and not self.waiting():
+            if self._sock.fileno() not in ready and self.pidfd in ready and not self.waiting():
                 return None
-        if not self._heard:
+        if not self._received:
             return None
-        message, fds = self._heard.popleft()
+        message, fds = self._received.popleft()
         self.fds.extend(fds)
         return message
 
     def waiting(self) -> bool:
-        """Whether there is something to do, or the end."""
-        while not self._heard and not self._ended and readable(self._sock.fileno()):
+        """Return whether a message is there, or the trainer is gone."""
+        while not self._received and not self._ended and readable(self._sock.fileno()):
             got = receive_from_trainer(self._sock)
             if got is None:
                 self._ended = True
             elif isinstance(got[0], Awaited):
+                # Acted on at once: it is about a save that is being stored now.
                 self.awaited = got[0].number
                 self.at_once = got[0].number if got[0].at_once else self.at_once
             else:
-                self._heard.append(got)
-        return bool(self._heard) or self._ended
+                self._received.append(got)
+        return bool(self._received) or self._ended
 
     def is_gone(self) -> bool:
-        """Whether its process has ended. False where the kernel does not tell."""
-        return self.life >= 0 and readable(self.life)
+        """Return whether the trainer's process has ended; False where the kernel does not tell."""
+        return self.pidfd >= 0 and readable(self.pidfd)
 
     @property
     def closing(self) -> bool:
-        """Whether it waits for what it has staged, and nothing else will come."""
-        return self.waiting() and bool(self._heard) and isinstance(self._heard[0][0], End)
+        """True if the next message is the last one: the trainer waits for what it has staged."""
+        return self.waiting() and bool(self._received) and isinstance(self._received[0][0], Finish)
 
     def tell(self, message: FromWriter) -> None:
+        """Send a message; if the trainer is gone, print failures and notes."""
         try:
             send(self._sock, message)
         except OSError:
@@ -150,81 +163,102 @@ class _Trainer:
                 text = message.reason if isinstance(message, NotSaved) else message.text
                 print(f"ciuic: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
-    def notify(self, event: notices.Event) -> None:
-        """From another thread: sending keeps messages whole."""
-        self.tell(Notice(event.text, event.seconds, event.certain))
-        if self.life >= 0:
-            with suppress(OSError):  # it is gone
-                signal.pidfd_send_signal(self.life, signal.SIGURG)
+    def notify(self, event: cloud_notices.CloudNotice) -> None:
+        """Send a preemption notice and signal it.
+
+        Another thread may call this: the socket keeps messages whole.
+        """
+        self.tell(PreemptionNotice(event.text, event.seconds, event.certain))
+        if self.pidfd >= 0:
+            # SIGURG is ignored by default, so it harms no trainer that does not handle it. By pidfd: the pid
+            # may be another process's by now.
+            with suppress(OSError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGURG)
 
 
 class _Writer:
+    """Carries out the messages of a trainer."""
+
     def __init__(self, trainer: _Trainer, begin: Begin) -> None:
         self._trainer = trainer
         self._begin = begin
         self._arenas: dict[int, ReadArena] = {}
-        self._known = Known()
-        self._chooser = Chooser(begin.compression, begin.rules)
-        # Whether a part belongs to a snapshot, so that it can be the base of a difference, another process decides.
-        self._of_parts = Chooser(begin.compression, None)
-        self._housekeeping = Housekeeping(
+        self._known = LastCommit()
+        self._chooser = CodecChooser(begin.compression, begin.rules)
+        # Another process decides whether a part belongs to a snapshot, so a part must not become the base of
+        # a difference.
+        self._part_chooser = CodecChooser(begin.compression, None)
+        self._housekeeping = WriterHousekeeping(
             begin.repository,
             begin.root,
             begin.rules,
             should_stop=trainer.waiting,
-            tell=self._housekeeping_says,
+            tell=self._on_housekeeping_note,
         )
 
     def run(self) -> None:
-        while (message := self._trainer.next()) is not None and not isinstance(message, End):
+        """Carry out messages until the last one, or until the trainer is gone."""
+        while (message := self._trainer.next()) is not None and not isinstance(message, Finish):
             if isinstance(message, Attach):
                 self._attach(message.arena, self._trainer.fds.popleft())
-            elif isinstance(message, Save):
+            elif isinstance(message, SaveRequest):
                 self._save(message)
         if message is not None:
-            self._keep_house(lambda: self._housekeeping.finish(_LAST_SECONDS))
+            self._run_housekeeping(lambda: self._housekeeping.finish(_LAST_SECONDS))
 
     def _attach(self, number: int, fd: int) -> None:
+        # A state that has grown comes in a larger arena of the same number.
         before = self._arenas.pop(number, None)
         if before is not None:
             before.close()
         self._arenas[number] = ReadArena(fd)
 
-    def _save(self, save: Save) -> None:
+    def _save(self, save: SaveRequest) -> None:
         claim = Claim.taken_over(self._trainer.fds.popleft()) if save.claim else None
         asked = save.asking is not None and not save.asking.problem
-        files = Answer(save.asking, self._trainer.fds.popleft() if asked else None)
+        files = PairAnswer(save.asking, self._trainer.fds.popleft() if asked else None)
         try:
             saved = self._answer(save, files)
         finally:
             files.close()
+            # Until the snapshot is made nothing is swept; a sweep would free parts that no snapshot refers to
+            # yet.
             if claim is not None:
                 claim.release()
+        # After the answer: the arena is the trainer's again while old snapshots are removed.
         if saved:
-            self._keep_house(self._housekeeping.after)
+            self._run_housekeeping(self._housekeeping.after)
 
-    def _answer(self, save: Save, files: Answer) -> bool:
-        """Whether there is a new snapshot. ``files``: what becomes of those that were asked for with it."""
+    def _answer(self, save: SaveRequest, files: PairAnswer) -> bool:
+        """Carry out a save and answer it; return whether there is a new snapshot.
+
+        Args:
+            save: The request.
+            files: Answer of the daemon about the files of the same instant.
+        """
         began = time.monotonic()
         try:
             memory = self._arenas[save.arena].memory
             packed = memory[save.manifest_offset : save.manifest_offset + save.manifest_bytes]
             manifest = msgspec.msgpack.decode(packed, type=Manifest)
             if not save.commit:
-                self._put(save.number, memory, manifest, began)
+                self._store_part(save.number, memory, manifest, began)
                 return False
-            manifest = self._with_parts(manifest)
+            manifest = self._collect_parts(manifest)
             try:
                 snapshot, waited = self._commit(save.number, memory, manifest, files)
+            # A full disk: remove what is due to go, and try once more.
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                self._forget()
+                # What housekeeping frees may be what the last snapshot was compared with.
+                self._drop_caches()
                 self._housekeeping.make_room()
                 snapshot, waited = self._commit(save.number, memory, manifest, files)
-        except Exception as error:  # whatever it is, the training goes on, and so do we
-            self._forget()
-            self._trainer.tell(NotSaved(number=save.number, reason=_words(error)))
+        # Any exception: the training goes on, and this process must be there for the next save.
+        except Exception as error:
+            self._drop_caches()
+            self._trainer.tell(NotSaved(number=save.number, reason=_text_of(error)))
             return False
         self._trainer.tell(
             Saved(
@@ -240,32 +274,34 @@ class _Writer:
         )
         return True
 
-    def _housekeeping_says(self, note: Note) -> None:
+    def _on_housekeeping_note(self, note: Note) -> None:
         if note.event == DAMAGE_NOTE:
-            self._forget()  # else the next snapshot would share what is damaged
+            self._drop_caches()  # Otherwise the next snapshot would share what is damaged.
         self._trainer.tell(note)
 
-    def _forget(self) -> None:
-        """What is in the repository is not what we think."""
-        self._known = Known()
-        self._chooser = Chooser(self._begin.compression, self._begin.rules)
+    def _drop_caches(self) -> None:
+        """Drop what is remembered of the repository, because it may not be true any more."""
+        self._known = LastCommit()
+        self._chooser = CodecChooser(self._begin.compression, self._begin.rules)
 
     def _commit(
-        self, number: int, memory: memoryview, manifest: Manifest, files: Answer
+        self, number: int, memory: memoryview, manifest: Manifest, files: PairAnswer
     ) -> tuple[Snapshot, float]:
-        """And how long it waited for codecs."""
+        """Make a snapshot; return it with the seconds spent waiting for idle processors."""
         with (
             Repository.open(self._begin.repository) as repository,
             repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager") as writer,
         ):
-            chosen = self._begun(self._chooser, writer, number, manifest)
+            chosen = self._begin_coding(self._chooser, writer, number, manifest)
             snapshot = commit(
                 repository, writer, memory, manifest, self._begin.root, self._known, chosen, files.pair
             )
             self._chooser.done(chosen)
             return snapshot, writer.waited_seconds
 
-    def _begun(self, chooser: Chooser, writer: Writer, number: int, manifest: Manifest) -> Chosen:
+    def _begin_coding(
+        self, chooser: CodecChooser, writer: Writer, number: int, manifest: Manifest
+    ) -> CommitCodecs:
         trainer = self._trainer
         return chooser.begin(
             writer,
@@ -274,69 +310,84 @@ class _Writer:
             awaited=lambda: trainer.closing or trainer.awaited >= number,
         )
 
-    def _keep_house(self, what: Callable[[], None]) -> None:
+    def _run_housekeeping(self, what: Callable[[], None]) -> None:
         try:
             what()
         except (CiuicError, OSError) as error:
-            self._trainer.tell(Note("housekeeping_failed", _words(error)))
+            self._trainer.tell(Note("housekeeping_failed", _text_of(error)))
 
-    def _with_parts(self, manifest: Manifest) -> Manifest:
-        """With what the other ranks' writers have stored, when they have. OSError."""
-        together = manifest.together
-        if together is None:
+    def _collect_parts(self, manifest: Manifest) -> Manifest:
+        """Wait for the other ranks' writers, and return the manifest with the files that they have stored.
+
+        Raises:
+            OSError: A writer has failed, or does not answer in time.
+        """
+        joint_save = manifest.joint_save
+        if joint_save is None:
             return manifest
         try:
-            stored = parts.collect(self._begin.repository, together, self._trainer.is_gone)
+            # If this rank's trainer has ended, the others may have ended before their parts: they get seconds
+            # to begin, not minutes.
+            stored = rank_parts.collect(self._begin.repository, joint_save, self._trainer.is_gone)
         finally:
-            parts.clear(self._begin.repository, together.token)
+            rank_parts.clear(self._begin.repository, joint_save.token)
         return msgspec.structs.replace(manifest, stored=[*manifest.stored, *stored])
 
-    def _put(self, number: int, memory: memoryview, manifest: Manifest, began: float) -> None:
-        together = manifest.together
-        if together is None:
-            stored, new_bytes = self._stored(number, memory, manifest)
+    def _store_part(self, number: int, memory: memoryview, manifest: Manifest, began: float) -> None:
+        joint_save = manifest.joint_save
+        if joint_save is None:
+            stored, new_bytes = self._store_files(number, memory, manifest)
             for first in range(0, len(stored), _FILES_IN_A_MESSAGE):
-                self._trainer.tell(Part(number=number, files=stored[first : first + _FILES_IN_A_MESSAGE]))
+                self._trainer.tell(
+                    StoredFiles(number=number, files=stored[first : first + _FILES_IN_A_MESSAGE])
+                )
         else:
-            with parts.answer(self._begin.repository, together) as answer:
+            with rank_parts.report_part(self._begin.repository, joint_save) as answer:
                 try:
-                    stored, new_bytes = self._stored(number, memory, manifest)
+                    stored, new_bytes = self._store_files(number, memory, manifest)
                 except Exception as error:
-                    answer.failed(_words(error))
+                    answer.failed(_text_of(error))
                     raise
                 answer.stored(stored)
         self._trainer.tell(Put(number=number, new_bytes=new_bytes, seconds=time.monotonic() - began))
 
-    def _stored(self, number: int, memory: memoryview, manifest: Manifest) -> tuple[list[StoredFile], int]:
-        """What another process makes a snapshot of, and by how much the repository has grown."""
+    def _store_files(
+        self, number: int, memory: memoryview, manifest: Manifest
+    ) -> tuple[list[StoredFile], int]:
+        """Store the files of a part; return them with the growth of the repository in bytes."""
         with (
             Repository.open(self._begin.repository) as repository,
             repository.writer(wait_seconds=_TURN_WAIT_SECONDS, command="part of a snapshot") as writer,
         ):
-            chosen = self._begun(self._of_parts, writer, number, manifest)
+            chosen = self._begin_coding(self._part_chooser, writer, number, manifest)
             stored = put_files(repository, writer, memory, manifest, chosen)
-            self._of_parts.done(chosen)
+            self._part_chooser.done(chosen)
             return stored, writer.new_bytes
 
 
-def _words(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return str(error) or type(error).__name__
 
 
-def _life_of(pid: int) -> int:
-    """A descriptor that becomes readable when this process ends; -1 where the kernel has none (before Linux 5.3)."""
+def _pidfd_of(pid: int) -> int:
+    """Return a descriptor that becomes readable when a process ends.
+
+    -1 where the kernel has none (before Linux 5.3).
+    """
     try:
         return os.pidfd_open(pid)
     except OSError:
         return -1
 
 
-def _step_back(nice: int) -> None:
-    """Gives way to the training, also where the kernel schedules by sessions."""
+def _lower_priority(nice: int) -> None:
+    """Lower the priority of this process below the training's."""
     with suppress(OSError):
         os.nice(nice)
+    # With autogroups the kernel shares processors between sessions, and niceness counts only within one
+    # (sched(7)).
     with suppress(OSError), open(_AUTOGROUP, "w") as file:
         file.write(str(nice))
 

@@ -1,7 +1,7 @@
-"""Snapshots of a mounted root whose users do not stop: what capture stores is what the mount showed at the cut.
+"""Snapshots of a mounted root under continuous load: capture stores what the mount showed at the cut.
 
-A real overlay worker, the kernel's caches, the real capture process and a real repository. The users pause for the moment
-of the cut alone, so that there is something to compare with; while capture runs they are at work again.
+A real overlay worker, the kernel's caches, the real capture process and a real repository. The users pause
+only for the cut, to make the comparison possible, and work on while capture runs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.overlay import Overlay, overlay_over
 from support.snapshot_manifest import snapshot_manifest
+from support.stored import read_file
 from support.trees import Manifest, assert_same, manifest
 
-from ciuic.daemon import flush_helper
-from ciuic.daemon.capture_job import CaptureJob, Done, RootJob, decode_message, encode_job
+from ciuic.daemon.capture.job import CaptureJob, Done, RootJob, decode_message, encode_job
+from ciuic.daemon.snapshots import flush_helper
 from ciuic.repository import Repository
-from ciuic.types import Entry, SnapshotId
+from ciuic.types import SnapshotId
 
 BLOCK = 4096
 FOLDERS = (b"", b"one", b"two", b"one/three")
@@ -33,7 +35,7 @@ SECONDS = 60
 
 
 class User(threading.Thread):
-    """Does random things to files below a root, and stops between two of them when asked."""
+    """Random operations on files below a root, paused between two of them on request."""
 
     def __init__(self, root: Path, seed: int) -> None:
         super().__init__(daemon=True)
@@ -133,21 +135,12 @@ class User(threading.Thread):
 
 
 def flush(overlay: Overlay) -> None:
-    """As the daemon does before a cut: what the kernel caches reaches the worker."""
+    """Flush the kernel's cached writes to the worker, as the daemon does before a cut."""
     names = b"\0".join(overlay.client.writers())
     helper = subprocess.run(
         [sys.executable, "-I", "-S", flush_helper.__file__, overlay.root], input=names, timeout=SECONDS
     )
     assert helper.returncode == 0
-
-
-def content(repository: Repository, entry: Entry) -> bytes:
-    data = bytearray(entry.size_bytes)
-    blocks = -(-entry.size_bytes // repository.block_size)
-    for index, chunk in repository.block_maps.ids(entry.content, entry.map_height, blocks):
-        part = repository.chunks.get(chunk)
-        data[index * repository.block_size : index * repository.block_size + len(part)] = part
-    return bytes(data)
 
 
 @contextlib.contextmanager
@@ -163,7 +156,7 @@ def users_of(root: Path, seed: int) -> Iterator[list[User]]:
 
 
 def cut_and_look(overlay: Overlay, users: list[User], store: Path) -> tuple[CaptureJob, Manifest]:
-    """The cut, and what the mount showed then."""
+    """Cut, and return the cut with what the mount showed then."""
     for user in users:
         user.pause()
     flush(overlay)
@@ -184,8 +177,8 @@ def cut_and_look(overlay: Overlay, users: list[User], store: Path) -> tuple[Capt
 
 @pytest.mark.mount
 @pytest.mark.parametrize("seed", [1, 2])
-def test_each_snapshot_is_what_the_mount_showed_at_its_cut(short_tmp: Path, seed: int) -> None:
-    """Six snapshots in a row; the first is full, the others follow what changed."""
+def test_each_snapshot_equals_the_mount_at_its_cut(short_tmp: Path, seed: int) -> None:
+    """Each of six successive snapshots, the first one full, holds what the mount showed at its cut."""
     root = short_tmp / "root"
     root.mkdir()
     store = short_tmp / "repository"
@@ -202,7 +195,7 @@ def test_each_snapshot_is_what_the_mount_showed_at_its_cut(short_tmp: Path, seed
                     user.join(0.01)
             job, expected = cut_and_look(overlay, users, store)
             process = subprocess.Popen(
-                [sys.executable, "-m", "ciuic.daemon.capture"],
+                [sys.executable, "-m", "ciuic.daemon.capture.process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(overlay.backing_fd,),
@@ -217,7 +210,5 @@ def test_each_snapshot_is_what_the_mount_showed_at_its_cut(short_tmp: Path, seed
             overlay.client.committed(job.roots[0].epoch)
             with Repository.open(store) as repository:
                 record = repository.snapshots.load(SnapshotId(job.id)).roots[0]
-                found = snapshot_manifest(
-                    repository.trees, lambda entry, r=repository: content(r, entry), record
-                )
+                found = snapshot_manifest(repository.trees, partial(read_file, repository), record)
             assert_same(expected, found)

@@ -1,4 +1,4 @@
-"""What goes wrong in other FUSE file systems, one by one, on a real mount."""
+"""Known faults of other FUSE file systems, each checked on a real mount."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from support.overlay import Overlay, overlay_over
 
-from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer.system import syscalls
 
 pytestmark = pytest.mark.mount
 
-NOBODY = 65534
+ORDINARY_USER = 65534
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def overlay(run_dir: Path) -> Iterator[Overlay]:
 
 @pytest.fixture
 def place(overlay: Overlay, request: pytest.FixtureRequest) -> Path:
-    """An empty directory on the mount, open to everybody."""
+    """Return an empty directory on the mount, writable by everyone."""
     path = overlay.root / request.node.name
     path.mkdir()
     path.chmod(0o777)
@@ -43,11 +43,11 @@ def place(overlay: Overlay, request: pytest.FixtureRequest) -> Path:
 
 
 @contextlib.contextmanager
-def as_nobody(umask: int = 0o022) -> Iterator[None]:
-    """File system operations as an ordinary user."""
+def as_ordinary_user(umask: int = 0o022) -> Iterator[None]:
+    """Run file system operations as an ordinary user."""
     before = os.umask(umask)
-    os.setegid(NOBODY)
-    os.seteuid(NOBODY)
+    os.setegid(ORDINARY_USER)
+    os.seteuid(ORDINARY_USER)
     try:
         yield
     finally:
@@ -56,23 +56,27 @@ def as_nobody(umask: int = 0o022) -> Iterator[None]:
         os.umask(before)
 
 
-def test_what_a_user_creates_belongs_to_him(place: Path) -> None:
-    """Files, directories, links, fifos and devices alike, with the user's umask, and also on the backing file system."""
-    with as_nobody(umask=0o027):
+def test_new_files_belong_to_their_creator(place: Path) -> None:
+    """Files of every kind belong to their creator, with its umask, on the mount and behind it."""
+    with as_ordinary_user(umask=0o027):
         (place / "file").write_text("x")
         (place / "dir").mkdir()
         (place / "link").symlink_to("file")
         os.mkfifo(place / "fifo")
     for name, mode in (("file", 0o640), ("dir", 0o750), ("link", 0o777), ("fifo", 0o640)):
         found = (place / name).lstat()
-        assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (NOBODY, NOBODY, mode), name
+        assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (
+            ORDINARY_USER,
+            ORDINARY_USER,
+            mode,
+        ), name
 
 
 def test_a_setgid_directory_gives_its_group(place: Path) -> None:
-    """What is created in a set-group-id directory gets its group, and directories the bit."""
+    """Files created in a set-group-id directory get its group, and directories also the bit."""
     os.chown(place, 0, 12345)
     place.chmod(0o2777)
-    with as_nobody():
+    with as_ordinary_user():
         (place / "file").write_text("x")
         (place / "dir").mkdir()
     assert (place / "file").stat().st_gid == 12345
@@ -82,7 +86,7 @@ def test_a_setgid_directory_gives_its_group(place: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("setfacl") is None, reason="setfacl is not installed")
 def test_a_default_acl_overrides_the_umask(place: Path, tmp_path: Path) -> None:
-    """As on the backing file system: with a default ACL the umask does not count, and children inherit."""
+    """A default ACL replaces the umask and is inherited by children, as on the backing file system."""
     shown = []
     for directory in (place, tmp_path / "plain"):
         directory.mkdir(exist_ok=True)
@@ -104,19 +108,19 @@ def test_a_default_acl_overrides_the_umask(place: Path, tmp_path: Path) -> None:
 
 
 def test_writing_takes_set_id_bits_away_at_once(place: Path) -> None:
-    """A set-user-id file that its owner, not root, writes to is none any more, for the kernel as well."""
+    """A write by a non-root owner clears a file's set-user-id bit at once, also in the kernel's cache."""
     path = place / "program"
     path.write_text("old")
-    os.chown(path, NOBODY, NOBODY)
+    os.chown(path, ORDINARY_USER, ORDINARY_USER)
     path.chmod(0o6755)
     assert path.stat().st_mode & 0o7777 == 0o6755
-    with as_nobody(), open(path, "r+b", buffering=0) as file:
+    with as_ordinary_user(), open(path, "r+b", buffering=0) as file:
         file.write(b"new")
     assert path.stat().st_mode & 0o7777 == 0o755
 
 
 def test_listings_have_both_dots_and_every_name_once(place: Path) -> None:
-    """A large directory lists . and .. and each name once, while others come and go."""
+    """A listing of a large directory has ., .. and each name once while other names come and go."""
     names = {f"file-{i:05}" for i in range(3000)}
     for name in names:
         (place / name).touch()
@@ -129,7 +133,7 @@ def test_listings_have_both_dots_and_every_name_once(place: Path) -> None:
 
 
 def test_a_listing_goes_on_where_it_was_while_its_files_are_removed(place: Path) -> None:
-    """rm -r style: removing what was listed skips nothing."""
+    """Removing files while listing their directory, as rm -r does, skips no file."""
     for i in range(2500):
         (place / f"{i}").touch()
     seen = 0
@@ -141,8 +145,8 @@ def test_a_listing_goes_on_where_it_was_while_its_files_are_removed(place: Path)
     assert os.listdir(place) == []
 
 
-def test_appends_through_the_write_cache_stay_whole(place: Path, overlay: Overlay) -> None:
-    """Appended records through two handles and dropped page caches: nothing is lost, doubled or moved."""
+def test_cached_appends_are_neither_lost_nor_doubled(place: Path, overlay: Overlay) -> None:
+    """Records appended through two handles, with page caches dropped, are neither lost, doubled nor moved."""
     path = place / "log"
     expected = b""
     with open(path, "ab", buffering=0) as one, open(path, "ab", buffering=0) as two:
@@ -158,7 +162,7 @@ def test_appends_through_the_write_cache_stay_whole(place: Path, overlay: Overla
 
 
 def test_many_files_may_be_known_and_few_descriptors_open(place: Path, overlay: Overlay) -> None:
-    """Knowing thousands of files costs the worker no descriptor each."""
+    """Thousands of known files cost the worker no descriptor each."""
     for i in range(2000):
         (place / f"{i}").write_bytes(b"")
     assert len(os.listdir(f"/proc/{overlay.process.pid}/fd")) < 1500
@@ -167,7 +171,7 @@ def test_many_files_may_be_known_and_few_descriptors_open(place: Path, overlay: 
 
 
 def test_a_removed_file_lives_on_through_its_handle(place: Path) -> None:
-    """Read, write, stat, truncate, map and mode of an open file after its last name is gone."""
+    """An open file can be read, written, truncated, mapped and changed in mode after its removal."""
     path = place / "gone"
     with open(path, "w+b", buffering=0) as file:
         file.write(b"a" * 10000)
@@ -184,7 +188,7 @@ def test_a_removed_file_lives_on_through_its_handle(place: Path) -> None:
 
 
 def test_directories_are_followed_when_they_move(place: Path) -> None:
-    """Handles, working directories and children of a renamed directory are found at once in their new place."""
+    """A renamed directory's handles, working directories and children are found at once in the new place."""
     (place / "a" / "b" / "c").mkdir(parents=True)
     (place / "a" / "b" / "c" / "file").write_text("1")
     inside = os.open(place / "a" / "b", os.O_RDONLY | os.O_DIRECTORY)
@@ -200,7 +204,7 @@ def test_directories_are_followed_when_they_move(place: Path) -> None:
 
 
 def test_paths_longer_than_path_max(place: Path) -> None:
-    """A tree deeper than 4,096 bytes of path is made, written, listed and removed."""
+    """A tree deeper than 4,096 bytes of path can be made, written, listed and removed."""
     fds = [os.open(place, os.O_RDONLY | os.O_DIRECTORY)]
     name = "d" * 200
     for _ in range(40):
@@ -217,7 +221,7 @@ def test_paths_longer_than_path_max(place: Path) -> None:
 
 
 def test_a_working_directory_below_path_max(place: Path) -> None:
-    """chdir by chdir, deeper than any path may be long: the shell's way back, relative names and .. work there."""
+    """Relative names, getcwd and .. work in a working directory deeper than PATH_MAX."""
     program = """
 import os, sys
 os.chdir(sys.argv[1])
@@ -235,7 +239,7 @@ os.rmdir("d" * 255)
 
 
 def test_sparse_files(place: Path, overlay: Overlay) -> None:
-    """A byte a terabyte away takes a block; the hole reads as zeros; size and content follow truncation both ways."""
+    """A byte a terabyte away takes one block, the hole reads as zeros, and truncation works both ways."""
     path = place / "sparse"
     with open(path, "w+b", buffering=0) as file:
         file.write(b"start")
@@ -253,7 +257,10 @@ def test_sparse_files(place: Path, overlay: Overlay) -> None:
 
 
 def test_as_large_as_a_file_can_be(place: Path, tmp_path: Path, overlay: Overlay) -> None:
-    """truncate and a write far out cost the worker nothing, also while an epoch is pending, however large the file says it is."""
+    """Truncation and a write far out cost the worker no memory, whatever size the file reports.
+
+    Also while an epoch is pending.
+    """
     for shift in range(62, 30, -1):
         with contextlib.suppress(OSError), open(tmp_path / "plain", "wb") as file:
             file.truncate(1 << shift)
@@ -270,11 +277,15 @@ def test_as_large_as_a_file_can_be(place: Path, tmp_path: Path, overlay: Overlay
         assert path.read_bytes() == b"start\0\0"
         overlay.client.committed(cut.epoch)
     memory = Path(f"/proc/{overlay.process.pid}/status").read_text().partition("VmHWM:")[2].split()[0]
-    assert int(memory) < 400_000  # KiB; a bit for each block of 16 TiB would be 512 MiB
+    # In KiB. One bit for each block of 16 TiB would take 512 MiB.
+    assert int(memory) < 400_000
 
 
 def test_a_file_that_is_open_is_replaced(place: Path) -> None:
-    """rename over an open file: the handle keeps the old one, the name the new one, whose link count and number it shows."""
+    """Handles keep the old file after a rename over it, and the name has the new one.
+
+    The link count and inode number follow.
+    """
     (place / "one").write_text("old")
     (place / "two").write_text("new")
     with open(place / "one", "r+b", buffering=0) as old:
@@ -289,8 +300,11 @@ def test_a_file_that_is_open_is_replaced(place: Path) -> None:
 
 
 def test_access_times(place: Path, tmp_path: Path) -> None:
-    """Set, omitted and set to now as on a plain directory; a first read of what is not cached moves it as there (relatime);
-    O_NOATIME does not."""
+    """Access and modification times behave as on a plain directory.
+
+    Times that are set, omitted or set to now; a first uncached read (relatime); O_NOATIME leaves the access
+    time alone.
+    """
     seen = []
     for folder in (place, tmp_path):
         path = folder / "file"
@@ -314,7 +328,7 @@ def test_access_times(place: Path, tmp_path: Path) -> None:
 
 
 def test_special_files_work(place: Path) -> None:
-    """A fifo carries data, a socket connections, a device node reaches its driver."""
+    """A fifo carries data, a socket accepts connections, and a device node reaches its driver."""
     os.mkfifo(place / "fifo")
     writer = threading.Thread(target=lambda: (place / "fifo").write_text("through"))
     writer.start()
@@ -324,7 +338,8 @@ def test_special_files_work(place: Path) -> None:
     with open(place / "null", "wb", buffering=0) as null:
         assert null.write(b"swallowed") == 9
     with socket.socket(socket.AF_UNIX) as server, socket.socket(socket.AF_UNIX) as client:
-        fd = os.open(place, os.O_PATH)  # unix socket paths end at 107 bytes
+        # Unix socket paths end at 107 bytes.
+        fd = os.open(place, os.O_PATH)
         server.bind(f"/proc/self/fd/{fd}/sock")
         server.listen()
         client.connect(f"/proc/self/fd/{fd}/sock")
@@ -332,7 +347,7 @@ def test_special_files_work(place: Path) -> None:
 
 
 def test_direct_io(place: Path) -> None:
-    """O_DIRECT writes and reads of a whole page, mixed with cached ones, agree."""
+    """O_DIRECT writes and reads of whole pages agree with cached ones."""
     path = place / "direct"
     buffer = mmap.mmap(-1, 8192)
     buffer.write(b"d" * 8192)
@@ -349,7 +364,10 @@ def test_direct_io(place: Path) -> None:
 
 
 def test_a_file_that_is_written_has_blocks(place: Path) -> None:
-    """Archivers take a file without blocks for a hole: while it is written it has some, and afterwards its own."""
+    """A file that is being written reports blocks, so that archivers do not take it for a hole.
+
+    Closed, it reports its own number.
+    """
     path = place / "growing"
     with open(path, "wb", buffering=0) as file:
         file.write(b"x" * 1_000_000)
@@ -358,7 +376,7 @@ def test_a_file_that_is_written_has_blocks(place: Path) -> None:
 
 
 def test_link_counts_are_the_jobs_own(place: Path, overlay: Overlay) -> None:
-    """Links that keep removed files for a pending epoch are not shown to the job, nor is the state directory counted."""
+    """Link counts leave out the links that keep removed files for epochs, and the state directory."""
     (place / "file").write_text("1")
     os.link(place / "file", place / "second")
     overlay.client.cut()
@@ -371,7 +389,7 @@ def test_link_counts_are_the_jobs_own(place: Path, overlay: Overlay) -> None:
 
 
 def test_everything_that_a_returned_write_wrote_is_in_the_cut(place: Path, overlay: Overlay) -> None:
-    """After open and close through the mount of what ``writers`` names, a cut finds written bytes on the backing side."""
+    """A cut finds on the backing side every byte written before it to files that ``writers`` names."""
     with open(place / "open", "wb", buffering=0) as file:
         file.write(b"w" * 300_000)
         for name in overlay.client.writers():
@@ -379,3 +397,40 @@ def test_everything_that_a_returned_write_wrote_is_in_the_cut(place: Path, overl
         cut = overlay.client.cut()
         assert (overlay.backing / place.name / "open").read_bytes() == b"w" * 300_000
         overlay.client.committed(cut.epoch)
+
+
+@pytest.mark.parametrize("size_bytes", [3, 20 << 20], ids=["small", "swapped"])
+@pytest.mark.parametrize("pending", [False, True], ids=["alone", "pending"])
+def test_read_only_open_that_truncates(
+    place: Path, overlay: Overlay, size_bytes: int, pending: bool, request: pytest.FixtureRequest
+) -> None:
+    """An open with O_RDONLY | O_TRUNC empties the file, as on Linux; without permission it is refused."""
+    path = place / request.node.callspec.id
+    path.write_bytes(b"x" * size_bytes)
+    path.chmod(0o644)
+    if pending:
+        overlay.client.cut()
+    with as_ordinary_user(), pytest.raises(PermissionError):
+        os.open(path, os.O_RDONLY | os.O_TRUNC)
+    assert path.stat().st_size == size_bytes
+    fd = os.open(path, os.O_RDONLY | os.O_TRUNC)
+    try:
+        assert os.fstat(fd).st_size == 0
+        path.write_bytes(b"new")
+        assert os.pread(fd, 9, 0) == b"new"
+    finally:
+        os.close(fd)
+        for epoch in overlay.client.status().pending:
+            overlay.client.committed(epoch)
+    assert (overlay.backing / place.name / path.name).read_bytes() == b"new"
+
+
+def test_trusted_attributes_are_invisible_to_users(place: Path) -> None:
+    """Names and values of trusted attributes are visible only with CAP_SYS_ADMIN, as on any file system."""
+    path = place / "file"
+    path.touch()
+    os.setxattr(path, "trusted.ciuic", b"1")
+    os.setxattr(path, "user.ciuic", b"2")
+    assert sorted(os.listxattr(path)) == ["trusted.ciuic", "user.ciuic"]
+    with as_ordinary_user():
+        assert os.listxattr(path) == ["user.ciuic"]

@@ -1,7 +1,7 @@
-"""The same operations on a plain directory and through the mount: results, errnos, attributes and contents agree.
+"""The same operations on a plain directory and through the mount have the same results and errnos.
 
-Runs as several users and umasks, with open handles, removed files, hard links and mappings. What the two sides are
-allowed to differ in is listed in docs/conformance.md and nowhere masked here except for times that nobody set.
+Runs as several users and umasks, with open handles, removed files, hard links and mappings. The allowed
+differences are listed in docs/conformance.md; nothing is masked here except times that no call set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.overlay import Overlay, overlay_over
+from support.overlay import Overlay, plain_and_overlay
 from support.sides import SLOTS, Side, outcome, tree
 
 pytestmark = pytest.mark.mount
@@ -38,7 +38,7 @@ NAMES = [
 PATHS = st.sampled_from(NAMES)
 USERS = st.sampled_from([0, 0, 0, 65534])
 UMASKS = st.sampled_from([0, 0o022, 0o027])
-"""None that takes group execution alone: set-group-id without it is a matter of its own (docs/conformance.md)."""
+"""Umasks that leave group execution alone: set-group-id without it is documented in docs/conformance.md."""
 MODES = st.sampled_from([0o644, 0o600, 0o777, 0o000, 0o4755, 0o2755, 0o6777, 0o1777, 0o444])
 SIZES = st.sampled_from([0, 1, 100, 4095, 4096, 4097, 10_000, 300_000])
 DATA = st.binary(min_size=0, max_size=40).map(lambda piece: piece * 300)
@@ -63,7 +63,7 @@ XATTRS = st.sampled_from(["user.one", "user.two", "trusted.three"])
 
 
 class Op(NamedTuple):
-    """One operation: what, and its arguments."""
+    """Operation and its arguments."""
 
     what: str
     args: tuple[Any, ...]
@@ -129,8 +129,8 @@ OPS = st.one_of(
 
 
 @contextlib.contextmanager
-def _as(uid: int, umask: int) -> Iterator[None]:
-    """Effective user and group ``uid``, as the file systems see them."""
+def _as_user(uid: int, umask: int) -> Iterator[None]:
+    """Set effective user and group to ``uid``, as the file systems see them."""
     before = os.umask(umask)
     os.setegid(uid)
     os.seteuid(uid)
@@ -145,18 +145,14 @@ def _as(uid: int, umask: int) -> Iterator[None]:
 def _outcome(side: Side, op: Op) -> tuple[str, Any]:
     # Writing as root keeps set-id bits on a plain file system and loses them here (docs/conformance.md).
     uid = 65534 if op.what in WRITES else op.uid
-    with _as(uid, op.umask):
+    with _as_user(uid, op.umask):
         return outcome(side, op.what, op.args)
 
 
 @pytest.fixture(scope="module")
 def sides(run_dir: Path) -> Iterator[tuple[Path, Overlay]]:
-    run_dir.chmod(0o711)  # other users than root must reach both sides
-    plain, root = run_dir / "plain", run_dir / "root"
-    plain.mkdir()
-    root.mkdir()
-    with overlay_over(root, run_dir / "differential.sock") as overlay:
-        yield plain, overlay
+    with plain_and_overlay(run_dir, "differential") as both:
+        yield both
 
 
 _case = iter(range(1 << 30))
@@ -189,7 +185,8 @@ def _compare(
     after = tree(expected.top)
     assert tree(actual.top) == after
     for epoch in overlay.client.status().pending:
-        overlay.client.committed(epoch)  # while one is pending, what it needs is kept alive by links of ours
+        # A pending epoch keeps the files it needs alive by links of its own.
+        overlay.client.committed(epoch)
     # Closing has written everything back: the backing directory is complete and ordinary.
     assert tree(os.fspath(overlay.backing / case)) == after
 
@@ -202,7 +199,7 @@ def _compare(
 def test_cuts_and_pending_epochs_change_nothing_for_the_job(
     sides: tuple[Path, Overlay], ops: list[Op], cuts: list[int], commits: list[int]
 ) -> None:
-    """With epochs cut, pending, committed and given up between the operations, the job sees a plain directory still."""
+    """The job still sees a plain directory with epochs cut, pending, committed and abandoned meanwhile."""
     plain, overlay = sides
     client = overlay.client
 

@@ -1,5 +1,8 @@
-"""Nothing in a snapshot is later than its cut, unless it says so: writers that pass the overlay by, on a real mount with the real
-capture process, on a file system that shares extents and on one that does not."""
+"""Nothing in a snapshot is later than its cut unless it is marked.
+
+Writers that bypass the overlay, on a real mount with the real capture process, on a file system that shares
+extents and on one that does not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from support.driver import PASSES
 from support.overlay import Overlay, overlay_over
 from support.small_disks import missing, small_disk
 
-from ciuic.fuse_layer.instant import MAX_COPIED_BYTES
+from ciuic.fuse_layer.cut.instant import MAX_COPIED_BYTES
 from ciuic.repository import Repository
 
 pytestmark = [
@@ -57,7 +60,7 @@ def overlay(disk: Path, short_tmp: Path) -> Iterator[Overlay]:
 
 
 class Cuts:
-    """Cuts of one overlay; each is captured by what it returns, after the job has gone on."""
+    """Cuts of one overlay; the returned function captures each after the job has gone on."""
 
     def __init__(self, overlay: Overlay, store: Path) -> None:
         self._overlay, self._store = overlay, store
@@ -73,8 +76,11 @@ def cut(overlay: Overlay, short_tmp: Path) -> Cuts:
 
 
 @pytest.mark.parametrize("name", ["MANIFEST-000005", "unknown"])
-def test_a_manifest_names_only_what_the_snapshot_has(overlay: Overlay, cut: Cuts, name: str) -> None:
-    """As RocksDB does: table files are written, synced, closed, and then named in a log that is open for life."""
+def test_a_manifest_names_only_files_of_its_snapshot(overlay: Overlay, cut: Cuts, name: str) -> None:
+    """A manifest in a snapshot names only files that the snapshot has.
+
+    As RocksDB writes: table files are written, synced and closed, then named in a log that stays open.
+    """
     manifest = os.open(overlay.root / name, FRESH)
     number = 0
 
@@ -98,8 +104,8 @@ def test_a_manifest_names_only_what_the_snapshot_has(overlay: Overlay, cut: Cuts
     os.close(manifest)
 
 
-def test_a_short_file_has_what_it_had_whatever_its_writer_does(overlay: Overlay, cut: Cuts) -> None:
-    """Written over, cut short, lengthened, removed after the cut."""
+def test_a_short_file_keeps_its_content_of_the_cut(overlay: Overlay, cut: Cuts) -> None:
+    """A short file keeps its content of the cut when changed or removed afterwards."""
     names = ("over", "short", "long", "gone")
     with ExitStack() as stack:
         fds = {}
@@ -120,7 +126,7 @@ def test_a_short_file_has_what_it_had_whatever_its_writer_does(overlay: Overlay,
 def test_a_long_file_is_held_where_it_stays_and_marked_where_it_does_not(
     overlay: Overlay, cut: Cuts, then: str
 ) -> None:
-    """Too long to be copied: proved by size and times, or cut off at the length that it had, and marked."""
+    """A file too long to copy is proved unchanged by size and times, or truncated and marked."""
     fd = os.open(overlay.root / "checkpoint", FRESH)
     first = b"first..\n" * (LONG // 8)
     os.write(fd, first)
@@ -133,7 +139,8 @@ def test_a_long_file_is_held_where_it_stays_and_marked_where_it_does_not(
     os.close(fd)
     assert found.is_open
     assert len(found.content) == LONG
-    if then == "nothing" or found.held:  # a clone, made before anything changed
+    # A clone, made before anything changed.
+    if then == "nothing" or found.held:
         assert found.content == first
         assert found.held
     else:
@@ -143,8 +150,8 @@ def test_a_long_file_is_held_where_it_stays_and_marked_where_it_does_not(
     assert cut()()[b"checkpoint"].held
 
 
-def test_a_mapping_beside_a_reader(overlay: Overlay, cut: Cuts) -> None:
-    """Stored to a mapping and synced, then written to another file: both at one instant, or marked."""
+def test_a_mapping_of_a_file_that_is_also_read(overlay: Overlay, cut: Cuts) -> None:
+    """A mapped, synced file and a file written after it are of one instant in the snapshot, or marked."""
     for name in ("a", "b"):
         (overlay.root / name).write_bytes(bytes(PAGE))
     with (
@@ -164,12 +171,13 @@ def test_a_mapping_beside_a_reader(overlay: Overlay, cut: Cuts) -> None:
             assert files[b"b"].content[0] == number
             assert files[b"a"].content[0] == number
             assert files[b"a"].held
-            mapping[1] = number  # not written out: nothing tells of the next store
+            # Not written back: nothing reports the next store.
+            mapping[1] = number
             assert not cut()()[b"a"].held
 
 
 def test_a_long_log_is_held_because_every_write_is_seen(overlay: Overlay, cut: Cuts) -> None:
-    """A name of the rules: whatever its length, and however its writer goes on."""
+    """A log that matches the rules is exact at the cut whatever its length and its writer's next calls."""
     fd = os.open(overlay.root / "000004.log", FRESH)
     first = b"first..\n" * (LONG // 8)
     for at in range(0, len(first), 1 << 20):
@@ -182,9 +190,8 @@ def test_a_long_log_is_held_because_every_write_is_seen(overlay: Overlay, cut: C
 
 
 @pytest.mark.parametrize("name", ["data.mdb", "learned"])
-def test_a_mapping_whose_file_a_reader_had_first(overlay: Overlay, cut: Cuts, name: str) -> None:
-    """A database by its name, or once it was found out: what a program stores is in a cut after it was synced, and not before, and
-    the file is held."""
+def test_a_mapping_of_a_file_that_a_reader_opened_first(overlay: Overlay, cut: Cuts, name: str) -> None:
+    """A mapped file under the rules, or a detected one, has in a cut exactly what was synced before."""
     path = overlay.root / name
     path.write_bytes(bytes(2 * PAGE))
     if name == "learned":
@@ -216,8 +223,8 @@ for line in sys.stdin:
 """
 
 
-def test_a_successor_holds_what_its_predecessor_had_open(overlay: Overlay, cut: Cuts) -> None:
-    """The worker is killed under a writer that passes it by: the next cut is as exact as the last."""
+def test_a_successor_protects_files_open_under_its_predecessor(overlay: Overlay, cut: Cuts) -> None:
+    """The next cut after a kill of the worker under a bypassing writer is as exact as the last."""
     overlay.keep_session()
     with subprocess.Popen(
         [sys.executable, "-c", _WRITER, os.fspath(overlay.root / "unknown")],

@@ -33,7 +33,7 @@ def overlay(short_tmp: Path) -> Iterator[Overlay]:
 
 
 def test_every_pair_of_opens_works(overlay: Overlay) -> None:
-    """Whatever was opened first and is still open, and whatever was mapped through it, a second open never fails."""
+    """A second open never fails, whatever was opened first, is still open, or was mapped through it."""
     for number, first in enumerate(FLAGS):
         for second in FLAGS:
             path = overlay.root / f"file{number}-{FLAGS.index(second)}"
@@ -51,7 +51,7 @@ def test_every_pair_of_opens_works(overlay: Overlay) -> None:
 
 
 def test_random_opens_of_few_files(overlay: Overlay) -> None:
-    """Hundreds of opens, closes, writes and mappings of three files, in any order: no error, and one content for all."""
+    """Hundreds of random opens, closes, writes and mappings of three files give one content and no error."""
     rng = random.Random(4)
     paths = [overlay.root / name for name in "abc"]
     contents = {}
@@ -95,8 +95,8 @@ def _use(path: Path, fd: int, flags: int, content: bytearray, byte: int, at: int
 
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_TRUNC])
-def test_a_mapping_beside_a_passthrough_open_is_in_the_next_snapshot(overlay: Overlay, flags: int) -> None:
-    """A read-write open that joins the family, mapped, closed, written through the mapping: the epoch after a cut has it."""
+def test_stores_of_a_mapping_that_joins_a_passthrough_open_are_captured(overlay: Overlay, flags: int) -> None:
+    """Stores through a mapping that joined a passthrough open are in the epoch after the cut."""
     path = overlay.root / "file"
     path.write_bytes(bytes(BLOCK))
     before = os.open(path, flags)
@@ -107,7 +107,8 @@ def test_a_mapping_beside_a_passthrough_open_is_in_the_next_snapshot(overlay: Ov
         overlay.client.committed(overlay.client.cut().epoch)
         mapping[5] = 7
         if not overlay.client.status().passthrough:
-            mapping.flush()  # the kernel's cache of ours is written back some time, and before a cut
+            # The kernel writes our cached pages back at some time, and always before a cut.
+            mapping.flush()
         assert overlay.client.status().dirty_bytes >= BLOCK
         mapping.flush()
     os.close(before)

@@ -1,7 +1,7 @@
-"""Limits of the file system behind and of the process: what is refused on a plain directory is refused with the same errno.
+"""Limits of the backing file system and of the process: refusals have the errno of a plain directory.
 
-With the kernel's write cache a full disk may be reported by fsync or close in place of write (docs/conformance.md); what is
-compared of writes is therefore the first errno up to and with close.
+With the kernel's write cache a full disk may be reported by fsync or close in place of write
+(docs/conformance.md); for writes the first errno up to and including close is compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Call = Callable[[Path], Any]
 
 
 def _errno_of(call: Call, top: Path) -> Any:
-    """What the call returns, or the name of its errno."""
+    """Return the call's result, or the name of its errno."""
     try:
         return call(top)
     except OSError as error:
@@ -38,7 +38,7 @@ def _errno_of(call: Call, top: Path) -> Any:
 
 
 def _write_all(path: Path, size: int) -> None:
-    """Writes and syncs; raises the first error, that of close included, and removes nothing."""
+    """Write and sync; raise the first error, that of close included, and remove nothing."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         for at in range(0, size, len(PIECE)):
@@ -63,7 +63,7 @@ def disk(run_dir: Path) -> Iterator[Disk]:
 
 @pytest.fixture
 def sides(disk: Disk, run_dir: Path) -> Iterator[tuple[Path, Overlay]]:
-    """A plain directory and a mount on one small disk, empty before and after."""
+    """Provide a plain directory and a mount on one small disk, empty before and after."""
     plain, root = disk.point / "plain", disk.point / "root"
     for top in (plain, root):
         top.mkdir()
@@ -108,7 +108,7 @@ _CHANGES: list[tuple[str, Call]] = [
 ]
 _NAMES = [name for name, _ in _CHANGES]
 _KNOWN_WHEN_READ_ONLY = [("unlink-absent", "EROFS", "ENOENT"), ("access", False, True)]
-"""The mount itself stays writable, so what asks it alone does not hear of it (docs/conformance.md)."""
+"""Calls that only ask the mount, which stays writable itself, do not see EROFS (docs/conformance.md)."""
 
 
 def _values(results: list[tuple[str, Any]]) -> list[Any]:
@@ -116,12 +116,12 @@ def _values(results: list[tuple[str, Any]]) -> list[Any]:
 
 
 def _do_all(top: Path) -> list[tuple[str, Any]]:
-    """Each change by itself, on what the ones before have left."""
+    """Make each change by itself, on what the previous ones have left."""
     return [(name, _errno_of(change, top)) for name, change in _CHANGES]
 
 
 def test_a_read_only_file_system(disk: Disk, sides: tuple[Path, Overlay]) -> None:
-    """Behind the mount it is made read-only and writable again: every change answers EROFS, or what it answers on plain files."""
+    """Every change on a read-only backing file system answers EROFS, or what it answers on plain files."""
     plain, overlay = sides
     for top in (plain, overlay.root):
         _furnish(top)
@@ -141,7 +141,7 @@ def test_a_read_only_file_system(disk: Disk, sides: tuple[Path, Overlay]) -> Non
 
 
 def test_a_full_disk(disk: Disk, sides: tuple[Path, Overlay]) -> None:
-    """Without a free block every change answers as on plain files, and with space again everything works."""
+    """Every change on a full disk answers as on plain files, and with space again everything works."""
     plain, overlay = sides
     for top in (plain, overlay.root):
         _furnish(top)
@@ -159,7 +159,7 @@ def test_a_full_disk(disk: Disk, sides: tuple[Path, Overlay]) -> None:
 
 
 def test_no_inodes(disk: Disk, sides: tuple[Path, Overlay]) -> None:
-    """What needs an inode answers ENOSPC, as on plain files, and everything else goes on."""
+    """Calls that need an inode on a disk without any answer ENOSPC; others work, as on plain files."""
     plain, overlay = sides
     for top in (plain, overlay.root):
         _furnish(top)
@@ -178,8 +178,10 @@ def test_no_inodes(disk: Disk, sides: tuple[Path, Overlay]) -> None:
 
 @pytest.mark.skipif(DRIVER == "pyfuse3", reason="its sessions end with their worker")
 def test_a_session_is_handed_over_on_a_full_disk(disk: Disk, sides: tuple[Path, Overlay]) -> None:
-    """Tracking that cannot be written down is lost, and nothing else: the successor serves what the job has open, and counts
-    what changed from its own beginning."""
+    """A session handed over on a full disk loses only the tracking that could not be written.
+
+    The successor serves the job's open files and tracks changes from its own start.
+    """
     _, overlay = sides
     root = overlay.root
     _furnish(root)
@@ -208,7 +210,10 @@ def test_a_session_is_handed_over_on_a_full_disk(disk: Disk, sides: tuple[Path, 
 
 
 def test_file_size_limit_of_a_process(sides: tuple[Path, Overlay]) -> None:
-    """RLIMIT_FSIZE: a write up to it is cut short, beyond it EFBIG and SIGXFSZ; truncation too; others are not limited."""
+    """Writes under RLIMIT_FSIZE are cut short up to the limit; one beyond it gives EFBIG and SIGXFSZ.
+
+    Other processes are not limited.
+    """
     limit = 10_000
     seen = []
     for top in (sides[0], sides[1].root):
@@ -241,7 +246,7 @@ def test_file_size_limit_of_a_process(sides: tuple[Path, Overlay]) -> None:
 
 
 def test_a_size_that_the_file_system_cannot_have(sides: tuple[Path, Overlay]) -> None:
-    """truncate(2) beyond the largest file of the file system behind answers EFBIG and changes nothing."""
+    """A truncate(2) beyond the backing file system's largest file size answers EFBIG and changes nothing."""
     for size in (1 << 44, (1 << 63) - 1):
         seen = []
         for top in (sides[0], sides[1].root):
@@ -256,14 +261,15 @@ def test_a_size_that_the_file_system_cannot_have(sides: tuple[Path, Overlay]) ->
 
 
 def test_as_many_links_as_the_file_system_allows(sides: tuple[Path, Overlay]) -> None:
-    """Up to the largest link count links are made and counted, then EMLINK; one removed makes room for one."""
+    """Links can be made up to the largest link count, then give EMLINK; removing one makes room for one."""
     plain, overlay = sides
     seen = []
     for top, below in ((plain, plain), (overlay.root, overlay.backing)):
         links = below / "links"
         links.mkdir()
         (below / "f").touch()
-        for number in range(64_990):  # beside the mount: one by one through it would take half a minute
+        # Made beside the mount: one by one through it they would take half a minute.
+        for number in range(64_990):
             os.link(below / "f", links / str(number))
         results = [_errno_of(lambda top, n=n: os.link(top / "f", top / f"more-{n}"), top) for n in range(15)]  # type: ignore[misc]
         counts = [(top / "f").stat().st_nlink]
@@ -277,7 +283,7 @@ def test_as_many_links_as_the_file_system_allows(sides: tuple[Path, Overlay]) ->
 
 
 def test_a_quota(run_dir: Path) -> None:
-    """Beyond the quota of a btrfs qgroup, writing answers EDQUOT on both sides, and below it everything works."""
+    """Writes beyond the quota of a btrfs qgroup answer EDQUOT on both sides, and below it all works."""
     needs("" if shutil.which("mkfs.btrfs") else "mkfs.btrfs is not installed")
     place = run_dir / "quota"
     (place / "disk").mkdir(parents=True)

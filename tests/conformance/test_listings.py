@@ -1,4 +1,4 @@
-"""Directories that are listed while they change: positions stay valid, and nothing that stayed is lost or doubled."""
+"""Directories that are listed while they change: positions stay valid, unchanged names are listed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.overlay import Overlay, overlay_over
 pytestmark = pytest.mark.mount
 
 NAMES = 250
-"""More than one reply of the kernel and one buffer of libc hold, at these lengths."""
+"""More names than one reply of the kernel and one buffer of libc hold, at these lengths."""
 OPS = st.lists(
     st.one_of(
         st.tuples(st.just("read"), st.integers(1, 120)),
@@ -50,7 +50,7 @@ def _name(number: int) -> str:
 
 
 class Reader:
-    """A stream, and what may be expected of it."""
+    """A directory stream and the entries expected from it."""
 
     def __init__(self, listing: Listing, present: set[str]) -> None:
         self._listing = listing
@@ -99,15 +99,17 @@ class Reader:
 def test_positions_and_entries_while_the_directory_changes(
     overlay: Overlay, ops: list[tuple[str, int]]
 ) -> None:
-    """Read in pieces, marked, sought and rewound while names come, go, are replaced and renamed: each name that stayed is
-    listed once, from every position that was marked, with its inode number and type; nothing is listed that never was."""
+    """A directory read, marked, sought and rewound while names change lists unchanged names once.
+
+    From every marked position, with its inode number and type; a name that never existed is never listed.
+    """
     _list_while_changing(overlay.root, ops)
 
 
 @settings(max_examples=3)
 @given(ops=OPS)
 def test_a_plain_directory_keeps_as_much(run_dir: Path, ops: list[tuple[str, int]]) -> None:
-    """The file system behind passes the same test: no more is asked of the mount than of it."""
+    """The backing file system passes the same test: no more is asked of the mount than of it."""
     _list_while_changing(run_dir / "listings-plain", ops)
 
 
@@ -142,7 +144,7 @@ def _list_while_changing(top: Path, ops: list[tuple[str, int]]) -> None:
 
 
 def _change(folder: Path, what: str, how: int, step: int, present: set[str]) -> list[str]:
-    """Change one name; the names that did not stay."""
+    """Change one name; return the names that did not stay."""
     name, new = _name(how), f"new-{how}-{step}"
     path = folder / name
     if what == "create":

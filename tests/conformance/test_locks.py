@@ -1,4 +1,4 @@
-"""Locks: flock, fcntl and open-file-description locks of several processes, on the mount and on a plain directory."""
+"""Locks of flock, fcntl and open file descriptions between processes, on a mount and a plain directory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.actor import ALICE, BOB, ROOT, Actor
-from support.overlay import Overlay, overlay_over
+from support.overlay import Overlay, plain_and_overlay
 
 pytestmark = pytest.mark.mount
 
@@ -31,7 +31,7 @@ SLOT = st.integers(0, 2)
 
 
 class Op(NamedTuple):
-    """One operation of one process."""
+    """Operation of one process."""
 
     actor: int
     what: str
@@ -58,12 +58,8 @@ OPS = st.one_of(
 
 @pytest.fixture(scope="module")
 def sides(run_dir: Path) -> Iterator[tuple[Path, Overlay]]:
-    run_dir.chmod(0o711)
-    plain, root = run_dir / "locks-plain", run_dir / "locks"
-    plain.mkdir()
-    root.mkdir()
-    with overlay_over(root, run_dir / "locks.sock") as overlay:
-        yield plain, overlay
+    with plain_and_overlay(run_dir, "locks") as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +84,7 @@ def _tops(sides: tuple[Path, Overlay]) -> list[Path]:
 def test_locks_are_granted_and_refused_alike(
     sides: tuple[Path, Overlay], actors: list[Actor], ops: list[Op]
 ) -> None:
-    """Granted, refused with the same errno, found by F_GETLK with range and holder, and given up by close: as on plain files."""
+    """Locks are granted, refused, reported by F_GETLK and released by close as on plain files."""
     tops = _tops(sides)
     try:
         for step, op in enumerate(ops):
@@ -100,7 +96,7 @@ def test_locks_are_granted_and_refused_alike(
 
 
 def _wait_until_waiting(actor: Actor) -> None:
-    """Until the kernel lists the process among those that wait for a lock (proc_locks(5))."""
+    """Wait until the kernel lists the process among those that wait for a lock (proc_locks(5))."""
     for _ in range(6000):
         waiting = (line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" in line)
         if any(fields[5] == str(actor.pid) for fields in waiting):
@@ -110,19 +106,20 @@ def _wait_until_waiting(actor: Actor) -> None:
 
 
 def test_a_lock_that_is_waited_for(sides: tuple[Path, Overlay], actors: list[Actor]) -> None:
-    """Whoever waits for a lock gets it when it is given up, also when its holder dies; a deadlock is EDEADLK for one."""
-    whole = (fcntl.F_WRLCK, 0, 0)
+    """A waiting process gets the lock when its holder releases it or dies; a deadlock gives one EDEADLK."""
+    whole_file = (fcntl.F_WRLCK, 0, 0)
     for top in _tops(sides):
         one, two = actors[1], actors[2]
         for actor in (one, two):
             assert actor.do(top, "open", ("a", os.O_RDWR | os.O_CREAT, 0o666, 0), umask=0)[0] == "done"
-        assert one.do(top, "lock", (0, *whole, False)) == ("done", None)
-        two.start(top, "lock_waiting", (0, *whole))
+        assert one.do(top, "lock", (0, *whole_file, False)) == ("done", None)
+        two.start(top, "lock_waiting", (0, *whole_file))
         _wait_until_waiting(two)
         assert one.do(top, "lock", (0, fcntl.F_UNLCK, 0, 0, False)) == ("done", None)
         assert two.result() == ("done", None)
 
-        # two holds byte 0 and more; let it keep bytes 0 to 9, and one bytes 10 to 19, and each want the other's.
+        # Process two holds byte 0 and more; let it keep bytes 0 to 9 and one bytes 10 to 19, and each want
+        # the other's.
         assert two.do(top, "lock", (0, fcntl.F_UNLCK, 10, 0, False)) == ("done", None)
         assert one.do(top, "lock", (0, fcntl.F_WRLCK, 10, 10, False)) == ("done", None)
         one.start(top, "lock_waiting", (0, fcntl.F_WRLCK, 0, 10))
@@ -136,9 +133,9 @@ def test_a_lock_that_is_waited_for(sides: tuple[Path, Overlay], actors: list[Act
 
         with Actor(ALICE) as mortal:
             mortal.do(top, "open", ("b", os.O_RDWR | os.O_CREAT, 0o666, 0), umask=0)
-            assert mortal.do(top, "lock", (0, *whole, False)) == ("done", None)
+            assert mortal.do(top, "lock", (0, *whole_file, False)) == ("done", None)
             assert one.do(top, "open", ("b", os.O_RDWR, 0, 1))[0] == "done"
-            one.start(top, "lock_waiting", (1, *whole))
+            one.start(top, "lock_waiting", (1, *whole_file))
             _wait_until_waiting(one)
             mortal.kill(signal.SIGKILL)
             assert one.result() == ("done", None)

@@ -1,5 +1,7 @@
-"""Every directory of a snapshot is one moment of its writer's history, all writers' at one instant: a short run of what
-`make torture ARGS=oracle` does for long."""
+"""Every directory of a snapshot is one moment of its writer's history, all writers' at one instant.
+
+A short run of `make torture ARGS=oracle`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ CUTS = 4
     ],
 )
 def test_snapshots_under_four_writers(kind: str, short_tmp: Path) -> None:
-    """On a file system that shares extents and on one that does not."""
+    """Snapshots under four writers pass the oracle, on file systems with and without shared extents."""
     with small_disk(short_tmp, kind) as disk:
         (disk / "root").mkdir()
         (short_tmp / "logs").mkdir()
@@ -51,7 +53,7 @@ def test_snapshots_under_four_writers(kind: str, short_tmp: Path) -> None:
 
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
-    """Of a hundred steps, each of which took from 10 n to 10 n + 5 nanoseconds."""
+    """A log of a hundred steps, step n from nanosecond 10 n to 10 n + 5."""
     path = tmp_path / "log"
     path.write_bytes(b"".join(_STAMP.pack(10 * number, 10 * number + 5) for number in range(100)))
     return path
@@ -65,19 +67,20 @@ def view(seed: int, count: int) -> dict[str, Found]:
 
 
 def test_the_oracle_knows_a_moment_from_a_mixture(log: Path) -> None:
-    """What was there after 50 steps is one; with one file of 20 steps later it is none, unless that file is marked."""
+    """The oracle accepts the state after 50 steps, and rejects one unmarked file of 20 steps later."""
     now, later = view(7, 50), view(7, 70)
     assert Oracle(7, log).judge(now, 480, 520).spans
     mixed = next(name for name in now if name in later and now[name] != later[name])
     wrong = now | {mixed: later[mixed]}
     assert not Oracle(7, log).judge(wrong, 480, 520).spans
     assert Oracle(7, log).judge(wrong | {mixed: later[mixed]._replace(lag_ms=5)}, 480, 520).spans
-    assert not Oracle(7, log).judge(later, 480, 520).spans  # a moment, and not of this cut
+    # A moment, but not the one of this cut.
+    assert not Oracle(7, log).judge(later, 480, 520).spans
     assert not Oracle(7, log).judge({**now, "foreign": now[mixed]}, 480, 520).spans
 
 
 def test_moments_that_no_instant_has_in_common() -> None:
-    """Each writer has a moment, and they are apart."""
+    """The oracle rejects a snapshot in which each writer has a moment, with no instant common to all."""
     early, late = Moments(((0, 10),), ""), Moments(((20, 30),), "")
     assert not share_an_instant([early, late])
     assert share_an_instant([early, late, Moments(((5, 25),), "")][:1])

@@ -1,4 +1,4 @@
-"""What the mount refuses that ext4 and XFS offer, exactly as docs/conformance.md says it."""
+"""Operations that ext4 and XFS offer and the mount refuses, exactly as docs/conformance.md says."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.mount
 
 AT_FDCWD = -100
 AT_HANDLE_FID = 0x200
-"""The handle only identifies and cannot be opened: what fanotify reports."""
+"""Flag for a handle that identifies a file and cannot open it, as fanotify reports."""
 HANDLE_BYTES = 128
 NOT_SUPPORTED = os.strerror(errno.EOPNOTSUPP)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Handle(ctypes.Structure):
-    """struct file_handle."""
+    """C struct file_handle."""
 
     _fields_ = (
         ("size_bytes", ctypes.c_uint),
@@ -53,14 +53,14 @@ def handle_of(path: Path, flags: int = 0) -> Handle:
 
 
 def is_refused() -> bool:
-    """The kernel driver asks for it on Linux 6.9 and later (protocol 7.40); libfuse 3.14 cannot."""
+    """Return whether the driver can refuse: the kernel driver from Linux 6.9 on, libfuse 3.14 never."""
     major, minor = (int("".join(filter(str.isdigit, part))) for part in os.uname().release.split(".")[:2])
     return DRIVER == "kernel" and (major, minor) >= (6, 9)
 
 
 @pytest.mark.skipif(not is_refused(), reason="needs the kernel driver and Linux 6.9")
 def test_no_handle_is_given_out_that_could_be_opened(overlay: Overlay) -> None:
-    """name_to_handle_at is EOPNOTSUPP for files and directories, whether or not the kernel remembers them.
+    """The call name_to_handle_at answers EOPNOTSUPP for files and directories, cached by the kernel or not.
 
     Without this, the handle of a removed file opened the file that had been given its inode number.
     """
@@ -73,7 +73,7 @@ def test_no_handle_is_given_out_that_could_be_opened(overlay: Overlay) -> None:
 
 @pytest.mark.skipif(not is_refused(), reason="needs the kernel driver and Linux 6.9")
 def test_handles_that_only_identify_are_given_out(overlay: Overlay) -> None:
-    """fanotify and its like, which compare handles and never open them, work as before; two files differ."""
+    """Handles that only identify are given out, for fanotify and its like, and differ between two files."""
     for name in ("a", "b"):
         (overlay.root / name).touch()
     first, second = (handle_of(overlay.root / name, AT_HANDLE_FID) for name in ("a", "b"))
@@ -85,7 +85,7 @@ COLLAPSE_RANGE, INSERT_RANGE, UNSHARE_RANGE = 0x08, 0x20, 0x40
 
 @pytest.mark.parametrize("mode", [COLLAPSE_RANGE, INSERT_RANGE, UNSHARE_RANGE])
 def test_ranges_are_not_taken_out_or_put_in(overlay: Overlay, mode: int) -> None:
-    """fallocate with these modes is EOPNOTSUPP, and the file is as it was, to the byte."""
+    """A fallocate that collapses or inserts ranges answers EOPNOTSUPP and leaves the file unchanged."""
     path = overlay.root / f"ranges-{mode}"
     content = os.urandom(4096) * 4
     path.write_bytes(content)
@@ -95,8 +95,8 @@ def test_ranges_are_not_taken_out_or_put_in(overlay: Overlay, mode: int) -> None
     assert path.read_bytes() == content
 
 
-def test_extents_are_not_told(overlay: Overlay) -> None:
-    """FS_IOC_FIEMAP is EOPNOTSUPP, and FIBMAP says of every block that it is not mapped; SEEK_DATA answers."""
+def test_extents_are_not_reported(overlay: Overlay) -> None:
+    """FS_IOC_FIEMAP answers EOPNOTSUPP, FIBMAP reports every block as unmapped, and SEEK_DATA works."""
     path = overlay.root / "extents"
     with open(path, "wb") as file:
         file.write(b"x" * 4096)
@@ -112,4 +112,4 @@ def test_extents_are_not_told(overlay: Overlay) -> None:
 
 
 _FS_IOC_FIEMAP, _FIBMAP = 0xC020660B, 1
-"""linux/fs.h."""
+"""Request numbers from linux/fs.h."""

@@ -1,5 +1,7 @@
-"""Programs that write past the overlay by passthrough, on a real mount with the real capture process: what a snapshot has of
-them, on a file system that shares extents and on one that does not."""
+"""Snapshots of programs that write past the overlay by passthrough.
+
+On a real mount with the real capture process, on a file system that shares extents and on one that does not.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def xfs(short_tmp: Path) -> Iterator[Path]:
 
 
 class Saver(threading.Thread):
-    """Saves a checkpoint: page n is made of the number n."""
+    """Saver of a checkpoint: page n consists of the number n."""
 
     def __init__(self, path: Path, already: int) -> None:
         super().__init__(daemon=True)
@@ -86,8 +88,11 @@ def page(number: int) -> bytes:
 
 
 def test_a_checkpoint_that_is_being_saved(overlay: Overlay, short_tmp: Path) -> None:
-    """All that was written before the cut, in order, and marked. Nothing later is in it, although the program goes on while capture
-    runs. When it is done, all of it and no mark."""
+    """A checkpoint being saved is in the snapshot with all writes before the cut, in order, and a mark.
+
+    Nothing later is in it, although the program goes on while capture runs. Once saved, the checkpoint is
+    whole and unmarked.
+    """
     saver = Saver(overlay.root / "checkpoint", 600)
     overlay.client.prepare(0.05)
     saver.start()
@@ -100,7 +105,8 @@ def test_a_checkpoint_that_is_being_saved(overlay: Overlay, short_tmp: Path) -> 
     assert content == b"".join(page(number) for number in range(pages))
     assert marked
     assert pages >= low
-    assert pages <= high  # its length is noted before the cut is answered
+    # Its length is noted before the cut is answered.
+    assert pages <= high
     cut = overlay.client.cut()
     found = captured(overlay, short_tmp / "repository", cut.epoch, cut.cut_ns)[b"checkpoint"]
     assert found.content == b"".join(page(number) for number in range(saver.returned))
@@ -109,7 +115,7 @@ def test_a_checkpoint_that_is_being_saved(overlay: Overlay, short_tmp: Path) -> 
 
 
 def test_a_mapping_that_outlives_its_close(overlay: Overlay, short_tmp: Path) -> None:
-    """Opened read-write beside a reader, mapped and closed: what is stored through the mapping later is in the next snapshot."""
+    """Stores through a mapping, opened beside a reader and closed since, are in the next snapshot."""
     path = overlay.root / "mapped"
     path.write_bytes(bytes(PAGE))
     with open(path, "rb"):
@@ -131,7 +137,7 @@ def test_a_mapping_that_outlives_its_close(overlay: Overlay, short_tmp: Path) ->
         assert found.content == content
         return found == (content, False, None)
 
-    # The kernel lets go of the mapping's file some time after the munmap: until then a cut cannot know that nobody writes.
+    # The kernel releases the mapping's file some time after munmap: until then a cut must assume a writer.
     wait_for("the end of the mark", is_marked_no_more, SECONDS)
 
 
@@ -139,8 +145,11 @@ def test_a_mapping_that_outlives_its_close(overlay: Overlay, short_tmp: Path) ->
 def test_truncating_a_large_file_that_is_open_through_passthrough(
     overlay: Overlay, kind: str, short_tmp: Path, size: int, how: str
 ) -> None:
-    """While an epoch waits, and a reader holds it: the job gets no error, the reader sees the file cut short, and the snapshot
-    has the old content, or is given up where 64 MiB would have to be copied."""
+    """Truncating a large file that a reader holds through passthrough gives the job no error.
+
+    The reader sees the file truncated, and the snapshot has the old content, or is abandoned if 64 MiB would
+    have to be copied.
+    """
     path = overlay.root / "large"
     with open(path, "wb") as file:
         for number in range(size // PAGE):

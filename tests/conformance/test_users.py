@@ -1,5 +1,7 @@
-"""Permissions: several users at once, each a process of his own with supplementary groups, on the mount and on a plain
-directory. Results, errnos, attributes, ACLs and contents agree, whoever did what before.
+"""Permissions of several users at once, with supplementary groups, on the mount and on a plain directory.
+
+Each user is one process. Results, errnos, attributes, ACLs and contents agree, whatever each user did
+before.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.actor import ALICE, BOB, CAROL, NOBODY, ROOT, Actor
 from support.driver import DRIVER
-from support.overlay import Overlay, overlay_over
+from support.overlay import Overlay, plain_and_overlay
 from support.sides import tree
 
-from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer.system import syscalls
 
 pytestmark = pytest.mark.mount
 
@@ -27,9 +29,9 @@ PATHS = st.sampled_from(["a", "b", "d", "d/a", "d/b", "d/e", "d/e/a", "f", "f/a"
 IDS = st.sampled_from([-1, 0, *(user.uid for user in USERS[1:])])
 GROUPS = st.sampled_from([-1, 0, 21001, 21002, 22001, 22002, 65534])
 FOLDER_MODES = st.sampled_from([0o755, 0o777, 0o1777, 0o2775, 0o3777, 0o750, 0o711, 0o2070, 0o500])
-"""Sticky and set-group-id ones among them."""
+"""Includes sticky and set-group-id modes."""
 FILE_MODES = st.sampled_from([0o644, 0o666, 0o640, 0o060, 0o006, 0o000, 0o2755, 0o4755, 0o6777, 0o664])
-"""None with set-group-id and without group execution: a matter of its own (docs/conformance.md)."""
+"""File modes, none with set-group-id but without group execution (docs/conformance.md)."""
 PERMISSIONS = st.integers(0, 7)
 ACCESS = st.sampled_from([os.F_OK, os.R_OK, os.W_OK, os.X_OK, os.R_OK | os.W_OK])
 FLAGS = st.sampled_from([os.O_RDONLY, os.O_RDWR, os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_EXCL, os.O_WRONLY | os.O_TRUNC])  # fmt: skip
@@ -38,7 +40,7 @@ SLOT = st.integers(0, 2)
 
 
 class Op(NamedTuple):
-    """One operation of one user."""
+    """Operation of one user."""
 
     user: int
     what: str
@@ -65,7 +67,7 @@ OPS = st.one_of(
     _op("chmod", PATHS, FOLDER_MODES),
     _op("chmod", PATHS, FILE_MODES),
     _op("fchmod", SLOT, FILE_MODES),
-    # chown(2) of neither by a stranger is a matter of its own (docs/conformance.md)
+    # A chown(2) of neither id by a stranger is a documented difference (docs/conformance.md).
     _op("chown", PATHS, IDS, GROUPS).filter(lambda op: op.args[1:] != (-1, -1)),
     _op("fchown", SLOT, IDS, GROUPS).filter(lambda op: op.args[1:] != (-1, -1)),
     _op("utime", PATHS, TIMES, TIMES),
@@ -96,12 +98,8 @@ WRITES = _op("write", SLOT, st.binary(min_size=1, max_size=20))
 
 @pytest.fixture(scope="module")
 def sides(run_dir: Path) -> Iterator[tuple[Path, Overlay]]:
-    run_dir.chmod(0o711)
-    plain, root = run_dir / "users-plain", run_dir / "users"
-    plain.mkdir()
-    root.mkdir()
-    with overlay_over(root, run_dir / "users.sock") as overlay:
-        yield plain, overlay
+    with plain_and_overlay(run_dir, "users") as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +118,7 @@ _case = iter(range(1 << 30))
 def test_users_are_let_and_refused_alike(
     sides: tuple[Path, Overlay], actors: list[Actor], ops: list[Op]
 ) -> None:
-    """What any of five users with overlapping groups may do, and what comes of it, is the same on both sides."""
+    """The rights of five users with overlapping groups are the same on both sides, as are the results."""
     plain, overlay = sides
     case = str(next(_case))
     tops = [plain / case, overlay.root / case]
@@ -140,10 +138,10 @@ def test_users_are_let_and_refused_alike(
     assert tree(os.fspath(overlay.backing / case)) == tree(os.fspath(tops[0]))
 
 
-def test_an_acl_of_somebody_outside_the_group_takes_the_group_bit(
+def test_an_acl_set_by_an_owner_outside_the_group_clears_setgid(
     sides: tuple[Path, Overlay], actors: list[Actor]
 ) -> None:
-    """setfacl by an owner who is not in the file's group clears set-group-id; by a member, primary or not, it does not."""
+    """A setfacl by an owner outside the file's group clears set-group-id; one by a member does not."""
     plain, overlay = sides
     case = str(next(_case))
     for gid in sorted({*ALICE.groups, *BOB.groups}):
@@ -163,7 +161,7 @@ def test_an_acl_of_somebody_outside_the_group_takes_the_group_bit(
 
 
 def test_chown_of_nothing_takes_set_id_bits_away(sides: tuple[Path, Overlay], actors: list[Actor]) -> None:
-    """chown(2) with -1 for user and group, by root and the owner, clears the bits of files and not of directories."""
+    """A chown(2) with -1 for user and group clears the set-id bits of files and not of directories."""
     plain, overlay = sides
     case = str(next(_case))
     for user, actor in zip(USERS[:2], actors[:2], strict=True):
@@ -185,7 +183,7 @@ def test_chown_of_nothing_takes_set_id_bits_away(sides: tuple[Path, Overlay], ac
 def test_allocating_takes_set_id_bits_as_on_a_plain_file(
     sides: tuple[Path, Overlay], actors: list[Actor], kind: int
 ) -> None:
-    """Root keeps them; of others, who is in the file's group keeps set-group-id where the group cannot execute."""
+    """Allocating keeps set-id bits for root; group members keep set-group-id if the group cannot execute."""
     plain, overlay = sides
     kept = set()
     for user, actor in zip(USERS, actors, strict=True):
@@ -208,7 +206,7 @@ def test_allocating_takes_set_id_bits_as_on_a_plain_file(
 def test_a_write_of_a_stranger_takes_set_id_bits_away(
     sides: tuple[Path, Overlay], actors: list[Actor]
 ) -> None:
-    """Who may write to a set-id file of somebody else writes, and the bits are gone."""
+    """A write to another user's set-id file succeeds and clears the bits."""
     plain, overlay = sides
     case = str(next(_case))
     for mode in (0o4777, 0o2777, 0o6777):

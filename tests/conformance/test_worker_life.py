@@ -1,4 +1,4 @@
-"""The worker from start to end: how it comes up, how it stops, and what is left in each case."""
+"""The worker's life: how it starts, how it stops, and what each way of ending leaves."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from support.live import wait_for
 from support.overlay import Overlay
 from support.state_dir import state_of
 
-from ciuic.fuse_layer import mounts
-from ciuic.fuse_layer.control_client import WorkerUnreachable
-from ciuic.pace import WAITS_SUFFIX
+from ciuic.fuse_layer.system import mounts
+from ciuic.protocol.worker_client import WorkerUnreachable
+from ciuic.system.io_throttle import WAITS_SUFFIX
 
 pytestmark = pytest.mark.mount
 
@@ -42,8 +42,8 @@ def overlay(root: Path, short_tmp: Path) -> Iterator[Overlay]:
         yield overlay
 
 
-def test_mounting_in_place_shows_what_is_there(overlay: Overlay, root: Path) -> None:
-    """The same path shows the same files through the overlay; the state directory is hidden; status says what serves."""
+def test_a_mount_in_place_shows_the_existing_files(overlay: Overlay, root: Path) -> None:
+    """A mount in place shows the same files and hides the state directory, and status names the server."""
     assert mounts.overlay_at(os.fspath(root)) is not None
     assert os.listdir(root) == ["before"]
     assert (root / "before").read_text() == "was here before the mount"
@@ -56,7 +56,7 @@ def test_mounting_in_place_shows_what_is_there(overlay: Overlay, root: Path) -> 
 
 
 def test_the_time_that_requests_wait_is_published_for_captures(overlay: Overlay, root: Path) -> None:
-    """A request that a hold keeps waiting is told of beside the control socket while it waits; the file goes with the worker."""
+    """A request kept waiting by a hold is published beside the control socket until the worker ends."""
     published = Path(f"{overlay.client.socket_path}{WAITS_SUFFIX}")
     job = threading.Thread(target=lambda: (root / "made").mkdir())
     overlay.client.hold(WAIT_SECONDS)
@@ -77,7 +77,7 @@ def _microseconds(published: Path) -> int:
 
 
 def test_the_reserved_name_cannot_be_had(overlay: Overlay, root: Path) -> None:
-    """Looking it up finds nothing, making it is refused, and a refusal does not make it visible."""
+    """The reserved name is never found nor made, and a refusal does not make it visible."""
     for _ in range(2):
         with pytest.raises(FileNotFoundError):
             os.stat(root / ".ciuic-state")
@@ -99,7 +99,7 @@ def test_stop_with_nothing_open_ends_at_once(overlay: Overlay, root: Path) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_stop_it_cleanly(overlay: Overlay, root: Path, number: signal.Signals) -> None:
-    """SIGTERM and SIGINT are a stop request."""
+    """SIGTERM and SIGINT stop the worker as a stop request does."""
     overlay.process.send_signal(number)
     assert overlay.process.wait(WAIT_SECONDS) == 0
     assert mounts.overlay_at(os.fspath(root)) is None
@@ -107,7 +107,10 @@ def test_signals_stop_it_cleanly(overlay: Overlay, root: Path, number: signal.Si
 
 
 def test_an_open_file_is_served_after_the_stop_until_it_closes(overlay: Overlay, root: Path) -> None:
-    """The job goes on writing to what it has open while new opens reach the plain files; the worker ends with the last close."""
+    """A file open at the stop stays writable until its close, which ends the worker.
+
+    New opens reach the plain files meanwhile.
+    """
     with open(root / "log", "wb", buffering=0) as job:
         job.write(b"one\n")
         overlay.client.stop(WAIT_SECONDS)
@@ -120,8 +123,8 @@ def test_an_open_file_is_served_after_the_stop_until_it_closes(overlay: Overlay,
     assert (root / "log").read_bytes() == b"one\ntwo\n"
 
 
-def test_the_grace_ends_a_stop_that_nobody_lets_finish(overlay: Overlay, root: Path) -> None:
-    """A handle that stays open does not keep the worker for ever; what was written and synced is there."""
+def test_an_open_handle_delays_a_stop_only_for_the_grace_time(overlay: Overlay, root: Path) -> None:
+    """A handle that stays open keeps the worker no longer than the grace time, and synced data is there."""
     fd = os.open(root / "log", os.O_WRONLY | os.O_CREAT)
     try:
         os.write(fd, b"kept")
@@ -130,12 +133,13 @@ def test_the_grace_ends_a_stop_that_nobody_lets_finish(overlay: Overlay, root: P
         with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
             os.fsync(fd)
     finally:
-        with contextlib.suppress(OSError):  # close flushes, and nobody is there to flush to
+        # Close flushes, and the server that would answer is gone.
+        with contextlib.suppress(OSError):
             os.close(fd)
     assert (root / "log").read_bytes() == b"kept"
 
 
-def test_umount_by_somebody_else_is_a_clean_end(overlay: Overlay, root: Path) -> None:
+def test_umount_by_an_operator_is_a_clean_end(overlay: Overlay, root: Path) -> None:
     """An operator's umount makes the worker save its tracking and end with status 0."""
     subprocess.run(["umount", os.fspath(root)], check=True, timeout=WAIT_SECONDS)
     assert overlay.process.wait(WAIT_SECONDS) == 0
@@ -143,18 +147,22 @@ def test_umount_by_somebody_else_is_a_clean_end(overlay: Overlay, root: Path) ->
 
 
 def test_the_end_of_a_worker_leaves_the_mount_of_its_successor_alone(root: Path, short_tmp: Path) -> None:
-    """Unmounted by somebody, and slow to notice: what has been mounted meanwhile, under the same device number, stays."""
-    # Another test's mount may be given the number that became free: then this starts anew.
+    """A worker whose mount was removed leaves alone a mount made since under the same device number."""
+    # Another test's mount may get the number that became free: start again then.
     assert any(_successor_outlives_its_predecessor(root, short_tmp) for _ in range(_TRIES))
 
 
 def _successor_outlives_its_predecessor(root: Path, short_tmp: Path) -> bool:
-    """Check it, and return whether both mounts had the same device number; otherwise nothing is shown."""
+    """Check that the successor outlives it; return whether both mounts had the same device number.
+
+    With different numbers the test shows nothing.
+    """
     with Overlay(root, short_tmp / "w.sock") as overlay:
         first = mounts.overlay_at(os.fspath(root))
         overlay.process.send_signal(signal.SIGSTOP)
         try:
-            mounts.detach(os.fspath(root))  # umount(8) asks the file system first
+            # The command umount(8) asks the file system first.
+            mounts.detach(os.fspath(root))
             successor = Overlay(root, short_tmp / "successor.sock")
         finally:
             overlay.process.send_signal(signal.SIGCONT)
@@ -168,7 +176,7 @@ def _successor_outlives_its_predecessor(root: Path, short_tmp: Path) -> bool:
 
 
 def test_a_killed_worker_leaves_a_dead_mount_and_complete_files(overlay: Overlay, root: Path) -> None:
-    """After SIGKILL the mount answers ENOTCONN, is found dead, comes off, and the plain files are there."""
+    """A mount whose worker got SIGKILL answers ENOTCONN, is found dead and comes off complete files."""
     (root / "synced").write_text("safe")
     overlay.process.kill()
     overlay.process.wait(WAIT_SECONDS)
@@ -184,7 +192,7 @@ def test_a_killed_worker_leaves_a_dead_mount_and_complete_files(overlay: Overlay
 
 
 def test_a_successor_serves_the_same_root(root: Path, short_tmp: Path) -> None:
-    """After a kill and after a clean stop a new worker mounts the same root with a new session."""
+    """A new worker mounts the same root with a new session after a kill and after a clean stop."""
     sessions = set()
     for end in ("kill", "stop", "stop"):
         with Overlay(root, short_tmp / "w.sock") as overlay:
@@ -197,7 +205,7 @@ def test_a_successor_serves_the_same_root(root: Path, short_tmp: Path) -> None:
 
 
 def test_requests_in_flight_when_the_worker_dies_fail_and_do_not_hang(overlay: Overlay, root: Path) -> None:
-    """A job in the middle of work gets an error when the worker is killed, at once, and never waits for ever."""
+    """Requests in flight when the worker is killed fail at once and never hang."""
     errors: list[int] = []
     started = threading.Barrier(4)
 
@@ -221,8 +229,8 @@ def test_requests_in_flight_when_the_worker_dies_fail_and_do_not_hang(overlay: O
     assert set(errors) <= {errno.ENOTCONN, errno.ECONNABORTED, errno.EIO}
 
 
-def test_a_worker_that_cannot_start_says_why_and_mounts_nothing(short_tmp: Path) -> None:
-    """A root that is no directory, or a control socket in no directory, ends with status 1 and a reason, unmounted."""
+def test_a_worker_that_cannot_start_gives_a_reason_and_mounts_nothing(short_tmp: Path) -> None:
+    """A worker with an invalid root or socket directory ends with 1 and a reason, and mounts nothing."""
     file = short_tmp / "file"
     file.write_text("")
     (short_tmp / "dir").mkdir()
@@ -238,7 +246,7 @@ def test_a_worker_that_cannot_start_says_why_and_mounts_nothing(short_tmp: Path)
 
 
 def test_a_hold_stops_changes_and_lets_reads_go_on(overlay: Overlay, root: Path) -> None:
-    """While a hold is in force a create waits and reads elsewhere do not; after the release the create is done."""
+    """A create waits while a hold is in force and completes after it; reads elsewhere do not wait."""
     (root / "sub").mkdir()
     client = overlay.client
     client.hold(WAIT_SECONDS)
@@ -261,8 +269,10 @@ def test_a_hold_stops_changes_and_lets_reads_go_on(overlay: Overlay, root: Path)
 
 
 def test_writers_are_named_while_they_write(overlay: Overlay, root: Path) -> None:
-    """A file whose writes the kernel may keep is named by its path relative to the root; one open for reading is not, nor
-    one that the kernel writes straight to the backing file."""
+    """The worker names by relative path the files whose writes the kernel may keep.
+
+    It leaves out files open for reading and files that the kernel writes straight to the backing file.
+    """
     (root / "sub").mkdir()
     with open(root / "sub" / "out", "wb"), open(root / "sub" / "both", "w+b"), open(root / "before", "rb"):
         status = overlay.client.status()

@@ -1,4 +1,4 @@
-"""The daemon's journals, stopped or failing at every step of being replaced: a successor reads the old one or the new one."""
+"""Replacing the daemon's journals, interrupted at every step: a successor reads the old or the new ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from unittest import mock
 
 import pytest
 
-from ciuic.daemon import runtime as runtime_module
-from ciuic.daemon.runtime import CutRecord, PendingRecord, RuntimeDirectory
-from ciuic.daemon.trust import Trust
+from ciuic.daemon.base import runtime as runtime_module
+from ciuic.daemon.base.runtime import CutRecord, PendingRecord, RuntimeDirectory
+from ciuic.daemon.snapshots.tracking_trust import TrackingTrust
 
 
 class Killed(BaseException):
-    """The daemon ends here."""
+    """Raised in place of the daemon's death."""
 
 
 def _pending(number: int) -> list[PendingRecord]:
@@ -31,7 +31,7 @@ def _pending(number: int) -> list[PendingRecord]:
 
 @contextmanager
 def _stopped_at(step: str, error: BaseException) -> Iterator[None]:
-    """The named step is not done, or half done where it is the write."""
+    """Stop at the named step: it is not done, or half done if it is the write."""
 
     def fail(*_: Any, **__: Any) -> Any:
         raise error
@@ -57,7 +57,7 @@ def _stopped_at(step: str, error: BaseException) -> Iterator[None]:
 @pytest.mark.parametrize("error", [Killed(), OSError(errno.ENOSPC, "full")], ids=["killed", "full"])
 @pytest.mark.parametrize("step", ["unlink", "open", "write", "rename"])
 def test_a_successor_reads_the_old_journal(short_tmp: Path, step: str, error: BaseException) -> None:
-    """Whatever step of replacing them was the last, both journals are what they were, and can be replaced again."""
+    """Both journals read as before, and can be replaced again, after a failure at any step."""
     runtime = RuntimeDirectory(short_tmp)
     runtime.write_pending(_pending(1))
     runtime.write_untrusted({"/a"})
@@ -78,10 +78,10 @@ class _Root:
     untrusted = False
 
 
-def test_an_unreadable_list_of_gaps_trusts_nobody(short_tmp: Path) -> None:
-    """Where it is not known whose tracking has a gap, every root is compared; where there is no list, none has one."""
+def test_an_unreadable_list_of_gaps_compares_every_root_in_full(short_tmp: Path) -> None:
+    """Every root is compared in full if the list of gaps is unreadable; without a list no root has a gap."""
     runtime, roots = RuntimeDirectory(short_tmp), {"/a": _Root(), "/b": _Root()}
-    trust = Trust(lambda: roots, runtime)  # type: ignore[arg-type, return-value]
+    trust = TrackingTrust(lambda: roots, runtime)  # type: ignore[arg-type, return-value]
     trust.take_over(runtime.read_untrusted())
     assert not any(root.untrusted for root in roots.values())
     (short_tmp / "untrusted.json").write_text('["/')

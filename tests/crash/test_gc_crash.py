@@ -1,4 +1,4 @@
-"""Prune killed, or failed by the disk, at every single operation: what is listed still reads back exactly."""
+"""Prune, killed or failed by the disk at every operation: every listed snapshot reads back exactly."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import pytest
 from support.power_disk import PowerCut, PowerDisk
 from support.stored import read_back, store
 
-from ciuic.check import check
 from ciuic.errors import Damaged
-from ciuic.gc import CollectionRefused, forget, prune
+from ciuic.maintenance.check import check
+from ciuic.maintenance.prune import CollectionRefused, forget, prune
+from ciuic.maintenance.sweep import Thresholds
+from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Disk, Repository, Writer
 from ciuic.repository.ids import Bytes
-from ciuic.repository.index import INDEX_NAME, discard
+from ciuic.repository.index.database import INDEX_NAME, discard
 from ciuic.retention import RetentionPolicy
-from ciuic.sweep import Thresholds
 from ciuic.types import SnapshotId
-from ciuic.verify import verify_snapshots
 
 BLOCK = 4096
 EAGER = Thresholds(unused_share=0.0, pack_dead_share=0.0)
@@ -33,11 +33,11 @@ LAST_TWO = RetentionPolicy(keep_within_seconds=0, keep_last=2)
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after this runs, in so far as Python lets it."""
+    """Raised in place of the death of the process."""
 
 
 class FailingDisk(Disk):
-    """Counts the operations that change something; from the nth on each fails, the nth after half its work."""
+    """Count the operations that change something; the nth fails half done, later ones fail at once."""
 
     def __init__(self, fail_at: int, failure: BaseException) -> None:
         self.operations = 0
@@ -45,7 +45,7 @@ class FailingDisk(Disk):
         self.failure = failure
 
     def _step(self) -> bool:
-        """Whether this operation is the first to fail; raises for the later ones."""
+        """Return whether this operation is the first to fail; raise for the later ones."""
         self.operations += 1
         if self.operations > self.fail_at:
             raise self.failure
@@ -113,18 +113,18 @@ def six_snapshots(path: Path, pack_bytes: int) -> tuple[Path, list[SnapshotId]]:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[SnapshotId]]:
-    """Six snapshots in many packs, sealed and not, with garbage in all of them once the older ones go."""
+    """Provide six snapshots in many packs, sealed and open, with garbage in all once the older ones go."""
     return six_snapshots(tmp_path_factory.mktemp("gc-crash") / "repo", 30 * BLOCK)
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[SnapshotId]]:
-    """The same six in one pack of data, with a segment for each."""
+def single_pack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[SnapshotId]]:
+    """A repository of the same six snapshots in one data pack, one segment each."""
     return six_snapshots(tmp_path_factory.mktemp("gc-crash") / "repo", 10_000 * BLOCK)
 
 
-def whole(path: Path, ids: list[SnapshotId], expected: set[SnapshotId]) -> None:
-    """At least the expected are listed, and all that are listed read back as they were stored."""
+def assert_read_back(path: Path, ids: list[SnapshotId], expected: set[SnapshotId]) -> None:
+    """Assert that the expected snapshots are listed and that every listed one reads back as stored."""
     with Repository.open(path) as repository:
         listed = repository.snapshots.ids()
         assert expected <= set(listed)
@@ -133,12 +133,13 @@ def whole(path: Path, ids: list[SnapshotId], expected: set[SnapshotId]) -> None:
             assert read_back(repository, id_) == tree(ids.index(id_))
 
 
-def cramp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prune sees so little free space that packs are moved by pieces, from their ends on."""
-    from ciuic import sweep
+def report_little_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report so little free space that prune moves packs by pieces, from their ends."""
+    from ciuic.maintenance import sweep
 
     for name in ("available_bytes", "writable_bytes"):
-        monkeypatch.setattr(sweep, name, lambda path: 640 << 10)  # one of the segments of `together`
+        # One of the segments of `single_pack`.
+        monkeypatch.setattr(sweep, name, lambda path: 640 << 10)
 
 
 @pytest.mark.parametrize(
@@ -148,17 +149,20 @@ def cramp(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_at_every_operation(
     tmp_path: Path,
     original: tuple[Path, list[SnapshotId]],
-    together: tuple[Path, list[SnapshotId]],
+    single_pack: tuple[Path, list[SnapshotId]],
     failure: BaseException,
     room: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For every n: prune with the nth operation torn and all later ones failing; then everything listed is whole,
-    check finds no damage, and a prune that is left alone does the rest. With room for whole packs, and for a piece at a time."""
+    """Prune with the nth operation torn and all later ones failing, for every n, damages no snapshot.
+
+    The next undisturbed prune does the rest. Both with room for whole packs and with room for one piece at a
+    time.
+    """
     source, ids = original
     if room == "cramped":
-        source, ids = together
-        cramp(monkeypatch)
+        source, ids = single_pack
+        report_little_space(monkeypatch)
     expected = set(ids[-2:])
     operation, finished = 0, False
     while not finished:
@@ -169,14 +173,15 @@ def test_at_every_operation(
         with Repository.open(path, disk=disk) as repository, contextlib.suppress(type(failure)):
             prune(repository, LAST_TWO, thresholds=EAGER)
         finished = disk.operations < operation
-        whole(path, ids, expected)
+        assert_read_back(path, ids, expected)
         with Repository.open(path) as repository:
             prune(repository, LAST_TWO, thresholds=EAGER)
             assert set(repository.snapshots.ids()) == expected
             assert not check(repository, read_data=True).damaged
-        whole(path, ids, expected)
+        assert_read_back(path, ids, expected)
         shutil.rmtree(path)
-    assert operation > 12  # else the loop has not seen a prune at work
+    # Otherwise the loop has not exercised prune.
+    assert operation > 12
 
 
 def pack_files(path: Path) -> list[Path]:
@@ -186,7 +191,7 @@ def pack_files(path: Path) -> list[Path]:
 def test_a_pack_with_a_damaged_table_is_never_dropped(
     tmp_path: Path, original: tuple[Path, list[SnapshotId]]
 ) -> None:
-    """Whatever 4 KiB of any pack are overwritten, prune either refuses or leaves all that was readable readable."""
+    """Prune refuses, or leaves readable all that was readable, whichever 4 KiB of a pack are lost."""
     source, ids = original
     for pack in range(len(pack_files(source))):
         size = pack_files(source)[pack].stat().st_size
@@ -207,7 +212,7 @@ def test_a_pack_with_a_damaged_table_is_never_dropped(
 
 
 def readable(path: Path, ids: list[SnapshotId]) -> set[tuple[SnapshotId, bytes]]:
-    """Which files of these snapshots read back as they were stored, looked at one by one."""
+    """Return the files of these snapshots that read back as stored, each checked by itself."""
     found = set()
     with Repository.open(path) as repository:
         for id_ in ids:
@@ -229,14 +234,16 @@ def readable(path: Path, ids: list[SnapshotId]) -> set[tuple[SnapshotId, bytes]]
 
 
 def test_a_pack_is_moved_by_pieces_where_there_is_no_room_for_it(
-    tmp_path: Path, together: tuple[Path, list[SnapshotId]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, single_pack: tuple[Path, list[SnapshotId]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Piece by piece, each freed before the next is copied, and with it goes all garbage. Never is more stored than before, and
-    who reads meanwhile, with an index as it was at the beginning, gets what was stored."""
-    source, ids = together
+    """Prune moves a pack piece by piece, and drops all garbage, if there is no room for a whole one.
+
+    The repository never grows meanwhile, and a reader with the index of the beginning gets what was stored.
+    """
+    source, ids = single_pack
     path = tmp_path / "repo"
     shutil.copytree(source, path)
-    cramp(monkeypatch)
+    report_little_space(monkeypatch)
     lengths: list[int] = []
     shorten = Writer.shorten_pack
 
@@ -257,14 +264,17 @@ def test_a_pack_is_moved_by_pieces_where_there_is_no_room_for_it(
         assert max(lengths) <= before
         assert len(lengths) > 2 * report.rewritten_packs
         assert not check(repository, read_data=True).damaged
-    whole(path, ids, set(ids[-2:]))
+    assert_read_back(path, ids, set(ids[-2:]))
 
 
 def test_before_a_pack_is_cut_the_next_writer_is_bound_to_see_it(
-    tmp_path: Path, together: tuple[Path, list[SnapshotId]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, single_pack: tuple[Path, list[SnapshotId]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copies are synced and packs/ has a new time, durably: should a power cut take back what the index was told, the index
-    would go on claiming what was cut off."""
+    """Copies and a new modification time of packs/ are durable before prune truncates a pack.
+
+    A power cut may undo updates of the index; without the new time the next writer would trust entries for
+    data that was cut off.
+    """
 
     class Recording(Disk):
         def __init__(self) -> None:
@@ -282,10 +292,10 @@ def test_before_a_pack_is_cut_the_next_writer_is_bound_to_see_it(
             self.done.append("cut")
             super().truncate(fd, size_bytes)
 
-    source, _ = together
+    source, _ = single_pack
     path = tmp_path / "repo"
     shutil.copytree(source, path)
-    cramp(monkeypatch)
+    report_little_space(monkeypatch)
     before_ns = os.stat(path / "packs").st_ctime_ns
     disk = Recording()
     with Repository.open(path, disk=disk) as repository:
@@ -299,7 +309,7 @@ def test_before_a_pack_is_cut_the_next_writer_is_bound_to_see_it(
 
 @pytest.fixture
 def small_disk(short_tmp: Path) -> Iterator[Path]:
-    """A file system of 24 MiB. The shared fixture unmounts whatever is left below it."""
+    """Provide a file system of 24 MiB. The shared fixture unmounts whatever is left below it."""
     point = short_tmp / "disk"
     point.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -311,7 +321,7 @@ def small_disk(short_tmp: Path) -> Iterator[Path]:
 
 @pytest.mark.mount
 def test_on_a_full_disk(small_disk: Path) -> None:
-    """With not one byte free, forget and prune work and give the space back, and what stays is whole."""
+    """Forget and prune free space on a disk without a free byte, and leave the kept snapshots whole."""
     path = small_disk / "repo"
     ids = []
     with Repository.create(path, block_size=BLOCK) as repository:
@@ -337,8 +347,7 @@ def test_on_a_full_disk(small_disk: Path) -> None:
 
 @pytest.mark.mount
 def test_on_a_full_disk_where_every_pack_is_needed(small_disk: Path) -> None:
-    """With not one byte free, and no pack without something that lives: prune begins with what is dead at the end of a pack, and
-    goes on with what that has freed."""
+    """Prune on a full disk of packs that are all needed drops their dead ends first, and uses that space."""
     path = small_disk / "repo"
     keep = noise(70, 1 << 20)
     with Repository.create(path, block_size=BLOCK) as repository:
@@ -353,9 +362,12 @@ def test_on_a_full_disk_where_every_pack_is_needed(small_disk: Path) -> None:
         assert os.statvfs(small_disk).f_bfree * 4096 > 8 << 20
         assert read_back(repository, kept) == {b"f": keep}
     with Repository.open(path) as reopened, reopened.writer() as writer:
+        # The index may claim this chunk was once there; prune must not rely on that.
         store(
-            writer, {b"f": noise(72, 8 << 20)[: 4 << 20]}, number=9
-        )  # that it was there once is not believed
+            writer,
+            {b"f": noise(72, 8 << 20)[: 4 << 20]},
+            number=9,
+        )
         assert not check(reopened, read_data=True).damaged
 
 
@@ -376,17 +388,20 @@ def fill(path: Path) -> None:
 def test_power_cut_at_every_operation(
     short_tmp: Path,
     original: tuple[Path, list[SnapshotId]],
-    together: tuple[Path, list[SnapshotId]],
+    single_pack: tuple[Path, list[SnapshotId]],
     index: str,
     room: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For every n: the power fails at the nth operation of prune, and unsynced writes are lost, torn or there. What
-    is listed afterwards is whole, and a prune that is left alone ends in a repository without damage."""
+    """A power cut at the nth operation of prune, for every n, leaves every listed snapshot whole.
+
+    Unsynced writes are lost, torn or present. An undisturbed prune afterwards ends in a repository without
+    damage.
+    """
     source, ids = original
     if room == "cramped":
-        source, ids = together
-        cramp(monkeypatch)
+        source, ids = single_pack
+        report_little_space(monkeypatch)
     expected = set(ids[-2:])
     operation, finished = 0, False
     while not finished:
@@ -402,14 +417,15 @@ def test_power_cut_at_every_operation(
         if index == "kept":
             for file in running.glob(INDEX_NAME + "*"):
                 shutil.copy(file, after)
-        whole(after, ids, expected)
+        assert_read_back(after, ids, expected)
         with Repository.open(after) as repository:
             prune(repository, LAST_TWO, thresholds=EAGER)
             assert set(repository.snapshots.ids()) == expected
-            # Without the index nobody knows that the torn end of a pack was never promised: it stays, and is named.
+            # Without the index, the torn end of a pack cannot be told from promised data: it stays and is
+            # reported.
             if not (index == "lost" and room == "cramped"):
                 assert not check(repository, read_data=True).damaged
-        whole(after, ids, expected)
+        assert_read_back(after, ids, expected)
         shutil.rmtree(after)
         disk.dispose()
         shutil.rmtree(running)
@@ -417,8 +433,10 @@ def test_power_cut_at_every_operation(
 
 
 def test_a_writer_killed_at_any_operation_is_no_damage(tmp_path: Path) -> None:
-    """What a capture leaves that was killed at any operation is nothing that verify calls damage: neither at once, nor
-    after the next writer, nor after prune."""
+    """A capture killed at any operation leaves nothing that verify reports as damage.
+
+    This holds at once, after the next writer, and after prune.
+    """
 
     def damages() -> list[str]:
         with Repository.open(path) as repository:
@@ -426,7 +444,8 @@ def test_a_writer_killed_at_any_operation_is_no_damage(tmp_path: Path) -> None:
 
     source = tmp_path / "source"
     with Repository.create(source, block_size=BLOCK) as repository, repository.writer(pack_bytes=1) as writer:
-        id_ = store(writer, tree(0), number=0).id  # fills its packs, so that the next capture begins new ones
+        # Fills its packs, so that the next capture starts new ones.
+        id_ = store(writer, tree(0), number=0).id
     operation, finished = 0, False
     while not finished:
         operation += 1

@@ -1,4 +1,4 @@
-"""The power goes while snapshots are taken: each clone of the disk's image holds what was promised before it."""
+"""Power cuts while snapshots are taken: each clone of the disk's image holds what was promised before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.mount
 
 
 def _missing() -> str:
-    """What of the stage is not here, or nothing."""
+    """Return what the stage lacks here, or None."""
     if shutil.which("mkfs.xfs") is None:
         return "mkfs.xfs is not installed"
     if not os.path.exists("/dev/loop-control"):
@@ -24,8 +24,10 @@ def _missing() -> str:
 
 @pytest.mark.slow
 def test_images_cloned_under_load_hold_every_promise(short_tmp: Path) -> None:
-    """Files that were synced and snapshots that were committed before the power went are there, the repository verifies, and
-    the next snapshot can be taken."""
+    """A clone of the image holds every file that was synced and every snapshot that was committed before it.
+
+    The repository verifies, and the next snapshot can be taken.
+    """
     needs(_missing())
     figures = lose_power(short_tmp, "xfs", 0, 5)
     assert [text for figure in figures for text in figure.failures] == []

@@ -1,6 +1,4 @@
-"""The power fails at every operation on the disk in turn: what was promised is there, what is there can be
-read.
-"""
+"""Power cuts at every disk operation in turn: every promised snapshot is there and reads back."""
 
 from __future__ import annotations
 
@@ -17,16 +15,16 @@ from support.power_disk import PowerCut, PowerDisk
 from support.small_repository import BLOCK, content, make_snapshot, read_files
 
 from ciuic.repository import Repository, Walker
-from ciuic.repository.index import INDEX_NAME, discard
+from ciuic.repository.index.database import INDEX_NAME, discard
 from ciuic.types import ChunkId, SnapshotId
 
 VARIANTS = int(os.environ.get("CIUIC_POWER_CUTS", "3"))
-"""Of what may be on the disk after a power cut at one place; the first is: nothing that was not synced."""
+"""Disk images tried for each power cut. The first holds nothing that was not synced."""
 Files = dict[bytes, bytes]
 
 
 class Promises:
-    """What calls that returned have promised."""
+    """Snapshots and marks that returned calls have promised."""
 
     def __init__(self) -> None:
         self.snapshots: dict[str, Files] = {}
@@ -52,7 +50,7 @@ def _live(repository: Repository) -> set[ChunkId]:
 
 
 def _scenario(promises: Promises, repository: Repository) -> None:
-    """Snapshots, marks, a removal, garbage collection of everything, and one more snapshot."""
+    """Take snapshots, set marks, remove one, collect all garbage, and take one more snapshot."""
     _commit(promises, repository, "cs-000001", {b"a": content(2, 5), b"b": content(3, 4)})
     _commit(promises, repository, "cs-000002", {b"a": content(2, 5), b"c": content(4, 9)})
     _commit(promises, repository, "cs-000003", {b"d": content(6, 3)})
@@ -81,11 +79,11 @@ def _check(promises: Promises, top: Path) -> None:
 
 
 def _survives(made: Promises, top: Path) -> None:
-    """Readers at once, then a writer, then readers again: all see what was promised, and work goes on."""
+    """Open as readers, as a writer, and as readers again; each finds what was promised."""
     promises = copy.deepcopy(made)
     _check(promises, top)
     with Repository.open(top) as repository:
-        # All that was ever stored once more: what is only thought to be stored would be missing afterwards.
+        # Store all contents once more: a chunk that the index claims wrongly would be missing afterwards.
         sizes = {2: 5, 3: 4, 4: 9, 6: 3, 8: 6, 10: 4}
         _commit(
             promises, repository, "cs-00000a", {b"%d" % seed: content(seed, n) for seed, n in sizes.items()}
@@ -96,7 +94,7 @@ def _survives(made: Promises, top: Path) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Path]:
-    """In memory where there is such a place: thousands of fsyncs on a disk prove nothing more."""
+    """Return a directory in memory if there is one: thousands of fsyncs on a disk prove nothing more."""
     where = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(prefix="ciuic-power-", dir=where) as path:
         yield Path(path)
@@ -129,8 +127,9 @@ def _number_of_calls(fresh: Path, top: Path) -> int:
 
 
 def test_power_cut_at_every_operation(fresh: Path, place: Path) -> None:
-    """After a power cut at any operation each promised snapshot is whole, with the index kept, lost, or from
-    before.
+    """Each promised snapshot is whole after a power cut at any operation.
+
+    The index is kept, lost or of an earlier state.
     """
     calls = _number_of_calls(fresh, place / "count")
     assert calls > 60
@@ -141,9 +140,8 @@ def test_power_cut_at_every_operation(fresh: Path, place: Path) -> None:
             after = place / "after"
             disk.after_power_cut(after, random.Random(stop_at * 10 + variant) if variant else None)
             discard(f"{after}/{INDEX_NAME}")
-            if (
-                stop_at + variant
-            ) % 2:  # the index as it was when the power failed may know more than is there
+            # The index of the moment of the cut may claim more than the disk holds.
+            if (stop_at + variant) % 2:
                 for file in top.glob(INDEX_NAME + "*"):
                     shutil.copy(file, after)
             try:
@@ -158,9 +156,7 @@ def test_power_cut_at_every_operation(fresh: Path, place: Path) -> None:
 
 @pytest.mark.parametrize("stay_full", [False, True], ids=["one-error", "disk-stays-full"])
 def test_an_error_at_every_operation(fresh: Path, place: Path, stay_full: bool) -> None:
-    """After ENOSPC at any operation, once or from then on, each promised snapshot is whole and work can go
-    on.
-    """
+    """Each promised snapshot is whole after ENOSPC at any operation, once or from then on; work continues."""
     calls = _number_of_calls(fresh, place / "count")
     for stop_at in range(1, calls + 1):
         top = place / "run"

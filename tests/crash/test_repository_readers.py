@@ -1,6 +1,4 @@
-"""Readers beside a writer that makes, removes and collects, and beside one that is killed: right bytes or a
-clear error.
-"""
+"""Readers beside a busy writer, and beside one that is killed, get the right bytes or a clear error."""
 
 from __future__ import annotations
 
@@ -54,10 +52,8 @@ def _make(top: Path) -> None:
         make_snapshot(writer, "cs-000001", FILES)
 
 
-def test_readers_beside_a_busy_writer(tmp_path: Path) -> None:
-    """While snapshots come and go and packs are rewritten, a reader always gets a kept snapshot's exact
-    bytes.
-    """
+def test_readers_during_concurrent_writes(tmp_path: Path) -> None:
+    """A reader gets a kept snapshot's exact bytes while snapshots come and go and packs are rewritten."""
     top = tmp_path / "r"
     _make(top)
     reads = others = 0
@@ -86,7 +82,7 @@ def test_readers_beside_a_busy_writer(tmp_path: Path) -> None:
 
 
 def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
-    """After each of a dozen SIGKILLs what is listed is whole, and the next writer has nothing left to put right."""
+    """Every listed snapshot is whole after each of a dozen SIGKILLs, and the next writer repairs nothing."""
     top = tmp_path / "r"
     _make(top)
     dice = random.Random(3)
@@ -96,7 +92,8 @@ def test_a_writer_killed_at_any_moment(tmp_path: Path) -> None:
             for _ in range(dice.randrange(1, 4)):
                 assert child.stdout.readline(), "the writer must be at work when it is killed"
             for _ in range(dice.randrange(20_000)):
-                os.getppid()  # some microseconds: the kill falls at a place of its own each time
+                # A few microseconds more each time, so that the kill falls at another place.
+                os.getppid()
             assert child.poll() is None
             child.send_signal(signal.SIGKILL)
             child.stdout.read()

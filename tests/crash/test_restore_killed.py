@@ -1,4 +1,4 @@
-"""A restore that is killed between any two of its operations, and run again."""
+"""Restores that are killed between any two operations, and run again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_root(root: Path) -> None:
 
 
 def die_at(number: int) -> None:
-    """From now on the process is gone at that operation, as with SIGKILL: nothing is cleaned up."""
+    """End the process at the given operation as SIGKILL would: nothing is cleaned up."""
     count = iter(range(number))
     lock = threading.Lock()
 
@@ -73,7 +73,7 @@ def restore(repository: Path, snapshot: Snapshot, root: Path, overwrite: Overwri
 def killed_restore(
     repository: Path, snapshot: Snapshot, root: Path, overwrite: Overwrite | None, number: int
 ) -> bool:
-    """Whether a child that dies at operation ``number`` got that far."""
+    """Run a restore in a child that dies at operation ``number``; return whether the child got that far."""
     child = os.fork()
     if child == 0:
         try:
@@ -93,7 +93,7 @@ def temporaries(root: Path) -> list[Path]:
 
 @pytest.mark.parametrize("overwrite", [None, Overwrite.ALWAYS, Overwrite.IF_CHANGED])
 def test_killed_anywhere_and_run_again(tmp_path: Path, overwrite: Overwrite | None) -> None:
-    """At every moment each name shows the old thing or the restored one, whole; a second run completes the first."""
+    """Each name shows the old file or the restored one at every kill; a second run completes it."""
     root = tmp_path / "root"
     make_root(root)
     wanted = trees.manifest(root)
@@ -120,9 +120,8 @@ def test_killed_anywhere_and_run_again(tmp_path: Path, overwrite: Overwrite | No
         check_nothing_is_half(root, wanted, old)
         again = overwrite
         if overwrite is None and is_complete_but_for_its_time(root, wanted):
-            again = (
-                Overwrite.IF_CHANGED
-            )  # the mark of an unfinished restore is gone: these files are conflicts now
+            # The mark of an unfinished restore is gone: these files are conflicts now.
+            again = Overwrite.IF_CHANGED
         restore(repository.path, snapshot, root, again)
         trees.assert_same(wanted, trees.manifest(root))
         assert not temporaries(root)
@@ -131,7 +130,7 @@ def test_killed_anywhere_and_run_again(tmp_path: Path, overwrite: Overwrite | No
 
 
 def is_complete_but_for_its_time(root: Path, wanted: trees.Manifest) -> bool:
-    """Killed between the two last operations."""
+    """Return whether only the directory's time is missing, as after a kill before the last operation."""
     if not root.exists() or temporaries(root):
         return False
     found = trees.manifest(root)

@@ -1,5 +1,6 @@
-"""Saved overlay state (undo log, sealed files, saved tracking) fails, tears or is lost at every durable call in turn: the job sees
-nothing of it and the next snapshots are exact.
+"""Saved overlay state with a failed, torn or lost write at every durable call in turn.
+
+The job sees no error, and the next snapshots are exact.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ SEEDS = (2,)
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_killed_at_every_call(seed: int) -> None:
-    """The worker dies, or the power goes, at any durable call; the state may hold anything that was not synced. What is
-    saved is used once at most, and the next snapshots are exact."""
+    """The worker's death or a power cut at any durable call leaves the next snapshots exact.
+
+    The state may hold anything that was not synced. Saved tracking is used once at most.
+    """
     assert survive(seed, error=None)[0] > 20
 
 
@@ -23,8 +26,10 @@ def test_killed_at_every_call(seed: int) -> None:
     ("error", "stay"), [(NO_SPACE, False), (NO_SPACE, True), (IO_ERROR, False)], ids=["once", "full", "io"]
 )
 def test_an_error_at_every_call(seed: int, error: int, stay: bool) -> None:
-    """Any durable call fails, once or as long as the disk is full: the job's results and files are those of a run without the fault, a waiting
-    epoch is captured exactly or given up, and the next snapshots are exact."""
+    """An error at any durable call, once or for as long as the disk is full, changes no result of the job.
+
+    A pending epoch is captured exactly or abandoned, and the next snapshots are exact.
+    """
     points, exact = survive(seed, error=error, stay=stay)
     assert points > 20
     assert exact > 0 or stay, "no epoch was ever captured: the test has proved little"

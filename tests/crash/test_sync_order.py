@@ -1,4 +1,7 @@
-"""Nothing is acknowledged, named, vouched for or relied on before it was synced: one test for each promise of durability.md."""
+"""Sync order: nothing is acknowledged, named or relied on before it is synced.
+
+One test for each promise of durability.md.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,24 @@ from support.restoring import take, write
 from support.small_repository import BLOCK, content, make_snapshot, read_files
 from support.sync_watch import SyncWatch
 
+from ciuic.compare.restore_records import record_restore
 from ciuic.config import add_roots
 from ciuic.config.model import RootConfig
-from ciuic.fuse_layer.epochs import read_saved, write_saved
+from ciuic.config.repository_mark import mark_of, write_mark
+from ciuic.fuse_layer.cut.epochs import read_saved, write_saved
+from ciuic.integrations.lightning_pointer import Pointer, write_pointer
+from ciuic.protocol.state_directory import open_state
 from ciuic.repository import Repository
-from ciuic.repository import packformat as pf
-from ciuic.repository.index import INDEX_NAME
+from ciuic.repository.format import pack_format as pf
+from ciuic.repository.index.database import INDEX_NAME
+from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.promised import Promise, record_loss
-from ciuic.repository.writerindex import WriterIndex
-from ciuic.repository_mark import mark_of, write_mark
 from ciuic.restore import Overwrite, execute, plan_restore
-from ciuic.restore.journal import JOURNAL_NAME
-from ciuic.restores import record_restore
-from ciuic.state_directory import open_state
+from ciuic.restore.files.journal import JOURNAL_NAME
 from ciuic.types import SnapshotId
 
 CACHE = (INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal", "lock")
-"""Nothing durable depends on these."""
+"""Files of the index; nothing durable depends on them."""
 FILES = {b"a": content(2, 5), b"b": content(3, 4), b"c": content(4, 9)}
 
 
@@ -38,23 +42,26 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SyncWatch:
 
 def _unsynced(watch: SyncWatch) -> list[str]:
     assert watch.renamed_unsynced == []
-    return watch.unsynced(*CACHE, "repository")  # the directory itself: index and lock come and go in it
+    # The entry of the directory itself: index and lock files come and go in it.
+    return watch.unsynced(*CACHE, "repository")
 
 
 def test_a_new_repository_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
-    """Its files, its folders and its own name."""
+    """A new repository's files, its folders and its own name are durable."""
     Repository.create(tmp_path / "repository", block_size=BLOCK).close()
     assert watch.renamed_unsynced == []
     assert watch.unsynced(*CACHE) == []
 
 
-def test_what_a_call_has_returned_is_durable(
+def test_results_are_durable_when_a_call_returns(
     watch: SyncWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each commit, mark, removal, rewriting and dropping of packs no content and no name waits for a sync; a footer
-    is written behind what is synced, and the index is told of nothing else."""
+    """Content and names are synced when a commit, mark, removal, rewrite or drop of packs returns.
+
+    A footer is written only after what it describes is synced, and the index lists only synced data.
+    """
     vouched: list[bool] = []
-    told: list[bool] = []
+    synced: list[bool] = []
     encode, add = pf.encode_footer, WriterIndex.add
 
     def encoding(end: int, records: Any) -> bytes:
@@ -63,7 +70,7 @@ def test_what_a_call_has_returned_is_durable(
         return encode(end, records)
 
     def adding(index: WriterIndex, number: int, size_bytes: int, *args: Any) -> None:
-        told.append(watch.is_synced(tmp_path / f"repository/packs/{number:016x}.pack"))
+        synced.append(watch.is_synced(tmp_path / f"repository/packs/{number:016x}.pack"))
         add(index, number, size_bytes, *args)
 
     monkeypatch.setattr(pf, "encode_footer", encoding)
@@ -88,27 +95,30 @@ def test_what_a_call_has_returned_is_durable(
         assert _unsynced(watch) == []
     assert vouched
     assert all(vouched), "a footer was written behind what is not synced"
-    assert told
-    assert all(told), "the index was told of what is not synced"
+    assert synced
+    assert all(synced), "the index was told of what is not synced"
 
 
 def test_a_recovered_tail_is_synced_before_it_is_relied_on(
     watch: SyncWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a killed writer had written is perhaps in memory only: a second power cut would take from the next snapshot what
-    it thinks is stored."""
+    """A tail recovered from a killed writer is synced before new snapshots refer to it.
+
+    It may be in the page cache only: a second power cut would otherwise take data from the next snapshot.
+    """
     path = tmp_path / "repository"
     with Repository.create(path, block_size=BLOCK) as repository, repository.writer() as writer:
         make_snapshot(writer, "cs-000001", FILES)
         writer.put_chunk(content(8, 1))
         monkeypatch.setattr(repository, "forget_pack", lambda _number: None)
         for appender in writer._store.appenders.values():
-            appender.flush()  # written, not synced, and the index not told
+            # Written, neither synced nor in the index.
+            appender.flush()
     watch.trust_nothing()
-    add, told = WriterIndex.add, []
+    add, synced = WriterIndex.add, []
 
     def adding(index: WriterIndex, number: int, size_bytes: int, *args: Any) -> None:
-        told.append(watch.is_synced(path / f"packs/{number:016x}.pack"))
+        synced.append(watch.is_synced(path / f"packs/{number:016x}.pack"))
         add(index, number, size_bytes, *args)
 
     monkeypatch.setattr(WriterIndex, "add", adding)
@@ -116,13 +126,16 @@ def test_a_recovered_tail_is_synced_before_it_is_relied_on(
         file.unlink()
     with Repository.open(path) as repository, repository.writer():
         pass
-    assert told
-    assert all(told)
+    assert synced
+    assert all(synced)
 
 
 @pytest.mark.parametrize("written", [False, True], ids=["buffered", "written"])
 def test_a_pack_that_grows_is_rewritten_with_all_that_was_put_into_it(tmp_path: Path, written: bool) -> None:
-    """What was put and is not yet synced, or not even written, is copied too, and the index knows where."""
+    """Rewriting a pack that still grows also copies its unsynced and unwritten chunks.
+
+    The index lists their new places.
+    """
     with Repository.create(tmp_path / "repository", block_size=BLOCK) as repository:
         with repository.writer() as writer:
             make_snapshot(writer, "cs-000001", {b"a": content(2, 3)})
@@ -137,7 +150,10 @@ def test_a_pack_that_grows_is_rewritten_with_all_that_was_put_into_it(tmp_path: 
 
 
 def test_saved_tracking_is_used_once_across_a_power_cut(watch: SyncWatch, tmp_path: Path) -> None:
-    """Saved whole and under its name; gone for good before it is used: tracking that came back would hide changes."""
+    """Saved tracking is whole before it has its name, and durably removed before it is used.
+
+    Tracking that reappeared after a power cut would hide changes.
+    """
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         write_saved(fd, b"tracking", b"x" * 10_000)
@@ -149,11 +165,14 @@ def test_saved_tracking_is_used_once_across_a_power_cut(watch: SyncWatch, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_restored_is_durable(
+def test_restored_files_are_durable(
     watch: SyncWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every file before it has its name, every directory after its last name, the note that a restore is under way before
-    anything; nothing waits for a sync at the end, nor when only attributes had to be put right."""
+    """A restore syncs each file before naming it, and each directory after its last name.
+
+    The note that a restore is under way is durable first. At the end nothing waits for a sync, even if only
+    attributes changed.
+    """
     root, out = tmp_path / "root", tmp_path / "out"
     for number in range(3):
         write(root / f"d/{number}", os.urandom(5000))
@@ -187,7 +206,7 @@ def test_what_is_restored_is_durable(
 
 
 def test_a_changed_configuration_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
-    """The old file or the new one, whole, under its name."""
+    """A changed configuration is the old file or the new one, whole, under its name."""
     file = tmp_path / "ciuic.toml"
     file.write_text("")
     watch.trust_all()
@@ -195,8 +214,8 @@ def test_a_changed_configuration_is_durable(watch: SyncWatch, tmp_path: Path) ->
     assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
 
 
-def test_what_a_root_remembers_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
-    """A mark that a power cut takes back would let an absent disk pass for a new beginning."""
+def test_the_mark_of_a_seen_root_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
+    """The mark that a root was seen is durable: without it an absent disk would pass for a new root."""
     (tmp_path / "root").mkdir()
     fd = os.open(tmp_path / "root", os.O_PATH)
     os.close(open_state(fd).fd)
@@ -209,7 +228,7 @@ def test_what_a_root_remembers_is_durable(watch: SyncWatch, tmp_path: Path) -> N
 
 
 def test_why_a_snapshot_was_lost_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
-    """Content and name, when the loss is told."""
+    """The reason why a snapshot was lost is durable, content and name, before it is reported."""
     repository = tmp_path / "repository"
     repository.mkdir()
     watch.trust_all()
@@ -217,9 +236,16 @@ def test_why_a_snapshot_was_lost_is_durable(watch: SyncWatch, tmp_path: Path) ->
     assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
 
 
-def test_the_note_of_a_restore_is_whole_under_its_name(watch: SyncWatch, tmp_path: Path) -> None:
-    """A power cut leaves the note whole, or none."""
+def test_a_power_cut_leaves_a_whole_restore_note_or_none(watch: SyncWatch, tmp_path: Path) -> None:
+    """A power cut leaves the note of a restore whole, or leaves none."""
     (tmp_path / "repository").mkdir()
     watch.trust_all()
     record_restore(tmp_path / "repository", "cs-000001", [b"/root/a"], ["cs-000001"])
+    assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
+
+
+def test_a_checkpoint_file_of_lightning_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
+    """A power cut after a checkpoint was saved leaves the whole file that names its snapshot."""
+    watch.trust_all()
+    write_pointer(tmp_path / "last.ckpt", Pointer("checkpoint-1", "/snapshots"))
     assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])

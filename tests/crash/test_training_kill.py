@@ -1,4 +1,4 @@
-"""A training that is killed at any instant, and whose newest snapshots are damaged, goes on bit for bit as if nothing had happened."""
+"""Trainings killed at any instant, with their newest snapshots damaged, end as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ KILLS = 10
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trials.uninterrupted(tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [False, True])
 def test_killed_at_random_instants_it_ends_with_the_same_bits(
-    tmp_path: Path, whole: dict[str, Any], damage: bool
+    tmp_path: Path, reference: dict[str, Any], damage: bool
 ) -> None:
-    """SIGKILL to the whole session of the trainer; the writer, in its own, finishes or leaves nothing behind."""
+    """SIGKILL to the trainer's whole session at random instants leaves a run that ends with the same bits.
+
+    The writer, in a session of its own, finishes or leaves nothing behind.
+    """
     choose = random.Random(7 + damage)
     save_dir, result = tmp_path / "snapshots", tmp_path / "result"
     damaged = 0
@@ -40,13 +43,13 @@ def test_killed_at_random_instants_it_ends_with_the_same_bits(
         trials.kill_one(save_dir, result, choose)
         damaged += damage and trials.flip(save_dir, choose)
     found = trials.finish(trials.begin(save_dir, result), result)
-    assert found["digest"] == whole["digest"]
-    assert found["losses"] == whole["losses"]
+    assert found["digest"] == reference["digest"]
+    assert found["losses"] == reference["losses"]
     assert damaged or not damage, "no snapshot was damaged, so this says nothing"
 
 
 def test_a_save_that_was_staged_is_finished_after_the_trainer_is_killed(tmp_path: Path) -> None:
-    """The instant between the return of save_snapshot and the commit."""
+    """A staged save is committed although the trainer is killed before the commit."""
     program = (
         "import os, signal, sys; from ciuic import SnapshotManager; from support.tiny_training import Model;"
         "manager = SnapshotManager(sys.argv[1]);"
@@ -71,7 +74,7 @@ def test_a_save_that_was_staged_is_finished_after_the_trainer_is_killed(tmp_path
 
 
 def test_a_damaged_snapshot_is_passed_over_for_the_newest_good_one(tmp_path: Path) -> None:
-    """With its reason; and when none is good that is said, not a fresh start."""
+    """Loading skips damaged snapshots for the newest good one; with none it fails and never starts afresh."""
     manager = SnapshotManager(tmp_path / "snapshots")
     model = Model()
     ids = []

@@ -1,4 +1,4 @@
-"""Trainings of several ranks of which some are killed at any instant, and all begun again, go on bit for bit."""
+"""Trainings of several ranks, some killed at any instant and all restarted, continue bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from ciuic import SnapshotManager  # noqa: E402
 
 @pytest.mark.slow
 def test_ranks_that_are_killed_go_on_with_their_own_state(tmp_path: Path) -> None:
-    """One rank, the one that saves, or all: what is resumed is whole, and each rank has its own generators, data and statistics."""
+    """Each rank resumes a whole snapshot with its own generators and data after any ranks are killed.
+
+    One rank, the one that saves, or all are killed. Batch statistics are each rank's own too.
+    """
     trial = Trial(tmp_path, ddp_training.train, random.Random(3), longest_seconds=4.0)
     expected = trial.uninterrupted()
     assert expected[0]["digest"] != expected[1]["digest"], "the ranks do not differ, so this says nothing"
@@ -33,7 +36,7 @@ def test_ranks_that_are_killed_go_on_with_their_own_state(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_ranks_that_are_killed_while_they_store_shards_go_on(tmp_path: Path) -> None:
-    """The coordinator, and the other: there is no snapshot in part, and what is resumed ends with the same bits."""
+    """Ranks killed while shards are stored leave no partial snapshot, and the run ends with the same bits."""
     trial = Trial(tmp_path, sharded_training.train, random.Random(4), longest_seconds=4.0)
     expected = trial.uninterrupted()
     for victims in ((0,), (1,)):
@@ -44,7 +47,7 @@ def test_ranks_that_are_killed_while_they_store_shards_go_on(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_ranks_that_are_killed_while_they_share_a_snapshot_go_on(tmp_path: Path) -> None:
-    """`SnapshotManager` over FSDP2: no snapshot in part, and each rank goes on with its own generators, data and statistics."""
+    """Killed ranks leave no partial snapshot with `SnapshotManager` over FSDP2, and resume exactly."""
     trial = Trial(tmp_path, sharded_training.train_managed, random.Random(5), longest_seconds=3.0)
     expected = trial.uninterrupted()
     assert expected[0]["own"] != expected[1]["own"]
@@ -55,20 +58,20 @@ def test_ranks_that_are_killed_while_they_share_a_snapshot_go_on(tmp_path: Path)
 
 
 def test_no_snapshot_lacks_a_rank_that_died(tmp_path: Path) -> None:
-    """A rank that ends while a snapshot is gathered leaves the one before it the newest: that one resumes exactly."""
+    """A rank that ends during a save leaves the previous snapshot the newest, which resumes exactly."""
     result = tmp_path / "result"
     ranks = Ranks(
         tmp_path / "logs", WORLD, ddp_training.dies_in_a_save, str(tmp_path / "snapshots"), str(result)
     )
-    assert ranks.wait() == [0, 9], ranks.said(0)
+    assert ranks.wait() == [0, 9], ranks.log_of(0)
     found = json.loads(result.read_text())
-    assert [world for _, world in found["snapshots"]] == [WORLD], ranks.said(0)
+    assert [world for _, world in found["snapshots"]] == [WORLD], ranks.log_of(0)
     assert found["failed"] >= 1
-    assert "the other ranks are gone" in ranks.said(0)
+    assert "the other ranks are gone" in ranks.log_of(0)
 
 
 def test_ranks_agree_on_the_step_of_a_snapshot(tmp_path: Path) -> None:
-    """What one of them finds due at one boundary all save at the next; explicit saves are one snapshot, of all."""
+    """A snapshot due on one rank is saved by all at the next boundary; a requested one is of all ranks."""
     result = tmp_path / "result"
     Ranks(tmp_path / "logs", WORLD, ddp_training.agree, str(tmp_path / "snapshots"), str(result)).check()
     for rank in range(WORLD):
@@ -77,17 +80,20 @@ def test_ranks_agree_on_the_step_of_a_snapshot(tmp_path: Path) -> None:
 
 
 def test_rank_0_alone_may_ask_for_snapshots(tmp_path: Path) -> None:
-    """The others are waited for once; what is asked for on rank 0 has its state, and automatic snapshots have every rank's."""
+    """A save on rank 0 alone waits for the others once and holds rank 0's state.
+
+    Automatic snapshots hold every rank's state.
+    """
     save_dir, result = str(tmp_path / "snapshots"), tmp_path / "result"
-    said = Ranks(tmp_path / "logs", WORLD, ddp_training.rank_0_asks, save_dir, str(result)).check()
+    logs = Ranks(tmp_path / "logs", WORLD, ddp_training.rank_0_asks, save_dir, str(result)).check()
     saved = json.loads(result.read_text())
     assert [world for tags, world in saved if "asked" in tags] == [1, 1, 1]
     assert [world for tags, world in saved if "asked" not in tags] == [WORLD] * 3
-    assert said[0].count("is called on rank 0 alone at ddp_training.py") == 1
+    assert logs[0].count("is called on rank 0 alone at ddp_training.py") == 1
 
 
 def test_rank_0_alone_may_register(tmp_path: Path) -> None:
-    """It saves by itself then, when asked and by its rules, and no rank waits for another."""
+    """Rank 0, if it alone registers, saves on request and by its rules, and no rank waits for another."""
     result = tmp_path / "result"
     Ranks(
         tmp_path / "logs", WORLD, ddp_training.rank_0_registers, str(tmp_path / "snapshots"), str(result)
@@ -96,9 +102,11 @@ def test_rank_0_alone_may_register(tmp_path: Path) -> None:
 
 
 def test_rank_0_alone_may_have_a_manager(tmp_path: Path) -> None:
-    """With distributed=False nobody is waited for."""
+    """A manager with distributed=False waits for no rank."""
     result, began = tmp_path / "result", time.monotonic()
-    Ranks(tmp_path / "logs", WORLD, ddp_training.alone, str(tmp_path / "snapshots"), str(result)).check()
+    Ranks(
+        tmp_path / "logs", WORLD, ddp_training.manager_on_rank_0, str(tmp_path / "snapshots"), str(result)
+    ).check()
     assert time.monotonic() - began < 60
     with SnapshotManager(tmp_path / "snapshots") as manager:
         assert manager.list_snapshots()[0].id == result.read_text()

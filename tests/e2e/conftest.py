@@ -1,4 +1,4 @@
-"""End-to-end tests run the installed commands and a real daemon; this gives each test one of its own."""
+"""Fixtures of the end-to-end tests, which run the installed commands and a real daemon, one for each test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.live import Live, installed, wait_for
 
 @pytest.fixture
 def live(short_tmp: Path) -> Iterator[Live]:
-    """A configured ciuic with no roots yet and no daemon running."""
+    """Provide a configured ciuic with no roots yet and no daemon running."""
     try:
         installed()
     except FileNotFoundError as exc:
@@ -22,7 +22,7 @@ def live(short_tmp: Path) -> Iterator[Live]:
 
 @pytest.fixture
 def root(short_tmp: Path) -> Path:
-    """An existing empty directory to protect."""
+    """Provide an existing empty directory to protect."""
     path = short_tmp / "root"
     path.mkdir()
     return path
@@ -30,7 +30,7 @@ def root(short_tmp: Path) -> Path:
 
 @pytest.fixture
 def protected(live: Live, root: Path) -> Live:
-    """A running daemon with ``root`` protected, which has taken its first snapshot (of nothing) by itself."""
+    """Provide a running daemon with ``root`` protected, which has taken its first snapshot by itself."""
     live.run("protect", str(root))
     live.start(root)
     wait_for("the first snapshot", live.list, 60)

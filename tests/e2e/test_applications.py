@@ -1,4 +1,4 @@
-"""Programs that people run over their training data work in a protected root, also while snapshots are taken."""
+"""Common programs over training data work in a protected root, also while snapshots are taken."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def _run(*command: str | Path, cwd: Path) -> str:
 
 @contextmanager
 def _snapshots_meanwhile(live: Live) -> Iterator[list[str]]:
-    """Takes one snapshot after another while the block runs; the ids of those committed, at least one."""
-    over = threading.Event()
-    taken: list[str] = []
+    """Take one snapshot after another while the block runs; yield the committed ids, at least one."""
+    end = threading.Event()
+    snapshot_ids: list[str] = []
 
     def keep_taking() -> None:
         while True:
-            taken.append(live.snapshot())
-            if over.is_set():
+            snapshot_ids.append(live.snapshot())
+            if end.is_set():
                 return
 
     thread = threading.Thread(target=keep_taking)
     thread.start()
     try:
-        yield taken
+        yield snapshot_ids
     finally:
-        over.set()
+        end.set()
         thread.join()
-    assert taken
+    assert snapshot_ids
 
 
 def _restored(live: Live, snapshot: str, path: Path, into: Path) -> Path:
@@ -53,22 +53,23 @@ def _restored(live: Live, snapshot: str, path: Path, into: Path) -> Path:
 
 
 def test_sqlite_in_wal_mode(protected: Live, root: Path, short_tmp: Path) -> None:
-    """Transactions go on during snapshots, and every snapshot holds a database that opens whole at a past commit."""
+    """SQLite writes during snapshots, and every snapshot holds a database that opens at a past commit."""
     (root / "db").mkdir()
     with closing(sqlite3.connect(root / "db/runs.sqlite")) as db:
         assert db.execute("PRAGMA journal_mode=WAL").fetchone() == ("wal",)
         db.execute("CREATE TABLE step (number INTEGER PRIMARY KEY, loss REAL, blob BLOB)")
-        with _snapshots_meanwhile(protected) as taken:
+        with _snapshots_meanwhile(protected) as snapshot_ids:
             for number in range(300):
                 with db:
                     db.execute(
                         "INSERT INTO step VALUES (?, ?, ?)", (number, 1 / (number + 1), os.urandom(3000))
                     )
         assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    for snapshot in taken:
+    for snapshot in snapshot_ids:
         copy = _restored(protected, snapshot, root / "db", short_tmp)
         if (copy / "runs.sqlite").stat().st_size == 0:
-            continue  # before the first commit
+            # The snapshot was taken before the first commit.
+            continue
         with closing(sqlite3.connect(copy / "runs.sqlite")) as db:
             assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
             count, last = db.execute("SELECT count(*), max(number) FROM step").fetchone()
@@ -76,7 +77,7 @@ def test_sqlite_in_wal_mode(protected: Live, root: Path, short_tmp: Path) -> Non
 
 
 def test_git(protected: Live, root: Path, short_tmp: Path) -> None:
-    """A repository is made, committed to, repacked and cloned in the root; its restored copy passes fsck."""
+    """A git repository in the root can be committed to, repacked and cloned; its copy passes fsck."""
     work = root / "work"
     work.mkdir()
     git = ("git", "-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
@@ -100,7 +101,10 @@ def test_git(protected: Live, root: Path, short_tmp: Path) -> None:
 
 
 def test_rsync_with_everything(protected: Live, root: Path, short_tmp: Path) -> None:
-    """rsync -aHAX into the root loses nothing, a second run finds nothing to do, and back out is the same again."""
+    """A copy by rsync -aHAX into the root loses nothing, and a copy back is the same.
+
+    A second run finds nothing to copy.
+    """
     source = short_tmp / "source"
     source.mkdir()
     make_everything(source)
@@ -112,11 +116,12 @@ def test_rsync_with_everything(protected: Live, root: Path, short_tmp: Path) -> 
 
 
 def test_tar_with_everything(protected: Live, root: Path, short_tmp: Path) -> None:
-    """An archive made of the root and one unpacked into it hold the same tree."""
+    """A tar archive made of the root and one unpacked into it hold the same tree."""
     source = short_tmp / "source"
     source.mkdir()
     make_everything(source)
-    (source / "socket").unlink()  # tar leaves sockets out
+    # The archive leaves sockets out.
+    (source / "socket").unlink()
     flags = ("--xattrs", "--xattrs-include=*", "--acls", "--sparse", "--numeric-owner")
     # --format=posix keeps nanoseconds.
     _run("tar", *flags, "--format=posix", "-cf", short_tmp / "one.tar", "-C", source, ".", cwd=short_tmp)
@@ -130,7 +135,7 @@ def test_tar_with_everything(protected: Live, root: Path, short_tmp: Path) -> No
 
 
 def test_safetensors(protected: Live, root: Path, short_tmp: Path) -> None:
-    """Tensors saved in the root are read back, mapped, from the root and from a restored copy."""
+    """Tensors saved with safetensors are read back, mapped, from the root and from a restored copy."""
     numpy = pytest.importorskip("numpy")
     safetensors = pytest.importorskip("safetensors.numpy")
     tensors = {
@@ -146,28 +151,28 @@ def test_safetensors(protected: Live, root: Path, short_tmp: Path) -> None:
 
 
 def test_hdf5(protected: Live, root: Path, short_tmp: Path) -> None:
-    """A file that grows in place across snapshots (chunked, resized, flushed) is right in each of them."""
+    """An HDF5 file that grows in place across snapshots (chunked, resized, flushed) is right in each."""
     numpy = pytest.importorskip("numpy")
     h5py = pytest.importorskip("h5py")
     path = root / "metrics.h5"
-    taken = {}
+    snapshots = {}
     with h5py.File(path, "w") as file:
         data = file.create_dataset("loss", (0, 256), maxshape=(None, 256), chunks=(64, 256), dtype="f4")
         for part in range(4):
             data.resize((part + 1) * 200, axis=0)
             data[part * 200 :] = part
             file.flush()
-            taken[part] = protected.snapshot()
-    for part, snapshot in taken.items():
+            snapshots[part] = protected.snapshot()
+    for part, snapshot in snapshots.items():
         copy = _restored(protected, snapshot, path, short_tmp)
-        # It was open for writing at the cut, and says so to HDF5 too: the consistency flag is the writer's.
+        # It was open for writing at the cut, and HDF5 sees the writer's own consistency flag.
         with h5py.File(copy, "r", locking=False) as file:
             expected = numpy.repeat(numpy.arange(part + 1), 200)[:, None] * numpy.ones((1, 256))
             assert numpy.array_equal(file["loss"], expected)
 
 
 def test_torch(protected: Live, root: Path, short_tmp: Path) -> None:
-    """torch.save in the root, overwritten by the next save, comes back from the snapshot; mmap loading works."""
+    """A torch.save overwritten by the next one comes back from its snapshot, and loads with mmap."""
     pytest.importorskip("torch")
     program = """if True:
         import hashlib, pathlib, sys, torch

@@ -1,4 +1,4 @@
-"""Bad input and bad days: each gets a message that says what, the right exit code, and loses nothing."""
+"""Bad input and failing environments: each gets a clear message and the right exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAILED, USAGE, NOT_FOUND, EXISTS, NOT_PERMITTED, PARTIAL, BUSY = 1, 2, 3, 6, 7, 
 
 
 def _refused(live: Live, code: int | set[int], *arguments: str | bytes, says: str = "") -> str:
-    """Runs a command that must fail with ``code``, say why on stderr without a traceback, and print no result."""
+    """Run a command that must fail with ``code``, a reason on stderr, no traceback, and no output."""
     done = live.run(*arguments, expect=None)
     message = done.stderr.decode()
     codes = {code} if isinstance(code, int) else code
@@ -34,7 +34,7 @@ def _roots(live: Live) -> list[str]:
 
 
 def test_roots_that_cannot_be_protected(protected: Live, root: Path, short_tmp: Path) -> None:
-    """A root inside or around another, a file, a missing path, or one that contains the repository is refused."""
+    """Protecting a root inside or around another, a file, a missing path or the repository is refused."""
     (root / "inner").mkdir()
     file = short_tmp / "file"
     file.write_text("x")
@@ -47,7 +47,7 @@ def test_roots_that_cannot_be_protected(protected: Live, root: Path, short_tmp: 
 
 
 def test_protecting_twice_is_no_error(protected: Live, root: Path) -> None:
-    """protect is idempotent: the second time it changes nothing and ends well."""
+    """Protecting a root twice changes nothing the second time and succeeds."""
     config = protected.config.read_bytes()
     protected.run("protect", str(root))
     assert protected.config.read_bytes() == config
@@ -55,7 +55,7 @@ def test_protecting_twice_is_no_error(protected: Live, root: Path) -> None:
 
 
 def test_a_repository_inside_a_root_must_be_excluded(short_tmp: Path) -> None:
-    """A repository below a root is refused, because each snapshot would contain the ones before it."""
+    """Protecting a root with the repository in it is refused: snapshots would contain earlier ones."""
     root = short_tmp / "root"
     root.mkdir()
     top = short_tmp / "c"
@@ -65,10 +65,11 @@ def test_a_repository_inside_a_root_must_be_excluded(short_tmp: Path) -> None:
 
 
 def test_unknown_and_ambiguous_snapshots(protected: Live, root: Path) -> None:
-    """An id that is not there is exit 3, and a prefix of several is refused and names them."""
+    """An unknown snapshot id exits with 3, and an ambiguous prefix is refused with the ids it matches."""
     _refused(protected, NOT_FOUND, "verify", "cs-000000000000")
     snapshots = []
-    for number in range(18):  # more than sixteen: two begin with the same digit
+    # More than sixteen, so that two ids begin with the same digit.
+    for number in range(18):
         (root / "n").write_text(str(number))
         snapshots.append(protected.snapshot())
     digits = [snapshot[3] for snapshot in snapshots]
@@ -79,7 +80,7 @@ def test_unknown_and_ambiguous_snapshots(protected: Live, root: Path) -> None:
 
 
 def test_latest_where_there_is_no_snapshot(live: Live, root: Path) -> None:
-    """A repository without snapshots lists nothing, well, and has no latest, which is exit 3."""
+    """Listing a repository without snapshots succeeds with no line, and `latest` exits with 3."""
     live.run("protect", str(root))
     assert live.run("list", "--machine-readable").stdout == b""
     _refused(live, NOT_FOUND, "show", "latest")
@@ -87,7 +88,7 @@ def test_latest_where_there_is_no_snapshot(live: Live, root: Path) -> None:
 
 
 def test_a_path_that_is_not_in_the_snapshot(protected: Live, root: Path, short_tmp: Path) -> None:
-    """Exit 3 for a path the snapshot lacks, and for one outside every root; nothing is written."""
+    """A path that the snapshot lacks, or one outside every root, exits with 3 and writes nothing."""
     (root / "there").write_text("x")
     snapshot = protected.snapshot()
     out = short_tmp / "out"
@@ -113,7 +114,10 @@ def test_a_path_that_is_not_in_the_snapshot(protected: Live, root: Path, short_t
 def test_a_destination_that_exists_stops_a_restore_before_it_changes_anything(
     protected: Live, root: Path
 ) -> None:
-    """Without --overwrite, exit 6 lists every conflict and not one file is touched, absent ones included."""
+    """A restore without --overwrite exits with 6, lists every conflict and touches no file.
+
+    Absent files are not made either.
+    """
     for name in ("a", "b", "c"):
         (root / name).write_text("old")
     snapshot = protected.snapshot()
@@ -129,7 +133,7 @@ def test_a_destination_that_exists_stops_a_restore_before_it_changes_anything(
 
 @contextmanager
 def _small_disk(place: Path, size: str, *options: str) -> Iterator[Path]:
-    """A file system of its own of a given size."""
+    """Provide a file system of its own of a given size."""
     place.mkdir()
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", ",".join((f"size={size}", *options)), "small", place], check=True
@@ -141,7 +145,7 @@ def _small_disk(place: Path, size: str, *options: str) -> Iterator[Path]:
 
 
 def test_a_full_destination_leaves_no_half_file(protected: Live, root: Path, short_tmp: Path) -> None:
-    """A restore that runs out of space says so; what is there under a final name is whole, and no temporary stays."""
+    """A restore that runs out of space says so, and leaves whole files under final names and no others."""
     contents = {f"file{number}": os.urandom(1 << 20) for number in range(8)}
     for name, data in contents.items():
         (root / name).write_bytes(data)
@@ -159,7 +163,7 @@ def test_a_full_destination_leaves_no_half_file(protected: Live, root: Path, sho
             str(small),
             says="space",
         )
-        # What marks an unfinished restore stays, so that the next run can go on from there.
+        # The mark of the unfinished restore stays, so that the next run can continue from there.
         found = {
             path.name: path.read_bytes()
             for path in (small / root.name).iterdir()
@@ -169,7 +173,7 @@ def test_a_full_destination_leaves_no_half_file(protected: Live, root: Path, sho
 
 
 def test_a_read_only_destination(protected: Live, root: Path, short_tmp: Path) -> None:
-    """A restore to a read-only file system fails with its name and its reason."""
+    """A restore to a read-only file system fails with its name and the reason."""
     (root / "file").write_text("x")
     snapshot = protected.snapshot()
     with _small_disk(short_tmp / "small", "3m", "ro") as small:
@@ -178,8 +182,10 @@ def test_a_read_only_destination(protected: Live, root: Path, short_tmp: Path) -
 
 
 def test_a_full_store_never_reaches_the_job(short_tmp: Path) -> None:
-    """With the repository's disk full, the snapshot fails and says so; writes in the root succeed all the while, and
-    once there is space again the next snapshot holds everything."""
+    """A snapshot fails with a message if the repository's disk is full, and writes in the root succeed.
+
+    Once there is space again, the next snapshot holds everything.
+    """
     top, root = short_tmp / "c", short_tmp / "root"
     top.mkdir()
     root.mkdir()
@@ -203,14 +209,14 @@ def test_a_full_store_never_reaches_the_job(short_tmp: Path) -> None:
 
 
 def test_two_daemons(protected: Live, root: Path) -> None:
-    """A second daemon refuses to start and says why; the first goes on."""
+    """A second daemon refuses to start and says why; the first continues."""
     _refused(protected, {FAILED, BUSY}, "daemon", says="daemon")
     (root / "file").write_text("still served")
     protected.snapshot()
 
 
 def test_a_configuration_with_a_typo(live: Live, root: Path) -> None:
-    """An unknown key is refused with file, line and the nearest known key; so is a value that cannot be meant."""
+    """An unknown key is refused with file, line and the nearest known key, and so is an impossible value."""
     good = live.config.read_text()
     live.config.write_text(good.replace("interval =", "intervall ="))
     line = next(n for n, text in enumerate(live.config.read_text().splitlines(), 1) if "intervall" in text)
@@ -221,26 +227,26 @@ def test_a_configuration_with_a_typo(live: Live, root: Path) -> None:
     _refused(live, USAGE, "config", "check", says="fortnight")
 
 
-def test_commands_that_need_the_daemon_say_so(live: Live) -> None:
-    """With no daemon, status and snapshot end with 5 and name the socket."""
+def test_commands_without_a_daemon_name_its_socket(live: Live) -> None:
+    """The commands status and snapshot end with 5 without a daemon, and name the socket."""
     for command in ("status", "snapshot"):
         _refused(live, 5, command, says="control.sock")
 
 
 def test_wrong_usage(live: Live) -> None:
-    """Unknown commands, options and missing arguments are exit 2."""
+    """Unknown commands, unknown options and missing arguments exit with 2."""
     for arguments in (("no-such-command",), ("list", "--no-such-option"), ("restore",), ("verify",)):
         _refused(live, USAGE, *arguments)
 
 
 def test_an_ordinary_user_is_refused_not_confused(protected: Live, root: Path) -> None:
-    """Without permission to open the repository or the socket, commands end with 7 and say what may not be opened."""
+    """Commands without permission on repository or socket end with 7 and name what may not be opened."""
     (root / "file").write_text("x")
     protected.snapshot()
     others = (protected.repository, protected.top / "run/control.sock")
     for path in others:
         os.chown(path, 65534, 65534)
-    # Root without the capability to override permissions: another user might not be able to run this interpreter at all.
+    # Root without the capability to override permissions: another user may be unable to run this interpreter.
     plain = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
     for command, path in zip(("list", "status"), others, strict=True):
         done = subprocess.run(
@@ -258,7 +264,7 @@ def test_an_ordinary_user_is_refused_not_confused(protected: Live, root: Path) -
 
 
 def test_a_busy_repository(protected: Live, root: Path) -> None:
-    """While another process holds the repository's write lock, a command that writes ends with 75 and names it."""
+    """A writing command ends with 75 and names the process that holds the repository's write lock."""
     (root / "file").write_text("x")
     snapshot = protected.snapshot()
     program = (
@@ -274,7 +280,8 @@ def test_a_busy_repository(protected: Live, root: Path) -> None:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         _refused(protected, BUSY, "hold", snapshot, says=str(holder.pid))
-        protected.run("verify", snapshot, "--checksum")  # readers need no lock
+        # Readers need no lock.
+        protected.run("verify", snapshot, "--checksum")
     finally:
         holder.communicate(timeout=30)
     protected.run("hold", snapshot)

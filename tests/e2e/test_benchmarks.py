@@ -1,4 +1,4 @@
-"""The harness of `make bench` measures, judges and cleans up; what it measures is nobody's business here."""
+"""The harness of `make bench` measures, judges and cleans up; the figures themselves are not checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from benchmarks.workloads import data
 CHECKOUT = Path(__file__).parents[2]
 
 
-# Takes the place of the C++ example: what matters here is that a program that mounts can be measured and taken away.
+# Takes the place of the C++ example: only a program that mounts, and can be measured and ended, is needed
+# here.
 PEER = """#!/bin/sh
 for last; do before=$at at=$last; done
 mount --bind "$before" "$at" && exec sleep 1000
@@ -28,7 +29,7 @@ mount --bind "$before" "$at" && exec sleep 1000
 
 @pytest.mark.mount
 def test_two_small_suites_are_measured_for_all_contenders(short_tmp: Path) -> None:
-    """Every figure of a suite has a value for each, in the JSON as in the table, and nothing stays mounted."""
+    """Every figure of two small suites has a value for each contender, and nothing stays mounted."""
     peer = short_tmp / "peer"
     peer.write_text(PEER)
     peer.chmod(0o755)
@@ -58,8 +59,8 @@ def test_two_small_suites_are_measured_for_all_contenders(short_tmp: Path) -> No
 
 
 @pytest.mark.mount
-def test_snapshots_are_measured_beside_a_copy(short_tmp: Path) -> None:
-    """Every command of the store has its time, and the bars are judged; what a copy does not do it has no value for."""
+def test_snapshots_are_measured_next_to_a_copy(short_tmp: Path) -> None:
+    """Every command of the store gets a time, and a copy has no value for what it cannot do."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks.store", "tree", "short-history", "--scale", "0.002"),
@@ -90,7 +91,7 @@ def test_snapshots_are_measured_beside_a_copy(short_tmp: Path) -> None:
 
 @pytest.mark.mount
 def test_a_contender_that_hangs_is_noticed_and_taken_away(short_tmp: Path) -> None:
-    """A server that stops answering fails its step after the limit; closing the lane frees whoever waits for it."""
+    """A server that stops answering fails its step in time; closing the lane frees waiting calls."""
     suite = data.SUITE._replace(steps=tuple(step._replace(limit_seconds=1) for step in data.SUITE.steps))
     (contender,) = (one for one in contenders({}) if one.name == "ciuic pyfuse3")
     place = Place(short_tmp / "backing", short_tmp, 0.001)

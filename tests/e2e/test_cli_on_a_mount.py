@@ -1,4 +1,4 @@
-"""The commands that need a daemon, with the real one and a real mount: protect, status, snapshot, restore, unprotect, doctor."""
+"""Commands that need a daemon, with a real one and a real mount."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class Host:
                 start_new_session=True,
             )
         deadline = time.monotonic() + 60
-        # The daemon says READY to systemd only; a stranger asks until it answers, and has mounted what it should.
+        # The daemon sends READY to systemd only; other programs ask until it answers, and has mounted what it
+        # should.
         while not self._ready():
             assert self.daemon.poll() is None, self.log()
             assert time.monotonic() < deadline, self.log()
@@ -79,7 +80,7 @@ class Host:
         if done.returncode != 0:
             return False
         states = [root["state"] for root in json.loads(done.stdout)["roots"]]
-        # The daemon answers before it has begun to serve any root.
+        # The daemon answers before it serves any root.
         return states == ["mounted"] * self.config.read_text().count("[[root]]")
 
     def stop(self) -> None:
@@ -105,7 +106,7 @@ def mounted(path: Path) -> bool:
 
 
 def test_story_of_one_restore(host: Host) -> None:
-    """Protected, snapshotted, spoilt, restored in place, and the restore undone, all through the mount."""
+    """A root is protected, snapshotted, damaged and restored in place, and the restore is undone."""
     (host.root / "ckpt").mkdir()
     (host.root / "ckpt" / "model").write_bytes(b"good" * 100_000)
     host.run("protect", str(host.root))
@@ -127,7 +128,7 @@ def test_story_of_one_restore(host: Host) -> None:
 
 
 def test_protect_and_unprotect_under_a_running_daemon(host: Host) -> None:
-    """A running daemon mounts what is protected and unmounts what is not, and status shows it."""
+    """A running daemon mounts a newly protected root and unmounts an unprotected one, and status shows it."""
     host.run("protect", str(host.root))
     host.start()
     document = host.json("protect", str(host.other))
@@ -142,12 +143,12 @@ def test_protect_and_unprotect_under_a_running_daemon(host: Host) -> None:
     assert not mounted(host.other)
     assert sorted(os.listdir(host.other)) == files, "nothing of ours stays behind in a plain directory"
     assert [root["path"] for root in host.json("status")["roots"]] == [str(host.root)]
-    # Protected again, with the mount still there: nothing to do.
+    # The root is protected again with the mount still there: nothing to do.
     assert "already" in host.run("protect", str(host.root)).stdout
 
 
 def test_doctor_on_a_running_host(host: Host) -> None:
-    """With daemon and mount in order, doctor finds no problem with either, and says what is covered."""
+    """The command doctor finds no problem with daemon and mount in order, and says what is covered."""
     host.run("protect", str(host.root))
     host.start()
     host.run("snapshot", "--wait")
@@ -160,7 +161,10 @@ def test_doctor_on_a_running_host(host: Host) -> None:
 
 
 def test_without_the_daemon_reading_goes_on(host: Host) -> None:
-    """After the daemon has stopped, list, show, verify, diff, check and restore work; status and snapshot are 5."""
+    """Reading commands work after the daemon has stopped; status and snapshot end with 5.
+
+    Those are list, show, verify, diff, check and restore.
+    """
     (host.root / "log").write_text("line\n")
     host.run("protect", str(host.root))
     host.start()
@@ -181,7 +185,7 @@ def test_without_the_daemon_reading_goes_on(host: Host) -> None:
 
 
 def test_reload_and_stop(host: Host) -> None:
-    """`ciuic reload` mounts what the file names before it returns; `ciuic stop` leaves plain files, open ones go on."""
+    """A reload mounts the file's roots before it returns; a stop leaves plain files and working open ones."""
     host.run("protect", str(host.root))
     host.start()
     text = host.config.read_text()
@@ -198,12 +202,12 @@ def test_reload_and_stop(host: Host) -> None:
     with open(host.root / "log", "w") as log:
         log.write("before\n")
         log.flush()
-        said = host.run("stop")
+        result = host.run("stop")
         assert host.daemon is not None
         assert host.daemon.wait(10) == 0
         host.daemon = None
-        assert f"{host.root}: unmounted" in said.stdout
-        assert "no snapshots are taken until it runs again" in said.stderr
+        assert f"{host.root}: unmounted" in result.stdout
+        assert "no snapshots are taken until it runs again" in result.stderr
         assert not mounted(host.root)
         log.write("after\n")
     assert (host.root / "log").read_text() == "before\nafter\n"

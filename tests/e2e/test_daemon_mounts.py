@@ -1,4 +1,4 @@
-"""The real daemon over real mounts: what its processes do to one another, and what they leave behind."""
+"""The real daemon over real mounts: how its processes affect one another, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from support.holders import keeper_pids
 from support.site import Site, ended, site_in, until
 
+from ciuic import STATE_DIR_NAME
 from ciuic.errors import Busy, NotFound, UsageError
 from ciuic.repository import Repository
 
@@ -26,8 +27,8 @@ def site(short_tmp: Path) -> Iterator[Site]:
         yield made
 
 
-def test_a_stopped_daemon_leaves_nothing_behind(site: Site) -> None:
-    """After SIGTERM no mount, no socket and no process is left, and the files are simply there."""
+def test_a_stopped_daemon_leaves_no_mount_socket_or_process(site: Site) -> None:
+    """A daemon ended by SIGTERM leaves plain files, and no mount, socket or process."""
     root = site.root("a")
     site.start()
     (root / "f").write_text("kept")
@@ -39,20 +40,23 @@ def test_a_stopped_daemon_leaves_nothing_behind(site: Site) -> None:
     assert (root / "f").read_text() == "kept"
 
 
-def test_systemd_is_told_when_the_roots_are_mounted_and_when_it_ends(site: Site) -> None:
-    """READY comes when the overlay is there, the watchdog is fed meanwhile, STOPPING comes before it is taken away."""
+def test_systemd_is_notified_of_mounted_roots_and_of_the_end(site: Site) -> None:
+    """The daemon sends READY once the overlay is mounted, and STOPPING before it unmounts.
+
+    It feeds the watchdog meanwhile.
+    """
     root = site.root("a")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(site.top / "notify"))
         manager.settimeout(30)
         site.environment = {"NOTIFY_SOCKET": str(site.top / "notify"), "WATCHDOG_USEC": "600000"}
         site.process = site.launch()
-        said = []
-        while not said or not said[-1].startswith(b"READY=1"):
-            said.append(manager.recv(4096))
+        messages = []
+        while not messages or not messages[-1].startswith(b"READY=1"):
+            messages.append(manager.recv(4096))
         assert site.overlays(root) == 1
-        assert b"STATUS=1 of 1 root protected" in said[-1]
-        assert any(line.startswith(b"FDSTORE=1\nFDNAME=control") for line in said)
+        assert b"STATUS=1 of 1 root protected" in messages[-1]
+        assert any(line.startswith(b"FDSTORE=1\nFDNAME=control") for line in messages)
         while manager.recv(4096) != b"WATCHDOG=1":
             pass
         site.stop()
@@ -65,8 +69,8 @@ def test_systemd_is_told_when_the_roots_are_mounted_and_when_it_ends(site: Site)
         assert rest[-1].startswith(b"FDSTOREREMOVE=1")
 
 
-def test_what_was_written_before_the_request_is_in_the_snapshot(site: Site) -> None:
-    """Writes that the kernel still holds back, in a file that stays open, are flushed before the cut."""
+def test_writes_before_the_request_are_in_the_snapshot(site: Site) -> None:
+    """Writes that the kernel still caches, in a file that stays open, are flushed before the cut."""
     root = site.root("a")
     site.start()
     with open(root / "log", "wb", buffering=0) as log:
@@ -78,7 +82,7 @@ def test_what_was_written_before_the_request_is_in_the_snapshot(site: Site) -> N
 
 
 def test_two_roots_are_cut_at_one_instant(site: Site) -> None:
-    """A writer that writes b only after a: no snapshot shows more in b than in a."""
+    """Two roots are cut at one instant: no snapshot has more in b, written after a, than in a."""
     first, second = site.root("a"), site.root("b")
     for root in (first, second):
         (root / "f").touch()
@@ -86,7 +90,8 @@ def test_two_roots_are_cut_at_one_instant(site: Site) -> None:
     ending = threading.Event()
 
     def write() -> None:
-        # Existing files: who makes a new one writes past the overlay, and no cut holds that (unseen.py).
+        # Existing files: the creator of a new one bypasses the overlay, and no cut holds that write
+        # (passthrough_writers.py).
         with open(first / "f", "ab", buffering=0) as one, open(second / "f", "ab", buffering=0) as two:
             while not ending.is_set():
                 for file in (one, two):
@@ -108,19 +113,21 @@ def test_two_roots_are_cut_at_one_instant(site: Site) -> None:
 
 
 def test_a_killed_worker_is_replaced_at_once(site: Site) -> None:
-    """The root is served again, nothing written before is lost, and an alert tells of it."""
+    """A root whose worker was killed is served again, with no earlier write lost, and an alert reports it."""
     root = site.root("a")
     site.start()
     (root / "f").write_text("before")
     until("the snapshot that every first start takes", site.has_schedule)
-    site.snapshot()  # also waits for that one, which was cut before
+    # The job also waits for that snapshot, which was cut before.
+    site.snapshot()
     before = site.root_status(root)
     os.kill(before.worker_pid, signal.SIGKILL)
     until("a new worker", lambda: site.root_status(root).worker_pid not in (0, before.worker_pid))
     after = site.root_status(root)
     assert (after.state, after.restarts) == ("mounted", 1)
     assert after.session != before.session
-    for worker in (before, after):  # a take-over is ahead of the job, serving is not
+    # A take-over has priority over the job, serving has not.
+    for worker in (before, after):
         until(
             "the usual priority",
             lambda pid=worker.worker_pid: priorities(pid) <= {os.getpriority(os.PRIO_PROCESS, 0)},
@@ -129,13 +136,14 @@ def test_a_killed_worker_is_replaced_at_once(site: Site) -> None:
     with site.client() as client:
         assert [alert.key for alert in client.status().alerts] == [f"worker:{root}"]
     snapshot = site.snapshot()
-    assert alerts(site) == []  # what was changed meanwhile is in the snapshot
+    # The snapshot has the changes made meanwhile, so the alert has ended.
+    assert alerts(site) == []
     site.stop()
     assert site.content(snapshot, root, b"f") == b"before"
 
 
 def priorities(pid: int) -> set[int]:
-    """Nice values of a process's threads, and of its scheduling group where it has one; empty when it has ended."""
+    """Return the nice values of a process's threads and scheduling group; empty when it has ended."""
     try:
         tasks = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
         found = {os.getpriority(os.PRIO_PROCESS, task) for task in tasks}
@@ -146,12 +154,12 @@ def priorities(pid: int) -> set[int]:
 
 
 def test_a_killed_daemon_is_followed_without_the_job_noticing(site: Site) -> None:
-    """The worker serves on, open files stay open, the next daemon adopts it with its tracking."""
+    """The worker serves on after the daemon is killed, and the next daemon adopts it with its tracking."""
     root = site.root("a")
     site.start()
     with open(root / "f", "wb", buffering=0) as file:
         file.write(b"one ")
-        site.snapshot()
+        site.snapshot_until_tracking(root)
         before = site.root_status(root)
         site.kill()
         file.write(b"two ")
@@ -163,13 +171,16 @@ def test_a_killed_daemon_is_followed_without_the_job_noticing(site: Site) -> Non
     assert site.overlays(root) == 1
     with Repository.open(site.top / "repository") as repository:
         loaded = repository.snapshots.load(repository.snapshots.resolve(snapshot))
-        assert loaded.roots[0].mode == "tracked"
+        # A test beside this one may have files open that are deeper than any path that the kernel reports:
+        # it is not known then that they lie elsewhere, and tracking does not count.
+        log = site.log.read_text()
+        assert loaded.roots[0].mode == "tracked" or '"located": false' in log, log[-6000:]
     assert site.content(snapshot, root, b"f") == b"one two three"
     site.stop()
 
 
 def test_dead_mounts_of_a_killed_predecessor_are_taken_away(site: Site) -> None:
-    """Daemon, worker and keeper killed together leave a dead mount; the next daemon starts over it."""
+    """Daemon, worker and keeper killed together leave a dead mount, over which the next daemon starts."""
     root = site.root("a")
     site.start()
     (root / "f").write_text("x")
@@ -188,7 +199,7 @@ def test_dead_mounts_of_a_killed_predecessor_are_taken_away(site: Site) -> None:
 
 
 def test_a_promised_snapshot_survives_the_daemon(site: Site) -> None:
-    """The id was given out, the daemon was killed before the commit: the next one brings it home."""
+    """A snapshot whose id was returned is committed by the next daemon if the daemon is killed before."""
     root = site.root("a")
     site.start()
     site.snapshot()
@@ -209,7 +220,7 @@ def test_a_promised_snapshot_survives_the_daemon(site: Site) -> None:
 
 
 def test_a_second_daemon_is_refused_and_harms_nothing(site: Site) -> None:
-    """It says who runs already, with the exit code of "busy", and the first serves on."""
+    """A second daemon names the running one and exits with the code for busy; the first serves on."""
     root = site.root("a")
     site.start()
     assert site.launch().wait(60) == Busy.exit_code
@@ -219,7 +230,7 @@ def test_a_second_daemon_is_refused_and_harms_nothing(site: Site) -> None:
 
 
 def test_a_job_with_an_open_file_is_not_hurt_by_a_stop(site: Site) -> None:
-    """The mount goes, the open file goes on working, its worker ends with it, and a restart starts clean."""
+    """An open file works on after a stop has removed the mount; its worker ends with it."""
     root = site.root("a")
     site.start()
     worker = site.root_status(root).worker_pid
@@ -245,7 +256,7 @@ def test_a_job_with_an_open_file_is_not_hurt_by_a_stop(site: Site) -> None:
 
 
 def test_roots_come_and_go_while_the_daemon_runs(site: Site) -> None:
-    """A root added to the configuration is mounted when asked for, and taken away again; both twice without harm."""
+    """A root added to the configuration is mounted on request and removed again, both twice without harm."""
     first = site.root("a")
     site.start()
     second = site.root("b")
@@ -263,8 +274,32 @@ def test_roots_come_and_go_while_the_daemon_runs(site: Site) -> None:
     site.stop()
 
 
+@pytest.mark.parametrize("ends", [True, False], ids=["closed", "daemon stopped first"])
+def test_the_state_of_a_root_goes_with_the_last_open_file(site: Site, ends: bool) -> None:
+    """A file that a job has open is served until its close after unprotect, also without the daemon.
+
+    Then none of ciuic's files is left.
+    """
+    site.root("a")
+    second = site.root("b")
+    site.start()
+    container = site.top / os.fsdecode(STATE_DIR_NAME)
+    states = set(os.listdir(container))
+    with open(second / "log", "wb", buffering=0) as job:
+        with site.client() as client:
+            client.remove_root(str(second))
+        job.write(b"goes on")
+        assert set(os.listdir(container)) == states
+        if not ends:
+            site.stop()
+    if ends:
+        until("the removal of the state", lambda: len(os.listdir(container)) == len(states) - 1)
+        site.stop()
+    assert (second / "log").read_bytes() == b"goes on"
+
+
 def test_a_changed_configuration_is_taken_up(site: Site) -> None:
-    """SIGHUP and reload mount what was added and unmount what was taken out; what cannot be meant changes nothing."""
+    """SIGHUP and reload mount added roots and unmount removed ones; an invalid file changes nothing."""
     first = site.root("a")
     site.start()
     second = site.root("b")
@@ -291,7 +326,7 @@ def test_a_changed_configuration_is_taken_up(site: Site) -> None:
 
 
 def test_a_root_that_is_missing_does_not_stop_the_others(site: Site) -> None:
-    """The daemon serves what it can, says what it cannot, and takes the root up when it appears."""
+    """The daemon serves the roots that exist, reports a missing one, and serves it when it appears."""
     first, second = site.root("a"), site.root("b")
     second.rmdir()
     site.process = site.launch()
@@ -309,7 +344,7 @@ def alerts(site: Site) -> list[object]:
 
 
 def test_the_first_start_takes_a_snapshot_and_a_restart_does_not(site: Site) -> None:
-    """Downtime longer than the interval is made up for at once; a short one is not."""
+    """A downtime longer than the interval is made up for by a snapshot at once, a shorter one is not."""
     site.root("a")
     site.start()
 
@@ -321,8 +356,9 @@ def test_the_first_start_takes_a_snapshot_and_a_restart_does_not(site: Site) -> 
     site.stop()
     site.start()
     with site.client() as client:
+        # Its roots are mounted before the daemon looks for the newest snapshot, from which the schedule counts.
+        until("the schedule", lambda: client.status().next_snapshot)
         status = client.status()
-    assert status.next_snapshot is not None
     assert status.captures == []
     assert status.repository.snapshots == 1
     assert "requests" in status.beside.hears, "captures hear the workers of this daemon"

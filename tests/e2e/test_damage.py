@@ -1,4 +1,4 @@
-"""A flipped byte in the repository is found, and told with path and snapshots."""
+"""Flipped bytes in the repository are found and reported with path and snapshots."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _flip(path: Path, offset: int) -> None:
 
 
 def test_a_flipped_byte_of_content_is_found_with_path_and_snapshots(protected: Live, root: Path) -> None:
-    """Exit 4; the damaged file and every snapshot that shares it are named, sound files are not."""
+    """A flipped byte of content gives exit 4 and names the file and all its snapshots, and no sound file."""
     marker = os.urandom(300_000)
     (root / "hurt").write_bytes(marker)
     (root / "sound").write_bytes(os.urandom(300_000))
@@ -38,18 +38,22 @@ def test_a_flipped_byte_of_content_is_found_with_path_and_snapshots(protected: L
     needle = marker[100_000:100_064]
     place = next(path for path in _files(protected.repository) if needle in path.read_bytes())
     _flip(place, place.read_bytes().index(needle))
-    protected.run("verify", "--all", expect=0)  # structure is sound: only --checksum reads content
+    # The structure is sound: only --checksum reads content.
+    protected.run("verify", "--all", expect=0)
     done = protected.run("verify", second, "--checksum", expect=DAMAGED)
-    said = (done.stdout + done.stderr).decode()
-    assert str(root / "hurt") in said
-    assert str(root / "sound") not in said
-    assert first in said
-    assert second in said
+    output = (done.stdout + done.stderr).decode()
+    assert str(root / "hurt") in output
+    assert str(root / "sound") not in output
+    assert first in output
+    assert second in output
 
 
 def test_no_flipped_byte_anywhere_is_missed(protected: Live, root: Path) -> None:
-    """Whichever file of the repository has a flipped byte, verify --all --checksum ends with 4 (or a clear refusal),
-    or what is read back is still right because the byte was in something that can be rebuilt."""
+    """Every flipped byte in any file of the repository is noticed or harmless.
+
+    Either verify --all --checksum ends with 4 or a clear refusal, or everything still reads back right
+    because the byte was in a file that can be rebuilt.
+    """
     for number in range(5):
         (root / f"file{number}").write_bytes(os.urandom(150_000))
     protected.snapshot()
@@ -66,8 +70,9 @@ def test_no_flipped_byte_anywhere_is_missed(protected: Live, root: Path) -> None
             text = (done.stdout + done.stderr).decode()
             assert "Traceback" not in text
             if done.returncode == 0:
-                # An index, a cache: what it says must be provable from elsewhere.
-                # A note of a promise or a restore is no stored data; test_note_files.py has what a flipped bit does to it.
+                # The index is a cache: its content must be provable from other files.
+                # The note of a promise or a restore is no stored data; tests/unit/repository/test_notes.py
+                # flips its bits.
                 assert "sqlite" in path.name or path.parent.name in ("promised", "restores"), (
                     f"{path} at {offset} was missed"
                 )
@@ -89,11 +94,11 @@ def test_no_flipped_byte_anywhere_is_missed(protected: Live, root: Path) -> None
 
 
 def test_a_repository_that_is_being_written_is_not_taken_for_damaged(protected: Live, root: Path) -> None:
-    """verify --checksum while one snapshot after another is committed finds nothing wrong."""
-    over = threading.Event()
+    """A verify --checksum while one snapshot after another is committed finds nothing wrong."""
+    end = threading.Event()
 
     def keep_writing() -> None:
-        while not over.is_set():
+        while not end.is_set():
             (root / "file").write_bytes(os.urandom(3_000_000))
             (root / "small").write_bytes(os.urandom(100))
             protected.snapshot()
@@ -104,5 +109,5 @@ def test_a_repository_that_is_being_written_is_not_taken_for_damaged(protected: 
         for _ in range(12):
             protected.run("verify", "--all", "--checksum")
     finally:
-        over.set()
+        end.set()
         writing.join()

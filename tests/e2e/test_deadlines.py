@@ -1,4 +1,4 @@
-"""A capture beside somebody who always waits for the disk: a real daemon, and a figure of waiting that the test writes."""
+"""Captures beside a user of the disk that always waits, with a wait figure that the test writes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from typing import Any
 import pytest
 from support.live import Live, wait_for
 
-from ciuic.control import ControlClient
-from ciuic.privileges import Capability, permitted
+from ciuic.protocol.control import ControlClient
+from ciuic.system.sandbox.privileges import Capability, permitted
 
 pytestmark = pytest.mark.mount
 
 _SECONDS = 90
 _FILES, _FILE_BYTES = 16, 1 << 20
 _SLOW = 'min_share = "0.01%"\nfinish_within = "7d"'
-"""A tenth of a second of work would take a quarter of an hour."""
+"""Settings under which a tenth of a second of work takes a quarter of an hour."""
 
 
 @contextmanager
 def waiting(run_dir: Path) -> Iterator[None]:
-    """Another worker's figure, which grows as fast as time goes by."""
-    over, began = threading.Event(), time.monotonic()
+    """Publish another worker's wait figure, which grows as fast as time passes."""
+    end, began = threading.Event(), time.monotonic()
 
     def publish() -> None:
         with open(run_dir / "worker-test.sock.waits", "wb", buffering=0) as file:
-            while not over.wait(0.002):
+            while not end.wait(0.002):
                 os.pwrite(file.fileno(), struct.pack("<Q", int((time.monotonic() - began) * 1e6)), 0)
 
     (run_dir / "worker-test.sock.waits").write_bytes(bytes(8))
@@ -44,13 +44,13 @@ def waiting(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        end.set()
         thread.join()
         (run_dir / "worker-test.sock.waits").unlink()
 
 
 def captures_of(live: Live) -> list[dict[str, Any]]:
-    """What is on its way."""
+    """Return the captures on their way."""
     with ControlClient(live.top / "run" / "control.sock") as control:
         return [
             {
@@ -63,14 +63,14 @@ def captures_of(live: Live) -> list[dict[str, Any]]:
 
 
 def capture_pid(live: Live) -> int:
-    """The process of the capture that runs, as the daemon's journal names it."""
+    """Return the pid of the running capture, as the daemon's journal names it."""
     pending = json.loads((live.top / "run" / "pending.json").read_text())
     return next(int(one["capture_pid"]) for one in pending if one["capture_pid"])
 
 
 @pytest.fixture
 def slowed(tmp_path: Path) -> Iterator[Live]:
-    """A daemon whose scheduled capture is slowed down almost to nothing."""
+    """Provide a daemon whose scheduled capture is slowed down almost to nothing."""
     root = tmp_path / "root"
     root.mkdir()
     tables = f'\n[[root]]\npath = "{root}"\n'
@@ -88,7 +88,7 @@ def slowed(tmp_path: Path) -> Iterator[Live]:
 
 
 def test_a_configuration_read_again_reaches_the_capture_that_runs(slowed: Live) -> None:
-    """SIGHUP, and what would have taken a quarter of an hour is committed."""
+    """A configuration reread on SIGHUP speeds up the running capture, which commits at once."""
     (waits, *_) = captures_of(slowed)
     assert waits["left"] is None or waits["left"] > 60
     slowed.config.write_text(slowed.config.read_text().replace(_SLOW, 'min_share = "100%"'))
@@ -97,8 +97,8 @@ def test_a_configuration_read_again_reaches_the_capture_that_runs(slowed: Live) 
     wait_for("the commit", lambda: waits["id"] in {one.id for one in slowed.list()}, _SECONDS)
 
 
-def test_somebody_who_waits_hurries_what_runs_and_nobody_is_refused(slowed: Live) -> None:
-    """The snapshot that is asked for comes behind the slow one; forty that ask at once get few snapshots and no refusal."""
+def test_a_requested_snapshot_hurries_the_running_one(slowed: Live) -> None:
+    """A requested snapshot hurries the slow one before it; forty at once get few snapshots and no refusal."""
     (waits, *_) = captures_of(slowed)
     pid = capture_pid(slowed)
     if Capability.SYS_NICE in permitted():

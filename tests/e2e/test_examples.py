@@ -1,4 +1,4 @@
-"""The examples that no other test runs, as they stand: the first run trains, is killed, and the next goes on."""
+"""Examples that no other test runs, unchanged: the first run trains, is killed, and the next continues."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from support.runs import EXAMPLES, assert_goes_on
 pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 ELSEWHERE = {"hf_trainer.py", "keras_fit.py", "lightning_fit.py"}
-"""In tests/e2e/test_integration_*.py."""
+"""Examples run by tests/e2e/test_integration_*.py."""
 
 
 def test_plain_pytorch(tmp_path: Path) -> None:
-    """Two kills, then the same bits as without any, and nothing left to do."""
+    """The plain PyTorch example, killed twice, ends with an undisturbed run's bits and nothing left to do."""
     assert_goes_on("torch", {EXAMPLES / "plain_pytorch.py": (9, 7)}, tmp_path)
 
 
@@ -32,14 +32,15 @@ os.waitpid(other, 0)
 
 
 def test_ddp(tmp_path: Path) -> None:
-    """Two ranks over gloo, with the variables that torchrun sets; both are killed in the third epoch, and go on with it."""
+    """The DDP example of two ranks over gloo, both killed in the third epoch, continues with that epoch."""
     script = tmp_path / "two_ranks.py"
     script.write_text(TWO_RANKS.replace("EXAMPLE", repr(str(EXAMPLES / "ddp.py"))))
     found = assert_goes_on("torch torch.distributed torch.nn.parallel", {script: (25,)}, tmp_path)
-    assert found[script][2]["steps"] <= 20  # a snapshot that came while two were being written is left out
+    # A snapshot that came while two were being written is left out.
+    assert found[script][2]["steps"] <= 20
 
 
 def test_no_example_is_left_out() -> None:
-    """Each has its test."""
+    """Every example has a test."""
     here = {"plain_pytorch.py", "ddp.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == here | ELSEWHERE

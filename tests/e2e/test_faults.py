@@ -1,6 +1,6 @@
-"""Full, failing and missing disks under a running daemon: the job sees plain files, status says so, and it passes by itself.
+"""Full, failing and missing disks under a running daemon: the job sees plain files, ciuic recovers.
 
-The faults that take long (captures are tried three times) are run by ``make torture``, in a random order.
+The slow faults (captures are tried three times) run in random order under ``make torture``.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ def site(short_tmp: Path) -> Iterator[Site]:
 
 
 def test_faults_one_after_the_other(site: Site) -> None:
-    """The job differs in nothing from one on plain files; an alert says what is wrong and since when; when the cause is
-    gone the next scheduled snapshot is committed, restores exactly, and the alert has ended."""
+    """The job sees plain files through each fault, and an alert states the fault and its start.
+
+    Once the cause is gone the next scheduled snapshot is committed, restores exactly, and the alert ends.
+    """
     for fault in QUICK:
         FAULTS[fault](site)
-        site.well()
+        site.check_recovered()
     assert site.job.operations > 100
 
 
 def test_garbage_on_the_sockets(site: Site) -> None:
-    """A thousand requests that cannot be meant: daemon and worker answer afterwards, have leaked no descriptor, and have
-    met no error that they do not know."""
+    """Daemon and worker answer after a thousand invalid requests, without leaks or unknown errors."""
     rng = random.Random(8)
     control, (worker,) = site.top / "run/control.sock", (site.top / "run").glob("worker-*.sock")
     daemon_pid, worker_pid = int(site.status()["pid"]), site.worker_pid()
@@ -57,7 +58,7 @@ def test_garbage_on_the_sockets(site: Site) -> None:
     text = site.live.daemon_log.read_text()
     for sign in ("request_failed", "control_request_failed", "Traceback"):
         assert sign not in text, text[text.index(sign) - 300 :][:3000]
-    site.well()
+    site.check_recovered()
     assert (int(site.status()["pid"]), site.worker_pid()) == (daemon_pid, worker_pid)
     assert {path.name: os.stat(path).st_mode & 0o777 for path in (control, worker)} == {
         control.name: 0o600,

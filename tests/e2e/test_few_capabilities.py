@@ -1,4 +1,4 @@
-"""A container's capabilities: what Docker gives by default, and CAP_SYS_ADMIN for the mount. Everything works with these."""
+"""A container's capabilities, Docker's defaults and CAP_SYS_ADMIN for the mount: everything works."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ open("mine", "w").write("his")
 
 
 def test_a_container_without_ptrace(live: Live, root: Path) -> None:
-    """Directories that an ordinary user moves about while a snapshot waits are in it as they were, although the capture may
-    not look into the worker's descriptors by privilege; and his files are his."""
+    """Directories that a user moves while a snapshot waits are unchanged in it, without CAP_SYS_PTRACE.
+
+    The capture cannot read the worker's descriptors by privilege there; the user's files stay the user's.
+    """
     job = User(1234, 1234)
     for path in (live.top.parent, live.top):
         path.chmod(0o755)
@@ -58,7 +60,8 @@ def test_a_container_without_ptrace(live: Live, root: Path) -> None:
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        for name in ("deep/file", "deep/gone", "top"):  # so that there is a way to follow through all of them
+        # The capture must find its way through all of these directories.
+        for name in ("deep/file", "deep/gone", "top"):
             with open(root / "folder/inner" / name, "ab") as file:
                 file.write(b"more")
         before = manifest(root)

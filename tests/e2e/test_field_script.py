@@ -1,4 +1,4 @@
-"""The script that operators have: parse the list, verify the newest, restore several directories where they were."""
+"""An operator's script: parse the list, verify the newest snapshot, restore several directories in place."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print("RESTORED", newest)
 
 
 def _ruin(folder: Path) -> None:
-    """Everything below is changed, cut, or deleted; nothing is added."""
+    """Change, truncate or delete every file below; add none."""
     for number, (place, folders, files) in enumerate(os.walk(os.fsencode(folder), topdown=False)):
         for name in files:
             path = place + b"/" + name
@@ -49,7 +49,7 @@ def _ruin(folder: Path) -> None:
 def test_the_script_brings_back_exactly_the_directories_it_names(
     protected: Live, root: Path, program: str
 ) -> None:
-    """Bytes, modes, owners, times, xattrs and links come back below the named directories; others stay as they are."""
+    """The script restores bytes, modes, owners, times, xattrs and links of the named directories only."""
     for name in ("first", "second", "untouched"):
         (root / name).mkdir()
         make_everything(root / name, seed=len(name))
@@ -74,8 +74,11 @@ def test_the_script_brings_back_exactly_the_directories_it_names(
     assert_same(untouched, manifest(root / "untouched"))
 
 
-def test_the_machine_readable_list_is_what_scripts_split(protected: Live, root: Path) -> None:
-    """One line a snapshot, newest first, three fields at `|`, sizes in bytes, nothing else on stdout."""
+def test_the_machine_readable_list_can_be_split_by_scripts(protected: Live, root: Path) -> None:
+    """The machine-readable list has one line per snapshot, newest first, with three fields split by `|`.
+
+    Sizes are in bytes, and nothing else is on stdout.
+    """
     (at_start,) = protected.list()
     (root / "file").write_bytes(b"x" * 1000)
     first = protected.snapshot()
@@ -88,12 +91,16 @@ def test_the_machine_readable_list_is_what_scripts_split(protected: Live, root: 
 
 
 def test_reading_commands_need_no_daemon(protected: Live, root: Path, short_tmp: Path) -> None:
-    """With the daemon gone, list, show, verify, diff, check and restore work on what it left."""
+    """Reading commands work without the daemon on the repository it left.
+
+    Those are list, show, verify, diff, check and restore.
+    """
     make_everything(root)
     snapshot = protected.snapshot()
     expected = manifest(root)
     protected.stop()
-    assert_same(expected, manifest(root))  # the plain files are simply there
+    # The plain files are visible.
+    assert_same(expected, manifest(root))
     assert protected.list()[0].id == snapshot
     protected.run("show", snapshot, str(root))
     protected.run("verify", snapshot, "--checksum")
@@ -104,7 +111,7 @@ def test_reading_commands_need_no_daemon(protected: Live, root: Path, short_tmp:
 
 
 def test_a_hole_comes_back_as_a_hole(protected: Live, root: Path, short_tmp: Path) -> None:
-    """A 100 GiB file with a few written blocks is captured, verified and restored at the cost of those blocks."""
+    """A 100 GiB file with a few written blocks is captured, verified and restored at the cost of these."""
     with open(root / "huge", "wb") as file:
         for offset in (0, 50 << 30, (100 << 30) - 5):
             file.seek(offset)
@@ -134,4 +141,5 @@ def test_odd_names_can_be_named_on_the_command_line(protected: Live, root: Path,
         with open(os.fsencode(short_tmp / "out") + b"/" + name, "rb") as file:
             assert file.read() == b"%d" % number
     listing = protected.run("show", snapshot, str(root))
-    listing.stdout.decode("utf-8")  # whatever the names are, what is printed is text
+    # The output is text whatever the names are.
+    listing.stdout.decode("utf-8")

@@ -1,4 +1,4 @@
-"""Accelerate's prepared objects, killed and resumed from the store: the same bits."""
+"""Objects prepared by Accelerate, killed and resumed, end with the same bits."""
 
 from __future__ import annotations
 
@@ -52,8 +52,11 @@ FACTS = [manager.step, seen.total, scheduler.get_last_lr(), accelerator.step]
 """
 
 
-def test_what_was_prepared_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """Accumulated gradients, schedule, an object of one's own; a loader that is shuffled by the number of its pass, and by torch's. By one process and by two."""
+def test_prepared_objects_resume_to_the_same_bits(tmp_path: Path) -> None:
+    """Accumulated gradients, schedule, custom object and shuffled loaders resume to the same bits.
+
+    On one process and on two.
+    """
     scripts = {}
     for seedable in (True, False):
         script = tmp_path / f"seedable_{seedable}.py"
@@ -62,6 +65,23 @@ def test_what_was_prepared_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     two = on_two_ranks(script, tmp_path)
     scripts[two] = (4,)
     found = assert_goes_on("torch accelerate ciuic.integrations.accelerate", scripts, tmp_path)
-    for whole, *_, last, again in found.values():
-        assert whole["facts"] == last["facts"] == again["facts"]
-    assert [whole["steps"] for whole, *_ in found.values()] == [20, 20, 12]
+    for uninterrupted, *_, last, again in found.values():
+        assert uninterrupted["facts"] == last["facts"] == again["facts"]
+    assert [uninterrupted["steps"] for uninterrupted, *_ in found.values()] == [20, 20, 12]
+
+
+def test_loaders_with_a_state_of_their_own_continue_at_their_position(tmp_path: Path) -> None:
+    """The position is the loader's own with use_stateful_dataloader, and the pass that seeds its sampler."""
+    pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    scripts = {}
+    for seedable in (True, False):
+        script = tmp_path / f"stateful_{seedable}.py"
+        text = SCRIPT.replace("SEEDABLE", f"{seedable}, use_stateful_dataloader=True")
+        # No pass is counted by the manager: the loader's own number of it has come back.
+        script.write_text(
+            text.replace("range(resumed.epoch if resumed else 0, 4)", "range(loader.iteration, 4)")
+        )
+        scripts[script] = (7, 5)
+    found = assert_goes_on("torch accelerate torchdata ciuic.integrations.accelerate", scripts, tmp_path)
+    for uninterrupted, *_, last, again in found.values():
+        assert uninterrupted["facts"] == last["facts"] == again["facts"]

@@ -1,4 +1,4 @@
-"""Keras 3 on TensorFlow, torch and JAX, killed and resumed from the store: the same bits."""
+"""Keras 3 on TensorFlow, torch and JAX, killed and resumed, ends with the same bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from support.runs import EXAMPLES, run
 
 missing = find_spec("keras") is None or find_spec("tensorflow") is None
-if missing and not os.environ.get("CI"):  # there .ci/setup has installed it
+# In CI .ci/setup has installed it.
+if missing and not os.environ.get("CI"):
     pytest.skip("Keras with TensorFlow is not installed", allow_module_level=True)
 
 MODULES = "tensorflow keras ciuic.integrations.keras"
@@ -57,7 +58,7 @@ model = types.SimpleNamespace(get_weights=lambda: [])
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """All runs, in one process that imports TensorFlow once; by the names of their tests."""
+    """Return the results of all runs by test name; one process imports TensorFlow once for all."""
     where = tmp_path_factory.mktemp("keras")
     source = EXAMPLE.read_text()
     for old, new in BY_EPOCHS.items():
@@ -84,30 +85,30 @@ def _write_lines(where: Path) -> None:
 def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(
     found: dict[str, list[dict[str, Any]]],
 ) -> None:
-    """The example, killed twice: order of the data, dropout, batch normalisation, Adam. Then there is nothing left to do."""
-    whole, _, _, last, again = found["steps"]
-    assert last["digest"] == again["digest"] == whole["digest"]
-    assert (whole["steps"], last["steps"], again["steps"]) == (30, 30 - 12, 0)
+    """The example, killed twice in an epoch, ends with the same bits, and then has nothing left to do."""
+    uninterrupted, _, _, last, again = found["steps"]
+    assert last["digest"] == again["digest"] == uninterrupted["digest"]
+    assert (uninterrupted["steps"], last["steps"], again["steps"]) == (30, 30 - 12, 0)
 
 
 def test_fit_goes_on_between_epochs_with_two_snapshots_kept(found: dict[str, list[dict[str, Any]]]) -> None:
-    """save_freq="epoch" over a PyDataset, five steps a call; the newest snapshot is damaged, so the one before it is taken."""
-    whole, _, _, last = found["epochs"]
-    assert (whole["steps"], last["steps"]) == (8, 6)
-    assert last["digest"] == whole["digest"]
+    """A `fit` with save_freq="epoch" and a damaged newest snapshot resumes from the one before it."""
+    uninterrupted, _, _, last = found["epochs"]
+    assert (uninterrupted["steps"], last["steps"]) == (8, 6)
+    assert last["digest"] == uninterrupted["digest"]
 
 
 def test_the_lines_that_users_write_run_as_they_stand(found: dict[str, list[dict[str, Any]]]) -> None:
-    """SnapshotManager with a Keras model and optimizer, no callback."""
-    whole, _, last = found["lines"]
-    assert last["digest"] == whole["digest"]
+    """The documented lines for SnapshotManager with a Keras model and optimizer run without a callback."""
+    uninterrupted, _, last = found["lines"]
+    assert last["digest"] == uninterrupted["digest"]
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_other_backends_go_on_to_the_same_bits(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The example in the middle of an epoch, whose order is drawn from torch's generators or NumPy's; and the lines that users write."""
+    """The example resumes in the middle of an epoch with torch and JAX, and the documented lines run."""
     if find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
     monkeypatch.setenv("KERAS_BACKEND", backend)
@@ -120,11 +121,12 @@ def test_other_backends_go_on_to_the_same_bits(
         "f@two_epochs.py",
         "f@two_epochs.py",
     )
-    whole, _, last, lines, _, last_lines = run(
-        f"{backend} tensorflow keras ciuic.integrations.keras",  # by which Keras batches arrays, whatever the backend
+    uninterrupted, _, last, lines, _, last_lines = run(
+        # By these Keras batches arrays, whatever the backend.
+        f"{backend} tensorflow keras ciuic.integrations.keras",
         *names,
         where=tmp_path,
     )
-    assert (whole["steps"], last["steps"]) == (30, 30 - 12)
-    assert last["digest"] == whole["digest"]
+    assert (uninterrupted["steps"], last["steps"]) == (30, 30 - 12)
+    assert last["digest"] == uninterrupted["digest"]
     assert last_lines["digest"] == lines["digest"]

@@ -1,7 +1,9 @@
-"""Lightning under both its names, killed and resumed from the store: the same bits; and ModelCheckpoint over our CheckpointIO."""
+"""Lightning under both its names, killed and resumed, ends with the same bits, also with ModelCheckpoint."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,9 +36,54 @@ FACTS = {
 }
 """
 
+WITH_LOGGED_VALUES = """
+import torchmetrics
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
+
+class Logging(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.classification.MulticlassAccuracy(2)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self.layers(x)
+        loss = torch.nn.functional.cross_entropy(out, y)
+        self.accuracy(out, y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("total", loss, on_step=False, on_epoch=True, reduce_fx="sum")
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        if batch_idx < 3:
+            self.log("early", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss_epoch"}}
+
+class Record(Callback):
+    epochs = {}
+    def on_train_epoch_end(self, trainer, module):
+        found = {key: float(value).hex() for key, value in trainer.callback_metrics.items()}
+        self.epochs[trainer.current_epoch] = {**found, "rate": trainer.optimizers[0].param_groups[0]["lr"]}
+
+lightning.seed_everything(1)
+model = Logging()
+io = SnapshotCheckpointIO(save_dir, every_steps=2)
+stopping = EarlyStopping("loss_epoch", patience=1, min_delta=0.01)
+best = ModelCheckpoint(f"{save_dir}-files", monitor="loss_epoch", save_top_k=1)
+trainer = lightning.Trainer(max_epochs=4, accelerator="cpu", plugins=[io], callbacks=[Record(), stopping, best, SnapshotCallback(io)],
+                            logger=False, enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(model, resumable(loader), ckpt_path=io.latest())
+FACTS = {"epochs": Record.epochs, "stopped": stopping.state_dict()["wait_count"], "best": float(stopping.best_score).hex(),
+         "current": float(best.current_score).hex()}
+"""
+
 
 def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(tmp_path: Path) -> None:
-    """The example: order of the data, dropout, schedule. Alone, and as two processes, each with batches and dropout of its own."""
+    """The example resumes to the same bits, alone and as two processes with batches of their own."""
     two = _two_devices(EXAMPLE.read_text(), tmp_path / "two.py")
     assert_goes_on("torch lightning ciuic.integrations.lightning", {EXAMPLE: (9, 7), two: (7,)}, tmp_path)
 
@@ -49,9 +96,11 @@ def _two_devices(source: str, script: Path) -> Path:
     return on_two_ranks(script, script.parent)
 
 
-def test_what_model_checkpoint_saves_and_removes_are_snapshots(tmp_path: Path) -> None:
-    """save_top_k, save_last and ckpt_path="last" as with files; what it removes is not kept any longer. By one process and by two. Under the
-    other name of the package, which has other classes."""
+def test_model_checkpoint_saves_and_removes_snapshots(tmp_path: Path) -> None:
+    """ModelCheckpoint's save_top_k, save_last and ckpt_path="last" work with snapshots as with files.
+
+    Tested with one process and with two, and under the other name of the package, which has other classes.
+    """
     head = EXAMPLE.read_text().partition("io = SnapshotCheckpointIO")[0]
     source = head + WITH_MODEL_CHECKPOINT
     modules = "torch lightning ciuic.integrations.lightning"
@@ -65,10 +114,99 @@ def test_what_model_checkpoint_saves_and_removes_are_snapshots(tmp_path: Path) -
     two = _two_devices(source, tmp_path / "two.py")
     names = (f"whole@{script}", f"parts:15@{script}", f"parts@{script}")
     names += (f"whole2@{two}", f"parts2:15@{two}", f"parts2@{two}")
-    whole, _, last, whole_of_two, _, last_of_two = run(modules, *names, where=tmp_path)
+    uninterrupted, _, last, whole_of_two, _, last_of_two = run(modules, *names, where=tmp_path)
     assert last["steps"] == last_of_two["steps"] == 30 - 12
-    assert last["digest"] == whole["digest"]
+    assert last["digest"] == uninterrupted["digest"]
     assert last_of_two["digest"] == whole_of_two["digest"]
-    for found in (whole, last, whole_of_two, last_of_two):
+    for found in (uninterrupted, last, whole_of_two, last_of_two):
         assert (found["facts"]["steps"], found["facts"]["held"]) == ([24, 28], 2)
         assert found["facts"]["largest"] < 1000, "a file that says which snapshot it is"
+
+
+def test_what_is_logged_over_an_epoch_is_as_in_the_uninterrupted_run(tmp_path: Path) -> None:
+    """Means, sums, maxima and metrics of an epoch that was resumed in its middle are the whole epoch's, to the bit.
+
+    So are what early stopping, ReduceLROnPlateau and ModelCheckpoint decide by them.
+    """
+    script = tmp_path / "logged.py"
+    script.write_text(EXAMPLE.read_text().partition("model = Classifier()")[0] + WITH_LOGGED_VALUES)
+    names = (
+        f"whole@{script}",
+        f"parts:7@{script}",
+        f"parts:9@{script}",
+        f"parts:10@{script}",
+        f"parts@{script}",
+    )
+    whole, *_, last = run("torch lightning torchmetrics ciuic.integrations.lightning", *names, where=tmp_path)
+    assert last["digest"] == whole["digest"]
+    assert last["facts"]["epochs"] == {
+        epoch: whole["facts"]["epochs"][epoch] for epoch in last["facts"]["epochs"]
+    }
+    assert last["facts"]["epochs"]
+    assert {**last["facts"], "epochs": 0} == {**whole["facts"], "epochs": 0}
+
+
+WRONG_REPOSITORY = """
+import copy, io as memory, sys, lightning, torch
+from pathlib import Path
+from ciuic.errors import NotFound
+from ciuic.integrations.lightning import SnapshotCallback, SnapshotCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+class Line(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+    def test_step(self, batch, batch_idx):
+        self.log("sum", self.layer.weight.double().sum())
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+def trainer(name):
+    io = SnapshotCheckpointIO(top / f"{name}-s")
+    best = ModelCheckpoint(top / f"{name}-files")
+    options = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
+    return lightning.Trainer(max_epochs=2, accelerator="cpu", plugins=[io], callbacks=[best, SnapshotCallback(io)], **options), io, best
+
+top = Path(sys.argv[1])
+loader = DataLoader(TensorDataset(torch.randn(32, 4)), 4)
+first, first_io, first_best = trainer("A")
+model = Line()
+first.fit(model, loader)
+second, second_io, _ = trainer("B")
+second.fit(Line(), loader)
+tested = second.test(Line(), loader, ckpt_path=first_best.best_model_path, verbose=False)
+assert tested[0]["sum"] == float(model.layer.weight.double().sum()), tested
+
+ids = [one.id for one in first_io.manager.list_snapshots()]
+pointer = Path(first_best.best_model_path)
+pointer.write_text(pointer.read_text().replace("checkpoint-", "checkpoint-gone"))
+for plugin in (first_io, second_io):
+    try:
+        plugin.load_checkpoint(pointer)
+    except NotFound as error:
+        assert all(id in str(error) for id in ids), error
+    else:
+        raise AssertionError("another snapshot was loaded")
+
+for value in (model, first, first.strategy, first.fit_loop):
+    torch.save(value, memory.BytesIO())
+    copy.deepcopy(value)
+print("done")
+"""
+
+
+def test_a_checkpoint_is_never_another_snapshot_than_the_one_it_names(tmp_path: Path) -> None:
+    """A checkpoint of another repository is loaded from there; one whose snapshot is gone raises NotFound.
+
+    The Trainer with the plugin can be pickled and copied, as without it.
+    """
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG_REPOSITORY)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert (done.returncode, done.stdout[-5:]) == (0, "done\n"), done.stderr

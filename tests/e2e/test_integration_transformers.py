@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, killed and resumed from the store: the same bits, and the same log."""
+"""Hugging Face's Trainer, killed and resumed, ends with the same bits and the same log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ RICHER = {
     "num_train_epochs=3": "num_train_epochs=3, restore_callback_states_from_checkpoint=True, gradient_accumulation_steps=2, eval_strategy='steps', eval_steps=3,"
     "metric_for_best_model='eval_loss'",
     "every_steps=4": "every_steps=5",
-    'save_strategy="no"': "save_strategy='steps', save_steps=4",  # a snapshot follows each checkpoint of the Trainer's own
+    # A snapshot follows each checkpoint of the Trainer's own.
+    'save_strategy="no"': "save_strategy='steps', save_steps=4",
 }
 FACTS = """
 TIMES = ("runtime", "per_second", "train_loss", "total_flos")
@@ -36,9 +37,11 @@ FACTS += [one.evaluations for one in trainer.callback_handler.callbacks if isins
 
 
 def test_a_trainer_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    """The example: order of the data, dropout, schedule. And with gradients of several batches a step, evaluations between steps, a callback
-    that counts: each line of the log is there once, equal to that of the run that was not killed. And as two processes, each with batches and
-    dropout of its own."""
+    """The example resumes to the same bits, with each line of the log once.
+
+    Also with gradients of several batches a step, evaluations between steps and a callback that counts, and
+    as two processes, each with batches and dropout of its own.
+    """
     source = EXAMPLE.read_text()
     for old, new in RICHER.items():
         assert old in source
@@ -48,6 +51,6 @@ def test_a_trainer_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> No
     two_ranks = on_two_ranks(EXAMPLE, tmp_path)
     found = assert_goes_on(MODULES, {EXAMPLE: (10, 13), richer: (6,), two_ranks: (6,)}, tmp_path)
     assert found[two_ranks][0]["steps"] == 15, "half as many as one process takes"
-    whole, *_, last, _ = found[richer]
-    assert last["facts"] == whole["facts"]
-    assert any("eval_loss" in line for line in whole["facts"][:-1])
+    uninterrupted, *_, last, _ = found[richer]
+    assert last["facts"] == uninterrupted["facts"]
+    assert any("eval_loss" in line for line in uninterrupted["facts"][:-1])

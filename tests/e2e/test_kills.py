@@ -1,4 +1,4 @@
-"""SIGKILL, SIGTERM and SIGINT of any part, at any time: the job goes on, nothing listed is lost, the next snapshot works."""
+"""SIGKILL, SIGTERM and SIGINT of any part, at any time: the job continues, and no listed snapshot is lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.mount
 
 
 class Writer(threading.Thread):
-    """Keeps changing files in the root as a job does; collects the errors that it got."""
+    """Change files in the root all the time, as a job does, and collect the errors."""
 
     def __init__(self, root: Path) -> None:
         super().__init__()
@@ -67,11 +67,11 @@ def _worker_pid(live: Live) -> int:
 
 
 def _captures(live: Live) -> list[int]:
-    return [pid for pid, command in live.processes().items() if "-m ciuic.daemon.capture " in command]
+    return [pid for pid, command in live.processes().items() if "-m ciuic.daemon.capture.process " in command]
 
 
 def _works_again(live: Live, root: Path, into: Path) -> None:
-    """A snapshot can be taken, everything listed verifies, and the newest is the root as it is."""
+    """Check that a snapshot can be taken, everything listed verifies, and the newest equals the root."""
     snapshot = wait_for("a snapshot", lambda: _try_snapshot(live), 60)
     live.run("verify", "--all", "--checksum")
     live.run("restore", "-s", snapshot, "-p", str(root), "-d", str(into))
@@ -101,7 +101,10 @@ def test_the_daemon_killed_and_started_again(protected: Live, root: Path, short_
 
 
 def test_the_worker_killed(protected: Live, root: Path, short_tmp: Path) -> None:
-    """The daemon mounts again at once; no data is lost, and the next snapshot compares instead of trusting."""
+    """The daemon mounts a root again after a kill of its worker; no data is lost.
+
+    The next snapshot compares and does not rely on tracking.
+    """
     (root / "file").write_text("before")
     protected.snapshot()
     with open(root / "kept", "w") as file:
@@ -118,7 +121,7 @@ def test_the_worker_killed(protected: Live, root: Path, short_tmp: Path) -> None
 
 
 def test_captures_killed_at_random_times(protected: Live, root: Path, short_tmp: Path) -> None:
-    """A killed capture leaves no snapshot, or a whole one; the job sees nothing; the next capture takes its changes."""
+    """A killed capture leaves no snapshot or a whole one, and the next capture takes its changes."""
     rng = random.Random(11)
     with _writing(root) as writer:
         for _ in range(6):
@@ -147,13 +150,15 @@ def test_captures_killed_at_random_times(protected: Live, root: Path, short_tmp:
 def test_a_restore_ended_at_random_times_can_be_run_again(
     protected: Live, root: Path, short_tmp: Path, sig: signal.Signals
 ) -> None:
-    """Every file under a final name is whole after each interruption, and a last run completes the tree; the program says with its
-    exit status, and without a traceback, that it was interrupted."""
+    """A restore interrupted at random times leaves whole files, and a last run completes the tree.
+
+    The exit status says that it was interrupted, without a traceback.
+    """
     rng = random.Random(int(sig))
     for number in range(60):
         (root / f"file{number}").write_bytes(rng.randbytes(400_000))
     snapshot = protected.snapshot()
-    whole = {path.name: path.read_bytes() for path in root.iterdir()}
+    contents = {path.name: path.read_bytes() for path in root.iterdir()}
     out = short_tmp / "out"
     command = [str(installed()), "restore", "-s", snapshot, "-p", str(root), "-d", str(out), "--overwrite"]
     for delay in (0, 0.1, 0.15, 0.2, 0.3):
@@ -165,7 +170,7 @@ def test_a_restore_ended_at_random_times_can_be_run_again(
         assert b"Traceback" not in stderr, stderr.decode()
         assert process.returncode in (0, -sig if sig == signal.SIGKILL else 130), stderr.decode()
         for path in (out / root.name).glob("file*") if out.exists() else ():
-            assert path.read_bytes() == whole[path.name], f"{path} is not whole"
+            assert path.read_bytes() == contents[path.name], f"{path} is not whole"
     protected.run(*command[1:])
     assert_same(manifest(root), manifest(out / root.name))
 
@@ -191,7 +196,7 @@ def _terminate(live: Live) -> None:
 def test_a_clean_stop_leaves_nothing_and_keeps_the_tracking(
     protected: Live, root: Path, short_tmp: Path, end: Callable[[Live], None]
 ) -> None:
-    """After SIGTERM or SIGINT no mount, process or socket stays; the plain files are there; the next start goes on."""
+    """SIGTERM and SIGINT leave plain files and no mount, process or socket; the next start keeps tracking."""
     (root / "file").write_text("before")
     protected.snapshot()
     (root / "more").write_text("not yet captured")
@@ -205,7 +210,7 @@ def test_a_clean_stop_leaves_nothing_and_keeps_the_tracking(
 
 
 def test_stopping_under_a_running_job_does_not_hurt_it(protected: Live, root: Path) -> None:
-    """A job with an open file goes on writing through the stop, and what it wrote is in the plain file."""
+    """A job with an open file writes on through the stop, and its writes are in the plain file."""
     with open(root / "log", "w") as log:
         log.write("before\n")
         log.flush()
@@ -218,8 +223,10 @@ def test_stopping_under_a_running_job_does_not_hurt_it(protected: Live, root: Pa
 
 
 def test_everything_killed_at_once(protected: Live, root: Path, short_tmp: Path) -> None:
-    """Daemon, worker and capture die together, as in a power cut without the power: a new start recovers the mount,
-    lists what was listed before, and takes a right snapshot."""
+    """A new start after the death of daemon, worker and capture recovers mount and snapshots.
+
+    It then takes a correct snapshot.
+    """
     (root / "file").write_bytes(os.urandom(2_000_000))
     before = protected.snapshot()
     (root / "file2").write_bytes(os.urandom(2_000_000))
@@ -236,7 +243,7 @@ def test_everything_killed_at_once(protected: Live, root: Path, short_tmp: Path)
 
 
 def test_interval_snapshots_happen_by_themselves_and_catch_up(short_tmp: Path, root: Path) -> None:
-    """With a short interval snapshots appear unasked, go on, and after a downtime one is taken at the start."""
+    """Snapshots appear at a short interval without a request, and one at the start after a downtime."""
     top = short_tmp / "c"
     top.mkdir()
     with Live(top, interval="1s") as live:
@@ -247,7 +254,8 @@ def test_interval_snapshots_happen_by_themselves_and_catch_up(short_tmp: Path, r
             wait_for(f"{count + 1} snapshots", lambda count=count: len(live.list()) > count, 60)
         live.stop()
         newest = live.list()[0].id
-        time.sleep(1.2)  # longer than the interval: the next start is late
+        # Longer than the interval: the next start is late.
+        time.sleep(1.2)
         live.start(root)
         wait_for("the snapshot that was missed", lambda: live.list()[0].id != newest, 60)
         live.stop()
@@ -255,14 +263,19 @@ def test_interval_snapshots_happen_by_themselves_and_catch_up(short_tmp: Path, r
 
 @pytest.mark.slow
 def test_prune_and_check_killed_under_load(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short round of the torture for the two that no other test here kills: every promise of the job is kept, every snapshot
-    reported is listed and verifies, and the next one restores to exactly the root."""
+    """Prune and check, killed under load, break no promise: every reported snapshot is listed and verifies.
+
+    The next snapshot restores to exactly the root. A short round of the torture, for the two processes that
+    no other test here kills.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(short_tmp))
     for seed in (5, 6, 7):
         figures = kills.run(0, seed, ("prune", "check"))
         failures = [text for figure in figures for text in figure.failures]
         if not all(text.endswith("was killed at work") for text in failures):
-            break  # a promise was broken: no chance is given to that
+            # A promise was broken: do not try again.
+            break
         if not failures:
-            break  # on a busy machine a prune may be over before it is killed: then once more
+            # On a busy machine a prune may be over before it is killed: repeat once.
+            break
     assert failures == []

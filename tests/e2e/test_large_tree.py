@@ -1,4 +1,4 @@
-"""A snapshot costs what changed, not what there is."""
+"""Snapshots of a large tree cost what changed, not what exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = 20_000
 def test_the_second_snapshot_of_20_000_files_reads_the_ten_that_changed(
     live: Live, root: Path, short_tmp: Path
 ) -> None:
-    """Of 20,000 files in one directory, the second snapshot opens the ten changed ones and no other."""
+    """A second snapshot of 20,000 files in one directory opens the ten changed ones and no other."""
     many = root / "many"
     many.mkdir()
     for number in range(FILES):
@@ -40,7 +40,7 @@ def test_the_second_snapshot_of_20_000_files_reads_the_ten_that_changed(
     assert captures[second]["files_read"] == len(changed)
     assert captures[second]["bytes_read"] == len("changed") * len(changed)
     assert set(captures[second]["modes"].values()) == {"tracked"}
-    # A changed name rewrites its leaf of the tree and the way up, some kilobytes each, and nothing else.
+    # A changed name rewrites its leaf of the tree and the nodes above, some kilobytes each, and nothing else.
     assert captures[second]["new_bytes"] < 20_000 * len(changed)
     live.run("restore", "-s", second, "-p", str(many), "-d", str(short_tmp / "out"), timeout_seconds=300)
     assert len(os.listdir(short_tmp / "out/many")) == FILES

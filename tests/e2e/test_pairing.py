@@ -1,4 +1,4 @@
-"""Snapshots of the files that trainers ask the daemon for: who may, of which instant they are, and what both halves say."""
+"""Paired snapshots of files that trainers request from the daemon: permission, instant and links."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import pytest
 from support.live import Live, wait_for
 from support.second_user import MADE_UP, User, run_as
 
-from ciuic import pairing
 from ciuic.errors import CiuicError, NotFound, Unreachable, UsageError
+from ciuic.protocol import pairing
 from ciuic.repository import Repository
 from ciuic.types import Pair, SnapshotId
 
 pytestmark = pytest.mark.mount
 TRAINER = User(54321, 54321)
 _ASK = """
-from ciuic import pairing
+from ciuic.protocol import pairing
 def ask(path, *roots):
     question = pairing.Cut(training="cs-aaaaaaaa", repository="/home/x/snapshots", time_ns=1, message="step 3", roots=roots)
     with pairing.ask(path, question) as connection:
@@ -45,7 +45,8 @@ def _cut(live: Live, **fields: object) -> pairing.Taken:
 
 def _committed(live: Live, id_: str) -> Pair | None:
     def is_there() -> bool:
-        # The process that serves the socket is started beside the roots: a daemon that was just started may have none yet.
+        # The process that serves the socket is started beside the roots: a daemon just started may have none
+        # yet.
         with suppress(Unreachable):
             return pairing.states_of(_socket(live), (id_,), 30).states == {id_: "committed"}
         return False
@@ -55,11 +56,12 @@ def _committed(live: Live, id_: str) -> Pair | None:
         return repository.snapshots.load(SnapshotId.parse(id_)).pair
 
 
-def test_what_was_written_when_it_was_asked_for_is_in_it_whatever_becomes_of_the_daemon(
-    protected: Live, root: Path
-) -> None:
-    """Also in a file that is still open for writing; the snapshot names its other half, and the answer the instant. What a daemon has
-    promised before it is killed the next one commits, with the same words."""
+def test_writes_before_a_request_are_in_its_snapshot(protected: Live, root: Path) -> None:
+    """A requested snapshot holds what was written before the request, also in a file still open for writing.
+
+    It names its other half, and the answer states the instant. A snapshot promised before the daemon is
+    killed is committed by the next one, with the same fields.
+    """
     for number in range(2):
         with open(root / "log", "ab", buffering=0) as log:
             log.write(b"%d\n" % number)
@@ -96,18 +98,22 @@ def test_what_was_written_when_it_was_asked_for_is_in_it_whatever_becomes_of_the
     )
 
 
-def test_a_trainer_may_ask_for_the_roots_that_are_his(protected: Live, root: Path, short_tmp: Path) -> None:
-    """Who is not root has snapshots of a root taken if the directory belongs to him, or to a group of his that may write there, and of
-    no other; he reads nothing of them."""
+def test_a_trainer_may_request_only_roots_that_it_can_write(
+    protected: Live, root: Path, short_tmp: Path
+) -> None:
+    """A user may have only those roots captured that the user may write, as owner or by group.
+
+    The request gives no right to read it, and other roots are refused.
+    """
     (protected.top / "run").chmod(0o755)
     for directory in (short_tmp.parent, short_tmp, protected.top):
         directory.chmod(0o755)
     other = short_tmp / "other"
     other.mkdir()
     protected.run("protect", str(other))
-    asked = f"print(ask({_socket(protected)!r}).roots, end='')"
+    request_program = f"print(ask({_socket(protected)!r}).roots, end='')"
 
-    def tried(user: User, script: str = asked) -> str:
+    def tried(user: User, script: str = request_program) -> str:
         done = run_as(user, script, imports=_ASK)
         return done.stdout + done.stderr.strip().rpartition("\n")[2]
 
@@ -124,9 +130,11 @@ def test_a_trainer_may_ask_for_the_roots_that_are_his(protected: Live, root: Pat
     assert tried(User(54399, 54399, (TRAINER.gid,))) == str((str(root),))
 
 
-def test_who_asks_is_told_at_once_that_it_cannot_be(protected: Live, root: Path) -> None:
-    """A directory that is not protected, nonsense, no daemon: an error that says so, and the daemon goes on. One that hangs keeps nobody
-    waiting; what it was asked is cut when it goes on."""
+def test_an_impossible_request_fails_at_once(protected: Live, root: Path) -> None:
+    """An unprotected directory, an invalid request or a missing daemon gives an error at once.
+
+    A hanging daemon keeps no caller waiting, and cuts what was requested when it continues.
+    """
     with pytest.raises(NotFound, match="/etc is not protected"):
         _cut(protected, roots=("/etc",))
     with pytest.raises(CiuicError):
@@ -147,17 +155,17 @@ def test_who_asks_is_told_at_once_that_it_cannot_be(protected: Live, root: Path)
         question = pairing.Cut(training="cs-bbbbbbbb", repository="/x", time_ns=5)
         with pairing.ask(_socket(protected), question) as connection:
             assert time.monotonic() - began < 5
-            with pytest.raises(Unreachable, match="has not answered"):
+            with pytest.raises(Unreachable, match="did not answer in time"):
                 pairing.answer(connection, 0.2)
     finally:
         protected.daemon.send_signal(signal.SIGCONT)
 
-    def halves() -> list[str]:
+    def paired_ids() -> list[str]:
         with Repository.open(protected.repository) as repository:
             loaded, _ = repository.snapshots.load_all()
             return [one.pair.id for one in loaded if one.pair is not None]
 
-    wait_for("the snapshot", lambda: "cs-bbbbbbbb" in halves(), 60)
+    wait_for("the snapshot", lambda: "cs-bbbbbbbb" in paired_ids(), 60)
     protected.stop()
     with pytest.raises(Unreachable, match="no daemon answers"):
         _cut(protected)

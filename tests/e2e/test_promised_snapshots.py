@@ -1,4 +1,4 @@
-"""A snapshot whose id was given out is delivered under that id, or listed as lost with the reason, whatever is killed meanwhile."""
+"""Promised snapshots: one whose id was returned is committed under it, or listed as lost with the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE_BYTES = 40_000
 
 
 def _fill(root: Path, seed: int) -> dict[str, bytes]:
-    """Give a capture work for some tenths of a second; return what is there."""
+    """Give a capture work for some tenths of a second; return the content."""
     rng = random.Random(seed)
     content = {f"file{number}": rng.randbytes(FILE_BYTES) for number in range(FILES)}
     for name, data in content.items():
@@ -38,7 +38,7 @@ def _kill_worker(live: Live) -> None:
 
 def _kill_capture(live: Live) -> None:
     for pid, command in live.processes().items():
-        if "-m ciuic.daemon.capture " in command:
+        if "-m ciuic.daemon.capture.process " in command:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -58,7 +58,7 @@ def _kill_daemon_and_worker(live: Live) -> None:
 
 
 def _listed(live: Live, snapshot: str) -> str:
-    """State of the snapshot in `list`; empty while it is not there."""
+    """Return the snapshot's state in `list`, or an empty text while it is not listed."""
     document = live.json("list")
     return next(
         (row["state"] for row in document["snapshots"] + document["lost"] if row["id"] == snapshot), ""
@@ -72,8 +72,10 @@ def _listed(live: Live, snapshot: str) -> str:
 def test_a_promised_snapshot_is_delivered(
     protected: Live, root: Path, short_tmp: Path, kill: Callable[[Live], None], rounds: int
 ) -> None:
-    """`snapshot` has answered with an id; what is killed then, at a random instant, costs that id nothing. It shows the promised
-    instant, or says that it was cut again and shows that one."""
+    """A snapshot whose id was returned survives a kill of any process at a random instant.
+
+    It shows the promised instant, or says that it was cut again and shows the new one.
+    """
     rng = random.Random(5)
     for number in range(rounds):
         promised = _fill(root, number)
@@ -102,8 +104,8 @@ def test_a_promised_snapshot_is_delivered(
             (root / "new").unlink()
 
 
-def test_what_a_stop_takes_is_listed_as_lost(protected: Live, root: Path) -> None:
-    """The daemon is stopped before the capture is done: who waits is told, and the id stays in `list`, also with the next daemon."""
+def test_a_snapshot_lost_by_a_stop_is_listed(protected: Live, root: Path) -> None:
+    """A snapshot lost by stopping the daemon is reported to its caller and listed by the next daemon."""
     _fill(root, 0)
     # Larger than what the capture can have read by then.
     with open(root / "large", "wb") as file:

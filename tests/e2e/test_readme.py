@@ -1,4 +1,4 @@
-"""The README's five-minute story, typed line by line, with programs found as sudo finds them."""
+"""The README's five-minute story, run line by line, with programs found as sudo finds them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytestmark = pytest.mark.mount
 
 CHECKOUT = Path(__file__).parents[2]
 PLACES = ("/opt/ciuic", "/opt/deepseek", "/var/lib/deepseek", "/usr/local/bin")
-"""Replaced by directories of the test's own: nothing outside of them is touched."""
+"""Paths replaced by directories of the test's own: no file outside of them is touched."""
 
 
 class Machine:
-    """A fresh machine: the places of the README below ``top``, a user, and sudo's rule for finding programs."""
+    """A fresh machine: the README's paths below ``top``, a user, and sudo's rule for finding programs."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
@@ -36,7 +36,7 @@ class Machine:
         return self.top / place.removeprefix("/")
 
     def command(self, line: str) -> list[str]:
-        """The words that are run for a line, with the test's places and, for sudo, a program found in sudo's PATH."""
+        """Return the words that run a line, with the test's paths; sudo finds programs in its own PATH."""
         for place in PLACES:
             line = re.sub(rf"(?<![\w/]){place}\b", str(self.path(place)), line)
         words = shlex.split(line, comments=True)
@@ -75,12 +75,12 @@ def machine(short_tmp: Path) -> Machine:
 
 
 def install(machine: Machine, pip: list[str]) -> None:
-    """What `pip install ciuic` does, with the wheel of this checkout and the libraries of the test's own environment."""
+    """Install this checkout's wheel as `pip install ciuic` does, with the libraries of this environment."""
     wheels.install(wheels.build(CHECKOUT, machine.top / "wheels"), Path(pip[0]).with_name("python"))
 
 
 def test_the_five_minute_story_as_it_stands_there(machine: Machine) -> None:
-    """Every line works when it is typed, by a user who has sudo; the daemon is started as where there is no systemd."""
+    """Every line of the story works as typed, by a user with sudo, on a host without systemd."""
     data, state = machine.path("/opt/deepseek/training"), machine.path("/var/lib/deepseek/state")
     for directory in (data / "checkpoints", state):
         directory.mkdir(parents=True)
@@ -93,12 +93,13 @@ def test_the_five_minute_story_as_it_stands_there(machine: Machine) -> None:
             elif "pip install" in line:
                 install(machine, machine.command(line))
             elif "venv" in line:
-                # This interpreter in the place of python3: the libraries that are lent to it were built for it.
+                # This interpreter in place of python3: the libraries lent to the environment were built for
+                # it.
                 words = [sys.executable, *machine.command(line)[1:], "--without-pip"]
                 subprocess.run(words, check=True, timeout=60)
             elif "service install" in line:
-                said = machine.run("sudo ciuic status", code=5)
-                assert "ciuic daemon" in said
+                result = machine.run("sudo ciuic status", code=5)
+                assert "ciuic daemon" in result
                 daemon = _start(machine, "sudo ciuic daemon")
                 (data / "checkpoints/newest").write_bytes(b"whole")
                 snapshot = machine.run("sudo ciuic snapshot --wait").split()[0]
@@ -115,7 +116,7 @@ def test_the_five_minute_story_as_it_stands_there(machine: Machine) -> None:
 
 
 def _start(machine: Machine, line: str) -> subprocess.Popen[bytes]:
-    """Start what stays in the foreground, as in a terminal of its own; return when its roots are mounted."""
+    """Start a command that stays in the foreground, as in a terminal; return when its roots are mounted."""
     with open(machine.top / "log", "wb") as log:
         daemon = subprocess.Popen(
             machine.command(line),

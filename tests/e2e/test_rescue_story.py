@@ -1,4 +1,4 @@
-"""`make rescue` is true: the story plays to its end, and it cleans up when it is interrupted."""
+"""The story of `make rescue` plays to its end, and cleans up when it is interrupted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_story_ends_bit_for_bit(short_tmp: Path) -> None:
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_story_cleans_up(short_tmp: Path, sig: signal.Signals) -> None:
-    """Ended in the middle of training, it stops the daemon, unmounts, and removes its directory."""
+    """The story, interrupted in training, stops the daemon, unmounts, and removes its directory."""
     story = _start(short_tmp)
     assert story.stdout is not None
     for line in story.stdout:

@@ -17,7 +17,7 @@ from ciuic.restore import Overwrite, execute, plan_restore
 
 @pytest.mark.mount
 def test_a_live_root_is_put_back_exactly(short_tmp: Path) -> None:
-    """Over a mount, everything comes back as it was, seen through the mount and in the backing directory."""
+    """A restore over a live root brings everything back, through the mount and behind it."""
     root = short_tmp / "root"
     root.mkdir()
     trees.make_everything(root)

@@ -1,4 +1,4 @@
-"""Restores in place under a protected root on file systems that share extents: the worker shares, and the cut stays exact."""
+"""Restores in place on file systems that share extents: the worker shares, and cuts stay exact."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,19 @@ from support.live import Live
 from support.overlay import Overlay, overlay_over
 from support.small_disks import missing, small_disk
 from support.snapshot_manifest import snapshot_manifest
+from support.stored import read_file
 from support.trees import Manifest, assert_same, manifest
 
-from ciuic.daemon.capture_job import CaptureJob, Done, RootJob, decode_message, encode_job
-from ciuic.fuse_layer.control_client import WorkerRefused
-from ciuic.fuse_layer.control_frames import Share
+from ciuic.daemon.capture.job import CaptureJob, Done, RootJob, decode_message, encode_job
+from ciuic.protocol.worker_client import WorkerRefused
+from ciuic.protocol.worker_frames import Share
+from ciuic.protocol.worker_sockets import worker_socket
 from ciuic.repository import Repository
-from ciuic.restore import Overwrite, Result, content, execute, plan_restore
-from ciuic.restore.overlay import Overlay as Way
-from ciuic.restore.overlay import find
-from ciuic.types import Entry, SnapshotId
-from ciuic.worker_sockets import worker_socket
+from ciuic.restore import Overwrite, Result, execute, plan_restore
+from ciuic.restore.files import content
+from ciuic.restore.files.overlay_sharing import OverlaySharing as Way
+from ciuic.restore.files.overlay_sharing import find
+from ciuic.types import SnapshotId
 
 pytestmark = [
     pytest.mark.mount,
@@ -73,9 +76,9 @@ class Site:
         )
 
     def capture(self, job: CaptureJob) -> Manifest:
-        """What the snapshot has."""
+        """Capture a cut; return what the snapshot has."""
         process = subprocess.run(
-            [sys.executable, "-m", "ciuic.daemon.capture"],
+            [sys.executable, "-m", "ciuic.daemon.capture.process"],
             input=encode_job(job),
             stdout=subprocess.PIPE,
             pass_fds=(self.overlay.backing_fd,),
@@ -88,7 +91,7 @@ class Site:
         self.overlay.client.committed(job.roots[0].epoch)
         with Repository.open(self.store) as repository:
             record = repository.snapshots.load(SnapshotId(job.id)).roots[0]
-            return snapshot_manifest(repository.trees, lambda entry: _content(repository, entry), record)
+            return snapshot_manifest(repository.trees, partial(read_file, repository), record)
 
     def restore(self, job: CaptureJob, runtime_dir: Path | None = None) -> Result:
         with Repository.open(self.store) as repository:
@@ -99,18 +102,9 @@ class Site:
             return execute(plan, runtime_dir=runtime_dir or self.runtime_dir)
 
     def shared_bytes(self, name: str) -> int:
-        """How much of the file lies where packs lie."""
+        """Return how many of the file's bytes share extents with packs."""
         packs = [extent for pack in (self.store / "packs").iterdir() for extent in shared_extents(pack)]
         return overlap_bytes(packs, shared_extents(self.overlay.backing / name))
-
-
-def _content(repository: Repository, entry: Entry) -> bytes:
-    data = bytearray(entry.size_bytes)
-    blocks = -(-entry.size_bytes // repository.block_size)
-    for index, chunk in repository.block_maps.ids(entry.content, entry.map_height, blocks):
-        part = repository.chunks.get(chunk)
-        data[index * repository.block_size : index * repository.block_size + len(part)] = part
-    return bytes(data)
 
 
 @pytest.fixture
@@ -131,7 +125,8 @@ def site(disk: Path, short_tmp: Path) -> Iterator[Site]:
         yield Site(disk, overlay, short_tmp)
     shutil.rmtree(root)
     shutil.rmtree(disk / "repository")
-    os.sync()  # btrfs gives space back with a transaction
+    # Space is given back by btrfs with a transaction.
+    os.sync()
 
 
 def _damage(root: Path) -> None:
@@ -143,7 +138,7 @@ def _damage(root: Path) -> None:
 
 
 def test_extents_come_back_and_every_cut_stays_exact(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was cut before and in the middle of the restore is captured after it; everybody sees the new content at once."""
+    """Cuts before and during the restore are captured exactly; all readers see the new content at once."""
     first = site.cut()
     wanted = manifest(site.root)
     assert_same(wanted, site.capture(first))
@@ -180,17 +175,19 @@ def test_extents_come_back_and_every_cut_stays_exact(site: Site, monkeypatch: py
     assert (site.overlay.backing / "hole").stat().st_blocks * 512 <= _BLOCK + 65536
     after = site.cut()
     assert_same(damaged, site.capture(before))
-    half = {name: facts for name, facts in site.capture(during[0]).items() if b".ciuic-" not in name}
-    assert all(facts in (wanted.get(name), damaged.get(name)) for name, facts in half.items() if name != b".")
+    partial = {name: facts for name, facts in site.capture(during[0]).items() if b".ciuic-" not in name}
+    assert all(
+        facts in (wanted.get(name), damaged.get(name)) for name, facts in partial.items() if name != b"."
+    )
     assert_same(wanted, site.capture(after))
     with Repository.open(site.store) as repository:
         assert list(repository.scrub()) == []
 
 
-def test_what_somebody_has_cached_of_the_file_is_dropped(site: Site) -> None:
-    """Pages that the kernel had of the range, a mapping of them included, show the new content when the request is answered."""
-    way = find(os.stat(site.root).st_dev, site.runtime_dir)
-    assert way is not None
+def test_cached_pages_of_the_shared_range_are_dropped(site: Site) -> None:
+    """Pages of the range that the kernel cached or mapped show the new content after the request."""
+    sharing = find(os.stat(site.root).st_dev, site.runtime_dir)
+    assert sharing is not None
     new = os.urandom(_MIB)
     (site.root.parent / "source").write_bytes(new)
     source = os.open(site.root.parent / "source", os.O_RDONLY)
@@ -200,7 +197,7 @@ def test_what_somebody_has_cached_of_the_file_is_dropped(site: Site) -> None:
         os.ftruncate(fd, _MIB + 10)
         view = mmap.mmap(fd, _MIB)
         assert view[:] == bytes(_MIB) == os.pread(fd, _MIB, 0)
-        assert way.share(source, 0, fd, 0, _MIB)
+        assert sharing.share(source, 0, fd, 0, _MIB)
         assert os.pread(fd, _MIB + 20, 0) == new + bytes(10)
         assert view[:] == new
         view[5000:5003] = b"own"
@@ -214,11 +211,15 @@ def test_what_somebody_has_cached_of_the_file_is_dropped(site: Site) -> None:
         os.close(fd)
         os.close(source)
         (site.root.parent / "source").unlink()
-        way.close()
+        sharing.close()
 
 
-def test_what_the_worker_refuses(site: Site) -> None:
-    """A file of another mount, one that nobody writes, a source that may not be read, ranges beyond the end, two descriptors."""
+def test_the_worker_refuses_invalid_share_requests(site: Site) -> None:
+    """The worker refuses invalid requests to share.
+
+    A file of another mount, one without writer, an unreadable source, ranges beyond the end, and two
+    descriptors.
+    """
     client, device = site.overlay.client, os.stat(site.root).st_dev
     own = f"{os.major(device)}:{os.minor(device)}"
     with (site.root / "new").open("wb") as file, (site.root.parent / "source").open("wb+") as source:
@@ -227,7 +228,7 @@ def test_what_the_worker_refuses(site: Site) -> None:
         file.truncate(_MIB)
         node = os.fstat(file.fileno()).st_ino
 
-        def why(fd: int, **changed: Any) -> int | None:
+        def errno_of(fd: int, **changed: Any) -> int | None:
             wanted = {"device": own, "node": node, "source_offset": 0, "offset": 0, "length": _MIB, **changed}
             with pytest.raises(WorkerRefused) as refused:
                 client.share(Share(**wanted), fd)
@@ -235,13 +236,13 @@ def test_what_the_worker_refuses(site: Site) -> None:
 
         source_fd = source.fileno()
         write_only = os.open(source.name, os.O_WRONLY)
-        assert why(source_fd, device="0:1") == 116  # ESTALE
-        assert why(source_fd, node=os.stat(site.root / "large").st_ino) == 9  # EBADF
-        assert why(source_fd, node=1 << 40) is not None
-        assert why(write_only) == 9
-        assert why(source_fd, length=2 * _MIB) == 22  # EINVAL
-        assert why(source_fd, length=0) == 22
-        assert why(source_fd, offset=1 << 61, length=1 << 61) == 22
+        assert errno_of(source_fd, device="0:1") == 116  # ESTALE
+        assert errno_of(source_fd, node=os.stat(site.root / "large").st_ino) == 9  # EBADF
+        assert errno_of(source_fd, node=1 << 40) is not None
+        assert errno_of(write_only) == 9
+        assert errno_of(source_fd, length=2 * _MIB) == 22  # EINVAL
+        assert errno_of(source_fd, length=0) == 22
+        assert errno_of(source_fd, offset=1 << 61, length=1 << 61) == 22
         os.close(write_only)
         client.share(Share(device=own, node=node, source_offset=0, offset=0, length=_MIB), source_fd)
     (site.root.parent / "source").unlink()
@@ -250,7 +251,7 @@ def test_what_the_worker_refuses(site: Site) -> None:
 
 @pytest.mark.parametrize("reason", ["no worker is found", "it begins to refuse"])
 def test_without_it_everything_is_written(site: Site, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    """The content is the same, and nothing is shared from then on."""
+    """A restore without sharing has the same content, and every byte is written from then on."""
     first = site.cut()
     wanted = manifest(site.root)
     site.capture(first)
@@ -267,8 +268,8 @@ def test_without_it_everything_is_written(site: Site, monkeypatch: pytest.Monkey
     assert site.shared_bytes("large") < 12 * _MIB
 
 
-def test_the_command_and_the_daemon_together(disk: Path, short_tmp: Path) -> None:
-    """`ciuic restore` over a protected root finds the worker by the configuration, and the safety snapshot undoes it."""
+def test_a_restore_over_a_protected_root_shares_through_the_worker(disk: Path, short_tmp: Path) -> None:
+    """A `ciuic restore` over a protected root finds the worker, and the safety snapshot undoes it."""
     root, store = disk / "root", disk / "repository"
     root.mkdir()
     with Live(short_tmp, repository=store) as live:

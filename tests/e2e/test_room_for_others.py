@@ -1,4 +1,4 @@
-"""Root and repository on one small disk: a snapshot that does not fit takes nothing from the job."""
+"""Root and repository on one small disk: a snapshot that does not fit takes no space from the job."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DISK_BYTES = 120 * MIB
 FILES = 6
 FILE_BYTES = 10 * MIB
 CHURN_BYTES = 2 * MIB
-"""What the job writes at a time: less than the reserve, 5 % of the disk."""
+"""Bytes the job writes at a time: less than the reserve, 5 % of the disk."""
 PATIENCE_SECONDS = 120.0
 
 
 class Job(threading.Thread):
-    """Replaces a file again and again through the overlay, and notes how little was free for others."""
+    """Replace a file repeatedly through the overlay, and record how little was free for others."""
 
     def __init__(self, root: Path, disk: Path) -> None:
         super().__init__(daemon=True)
@@ -66,17 +66,19 @@ def stored(repository: Path) -> int:
 
 @contextmanager
 def filled(top: Path, *, look_alike: bool) -> Iterator[tuple[Live, Path, Path]]:
-    """A daemon with 60 MiB in its root, which share a disk of 120 MiB with the repository."""
+    """Provide a daemon with 60 MiB in its root, which shares a disk of 120 MiB with the repository."""
     with small_disk(top, "ext4", DISK_BYTES, "-m", "5") as disk:
         root = disk / "root"
         root.mkdir()
         for number in range(FILES):
             content = bytearray(os.urandom(FILE_BYTES))
-            if look_alike:  # so that what is looked at beforehand takes them for copies of one another
+            # The estimate before the capture takes files with this common part for copies of one another.
+            if look_alike:
                 content[4 * MIB : 6 * MIB] = b"x" * (2 * MIB)
             (root / f"data{number}").write_bytes(content)
         os.sync()
-        (top / "live").mkdir()  # beside the disk: what is mounted below it is taken away with the daemon
+        # Beside the disk: mounts below it are removed with the daemon.
+        (top / "live").mkdir()
         with Live(top / "live", repository=disk / "repository") as live:
             live.run("protect", str(root))
             live.start(root)
@@ -89,8 +91,10 @@ def alerts(live: Live) -> dict[str, Any]:
 
 @pytest.mark.parametrize("look_alike", [False, True], ids=["told beforehand", "found out"])
 def test_a_first_snapshot_that_does_not_fit(short_tmp: Path, look_alike: bool) -> None:
-    """The job's writes never fail and the reserve stays free; what was written is given back; the alert says how much is missing,
-    and with that much freed the snapshot comes."""
+    """A first snapshot that does not fit fails no write of the job and gives its space back.
+
+    The alert says how much is missing; with that much freed the snapshot is taken.
+    """
     needs(missing("ext4"))
     with filled(short_tmp, look_alike=look_alike) as (live, root, disk):
         job = Job(root, disk)
@@ -111,14 +115,16 @@ def test_a_first_snapshot_that_does_not_fit(short_tmp: Path, look_alike: bool) -
         assert job.least_free >= reserve - CHURN_BYTES
         assert "no room for the snapshot" in alert["message"]
         assert "[repository] path" in alert["hint"]
-        assert "prune" not in alert["hint"]  # there is no snapshot that could go
+        # There is no snapshot that prune could remove.
+        assert "prune" not in alert["hint"]
         assert b"no room" in failed.stderr
         assert "free for others (5% of" in text
         assert "free for others (5% of" in doctor["reserve"]
         assert stored(disk / "repository") == 0
         assert live.run("list", "--machine-readable").stdout == b""
 
-        for number in range(4):  # the remedy
+        # The remedy that the alert names.
+        for number in range(4):
             (root / f"data{number}").unlink()
         snapshot = live.snapshot()
         assert snapshot
@@ -126,8 +132,8 @@ def test_a_first_snapshot_that_does_not_fit(short_tmp: Path, look_alike: bool) -
         live.run("verify", "--all", "--checksum")
 
 
-def test_free_space_is_what_df_says(short_tmp: Path) -> None:
-    """`status` and the metric show what an ordinary process can use, not what is kept for root."""
+def test_free_space_equals_that_of_df(short_tmp: Path) -> None:
+    """Free space in `status` and the metric is what an ordinary process can use, without root's reserve."""
     needs(missing("ext4"))
     with small_disk(short_tmp, "ext4", DISK_BYTES, "-m", "20") as disk:
         root = disk / "root"
@@ -144,7 +150,10 @@ def test_free_space_is_what_df_says(short_tmp: Path) -> None:
 
 
 def test_a_repository_that_was_moved_away(short_tmp: Path) -> None:
-    """An alert and `status` say that it is gone from the first snapshot that fails for it; when it is back, snapshots go on."""
+    """A repository that was moved away is reported by alert and `status` from the first failed snapshot on.
+
+    When it is back, snapshots continue.
+    """
     root = short_tmp / "root"
     root.mkdir()
     with Live(short_tmp) as live:

@@ -1,4 +1,4 @@
-"""Every root has its own age, risk and next time, and the first snapshot of one comes with its protection."""
+"""Each root has its own age, risk and next time, and its first snapshot comes with its protection."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def _roots(live: Live) -> dict[str, dict[str, Any]]:
     return {root["path"]: root for root in live.json("status")["roots"]}
 
 
-def test_a_root_that_is_protected_later_is_not_hidden_behind_another(
-    protected: Live, root: Path, short_tmp: Path
-) -> None:
-    """It has a snapshot at once, though the schedule's next is an hour away; one of the other root does not touch its age."""
+def test_a_root_protected_later_gets_a_snapshot_at_once(protected: Live, root: Path, short_tmp: Path) -> None:
+    """A root protected later gets a snapshot at once, though the schedule's next is an hour away.
+
+    A snapshot of the other root does not change its age.
+    """
     other = short_tmp / "other"
     other.mkdir()
     (other / "file").write_text("at risk")

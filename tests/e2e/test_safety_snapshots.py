@@ -1,4 +1,4 @@
-"""Restores over a live root, again and again: no safety snapshot is taken for the newest state, and none takes the place of another."""
+"""Repeated restores over a live root: safety snapshots are not the newest state nor replace one another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RETENTION = '\n[retention]\nkeep_within = "0"\nkeep_last = 3\nkeep_safety = "0"\
 
 @pytest.fixture
 def pruned(short_tmp: Path, root: Path) -> Iterator[Live]:
-    """A running daemon that keeps three ordinary snapshots and nothing for its age."""
+    """Provide a running daemon that keeps three ordinary snapshots and none for its age."""
     with Live(short_tmp, more_config=RETENTION) as live:
         live.run("protect", str(root))
         live.start(root)
@@ -28,14 +28,14 @@ def pruned(short_tmp: Path, root: Path) -> Iterator[Live]:
 
 
 def _script_of_the_page(root: Path) -> str:
-    """The script that docs/cli.md shows, for directories of ``root``."""
+    """Return the script that docs/cli.md shows, for directories of ``root``."""
     found = re.search(r"```sh\n(id=\$\(ciuic list.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     return found[1].replace("/opt/deepseek/training", str(root))
 
 
 def test_the_script_of_the_page_can_be_run_twice(protected: Live, root: Path) -> None:
-    """The second run restores the good state once more, not the damage that the first run's safety snapshot has."""
+    """The second run of the page's script restores the good state again, not the first run's damage."""
     for name in ("checkpoints", "logs"):
         (root / name).mkdir()
         (root / name / "file").write_text("good")
@@ -59,7 +59,7 @@ def test_the_script_of_the_page_can_be_run_twice(protected: Live, root: Path) ->
 
 
 def test_four_restores_and_a_prune_keep_the_source_and_the_first_undo(pruned: Live, root: Path) -> None:
-    """Restores of four directories are four safety snapshots: none counts in keep_last, and the first still undoes its restore."""
+    """Restores of four directories leave four safety snapshots outside keep_last; the first still undoes."""
     names = ("one", "two", "three", "four")
     for name in names:
         (root / name).mkdir()

@@ -1,4 +1,4 @@
-"""Other users of the machine: what they can reach of a running ciuic, tried by processes that are those users."""
+"""Other users of the machine: what they can reach of a running ciuic, tried by processes of those users."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from support.live import Live, installed, wait_for
 from support.second_user import MADE_UP, NOBODY, User, everything_below, reach, run_as
 from support.state_dir import state_of
 
-from ciuic.privileges import CAPTURE, OVERLAY_WORKER, Capability, permitted
 from ciuic.repository import Repository
+from ciuic.system.sandbox.privileges import CAPTURE, OVERLAY_WORKER, Capability, permitted
 
 pytestmark = pytest.mark.mount
 _HOLD_LOCK = (
@@ -27,7 +27,7 @@ _HOLD_LOCK = (
 
 @pytest.fixture
 def short_tmp(short_tmp: Path, run_dir: Path) -> Path:
-    """Every user may come as far as here, as in /srv or /home: what keeps him out is to be ciuic's own doing."""
+    """Return a directory that every user can enter, so that only ciuic's own permissions keep users out."""
     run_dir.chmod(0o755)
     short_tmp.chmod(0o755)
     return short_tmp
@@ -48,7 +48,7 @@ def _pids(live: Live, module: str) -> list[int]:
 
 @contextmanager
 def _capture_waiting(live: Live) -> Iterator[str]:
-    """Inside, a snapshot is cut and its capture waits for the repository: everything that is ever on disk is there."""
+    """Cut a snapshot whose capture waits for the repository, so that all of ciuic's files are on disk."""
     holder = subprocess.Popen(
         [str(installed("python")), "-c", _HOLD_LOCK, str(live.repository)],
         stdin=subprocess.PIPE,
@@ -58,7 +58,7 @@ def _capture_waiting(live: Live) -> Iterator[str]:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         snapshot = live.run("snapshot").stdout.decode().split()[0]
-        wait_for("the capture", lambda: _pids(live, "ciuic.daemon.capture"), 30)
+        wait_for("the capture", lambda: _pids(live, "ciuic.daemon.capture.process"), 30)
         yield snapshot
     finally:
         holder.communicate(timeout=30)
@@ -66,11 +66,11 @@ def _capture_waiting(live: Live) -> Iterator[str]:
 
 
 @pytest.mark.skipif(Capability.SYS_PTRACE not in permitted(), reason="captures keep everything then")
-def test_workers_and_captures_run_without_what_they_do_not_need(protected: Live, root: Path) -> None:
-    """The serving worker and a capture at work have exactly the documented capabilities, and can gain none."""
+def test_workers_and_captures_have_only_the_documented_capabilities(protected: Live, root: Path) -> None:
+    """The serving worker and a capture at work have the documented capabilities, and can gain none."""
     (root / "file").write_text("x")
     with _capture_waiting(protected):
-        (capture,) = _pids(protected, "ciuic.daemon.capture")
+        (capture,) = _pids(protected, "ciuic.daemon.capture.process")
         wait_for("giving up", lambda: _status(capture)["CapPrm"] == _mask(CAPTURE), 30)
         (worker,) = _pids(protected, "ciuic.fuse_layer.worker")
         for pid, kept in ((capture, CAPTURE), (worker, OVERLAY_WORKER)):
@@ -79,17 +79,20 @@ def test_workers_and_captures_run_without_what_they_do_not_need(protected: Live,
             assert (int(now["CapInh"], 16), int(now["CapAmb"], 16)) == (0, 0)
 
 
-def test_nobody_reaches_what_he_could_not_read_before(live: Live, root: Path, short_tmp: Path) -> None:
-    """With a snapshot pending and its undo log full of old content, another user reaches of all that ciuic has made
-    nothing but the names of its sockets; neither through the mount nor behind it, nor after the end."""
-    behind = short_tmp / "behind"
-    behind.mkdir()
-    (live.top / "run").chmod(0o755)  # as systemd makes it
+def test_a_user_gains_no_access_to_protected_files(live: Live, root: Path, short_tmp: Path) -> None:
+    """Another user reaches only the names of sockets, also with old content in the undo log.
+
+    Neither through the mount nor behind it, nor after the end.
+    """
+    bind_mount = short_tmp / "behind"
+    bind_mount.mkdir()
+    # The mode that systemd sets.
+    (live.top / "run").chmod(0o755)
     root.chmod(0o755)
     for name, mode in (("public", 0o644), ("secret", 0o600), ("gone", 0o600), ("renamed", 0o600)):
         (root / name).write_bytes(os.urandom(600_000))
         (root / name).chmod(mode)
-    subprocess.run(["mount", "--bind", root, behind], check=True)
+    subprocess.run(["mount", "--bind", root, bind_mount], check=True)
     try:
         live.run("protect", str(root))
         live.start(root)
@@ -97,27 +100,28 @@ def test_nobody_reaches_what_he_could_not_read_before(live: Live, root: Path, sh
         with _capture_waiting(live):
             with open(root / "public", "r+b") as file:
                 file.write(b"new" * 1000)
-            (root / "public").chmod(0o600)  # its old content is not for those who may not read it now
+            # Its old content is not for users who may not read the file now.
+            (root / "public").chmod(0o600)
             (root / "gone").unlink()
             (root / "renamed").rename(root / "renamed too")
             with open(root / "secret", "r+b") as file:
                 file.truncate(5)
-            _assert_unreachable(live, root, behind, working=True)
-        _assert_unreachable(live, root, behind, working=False)
+            _assert_unreachable(live, root, bind_mount, working=True)
+        _assert_unreachable(live, root, bind_mount, working=False)
         live.stop()
-        _assert_unreachable(live, root, behind, working=False)
+        _assert_unreachable(live, root, bind_mount, working=False)
     finally:
-        subprocess.run(["umount", "-l", behind], check=True)
+        subprocess.run(["umount", "-l", bind_mount], check=True)
 
 
-def _assert_unreachable(live: Live, root: Path, behind: Path, *, working: bool) -> None:
+def _assert_unreachable(live: Live, root: Path, bind_mount: Path, *, working: bool) -> None:
     state = state_of(root)
     run = live.top / "run"
-    paths = everything_below(live.repository, run, root, behind, state.parent)
+    paths = everything_below(live.repository, run, root, bind_mount, state.parent)
     if working:
         assert any(path.startswith(str(state / "undo/hold/")) for path in paths)
         assert any(path.startswith(str(state / "undo/blocks-")) for path in paths)
-    allowed = {str(path) for path in (root, behind, run, run / "daemon.lock") if path.exists()}
+    allowed = {str(path) for path in (root, bind_mount, run, run / "daemon.lock") if path.exists()}
     for user in (NOBODY, MADE_UP):
         assert reach(user, paths) == allowed
 
@@ -136,7 +140,7 @@ def test_the_control_sockets_are_for_root_alone(protected: Live) -> None:
 
 
 def test_the_group_of_the_control_socket_gets_that_socket_and_no_other(short_tmp: Path, root: Path) -> None:
-    """With `[control] group`, its members may ask the daemon; others may not, and workers' sockets stay root's."""
+    """Members of `[control] group` may ask the daemon, others may not, and workers' sockets stay root's."""
     group = next(entry for entry in grp.getgrall() if entry.gr_gid not in (0, 65534))
     with Live(short_tmp, more_config=f'\n[control]\ngroup = "{group.gr_name}"\n') as live:
         live.run("protect", str(root))
@@ -150,8 +154,8 @@ def test_the_group_of_the_control_socket_gets_that_socket_and_no_other(short_tmp
         live.stop()
 
 
-def test_a_worker_answers_root_alone_whatever_the_mode_of_its_socket(protected: Live) -> None:
-    """With the socket's mode opened by mistake, another user's request is not answered (peer credentials), root's is."""
+def test_a_worker_checks_peer_credentials_besides_the_socket_mode(protected: Live) -> None:
+    """A worker whose socket's mode was opened by mistake answers root only (peer credentials)."""
     (protected.top / "run").chmod(0o755)
     (worker,) = (protected.top / "run").glob("worker-*.sock")
     worker.chmod(0o666)
@@ -176,15 +180,17 @@ with socket.socket(socket.AF_UNIX) as sock:
 _CLI = """
 import importlib, pathlib
 import ciuic.cli, encodings.idna, rich.progress
-for folder in ("", "repository/", "restore/", "config/", "cli/"):
-    for file in (pathlib.Path(ciuic.__file__).parent / folder).glob("*.py"):
-        if file.stem not in ("__init__", "__main__", "daemon_command"):
-            importlib.import_module("ciuic." + folder.replace("/", ".") + file.stem)
-import ciuic.daemon.capture
+top = pathlib.Path(ciuic.__file__).parent
+for folder in ("system", "protocol", "repository", "compare", "restore", "maintenance", "config", "cli"):
+    for file in (top / folder).rglob("*.py"):
+        name = ".".join(file.relative_to(top).with_suffix("").parts)
+        if file.stem not in ("__init__", "__main__") and name != "cli.commands.daemon":
+            importlib.import_module("ciuic." + name)
+import ciuic.daemon.capture.process
 os.environ["HOME"] = "/nonexistent"
 """
 _RUN = "os.environ['CIUIC_CONFIG'] = sys.argv[1]; sys.argv = ['ciuic', *sys.argv[2:]]; sys.exit(ciuic.cli.main())"
-_TAKE = "sys.exit(ciuic.daemon.capture.main(sys.argv[1:]))"
+_TAKE = "sys.exit(ciuic.daemon.capture.process.main(sys.argv[1:]))"
 
 
 def _cli(live: Live, user: User, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -196,7 +202,7 @@ def _create(path: Path) -> None:
 
 
 def test_the_commands_of_an_ordinary_user_on_roots_repository(live: Live, root: Path) -> None:
-    """list, show, diff, verify and restore end with 7 and one sentence, and nothing of it is shown or made."""
+    """An ordinary user's commands on root's repository end with 7 and reveal nothing."""
     (root / "file").write_text("never to be seen")
     _create(live.repository)
     _capture(live, User(0, 0), root)
@@ -216,9 +222,11 @@ def test_the_commands_of_an_ordinary_user_on_roots_repository(live: Live, root: 
     assert list(out.iterdir()) == []
 
 
-def test_an_ordinary_user_takes_and_restores_what_is_his(live: Live, root: Path) -> None:
-    """Somebody who is not root snapshots his files into a repository of his own, which only he can read, and gets them
-    back; what he may not read is named and left out."""
+def test_an_ordinary_user_snapshots_and_restores_own_files(live: Live, root: Path) -> None:
+    """An ordinary user can snapshot own files into a private repository and restore them.
+
+    Unreadable files are named and left out.
+    """
     owner = MADE_UP
     home = _open_to_all(live.top / "home")
     (root / "mine").write_text("mine")
@@ -244,9 +252,11 @@ def test_an_ordinary_user_takes_and_restores_what_is_his(live: Live, root: Path)
     assert reach(NOBODY, everything_below(home / "repository")) == set()
 
 
-def test_nobody_but_root_makes_setuid_files_of_others(live: Live, root: Path) -> None:
-    """Restored by somebody else, root's setuid program is that person's plain file, and the owner is named as the one
-    thing that is missing; a device is not made at all."""
+def test_only_root_restores_setuid_files_of_others(live: Live, root: Path) -> None:
+    """A restore by another user makes root's setuid program a plain file of that user, and makes no device.
+
+    The owner is named as the only thing missing.
+    """
     home = _open_to_all(live.top / "home")
     (root / "program").write_text("#!/bin/sh")
     os.chown(root / "program", 0, 0)

@@ -1,4 +1,4 @@
-"""The service under a real systemd, with a job in its root that checks every write and read: it notices nothing of any of this."""
+"""The service under a real systemd, with a job in its root that checks every write and read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import ciuic
 pytestmark = [pytest.mark.mount, pytest.mark.slow]
 
 _OLDER = "7b77f7c"
-"""The first version that was tried outside: without ciuic-workers.service, its workers in the daemon's control group."""
+"""First version that was tried outside: its workers run in the daemon's control group."""
 _WATCHDOG = "[Service]\nWatchdogSec=4\n"
-"""The time of both services, shortened; a busy machine keeps an event loop waiting for a second."""
+"""Watchdog time of both services, shortened; a busy machine keeps an event loop waiting for a second."""
 _SCRUB_SECONDS = 300.0
-"""It makes way for whoever uses the disk."""
+"""Upper limit of a scrub, which gives way to any other use of the disk."""
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def host(short_tmp: Path) -> Iterator[ServiceHost]:
         yield ServiceHost(systemd, str(top))
 
 
-def test_the_job_goes_on_whatever_becomes_of_the_service(host: ServiceHost) -> None:
-    """Restart, SIGKILL of daemon and worker together, a hanging daemon, ciuic stop, systemctl stop, a scrub: 0 failures."""
+def test_the_job_survives_failures_of_the_service(host: ServiceHost) -> None:
+    """The job has no failure under restarts, kills of daemon and worker, hangs, stops and a scrub."""
     root = host.install()
     with host.job() as job:
         for unit in ("ciuic.service", "ciuic-workers.service"):
@@ -66,7 +66,7 @@ def test_the_job_goes_on_whatever_becomes_of_the_service(host: ServiceHost) -> N
 
 
 def _restart(host: ServiceHost) -> None:
-    """The workers live on and are adopted, with their sessions; the process that forks is another one."""
+    """Restart: the workers live on and are adopted with their sessions; the forking process is a new one."""
     before, forks, root = host.main_pid(), host.main_pid("ciuic-workers.service"), host.root()
     host("systemctl", "restart", "ciuic.service")
     host.another_daemon(before)
@@ -76,19 +76,21 @@ def _restart(host: ServiceHost) -> None:
 
 
 def _kill_the_daemon(host: ServiceHost) -> None:
-    """systemd starts another one within seconds (Restart=); commands wait meanwhile, for the socket is in its store."""
+    """Kill the daemon: systemd restarts it within seconds, and commands wait on the stored socket."""
     before, root = host.main_pid(), host.root()
     host("kill", "-KILL", str(before))
-    assert host.status()["pid"] != before  # asked at once: the answer comes from the successor
+    # Sent at once: the answer comes from the successor.
+    assert host.status()["pid"] != before
     host.another_daemon(before)
     assert host.root()["session"] == root["session"]
 
 
 def _kill_all_of_it(host: ServiceHost) -> None:
-    """Daemon, forking process and worker at one moment: systemd has the connection with the kernel, so nothing is lost."""
+    """Kill daemon, forking process and worker: systemd holds the kernel connection, and nothing is lost."""
     before, worker = host.main_pid(), host.root()["worker_pid"]
     kept = int(host.shown("ciuic.service", "NFileDescriptorStore"))
-    assert kept == 3  # the control socket; the session and the directory of the one root
+    # The control socket; the session and the directory of the one root.
+    assert kept == 3
     host("kill", "-KILL", str(before), str(host.main_pid("ciuic-workers.service")), str(worker))
     host.another_daemon(before)
     assert host.root()["worker_pid"] != worker
@@ -96,14 +98,14 @@ def _kill_all_of_it(host: ServiceHost) -> None:
 
 
 def _hang(host: ServiceHost) -> None:
-    """A daemon that answers nothing is ended by the watchdog and started again."""
+    """Stop the daemon with SIGSTOP: the watchdog ends it and systemd starts it again."""
     before = host.main_pid()
     host("kill", "-STOP", str(before))
     host.another_daemon(before)
 
 
 def _hang_the_forking_process(host: ServiceHost) -> None:
-    """A worker dies while the process that forks its successor hangs: that is ended, too, and another one started."""
+    """Kill a worker while the process that forks its successor hangs: that process is ended and replaced."""
     forks, worker = host.main_pid("ciuic-workers.service"), host.root()["worker_pid"]
     host("kill", "-STOP", str(forks))
     host("kill", "-KILL", str(worker))
@@ -113,7 +115,7 @@ def _hang_the_forking_process(host: ServiceHost) -> None:
 
 
 def _scrub(host: ServiceHost) -> None:
-    """The timer is set, and the service that it starts reads the repository through."""
+    """Check that the timer is set, and that the service it starts reads the repository through."""
     host.ciuic("snapshot", "--wait")
     assert host.shown("ciuic-scrub.timer", "NextElapseUSecRealtime")
     host("systemctl", "start", "--no-block", "ciuic-scrub.service")
@@ -124,7 +126,7 @@ def _scrub(host: ServiceHost) -> None:
 
 
 def _stop_and_start(host: ServiceHost, program: str) -> None:
-    """Both leave it stopped, and the plain directory in its place; the job's open files go on being served."""
+    """Stop by either command: the plain directory is back, and the job's open files are served on."""
     if program == "ciuic":
         host.ciuic("stop")
     else:
@@ -137,7 +139,7 @@ def _stop_and_start(host: ServiceHost, program: str) -> None:
 
 
 def test_an_upgrade_from_an_older_wheel(host: ServiceHost, short_tmp: Path) -> None:
-    """The new version's `service install` takes the workers of the old one over, with what the job has open."""
+    """The new version's `service install` takes over the old version's workers with the job's open files."""
     place = Path(host.top)
     wheels.older_source(place / "source", _OLDER, "0.0.9")
     old = wheels.environment(place / "old", wheels.build(place / "source", place / "old-wheel"))

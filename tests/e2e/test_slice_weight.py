@@ -1,4 +1,4 @@
-"""Deadlines under a real systemd: the weight of the slice, and a nice value that comes back without CAP_SYS_NICE."""
+"""Deadlines under a real systemd: the slice's weight, and a nice value restored without CAP_SYS_NICE."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 from support.ci import needs
 from support.real_systemd import RealSystemd, reason_against
 
-from ciuic.privileges import permitted
+from ciuic.system.sandbox.privileges import permitted
 
 pytestmark = pytest.mark.mount
 
 _CAP_SYS_RESOURCE = 24
 _CODE = Path(__file__).parents[2]
-_WEIGH = "import sys, trio; from ciuic.daemon.slices import SliceWeight; trio.run(SliceWeight().set, float(sys.argv[1]))"
+_WEIGH = "import sys, trio; from ciuic.daemon.roots.systemd_slice import SliceWeight; trio.run(SliceWeight().set, float(sys.argv[1]))"
 _RISE = """
 import os, time
-from ciuic.privileges import Capability, keep_only, permitted
-from ciuic.precedence import Precedence
+from ciuic.system.sandbox.privileges import Capability, keep_only, permitted
+from ciuic.system.precedence import Precedence
 assert Capability.SYS_NICE not in permitted()
 place = Precedence("idle"); place.take(0.01); keep_only(()); low = os.getpriority(os.PRIO_PROCESS, 0)
 place.take(0.5); half = os.getpriority(os.PRIO_PROCESS, 0)
@@ -29,7 +29,7 @@ place.take(1.0); print(low, half, os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def test_the_slice_is_given_its_weight_and_a_capture_may_rise(short_tmp: Path) -> None:
-    """What the daemon asks of systemd it gets, and ciuic.service has a limit of nice values that lets a capture come back."""
+    """The daemon gets the weight it asks systemd for, and a nice limit that lets a capture rise again."""
     needs(reason_against())
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment, method-assign]
@@ -51,6 +51,6 @@ def test_the_slice_is_given_its_weight_and_a_capture_may_rise(short_tmp: Path) -
                 *(sys.executable, "-c", _RISE),
             ]
         )
-    # A systemd that may not raise limits itself cannot give this one either: then nothing goes below nice 10.
+    # A systemd that may not raise limits itself cannot set this one: then no process goes below nice 10.
     expected = ["19", "3", "0"] if _CAP_SYS_RESOURCE in permitted() else ["10", "10", "10"]
     assert done.stdout.split() == expected, done.stderr

@@ -1,4 +1,4 @@
-"""Many callers at once who say nothing, or never come to an end: the sockets go on serving those who do."""
+"""Many callers at once that send nothing or never finish a request: the sockets still serve all others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.live import Live, wait_for
 
-from ciuic.fuse_layer.control_frames import connect
+from ciuic.protocol.worker_frames import connect
 
 pytestmark = pytest.mark.mount
 _HALF_REQUESTS = (
@@ -31,7 +31,8 @@ def _crowd(path: Path, count: int, *words: bytes) -> Iterator[list[socket.socket
             sock = socket.socket(socket.AF_UNIX)
             made.append(sock)
             connect(sock, str(path), 10)
-            with suppress(BrokenPipeError):  # turned away already
+            # Refused already.
+            with suppress(BrokenPipeError):
                 sock.sendall(words[number % len(words)])
         yield made
     finally:
@@ -41,7 +42,8 @@ def _crowd(path: Path, count: int, *words: bytes) -> Iterator[list[socket.socket
 
 def _send_more(crowd: list[socket.socket]) -> None:
     for sock in crowd[2::5]:
-        with suppress(BrokenPipeError):  # no request in five seconds: hung up on
+        # The peer has closed: no request came in five seconds.
+        with suppress(BrokenPipeError):
             sock.sendall(b"a")
 
 
@@ -49,9 +51,11 @@ def _descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def test_callers_who_never_finish_do_not_stop_the_daemon(protected: Live, root: Path) -> None:
-    """With three hundred connections that are in the middle of a request, and each sending a byte now and then, status,
-    snapshot and the job work as ever; when they go, so do their descriptors."""
+def test_unfinished_requests_do_not_stop_the_daemon(protected: Live, root: Path) -> None:
+    """Three hundred connections that never finish a request leave status, snapshot and job working.
+
+    When they close, so do their descriptors.
+    """
     assert protected.daemon is not None
     pid, control = protected.daemon.pid, protected.top / "run/control.sock"
     before = _descriptors(pid)
@@ -67,8 +71,8 @@ def test_callers_who_never_finish_do_not_stop_the_daemon(protected: Live, root: 
     assert protected.snapshot()
 
 
-def test_callers_of_a_worker_who_say_nothing_are_turned_away(protected: Live, root: Path) -> None:
-    """A worker answers at most some dozens at a time; the job never notices, and afterwards snapshots are taken again."""
+def test_silent_callers_of_a_worker_are_turned_away(protected: Live, root: Path) -> None:
+    """A worker holds some dozens of connections at most; the job works on, and snapshots work afterwards."""
     (worker,) = (protected.top / "run").glob("worker-*.sock")
     with _crowd(worker, 60, b"", b"\x05\0\0\0", b"\x05\0\0\0\x81") as crowd:
         (root / "file").write_bytes(b"the job goes on")

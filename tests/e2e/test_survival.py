@@ -1,4 +1,4 @@
-"""Workers die and are renewed under a job that notices nothing: the kernel driver's sessions outlive them."""
+"""Workers die and are renewed under an unaffected job: the kernel driver's sessions outlive them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from support.holders import keeper_pids
 from support.site import Site, ended, until
 from support.site import kernel_site as kernel_site
 
-from ciuic.daemon.runtime import RuntimeDirectory
-from ciuic.fuse_layer.control_client import ControlClient
+from ciuic.daemon.base.runtime import RuntimeDirectory
+from ciuic.protocol.worker_client import WorkerControlClient
 
 pytestmark = pytest.mark.mount
 
 
 @contextmanager
 def jobs(root: Path, count: int, stop: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Jobs below ``root``; at the end each has done rounds without a single error."""
+    """Run jobs below ``root``; assert at the end that each has done rounds without a single error."""
     command = [sys.executable, surviving_job.__file__, str(root)]
     started = [
         subprocess.Popen([*command, str(number), str(stop)], stdout=subprocess.PIPE, text=True)
@@ -47,7 +47,7 @@ def jobs(root: Path, count: int, stop: Path) -> Iterator[list[subprocess.Popen[s
 
 
 def kill_worker(site: Site, root: Path) -> None:
-    """SIGKILL, and back when a successor serves."""
+    """Send SIGKILL to the worker; return when a successor serves."""
     before = site.root_status(root)
     os.kill(before.worker_pid, signal.SIGKILL)
     until("a successor", lambda: _served_by_another(site, root, before.worker_pid))
@@ -59,7 +59,10 @@ def _served_by_another(site: Site, root: Path, pid: int) -> bool:
 
 
 def test_a_job_does_not_notice_that_its_worker_is_killed(site: Site) -> None:
-    """Open files, mappings, unlinked and nameless files, listings and every kind of change go on; the mount is the same."""
+    """Jobs see no error when their worker is killed, and the mount stays the same.
+
+    They use open files, mappings, unlinked and nameless files, listings and every kind of change.
+    """
     root = site.root("a")
     site.start()
     device = os.stat(root).st_dev
@@ -79,7 +82,7 @@ def test_a_job_does_not_notice_that_its_worker_is_killed(site: Site) -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_removed_files_stay_open_through_a_stop_and_a_start(site: Site, killed: bool) -> None:
-    """The detached session keeps them, also when the next one begins, and what their link counts are."""
+    """A detached session keeps removed files open, with their link counts, also in the next session."""
     root = site.root("a")
     site.start()
     files = [os.open(root, os.O_TMPFILE | os.O_RDWR)]
@@ -106,17 +109,17 @@ def test_removed_files_stay_open_through_a_stop_and_a_start(site: Site, killed: 
 
 
 def test_a_handed_over_session_goes_on_with_its_tracking(site: Site) -> None:
-    """As an upgrade does it: the next snapshot reads what changed and no more, and is in the same session."""
+    """The next snapshot after a handover, as in an upgrade, reads only what changed, in the same session."""
     root = site.root("a")
     site.start()
     for index in range(50):
         (root / f"old{index}").write_bytes(b"old")
-    site.snapshot()
+    site.snapshot_until_tracking(root)
     before = site.root_status(root)
     (root / "changed").write_bytes(b"before")
     with jobs(root, 1, site.top / "stop"):
         until("the job's work", lambda: (root / "best0").exists())
-        with ControlClient(RuntimeDirectory(site.top / "run").worker_socket(str(root))) as client:
+        with WorkerControlClient(RuntimeDirectory(site.top / "run").worker_socket(str(root))) as client:
             client.hand_over()
         until("a successor", lambda: _served_by_another(site, root, before.worker_pid))
     assert site.root_status(root).session == before.session
@@ -129,9 +132,12 @@ def test_a_handed_over_session_goes_on_with_its_tracking(site: Site) -> None:
     assert committed[-1]["modes"] == {str(root): "tracked"}
 
 
-def test_a_daemon_that_comes_back_goes_on_with_a_session_whose_worker_died(site: Site) -> None:
-    """systemd kept the connection: daemon and worker are killed together, and the job waits instead of failing. (The keeper, which
-    is there where systemd does not fork the workers, is killed as well.)"""
+def test_a_returning_daemon_continues_the_session_of_a_dead_worker(site: Site) -> None:
+    """A daemon that returns continues a session whose connection systemd kept, and the job waits.
+
+    Daemon and worker are killed together, and the keeper too, which exists where systemd does not fork the
+    workers.
+    """
     root = site.root("a")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(site.top / "notify"))
@@ -154,7 +160,7 @@ def test_a_daemon_that_comes_back_goes_on_with_a_session_whose_worker_died(site:
 
 
 def _stored(manager: socket.socket) -> dict[str, int]:
-    """What the daemon has given to the service manager to keep."""
+    """Return the descriptors that the daemon has given to the service manager."""
     stored: dict[str, int] = {}
     manager.setblocking(False)
     while True:
@@ -170,7 +176,7 @@ def _stored(manager: socket.socket) -> dict[str, int]:
 
 
 def test_a_worker_that_keeps_crashing_is_replaced_by_one_that_tracks_nothing(site: Site) -> None:
-    """Five crashes in a row: the job goes on, snapshots are refused, and an alert says so."""
+    """A worker without tracking serves the job after five crashes, with an alert and no snapshots."""
     root = site.root("a")
     site.start()
     with jobs(root, 1, site.top / "stop"):
@@ -186,7 +192,7 @@ def test_a_worker_that_keeps_crashing_is_replaced_by_one_that_tracks_nothing(sit
 
 
 def test_a_worker_that_hangs_is_replaced(site: Site) -> None:
-    """One that is stopped answers nobody: it is ended after a while, and the job goes on."""
+    """A stopped worker is killed after a while, and the job continues."""
     root = site.root("a")
     site.start()
     with jobs(root, 1, site.top / "stop"):

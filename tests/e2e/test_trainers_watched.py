@@ -1,4 +1,4 @@
-"""Trainers that die, fail, hang or end well, under a real daemon with a real mount: what it does, and what it leaves alone."""
+"""Trainers that die, fail, hang or end well, watched by a real daemon with a real mount."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from support.watched import (
     status,
     train,
     trainer,
+    wait_until_true,
     watched,
-    when,
 )
 
 pytestmark = pytest.mark.mount
@@ -35,7 +35,7 @@ def hook(short_tmp: Path) -> Hook:
 
 @pytest.fixture
 def site(short_tmp: Path, root: Path, hook: Hook) -> Iterator[Live]:
-    """A daemon with a root, the alert command, and a trainer that is watched by its pid file."""
+    """Provide a daemon with a root, the alert command, and a trainer watched by its pid file."""
     more = f"""
 [alert]
 command = ["{hook.program}"]
@@ -56,10 +56,10 @@ heartbeat = "2s"
         yield live
 
 
-def test_a_trainer_that_dies_has_an_emergency_snapshot_and_somebody_is_told(
+def test_a_dying_trainer_causes_an_emergency_snapshot_and_an_alert(
     site: Live, root: Path, hook: Hook
 ) -> None:
-    """What a killed training has left is in a snapshot of that instant; one that fails is told of; one that ends well is not."""
+    """A killed training gets a snapshot and an alert, a failed one an alert, a finished one none."""
     well = watched(site, "sleep", "1", name="well")
     (root / "log").write_text("step 17\n")
     killed = watched(site, *SLEEP, name="killed")
@@ -72,7 +72,7 @@ def test_a_trainer_that_dies_has_an_emergency_snapshot_and_somebody_is_told(
     assert "SIGKILL" in notice["message"]
     assert f"trainer_died killed {notice['snapshot']}" in hook.environment()
 
-    listed = when(lambda: site.json("list", "--tag", "emergency")["snapshots"], "the commit")
+    listed = wait_until_true(lambda: site.json("list", "--tag", "emergency")["snapshots"], "the commit")
     assert [one["id"] for one in listed] == [notice["snapshot"]]
     site.run("restore", "-s", notice["snapshot"], "-p", f"{root}/log", "-d", f"{site.top}/back")
     assert (site.top / "back/log").read_text() == "step 17\n"
@@ -89,7 +89,7 @@ def test_a_trainer_that_dies_has_an_emergency_snapshot_and_somebody_is_told(
     assert well.wait(60) == 0
     assert incidents(site, "well") == []
 
-    # In a pid namespace of its own, as in a container, it is another number that it gives.
+    # A trainer in a pid namespace of its own, as in a container, reports another number.
     apart = watched(site, *SLEEP, name="apart", inside=("unshare", "--pid", "--fork", "--mount-proc"))
     child = trainer(site, "apart")
     assert child is not None
@@ -103,15 +103,17 @@ def test_a_trainer_that_dies_has_an_emergency_snapshot_and_somebody_is_told(
 
 
 def test_a_crash_loop_has_its_share_of_snapshots(site: Live, root: Path, hook: Hook) -> None:
-    """The third death within the hour is told, and says why it has no snapshot. A pid file is followed from process to process, and
-    nobody may speak for a process that is not his."""
+    """The third death within the hour is reported, with the reason why it has no snapshot.
+
+    A pid file is followed from process to process, and no user may register another user's process.
+    """
     pid_file = site.top / "pid"
     for number in (1, 2, 3):
         process = subprocess.Popen(SLEEP)
         with ended_after(process):
             pid_file.write_text(str(process.pid))
-            when(lambda pid=process.pid: _pid(site) == pid, "the watch")  # type: ignore[misc]
-        when(lambda wanted=number: len(incidents(site, "filed")) == wanted, "the incident")  # type: ignore[misc]
+            wait_until_true(lambda pid=process.pid: _pid(site) == pid, "the watch")  # type: ignore[misc]
+        wait_until_true(lambda wanted=number: len(incidents(site, "filed")) == wanted, "the incident")  # type: ignore[misc]
     *others, newest = incidents(site, "filed")
     assert newest.no_snapshot == "it has had 2 within the hour"
     assert all(one.snapshot for one in others)
@@ -120,10 +122,11 @@ def test_a_crash_loop_has_its_share_of_snapshots(site: Live, root: Path, hook: H
     process = subprocess.Popen(SLEEP)
     with ended_after(process):
         pid_file.write_text(str(process.pid))
-        when(lambda: _pid(site) == process.pid, "the watch")
+        wait_until_true(lambda: _pid(site) == process.pid, "the watch")
         process.send_signal(signal.SIGINT)
-    when(lambda: _pid(site) == 0, "its end")
-    assert len(incidents(site, "filed")) in (3, 4)  # that it was ^C the kernel tells since Linux 6.15
+    wait_until_true(lambda: _pid(site) == 0, "its end")
+    # Since Linux 6.15 the kernel reports that ^C ended it.
+    assert len(incidents(site, "filed")) in (3, 4)
 
     socket = site.top / "run/watch.sock"
     for directory in (site.top.parent, site.top, socket.parent):
@@ -136,61 +139,65 @@ def test_a_crash_loop_has_its_share_of_snapshots(site: Live, root: Path, hook: H
 
 
 def _pid(live: Live) -> int:
-    """Of the one with the pid file; between two processes there is none."""
+    """Return the pid of the process in the pid file; between two processes there is none."""
     found = trainer(live, "filed")
     return found.pid if found is not None else 0
 
 
 def test_a_training_is_watched_without_asking(site: Live, hook: Hook) -> None:
-    """SnapshotManager makes itself known. An exception, also through a `finally`, and an exit status are failures; its end is none.
-    Stopped it has one incident, with a snapshot; continued it is well again, and may hang again."""
-    ways = ("end", "raise", "finally", "exit", "vanish")
-    running = [train(site, how, how, steps=30, wait=False) for how in ways]
+    """A training with SnapshotManager is watched without a request.
+
+    An exception, also through a `finally`, and an exit status are failures; its normal end is none. A stopped
+    training has one incident, with a snapshot; continued it is well again, and may hang again.
+    """
+    endings = ("end", "raise", "finally", "exit", "vanish")
+    running = [train(site, how, how, steps=30, wait=False) for how in endings]
     hanging = train(site, "hangs", "end", heartbeat=1.0)
     with ended_after(hanging, *running):
         for process in running:
             process.wait(60)
         for round_ in (1, 2):
             hanging.send_signal(signal.SIGSTOP)
-            when(lambda n=round_: len(incidents(site, "hangs")) == 2 * n - 1, "the hang")  # type: ignore[misc]
+            wait_until_true(lambda n=round_: len(incidents(site, "hangs")) == 2 * n - 1, "the hang")  # type: ignore[misc]
             found = trainer(site, "hangs")
             assert found is not None
             assert found.state == "hung"
-            time.sleep(2.0 / round_)  # for as long again, and more
+            # For as long again, and more.
+            time.sleep(2.0 / round_)
             assert len(incidents(site, "hangs")) == 2 * round_ - 1
             hanging.send_signal(signal.SIGCONT)
-            when(lambda n=round_: len(incidents(site, "hangs")) == 2 * n, "its return")  # type: ignore[misc]
+            wait_until_true(lambda n=round_: len(incidents(site, "hangs")) == 2 * n, "its return")  # type: ignore[misc]
         assert [one.kind for one in incidents(site, "hangs")] == ["hung", "recovered"] * 2
         assert not any("hangs" in alert.key for alert in status(site).alerts)
         assert hook.wait("trainer_recovered", "training")
         assert hook.wait("trainer_hung", "training")["snapshot"].startswith("cs-")
-        assert not any(trainer(site, how) for how in ways)
+        assert not any(trainer(site, how) for how in endings)
 
-    def told(how: str) -> list[tuple[str, str]]:
+    def reported(how: str) -> list[tuple[str, str]]:
         return [(one.kind, one.reason) for one in incidents(site, how)]
 
-    when(lambda: told("raise") and told("finally"), "the word of their writers")
-    assert told("raise") == [("failed", "ValueError: loss is nan")]
-    assert told("finally") == [("failed", "ValueError: loss is inf")]
-    # How a process ended that is nobody's child of its own, a daemon knows since Linux 6.15.
-    assert told("exit") in ([], [("failed", "ended with status 3")])
-    assert told("end") == told("vanish") == []
+    wait_until_true(lambda: reported("raise") and reported("finally"), "the word of their writers")
+    assert reported("raise") == [("failed", "ValueError: loss is nan")]
+    assert reported("finally") == [("failed", "ValueError: loss is inf")]
+    # Since Linux 6.15 a daemon learns how a process ended that is no child of its own.
+    assert reported("exit") in ([], [("failed", "ended with status 3")])
+    assert reported("end") == reported("vanish") == []
 
 
 def test_another_daemon_goes_on_watching(site: Live, root: Path) -> None:
-    """Killed, a daemon is followed by one that knows its trainers: those that live, and those that died meanwhile."""
+    """The next daemon after a kill knows its predecessor's trainers, the living and those that died since."""
     named = subprocess.Popen(SLEEP)
     lives, dies = train(site, "lives", "end"), train(site, "dies", "end")
     with ended_after(named, lives, dies):
         site.run("watch", "--name", "named", "--pid", str(named.pid))
-        when(lambda: trainer(site, "lives") and trainer(site, "dies"), "both trainings")
+        wait_until_true(lambda: trainer(site, "lives") and trainer(site, "dies"), "both trainings")
         site.stop(signal.SIGKILL)
         dies.kill()
         dies.wait()
         site.start(root)
-        when(lambda: incidents(site, "dies"), "the word of its writer")
+        wait_until_true(lambda: incidents(site, "dies"), "the word of its writer")
         lives.kill()
         named.kill()
-        when(lambda: incidents(site, "lives") and incidents(site, "named"), "their incidents")
+        wait_until_true(lambda: incidents(site, "lives") and incidents(site, "named"), "their incidents")
         for name in ("dies", "lives", "named"):
             assert [one.kind for one in incidents(site, name)] == ["died"]

@@ -1,6 +1,7 @@
-"""On a real accelerator (skipped where there is none): snapshots are exact, cost the device no second copy, and resume bit for bit.
+"""Snapshots on a real accelerator (skipped without one): exact, no second copy, resumed bit for bit.
 
-CIUIC_TEST_DEVICE=cpu runs all of it on the host, which proves of accelerators only that these tests run.
+CIUIC_TEST_DEVICE=cpu runs all of it on the host, which proves nothing about accelerators, only that these
+tests run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from ciuic import SnapshotManager
-from ciuic.training import pinning
+from ciuic.training.device import pinning
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -51,7 +52,7 @@ class Training:
         self.optimizer.step()
 
     def flat(self) -> dict[str, Any]:
-        """As it is when the device comes to it."""
+        """Return the state as it is when the device's stream comes to it."""
         found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for number, kept in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer.{number}.{name}": value for name, value in kept.items()}
@@ -82,7 +83,7 @@ def _check_all(manager: SnapshotManager, states: dict[int, dict[str, Any]]) -> l
 def test_every_snapshot_is_the_state_of_its_step(
     tmp_path: Path, pinned: bool, clamps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the device is still doing when a snapshot is taken, and what the program does right after."""
+    """Every snapshot is the state of its step, whatever device and program do right after."""
     if not pinned:
         monkeypatch.setattr(pinning, "_register", lambda *arguments: None)
     training = Training()
@@ -104,7 +105,7 @@ def test_every_snapshot_is_the_state_of_its_step(
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """Dropout's generator on the device included."""
+    """A resumed run ends with the same bits, with dropout's generator on the device."""
     if _ON_CUDA:
         torch.backends.cudnn.deterministic = True
     undisturbed = Training()
@@ -128,8 +129,8 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert [name for name, value in second.flat().items() if not value.equal(expected[name])] == []
 
 
-def test_what_is_asked_for_is_copied_on_return(tmp_path: Path) -> None:
-    """And may be changed at once, in any way."""
+def test_an_explicit_save_has_copied_the_state_on_return(tmp_path: Path) -> None:
+    """An explicit save has copied the state on return, and the program may change it at once in any way."""
     training = Training()
     training.step()
     with SnapshotManager(tmp_path) as manager:
@@ -143,7 +144,7 @@ def test_what_is_asked_for_is_copied_on_return(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not _ON_CUDA, reason="needs CUDA")
 def test_the_device_keeps_no_second_copy(tmp_path: Path) -> None:
-    """A state of 400 MB is saved with 100 MB more at the most."""
+    """Saving a state of 400 MB takes at most 100 MB more of the device's memory."""
     training = Training(4096)
     with SnapshotManager(tmp_path, every_steps=4, compression="none") as manager:
         manager.register(model=training.model, optimizer=training.optimizer)
@@ -159,7 +160,10 @@ def test_the_device_keeps_no_second_copy(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not _ON_CUDA, reason="needs CUDA")
 def test_steps_that_are_replayed_as_a_graph_tear_no_snapshot(tmp_path: Path) -> None:
-    """Their optimizer tells of nothing, so that the device waits for each copy; and recording is not disturbed."""
+    """Steps replayed as a graph tear no snapshot, and saving does not disturb the recording.
+
+    Their optimizer calls no hook, so the device waits for each copy.
+    """
     training = Training()
     optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3, capturable=True)
     training.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""What programs give to save_snapshot, as they write it; and what becomes of it when clocks and other processes are in the way."""
+"""Arguments of save_snapshot as programs write them, under clock changes and beside other processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ciuic import SnapshotManager
-from ciuic.training import taking
+from ciuic.training.saving import snapshot_taker
 
 
 class Model:
@@ -26,7 +26,7 @@ class Model:
 
 
 def test_states_and_numbers_are_taken_as_programs_have_them(tmp_path: Path) -> None:
-    """A state_dict in place of the model, NumPy's numbers in place of Python's, one tag in place of several."""
+    """A state_dict as the model, NumPy's numbers for Python's, and a single tag are accepted."""
     with SnapshotManager(tmp_path / "snapshots") as manager:
         save = manager.save_snapshot(
             Model(2.0).state_dict(),
@@ -60,26 +60,26 @@ REFUSED: list[tuple[dict[str, Any], type[Exception]]] = [
 ]
 
 
-def test_what_could_not_come_back_is_refused_at_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    """And the next save is not spoiled by it."""
+def test_a_value_that_cannot_be_loaded_is_refused_at_once(tmp_path: Path) -> None:
+    """A value that could not be loaded is refused at once, and the next save works."""
     with SnapshotManager(tmp_path / "snapshots") as manager:
-        for given, kind in REFUSED:
+        for refused, kind in REFUSED:
             with pytest.raises(kind):
-                manager.save_snapshot(**given)
+                manager.save_snapshot(**refused)
         save = manager.save_snapshot(Model(), wait=True)
         assert save is not None
         assert save.id
 
 
-def test_what_was_taken_last_is_the_newest_whatever_the_clock_says(
+def test_the_last_snapshot_is_the_newest_despite_clock_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is what a resume finds, and what stays."""
+    """The last snapshot taken is the newest for resume and retention, whatever the clock says."""
     with SnapshotManager(tmp_path / "snapshots", max_snapshots=2) as manager:
         model = Model()
         for number in range(4):
             monkeypatch.setattr(
-                taking.time, "time_ns", lambda back=number: time.monotonic_ns() - back * 10**15
+                snapshot_taker.time, "time_ns", lambda back=number: time.monotonic_ns() - back * 10**15
             )
             model.weights[...] = number
             assert manager.save_snapshot(model, epoch=number, wait=True) is not None
@@ -92,18 +92,18 @@ def test_what_was_taken_last_is_the_newest_whatever_the_clock_says(
 
 
 def test_the_newest_can_be_read_while_a_training_saves_and_removes(tmp_path: Path) -> None:
-    """An evaluation beside it: what is removed under its hands is not taken for damaged."""
+    """An evaluation can read the newest snapshot while a training saves and removes others."""
     with SnapshotManager(tmp_path / "snapshots", max_snapshots=1, compression="none") as manager:
         model = Model()
         manager.save_snapshot(model, epoch=0, wait=True)
-        over = threading.Event()
+        end = threading.Event()
         found: list[int] = []
         problems: list[BaseException] = []
 
         def evaluate() -> None:
             reader = SnapshotManager(tmp_path / "snapshots")
             try:
-                while not over.is_set():
+                while not end.is_set():
                     state = reader.load_latest_snapshot()
                     assert state is not None
                     assert not state.passed_over
@@ -119,7 +119,7 @@ def test_the_newest_can_be_read_while_a_training_saves_and_removes(tmp_path: Pat
         for number in range(1, 25):
             model.weights[...] = number
             manager.save_snapshot(model, epoch=number, wait=True)
-        over.set()
+        end.set()
         thread.join()
         assert not problems
         assert found == sorted(found)

@@ -1,4 +1,4 @@
-"""States sharded over ranks, through torch.distributed.checkpoint and back: FSDP2 on the CPU, gloo, real processes."""
+"""States sharded over ranks through torch.distributed.checkpoint: FSDP2 on the CPU, gloo, real processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from support.ranks import Ranks  # noqa: E402
 
 from ciuic.errors import NotFound  # noqa: E402
 from ciuic.repository import Repository  # noqa: E402
-from ciuic.training.dcp import CiuicStorageReader  # noqa: E402
-from ciuic.training.housekeeping import read_back  # noqa: E402
+from ciuic.training.dcp.storage import CiuicStorageReader  # noqa: E402
+from ciuic.training.writer.housekeeping import read_back  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_saved_by_two_ranks_it_is_loaded_by_one_and_by_four(tmp_path: Path) -> None:
-    """Weights, moments and values are what they were, to the last bit, by the same tags, however the shards are cut."""
+    """Weights, moments and values saved by two ranks come back to the bit on one and on four."""
     save_dir, result = str(tmp_path / "snapshots"), tmp_path / "result"
     Ranks(tmp_path / "save", 2, sharded_training.save_in_both_ways, save_dir, str(result)).check()
     saved = json.loads(result.read_text())
@@ -42,22 +42,22 @@ def test_saved_by_two_ranks_it_is_loaded_by_one_and_by_four(tmp_path: Path) -> N
 
 
 def test_a_rank_that_dies_in_the_middle_leaves_no_snapshot(tmp_path: Path) -> None:
-    """What it stored before is no part of anything, and the snapshot before is what is loaded."""
+    """A rank that dies leaves no snapshot, and the one before is loaded."""
     save_dir = str(tmp_path / "snapshots")
     ranks = Ranks(tmp_path / "ranks", 2, sharded_training.die_in_the_middle, save_dir, timeout_seconds=20)
     statuses = ranks.wait()
-    assert statuses[1] == -9, ranks.said(1)
-    assert statuses[0] != 0, ranks.said(0)
+    assert statuses[1] == -9, ranks.log_of(1)
+    assert statuses[0] != 0, ranks.log_of(0)
     with Repository.open(save_dir) as repository:
         assert [info.tags for info in repository.snapshots.list()] == [("dcp", "whole")]
     assert sharded_training.Sharded(1).load(CiuicStorageReader(save_dir)) == 0
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    """With the reason; asked for by name it is an error; and where there is none that is said."""
+    """A damaged checkpoint is passed over with the reason; named, or without another, it is an error."""
     from torch.distributed import checkpoint as dcp
 
-    from ciuic.training.dcp import CiuicStorageWriter
+    from ciuic.training.dcp.storage import CiuicStorageWriter
 
     writer = CiuicStorageWriter(tmp_path / "snapshots")
     with pytest.raises(NotFound):
@@ -78,10 +78,10 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_nothing_that_was_stored_is_unpickled(tmp_path: Path) -> None:
-    """What only pickle could store is refused by its name; no file of a checkpoint is a pickle."""
+    """Values that only pickle could store are refused by name, and no file of a checkpoint is a pickle."""
     from torch.distributed import checkpoint as dcp
 
-    from ciuic.training.dcp import CiuicStorageWriter
+    from ciuic.training.dcp.storage import CiuicStorageWriter
 
     writer = CiuicStorageWriter(tmp_path / "snapshots")
     with pytest.raises(dcp.CheckpointException, match=r"object\.thing"):

@@ -1,6 +1,7 @@
-"""`SnapshotManager` with a state on a device that copies while the program goes on: what is listed is the state of one step.
+"""`SnapshotManager` with a state on a device that copies late: each listed snapshot is the state of one step.
 
-The device is simulated (support/late_device.py) and everything else is real; with CUDA or another accelerator the last tests run on that.
+The device is simulated (support/late_device.py) and everything else is real; with CUDA or another accelerator
+the last tests run on that.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _TESTS = Path(__file__).parents[1]
 
 
 def _check_all(save_dir: Path, states: dict[int, dict[str, Any]]) -> list[int]:
-    """The steps of which there is a snapshot; each of them is what it should be."""
+    """Check the state of each snapshot; return their steps."""
     steps = []
     with SnapshotManager(save_dir) as manager:
         for saved in manager.list_snapshots():
@@ -43,13 +44,13 @@ def _check_all(save_dir: Path, states: dict[int, dict[str, Any]]) -> list[int]:
     ids=lambda value: "-".join(sorted(value)) or "plain",
 )
 def test_every_snapshot_is_the_state_of_its_step(tmp_path: Path, behaviours: set[str]) -> None:
-    """Also where the program changes weights between steps, and where it goes on changing them right after it asked for a snapshot."""
+    """Every snapshot is the state of its step, also if weights change between steps or after the request."""
     states = train(tmp_path, 7, behaviours, lambda saved: None, 8)
     assert len(_check_all(tmp_path, states)) >= 8
 
 
 def test_a_trainer_that_is_killed_leaves_no_torn_snapshot(tmp_path: Path) -> None:
-    """What was on its way from the device when it was killed is in no snapshot."""
+    """A state still on its way from the device when its trainer is killed is in no snapshot."""
     chosen = random.Random(3)
     states = states_of(3000)
     for number in range(3):

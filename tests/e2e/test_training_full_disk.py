@@ -1,4 +1,4 @@
-"""A full disk and too little memory: what is there stays, it is said, and saving goes on by itself when there is room again."""
+"""Saving with a full disk or too little memory: existing snapshots stay, and saving resumes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
 from ciuic.repository import Repository
-from ciuic.training import housekeeping, writer_client
+from ciuic.training.writer import housekeeping, slots
 
 STATE_BYTES = 12 << 20
 
@@ -23,7 +23,7 @@ needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount"
 
 
 class Noise:
-    """Nothing of it is there already."""
+    """State of random numbers, of which the repository holds no chunk."""
 
     def __init__(self) -> None:
         self.value = np.zeros(0, "u1")
@@ -51,7 +51,7 @@ def _disk(point: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(point)], check=True, timeout=60)
 
 
-def _assert_whole(save_dir: Path, epochs: list[int]) -> None:
+def _assert_undamaged(save_dir: Path, epochs: list[int]) -> None:
     with SnapshotManager(save_dir) as manager:
         listed = manager.list_snapshots()
         assert [one.facts.epoch for one in listed] == epochs
@@ -62,7 +62,7 @@ def _assert_whole(save_dir: Path, epochs: list[int]) -> None:
 
 @needs_mount
 def test_a_full_disk_takes_nothing_away_and_is_got_over(tmp_path: Path) -> None:
-    """Somebody else's file fills it, and goes."""
+    """Existing snapshots survive a disk filled by another program, and saving resumes with free space."""
     with _disk(tmp_path / "disk", "64m") as disk:
         manager = SnapshotManager(disk / "snapshots")
         state = Noise()
@@ -78,12 +78,12 @@ def test_a_full_disk_takes_nothing_away_and_is_got_over(tmp_path: Path) -> None:
             assert (save.error or "") == ("No space left on device" if epoch == 2 else "")
         manager.close()
         assert (manager.stats.saved, manager.stats.failed) == (3, 1)
-        _assert_whole(disk / "snapshots", [3, 1, 0])
+        _assert_undamaged(disk / "snapshots", [3, 1, 0])
 
 
 @needs_mount
-def test_what_is_due_to_go_makes_room_where_there_is_none(tmp_path: Path) -> None:
-    """Saves that come one upon the other leave no time for that in between; nothing is lost to it."""
+def test_expired_snapshots_are_removed_on_a_full_disk(tmp_path: Path) -> None:
+    """Expired snapshots are removed for room in the middle of rapid saves, and nothing is lost."""
     with _disk(tmp_path / "disk", "70m") as disk:
         manager = SnapshotManager(disk / "snapshots", max_snapshots=3)
         state = Noise()
@@ -93,21 +93,21 @@ def test_what_is_due_to_go_makes_room_where_there_is_none(tmp_path: Path) -> Non
             assert save is not None
             assert save.error is None
         manager.close()
-        _assert_whole(disk / "snapshots", [8, 7, 6])
+        _assert_undamaged(disk / "snapshots", [8, 7, 6])
 
 
 def test_memory_that_is_not_there_costs_a_snapshot_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is not asked for at every step."""
+    """Memory that cannot be had costs a snapshot and not the training, and is not requested at every step."""
     left: list[int | None] = [1 << 20]
-    asked = []
+    queries = []
 
     def memory_left() -> int | None:
-        asked.append(1)
+        queries.append(1)
         return left[0]
 
-    monkeypatch.setattr(writer_client, "memory_left", memory_left)
+    monkeypatch.setattr(slots, "memory_left", memory_left)
     model = Model()
     optimizer = Optimizer(model)
     with SnapshotManager(tmp_path / "snapshots", every_steps=2) as manager:
@@ -116,16 +116,16 @@ def test_memory_that_is_not_there_costs_a_snapshot_and_not_the_training(
             optimizer.step()
         assert manager.stats.failed >= 1
         assert "not enough memory" in manager.stats.last_error
-        assert len(asked) < 6
+        assert len(queries) < 6
         left[0] = None
         assert manager.save_snapshot(wait=True) is not None
     assert [one.facts.step for one in manager.list_snapshots()] == [12]
 
 
-def test_what_will_not_fit_is_said_after_the_first_step(
+def test_a_retention_that_will_not_fit_is_reported_after_the_first_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And not on the day on which it does not."""
+    """A retention that will not fit the disk is reported after the first step, not when the disk is full."""
     model = Model()
     optimizer = Optimizer(model)
     with SnapshotManager(tmp_path / "snapshots", interval="1h", max_snapshots=10**9) as manager:

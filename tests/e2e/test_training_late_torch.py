@@ -1,6 +1,7 @@
-"""torch's own modules and optimizers, copied as late as a device might: what changes a state between two steps, and how, is torch's.
+"""torch's own modules and optimizers, copied as late as a device might copy them.
 
-The tensors are on the host. A lane keeps each copy back until something waits for it; the program's work is done at once.
+The tensors are on the host. A lane holds each copy back until it is waited for; the program's work is done at
+once. What changes a state between two steps, and how, is up to torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 
 from ciuic import SnapshotManager
-from ciuic.training.arena import Arena
-from ciuic.training.lanes import TorchLane
+from ciuic.training.device.arena import Arena
+from ciuic.training.device.device_streams import TorchDeviceStream
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 _WIDTH = 16
@@ -32,7 +33,7 @@ _MODULE = SimpleNamespace(
 )
 
 
-class LateLane(TorchLane):
+class LateLane(TorchDeviceStream):
     def __init__(self, seed: int) -> None:
         super().__init__(torch, _MODULE, torch.device("cpu"))
         self._random = random.Random(seed)
@@ -78,7 +79,7 @@ class Mark:
 
 
 class Loop:
-    """A training: `objects` are registered, `step` is called for each batch."""
+    """A training loop: `objects` are registered, `step` is called for each batch."""
 
     def __init__(self, optimizer: str = "AdamW", **options: Any) -> None:
         torch.manual_seed(1)
@@ -123,7 +124,7 @@ class WithScheduleAndAverage(Loop):
 
 
 class WithMomentumEncoder(Loop):
-    """As MoCo has it: changed in the forward."""
+    """Encoder with a momentum copy, changed in the forward pass, as in MoCo."""
 
     def __init__(self) -> None:
         super().__init__("SGD", momentum=0.9)
@@ -137,7 +138,7 @@ class WithMomentumEncoder(Loop):
 
 
 class Clamped(Loop):
-    """As WGAN has it."""
+    """Model with clamped weights, as in WGAN."""
 
     def step(self) -> None:
         super().step()
@@ -154,7 +155,7 @@ class ClampedOpenly(Loop):
 
 
 class Adversaries(Loop):
-    """Two optimizers, of which one steps every third time."""
+    """Two adversaries with one optimizer each, of which one steps every third time."""
 
     def __init__(self) -> None:
         super().__init__("Adam", betas=(0.0, 0.9))
@@ -186,14 +187,14 @@ LOOPS: dict[str, Callable[[], Loop]] = {
 
 
 @pytest.mark.parametrize("kind", LOOPS)
-def test_every_snapshot_is_what_was_there_when_it_was_taken(kind: str, tmp_path: Path) -> None:
-    """Though its copies are done long after, or just before something waits for them."""
+def test_every_snapshot_is_the_state_of_its_time(kind: str, tmp_path: Path) -> None:
+    """Every snapshot is the state of the time it was taken, though its copies are done long after."""
     loop, lane = LOOPS[kind](), LateLane(5)
     batches = torch.utils.data.DataLoader(torch.arange(1000), batch_size=1)
     taken: dict[int, dict[str, Any]] = {}
     with SnapshotManager(tmp_path, every_steps=2, compression="none") as manager:
         saver = manager._saver
-        saver.overlap.lane_of = lambda value: lane if isinstance(value, torch.Tensor) else None
+        saver.overlap.device_stream_of = lambda value: lane if isinstance(value, torch.Tensor) else None
         inner = saver.stage
 
         def stage(state: Any, facts: Any, *arguments: Any, **options: Any) -> Any:
@@ -234,7 +235,7 @@ def _check(state: dict[str, Any], taken: dict[str, Any], loop: Loop) -> None:
         if isinstance(value, torch.Tensor)
     }
     assert len(found) > 8
-    # Values that stand for each other (tied, or views of the same memory) are stored once.
+    # Values that alias one another (tied, or views of the same memory) are stored once.
     missing = found.keys() - taken.keys()
     assert not [name for name in missing if not any(found[name].equal(value) for value in taken.values())]
     assert [name for name in found.keys() & taken.keys() if not found[name].equal(taken[name])] == []

@@ -1,4 +1,4 @@
-"""Weights of 16 bits with masters of 32 in the optimizer: both come back bit for bit, and take what the masters alone would."""
+"""Weights of 16 bits with 32-bit masters come back bit for bit, stored at the size of the masters."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from ciuic import SnapshotManager
+from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Repository
-from ciuic.repository import packformat as pf
-from ciuic.verify import verify_snapshots
+from ciuic.repository.format import pack_format as pf
 
 torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 
 class WithMasters:
-    """As optimizers for mixed precision are: AdamW on float32 copies, of which the weights are rounded."""
+    """Mixed-precision optimizer: AdamW on float32 copies, from which the weights are rounded."""
 
     def __init__(self, weights: list[Any]) -> None:
         self.weights = weights
@@ -45,7 +45,7 @@ class WithMasters:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_masters_cost_no_more_than_their_lower_halves(tmp_path: Path, dtype: Any) -> None:
-    """In each of three snapshots, one with a weight that is no number; restored they are what they were."""
+    """Masters cost no more than their lower halves in three snapshots, one with a NaN."""
     torch.manual_seed(1)
     layers = [torch.nn.Linear(512, 512, bias=False, dtype=dtype) for _ in range(3)]
     model = torch.nn.Sequential(*layers)
@@ -65,7 +65,7 @@ def test_masters_cost_no_more_than_their_lower_halves(tmp_path: Path, dtype: Any
     with Repository.open(tmp_path / "snapshots") as repository:
         assert verify_snapshots(repository, checksum=True).damages == []
         assert list(repository.scrub()) == []
-        beside = [
+        relative = [
             record
             for pack in repository.packs()
             for record in repository.pack_records(pack.number)
@@ -73,8 +73,8 @@ def test_masters_cost_no_more_than_their_lower_halves(tmp_path: Path, dtype: Any
             and (tmp_path / "snapshots/packs" / f"{pack.number:016x}.pack").read_bytes()[record.offset + 1]
         ]
         # Masters of 1 MiB and their header have five blocks of 256 KiB, of which the last is nearly empty.
-        assert len(beside) >= 3 * 3 * 4
-        assert all(record.stored_bytes < 0.54 * record.raw_bytes for record in beside)
+        assert len(relative) >= 3 * 3 * 4
+        assert all(record.stored_bytes < 0.54 * record.raw_bytes for record in relative)
     with SnapshotManager(tmp_path / "snapshots") as manager:
         for id_, values in saved:
             state = manager.load_snapshot(id_)

@@ -1,4 +1,4 @@
-"""`SnapshotManager(filesystem=True)`: a training's state and the files of the same instant, over a real daemon and a real mount."""
+"""`SnapshotManager(filesystem=True)`: a state and the files of its instant, with a real daemon and mount."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from support.second_user import User, run_as
 from support.tiny_training import Model, Optimizer
 
 from ciuic import SnapshotManager
-from ciuic.pairing import SOCKET_NAME
-from ciuic.training import filesystem
-from ciuic.training.messages import Manifest
-from ciuic.training.outcome import Stats
+from ciuic.protocol.pairing import SOCKET_NAME
+from ciuic.training.format.results import Stats
+from ciuic.training.protocol.messages import Manifest
+from ciuic.training.writer import filesystem
 
 pytestmark = pytest.mark.mount
 TRAINER = User(54321, 54321)
@@ -30,7 +30,10 @@ AS_TRAINER = (
     "setpriv", f"--reuid={TRAINER.uid}", f"--regid={TRAINER.gid}", "--clear-groups",
     "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search",
 )  # fmt: skip
-"""He reads the checkout and the interpreter, wherever those are. Whom the daemon answers does not depend on it."""
+"""Command prefix for the trainer's user, who can read the checkout and the interpreter wherever those are.
+
+The daemon's answers do not depend on it.
+"""
 TRAINING = """
     import os, sys, torch
     from ciuic import SnapshotManager
@@ -59,7 +62,7 @@ TRAINING = """
 
 @pytest.fixture
 def daemon(protected: Live, monkeypatch: pytest.MonkeyPatch) -> Live:
-    """As `protected`; what this process asks is asked of it."""
+    """Start a daemon as `protected` does; send this process's requests to it."""
     monkeypatch.setenv("CIUIC_CONFIG", str(protected.config))
     return protected
 
@@ -71,13 +74,14 @@ def _listed(live: Live, repository: Path | None = None) -> list[dict[str, Any]]:
 
 
 def _paired(live: Live, repository: Path | None = None) -> list[dict[str, Any]]:
-    """When all halves of those in a repository are there."""
+    """Wait until all halves of the snapshots in a repository are there."""
 
     def found() -> list[dict[str, Any]]:
         having = [one for one in _listed(live, repository) if one["pair"] is not None]
         if all(one["pair"]["state"] == "committed" for one in having):
             return having
-        time.sleep(0.3)  # each look is a process
+        # Each look is a process.
+        time.sleep(0.3)
         return []
 
     snapshots: list[dict[str, Any]] = wait_for("the pairs", found, 60)
@@ -85,8 +89,10 @@ def _paired(live: Live, repository: Path | None = None) -> list[dict[str, Any]]:
 
 
 def test_each_state_has_the_files_of_its_instant(daemon: Live, root: Path, short_tmp: Path) -> None:
-    """A PyTorch training of an ordinary user: what it had written at a snapshot's boundary can be restored from the other half, found
-    from either side by the installed commands, and the user himself can see that it is there."""
+    """The files that an ordinary user's training wrote at the boundary are restored from the other half.
+
+    Either half is found from the other by the installed commands, and the user can see that it is there.
+    """
     pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
     save_dir = short_tmp / "snapshots"
     save_dir.mkdir()
@@ -128,28 +134,28 @@ def test_each_state_has_the_files_of_its_instant(daemon: Live, root: Path, short
     assert _seen_by_user(daemon, newest["pair"]) == "committed"
     daemon.run("forget", "-y", newest["pair"]["id"])
     assert [one["pair"]["state"] for one in _listed(daemon, save_dir)] == ["gone", "committed", "committed"]
-    # The training's repository belongs to its user: root changes it when told to, and not by itself.
+    # The training's repository belongs to its user: root changes it only when told to.
     daemon.run("--repo", str(save_dir), "--trust-repository", "forget", "-y", states[1]["id"])
     (left,) = [one for one in _listed(daemon) if one["id"] == states[1]["pair"]["id"]]
     assert left["pair"]["state"] == "gone"
 
 
 def _seen_by_user(daemon: Live, pair: dict[str, Any]) -> str:
-    """Who cannot read the daemon's repository asks the daemon whether the other half is there."""
+    """Return the other half as shown to a user who cannot read the daemon's repository."""
     half = f"Pair(of='filesystem', id={pair['id']!r}, repository={pair['repository']!r})"
     script = f"print(*states([{half}], '/', [], {str(daemon.top / 'run' / SOCKET_NAME)!r}).values())"
-    imports = "from ciuic.halves import states; from ciuic.types import Pair"
+    imports = "from ciuic.protocol.pair_status import states; from ciuic.types import Pair"
     return run_as(TRAINER, script, imports=imports).stdout.strip()
 
 
-def test_a_training_saves_whatever_becomes_of_the_files(
+def test_a_training_saves_its_state_without_a_working_daemon(
     daemon: Live,
     root: Path,
     short_tmp: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a daemon that hangs, refuses, or is not there, the snapshot is made; it says why it is alone, and the log says it once."""
+    """A state is saved, and says why it is alone, with a daemon that hangs, refuses or is missing."""
     caplog.set_level(logging.WARNING, "ciuic")
     monkeypatch.setattr(filesystem, "ANSWER_SECONDS", 0.2)
     assert daemon.daemon is not None
@@ -167,21 +173,22 @@ def test_a_training_saves_whatever_becomes_of_the_files(
 
         daemon.daemon.send_signal(signal.SIGSTOP)
         try:
-            assert problem() == "the daemon has not answered"
+            assert problem() == "the daemon did not answer in time"
         finally:
             daemon.daemon.send_signal(signal.SIGCONT)
-        late = _paired(daemon)  # it was asked, and cuts all the same: that half says to what it belongs
+        # The daemon was asked, and cuts all the same: that half names the state it belongs to.
+        late = _paired(daemon)
         assert late[0]["pair"]["id"] == manager.stats.last_id
         monkeypatch.setattr(filesystem, "ANSWER_SECONDS", 30.0)
         assert problem(filesystem=["/etc"]).startswith("/etc is not protected")
         daemon.stop(signal.SIGKILL)
-        # Its receiver of messages notices a moment later, and takes connections until then.
+        # The daemon's receiver of messages notices a moment later, and takes connections until then.
         wait_for("nobody takes connections", lambda: not _takes_connections(daemon), 30)
         caplog.clear()
         assert [problem().partition(" on ")[0] for _ in range(3)] == ["no daemon answers"] * 3
-        assert caplog.text.count("there is no snapshot of the files") == 1
-        alone = manager.save_snapshot(model, wait=True, filesystem=False)
-        assert alone is not None
+        assert caplog.text.count("no snapshot of the files was made") == 1
+        state_only = manager.save_snapshot(model, wait=True, filesystem=False)
+        assert state_only is not None
         assert manager.list_snapshots()[0].filesystem is None
         assert (manager.stats.saved, manager.stats.filesystem, manager.stats.filesystem_failed) == (6, 0, 5)
         daemon.start(root)
@@ -204,45 +211,43 @@ def _takes_connections(daemon: Live) -> bool:
 
 
 def test_a_half_is_held_with_the_other_and_may_be_left_alone(daemon: Live, short_tmp: Path) -> None:
-    """A state that is held has its files held for the same reason. Of a trainer that died after asking there are files which name a
-    state that is not there, and no listing says otherwise."""
+    """A held state holds its files; files of a trainer that died name a state that listings show as gone."""
     with SnapshotManager(short_tmp / "snapshots") as manager:
         save = manager.save_snapshot(Model(), Optimizer(Model()), 3, hold="paper", filesystem=True, wait=True)
     assert save is not None
     (files,) = _paired(daemon)
     assert files["id"] == save.filesystem
     assert (files["held"], files["hold_reason"]) == (True, "paper")
-    asker = filesystem.Filesystem(True, short_tmp / "snapshots", Stats()).asker(None)
+    asker = filesystem.FilesystemPairing(True, short_tmp / "snapshots", Stats()).requester(None)
     assert asker is not None
     asked = asker(Manifest(time_ns=1, message="step 1", tags=(), files=[], id="cs-12345678"))
     asked.close()
 
-    def alone() -> list[str]:
+    def gone_ids() -> list[str]:
         return [
             one["pair"]["id"] for one in _listed(daemon) if one["pair"] and one["pair"]["state"] == "gone"
         ]
 
-    assert wait_for("the files", alone, 60) == ["cs-12345678"]
+    assert wait_for("the files", gone_ids, 60) == ["cs-12345678"]
     assert "cs-12345678 gone" in daemon.run("list").stdout.decode()
 
 
-def test_the_state_may_lie_in_what_is_protected_or_with_the_files(
+def test_both_halves_may_share_a_repository_or_a_root(
     daemon: Live, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one repository each half is listed with the other beside it. In a protected directory it is said once that this stores states
-    twice; the copy in the files is a repository that can be read."""
+    """Both halves may share a repository, and one in a protected directory is stored twice, as is logged."""
     caplog.set_level(logging.WARNING, "ciuic")
     with SnapshotManager(daemon.repository, filesystem=True, max_snapshots=2) as manager:
         saves = [manager.save_snapshot(Model(), epoch=epoch, wait=True) for epoch in range(3)]
     assert caplog.text == ""
-    there = {save.id for save in saves[1:] if save is not None}
+    saved_ids = {save.id for save in saves[1:] if save is not None}
 
-    def halves() -> dict[str, Any]:
+    def committed_halves() -> dict[str, Any]:
         found = {one["id"]: one["pair"] for one in _listed(daemon) if one["pair"]}
         found = {id_: pair for id_, pair in found.items() if pair["state"] == "committed"}
-        return found if found.keys() >= there and len(found) == 4 else {}
+        return found if found.keys() >= saved_ids and len(found) == 4 else {}
 
-    found = wait_for("the files", halves, 60)
+    found = wait_for("the files", committed_halves, 60)
     assert all(found[pair["id"]]["id"] == id_ for id_, pair in found.items())
     with SnapshotManager(root / "run/snapshots", filesystem=True) as manager:
         for epoch in range(2):
@@ -251,5 +256,6 @@ def test_the_state_may_lie_in_what_is_protected_or_with_the_files(
     newest = _paired(daemon, root / "run/snapshots")[0]
     out = daemon.top / "out"
     daemon.run("restore", "-s", newest["pair"]["id"], "-p", str(root / "run"), "-d", str(out))
-    assert len(_listed(daemon, out / "run/snapshots")) == 1  # its own was not committed at its instant
+    # Its own half was not committed at its instant.
+    assert len(_listed(daemon, out / "run/snapshots")) == 1
     daemon.run("--repo", str(out / "run/snapshots"), "verify", "--all", "--checksum")

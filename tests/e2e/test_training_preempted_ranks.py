@@ -1,4 +1,4 @@
-"""One rank of several is told to go: all save the same step, the job ends as it was told to, and goes on to the same bits."""
+"""One rank of several is signalled to end: all save the same step, and the job resumes to the same bits."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ WORLD = 2
 _TERMINATED = 143
 
 
-def test_what_one_rank_is_told_all_answer_at_one_step(tmp_path: Path) -> None:
-    """Under torchrun, DDP: the job ends with the status of a signal, and every rank goes on to what it had undisturbed."""
-    whole, place = tmp_path / "whole", tmp_path / "told"
-    _finish(whole, "ddp")
-    ended = _torchrun(place, "ddp", told=1)
+def test_all_ranks_save_at_one_step_when_one_is_signalled(tmp_path: Path) -> None:
+    """Under torchrun with DDP the job ends with a signal's status, and every rank resumes exactly."""
+    uninterrupted, place = tmp_path / "whole", tmp_path / "told"
+    _finish(uninterrupted, "ddp")
+    ended = _torchrun(place, "ddp", signalled_rank=1)
     assert ended.returncode != 0
     assert f"exitcode  : {_TERMINATED}" in ended.stderr, ended.stderr
     _one_of_all(place)
     _finish(place, "ddp")
-    assert _results(place) == _results(whole)
+    assert _results(place) == _results(uninterrupted)
 
 
-def test_what_rank_0_is_told_all_answer_with_their_parts(tmp_path: Path) -> None:
-    """FSDP2: each rank's part of one step is in one snapshot, and every rank ends with the status of a signal."""
-    whole, place = tmp_path / "whole", tmp_path / "told"
-    _finish(whole, "fsdp")
-    assert _ranks(place, "fsdp", told=0).wait() == [_TERMINATED] * WORLD
+def test_all_ranks_save_their_parts_when_rank_0_is_signalled(tmp_path: Path) -> None:
+    """Each rank's part of one step is in one snapshot with FSDP2; every rank ends with a signal's status."""
+    uninterrupted, place = tmp_path / "whole", tmp_path / "told"
+    _finish(uninterrupted, "fsdp")
+    assert _ranks(place, "fsdp", signalled_rank=0).wait() == [_TERMINATED] * WORLD
     _one_of_all(place)
     _finish(place, "fsdp")
-    assert _results(place) == _results(whole)
+    assert _results(place) == _results(uninterrupted)
 
 
 def _one_of_all(place: Path) -> None:
-    """There is one snapshot, and no rank has come to its end."""
+    """Check that there is one snapshot, and that no rank has come to its end."""
     with SnapshotManager(place / "snapshots") as manager:
         (saved,) = manager.list_snapshots()
     assert (saved.facts.world_size, saved.facts.reason) in (
@@ -59,22 +59,30 @@ def _one_of_all(place: Path) -> None:
 
 
 def _finish(place: Path, kind: str) -> None:
-    _ranks(place, kind, told=-1).check()
+    _ranks(place, kind, signalled_rank=-1).check()
 
 
-def _ranks(place: Path, kind: str, told: int) -> Ranks:
+def _ranks(place: Path, kind: str, signalled_rank: int) -> Ranks:
     place.mkdir(exist_ok=True)
     result = str(place / "result")
-    return Ranks(place / "logs", WORLD, preempted_ranks.train, str(place / "snapshots"), result, kind, told)
+    return Ranks(
+        place / "logs", WORLD, preempted_ranks.train, str(place / "snapshots"), result, kind, signalled_rank
+    )
 
 
 def _results(place: Path) -> list[object]:
     return [json.loads((place / f"result-{rank}").read_text()) for rank in range(WORLD)]
 
 
-def _torchrun(place: Path, kind: str, told: int) -> subprocess.CompletedProcess[str]:
+def _torchrun(place: Path, kind: str, signalled_rank: int) -> subprocess.CompletedProcess[str]:
     place.mkdir()
-    program = [preempted_ranks.__file__, str(place / "snapshots"), str(place / "result"), kind, str(told)]
+    program = [
+        preempted_ranks.__file__,
+        str(place / "snapshots"),
+        str(place / "result"),
+        kind,
+        str(signalled_rank),
+    ]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}"]
     return subprocess.run(
         [sys.executable, "-W", "ignore", *launcher, *program],

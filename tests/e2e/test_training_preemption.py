@@ -1,4 +1,4 @@
-"""A training that is told to go leaves a last snapshot, wherever it is, and goes on from it to the bit."""
+"""A training that is signalled to end leaves a last snapshot wherever it is, and resumes to the bit."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _steps(where: Path) -> list[tuple[int | None, str]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What comes out when nothing happens."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the result of a run that is not interrupted."""
     pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
     where = tmp_path_factory.mktemp("whole") / "snapshots"
     done = _run(where, "never")
@@ -53,28 +53,28 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("evaluation:1", "exit", 75, 12),
     ],
 )
-def test_a_run_that_was_told_to_go_ends_with_the_bits_of_one_that_was_not(
-    whole: str, tmp_path: Path, tell: str, then: str, code: int, step: int
+def test_a_preempted_run_ends_with_the_bits_of_an_uninterrupted_one(
+    uninterrupted: str, tmp_path: Path, tell: str, then: str, code: int, step: int
 ) -> None:
-    """The step that was begun is finished first; within an evaluation the state before it is saved, and it is made again."""
+    """The open step is finished before the last snapshot; an interrupted evaluation is repeated."""
     where = tmp_path / "snapshots"
-    told = _run(where, tell, then=then)
-    assert told.returncode == code, told.stderr
+    result = _run(where, tell, then=then)
+    assert result.returncode == code, result.stderr
     if then == "call":
-        assert told.stdout == "called SIGTERM True\n"
+        assert result.stdout == "called SIGTERM True\n"
     assert _steps(where) == [(step, "SIGTERM")]
     again = _run(where, "never")
     assert again.returncode == 0, again.stderr
-    assert Path(f"{where}.result").read_text() == whole
+    assert Path(f"{where}.result").read_text() == uninterrupted
 
 
-def test_the_program_goes_on_if_it_wants_to(whole: str, tmp_path: Path) -> None:
-    """And what it computes does not change."""
+def test_the_program_goes_on_if_it_wants_to(uninterrupted: str, tmp_path: Path) -> None:
+    """The program goes on with then="continue" and computes the same."""
     where = tmp_path / "snapshots"
-    told = _run(where, "evaluation:0", then="continue")
-    assert told.returncode == 0, told.stderr
+    result = _run(where, "evaluation:0", then="continue")
+    assert result.returncode == 0, result.stderr
     assert _steps(where) == [(6, "SIGTERM")]
-    assert Path(f"{where}.result").read_text() == whole
+    assert Path(f"{where}.result").read_text() == uninterrupted
 
 
 NUMPY_HEAD = """
@@ -101,8 +101,8 @@ def _program(text: str, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_was_there_before_is_called_after_the_snapshot_is_staged(tmp_path: Path) -> None:
-    """A program's own way to end, once; and closing puts it back."""
+def test_an_earlier_signal_handler_runs_after_the_staging(tmp_path: Path) -> None:
+    """A handler of the program is called once, after the staging; closing the manager restores it."""
     done = _program(
         """
         signal.signal(signal.SIGUSR1, lambda number, frame: print("before", manager.stats.saved, flush=True))
@@ -125,8 +125,8 @@ def test_what_was_there_before_is_called_after_the_snapshot_is_staged(tmp_path: 
     assert _steps(tmp_path / "snapshots") == [(3, "SIGUSR1")]
 
 
-def test_without_time_it_is_left_out_and_said(tmp_path: Path) -> None:
-    """What was measured decides; and where no step ends in time the program ends all the same."""
+def test_a_save_without_enough_time_is_left_out_and_logged(tmp_path: Path) -> None:
+    """A save is left out, with a log line, if by measurement or by deadline there is not enough time."""
     done = _program(
         """
         manager = manage(BeforePreemption(grace_seconds=5, signals=[signal.SIGTERM, signal.SIGUSR1]))
@@ -142,7 +142,7 @@ def test_without_time_it_is_left_out_and_said(tmp_path: Path) -> None:
         str(tmp_path / "snapshots"),
     )
     assert done.stdout == "ended 143 0\n", done.stderr
-    assert "no snapshot before SIGTERM: it takes" in done.stderr
+    assert "no snapshot before SIGTERM: writing takes" in done.stderr
     done = _program(
         """
         manager = manage(BeforePreemption(grace_seconds=1.5))
@@ -153,11 +153,11 @@ def test_without_time_it_is_left_out_and_said(tmp_path: Path) -> None:
         str(tmp_path / "hanging"),
     )
     assert done.returncode == 143, done.stderr
-    assert "no step was over in time" in done.stderr
+    assert "no step ended within the grace period" in done.stderr
 
 
 def test_a_forked_child_answers_signals_as_if_nothing_watched(tmp_path: Path) -> None:
-    """Workers of data loaders are ended by SIGTERM."""
+    """A forked child, such as a data loader's worker, is ended by SIGTERM."""
     done = _program(
         """
         manager = manage(BeforePreemption())
@@ -177,7 +177,7 @@ def test_a_forked_child_answers_signals_as_if_nothing_watched(tmp_path: Path) ->
 
 
 def test_a_notice_of_the_cloud_leads_to_a_snapshot_and_the_run_goes_on(tmp_path: Path) -> None:
-    """Found by the writer, told by a signal that harms nobody; the program goes on until the machine goes."""
+    """The writer finds a notice and signals the trainer, which saves and goes on."""
     done = _program(
         """
         import json, threading
@@ -204,8 +204,8 @@ def test_a_notice_of_the_cloud_leads_to_a_snapshot_and_the_run_goes_on(tmp_path:
     assert [reason for _, reason in _steps(tmp_path / "snapshots")] == ["Azure: Preempt"]
 
 
-def test_ranks_go_together(tmp_path: Path) -> None:
-    """A rank that was not told saves at the boundary at which the others do."""
+def test_ranks_save_at_the_same_boundary(tmp_path: Path) -> None:
+    """All ranks save at the same boundary when one of them is signalled to end."""
     done = _program(
         """
         asked = []

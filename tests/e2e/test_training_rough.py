@@ -1,4 +1,4 @@
-"""SnapshotManager where programs are rough with it: handlers that save, forks, interrupts, writers that are stopped or killed."""
+"""SnapshotManager with handlers that save, forks, interrupts, and writers that are stopped or killed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ciuic
 from ciuic import SnapshotManager
 from ciuic.repository import Repository
-from ciuic.training import saver, staging, writer_client
-from ciuic.training.tensors import Place
+from ciuic.training.format.tensors import ArrayBuffer
+from ciuic.training.saving import saver, staging
+from ciuic.training.writer import client
 from ciuic.types import ChunkId
 
 
 class Model:
-    """Large enough for a file of its own."""
+    """Model large enough for a file of its own."""
 
     def __init__(self) -> None:
         self.weights = {f"layer{number}": np.zeros(40_000) for number in range(3)}
@@ -50,11 +52,11 @@ def _writer_of(manager: SnapshotManager) -> int:
 def test_a_handler_that_saves_in_the_middle_of_a_save_gets_a_snapshot_of_its_own(
     manager: SnapshotManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is being copied is not handed to the writer by somebody else."""
+    """A handler that saves within a save gets the other arena; both snapshots are whole."""
     model = manager._registered.objects["model"]
-    fill, saves = Place.fill, []
+    fill, saves = ArrayBuffer.fill, []
 
-    def interrupted(place: Place, value: Any) -> None:
+    def interrupted(place: ArrayBuffer, value: Any) -> None:
         fill(place, value)
         if not saves:
             saves.append(None)
@@ -64,7 +66,7 @@ def test_a_handler_that_saves_in_the_middle_of_a_save_gets_a_snapshot_of_its_own
             for weights in model.weights.values():
                 weights -= 1
 
-    monkeypatch.setattr(staging.Place, "fill", interrupted)
+    monkeypatch.setattr(staging.ArrayBuffer, "fill", interrupted)
     saves.append(manager.save_snapshot(metrics={"outer": 1.0}))
     assert manager.wait()
     for save, metrics, value in ((saves[1], {"inner": 1.0}, 1.0), (saves[2], {"outer": 1.0}, 0.0)):
@@ -78,7 +80,7 @@ def test_a_handler_that_saves_in_the_middle_of_a_save_gets_a_snapshot_of_its_own
 def test_a_forked_process_can_load_and_cannot_save_and_does_not_disturb_its_parent(
     manager: SnapshotManager, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It has the socket and the arenas of its parent, which are none of its business."""
+    """A forked child can load, cannot save, and leaves its parent's socket and arenas alone."""
     manager.save_snapshot(wait=True)
     save = manager.save_snapshot()
     child = os.fork()
@@ -100,7 +102,7 @@ def test_a_forked_process_can_load_and_cannot_save_and_does_not_disturb_its_pare
 
 
 def test_a_forked_process_ends_as_any_other(tmp_path: Path) -> None:
-    """With everything torn down that it has inherited."""
+    """A forked child ends cleanly although it inherited the manager."""
     program = (
         "import os, sys, numpy\nfrom ciuic import SnapshotManager\n"
         f"manager = SnapshotManager({str(tmp_path / 'snapshots')!r})\n"
@@ -116,17 +118,17 @@ def test_a_forked_process_ends_as_any_other(tmp_path: Path) -> None:
 def test_an_interrupt_in_the_middle_of_handing_over_loses_no_later_snapshot(
     manager: SnapshotManager, monkeypatch: pytest.MonkeyPatch, *, sent: bool
 ) -> None:
-    """And what the writer may be reading is not filled again."""
-    send = writer_client.send
+    """Arenas that the writer may read are not filled again after an interrupt during the handover."""
+    send = client.send
 
     def interrupted(sock: Any, message: Any, fds: tuple[int, ...] = ()) -> None:
-        if sent or not isinstance(message, writer_client.Save):
+        if sent or not isinstance(message, client.SaveRequest):
             send(sock, message, fds)
-        if isinstance(message, writer_client.Save):
-            monkeypatch.setattr(writer_client, "send", send)
+        if isinstance(message, client.SaveRequest):
+            monkeypatch.setattr(client, "send", send)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(writer_client, "send", interrupted)
+    monkeypatch.setattr(client, "send", interrupted)
     with pytest.raises(KeyboardInterrupt):
         manager.save_snapshot(metrics={"number": 0.0})
     for number in range(1, 5):
@@ -144,7 +146,7 @@ def test_an_interrupt_in_the_middle_of_handing_over_loses_no_later_snapshot(
 def test_a_writer_that_hangs_does_not_hang_the_training(
     manager: SnapshotManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save is skipped and counted; what was staged comes to be as soon as the writer goes on."""
+    """A save is skipped and counted while the writer hangs, and what was staged is stored afterwards."""
     manager.save_snapshot(wait=True)
     monkeypatch.setattr(saver, "EXIT_SECONDS", 0.1)
     writer = _writer_of(manager)
@@ -160,7 +162,7 @@ def test_a_writer_that_hangs_does_not_hang_the_training(
 
 
 def test_a_writer_that_is_killed_between_two_saves_costs_none(manager: SnapshotManager) -> None:
-    """Each is handed to a new one."""
+    """A save after the writer was killed is handed to a new one."""
     for _ in range(3):
         save = manager.save_snapshot(wait=True)
         assert save is not None
@@ -172,11 +174,12 @@ def test_a_writer_that_is_killed_between_two_saves_costs_none(manager: SnapshotM
 
 
 def test_later_snapshots_do_not_share_a_directory_that_was_found_damaged(tmp_path: Path) -> None:
-    """What never changes is known to the writer, and not stored again as long as nobody finds it damaged."""
+    """Unchanged content is shared with earlier snapshots until it is found damaged."""
     moving = Model()
     with SnapshotManager(tmp_path / "snapshots", max_snapshots=1) as manager:
         manager.register(moving=moving, frozen=Model())
-        for number in range(10):  # reading back gives way to the next save four times
+        # Reading back gives way to the next save four times.
+        for number in range(10):
             moving.weights["layer0"] += 1
             assert manager.save_snapshot(epoch=number, wait=True) is not None
             if number == 1:
@@ -188,7 +191,7 @@ def test_later_snapshots_do_not_share_a_directory_that_was_found_damaged(tmp_pat
 
 
 def _damage_tree(save_dir: Path, name: bytes) -> None:
-    """A directory's listing in the newest snapshot."""
+    """Damage the listing of a directory in the newest snapshot."""
     with Repository.open(save_dir) as repository:
         top = repository.snapshots.load(repository.snapshots.ids()[0]).roots[0].entry
         assert top is not None
@@ -202,7 +205,7 @@ def _damage_tree(save_dir: Path, name: bytes) -> None:
 
 
 def test_waiting_for_a_save_after_the_manager_was_closed_ends(manager: SnapshotManager) -> None:
-    """Nobody will answer any more."""
+    """Waiting for a save ends when the manager is closed, because no answer will come."""
     manager.save_snapshot(wait=True)
     writer = _writer_of(manager)
     os.kill(writer, signal.SIGSTOP)
@@ -216,8 +219,8 @@ def test_waiting_for_a_save_after_the_manager_was_closed_ends(manager: SnapshotM
 
 
 def test_the_writer_is_found_where_the_program_was_found(tmp_path: Path) -> None:
-    """As the current directory at its start, which is not the writer's."""
-    checkout = Path(writer_client.__file__).parents[2]
+    """The writer finds the package in the directory in which the program was started."""
+    checkout = Path(ciuic.__file__).parents[1]
     elsewhere = [one for one in sys.path if one and Path(one) != checkout]
     program = (
         f"import sys; sys.path[:] = ['', *{elsewhere!r}]\n"
@@ -230,7 +233,7 @@ def test_the_writer_is_found_where_the_program_was_found(tmp_path: Path) -> None
 
 
 def test_a_thread_that_waits_for_a_snapshot_keeps_no_other_from_saving(manager: SnapshotManager) -> None:
-    """And what each of them saves is whole."""
+    """Another thread can save while one waits, and both snapshots are whole."""
     manager.save_snapshot(wait=True)
     writer = _writer_of(manager)
     os.kill(writer, signal.SIGSTOP)
@@ -249,8 +252,8 @@ def test_a_thread_that_waits_for_a_snapshot_keeps_no_other_from_saving(manager: 
     assert manager.stats.saved == 3
 
 
-def test_threads_that_save_at_the_same_time_make_whole_snapshots(manager: SnapshotManager) -> None:
-    """Each its own."""
+def test_simultaneous_saves_of_threads_make_one_snapshot_each(manager: SnapshotManager) -> None:
+    """Threads that save at the same time make one whole snapshot each."""
     done: list[Any] = []
 
     def save(number: int) -> None:

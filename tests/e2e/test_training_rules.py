@@ -14,7 +14,7 @@ from ciuic.training import AfterIf, Best, EverySteps, Latest, OnImprovement
 
 
 class Loader:
-    """Five batches a pass."""
+    """Loader of five batches a pass."""
 
     dataset = range(5)
 
@@ -31,7 +31,7 @@ def _manager(save_dir: Path, **settings: Any) -> tuple[SnapshotManager, Optimize
 
 
 def test_a_reported_improvement_is_saved_with_its_metric_and_the_best_stays(tmp_path: Path) -> None:
-    """At once, between two steps: the state that was measured is the one that is saved; after a resume, too."""
+    """A reported improvement is saved at once, in the measured state, also after a resume."""
     rules: dict[str, Any] = {"save_when": [OnImprovement("loss")], "keep": [Best(1, "loss"), Latest(1)]}
     manager, optimizer = _manager(tmp_path / "snapshots", **rules)
     for loss in (3.0, math.nan, 1.0, 2.0):
@@ -56,7 +56,7 @@ def test_a_reported_improvement_is_saved_with_its_metric_and_the_best_stays(tmp_
 
 
 def test_the_first_of_each_so_many_steps_stays(tmp_path: Path) -> None:
-    """Beside the newest; and `max_snapshots` is one more rule."""
+    """EverySteps keeps the first of each stretch beside the newest that `max_snapshots` keeps."""
     manager, optimizer = _manager(
         tmp_path / "snapshots", save_when=[AfterIf(1e-9, changes=2)], keep=[EverySteps(6)], max_snapshots=2
     )
@@ -67,8 +67,8 @@ def test_the_first_of_each_so_many_steps_stays(tmp_path: Path) -> None:
     assert [one.facts.step for one in manager.list_snapshots()] == [20, 18, 12, 6, 2]
 
 
-def test_what_is_reported_within_a_step_is_saved_when_the_step_is_over(tmp_path: Path) -> None:
-    """The batch was taken and its step not made: a resume would lose it."""
+def test_a_report_within_a_step_is_saved_at_its_boundary(tmp_path: Path) -> None:
+    """A report within a step is saved at its boundary: a resume would lose the batch otherwise."""
     manager, optimizer = _manager(tmp_path / "snapshots", save_when=[OnImprovement("loss")])
     loader = Loader()
     manager.register(loader=loader)
@@ -84,7 +84,7 @@ def test_what_is_reported_within_a_step_is_saved_when_the_step_is_over(tmp_path:
 
 
 def test_a_pass_that_was_over_is_not_repeated(tmp_path: Path) -> None:
-    """Saved behind the last batch, the run goes on with the next epoch; saved within the epoch, with the rest of it."""
+    """A run saved after the last batch of a pass resumes with the next epoch, otherwise within the epoch."""
     for stop_in_pass, expected in ((False, (1, 0)), (True, (0, 4))):
         save_dir = tmp_path / str(stop_in_pass)
         manager, optimizer = _manager(save_dir)

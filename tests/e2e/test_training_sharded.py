@@ -16,13 +16,13 @@ from support.ranks import Ranks  # noqa: E402
 
 from ciuic import SnapshotManager  # noqa: E402
 from ciuic.repository import Repository  # noqa: E402
-from ciuic.training.housekeeping import read_back  # noqa: E402
+from ciuic.training.writer.housekeeping import read_back  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_saved_by_two_ranks_it_is_resumed_by_three_by_one_and_by_none(tmp_path: Path) -> None:
-    """Weights and moments are what they were, to the last bit, however the shards are cut; and a program without ranks reads whole tensors."""
+    """Weights and moments come back to the bit on other numbers of ranks, and without ranks as a whole."""
     save_dir, result = str(tmp_path / "snapshots"), tmp_path / "result"
     Ranks(tmp_path / "save", 2, sharded_training.save_managed, save_dir, str(result)).check()
     saved = json.loads(result.read_text())

@@ -1,4 +1,4 @@
-"""SnapshotManager in PyTorch trainings on the CPU: what is killed goes on to the same bits."""
+"""SnapshotManager in PyTorch trainings on the CPU: a killed training resumes to the same bits."""
 
 from __future__ import annotations
 
@@ -110,7 +110,10 @@ def _run(program: str, save_dir: Path, die_at: int = -1) -> str:
 
 @pytest.mark.parametrize("program", [WITH_LOADER, WITHOUT_LOADER], ids=["loader", "no loader"])
 def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(program: str, tmp_path: Path) -> None:
-    """Dropout, batch norm, schedule, average of weights, order and noise of the data: with no call but register and resume."""
+    """A killed run with register and resume alone ends with the bits of an undisturbed one.
+
+    Dropout, batch norm, schedule, averaged weights, and the order and noise of the data.
+    """
     expected = _run(program, tmp_path / "whole")
     for die_at in (8, 21):
         assert _run(program, tmp_path / "killed", die_at) == ""
@@ -118,7 +121,7 @@ def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(program: str
 
 
 def test_the_three_lines_that_users_write_run_as_they_stand(tmp_path: Path) -> None:
-    """Save, load the latest, go on with the next epoch."""
+    """The documented three lines run: save, load the latest, continue with the next epoch."""
     expected = _run(AS_WRITTEN.replace("scheduler.step()", ""), tmp_path / "whole")
     assert expected.startswith("4 ")
     program = AS_WRITTEN.replace("range(start_epoch, 5)", "range(start_epoch, min(start_epoch + 2, 5))")
@@ -126,8 +129,8 @@ def test_the_three_lines_that_users_write_run_as_they_stand(tmp_path: Path) -> N
         assert _run(program, tmp_path / "parts").startswith(f"{epoch} ")
 
 
-def test_check_resume_finds_nothing_where_all_is_registered_and_names_what_is_not(tmp_path: Path) -> None:
-    """Before the crash."""
+def test_check_resume_names_only_objects_that_are_not_registered(tmp_path: Path) -> None:
+    """The function check_resume finds nothing if all is registered, and names what is not."""
     from ciuic import check_resume
 
     torch.manual_seed(1)
@@ -158,7 +161,7 @@ def test_check_resume_finds_nothing_where_all_is_registered_and_names_what_is_no
 
 
 def test_dtypes_layouts_and_ties_come_back_as_they_were(tmp_path: Path) -> None:
-    """bfloat16, float8, complex, bool, views, tied weights, an empty tensor."""
+    """Bfloat16, float8, complex, bool, views, tied weights and an empty tensor come back as they were."""
     from ciuic import SnapshotManager
 
     tied = torch.rand(300, 300)
@@ -199,8 +202,8 @@ def test_dtypes_layouts_and_ties_come_back_as_they_were(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_saved_and_loaded_in_inference_mode_is_good_outside_of_it(tmp_path: Path) -> None:
-    """An evaluation may save and load: the next save works, and what was loaded trains."""
+def test_state_of_inference_mode_can_be_trained_outside_of_it(tmp_path: Path) -> None:
+    """An evaluation in inference mode may save and load: the next save works, and what was loaded trains."""
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters())
 

@@ -1,4 +1,4 @@
-"""Somebody else takes the overlay off its root: it is noticed as it happens, and what is said about it is true."""
+"""Another program unmounts the overlay: the daemon notices at once, and its report is true."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def site(short_tmp: Path) -> Iterator[Site]:
 
 
 def alert_of(site: Site, root: Path) -> str:
-    """What the alert says; empty without one."""
+    """Return the alert's text; empty without an alert."""
     with site.client() as client:
         alerts = {alert.key: alert.message for alert in client.status().alerts}
     return alerts.get(f"unmounted:{root}", "")
@@ -31,7 +31,7 @@ def unmount(root: Path, *options: str) -> None:
     subprocess.run(["umount", *options, str(root)], check=True, timeout=30)
 
 
-def mounted_anew(site: Site, root: Path, before: int) -> None:
+def wait_for_new_mount(site: Site, root: Path, before: int) -> None:
     until(
         "mounting anew",
         lambda: (
@@ -44,12 +44,12 @@ def mounted_anew(site: Site, root: Path, before: int) -> None:
 
 @pytest.mark.parametrize("options", [(), ("-l",)], ids=["umount", "umount -l"])
 def test_without_open_files(site: Site, options: tuple[str, ...]) -> None:
-    """Mounted again at once, with no attempt to go on with a session that has ended."""
+    """A root without open files is mounted again at once, with no attempt to continue the ended session."""
     root = site.root("a")
     site.start()
     worker = site.root_status(root).worker_pid
     unmount(root, *options)
-    mounted_anew(site, root, worker)
+    wait_for_new_mount(site, root, worker)
     assert "no file was open in it" in alert_of(site, root)
     until("the worker's end", lambda: ended(worker))
     log = site.log.read_text()
@@ -62,14 +62,14 @@ def test_without_open_files(site: Site, options: tuple[str, ...]) -> None:
 
 
 def test_with_open_files(site: Site) -> None:
-    """A job goes on with what it has open, and the root is protected again meanwhile: what both write is in the next snapshot."""
+    """A job with open files goes on, and the next snapshot has the writes of the old and the new mount."""
     root = site.root("a")
     site.start()
     before = site.root_status(root).worker_pid
     with open(root / "log", "w+b", buffering=0) as log:
         log.write(b"one ")
         unmount(root, "-l")
-        mounted_anew(site, root, before)
+        wait_for_new_mount(site, root, before)
         assert "go on being served" in alert_of(site, root)
         assert not ended(before)
         log.write(b"two ")
@@ -77,7 +77,8 @@ def test_with_open_files(site: Site) -> None:
         assert log.read() == b"one two "
         (root / "after").write_text("seen")
         if not PASSES:
-            os.fsync(log.fileno())  # no cut reaches what the kernel has cached for the overlay that is gone
+            # No cut reaches data that the kernel caches for the removed overlay.
+            os.fsync(log.fileno())
         snapshot = site.snapshot()
         assert site.content(snapshot, root, b"log") == b"one two "
         assert site.content(snapshot, root, b"after") == b"seen"
@@ -87,12 +88,12 @@ def test_with_open_files(site: Site) -> None:
 
 
 def test_again_and_again(site: Site) -> None:
-    """Each time anew: a script that keeps unmounting does not end protection."""
+    """A script that unmounts the root repeatedly does not end its protection."""
     root = site.root("a")
     site.start()
     for _ in range(3):
         worker = site.root_status(root).worker_pid
         unmount(root)
-        mounted_anew(site, root, worker)
+        wait_for_new_mount(site, root, worker)
     (root / "after").write_text("seen")
     assert site.content(site.snapshot(), root, b"after") == b"seen"

@@ -1,7 +1,8 @@
-"""Makes the golden repository of a new format version: run once, commit the result, never run again for that
-version.
+"""Make the golden repository of a new format version.
 
-python tests/format/make_golden.py tests/format/golden-<version>
+Run once, commit the result, and never run again for that version:
+
+    python tests/format/make_golden.py tests/format/golden-<version>
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import golden_recipe as recipe
 
 from ciuic.repository import Repository
-from ciuic.repository.index import INDEX_NAME, discard
+from ciuic.repository.index.database import INDEX_NAME, discard
 from ciuic.types import SnapshotId
 
 
 def main(target: str) -> None:
     with Repository.create(target, block_size=recipe.BLOCK) as repository:
         with repository.writer(pack_bytes=20_000) as writer:
-            recipe.put_coded(writer)  # what the snapshots then find there already
-            recipe.put_beside_twins(writer)
+            # The snapshots then find this content stored already.
+            recipe.put_coded(writer)
+            recipe.put_relative_to_twins(writer)
             writer.commit(recipe.first_draft(writer))
         with repository.writer() as writer:
             writer.commit(recipe.second_draft(writer))

@@ -1,6 +1,4 @@
-"""A reader written from docs/format.md alone: nothing of ciuic is imported here but the recipe of the
-expected values.
-"""
+"""Tests of docs/format.md with a reader written from that page alone; ciuic gives only expected values."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def u64(data: bytes, at: int) -> int:
 
 
 class Stored(NamedTuple):
-    """A chunk as a record has it."""
+    """Chunk as a record stores it."""
 
     payload: bytes
     length: int
@@ -39,7 +37,7 @@ class Stored(NamedTuple):
 
 
 def wide(base: bytes, at: int, kind: int) -> int:
-    """The bits of a number of 2 bytes, as a float32."""
+    """Return the float32 whose upper 16 bits are given."""
     if not 0 <= at < len(base) // 2:
         return 0
     half = int.from_bytes(base[2 * at : 2 * at + 2], "little")
@@ -51,7 +49,7 @@ def wide(base: bytes, at: int, kind: int) -> int:
 
 
 def from_planes(payload: bytes, length: int, base: bytes | None) -> bytes:
-    """What byte planes hold, number by number."""
+    """Decode byte planes number by number."""
     width = payload[0]
     assert width in (2, 4, 8)
     kind = payload[1]
@@ -87,7 +85,7 @@ def from_planes(payload: bytes, length: int, base: bytes | None) -> bytes:
 
 
 class Golden:
-    """One golden repository, read by the page."""
+    """Golden repository, read as docs/format.md describes."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
@@ -114,7 +112,7 @@ class Golden:
         return content
 
     def records(self, pack: bytes, at: int, count: int) -> Iterator[tuple[bytes, Stored]]:
-        """(id, what is stored) of records at this place."""
+        """Return (id, stored bytes) of the records at an offset."""
         waiting: tuple[bytes, Stored] | None = None
         for start in range(at, at + 48 * count, 48):
             id_, offset, stored, length, flags, zero, checksum = struct.unpack_from("<16sQIIIIQ", pack, start)
@@ -220,14 +218,14 @@ def enveloped(path: Path, magic: bytes) -> dict[str, Any]:
 
 
 def test_the_second_format_has_planes_and_differences() -> None:
-    """Or its golden repository would prove nothing of them."""
+    """The golden repository of format 2 has byte planes and differences, so its tests cover them."""
     found = Golden(Path(__file__).parent / "golden-2")
     assert {stored.flags for stored in found.stored.values()} == {0, 1, 2, 6}
     assert {stored.payload[1] for stored in found.stored.values() if stored.flags == 6} == {0, 1, 2}
     assert {recipe.MASTERS, recipe.WIDE_HALVES} <= set(found.chunks.values())
 
 
-def test_footers_list_what_segments_hold(golden: Golden) -> None:
+def test_a_sealed_pack_can_be_read_from_its_footer(golden: Golden) -> None:
     """A sealed pack can be read from its footer alone, with the same result."""
     by_footer = golden.by_footers()
     assert by_footer
@@ -235,9 +233,7 @@ def test_footers_list_what_segments_hold(golden: Golden) -> None:
 
 
 def test_the_snapshot_can_be_read_by_the_page(golden: Golden) -> None:
-    """Entries, contents, links, attributes and totals of the first golden snapshot come out as the recipe has
-    them.
-    """
+    """Entries, contents, links, attributes and totals of the first golden snapshot match the recipe."""
     snapshot = enveloped(golden.top / "snapshots" / "cs-000001", b"CIUICSNP")
     assert (snapshot["id"], snapshot["time_ns"], snapshot["repository"]) == (
         "cs-000001",
@@ -265,7 +261,7 @@ def test_the_snapshot_can_be_read_by_the_page(golden: Golden) -> None:
     assert (snapshot["files"], root["entry"][16], root["links_files"]) == (10, 9, 1)
 
 
-def test_a_large_directory_is_cut_where_the_page_says(golden: Golden) -> None:
+def test_a_large_directory_is_split_by_the_documented_rule(golden: Golden) -> None:
     """The second snapshot's 400 names come out in order, through nodes whose borders follow the rule."""
     snapshot = enveloped(golden.top / "snapshots" / "cs-000002", b"CIUICSNP")
     root = snapshot["roots"][0]["entry"]
@@ -278,8 +274,8 @@ def test_a_large_directory_is_cut_where_the_page_says(golden: Golden) -> None:
 @pytest.mark.parametrize(
     ("blocks_in_segment", "size"), [(1, 266_240), (16, 4_198_400)], ids=["one block", "sixteen"]
 )
-def test_the_worked_sizes_are_true(tmp_path: Path, blocks_in_segment: int, size: int) -> None:
-    """The page's examples of segment sizes are what a writer writes."""
+def test_worked_sizes_are_right(tmp_path: Path, blocks_in_segment: int, size: int) -> None:
+    """The segment sizes in the page's examples are what a writer writes."""
     import os
 
     from ciuic.repository import Repository

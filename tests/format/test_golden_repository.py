@@ -1,6 +1,4 @@
-"""The golden repository of each format version, as it was committed when the version was made, opened for
-ever.
-"""
+"""Tests that the golden repository committed with each format version can still be read."""
 
 from __future__ import annotations
 
@@ -34,19 +32,19 @@ def _content(repository: Repository, entry: Entry) -> bytes:
 
 
 def test_there_is_a_golden_repository() -> None:
-    """The other tests of this file run."""
+    """The folder has a golden repository, so the other tests of this file run."""
     assert GOLDEN
 
 
 def test_every_byte_is_sound(golden: Repository) -> None:
-    """Nothing in it counts as damage."""
+    """Verifying a golden repository reports no damage."""
     assert list(golden.scrub()) == []
     assert golden.snapshots.unreadable() == []
     assert golden.config_damage() == []
 
 
-def test_the_snapshots_say_what_they_said(golden: Repository) -> None:
-    """Names, times, tags, marks and sizes are those of the day it was made."""
+def test_snapshots_have_their_recorded_values(golden: Repository) -> None:
+    """Names, times, tags, marks and sizes are those recorded when the repository was made."""
     second, first = golden.snapshots.list()
     assert (first.id, first.time_ns, first.tags) == ("cs-000001", recipe.TIME_NS, ("first", "golden"))
     assert (first.message, first.host, first.roots) == ("every kind of entry", "gpu-1", (b"/srv/training",))
@@ -63,8 +61,8 @@ def test_the_snapshots_say_what_they_said(golden: Repository) -> None:
     assert (root.session, root.epoch, root.mode) == ("00112233445566778899aabbccddeeff", 5, "tracked")
 
 
-def test_the_files_hold_what_they_held(golden: Repository) -> None:
-    """Contents, holes, links, attributes and odd names come back."""
+def test_contents_and_attributes_are_restored(golden: Repository) -> None:
+    """Contents, holes, links, attributes and odd names are restored."""
     root = golden.snapshots.load(SnapshotId("cs-000001")).roots[0]
     entries = {entry.name: entry for entry in golden.trees.entries(root.entry.content)}
     assert _content(golden, entries[b"raw.bin"]) == recipe.RAW
@@ -93,7 +91,7 @@ def test_the_files_hold_what_they_held(golden: Repository) -> None:
 
 
 def test_the_same_content_is_stored_under_the_same_names(golden: Repository) -> None:
-    """Capturing the same again adds no byte: hash, tree shape, node and map encoding are what they were."""
+    """Capturing the same content again adds no byte: hash, tree shape, node and map encoding are the same."""
     with golden.writer() as writer:
         first, second = recipe.first_draft(writer), recipe.second_draft(writer)
         writer.flush()
@@ -104,10 +102,10 @@ def test_the_same_content_is_stored_under_the_same_names(golden: Repository) -> 
 
 
 @pytest.mark.parametrize("golden", [path for path in GOLDEN if path.name != "golden-1"], indirect=True)
-def test_what_lies_beside_its_twin_is_what_it_was(golden: Repository) -> None:
-    """From the second format on: it is there, as such, and reads as the recipe has it."""
+def test_chunks_stored_relative_to_a_twin_read_back(golden: Repository) -> None:
+    """A chunk stored relative to its twin is there from format 2 on, and reads as the recipe says."""
     with golden.writer() as writer:
-        recipe.put_beside_twins(writer)
+        recipe.put_relative_to_twins(writer)
         writer.flush()
         assert writer.new_bytes == 0
     for data in (recipe.MASTERS, recipe.WIDE_HALVES):

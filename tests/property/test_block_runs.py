@@ -1,4 +1,4 @@
-"""Runs of blocks that a set lacks: found without going through the blocks one by one."""
+"""Tests of runs of blocks missing in a set, which are found without visiting each block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer.blockset import BlockSet
+from ciuic.fuse_layer.tracking.blockset import BlockSet
 
 RANGES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 150)), max_size=8)
 
@@ -16,7 +16,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 150)), max_size=
 def test_missing_runs_are_maximal_and_exactly_the_missing_blocks(
     ranges: list[tuple[int, int]], first: int, count: int
 ) -> None:
-    """In order, apart from each other, and together every block of the range that is not in the set."""
+    """Missing runs are ordered, apart from each other, and together all blocks of the range not in it."""
     held = BlockSet()
     for start, length in ranges:
         held.add_range(start, length)
@@ -30,7 +30,7 @@ def test_missing_runs_are_maximal_and_exactly_the_missing_blocks(
 
 
 def test_a_range_of_exabytes_is_looked_at_at_once() -> None:
-    """What lies beyond the last block that is held is one run, however long."""
+    """Everything beyond the last block held is returned as one run, however long, without a search."""
     held = BlockSet()
     held.add_range(3, 5)
     assert held.missing_runs(0, 1 << 45) == [(0, 3), (8, (1 << 45) - 8)]

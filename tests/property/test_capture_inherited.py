@@ -1,4 +1,4 @@
-"""What a worker had sealed when it was killed is captured exactly by its successor, whatever both had changed since."""
+"""Tests that a successor captures exactly what a killed worker had sealed, whatever both changed since."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from support.capture_bench import BLOCK, Bench, bench
 from support.core_driver import Operation, operations
 from support.dying_os import DATA_CALLS, NAME_CALLS, DyingOs, Killed, Steps
 
-from ciuic import spill
-from ciuic.daemon import capture_content
-from ciuic.fuse_layer import (
+from ciuic.daemon.capture import content
+from ciuic.fuse_layer.core import (
     attributes,
+    content_changes,
     data,
     directories,
-    hidden_links,
+    entries,
     namespace,
-    node_ways,
-    state,
-    swaps,
-    syscalls,
-    undo,
-    undo_format,
-    ways,
+    removals,
+    truncate_swap,
 )
+from ciuic.fuse_layer.formats import undo_format
+from ciuic.fuse_layer.state import node_paths, overlay_state
+from ciuic.fuse_layer.system import path_handles, syscalls
+from ciuic.fuse_layer.tracking import hidden_links, undo_log, undo_log_file
+from ciuic.system import spill
 
 pytestmark = pytest.mark.keeps_descriptors("a worker that dies within a call closes nothing")
 
@@ -36,41 +36,45 @@ MODULES = (
     attributes,
     data,
     directories,
+    content_changes,
+    entries,
     hidden_links,
+    removals,
     namespace,
-    node_ways,
-    state,
-    swaps,
+    node_paths,
+    overlay_state,
+    truncate_swap,
     syscalls,
-    undo,
-    ways,
+    undo_log,
+    undo_log_file,
+    path_handles,
 )
 
 
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small files and few changes already take the ways that are made for large ones and many."""
-    monkeypatch.setattr(spill, "MOST_ENTRIES", 2)
-    monkeypatch.setattr(swaps, "COPY_LIMIT_BYTES", BLOCK)
-    monkeypatch.setattr(capture_content, "_RUN_BYTES", 2 * BLOCK)
-    monkeypatch.setattr(capture_content, "_BATCH_BLOCKS", 2)
+    """Lower the limits so that small files and few changes take the code paths of large ones and many."""
+    monkeypatch.setattr(spill, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(truncate_swap, "COPY_LIMIT_BYTES", BLOCK)
+    monkeypatch.setattr(content, "_RUN_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(content, "_BATCH_BLOCKS", 2)
 
 
-def _killed_at(here: Bench, operation: Operation, step: int) -> bool:
-    """Whether the worker died within the operation."""
+def _killed_at(rig: Bench, operation: Operation, step: int) -> bool:
+    """Run the operation and return whether the worker died within it."""
     dying = DyingOs(Steps(step), NAME_CALLS | DATA_CALLS)
     with ExitStack() as patched:
         for module in MODULES:
             patched.enter_context(mock.patch.object(module, "os", dying))
         try:
-            here.driver.do(operation)
+            rig.driver.do(operation)
         except Killed:
             return True
     return False
 
 
-def _succeeds(here: Bench) -> bool:
-    taken_up = here.succeed()
+def _succeeds(rig: Bench) -> bool:
+    taken_up = rig.succeed()
     event("taken up" if taken_up else "lost")
     return taken_up
 
@@ -84,45 +88,45 @@ def test_a_sealed_epoch_outlives_its_worker(
     meanwhile: list[Operation],
     snapshot_first: bool,
 ) -> None:
-    """Cut, changes, death, changes by the successor before and during the capture: what is stored is the root at the cut."""
-    with bench() as here:
+    """A sealed epoch is stored as the root at its cut after the worker died and its successor went on."""
+    with bench() as rig:
         if snapshot_first:
-            here.check(*here.capture(here.cut(), []))
-        here.run(before)
-        epoch = here.cut()
-        here.run(after)
-        if not _succeeds(here):
+            rig.check(*rig.capture(rig.cut(), []))
+        rig.run(before)
+        epoch = rig.cut()
+        rig.run(after)
+        if not _succeeds(rig):
             return
-        here.run(later)
-        record, report = here.capture(epoch, meanwhile)
-        here.check(record, report)
-        here.run(later)
-        here.check(*here.capture(here.cut(), meanwhile))
+        rig.run(later)
+        record, report = rig.capture(epoch, meanwhile)
+        rig.check(record, report)
+        rig.run(later)
+        rig.check(*rig.capture(rig.cut(), meanwhile))
 
 
 @settings(deadline=None)
 @given(operations(6, 24), operations(0, 20), operations(0, 20), operations(0, 20), operations(5, 30))
-def test_epochs_that_wait_together_outlive_their_worker(
+def test_waiting_epochs_outlive_their_worker(
     first: list[Operation],
     between: list[Operation],
     after: list[Operation],
     later: list[Operation],
     meanwhile: list[Operation],
 ) -> None:
-    """Two sealed epochs, two deaths, and a third epoch that the successor seals: each is exact."""
-    with bench() as here:
-        here.run(first)
-        one = here.cut()
-        here.run(between)
-        two = here.cut()
-        here.run(after)
-        if not (_succeeds(here) and _succeeds(here)):
+    """Two sealed epochs, two dead workers and a third epoch of the successor are each captured exactly."""
+    with bench() as rig:
+        rig.run(first)
+        one = rig.cut()
+        rig.run(between)
+        two = rig.cut()
+        rig.run(after)
+        if not (_succeeds(rig) and _succeeds(rig)):
             return
-        here.run(later)
-        three = here.cut()
-        here.run(after)
+        rig.run(later)
+        three = rig.cut()
+        rig.run(after)
         for epoch in (one, two, three):
-            here.check(*here.capture(epoch, meanwhile))
+            rig.check(*rig.capture(epoch, meanwhile))
 
 
 @settings(deadline=None)
@@ -130,19 +134,19 @@ def test_epochs_that_wait_together_outlive_their_worker(
 def test_an_inherited_epoch_that_is_given_up_is_in_the_next_snapshot(
     first: list[Operation], between: list[Operation], later: list[Operation], meanwhile: list[Operation]
 ) -> None:
-    """Folding it loses nothing: the next one compares everything."""
-    with bench() as here:
-        here.check(*here.capture(here.cut(), []))
-        here.run(first)
-        one = here.cut()
-        here.run(between)
-        two = here.cut()
-        if not _succeeds(here):
+    """An inherited epoch that is given up is folded without loss; the next capture compares everything."""
+    with bench() as rig:
+        rig.check(*rig.capture(rig.cut(), []))
+        rig.run(first)
+        one = rig.cut()
+        rig.run(between)
+        two = rig.cut()
+        if not _succeeds(rig):
             return
-        here.run(later)
-        here.core.abort(one)
-        here.check(*here.capture(two, meanwhile))
-        here.check(*here.capture(here.cut(), meanwhile))
+        rig.run(later)
+        rig.core.abort(one)
+        rig.check(*rig.capture(two, meanwhile))
+        rig.check(*rig.capture(rig.cut(), meanwhile))
 
 
 @settings(deadline=None)
@@ -154,24 +158,24 @@ def test_a_record_that_was_cut_short_is_nothing(
     meanwhile: list[Operation],
     torn: int,
 ) -> None:
-    """The worker dies while it writes a record; the change that the record was for has not happened."""
-    with bench() as here:
-        here.run(before)
-        epoch = here.cut()
-        here.run(after)
+    """A record cut short by the worker's death is ignored, and the change it was for has not happened."""
+    with bench() as rig:
+        rig.run(before)
+        epoch = rig.cut()
+        rig.run(after)
         extra = undo_format.encode(
             undo_format.NameRecord(1, epoch, b"name that is long enough to be cut" * 2, 0)
         )
         try:
-            log = os.open("log", os.O_WRONLY | os.O_APPEND, dir_fd=here.core.undo_fd)
+            log = os.open("log", os.O_WRONLY | os.O_APPEND, dir_fd=rig.core.undo_fd)
         except FileNotFoundError:
             return
         os.write(log, extra[: 1 + torn])
         os.close(log)
-        if not _succeeds(here):
+        if not _succeeds(rig):
             return
-        here.run(later)
-        here.check(*here.capture(epoch, meanwhile))
+        rig.run(later)
+        rig.check(*rig.capture(epoch, meanwhile))
 
 
 @settings(deadline=None)
@@ -183,7 +187,7 @@ def test_a_record_that_was_cut_short_is_nothing(
     operations(0, 24),
     operations(5, 30),
 )
-def test_a_worker_that_dies_within_an_operation_leaves_the_epoch_whole(
+def test_a_worker_killed_within_an_operation_has_saved_the_old_state(
     before: list[Operation],
     after: list[Operation],
     last: list[Operation],
@@ -191,14 +195,14 @@ def test_a_worker_that_dies_within_an_operation_leaves_the_epoch_whole(
     later: list[Operation],
     meanwhile: list[Operation],
 ) -> None:
-    """At any call of any operation: what was saved came before what was changed."""
-    with bench() as here:
-        here.run(before)
-        epoch = here.cut()
-        here.run(after)
-        event("within an operation" if any(_killed_at(here, one, step) for one in last) else "between")
-        if not _succeeds(here):
+    """A worker that dies at any call of any operation has saved the old state before it changed anything."""
+    with bench() as rig:
+        rig.run(before)
+        epoch = rig.cut()
+        rig.run(after)
+        event("within an operation" if any(_killed_at(rig, one, step) for one in last) else "between")
+        if not _succeeds(rig):
             return
-        here.run(later)
-        record, report = here.capture(epoch, meanwhile)
-        here.check(record, report)
+        rig.run(later)
+        record, report = rig.capture(epoch, meanwhile)
+        rig.check(record, report)

@@ -1,4 +1,4 @@
-"""The compact set forgets nothing."""
+"""Tests that the compact set of chunks forgets nothing."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.chunkset import ChunkSet
+from ciuic.maintenance.chunkset import ChunkSet
 from ciuic.types import ChunkId
 
 
 @given(
     st.lists(st.binary(min_size=16, max_size=16), max_size=200), st.lists(st.binary(min_size=16, max_size=16))
 )
-def test_like_a_set(added: list[bytes], asked: list[bytes]) -> None:
-    """It holds exactly what was added, up to ids that share their first eight bytes."""
+def test_like_a_set(added: list[bytes], lookups: list[bytes]) -> None:
+    """The set holds exactly what was added, up to ids that share their first eight bytes."""
     chunks = ChunkSet()
     for chunk in added:
         chunks.add(ChunkId(chunk))
     starts = {chunk[:8] for chunk in added}
     assert all(chunk in chunks for chunk in added)
     zero_and_one = {bytes(8), (1).to_bytes(8, "little")}
-    for chunk in asked:
+    for chunk in lookups:
         shared = chunk[:8] in starts or (chunk[:8] in zero_and_one and starts & zero_and_one)
         assert (chunk in chunks) == bool(shared)
 
 
 def test_growth_keeps_everything() -> None:
-    """Through many growths every id stays, none is invented, and the memory stays near 16 bytes an id."""
+    """Through many growths every id stays, none is invented, and memory stays near 16 bytes an id."""
     source = random.Random(1)
     ids = [ChunkId(source.randbytes(16)) for _ in range(50_000)]
     chunks = ChunkSet()
@@ -42,7 +42,7 @@ def test_growth_keeps_everything() -> None:
 
 
 def test_runs_of_neighbours() -> None:
-    """Ids that fall on the same place at the end of the table wrap round and are still found."""
+    """Ids that hash to the end of the table wrap round and are still found."""
     chunks = ChunkSet()
     ids = [ChunkId(((1 << 64) - 1 - n).to_bytes(8, "little") + bytes(8)) for n in range(300)]
     for chunk in ids:

@@ -1,4 +1,4 @@
-"""Editing a configuration file changes what was asked and nothing else."""
+"""Tests that editing a configuration file changes what was asked and nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def root_table(draw: st.DrawFn, path: str) -> str:
 
 @st.composite
 def toml_files(draw: st.DrawFn) -> tuple[str, list[str], list[str]]:
-    """A text, its roots in order, and its comment lines that stand between statements."""
+    """Generate a text, its roots in order, and its comment lines between statements."""
     names = draw(st.lists(NAMES, unique=True, max_size=4))
     roots = [f"/srv/{name}" for name in names]
     blocks = [draw(root_table(path)) for path in roots]
@@ -60,7 +60,7 @@ def toml_files(draw: st.DrawFn) -> tuple[str, list[str], list[str]]:
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), made=toml_files())
 def test_add_and_remove(tmp_path: Path, data: st.DataObject, made: tuple[str, list[str], list[str]]) -> None:
-    """After any additions and removals the roots are those asked for, all else means the same, comments stay."""
+    """The roots after any additions and removals are those asked for; other settings and comments stay."""
     text, roots, comments = made
     file = tmp_path / "ciuic.toml"
     file.write_text(text)
@@ -85,7 +85,7 @@ def test_add_and_remove(tmp_path: Path, data: st.DataObject, made: tuple[str, li
 
 @settings(max_examples=60, deadline=None)
 @given(made=toml_files())
-def test_positions_are_true(made: tuple[str, list[str], list[str]]) -> None:
+def test_positions_of_statements_are_right(made: tuple[str, list[str], list[str]]) -> None:
     """Each statement is found once, on a line that begins with its key or its header."""
     text, roots, _ = made
     lines = text.split("\n")
@@ -97,13 +97,13 @@ def test_positions_are_true(made: tuple[str, list[str], list[str]]) -> None:
 
 
 def test_crlf_line_ends() -> None:
-    """Files from other systems keep their positions."""
+    """Statement positions are right in files with CRLF line ends."""
     text = '[schedule]\r\ninterval = "1h"\r\n\r\n[[root]]\r\npath = "/a"\r\n'
     assert line_numbers(statements(text))[("root", 0, "path")] == 5
 
 
 def test_mode_owner_and_link_stay(tmp_path: Path) -> None:
-    """The file keeps its mode and owner, and a symbolic link to it stays a link."""
+    """Editing keeps the file's mode and owner, and a symbolic link to it stays a link."""
     real, link = tmp_path / "real.toml", tmp_path / "link.toml"
     real.write_text("")
     real.chmod(0o640)
@@ -120,7 +120,7 @@ def test_mode_owner_and_link_stay(tmp_path: Path) -> None:
 
 
 def test_a_new_file_and_its_directory_are_made(tmp_path: Path) -> None:
-    """The first protect on a machine makes the file; the repository it chose is written down with it."""
+    """The first protect on a machine makes the file and writes the chosen repository into it."""
     file = tmp_path / "ciuic" / "ciuic.toml"
     add_roots(file, [RootConfig(Path("/a"))], repository_path=Path("/store"))
     config = parse_config(file.read_text(), file)
@@ -132,7 +132,7 @@ def test_a_new_file_and_its_directory_are_made(tmp_path: Path) -> None:
     "text", ["", "[repository]\n", '[repository]\nblock_size = "1MiB"', "# x\n[[root]]\npath='/b'"]
 )
 def test_the_repository_is_written_once(tmp_path: Path, text: str) -> None:
-    """A repository path is added where there is none, and one that is there is not changed."""
+    """A repository path is added where none is set, and an existing one is not changed."""
     file = tmp_path / "c.toml"
     file.write_text(text)
     add_roots(file, [], repository_path=Path("/one"))
@@ -149,8 +149,8 @@ def test_the_repository_is_written_once(tmp_path: Path, text: str) -> None:
         "repository.block_size = '1MiB'\n",
     ],
 )
-def test_what_cannot_be_edited_is_left_alone(tmp_path: Path, text: str) -> None:
-    """A file written in a form that the editor does not handle is refused and stays byte for byte."""
+def test_file_that_cannot_be_edited_is_unchanged(tmp_path: Path, text: str) -> None:
+    """A file in a form that the editor does not handle is refused and stays byte for byte."""
     file = tmp_path / "c.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"edited safely|by hand|\[\[root\]\]"):
@@ -159,7 +159,7 @@ def test_what_cannot_be_edited_is_left_alone(tmp_path: Path, text: str) -> None:
 
 
 def test_a_path_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    """TOML is UTF-8: a directory whose name is not cannot be written, and the message says so."""
+    """A path that is not UTF-8 cannot be written to TOML, and the message says so."""
     file = tmp_path / "c.toml"
     with pytest.raises(ConfigError, match="UTF-8"):
         add_roots(file, [RootConfig(Path(os.fsdecode(b"/\xff")))])
@@ -167,7 +167,7 @@ def test_a_path_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_flat_file_is_edited_in_its_own_format(tmp_path: Path) -> None:
-    """Where the flat file is in force, protect and unprotect write there, keeping its comments."""
+    """The flat file, where it is in force, is edited by protect and unprotect, and keeps its comments."""
     file = tmp_path / "ciuric.conf"
     file.write_text("# old\nsnapshot_interval = 2h\nprotected_directories = /a   # one\nio_priority = idle")
     add_roots(file, [RootConfig(Path("/b,c")), RootConfig(Path("/d"))], repository_path=Path("/store"))
@@ -181,7 +181,7 @@ def test_the_flat_file_is_edited_in_its_own_format(tmp_path: Path) -> None:
 
 
 def test_two_editors_at_once_lose_nothing(tmp_path: Path) -> None:
-    """Concurrent protects wait for each other: every root is there afterwards."""
+    """Concurrent protects wait for each other, and every root is there afterwards."""
     file = tmp_path / "c.toml"
     threads = [
         threading.Thread(target=add_roots, args=(file, [RootConfig(Path(f"/r{n}"))])) for n in range(8)

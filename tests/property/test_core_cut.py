@@ -1,8 +1,8 @@
-"""The cut, on the core alone: whatever happens afterwards, backing directory and undo log together still say what was.
+"""Tests of the cut on the core alone: backing directory and undo log together always give the old state.
 
-A Hypothesis machine runs random operations through the core, cuts at random points, goes on changing things, and then rebuilds
-each pending epoch with a small reader of its own (not capture's). It also checks what the sealed file says against
-what really differs between one cut and the next, block by block and name by name.
+A Hypothesis machine runs random operations through the core, cuts at random points, goes on changing things,
+and then rebuilds each pending epoch with a small reader of its own (not capture's). It also checks what the
+sealed file says against what really differs between one cut and the next, block by block and name by name.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from support.state_dir import state_of
 
 from ciuic import STATE_DIR_NAME
-from ciuic.fuse_layer import sealed_format, swaps, syscalls, undo_format
-from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore, SetAttr
-from ciuic.spill import Spill
+from ciuic.fuse_layer.core import truncate_swap
+from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore, SetAttr
+from ciuic.fuse_layer.formats import sealed_format, undo_format
+from ciuic.fuse_layer.system import syscalls
+from ciuic.system.spill import Spill
 
 BLOCK = 4096
 NAMES = [b"a", b"b", b"c", b"\xff\n|"]
-ROOT = Caller(0, 0)
+ROOT = Credentials(0, 0)
 
 
 def undo_of(top: bytes) -> bytes:
-    """The undo directory of the root at ``top``."""
+    """Return the undo directory of the root at ``top``."""
     return os.fsencode(state_of(Path(os.fsdecode(top))) / "undo")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One inode under one path."""
+    """Inode as observed under one path."""
 
     ino: int
     attributes: tuple[int, ...]
     xattrs: tuple[tuple[bytes, bytes], ...]
     content: bytes = b""
-    """File content, or a symbolic link's target."""
+    """File content, or the target of a symbolic link."""
 
 
 @dataclass
 class World:
-    """A tree at one instant: path → what is there; () is the root."""
+    """A tree at one instant: path to what is there; () is the root."""
 
     paths: dict[tuple[bytes, ...], Seen] = field(default_factory=dict)
 
@@ -73,7 +75,7 @@ def has_hold_link(top: bytes, ino: int) -> bool:
 
 
 def observe(top: bytes) -> World:
-    """The backing directory as it is, read while nothing changes."""
+    """Read the backing directory as it is while nothing changes."""
     world = World()
 
     def visit(path: bytes, key: tuple[bytes, ...]) -> None:
@@ -96,7 +98,7 @@ def observe(top: bytes) -> World:
 
 
 def rebuild(top: bytes, root_ino: int, log: undo_format.LogReader) -> World:
-    """The tree at the cut: backing directory corrected by the undo log."""
+    """Rebuild the tree at the cut: the backing directory corrected by the undo log."""
     world = World()
     undo = undo_of(top)
 
@@ -155,7 +157,7 @@ def rebuild(top: bytes, root_ino: int, log: undo_format.LogReader) -> World:
 
 
 def check_tracking(sealed: sealed_format.Sealed, before: World, now: World) -> None:
-    """Whatever differs between two cuts is in the sealed file, and touched names lead to it."""
+    """Check that all that differs between two cuts is in the sealed file, and touched names lead to it."""
     changes = dict(sealed.changes.items())
     old_by_ino = {seen.ino: seen for seen in before.paths.values()}
     ino_at = {key: seen.ino for key, seen in now.paths.items()}
@@ -223,10 +225,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.root_ino = os.stat(self.top).st_ino
         self.worlds: dict[int, World] = {}
         self.history: dict[int, World] = {}
-        self.limit, swaps.COPY_LIMIT_BYTES = swaps.COPY_LIMIT_BYTES, 2 * BLOCK
+        self.limit, truncate_swap.COPY_LIMIT_BYTES = truncate_swap.COPY_LIMIT_BYTES, 2 * BLOCK
 
     def teardown(self) -> None:
-        swaps.COPY_LIMIT_BYTES = self.limit
+        truncate_swap.COPY_LIMIT_BYTES = self.limit
         self.core.close()
         os.close(self.backing_fd)
         os.umask(self.umask)

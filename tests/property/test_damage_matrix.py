@@ -1,4 +1,4 @@
-"""Every structure of a repository damaged in every way that matters: found, named, survived, and healed where it can be."""
+"""Tests of every kind of damage to every structure: found, named, survived, and repaired where possible."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from support.damage import Made, judge_all, look, make
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Made]:
-    """In memory where that can be: a restore syncs every file, and here a thousand are made."""
+    """Make the repository, in memory where possible: a restore syncs every file, a thousand here."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="ciuic-matrix-", dir=place) as top:
         yield make(Path(top))
 
 
 def test_the_matrix_has_every_structure(made: Made) -> None:
-    """No structure of docs/format.md is left out, nodes of every level included, and nothing is wrong to begin with."""
+    """The matrix has every structure of docs/format.md, nodes of every level too, and starts undamaged."""
     kinds = {structure.kind for structure in made.structures}
     assert kinds >= {
         *(
@@ -48,8 +48,10 @@ def test_the_matrix_has_every_structure(made: Made) -> None:
 def test_every_damage_of_every_structure(
     made: Made, record_testsuite_property: Callable[[str, object], None]
 ) -> None:
-    """Each is found and named; no restore is wrong, no prune deletes for it, repair loses nothing and the next snapshot
-    is whole."""
+    """Each damage is found and named, and none leads to a wrong restore, a wrong deletion or a lost snapshot.
+
+    No prune deletes because of it, repair loses nothing, and the next snapshot is whole.
+    """
     tally = judge_all(made, random.Random(1))
     assert not tally.failures, "\n".join(tally.failures)
     assert tally.planted - tally.meaningless > 100

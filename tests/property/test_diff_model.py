@@ -1,4 +1,4 @@
-"""Diffs of random changes, against what two manifests of the directories say."""
+"""Tests of diffs of random changes against two manifests of the directories."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from support import trees
 from support.random_trees import STEPS, play
 from support.restoring import take, write
 
-from ciuic.diff import Change, diff_live, diff_snapshots
+from ciuic.compare.diff import PathChange, diff_live, diff_snapshots
 from ciuic.errors import NotFound
 from ciuic.repository import Repository
 
 
 def expected(root: Path, old: trees.Manifest, new: trees.Manifest) -> set[tuple[str, bytes]]:
-    """What a diff must say, from two manifests. Links are compared by what they show, directories without times."""
+    """Compute a diff from two manifests; links are compared by target, directories without times."""
     found = set()
     for path in old.keys() | new.keys():
         absolute = os.path.normpath(os.path.join(os.fsencode(root), path))
@@ -38,14 +38,16 @@ def shown(facts: trees.Facts) -> trees.Facts:
     return facts._replace(mtime_ns=0) if facts.kind == stat.S_IFDIR else facts
 
 
-def said(changes: list[Change]) -> set[tuple[str, bytes]]:
+def kinds_and_paths(changes: list[PathChange]) -> set[tuple[str, bytes]]:
     return {(change.kind, change.path) for change in changes}
 
 
 @settings(max_examples=25)
 @given(before=STEPS, after=STEPS)
-def test_diffs_say_what_changed(tmp_path_factory: pytest.TempPathFactory, before: list, after: list) -> None:
-    """Between two snapshots, backwards, and against the live files, a diff is the difference of the manifests."""
+def test_a_diff_equals_the_difference_of_the_manifests(
+    tmp_path_factory: pytest.TempPathFactory, before: list, after: list
+) -> None:
+    """A diff between snapshots, backwards, or against live files equals the difference of the manifests."""
     base = tmp_path_factory.mktemp("diff")
     root = base / "root"
     root.mkdir()
@@ -60,10 +62,10 @@ def test_diffs_say_what_changed(tmp_path_factory: pytest.TempPathFactory, before
     with Repository.open(base / "repository") as repository:
         forward = list(diff_snapshots(repository, old, new))
         backward = list(diff_snapshots(repository, new, old))
-    assert said(forward) == wanted
-    assert said(live) == wanted
+    assert kinds_and_paths(forward) == wanted
+    assert kinds_and_paths(live) == wanted
     opposite = {"added": "removed", "removed": "added"}
-    assert {(opposite.get(kind, kind), path) for kind, path in said(backward)} == wanted
+    assert {(opposite.get(kind, kind), path) for kind, path in kinds_and_paths(backward)} == wanted
     for changes in (forward, live):
         paths = [change.path for change in changes]
         assert len(paths) == len(set(paths))
@@ -72,8 +74,8 @@ def test_diffs_say_what_changed(tmp_path_factory: pytest.TempPathFactory, before
     shutil.rmtree(base)
 
 
-def test_details_say_what_differs(tmp_path: Path) -> None:
-    """Each kind of change is named: content of equal size too, and only what changed."""
+def test_details_name_each_kind_of_change(tmp_path: Path) -> None:
+    """Each kind of change is named, content of equal size included, and only what changed."""
     root = tmp_path / "root"
     for name in ("content", "mode", "size"):
         write(root / name, b"12345")
@@ -94,7 +96,7 @@ def test_details_say_what_differs(tmp_path: Path) -> None:
 
 
 def test_a_path_that_neither_side_has_is_an_error(tmp_path: Path) -> None:
-    """NotFound, not an empty diff: a typing error must not look like "nothing changed"."""
+    """A path on neither side raises NotFound: a typing error must not look like "nothing changed"."""
     root = tmp_path / "root"
     write(root / "file", b"")
     with Repository.create(tmp_path / "repository") as repository:

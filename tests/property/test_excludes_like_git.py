@@ -1,4 +1,4 @@
-"""The exclude patterns mean what they mean to git, on names that are not text too."""
+"""Tests that exclude patterns match as in git, also on names that are not text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ciuic.excludes import ExcludeMatcher, effective_patterns
@@ -34,7 +34,7 @@ PIECES = [
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A git checkout with directories and files of all NAMES, three deep for some."""
+    """Make a git checkout with directories and files of all NAMES, some nested three deep."""
     top = tmp_path_factory.mktemp("git-oracle")
     subprocess.run(["git", "init", "-q", str(top)], check=True)
     base = os.fsencode(top)
@@ -50,7 +50,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return top
 
 
-def everything(top: Path) -> list[tuple[bytes, bool]]:
+def all_paths(top: Path) -> list[tuple[bytes, bool]]:
     found = []
     base = os.fsencode(top)
     for directory, directories, files in os.walk(base):
@@ -72,10 +72,10 @@ def patterns(draw: st.DrawFn) -> str:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chosen=st.lists(patterns(), min_size=1, max_size=4))
-def test_matches_what_git_ignores(checkout: Path, chosen: list[str]) -> None:
-    """For any list of patterns, the matcher excludes exactly what ``git check-ignore`` ignores."""
+def test_the_matcher_agrees_with_git_check_ignore(checkout: Path, chosen: list[str]) -> None:
+    """The matcher excludes exactly what ``git check-ignore`` ignores, for any list of patterns."""
     (checkout / ".git" / "info" / "exclude").write_text("".join(pattern + "\n" for pattern in chosen))
-    paths = everything(checkout)
+    paths = all_paths(checkout)
     answer = subprocess.run(
         ["git", "-C", str(checkout), "check-ignore", "--no-index", "-z", "--stdin"],
         input=b"".join(path + b"\0" for path, _ in paths),
@@ -88,6 +88,44 @@ def test_matches_what_git_ignores(checkout: Path, chosen: list[str]) -> None:
     assert {path for path, is_dir in paths if matcher.match(path, is_dir)} == ignored
 
 
+MEMBERS = [*"abz-]![:^\x7f", "\\]", "\\-", "\\\\", "a-c", "c-a", "z-a", "]-a", "a-]", "[-a", "--a", "a-[", "\\z-\\a",
+           "[:alpha:]", "[:punct:]", "[:nonsense:]", "[:a", "[::]", ":]"]  # fmt: skip
+CHARACTERS = [bytes([value]) for value in range(1, 256) if value != ord("/")]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(
+    expressions=["[z-a]", "[!z-a]", "[a-]", "[]-a]", "[[:a]", "[[:]", "[a-[:digit:]]", "[--0]", "[a-c-z]"]
+)
+@given(
+    expressions=st.lists(
+        st.lists(st.sampled_from(MEMBERS), max_size=5).map(lambda members: f"[{''.join(members)}]"),
+        min_size=1,
+        max_size=9,
+    )
+)
+def test_bracket_expressions_match_what_git_ignores(checkout: Path, expressions: list[str]) -> None:
+    """A bracket expression matches the same bytes as in git; one that is refused matches nothing in git."""
+    # A name of its own for each: one call of git answers for all.
+    lines = [f"n{number}{expression}" for number, expression in enumerate(expressions)]
+    (checkout / ".git" / "info" / "exclude").write_text("".join(line + "\n" for line in lines))
+    names = [b"n%d" % number + char for number in range(len(lines)) for char in CHARACTERS]
+    answer = subprocess.run(
+        ["git", "-C", str(checkout), "check-ignore", "--no-index", "-z", "--stdin"],
+        input=b"".join(name + b"\0" for name in names),
+        capture_output=True,
+    )
+    assert answer.returncode in (0, 1), answer.stderr
+    accepted = []
+    for line in lines:
+        try:
+            accepted.append(ExcludeMatcher(checkout, [line]))
+        except ValueError:
+            continue
+    found = {name for name in names if any(matcher.match(name, False) for matcher in accepted)}
+    assert found == set(answer.stdout.split(b"\0")) - {b""}
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     chosen=st.lists(patterns(), max_size=3),
@@ -95,7 +133,7 @@ def test_matches_what_git_ignores(checkout: Path, chosen: list[str]) -> None:
     is_dir=st.booleans(),
 )
 def test_nothing_below_an_excluded_directory_comes_back(chosen: list[str], path: bytes, is_dir: bool) -> None:
-    """Whatever the patterns, a path is excluded whenever a directory above it is."""
+    """Whatever the patterns, a path is excluded when a directory above it is."""
     matcher = ExcludeMatcher("/data", effective_patterns("/data", (), chosen))
     parent = path.rpartition(b"/")[0]
     fresh = ExcludeMatcher("/data", effective_patterns("/data", (), chosen))

@@ -1,4 +1,4 @@
-"""Collection frees what nobody needs, nothing else, and stops where it cannot be sure."""
+"""Tests that prune frees what no snapshot needs, nothing else, and stops where it cannot be sure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.stored import Tree, read_back, store
 
-from ciuic import gc
-from ciuic.check import check
 from ciuic.errors import Busy, CiuicError, NotFound
-from ciuic.gc import CollectionRefused, forget, prune
+from ciuic.maintenance import prune as gc
+from ciuic.maintenance.check import check
+from ciuic.maintenance.prune import CollectionRefused, forget, prune
+from ciuic.maintenance.sweep import HURRIED, Thresholds
 from ciuic.repository import Repository, Writer
-from ciuic.repository.chunks import ChunkReader
+from ciuic.repository.packs.chunk_reader import ChunkReader
 from ciuic.retention import MinFree, RetentionPolicy
-from ciuic.sweep import HURRIED, Thresholds
 from ciuic.types import ChunkId, SnapshotId
 
 BLOCK = 4096
@@ -31,23 +31,23 @@ EAGER = Thresholds(unused_share=0.0, pack_dead_share=0.0)
 LAST = RetentionPolicy(keep_within_seconds=0, keep_last=1)
 NONE_BY_TIME = RetentionPolicy(keep_within_seconds=0, keep_last=0)
 PACK = 32 * BLOCK
-"""Small packs, so that there are many."""
+"""Small packs, so that there are many of them."""
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Iterator[Repository]:
-    """An empty one."""
+    """Make an empty repository."""
     with Repository.create(tmp_path / "repo", block_size=BLOCK) as made:
         yield made
 
 
 def noise(seed: int, size: int) -> bytes:
-    """Bytes that neither compress nor repeat."""
+    """Return bytes that neither compress nor repeat."""
     return random.Random(seed).randbytes(size)
 
 
 def commit(repository: Repository, *trees: Tree) -> list[SnapshotId]:
-    """A snapshot of each, each with a writer of its own, as captures are."""
+    """Commit one snapshot of each content, each with a new writer, as captures do."""
     ids = []
     for number, tree in enumerate(trees, start=len(repository.snapshots.ids())):
         with repository.writer(pack_bytes=PACK) as writer:
@@ -70,11 +70,13 @@ trees = st.recursive(
 
 @settings(max_examples=40)
 @given(history=st.lists(trees, min_size=1, max_size=6), keep=st.integers(1, 4), data=st.data())
-def test_what_stays_reads_back_exactly(
+def test_kept_snapshots_read_back_exactly(
     tmp_path_factory: pytest.TempPathFactory, history: list[dict[bytes, Any]], keep: int, data: st.DataObject
 ) -> None:
-    """For any history, policy and set of held snapshots, after prune each kept one reads back as it was stored,
-    the others are gone, and a second prune finds nothing to do."""
+    """Each kept snapshot reads back as stored after prune, and a second prune finds nothing to do.
+
+    This holds for any history, policy and set of held snapshots; the others are gone.
+    """
     path = tmp_path_factory.mktemp("gc") / "repo"
     with Repository.create(path, block_size=BLOCK) as repository:
         ids = commit(repository, *history)
@@ -101,7 +103,7 @@ def test_what_stays_reads_back_exactly(
 
 
 def test_the_space_comes_back(repository: Repository) -> None:
-    """What only removed snapshots needed is freed; what they shared with others stays and is stored once."""
+    """Chunks needed by removed snapshots alone are freed; shared ones stay and are stored once."""
     shared, own = noise(1, 200 * BLOCK), noise(2, 400 * BLOCK)
     ids = commit(repository, {b"shared": shared, b"own": own}, {b"shared": shared})
     before = repository.stored_bytes()
@@ -116,8 +118,10 @@ def test_the_space_comes_back(repository: Repository) -> None:
 def test_marking_reads_each_distinct_node_once(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty snapshots of the same thirty directories, of which one changes each time: what is read to mark them is the nodes
-    there are, not snapshots times directories."""
+    """Marking reads each distinct node once, not snapshots times directories.
+
+    The test has twenty snapshots of the same thirty directories, of which one changes each time.
+    """
     folders = {b"d%d" % n: {b"f": noise(n, BLOCK)} for n in range(30)}
     commit(repository, *({**folders, b"d%d" % n: {b"f": noise(100 + n, BLOCK)}} for n in range(20)))
     read: list[bytes] = []
@@ -137,7 +141,7 @@ def test_marking_reads_each_distinct_node_once(
 def test_never_more_than_a_pack_is_stored_twice(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever has to be copied, the space that takes is that of the pack being copied: it goes before the next is."""
+    """Copying never needs more extra space than one pack: the old one is deleted before the next copy."""
     commit(
         repository,
         *({b"own": noise(n, 60 * BLOCK), b"keep": noise(50 + n // 3, 20 * BLOCK)} for n in range(9)),
@@ -156,8 +160,8 @@ def test_never_more_than_a_pack_is_stored_twice(
     assert most[0] <= before
 
 
-def test_nothing_to_do_is_nothing_done(repository: Repository) -> None:
-    """Without garbage no pack is touched."""
+def test_prune_without_garbage_touches_no_pack(repository: Repository) -> None:
+    """A prune without garbage touches no pack."""
     commit(repository, {b"a": noise(1, 50 * BLOCK)}, {b"a": noise(1, 50 * BLOCK), b"b": noise(2, 50 * BLOCK)})
     packs = repository.packs()
     report = prune(repository, policy(5))
@@ -166,7 +170,7 @@ def test_nothing_to_do_is_nothing_done(repository: Repository) -> None:
 
 
 def test_without_a_policy_no_snapshot_goes(repository: Repository) -> None:
-    """Freeing space alone removes no snapshot, and frees what forget left."""
+    """A prune without a policy removes no snapshot, and frees what forget left."""
     ids = commit(repository, {b"a": noise(1, 300 * BLOCK)}, {b"b": noise(2, 10 * BLOCK)})
     forget(repository, ids[:1])
     report = prune(repository)
@@ -176,7 +180,7 @@ def test_without_a_policy_no_snapshot_goes(repository: Repository) -> None:
 
 
 def test_an_unreadable_snapshot_stops_everything(repository: Repository) -> None:
-    """One damaged snapshot file: nothing is deleted, the message names it, and forgetting it is the way out."""
+    """Prune deletes nothing with one damaged snapshot file; the message names it, and forgetting it helps."""
     ids = commit(repository, *({b"a": noise(n, 40 * BLOCK)} for n in range(4)))
     (path,) = [
         p for p in Path(repository.path).rglob(f"*{ids[1]}*") if p.is_file() and "snapshots" in p.parts
@@ -197,7 +201,7 @@ def test_an_unreadable_snapshot_stops_everything(repository: Repository) -> None
 
 
 def test_an_unreadable_tree_stops_everything(repository: Repository) -> None:
-    """A kept snapshot whose tree cannot be read might need anything: nothing is deleted, not even snapshots."""
+    """A kept snapshot with an unreadable tree might need anything, so nothing at all is deleted."""
     ids = commit(repository, *({b"d": {b"x": noise(n, 40 * BLOCK)}} for n in range(3)))
     tree = repository.snapshots.load(ids[2]).roots[0].entry.content
     where = repository.chunks.locate(tree)
@@ -226,7 +230,10 @@ def test_packs_without_any_snapshot_are_left_alone(repository: Repository) -> No
 
 
 def test_packs_of_a_first_snapshot_that_failed_are_freed(repository: Repository) -> None:
-    """None was ever made, so none is missing: what the attempt left is garbage, also when the index was made anew since."""
+    """Packs of a failed first snapshot are freed, also after the index was rebuilt.
+
+    No snapshot was ever made, so none is missing, and what the attempt left is garbage.
+    """
     with repository.writer() as writer:
         writer.put_chunk(noise(1, 40 * BLOCK))
     with repository.writer() as writer:
@@ -239,7 +246,7 @@ def test_packs_of_a_first_snapshot_that_failed_are_freed(repository: Repository)
 
 
 def test_packs_of_forgotten_snapshots_are_freed(repository: Repository) -> None:
-    """The last snapshot was removed on purpose. Snapshots that come later are missed again."""
+    """Packs are freed after the last snapshot was forgotten; snapshots that come later are missed again."""
     ids = commit(repository, {b"a": noise(1, 40 * BLOCK)}, {b"a": noise(2, 40 * BLOCK)})
     forget(repository, ids[:1])
     forget(repository, ids[1:])
@@ -251,7 +258,7 @@ def test_packs_of_forgotten_snapshots_are_freed(repository: Repository) -> None:
 
 
 def test_check_recommends_no_prune_that_would_refuse(repository: Repository) -> None:
-    """Packs of a repository that has lost its snapshots: the hint names what can be done."""
+    """Check does not hint at a prune that would refuse, for packs whose snapshots are lost."""
     (id_,) = commit(repository, {b"a": noise(1, 40 * BLOCK)})
     Path(repository.snapshots.path(id_)).unlink()
     with Repository.open(repository.path) as fresh:
@@ -260,7 +267,7 @@ def test_check_recommends_no_prune_that_would_refuse(repository: Repository) -> 
 
 
 def test_an_empty_repository(repository: Repository) -> None:
-    """Prune before the first snapshot does nothing and says nothing."""
+    """Prune before the first snapshot does nothing and reports nothing."""
     report = prune(repository, LAST)
     assert (report.removed, report.freed_bytes, report.notes) == ([], 0, [])
 
@@ -268,8 +275,7 @@ def test_an_empty_repository(repository: Repository) -> None:
 def test_a_snapshot_committed_while_marking_stays(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A capture that commits between the unlocked marking and the lock, reusing chunks about to be collected,
-    loses nothing."""
+    """A capture that reuses garbage and commits between unlocked marking and the lock loses nothing."""
     old = {b"a": noise(1, 60 * BLOCK)}
     ids = commit(repository, old, {b"b": noise(2, 3 * BLOCK)})
     mark_ahead = gc._Run.mark_ahead
@@ -290,26 +296,26 @@ def test_a_snapshot_committed_while_marking_stays(
 def test_a_failed_early_marking_is_thrown_away(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Marks of a walk that did not end would hide what lies below: they are not used."""
+    """Marks of a walk that did not finish are not used, as they would hide what lies below."""
     tree = {b"d": {b"e": {b"x": noise(1, 60 * BLOCK), b"y": noise(2, 60 * BLOCK)}}}
     ids = commit(repository, {b"old": noise(3, 60 * BLOCK)}, tree)
-    mark = gc.Marks.mark
+    mark = gc.LiveChunks.mark
     failures = iter([True])
 
-    def fail_half_way(marks: gc.Marks, id_: SnapshotId, *rest: Any, **named: Any) -> int:
+    def fail_half_way(marks: gc.LiveChunks, id_: SnapshotId, *rest: Any, **named: Any) -> int:
         if next(failures, False):
             marks._nodes.add(repository.snapshots.load(id_).roots[0].entry.content)  # type: ignore[arg-type]
             raise NotFound("gone meanwhile")
         return mark(marks, id_, *rest, **named)
 
-    monkeypatch.setattr(gc.Marks, "mark", fail_half_way)
+    monkeypatch.setattr(gc.LiveChunks, "mark", fail_half_way)
     prune(repository, LAST, thresholds=EAGER)
     assert read_back(repository, ids[1]) == tree
 
 
 @pytest.mark.parametrize("asked_before", [0, 1, 2, 3, 4, 6, 9, 14])
 def test_stopped_at_any_time(repository: Repository, asked_before: int) -> None:
-    """Asked to stop after any number of steps, the kept snapshots are whole, and the next run does the rest."""
+    """Prune stopped after any number of steps leaves kept snapshots whole, and the next run does the rest."""
     ids = commit(repository, *({b"a": noise(n, 60 * BLOCK), b"b": noise(99, 30 * BLOCK)} for n in range(5)))
     counter = itertools.count()
     report = prune(repository, LAST, thresholds=EAGER, should_stop=lambda: next(counter) >= asked_before)
@@ -326,7 +332,7 @@ def test_stopped_at_any_time(repository: Repository, asked_before: int) -> None:
 
 
 def test_busy(repository: Repository) -> None:
-    """While somebody writes, prune says who, and a dry run works all the same."""
+    """Prune names the writer that holds the repository, and a dry run works all the same."""
     commit(repository, {b"a": noise(1, 10 * BLOCK)})
     with Repository.open(repository.path) as other, other.writer():
         with pytest.raises(Busy):
@@ -335,7 +341,7 @@ def test_busy(repository: Repository) -> None:
 
 
 def test_forget_refuses_the_held(repository: Repository) -> None:
-    """A held snapshot is not forgotten, nor is anything else in the same request."""
+    """A held snapshot is not forgotten, nor is any other of the same request."""
     ids = commit(repository, {b"a": b"1"}, {b"a": b"2"})
     with repository.writer() as writer:
         writer.set_marks(ids[0], hold=True)
@@ -376,8 +382,11 @@ def test_the_floor_takes_the_oldest(repository: Repository, monkeypatch: pytest.
 def test_holds_of_ordinary_users_yield_to_the_floor_and_to_root(
     repository: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kept by every rule of time; below min_free those that nothing else keeps go first, the oldest first; a hold of the repository's
-    owner stays, also on what a user held before. `forget` takes a user's, and refuses the owner's."""
+    """Below min_free, snapshots held only by ordinary users are removed after all that no rule keeps.
+
+    The oldest of them goes first; a hold of the repository's owner stays, also on what a user held before.
+    `forget` takes a user's hold, and refuses the owner's.
+    """
     ids = []
     for number in range(7):
         with repository.writer(pack_bytes=PACK) as writer:
@@ -386,7 +395,8 @@ def test_holds_of_ordinary_users_yield_to_the_floor_and_to_root(
         for number in (0, 1, 2, 5):
             writer.set_marks(ids[number], hold=True, reason="a user's", hold_uid=4321)
         writer.set_marks(ids[0], hold=True)
-        writer.set_marks(ids[1], tags=("looked at",))  # leaves the hold as it is
+        # The user's request leaves the owner's hold as it is.
+        writer.set_marks(ids[1], tags=("looked at",))
     assert [repository.snapshots.load(id_).hold_uid for id_ in ids] == [
         None,
         4321,
@@ -396,7 +406,8 @@ def test_holds_of_ordinary_users_yield_to_the_floor_and_to_root(
         4321,
         None,
     ]
-    rules = RetentionPolicy(keep_within_seconds=0, keep_last=4)  # keeps 3 to 6
+    # The policy keeps snapshots 3 to 6.
+    rules = RetentionPolicy(keep_within_seconds=0, keep_last=4)
 
     assert prune(repository, rules).removed == []
     capacity = repository.stored_bytes() + 10 * BLOCK
@@ -415,8 +426,8 @@ def test_holds_of_ordinary_users_yield_to_the_floor_and_to_root(
 
 
 def test_a_full_disk_drops_and_does_not_copy(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without room for copies, snapshots and dead packs go all the same, and what was not done is said."""
-    from ciuic import sweep
+    """Snapshots and dead packs are removed without room for copies, and what was not done is reported."""
+    from ciuic.maintenance import sweep
 
     mixed = {b"keep": noise(1, 50 * BLOCK), b"lose": noise(2, 200 * BLOCK)}
     ids = commit(repository, mixed, {b"keep": noise(1, 50 * BLOCK), b"dead": noise(3, 300 * BLOCK)})
@@ -432,13 +443,13 @@ def test_a_full_disk_drops_and_does_not_copy(repository: Repository, monkeypatch
 
 
 def test_the_defaults_are_milder_than_a_hurry() -> None:
-    """In a hurry at least as many packs are rewritten."""
+    """A prune in a hurry rewrites at least as many packs as one with the defaults."""
     assert HURRIED.unused_share <= Thresholds().unused_share
     assert HURRIED.pack_dead_share <= Thresholds().pack_dead_share
 
 
 def test_dry_run_changes_no_byte(repository: Repository) -> None:
-    """A dry run leaves every file of the repository as it was, and foretells what prune then does."""
+    """A dry run leaves every file of the repository unchanged, and predicts what prune then does."""
     commit(repository, *({b"a": noise(n, 100 * BLOCK)} for n in range(4)))
 
     def files() -> dict[str, bytes]:
@@ -458,8 +469,8 @@ def test_dry_run_changes_no_byte(repository: Repository) -> None:
     assert foreseen.freed_bytes == pytest.approx(done.freed_bytes, rel=0.1)
 
 
-def test_a_catalogue_that_lies_deletes_nothing(repository: Repository) -> None:
-    """What goes is decided by the snapshot files: a catalogue in which times and holds are wrong changes nothing."""
+def test_wrong_catalogue_deletes_nothing(repository: Repository) -> None:
+    """A catalogue with wrong times and holds changes nothing: the snapshot files decide what is removed."""
     ids = commit(repository, *({b"a": noise(n, 9 * BLOCK)} for n in range(4)))
     with repository.writer() as writer:
         writer.set_marks(ids[0], hold=True)

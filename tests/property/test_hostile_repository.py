@@ -1,4 +1,4 @@
-"""A repository made by an enemy, with every checksum right: refused with words or read, and nothing outside is touched."""
+"""Tests of hostile repositories with valid checksums: they are refused or read, and touch nothing outside."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from support.hostile import craft, use_everything
 from support.trees import assert_same, manifest
 
-from ciuic.repository import DamagedSnapshot, snapformat
+from ciuic.repository import DamagedSnapshot
+from ciuic.repository.format import snapshot_format
 from ciuic.types import Entry, Pair, RootRecord, Snapshot, SnapshotId
 
 
 @pytest.fixture(scope="module")
 def top() -> Iterator[Path]:
-    """In memory where that can be: restores sync every file."""
+    """Return a directory, in memory where possible: restores sync every file."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="ciuic-hostile-", dir=place) as made:
         yield Path(made)
@@ -31,9 +32,11 @@ def top() -> Iterator[Path]:
 @settings(max_examples=4 * settings().max_examples)
 @given(data=st.data())
 def test_a_crafted_repository_is_refused_or_read(top: Path, data: st.DataObject) -> None:
-    """Names with `..`, `/` and NUL, impossible numbers, modes, targets, attributes, maps and roots: list, find, verify,
-    check, repair, diff, restore, prune and marking end with an answer or a CiuicError, and no restore leaves its
-    destination."""
+    """Every command on a crafted repository gives an answer or a CiuicError, and stays in its destination.
+
+    Crafted are names with `..`, `/` and NUL, impossible numbers, modes, targets, attributes, maps and roots.
+    The commands are list, find, verify, check, repair, diff, restore, prune and marking.
+    """
     area = Path(tempfile.mkdtemp(dir=top))
     outside = area / "outside"
     outside.mkdir()
@@ -58,7 +61,7 @@ def test_a_crafted_repository_is_refused_or_read(top: Path, data: st.DataObject)
     ],
 )
 def test_the_other_half_of_a_snapshot_is_an_id_and_a_path(pair: Pair) -> None:
-    """It is looked up where it says, so it is damage where it says something else."""
+    """The paired snapshot is looked up where the record says, and a mismatch there is damage."""
     entry = Entry(name=b"", mode=stat.S_IFDIR | 0o755)
     made = Snapshot(
         id=SnapshotId("cs-abcdef"),
@@ -67,11 +70,11 @@ def test_the_other_half_of_a_snapshot_is_an_id_and_a_path(pair: Pair) -> None:
         roots=(RootRecord(path=b"/r", entry=entry),),
         pair=pair,
     )
-    with pytest.raises(ValueError, match="other half"):
-        snapformat.encode_snapshot(made, "r")
-    right = snapformat.encode_snapshot(msgspec.structs.replace(made, pair=None), "r")
+    with pytest.raises(ValueError, match="paired snapshot"):
+        snapshot_format.encode_snapshot(made, "r")
+    right = snapshot_format.encode_snapshot(msgspec.structs.replace(made, pair=None), "r")
     stored = msgspec.msgpack.decode(right[36:])
     stored["pair"] = msgspec.to_builtins(pair)
-    data = snapformat._wrap(b"CIUICSNP", msgspec.msgpack.encode(stored))
-    with pytest.raises(DamagedSnapshot, match="other half"):
-        snapformat.decode_snapshot("cs-abcdef", data, "r")
+    data = snapshot_format._wrap(b"CIUICSNP", msgspec.msgpack.encode(stored))
+    with pytest.raises(DamagedSnapshot, match="paired snapshot"):
+        snapshot_format.decode_snapshot("cs-abcdef", data, "r")

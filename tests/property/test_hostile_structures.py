@@ -1,4 +1,4 @@
-"""Repositories whose structure is hostile: bombs, circles, chains, giant nodes; read with little memory, in bounded time."""
+"""Tests of hostile structures, read with little memory in bounded time: bombs, cycles, giant nodes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from support.trees import assert_same, manifest
 
 _TESTS = Path(__file__).parents[1]
 _ROOM_BYTES = 768 << 20
-"""Beyond what the interpreter has. The stacks and arenas of the threads of a restore or a verification take half of it."""
+"""Memory beyond what the interpreter has, in bytes; stacks and arenas of a restore's threads take half of it.
+"""
 _CPU_SECONDS = 120
-"""Each takes seconds; what is exponential takes for ever."""
+"""CPU limit in seconds: each command takes seconds, an exponential one would never end."""
 _CHILD = """
 import os, resource, sys
 sys.path[:0] = sys.argv[3:5]
@@ -51,8 +52,11 @@ with hostile_structures.forging() as forged:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
 def test_hostile_shapes_are_read_in_bounded_memory_and_time(tmp_path: Path, shape: object) -> None:
-    """Held to by the kernel (RLIMIT_AS, RLIMIT_CPU): list, look up, verify, check, repair, prune, and where they are no bombs diff
-    and restore, end with an answer or in words."""
+    """Every command on a hostile structure ends with an answer or an error within RLIMIT_AS and RLIMIT_CPU.
+
+    The commands are list, look up, verify, check, repair and prune, and, where the structure is no bomb, diff
+    and restore.
+    """
     name = getattr(shape, "__name__")  # noqa: B009
     arguments = (
         str(tmp_path / "repository"),
@@ -65,20 +69,20 @@ def test_hostile_shapes_are_read_in_bounded_memory_and_time(tmp_path: Path, shap
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, *arguments], capture_output=True, text=True, check=False, timeout=280
     )  # fmt: skip
-    # Not left to shutil.rmtree, which is recursive and would end in RecursionError.
+    # shutil.rmtree is recursive and would end in RecursionError.
     subprocess.run(["rm", "-rf", str(tmp_path / "target")], check=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
 
 
-def test_there_are_bombs() -> None:
-    """The names of those that are not restored are names of shapes."""
+def test_unrestored_shapes_exist() -> None:
+    """The names of shapes that are not restored are names of existing shapes."""
     assert set(BOMBS) <= {shape.__name__ for shape in SHAPES}
 
 
 @pytest.fixture(scope="module")
 def top() -> Iterator[Path]:
-    """In memory where that can be: restores sync every file."""
+    """Return a directory, in memory where possible: restores sync every file."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="ciuic-hostile-", dir=place) as made:
         yield Path(made)
@@ -86,8 +90,10 @@ def top() -> Iterator[Path]:
 
 @given(data=st.data())
 def test_any_graph_of_chunks_is_refused_or_read(top: Path, data: st.DataObject) -> None:
-    """Trees, maps and differences that refer to each other in any way, themselves included: everything that reads the repository
-    ends with an answer or a CiuicError, and nothing outside the destination is touched."""
+    """Any graph of chunks is read or refused with a CiuicError, and nothing outside the destination changes.
+
+    Trees, maps and differences refer to each other in any way, themselves included.
+    """
     area = Path(tempfile.mkdtemp(dir=top))
     (area / "outside").mkdir()
     (area / "outside/file").write_bytes(b"must stay as it is")

@@ -1,4 +1,4 @@
-"""A worker dies at any step of an operation on names, and the job does not learn of it."""
+"""Tests of a worker that dies at any step of an operation on names, unnoticed by the job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ SEEDS_A_TEST = 4
 
 @pytest.mark.parametrize("first", range(0, RUNS * SEEDS_A_TEST, SEEDS_A_TEST))
 def test_every_step_of_a_change_of_names_survives_its_worker(first: int) -> None:
-    """Rename then link, link then unlink, exchange, removal while open: each request that is repeated to a successor succeeds,
-    and every name, handle and attribute the kernel remembers is as in a plain directory."""
+    """Each request repeated to a successor succeeds, and names, handles and attributes are the expected ones.
+
+    The operations are rename then link, link then unlink, exchange, and removal while open; the model is a
+    plain directory.
+    """
     kills = sum(run(seed) for seed in range(first, first + SEEDS_A_TEST))
     assert kills >= SEEDS_A_TEST

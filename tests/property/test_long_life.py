@@ -1,4 +1,4 @@
-"""Two simulated weeks of hourly snapshots and nightly prunes; `make torture` lives through a year."""
+"""Two simulated weeks of hourly snapshots and nightly prunes; `make torture` simulates a year."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _DAYS = 14
 
 
 def test_two_weeks(record_testsuite_property: Callable[[str, object], None]) -> None:
-    """Every hour is captured from tracking alone, retention keeps what it should, the store stays about as large as what
-    is kept needs, no descriptor is lost, and every kept snapshot reads as the root was at its cut."""
+    """Two weeks of tracked captures and prunes keep size, descriptors and content as they should be.
+
+    Every hour is captured from tracking alone, retention keeps what it should, the store stays about as large
+    as what is kept needs, no descriptor is lost, and every kept snapshot reads as the root was at its cut.
+    """
     gc.collect()
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="ciuic-life-", dir=place) as top:
@@ -24,7 +27,7 @@ def test_two_weeks(record_testsuite_property: Callable[[str, object], None]) -> 
     assert life.snapshots == 24 * _DAYS
     assert life.verified == life.compared == life.days[-1].kept
     assert life.snapshots - life.pruned == life.days[-1].kept < 24 * 3
-    # Fewer may be open than at first: what other tests of this process left to the collector.
+    # Fewer descriptors may be open than at first: the collector may have closed those of other tests.
     assert max(day.descriptors for day in life.days) == life.days[0].descriptors
     assert life.excess() < 1.3
     record_testsuite_property("simulated snapshots", life.snapshots)

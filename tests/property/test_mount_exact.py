@@ -1,20 +1,19 @@
-"""Through a real mount: a snapshot is what programs saw at the cut, whatever they do while it is captured.
+"""Tests through a real mount: a snapshot is what programs saw at the cut, whatever they do during capture.
 
-The kernel's write cache, mappings, a worker process and its undo log are all in play; capture runs here, and between any two of
-its looks into the log another operation goes through the mount.
+The kernel's write cache, mappings, a worker process and its undo log are all in play; capture runs in this
+process, and between any two of its reads of the log another operation goes through the mount.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.capture_bench import slow_log
 from support.core_driver import Operation
 from support.memory_repository import MemoryRepository
 from support.mount_driver import MountDriver, mount_operations
@@ -22,10 +21,11 @@ from support.overlay import Overlay, overlay_over
 from support.snapshot_manifest import snapshot_manifest
 from support.trees import Manifest, assert_same, manifest
 
-from ciuic.daemon import capture_content, capture_root, cut
-from ciuic.daemon.capture_job import RootJob
-from ciuic.daemon.capture_root import Report
-from ciuic.fuse_layer.undo_format import LogReader
+from ciuic.daemon.capture import content
+from ciuic.daemon.capture import root as capture_root
+from ciuic.daemon.capture.job import RootJob
+from ciuic.daemon.capture.root import Report
+from ciuic.daemon.snapshots import cut
 from ciuic.types import RootRecord, SnapshotDraft, SnapshotId
 
 pytestmark = pytest.mark.mount
@@ -33,7 +33,7 @@ BLOCK = 4096
 
 
 class Bench:
-    """One mounted root and a repository."""
+    """Mounted root and a repository."""
 
     def __init__(self, overlay: Overlay, top: Path) -> None:
         self.overlay = overlay
@@ -49,7 +49,7 @@ class Bench:
             self.driver.do(operation)
 
     def cut(self) -> tuple[int, int, Manifest]:
-        """What the daemon does, and what programs see at that moment."""
+        """Cut as the daemon does, and return what programs see at that moment."""
         names = self.overlay.client.writers()
         assert trio.run(cut._run_helper, str(self.overlay.root), names) in (0, 3)
         made = self.overlay.client.cut()
@@ -80,24 +80,10 @@ class Bench:
         return record, report
 
 
-@contextmanager
-def slow_log(interfere: Callable[[], None]) -> Iterator[None]:
-    class SlowLog(LogReader):
-        def poll(self) -> int:
-            interfere()
-            return super().poll()
-
-    def open_slow_log(undo_fd: int, epoch: int) -> LogReader:
-        return SlowLog(f"/proc/self/fd/{undo_fd}/log", epoch)
-
-    with mock.patch.object(capture_root, "open_log", open_slow_log):
-        yield
-
-
 @pytest.fixture
 def bench(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(capture_content, "_RUN_BYTES", 2 * BLOCK)
-    monkeypatch.setattr(capture_content, "_BATCH_BLOCKS", 2)
+    monkeypatch.setattr(content, "_RUN_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(content, "_BATCH_BLOCKS", 2)
     root = short_tmp / "root"
     root.mkdir()
     with overlay_over(root, short_tmp / "worker.sock", block_size=BLOCK) as overlay:
@@ -110,10 +96,10 @@ def bench(short_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     rounds=st.lists(st.tuples(mount_operations(12), mount_operations(20)), min_size=1, max_size=3),
 )
 @settings(deadline=None)
-def test_every_snapshot_is_what_programs_saw_at_the_cut(
+def test_every_snapshot_equals_the_view_of_programs_at_the_cut(
     bench: Bench, rounds: list[tuple[list[Operation], list[Operation]]]
 ) -> None:
-    """Contents, names, modes, owners, times, links and extended attributes, through the kernel's caches."""
+    """Contents, names, modes, owners, times, links and attributes are captured through kernel caches."""
     bench.begin()
     for before, meanwhile in rounds:
         bench.run(before)

@@ -1,4 +1,4 @@
-"""What is read from disk may claim any size: nobody allocates for a claim. Held to by the kernel, in a child with little memory."""
+"""Tests that no reader allocates memory for a size claimed on disk, in a child with limited memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import pytest
 
 _TESTS = Path(__file__).parents[1]
 _ROOM_BYTES = 192 << 20
-"""Beyond what the interpreter has: a chunk has 16 MiB at most, a small file 64."""
+"""Memory beyond what the interpreter has, in bytes: a chunk has 16 MiB at most, a small file 64 MiB."""
 _HEAD = f"""
 import os, resource, sys
 sys.path[:0] = [{str(_TESTS)!r}, {str(_TESTS.parent)!r}]
 from pathlib import Path
 import zstandard
 from ciuic.errors import CiuicError
-from ciuic.repository import Repository, packformat as pf
+from ciuic.repository import Repository
+from ciuic.repository.format import pack_format as pf
 from support.readers import readers, refused_or_read
 from support.small_repository import BLOCK, content, make_snapshot, put_file
 from support import hostile
@@ -37,14 +38,16 @@ def _child(script: str, *arguments: str) -> str:
 
 
 def test_the_limit_holds() -> None:
-    """The children of this module do fail when they allocate what is claimed."""
+    """The children of this module do fail when they allocate a claimed size."""
     with pytest.raises(AssertionError, match="MemoryError"):
         _child("limit(); bytes(1 << 30)")
 
 
 def test_no_decoder_allocates_for_a_number() -> None:
-    """Arrays, maps, strings and extensions that claim four thousand million elements, put in at every place of what every
-    decoder takes, are refused without the memory for them."""
+    """Arrays, maps, strings and extensions that claim 2^32 elements are refused without allocating for them.
+
+    They are put in at every place of the input of every decoder.
+    """
     out = _child("""
 limit()
 claims = [bytes([code]) + b"\\xff" * 4 for code in (0xDD, 0xDF, 0xC6, 0xDB, 0xC9)] + [b"\\xdd\\x0f\\xff\\xff\\xff"]
@@ -57,13 +60,14 @@ for reader in readers():
                 tried += 1
 print(tried)
 """)
-    assert int(out.splitlines()[-1]) > 15_000  # lines before it are what decoders log
+    # The lines before the last one are log messages of decoders.
+    assert int(out.splitlines()[-1]) > 15_000
 
 
-def test_a_compressed_chunk_unpacks_to_what_its_record_says_or_not_at_all() -> None:
-    """Frames that unpack to a gigabyte, say nothing of their size, lie about it, or want a window of two gigabytes."""
+def test_a_compressed_chunk_unpacks_to_its_recorded_length_or_is_refused() -> None:
+    """Frames with any claimed size unpack to their record's length, 16 MiB at most, or are refused."""
     _child("""
-from ciuic.repository.chunks import BadCopyError, unpack
+from ciuic.repository.packs.chunk_reader import BadCopyError, unpack
 compress = zstandard.ZstdCompressor(level=3).compressobj(size=1 << 30)
 piece, frames = bytes(1 << 20), []
 frames.append(b"".join([compress.compress(piece) for _ in range(1024)]) + compress.flush())
@@ -121,18 +125,20 @@ except CiuicError as error:
 
 @pytest.mark.parametrize("what", ["footer", "pack", "gap", "snapshots/cs-abcdef", "config"])
 def test_files_that_are_sparse_and_endless(tmp_path: Path, what: str) -> None:
-    """A pack, a footer, a snapshot file or a configuration of a terabyte, most of it a hole: everything that reads the
-    repository ends with an answer or a refusal, soon and without the memory for it."""
+    """Sparse files of a terabyte are answered or refused by every reader soon and in little memory.
+
+    The files are a pack, a footer, a snapshot file and a configuration.
+    """
     _child(_SPARSE, str(tmp_path / "repository"), what)
 
 
 def test_a_file_of_an_exabyte(tmp_path: Path) -> None:
-    """Trees that say a file has 2^61 bytes, and a map of the greatest height above it, cost no memory for the holes."""
+    """Trees that claim a file of 2^61 bytes, and a map of the greatest height, use no memory for holes."""
     _child(
         """
 path = Path(sys.argv[1])
 from ciuic.types import Entry
-from ciuic.repository.blockmaps import encode_map_node
+from ciuic.repository.trees.block_maps import encode_map_node
 import msgspec
 with Repository.create(path, block_size=BLOCK) as repository:
     with repository.writer() as writer:

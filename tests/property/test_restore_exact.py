@@ -18,12 +18,12 @@ from ciuic.restore import Overwrite, execute, plan_restore
 
 @settings(max_examples=30)
 @given(before=STEPS, after=STEPS, mode=st.sampled_from((Overwrite.ALWAYS, Overwrite.IF_CHANGED)))
-def test_in_place_with_delete_is_exactly_the_snapshot(
+def test_restore_in_place_with_delete_is_exactly_the_snapshot(
     tmp_path_factory: pytest.TempPathFactory, before: list, after: list, mode: Overwrite
 ) -> None:
-    """Whatever happened since, overwrite and delete bring back what was there, hard links included, and nothing else.
+    """An in-place restore with overwrite and delete gives exactly the snapshot, hard links included.
 
-    (The changes here never keep size and mtime of changed content, which is what IF_CHANGED looks at.)
+    The changes here never keep size and mtime of changed content, which is what IF_CHANGED looks at.
     """
     base = tmp_path_factory.mktemp("restore")
     root = base / "root"
@@ -51,7 +51,7 @@ def test_in_place_with_delete_is_exactly_the_snapshot(
 def test_without_delete_nothing_else_is_touched(
     tmp_path_factory: pytest.TempPathFactory, before: list, after: list
 ) -> None:
-    """What the snapshot has is as it was, and what it has not is as it is."""
+    """A restore without delete brings back what the snapshot has and touches nothing else."""
     base = tmp_path_factory.mktemp("merge")
     root = base / "root"
     root.mkdir()

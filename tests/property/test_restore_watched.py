@@ -1,4 +1,4 @@
-"""Restores with another user at work in the same directory: between every two system calls he looks, or changes something."""
+"""Tests of restores with another user at work in the directory between every two system calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BIT_OF = {"owner": 0, "denied": 1, "group": 2, "supplementary": 3, "nobody": 4}
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory that every user can come to."""
+    """Return a directory that every user can enter."""
     top = Path("/tmp") / f"ciuic-watched-{os.getpid()}"
     shutil.rmtree(top, ignore_errors=True)
     top.mkdir()
@@ -62,7 +62,7 @@ def _acl(path: Path, *rules: str, default: bool = False) -> None:
 
 
 def _originals(root: Path) -> None:
-    """Files that let in different people, in every way there is; and a directory that only its owner enters."""
+    """Make files with every combination of access, and a directory that only its owner enters."""
     root.mkdir()
     root.chmod(0o755)
     for name, owner, mode in (
@@ -97,7 +97,7 @@ def _restore(
 
 
 class Witness:
-    """Notes every file that a watcher could open though the original keeps him out."""
+    """Notes every file that a watching user could open although the original denies it."""
 
     def __init__(self, watchers: list[Watcher], root: Path) -> None:
         self.watchers = watchers
@@ -112,8 +112,10 @@ class Witness:
         self.looks = 0
 
     def look(self, restored: Path, original: Path, call: str) -> None:
-        """Everything under its final name, and everything that has no name yet, which nobody may open but root and,
-        once it is his, the owner of some file."""
+        """Try to open everything under its final or a temporary name.
+
+        A file without a name yet may be opened only by root and, once it is chowned, by its owner.
+        """
         if not restored.exists():
             return
         self.looks += 1
@@ -131,7 +133,7 @@ class Witness:
                     self.seen.add((watcher.user, name, call))
 
     def _twin(self, path: str, original: Path) -> str:
-        """The original of a temporary file, by its content (no two are equal)."""
+        """Return the original of a temporary file by its content (no two are equal)."""
         data = Path(path).read_bytes()
         folder = original / os.path.basename(os.path.dirname(path)) if "closed" in path else original
         for other in everything_below(folder):
@@ -141,11 +143,14 @@ class Witness:
 
 
 @pytest.mark.parametrize("there", ["nothing", "a default acl", "other modes", "other owners", "other acls"])
-def test_nobody_is_let_in_on_the_way(
+def test_restore_lets_no_user_in(
     repository: Repository, place: Path, watchers: list[Watcher], there: str
 ) -> None:
-    """After every system call of a restore, five users try to open every file in the destination, temporary names too:
-    none opens what the original keeps from him, whatever stood there before and whatever the directory hands down."""
+    """Users cannot open a file during a restore, under any name, that the original denies them.
+
+    After every system call five users try every file in the destination, temporary names too, whatever was
+    there before and whatever default ACL the directory has.
+    """
     original = place / "root"
     _originals(original)
     snapshot = take(repository, original)
@@ -166,13 +171,14 @@ def test_nobody_is_let_in_on_the_way(
 
 
 def _prepare(dest: Path, original: Path, there: str) -> None:
-    """What the restore finds. Directories are open to all, so that everything in them can be tried on the way."""
+    """Prepare what the restore finds; directories are open to all, so that everything can be tried."""
     if there == "a default acl":
         (dest / "root/closed").mkdir(parents=True)
         for folder in (dest / "root", dest / "root/closed"):
             _acl(folder, "u:2222:rwx", "g:4321:rwx", "o::rwx", default=True)
     elif there != "nothing":
-        shutil.copytree(original, dest / "root")  # contents and times as they were
+        # The contents and times are as they were.
+        shutil.copytree(original, dest / "root")
         for path in map(Path, everything_below(dest / "root")):
             if path.is_dir():
                 continue
@@ -190,7 +196,7 @@ def _prepare(dest: Path, original: Path, there: str) -> None:
 
 
 def _open_already(watchers: list[Watcher], top: Path) -> set[tuple[User, str]]:
-    """What somebody could open before the restore is not its doing."""
+    """Return what users could open before the restore, which is not its doing."""
     if not top.exists():
         return set()
     paths = everything_below(top)
@@ -203,9 +209,12 @@ def _open_already(watchers: list[Watcher], top: Path) -> set[tuple[User, str]]:
 def test_no_exchange_of_names_leads_a_restore_outside(
     repository: Repository, place: Path, swap: tuple[str, str]
 ) -> None:
-    """Before some system call of a restore by root (every eighth is tried; all by the torture), a name in the destination
-    becomes a symbolic link to somebody else's directory, or that directory, for good or for some calls: nothing out there
-    is made, changed or removed, and nothing of it is in the destination."""
+    """Exchanging a name during a restore by root never makes it touch anything outside the destination.
+
+    Before some system call (every eighth is tried; all by the torture) a name in the destination becomes a
+    symbolic link to another user's directory, or that directory, for good or for some calls. Nothing outside
+    is made, changed or removed, and nothing of it is in the destination.
+    """
     root = place / "root"
     root.mkdir()
     make_tree(root)
@@ -216,18 +225,15 @@ def test_no_exchange_of_names_leads_a_restore_outside(
         attacked(place, repository, snapshot, swap, at, (0, 1, 4)[at % 3])
 
 
-def test_another_user_exchanges_names_as_fast_as_he_can(place: Path) -> None:
-    """For two seconds of restores by root, the owner of the destination exchanges names in it in a loop."""
+def test_names_exchanged_in_a_loop_do_not_mislead_a_restore(place: Path) -> None:
+    """The owner of the destination exchanges names in a loop for two seconds of restores by root, in vain."""
     figure = race(place, 2.0, seed=1)
     assert figure.exchanges > 100
     assert figure.restores > 3
 
 
-def test_a_directory_of_somebody_else_is_not_taken_for_the_one_just_made(
-    repository: Repository, place: Path
-) -> None:
-    """Exchanged for a directory just made in a directory of the enemy, somebody's private directory gets neither the recorded
-    owner nor a file."""
+def test_exchanged_private_directory_gets_neither_owner_nor_file(repository: Repository, place: Path) -> None:
+    """A private directory exchanged for one just made gets neither the recorded owner nor a file."""
     root, dest = place / "root", place / "attack/dest"
     root.mkdir()
     make_tree(root)

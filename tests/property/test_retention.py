@@ -1,4 +1,4 @@
-"""Retention: rules only add, the newest and the held stay, calendars are local."""
+"""Tests of retention: rules only add, the newest and the held stay, calendars are local."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ciuic.retention import TAG_EMERGENCY, Plan, RetentionPolicy, plan_retention
+from ciuic.retention import TAG_EMERGENCY, RetentionPlan, RetentionPolicy, plan_retention
 from ciuic.types import Snapshot, SnapshotId
 
 UTC = timezone.utc
@@ -35,7 +35,7 @@ def snapshot(number: int, time_ns: int, *, tags: tuple[str, ...] = (), held: boo
     )
 
 
-def at(*times: datetime) -> list[Snapshot]:
+def snapshots_at(*times: datetime) -> list[Snapshot]:
     return [snapshot(number, int(time.timestamp()) * 10**9) for number, time in enumerate(times)]
 
 
@@ -60,20 +60,20 @@ def policies(draw: st.DrawFn) -> RetentionPolicy:
     )
 
 
-def kept(plan: Plan) -> set[SnapshotId]:
+def kept_ids(plan: RetentionPlan) -> set[SnapshotId]:
     return {decision.id for decision in plan.kept}
 
 
 @given(history=histories(), policy=policies())
 def test_newest_and_held_always_stay(history: list[Snapshot], policy: RetentionPolicy) -> None:
-    """Whatever the policy, no plan removes the newest snapshot or a held one, and every snapshot is decided once."""
+    """The newest snapshot and the held ones stay under any policy, and every snapshot is decided once."""
     plan = plan_retention(history, policy, now_ns=NOW_NS, tz=UTC)
     assert sorted(d.id for d in plan.decisions) == sorted(s.id for s in history)
-    assert kept(plan) | set(plan.removed) == {s.id for s in history}
-    assert not kept(plan) & set(plan.removed)
-    assert all(s.id in kept(plan) for s in history if s.held)
+    assert kept_ids(plan) | set(plan.removed) == {s.id for s in history}
+    assert not kept_ids(plan) & set(plan.removed)
+    assert all(s.id in kept_ids(plan) for s in history if s.held)
     if history:
-        assert max(history, key=lambda s: (s.time_ns, s.id)).id in kept(plan)
+        assert max(history, key=lambda s: (s.time_ns, s.id)).id in kept_ids(plan)
 
 
 @given(history=histories(), policy=policies(), more=policies())
@@ -84,31 +84,31 @@ def test_rules_only_add(history: list[Snapshot], policy: RetentionPolicy, more: 
         keep_tags=tuple({*policy.keep_tags, *more.keep_tags}),
         **{rule: max(getattr(policy, rule), getattr(more, rule)) for rule in RULES},
     )
-    assert kept(plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN)) <= kept(
+    assert kept_ids(plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN)) <= kept_ids(
         plan_retention(history, generous, now_ns=NOW_NS, tz=BERLIN)
     )
 
 
 @given(history=histories(), policy=policies())
 def test_a_plan_applied_twice_removes_nothing_more(history: list[Snapshot], policy: RetentionPolicy) -> None:
-    """What a plan leaves, the same plan at the same time leaves again: prune may be interrupted and rerun."""
+    """A plan applied twice at the same time removes nothing more: prune may be interrupted and rerun."""
     first = plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN)
-    left = [s for s in history if s.id in kept(first)]
-    assert kept(plan_retention(left, policy, now_ns=NOW_NS, tz=BERLIN)) == kept(first)
+    left = [s for s in history if s.id in kept_ids(first)]
+    assert kept_ids(plan_retention(left, policy, now_ns=NOW_NS, tz=BERLIN)) == kept_ids(first)
 
 
 @given(history=histories(), policy=policies(), data=st.data())
 def test_states_of_trainings_stay_and_count_in_no_rule(
     history: list[Snapshot], policy: RetentionPolicy, data: st.DataObject
 ) -> None:
-    """They are all kept, and what becomes of the others is what would become of them without any."""
+    """States of trainings are all kept, and do not change what becomes of the other snapshots."""
     states = data.draw(st.sets(st.sampled_from([one.id for one in history]))) if history else set()
     plan = plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN, states=states)
     alone = plan_retention([one for one in history if one.id not in states], policy, now_ns=NOW_NS, tz=BERLIN)
     assert [one.id for one in plan.decisions] == [
         one.id for one in plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN).decisions
     ]
-    assert states <= kept(plan)
+    assert states <= kept_ids(plan)
     assert tuple(one for one in plan.decisions if one.id not in states) == alone.decisions
 
 
@@ -149,29 +149,31 @@ def test_calendar_rules_keep_at_most_their_number(history: list[Snapshot], numbe
 
 
 def test_days_are_local() -> None:
-    """Two moments on either side of local midnight are two days there, and one day in UTC."""
-    history = at(datetime(2026, 6, 1, 21, 30, tzinfo=UTC), datetime(2026, 6, 1, 22, 30, tzinfo=UTC))
+    """Two moments on either side of local midnight are two days in that zone, and one day in UTC."""
+    history = snapshots_at(datetime(2026, 6, 1, 21, 30, tzinfo=UTC), datetime(2026, 6, 1, 22, 30, tzinfo=UTC))
     policy = replace(NOTHING, keep_daily=7)
     assert len(plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN).kept) == 2
     assert len(plan_retention(history, policy, now_ns=NOW_NS, tz=UTC).kept) == 1
 
 
 def test_the_hour_that_comes_twice_is_two_hours() -> None:
-    """When clocks go back, 02:30 summer time and 02:30 winter time are kept as two hours."""
-    history = at(datetime(2026, 10, 25, 0, 30, tzinfo=UTC), datetime(2026, 10, 25, 1, 30, tzinfo=UTC))
+    """The hour that comes twice when clocks go back counts as two: 02:30 summer and winter time are kept."""
+    history = snapshots_at(
+        datetime(2026, 10, 25, 0, 30, tzinfo=UTC), datetime(2026, 10, 25, 1, 30, tzinfo=UTC)
+    )
     assert len(plan_retention(history, replace(NOTHING, keep_hourly=24), now_ns=NOW_NS, tz=BERLIN).kept) == 2
 
 
 def test_periods_without_a_snapshot_use_up_nothing() -> None:
-    """After a month switched off, the days before it are still there."""
-    history = at(*(NOW - timedelta(days=40 + day) for day in range(5)), NOW)
+    """The days before a month without snapshots are still kept after it."""
+    history = snapshots_at(*(NOW - timedelta(days=40 + day) for day in range(5)), NOW)
     plan = plan_retention(history, replace(NOTHING, keep_daily=4), now_ns=NOW_NS, tz=UTC)
     assert [d.time_ns for d in plan.kept] == sorted((s.time_ns for s in history), reverse=True)[:4]
 
 
-def test_reasons_are_said() -> None:
+def test_plan_has_the_reasons() -> None:
     """Each snapshot kept says every rule that keeps it; the others go oldest first."""
-    history = at(*(NOW - timedelta(hours=hours) for hours in (0, 30, 60, 90)))
+    history = snapshots_at(*(NOW - timedelta(hours=hours) for hours in (0, 30, 60, 90)))
     history[3] = snapshot(3, history[3].time_ns, tags=("good",), held=True)
     policy = replace(NOTHING, keep_last=1, keep_tags=("good",))
     plan = plan_retention(history, policy, now_ns=NOW_NS, tz=UTC)
@@ -180,8 +182,8 @@ def test_reasons_are_said() -> None:
 
 
 def test_the_newest_emergencies_stay_however_old() -> None:
-    """Who comes back after weeks finds the last ones, though a run that crashed on made many."""
-    history = at(*(NOW - timedelta(days=days) for days in range(10, 18)))
+    """The newest emergency snapshots stay at any age, even when a crash loop made many after them."""
+    history = snapshots_at(*(NOW - timedelta(days=days) for days in range(10, 18)))
     history = [
         snapshot(n, one.time_ns, tags=(TAG_EMERGENCY,) if n % 2 else ()) for n, one in enumerate(history)
     ]
@@ -195,15 +197,15 @@ def test_the_newest_emergencies_stay_however_old() -> None:
 
 @pytest.mark.parametrize(("age_seconds", "stays"), [(3600, True), (3601, False)])
 def test_the_edge_of_keep_within(age_seconds: int, stays: bool) -> None:
-    """A snapshot exactly as old as keep_within stays, a second more and it goes."""
-    history = at(NOW, NOW - timedelta(seconds=age_seconds))
+    """A snapshot exactly as old as keep_within stays, and one a second older is removed."""
+    history = snapshots_at(NOW, NOW - timedelta(seconds=age_seconds))
     plan = plan_retention(history, replace(NOTHING, keep_within_seconds=3600), now_ns=NOW_NS, tz=UTC)
     assert (len(plan.kept) == 2) is stays
 
 
 def test_the_machines_own_time_zone() -> None:
-    """Without a zone the process's own is used, and the plan is complete."""
-    history = at(*(NOW - timedelta(hours=hours) for hours in range(5)))
+    """The process's own zone is used without a configured one, and the plan is complete."""
+    history = snapshots_at(*(NOW - timedelta(hours=hours) for hours in range(5)))
     assert len(plan_retention(history, replace(NOTHING, keep_hourly=5), now_ns=NOW_NS).kept) == 5
 
 
@@ -216,42 +218,45 @@ def _hourly(count: int, newest: datetime) -> list[datetime]:
 
 @given(ahead=st.timedeltas(timedelta(0), timedelta(days=20000)), taken=st.integers(0, 5))
 def test_a_clock_that_jumps_ahead_takes_a_quarter_at_most(ahead: timedelta, taken: int) -> None:
-    """However far the clock jumps, and whether or not snapshots were taken since: of an hourly week the newest
-    three quarters by sequence stay, and the clock put right again nothing is lost beyond the oldest hour."""
-    history = at(*_hourly(7 * 24, NOW))
+    """A clock that jumps ahead removes at most a quarter of an hourly week, the oldest by sequence.
+
+    This holds for any jump and whether or not snapshots were taken since; with the clock put right again
+    nothing is lost beyond the oldest hour.
+    """
+    history = snapshots_at(*_hourly(7 * 24, NOW))
     later = NOW + ahead
     after = [
         snapshot(1000 + number, int((later + timedelta(hours=number)).timestamp()) * 10**9)
         for number in range(taken)
     ]
     now_ns = after[-1].time_ns if after else int(later.timestamp()) * 10**9
-    stays = kept(plan_retention([*history, *after], WEEK, now_ns=now_ns, tz=UTC))
+    stays = kept_ids(plan_retention([*history, *after], WEEK, now_ns=now_ns, tz=UTC))
     assert {s.id for s in history[: 7 * 24 * 3 // 4 - taken - 1]} <= stays
     assert {s.id for s in after} <= stays
     left = [s for s in [*history, *after] if s.id in stays]
-    again = kept(plan_retention(left, WEEK, now_ns=NOW_NS + 3600 * 10**9, tz=UTC))
+    again = kept_ids(plan_retention(left, WEEK, now_ns=NOW_NS + 3600 * 10**9, tz=UTC))
     assert len(again) >= len(left) - 1
 
 
 @given(back=st.timedeltas(timedelta(0), timedelta(days=20000)))
 def test_a_clock_put_back_removes_nothing(back: timedelta) -> None:
-    """Snapshots ahead of now are not old."""
-    history = at(*_hourly(100, NOW))
+    """Snapshots with a time in the future do not count as old."""
+    history = snapshots_at(*_hourly(100, NOW))
     now_ns = int((NOW - back).timestamp()) * 10**9
-    assert kept(plan_retention(history, WEEK, now_ns=now_ns, tz=UTC)) == {s.id for s in history}
+    assert kept_ids(plan_retention(history, WEEK, now_ns=now_ns, tz=UTC)) == {s.id for s in history}
 
 
 @given(interval_hours=st.integers(1, 42), days=st.integers(1, 60))
-def test_regular_snapshots_are_kept_exactly_as_long_as_it_says(interval_hours: int, days: int) -> None:
-    """With steps up to a quarter of keep_within nothing is younger than it seems."""
-    history = at(*(NOW - timedelta(hours=interval_hours * n) for n in range(200)))
+def test_regular_snapshots_are_kept_exactly_for_keep_within(interval_hours: int, days: int) -> None:
+    """Snapshots are kept exactly as long as keep_within says, with clock steps up to a quarter of it."""
+    history = snapshots_at(*(NOW - timedelta(hours=interval_hours * n) for n in range(200)))
     within = timedelta(days=max(days, 7))
     policy = replace(NOTHING, keep_within_seconds=int(within.total_seconds()))
     expected = {s.id for s in history if s.time_ns >= NOW_NS - policy.keep_within_seconds * 10**9}
-    assert kept(plan_retention(history, policy, now_ns=NOW_NS, tz=UTC)) == expected
+    assert kept_ids(plan_retention(history, policy, now_ns=NOW_NS, tz=UTC)) == expected
 
 
 def test_sparse_snapshots_do_not_pile_up() -> None:
-    """Snapshots further apart than keep_within: five stay, not all."""
-    history = at(*(NOW - timedelta(days=10 * n) for n in range(30)))
+    """Five snapshots stay of those further apart than keep_within, not all."""
+    history = snapshots_at(*(NOW - timedelta(days=10 * n) for n in range(30)))
     assert len(plan_retention(history, WEEK, now_ns=NOW_NS, tz=UTC).kept) == 5

@@ -1,4 +1,4 @@
-"""Safety snapshots: no rule of the others counts them, and they have rules of their own."""
+"""Tests of safety snapshots: no rule of the others counts them, and they have rules of their own."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def histories(draw: st.DrawFn) -> list[Snapshot]:
 def test_safety_snapshots_change_nothing_for_the_others(
     history: list[Snapshot], last: int, hourly: int
 ) -> None:
-    """What becomes of ordinary snapshots by rules of number is the same with and without safety snapshots among them."""
+    """Rules of number treat ordinary snapshots the same with and without safety snapshots among them."""
     policy = replace(NOTHING, keep_last=last, keep_hourly=hourly, keep_daily=hourly)
     ordinary = [one for one in history if not one.tags]
-    alone = {one.id for one in plan_retention(ordinary, policy, now_ns=NOW_NS).kept}
-    together = {one.id for one in plan_retention(history, policy, now_ns=NOW_NS).kept}
-    assert together & {one.id for one in ordinary} == alone
+    kept_without_safety = {one.id for one in plan_retention(ordinary, policy, now_ns=NOW_NS).kept}
+    kept_with_safety = {one.id for one in plan_retention(history, policy, now_ns=NOW_NS).kept}
+    assert kept_with_safety & {one.id for one in ordinary} == kept_without_safety
 
 
 @given(histories())
 @settings(deadline=None)
 def test_the_newest_three_safety_snapshots_stay(history: list[Snapshot]) -> None:
-    """Whatever the rules say; a fourth goes unless it is held."""
+    """The newest three safety snapshots stay under any rules; a fourth goes unless it is held."""
     plan = plan_retention(history, NOTHING, now_ns=NOW_NS)
     safety = sorted((one for one in history if one.tags), key=lambda one: (one.time_ns, one.id), reverse=True)
     kept = {one.id for one in plan.kept}
@@ -58,8 +58,8 @@ def test_the_newest_three_safety_snapshots_stay(history: list[Snapshot]) -> None
     ]
 
 
-def test_they_stay_for_keep_safety() -> None:
-    """Age counts as it does for keep_within; beyond it only those stay that can still undo something."""
+def test_safety_snapshots_stay_for_keep_safety() -> None:
+    """Safety snapshots stay for keep_safety, and longer only while they can still undo something."""
     history = [snapshot(n, n, safety=True) for n in range(12)] + [snapshot(100 + n, n) for n in range(12)]
     policy = replace(NOTHING, keep_safety_seconds=7 * 86400)
     plan = plan_retention(history, policy, now_ns=NOW_NS, undoes=lambda id_: id_ == history[10].id)
@@ -71,7 +71,7 @@ def test_they_stay_for_keep_safety() -> None:
 
 
 def test_a_tag_alone_makes_no_safety_snapshot() -> None:
-    """What an operator tagged so is kept by the rules of the others, and found as the latest."""
+    """A snapshot tagged safety by an operator is kept by the ordinary rules, and found as the latest."""
     tagged = replace_tags(snapshot(1, 30))
     plan = plan_retention([tagged, snapshot(2, 40)], NOTHING, now_ns=NOW_NS)
     assert [one.id for one in plan.kept] == [tagged.id]
@@ -83,7 +83,7 @@ def replace_tags(one: Snapshot) -> Snapshot:
 
 
 def test_the_last_one_that_has_a_root_stays_though_it_is_a_safety_snapshot() -> None:
-    """Where no ordinary snapshot has a root that partial ones lack, the newest safety snapshot with it stays."""
+    """The newest safety snapshot stays where no ordinary one has a root that partial ones lack."""
     history = [snapshot(n, 20 + n, safety=True) for n in range(5)] + [snapshot(9, 1)]
     plan = plan_retention(history, NOTHING, now_ns=NOW_NS, having={b"/a": {history[4].id}})
     assert history[4].id in {one.id for one in plan.kept}

@@ -1,4 +1,4 @@
-"""Copies from a device beside what the program computes: whatever the order in which the device does it, a state is whole or void."""
+"""Tests of asynchronous copies from a device: in whatever order it works, a state is whole or void."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.late_device import Choose, Device, lane_of
 from support.late_training import Training
 
-from ciuic.training.arena import Arena
-from ciuic.training.overlap import Copying, Item, Overlap
-from ciuic.training.tensors import Place, describe
+from ciuic.training.device.arena import Arena
+from ciuic.training.device.async_copy import AsyncCopy, DeviceTensor, Overlap
+from ciuic.training.format.tensors import ArrayBuffer, describe
 
 pytestmark = pytest.mark.keeps_descriptors(
     "threads of the simulated device keep arenas of examples that failed"
@@ -31,7 +31,7 @@ _BEHAVIOURS = (
 
 
 class Saved:
-    """One state that was staged, and what it should be."""
+    """State that was staged, and its expected content."""
 
     def __init__(self, training: Training, overlap: Overlap, *, beside: bool) -> None:
         arrays = training.on_device()
@@ -40,14 +40,14 @@ class Saved:
         self.arena = Arena(size_bytes)
         items, at = [], 0
         for name, value in arrays.items():
-            place = Place(self.arena.memory[at : at + value.nbytes], describe(value))
-            items.append(Item(name, place, value, value.nbytes))
+            place = ArrayBuffer(self.arena.memory[at : at + value.nbytes], describe(value))
+            items.append(DeviceTensor(name, place, value, value.nbytes))
             at += value.nbytes
         self._items = items
-        self.copying = Copying(self.arena, items, overlap, beside=beside)
+        self.copying = AsyncCopy(self.arena, items, overlap, beside=beside)
 
     def torn(self) -> list[str]:
-        """What is not as it was."""
+        """Return the tensors that differ from the expected state."""
         return [
             item.name
             for item in self._items
@@ -56,25 +56,25 @@ class Saved:
 
 
 def _lazy(possibilities: int) -> int:
-    """Ours last: copies run when somebody waits for them."""
+    """Run our copies last, when they are waited for."""
     return 0
 
 
 def _hasty(possibilities: int) -> int:
-    """Ours first."""
+    """Run our copies first."""
     return possibilities - 1
 
 
 def _train(
     choose: Choose, steps: int, saves: set[int], behaviours: frozenset[str], change: Callable[[Device], None]
 ) -> list[Saved]:
-    """Saves after some of the steps; all is done on return."""
+    """Train and save after some of the steps; all saves are done on return."""
     device = Device(choose)
     change(device)
-    training, overlap = Training(device), Overlap(lane_of)
-    overlap.watch(training.optimizer)
     under_way: list[Saved] = []
-    overlap.before_step = lambda: [one.copying.settle() for one in under_way].clear()
+    training = Training(device)
+    overlap = Overlap(lane_of, before_step=lambda: [one.copying.settle() for one in under_way].clear())
+    overlap.watch(training.optimizer)
     device.full = "memory is full" in behaviours
     for number in range(steps):
         training.forward()
@@ -103,17 +103,17 @@ def _train(
     return under_way
 
 
-def _nothing(device: Device) -> None:
-    """The device is as it should be."""
+def _no_effect(device: Device) -> None:
+    """Leave the device as it is."""
 
 
 @given(st.data(), st.integers(1, 7), st.sets(st.integers(0, 6)), st.frozensets(st.sampled_from(_BEHAVIOURS)))
 def test_a_state_is_whole_or_void(
     data: st.DataObject, steps: int, saves: set[int], behaviours: frozenset[str]
 ) -> None:
-    """Whatever the program does between its steps, and in whatever order the device does what was queued."""
+    """A state is whole or void, whatever the program does, in any order of the device's work."""
     choices = data.draw(st.randoms(use_true_random=False))
-    for saved in _train(choices.randrange, steps, saves, behaviours, _nothing):
+    for saved in _train(choices.randrange, steps, saves, behaviours, _no_effect):
         assert saved.copying.void or not saved.torn()
 
 
@@ -121,18 +121,18 @@ def test_a_state_is_whole_or_void(
 def test_nothing_is_void_where_only_steps_change_the_weights(
     data: st.DataObject, steps: int, saves: set[int]
 ) -> None:
-    """Statistics and averages may change whenever they like."""
+    """A state is not void where only steps change weights; statistics and averages may change at any time."""
     choices = data.draw(st.randoms(use_true_random=False))
     behaviours = data.draw(
         st.frozensets(st.sampled_from(["changes the backbone in the forward", "memory is full"]))
     )
-    saved = _train(choices.randrange, steps, saves, behaviours, _nothing)
+    saved = _train(choices.randrange, steps, saves, behaviours, _no_effect)
     assert [one.copying.void or one.torn() for one in saved] == [[] for _ in saved]
 
 
 @pytest.mark.parametrize("missing", ["hold", "follow", "clone"])
 def test_a_wait_that_is_missing_would_be_noticed(missing: str) -> None:
-    """The device of these tests is late enough."""
+    """The device of these tests is late enough that a missing wait would be noticed."""
 
     def change(device: Device) -> None:
         def nothing(*_: object) -> Any:
@@ -147,12 +147,15 @@ def test_a_wait_that_is_missing_would_be_noticed(missing: str) -> None:
 
 
 def test_the_forward_does_not_wait_for_the_copy_and_the_step_does() -> None:
+    """The forward pass does not wait for the copy, and the optimizer's step does."""
     device = Device(_lazy)
-    training, overlap = Training(device), Overlap(lane_of)
+    under_way: list[Saved] = []
+    training = Training(device)
+    overlap = Overlap(lane_of, before_step=lambda: [one.copying.settle() for one in under_way].clear())
     overlap.watch(training.optimizer)
     training.step()
     saved = Saved(training, overlap, beside=True)
-    overlap.before_step = saved.copying.settle
+    under_way.append(saved)
     overlap.boundary()
     training.forward()
     while device.program.can_run():
@@ -169,10 +172,10 @@ def test_the_forward_does_not_wait_for_the_copy_and_the_step_does() -> None:
     assert saved.torn() == []
 
 
-def test_what_was_changed_under_a_copy_is_waited_for_from_then_on() -> None:
-    """One snapshot is void, and says of what; the next is not."""
+def test_tensor_changed_under_a_copy_is_waited_for_from_then_on() -> None:
+    """A tensor changed under a copy makes one snapshot void, is named, and is waited for from then on."""
     first, second, third = _train(
-        _hasty, 4, {0, 1, 2}, frozenset(["clamps behind the framework's back"]), _nothing
+        _hasty, 4, {0, 1, 2}, frozenset(["clamps behind the framework's back"]), _no_effect
     )
     del second
     assert "model.weight was changed" in first.copying.void
@@ -180,8 +183,8 @@ def test_what_was_changed_under_a_copy_is_waited_for_from_then_on() -> None:
     assert third.torn() == []
 
 
-def test_without_beside_everything_waits() -> None:
-    """What the program queues after it comes after all of the copy."""
+def test_synchronous_copies_make_later_work_wait() -> None:
+    """Work queued after a copy comes after all of it without asynchronous copies."""
     device = Device(_lazy)
     training, overlap = Training(device), Overlap(lane_of)
     overlap.watch(training.optimizer)
@@ -194,7 +197,7 @@ def test_without_beside_everything_waits() -> None:
 
 
 def test_a_device_that_breaks_makes_no_state() -> None:
-    """It is an error at once, or makes void what was under way."""
+    """A failing device raises an error at once, or makes the running save void."""
     device = Device(_lazy)
     training, overlap = Training(device), Overlap(lane_of)
     overlap.watch(training.optimizer)
@@ -210,7 +213,7 @@ def test_a_device_that_breaks_makes_no_state() -> None:
 
 
 def test_large_numbers_of_tensors_are_looked_at_by_turns() -> None:
-    """All of them in the first saves, and all of them within so many saves as that takes later."""
+    """Large numbers of tensors are all checked in the first saves, and later in turns over several saves."""
     overlap = Overlap(lane_of)
     assert [len(overlap.checked(100)) for _ in range(3)] == [100, 100, 32]
     seen = {at for _ in range(4) for at in overlap.checked(100)}

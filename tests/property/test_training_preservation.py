@@ -1,4 +1,4 @@
-"""Which snapshots of a training stay: rules only add, and what stays does not depend on when the rest was removed."""
+"""Tests of which snapshots of a training stay: rules only add, and the time of removal does not matter."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.training.messages import Rules
-from ciuic.training.preservation import Best, EverySeconds, EverySteps, Held, Keep, Known, Latest, kept
+from ciuic.training.policy.retention_rules import (
+    Best,
+    EverySeconds,
+    EverySteps,
+    Held,
+    Keep,
+    Latest,
+    RetentionCandidate,
+    kept,
+)
+from ciuic.training.protocol.messages import RetentionRules
 
 RULES = st.one_of(
     st.builds(Latest, st.integers(1, 6)),
@@ -25,14 +34,14 @@ METRICS = st.dictionaries(
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[Known]:
-    """Of one run or two, in the order in which they were taken."""
+def histories(draw: st.DrawFn) -> list[RetentionCandidate]:
+    """Generate snapshots of one run or two, in the order in which they were taken."""
     found, time_ns, step = [], 0, 0
     for number in range(draw(st.integers(0, 20))):
         time_ns += draw(st.integers(1, 200)) * 10**9
         step += draw(st.integers(0, 40))
         found.append(
-            Known(
+            RetentionCandidate(
                 f"cs-{number:04d}",
                 time_ns,
                 draw(st.sampled_from([False, False, False, True])),
@@ -45,8 +54,10 @@ def histories(draw: st.DrawFn) -> list[Known]:
 
 
 @given(histories(), st.lists(RULES, max_size=3), RULES)
-def test_a_further_rule_removes_nothing(history: list[Known], rules: list[Keep], further: Keep) -> None:
-    """But for the first, without which all stay."""
+def test_a_further_rule_removes_nothing(
+    history: list[RetentionCandidate], rules: list[Keep], further: Keep
+) -> None:
+    """A further rule removes nothing that the others keep, except for the first: without any, all stay."""
     if rules:
         assert set(kept(history, rules)) <= set(kept(history, [*rules, further]))
     else:
@@ -54,8 +65,8 @@ def test_a_further_rule_removes_nothing(history: list[Known], rules: list[Keep],
 
 
 @given(histories(), st.integers(1, 6))
-def test_a_larger_number_removes_nothing(history: list[Known], number: int) -> None:
-    """Latest and best."""
+def test_a_larger_number_removes_nothing(history: list[RetentionCandidate], number: int) -> None:
+    """A larger number of latest or best snapshots to keep removes nothing more."""
     for less, more in (
         (Latest(number), Latest(number + 1)),
         (Best(number, "loss"), Best(number + 1, "loss")),
@@ -64,19 +75,19 @@ def test_a_larger_number_removes_nothing(history: list[Known], number: int) -> N
 
 
 @given(histories(), st.lists(RULES, min_size=1, max_size=3))
-def test_the_newest_and_the_held_stay(history: list[Known], rules: list[Keep]) -> None:
-    """Whatever the rules."""
+def test_the_newest_and_the_held_stay(history: list[RetentionCandidate], rules: list[Keep]) -> None:
+    """The newest and the held snapshots stay under any rules."""
     stay = kept(list(reversed(history)), rules)
     assert {one.id for one in history if one.held} <= set(stay)
     assert not history or history[-1].id in stay
 
 
 @given(histories(), st.lists(RULES, min_size=1, max_size=3))
-def test_removing_after_each_snapshot_leaves_what_removing_at_the_end_leaves(
-    history: list[Known], rules: list[Keep]
+def test_removal_after_each_snapshot_equals_removal_at_the_end(
+    history: list[RetentionCandidate], rules: list[Keep]
 ) -> None:
-    """Nothing is lost to something that came between."""
-    there: list[Known] = []
+    """Removing after each snapshot leaves the same snapshots as removing at the end."""
+    there: list[RetentionCandidate] = []
     for one in history:
         there.append(one)
         stay = kept(there, rules)
@@ -84,10 +95,10 @@ def test_removing_after_each_snapshot_leaves_what_removing_at_the_end_leaves(
     assert {one.id for one in there} == set(kept(history, rules))
 
 
-def test_what_each_rule_keeps() -> None:
-    """By an example."""
+def test_each_rule_keeps_its_snapshots() -> None:
+    """Each rule keeps the snapshots of a worked example."""
     history = [
-        Known(
+        RetentionCandidate(
             str(number),
             number * 10 * 10**9,
             number == 3,
@@ -112,15 +123,15 @@ def test_what_each_rule_keeps() -> None:
 
 @given(st.lists(RULES))
 def test_rules_travel_to_the_writer(rules: list[Keep]) -> None:
-    """As they are."""
-    packed = msgspec.msgpack.encode(Rules(keep=tuple(rules)))
-    assert msgspec.msgpack.decode(packed, type=Rules) == Rules(keep=tuple(rules))
+    """Rules reach the writer process unchanged."""
+    packed = msgspec.msgpack.encode(RetentionRules(keep=tuple(rules)))
+    assert msgspec.msgpack.decode(packed, type=RetentionRules) == RetentionRules(keep=tuple(rules))
 
 
 @pytest.mark.parametrize(
     "make", [lambda: Latest(0), lambda: EverySteps(0), lambda: EverySeconds(0), lambda: Best(0, "x")]
 )
 def test_a_rule_that_cannot_be_meant_is_refused(make: object) -> None:
-    """Where it is written."""
+    """An invalid rule is refused where it is written."""
     with pytest.raises(ValueError):  # noqa: PT011 (whichever)
         make()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""The undo log as bytes: what is written comes back, whole records only, and each question gets the record that is true for it."""
+"""Tests of the undo log as bytes: whole records come back, and each question gets its true record."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ciuic.fuse_layer.undo import UndoLog
-from ciuic.fuse_layer.undo_format import (
+from ciuic.fuse_layer.formats.undo_format import (
     LOG_NAME,
     AbandonedRecord,
     BlocksRecord,
@@ -29,6 +28,7 @@ from ciuic.fuse_layer.undo_format import (
     bitmap_runs,
     encode,
 )
+from ciuic.fuse_layer.tracking.undo_log import UndoLog
 
 _numbers = st.integers(0, 2**64 - 1)
 _small = st.integers(1, 4)
@@ -44,10 +44,10 @@ _records: st.SearchStrategy[Record] = st.one_of(
 
 
 @given(st.lists(_records, max_size=20), st.lists(st.integers(1, 60), min_size=1), _small)
-def test_a_log_read_in_any_pieces_says_the_same(
+def test_a_log_read_in_pieces_gives_each_record_once(
     tmp_path_factory: pytest.TempPathFactory, records: list[Record], pieces: list[int], epoch: int
 ) -> None:
-    """However far the writer has come at each look, nothing is seen twice, half or not at all."""
+    """A log read in pieces, however far the writer is at each read, gives each record once and whole."""
     path = tmp_path_factory.mktemp("log") / "log"
     data = b"".join(encode(record) for record in records)
     reader = LogReader(os.fspath(path), epoch)
@@ -80,7 +80,7 @@ def test_a_log_read_in_any_pieces_says_the_same(
 def test_each_old_block_comes_from_the_smallest_epoch_that_is_not_older(
     tmp_path_factory: pytest.TempPathFactory, records: list[BlocksRecord], epoch: int
 ) -> None:
-    """Block by block, against a model; the runs are in order and do not overlap."""
+    """Each old block comes from the smallest epoch that is not older, in ordered runs that do not overlap."""
     path = tmp_path_factory.mktemp("log") / "log"
     path.write_bytes(b"".join(encode(record) for record in records))
     reader = LogReader(os.fspath(path), epoch)
@@ -97,8 +97,8 @@ def test_each_old_block_comes_from_the_smallest_epoch_that_is_not_older(
         assert found == sorted((b, e) for b, e in expected.items() if first <= b < stop)
 
 
-def test_a_log_that_was_given_up_says_so(tmp_path: Path) -> None:
-    """Abandoned, unlinked or cut short: the reader must not go on."""
+def test_an_abandoned_log_stops_its_reader(tmp_path: Path) -> None:
+    """A log that was abandoned, unlinked or cut short makes the reader stop."""
     for number, give_up in enumerate((_abandon, os.unlink, lambda path: os.truncate(path, 3))):
         path = tmp_path / f"log{number}"
         path.write_bytes(encode(NameRecord(1, 2, b"a", 0)))
@@ -116,7 +116,7 @@ def _abandon(path: Path) -> None:
 
 
 def test_an_abandoned_older_epoch_does_not_concern_a_newer_one(tmp_path: Path) -> None:
-    """What was given up before this epoch was cut has nothing to do with it."""
+    """An older epoch that was abandoned before this epoch was cut does not affect it."""
     path = tmp_path / "log"
     path.write_bytes(encode(AbandonedRecord(1, "no space")))
     reader = LogReader(os.fspath(path), 2)
@@ -126,7 +126,7 @@ def test_an_abandoned_older_epoch_does_not_concern_a_newer_one(tmp_path: Path) -
 
 @pytest.mark.parametrize("damage", [b"\x01\0\0\0\xc1", b"\xff\xff\xff\xff", b"\x03\0\0\0\x92\xa1q"])
 def test_damage_in_the_log_is_named(tmp_path: Path, damage: bytes) -> None:
-    """A complete record that does not decode is an error, never skipped."""
+    """A complete record that does not decode is an error and is never skipped."""
     path = tmp_path / "log"
     path.write_bytes(damage)
     reader = LogReader(os.fspath(path), 1)
@@ -136,8 +136,8 @@ def test_damage_in_the_log_is_named(tmp_path: Path, damage: bytes) -> None:
 
 
 @given(st.sets(st.integers(0, 200)))
-def test_a_bitmap_says_which_blocks(blocks: set[int]) -> None:
-    """Low bit first, as the overlay writes it."""
+def test_a_bitmap_gives_its_blocks_low_bit_first(blocks: set[int]) -> None:
+    """A bitmap gives its blocks low bit first, as the overlay writes it."""
     bitmap = bytearray(26)
     for block in blocks:
         bitmap[block >> 3] |= 1 << (block & 7)
@@ -147,16 +147,16 @@ def test_a_bitmap_says_which_blocks(blocks: set[int]) -> None:
 
 
 def test_the_first_records_of_an_epoch_may_come_at_one_instant(tmp_path: Path) -> None:
-    """Threads that find no log yet, each of them: a reader sees the records of all."""
+    """Several threads may start an epoch's log at the same time, and a reader sees the records of all."""
     fd = os.open(tmp_path, os.O_RDONLY)
     log = UndoLog(fd, block_size=4096, limit_bytes=1 << 30, on_abandon=lambda epochs, reason: None)
     try:
         for epoch in range(1, 40):
             log.begin(epoch)
-            together = threading.Barrier(4)
+            barrier = threading.Barrier(4)
 
-            def save(directory: int, together: threading.Barrier = together) -> None:
-                together.wait()
+            def save(directory: int, barrier: threading.Barrier = barrier) -> None:
+                barrier.wait()
                 log.keep_absent(directory, b"name")
 
             threads = [threading.Thread(target=save, args=(1000 + number,)) for number in range(4)]
@@ -173,7 +173,7 @@ def test_the_first_records_of_an_epoch_may_come_at_one_instant(tmp_path: Path) -
 
 
 class _PausingUndoLog(UndoLog):
-    """``keep_absent`` of the thread ``saver`` waits for ``go_on`` after it found that an epoch is pending."""
+    """``keep_absent`` of the thread ``saver`` waits for ``go_on`` after it found a pending epoch."""
 
     saver: threading.Thread | None = None
     waits = threading.Event()
@@ -188,10 +188,10 @@ class _PausingUndoLog(UndoLog):
             yield
 
 
-def test_a_save_beside_a_commit_leaves_the_next_epoch_its_log(
+def test_a_save_during_a_commit_keeps_the_log_of_the_next_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A record that is on its way when its epoch ends: the next epoch's records are found by their reader all the same."""
+    """A record being saved while its epoch ends does not hide the next epoch's records from their reader."""
     fd = os.open(tmp_path, os.O_RDONLY)
     log = _PausingUndoLog(fd, block_size=4096, limit_bytes=1 << 30, on_abandon=lambda epochs, reason: None)
     try:
@@ -205,7 +205,8 @@ def test_a_save_beside_a_commit_leaves_the_next_epoch_its_log(
         def save_while_it_clears(path: int) -> list[str]:
             monkeypatch.setattr(os, "listdir", listed)
             log.go_on.set()
-            saver.join(0.5)  # it may have to wait for the clearing to end
+            # The save may have to wait for the clearing to end.
+            saver.join(0.5)
             return listed(path)
 
         monkeypatch.setattr(os, "listdir", save_while_it_clears)

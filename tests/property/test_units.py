@@ -1,4 +1,4 @@
-"""Units read back exactly what they print."""
+"""Tests that units read back exactly what they print."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_human_size_is_within_one_percent(size_bytes: int) -> None:
     ],
 )
 def test_durations_as_written(text: str, seconds: int) -> None:
-    """Each unit means what cli.md says."""
+    """Each duration unit has the meaning documented in cli.md."""
     assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "10", "h", "1.5h", "1y", "-1h", "1h-", "1 hour", "٣h", "9" * 30 + "d"])
-def test_what_is_not_a_duration_is_refused(text: str) -> None:
-    """A slip is refused with the text in the message."""
+def test_invalid_durations_are_refused(text: str) -> None:
+    """An invalid duration is refused with the text in the message."""
     with pytest.raises(ValueError, match="duration"):
         parse_duration(text)
 
@@ -77,13 +77,13 @@ def test_what_is_not_a_duration_is_refused(text: str) -> None:
     ],
 )
 def test_sizes_as_written(text: str, size_bytes: int) -> None:
-    """Prefixes are binary, and decimal with a bare B, as GNU coreutils have it."""
+    """Size prefixes are binary, and decimal with a bare B, as in GNU coreutils."""
     assert parse_size(text) == size_bytes
 
 
 @pytest.mark.parametrize("text", ["", "K", "1.5", "-1G", "1Q", "1e9", "9" * 30])
-def test_what_is_not_a_size_is_refused(text: str) -> None:
-    """A slip is refused with the text in the message."""
+def test_invalid_sizes_are_refused(text: str) -> None:
+    """An invalid size is refused with the text in the message."""
     with pytest.raises(ValueError, match="size"):
         parse_size(text)
 
@@ -96,5 +96,5 @@ def test_shares() -> None:
 
 
 def test_human_durations() -> None:
-    """Two units at most."""
+    """A human-readable duration has two units at most."""
     assert [human_duration(s) for s in (5, 2220, 7500, 273600)] == ["5s", "37m", "2h05m", "3d04h"]

@@ -1,4 +1,4 @@
-"""One byte of a repository is changed, anywhere: verify must see it, and say whose it is."""
+"""Tests that verify finds any changed byte of a repository and names the affected snapshots."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from support.restoring import take, write
 
 from ciuic.errors import CiuicError, Damaged
-from ciuic.lookup import children
+from ciuic.maintenance.verify import VerifyResult, verify_snapshots
 from ciuic.repository import Repository
+from ciuic.repository.lookup import children
 from ciuic.types import Snapshot, SnapshotId
-from ciuic.verify import VerifyResult, verify_snapshots
 
 
 class Made(NamedTuple):
-    """A repository with two snapshots that share most of what they have."""
+    """A repository with two snapshots that share most of their content."""
 
     path: Path
     root: Path
@@ -55,7 +55,7 @@ def verify(path: Path, *, checksum: bool = True, ids: list[SnapshotId] | None = 
 
 
 def test_a_sound_repository_has_no_damage(made: Made) -> None:
-    """Neither structure nor bytes raise an alarm where nothing is wrong, and every name was looked at."""
+    """Verifying a sound repository checks every name and reports no damage."""
     for checksum in (False, True):
         result = verify(made.path, checksum=checksum)
         assert result.damages == []
@@ -76,7 +76,7 @@ def flip(path: Path, offset: int, mask: int) -> None:
 def test_every_flipped_byte_is_found(
     made: Made, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """In packs, snapshot files, marks and configuration, whatever byte is flipped, verify --checksum reports damage."""
+    """Any flipped byte in packs, snapshot files, marks and configuration is reported by verify --checksum."""
     copy = tmp_path_factory.mktemp("flip") / "repository"
     shutil.copytree(made.path, copy)
     files = sorted(
@@ -90,9 +90,8 @@ def test_every_flipped_byte_is_found(
     try:
         result = verify(copy)
     except Damaged:
-        assert file.name.startswith(
-            "config"
-        )  # both copies of the configuration are needed to notice, one to open
+        # The configuration has two copies: both are needed to notice the damage, one to open.
+        assert file.name.startswith("config")
     else:
         assert result.damaged, f"{file.name} at {offset}"
     finally:
@@ -104,7 +103,7 @@ def test_every_flipped_byte_is_found(
 def test_a_damaged_index_never_hides_or_breaks_anything(
     made: Made, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """A flipped byte in the index costs time: no traceback, no false damage of a file."""
+    """A flipped byte in the index costs time, but leads to no traceback and no false damage of a file."""
     copy = tmp_path_factory.mktemp("index") / "repository"
     shutil.copytree(made.path, copy)
     file = copy / "index.sqlite"
@@ -117,7 +116,7 @@ def test_a_damaged_index_never_hides_or_breaks_anything(
 
 
 def locate(path: Path, snapshot: Snapshot, name: bytes, block: int = 0) -> tuple[Path, int]:
-    """Pack and offset of the stored bytes of one block of a file at the top of the root."""
+    """Return pack and offset of the stored bytes of one block of a file at the top of the root."""
     with Repository.open(path) as repository:
         root = snapshot.roots[0]
         entry = next(entry for entry in children(repository, root, root.entry) if entry.name == name)
@@ -128,7 +127,7 @@ def locate(path: Path, snapshot: Snapshot, name: bytes, block: int = 0) -> tuple
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_damage_names_path_block_and_all_snapshots(made: Made, tmp_path: Path, everything: bool) -> None:
-    """A bad block of a shared file is named with its path, block number, and both snapshots, newest first."""
+    """A bad block of a shared file is named with path, block number and both snapshots, newest first."""
     copy = tmp_path / "repository"
     shutil.copytree(made.path, copy)
     flip(*locate(copy, made.first, b"random.bin", 3), 0x40)
@@ -141,7 +140,7 @@ def test_damage_names_path_block_and_all_snapshots(made: Made, tmp_path: Path, e
 
 
 def test_damage_in_a_file_with_two_names_names_both(made: Made, tmp_path: Path) -> None:
-    """Content that several names share is damage of each of them."""
+    """Damage in content that several names share is reported for each of them."""
     copy = tmp_path / "repository"
     shutil.copytree(made.path, copy)
     flip(*locate(copy, made.first, b"two names", 1), 1)
@@ -149,7 +148,7 @@ def test_damage_in_a_file_with_two_names_names_both(made: Made, tmp_path: Path) 
     assert paths == {os.fsencode(made.root / "two names"), os.fsencode(made.root / "deep" / "other name")}
 
 
-def test_only_one_snapshot_is_blamed_for_what_only_it_has(made: Made, tmp_path: Path) -> None:
+def test_damage_of_content_of_one_snapshot_names_only_that_snapshot(made: Made, tmp_path: Path) -> None:
     """Damage in content that one snapshot alone needs does not name the other."""
     copy = tmp_path / "repository"
     shutil.copytree(made.path, copy)
@@ -159,7 +158,7 @@ def test_only_one_snapshot_is_blamed_for_what_only_it_has(made: Made, tmp_path: 
 
 
 def test_a_missing_pack_is_missing_chunks_without_reading_a_byte(made: Made, tmp_path: Path) -> None:
-    """Structure alone finds that data is gone, and names the files."""
+    """Checking the structure alone finds a missing pack, and names its files."""
     copy = tmp_path / "repository"
     shutil.copytree(made.path, copy)
     locate(copy, made.first, b"random.bin")[0].unlink()
@@ -169,7 +168,7 @@ def test_a_missing_pack_is_missing_chunks_without_reading_a_byte(made: Made, tmp
 
 
 def test_a_damaged_snapshot_file_is_named(made: Made, tmp_path: Path) -> None:
-    """A snapshot that cannot be read is damage with its id and file, asked for by name or not."""
+    """A snapshot that cannot be read is reported as damage with id and file, whether named or not."""
     copy = tmp_path / "repository"
     shutil.copytree(made.path, copy)
     file = next(file for file in copy.rglob(str(made.first.id)) if "snapshots" in str(file.parent))
@@ -182,6 +181,6 @@ def test_a_damaged_snapshot_file_is_named(made: Made, tmp_path: Path) -> None:
 
 
 def test_an_unknown_snapshot_is_an_error(made: Made) -> None:
-    """Asking for a snapshot that is not there is not damage."""
+    """Verifying a snapshot that does not exist is an error, not damage."""
     with pytest.raises(CiuicError, match="cs-ffffffff"):
         verify(made.path, ids=[SnapshotId("cs-ffffffff")])

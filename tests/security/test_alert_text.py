@@ -1,4 +1,7 @@
-"""An attacker who names trainings: what it says reaches the alert command as data, and nothing of it is ever run, expanded or obeyed."""
+"""Attacker: the author of training names.
+
+The text reaches the alert command as data and is never run or expanded.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ import trio
 import trio.testing
 from support.real_systemd import RealSystemd, reason_against
 
-from ciuic.cli.session import Session
-from ciuic.cli.trainer_lines import print_trainers
+from ciuic.cli.shared.session import Session
+from ciuic.cli.shared.trainer_lines import print_trainers
 from ciuic.config import AlertConfig
-from ciuic.control_types import Alert, Event, Incident, StatusDocument, TrainerStatus
-from ciuic.daemon import alert_command
-from ciuic.daemon.alert_command import environment_file, prepare
-from ciuic.daemon.alert_hook import AlertHook, Notice, notice_of
-from ciuic.daemon.events import EventBus
-from ciuic.daemon.trainer import Identity, Trainer
+from ciuic.daemon.base import alert_command
+from ciuic.daemon.base.alert_command import environment_file, prepare
+from ciuic.daemon.base.alert_hook import AlertHook, AlertNotice, notice_of
+from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.trainers.trainer import ProcessIdentity, WatchedTrainer
 from ciuic.errors import NotPermitted
-from ciuic.plain_names import escaped, one_line, shown_name
+from ciuic.protocol.control_types import Alert, Event, Incident, StatusDocument, TrainerStatus
+from ciuic.protocol.plain_names import escaped, one_line, shown_name
 
 ATTACK = 'a";id>/x;"'
 NAMES = [
@@ -38,8 +41,8 @@ NAMES = [
 _ALPHABET = set(string.ascii_letters + string.digits + "._@:+,=/- \\'")
 
 
-def notice(name: str = ATTACK, message: str = "") -> Notice:
-    """What the alert command is told of one training that died."""
+def notice(name: str = ATTACK, message: str = "") -> AlertNotice:
+    """Return the notice of one dead training, as the alert command gets it."""
     trainer = TrainerStatus(name=name, where=f"/home/{name}", pid=7, user="eve")
     incident = Incident(kind="died", time="now", trainer=trainer, reason=name)
     found = notice_of(Event(kind="trainer_died", time="now", incident=incident, detail=message or name), "h")
@@ -48,9 +51,9 @@ def notice(name: str = ATTACK, message: str = "") -> Notice:
 
 
 def prepared(
-    command: tuple[str, ...], told: Notice, place: Path, user: str | None = None
+    command: tuple[str, ...], alert: AlertNotice, place: Path, user: str | None = None
 ) -> alert_command.Prepared:
-    return prepare(AlertConfig(command, user, 30), told.environment(), "C.UTF-8", place)
+    return prepare(AlertConfig(command, user, 30), alert.environment(), "C.UTF-8", place)
 
 
 # --- with a real systemd
@@ -65,12 +68,14 @@ def systemd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealSyst
         yield made, place
 
 
-def run_in(systemd: tuple[RealSystemd, Path], script: str, told: Notice, user: str | None = None) -> str:
-    """What ``script``, as the operator's alert command, prints for this notice under systemd."""
+def run_in(
+    systemd: tuple[RealSystemd, Path], script: str, alert: AlertNotice, user: str | None = None
+) -> str:
+    """Return what ``script`` prints as the operator's alert command for this notice under systemd."""
     made, place = systemd
-    ready = prepared(("/bin/sh", "-c", script, "${CIUIC_TRAINER}", "$HOME", "100%"), told, place, user)
+    ready = prepared(("/bin/sh", "-c", script, "${CIUIC_TRAINER}", "$HOME", "100%"), alert, place, user)
     try:
-        done = made.run(ready.command, input=msgspec.json.encode(told).decode())
+        done = made.run(ready.command, input=msgspec.json.encode(alert).decode())
     finally:
         ready.discard()
     assert done.returncode == 0, done.stderr
@@ -79,12 +84,12 @@ def run_in(systemd: tuple[RealSystemd, Path], script: str, told: Notice, user: s
 
 @pytest.mark.mount
 def test_systemd_expands_nothing_of_a_trainers_name(systemd: tuple[RealSystemd, Path]) -> None:
-    """The issue's name, in a command that uses ``${…}`` as a shell's: the shell expands it, within its quotes."""
+    """A training's name with ``${…}`` is expanded by the alert command's shell alone, within its quotes."""
     made, place = systemd
     mark = place / "x"
     attack = f'a";id>{mark};"'
-    said = run_in(systemd, 'printf "%s\\n" "${CIUIC_TRAINER}" "$0" "$1" "$2"', notice(attack))
-    assert said.splitlines() == [escaped(attack), "${CIUIC_TRAINER}", "$HOME", "100%"]
+    output = run_in(systemd, 'printf "%s\\n" "${CIUIC_TRAINER}" "$0" "$1" "$2"', notice(attack))
+    assert output.splitlines() == [escaped(attack), "${CIUIC_TRAINER}", "$HOME", "100%"]
     assert run_in(systemd, f'eval "echo ${{CIUIC_TRAINER}}" > {place}/out; cat', notice(attack)).startswith(
         "{"
     )
@@ -94,22 +99,25 @@ def test_systemd_expands_nothing_of_a_trainers_name(systemd: tuple[RealSystemd, 
 
 @pytest.mark.mount
 def test_values_arrive_as_they_were(systemd: tuple[RealSystemd, Path]) -> None:
-    """Quotes, backslashes, dollar signs, percent signs and blanks at the ends; also as another user."""
+    """Quotes, backslashes, dollar and percent signs and outer blanks reach the command unchanged."""
     text = "  it's \"$HOME\" ${PATH} `id` \\ \\n %h #x ; = \t é \U0001f600 '  "
-    told = notice(message=text)
+    alert = notice(message=text)
     script = 'printf "%s" "$CIUIC_MESSAGE"; id -u >&2'
     for user in (None, "nobody"):
-        assert run_in(systemd, script, told, user) == one_line(text)
-    document = json.loads(run_in(systemd, "cat", told))
+        assert run_in(systemd, script, alert, user) == one_line(text)
+    document = json.loads(run_in(systemd, "cat", alert))
     assert document["message"] == text
     assert document["trainer"]["name"] == ATTACK
 
 
-# --- without
+# --- without systemd
 
 
 def test_no_argument_has_anything_of_an_attackers_text(tmp_path: Path) -> None:
-    """Arguments are visible to everybody, and systemd expands them; the file is root's own, and gone afterwards."""
+    """An alert's text is in no argument, only in a file of root's that is removed afterwards.
+
+    Arguments are visible to every user, and systemd expands them.
+    """
     ready = prepared(("/bin/true", "$x", "a$$b", "${HOME}"), notice(), tmp_path)
     assert not [word for word in ready.command if "id>" in word or "CIUIC_" in word]
     assert ready.command[-4:] == ["/bin/true", "$$x", "a$$$$b", "$${HOME}"]
@@ -121,20 +129,20 @@ def test_no_argument_has_anything_of_an_attackers_text(tmp_path: Path) -> None:
 
 
 def test_a_file_of_variables_is_one_line_for_each() -> None:
-    """Whatever is in a value, no second assignment comes of it."""
+    """A file of variables has one line for each value; no content makes a second assignment."""
     hostile = {"A": 'x"\nLD_PRELOAD="/x', "B": "\\", "C": "$(id)`id`", "D": "\ud800"}
     lines = environment_file({name: one_line(value) for name, value in hostile.items()}).split(b"\n")
     assert [line.partition(b"=")[0] for line in lines] == [b"A", b"B", b"C", b"D", b""]
 
 
 def test_a_program_whose_path_systemd_would_expand_is_not_run(tmp_path: Path) -> None:
-    """It cannot be escaped there: systemd-run looks the program up under the very same text."""
+    """A program whose path systemd would expand is not run: systemd-run looks it up unescaped."""
     with pytest.raises(NotPermitted, match=r"expand the \$"):
         prepared(("/opt/$x/hook",), notice(), tmp_path)
 
 
-def tell(settings: AlertConfig, place: Path | None, **how: Any) -> list[dict[str, Any]]:
-    """One alert, told; the log."""
+def send_alert(settings: AlertConfig, place: Path | None, **how: Any) -> list[dict[str, Any]]:
+    """Send one alert; return the log."""
     events = EventBus(lambda: 0)
 
     async def main() -> None:
@@ -158,7 +166,7 @@ def tell(settings: AlertConfig, place: Path | None, **how: Any) -> list[dict[str
 def test_nothing_is_left_of_a_run_or_of_a_daemon_that_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file of variables is there while the command runs; an old one is removed at the start."""
+    """The file of variables exists only while the command runs; an old one is removed at the start."""
     fake = tmp_path / "systemd-run"
     fake.write_text(f"#!/bin/sh\nls {tmp_path}/run > {tmp_path}/seen\n")
     fake.chmod(0o755)
@@ -166,7 +174,7 @@ def test_nothing_is_left_of_a_run_or_of_a_daemon_that_was_killed(
     (tmp_path / "run").mkdir()
     (tmp_path / "run/alert-old.env").write_text("secret")
     (tmp_path / "run/pending.json").write_text("[]")
-    logs = tell(AlertConfig(("/bin/true",), None, 20), tmp_path / "run")
+    logs = send_alert(AlertConfig(("/bin/true",), None, 20), tmp_path / "run")
     assert "alert_told" in [entry["event"] for entry in logs]
     seen = (tmp_path / "seen").read_text().split()
     assert len(seen) == 2
@@ -177,16 +185,16 @@ def test_nothing_is_left_of_a_run_or_of_a_daemon_that_was_killed(
 @pytest.mark.skipif(os.geteuid() != 0, reason="a program that others may write to is a danger to root")
 @pytest.mark.parametrize("interpreter", [[], ["/bin/sh"]])
 def test_a_program_that_others_may_write_is_not_run(tmp_path: Path, interpreter: list[str]) -> None:
-    """It would be theirs to choose what root runs. The log says so, and whoever asked to be told."""
+    """A program that other users may write is not run as root; log and caller get the reason."""
     hook = tmp_path / "hook"
     hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     hook.chmod(0o777)
-    told: list[NotPermitted | None] = []
-    logs = tell(AlertConfig((*interpreter, str(hook)), None, 20), None, on_refusal=told.append)
+    refusals: list[NotPermitted | None] = []
+    logs = send_alert(AlertConfig((*interpreter, str(hook)), None, 20), None, on_refusal=refusals.append)
     assert [entry["event"] for entry in logs] == ["alert_command_refused"]
-    assert told[0] is not None
-    assert "writable by others" in told[0].message
-    assert f"chmod go-w {hook}" in told[0].hint
+    assert refusals[0] is not None
+    assert "writable by others" in refusals[0].message
+    assert f"chmod go-w {hook}" in refusals[0].hint
     assert not (tmp_path / "ran").exists()
 
 
@@ -195,15 +203,18 @@ def test_a_program_that_others_may_write_is_not_run(tmp_path: Path, interpreter:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_shown_in_a_plain_alphabet(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """In labels, keys, logs, alerts, hints and on the screen; a shell takes it for one word and expands nothing in it."""
-    trainer = Trainer(
-        Identity(1, 7, 1), -1, name=name, where=name, kind="library", heartbeat_seconds=0, since_ns=0
+    """Names appear in labels, keys, logs, alerts, hints and on the screen in a plain alphabet.
+
+    A shell takes such a name for one word and expands nothing in it.
+    """
+    trainer = WatchedTrainer(
+        ProcessIdentity(1, 7, 1), -1, name=name, where=name, kind="library", heartbeat_seconds=0, since_ns=0
     )
     for text in (trainer.label, trainer.key, notice(name).key, notice(name).environment()["CIUIC_TRAINER"]):
         assert set(text) <= _ALPHABET | set("(), "), text
     words = f"printf '%s\\n' {shown_name(name)}"
-    said = subprocess.run(["/bin/sh", "-c", words], capture_output=True, text=True, check=True).stdout
-    assert said == escaped(name) + "\n"
+    output = subprocess.run(["/bin/sh", "-c", words], capture_output=True, text=True, check=True).stdout
+    assert output == escaped(name) + "\n"
     assert not any(char in one_line(name) for char in "\n\x1b\u202e\ud800")
     status = TrainerStatus(name=name, where=name, pid=7, user="eve", state="running")
     incident = Incident(kind="died", time="2026-01-01T00:00:00+00:00", trainer=status, reason="killed")
@@ -215,13 +226,13 @@ def test_a_name_is_shown_in_a_plain_alphabet(name: str, capsys: pytest.CaptureFi
 
 
 def test_two_names_are_never_shown_alike() -> None:
-    """Nor is one taken for the escaped form of another."""
+    """Two different names are never shown alike, nor is one taken for the escaped form of another."""
     assert len({shown_name(name) for name in [*NAMES, *map(escaped, NAMES)]}) == len(
         {*NAMES, *map(escaped, NAMES)}
     )
 
 
 def test_plain_names_stay_as_they_are() -> None:
-    """Paths, versions and addresses of the usual kinds."""
+    """Paths, versions and addresses of the usual kinds are shown unchanged."""
     for name in ("resnet-50", "/data/run_3/a.b", "user@host:1", "lr=0.1,wd=0"):
         assert shown_name(name) == name

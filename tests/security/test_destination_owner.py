@@ -1,4 +1,4 @@
-"""The owner of the directory into which root restores: what they may do between any two system calls of the restore."""
+"""Attacker: the owner of the directory into which root restores, between any two of its system calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = "only root may read this"
 
 @pytest.fixture
 def place(short_tmp: Path) -> Path:
-    """A directory that every user can enter."""
+    """Provide a directory that every user can enter."""
     for path in (short_tmp, short_tmp.parent):
         path.chmod(0o755)
     return short_tmp
@@ -45,7 +45,7 @@ def enemy() -> Iterator[DestinationEnemy]:
 
 @pytest.fixture
 def dest(place: Path) -> Path:
-    """`dest/root`, which the enemy owns as they do everything in it."""
+    """Provide `dest/root`, which the enemy owns with everything in it."""
     made = place / "dest"
     (made / "root").mkdir(parents=True)
     for path in (made, made / "root"):
@@ -53,7 +53,7 @@ def dest(place: Path) -> Path:
     return made
 
 
-def own(*paths: Path, uid: int = UID, mode: int | None = None) -> None:
+def make_owned(*paths: Path, uid: int = UID, mode: int | None = None) -> None:
     for path in paths:
         os.chown(path, uid, uid)
         if mode is not None:
@@ -86,12 +86,12 @@ def facts(path: Path) -> tuple[int, int]:
 def test_a_pipe_that_is_being_made_does_not_give_away_a_file(
     repository: Repository, place: Path, dest: Path, enemy: DestinationEnemy
 ) -> None:
-    """The recorded owner of a pipe is given to that pipe, not to root's file that was exchanged for it before it was opened."""
+    """The recorded owner of a pipe gets that pipe, not a file of root's exchanged for it before the open."""
     root = place / "root"
     root.mkdir()
     os.mkfifo(root / "pipe")
-    own(root / "pipe", mode=0o666)
-    own(root)
+    make_owned(root / "pipe", mode=0o666)
+    make_owned(root)
     snapshot = take(repository, root)
     mine = secret_in(dest / "root")
     ino = mine.stat().st_ino
@@ -112,14 +112,15 @@ def test_a_pipe_that_is_being_made_does_not_give_away_a_file(
 def test_a_directory_that_is_being_made_does_not_give_away_another(
     repository: Repository, place: Path, dest: Path, enemy: DestinationEnemy
 ) -> None:
-    """Of two new directories the one that is recorded as the enemy's is not exchanged for the one that shuts the enemy out."""
+    """A new directory recorded as the enemy's cannot be exchanged for one that shuts the enemy out."""
     root = place / "root"
     for name in ("a", "b"):
         (root / name).mkdir(parents=True)
-    secret_in(root / "a").chmod(0o644)  # only the directory protects it
+    # Only the directory protects it.
+    secret_in(root / "a").chmod(0o644)
     (root / "a").chmod(0o700)
-    own(root / "b", mode=0o777)
-    own(root, mode=0o755)
+    make_owned(root / "b", mode=0o777)
+    make_owned(root, mode=0o755)
     snapshot = take(repository, root)
 
     def before(call: str, number: int) -> None:
@@ -140,15 +141,17 @@ def test_a_directory_that_is_being_made_does_not_give_away_another(
 def test_a_directory_that_was_restored_is_not_given_away_under_a_later_name(
     repository: Repository, place: Path, dest: Path, enemy: DestinationEnemy
 ) -> None:
-    """A directory of root that the restore has just finished, moved to a name that the snapshot records as the enemy's, stays
-    root's; the restore says what it found."""
+    """A finished directory of root's, moved to a name that the snapshot records as the enemy's, stays root's.
+
+    The restore reports what it found.
+    """
     root = place / "root"
     for name in ("a", "b"):
         (root / name).mkdir(parents=True)
     secret_in(root / "a").chmod(0o644)
     (root / "a").chmod(0o700)
-    own(root / "b", mode=0o777)
-    own(root, mode=0o755)
+    make_owned(root / "b", mode=0o777)
+    make_owned(root, mode=0o755)
     snapshot = take(repository, root)
 
     def before(call: str, number: int) -> None:
@@ -166,13 +169,13 @@ def test_a_directory_that_was_restored_is_not_given_away_under_a_later_name(
 def test_nothing_unfinished_can_be_opened_by_its_recorded_owner(
     repository: Repository, place: Path, dest: Path, enemy: DestinationEnemy
 ) -> None:
-    """The content of a file that lends its group's rights (setgid) cannot be written by its owner before the bit is set."""
+    """The recorded owner of a setgid file cannot write its content before the bit is set."""
     root = place / "root"
     root.mkdir()
     (root / "tool").write_bytes(b"trusted content")
     os.chown(root / "tool", UID, 0)
     (root / "tool").chmod(0o2755)
-    own(root)
+    make_owned(root)
     snapshot = take(repository, root)
     opened = []
 
@@ -186,18 +189,21 @@ def test_nothing_unfinished_can_be_opened_by_its_recorded_owner(
     assert stat.S_IMODE((dest / "root/tool").stat().st_mode) == 0o2755
 
 
-# -- what lies there beforehand
+# -- entries that exist beforehand
 
 
 def test_a_socket_of_root_under_a_recorded_name_is_not_given_away(
     repository: Repository, place: Path, dest: Path
 ) -> None:
-    """What is neither file nor directory has no content to know it by: one of another owner is replaced, not changed."""
+    """A socket of root's under a recorded name is replaced, not given to the recorded owner.
+
+    A special file has no content to recognize it by, so one of another owner is never changed.
+    """
     root = place / "root"
     root.mkdir()
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(root / "control"))
-    own(root / "control", mode=0o666)
+    make_owned(root / "control", mode=0o666)
     snapshot = take(repository, root)
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(dest / "root/control"))
@@ -215,13 +221,13 @@ def test_a_socket_of_root_under_a_recorded_name_is_not_given_away(
 def test_a_file_with_another_name_elsewhere_is_replaced_and_not_written(
     repository: Repository, place: Path, dest: Path
 ) -> None:
-    """Hard links to files outside, whose content is the same or another, keep content, owner and mode."""
+    """A file with hard links outside is replaced; the outside link keeps content, owner and mode."""
     root, outside = place / "root", place / "outside"
     for path in (root, outside):
         path.mkdir()
     for name, content in (("same", b"the same"), ("other", b"of the snapshot")):
         (root / name).write_bytes(content)
-        own(root / name, mode=0o644)
+        make_owned(root / name, mode=0o644)
     (outside / "same").write_bytes(b"the same")
     (outside / "other").write_bytes(b"of root, outside")
     for name in ("same", "other"):
@@ -244,12 +250,12 @@ def test_a_file_with_another_name_elsewhere_is_replaced_and_not_written(
 def test_a_planted_mark_of_a_restore_is_not_believed(
     repository: Repository, place: Path, dest: Path, kind: str
 ) -> None:
-    """Whatever has the name of the mark, the restore is done, believes none of it, and leaves alone what it links to."""
+    """A planted mark of an unfinished restore is not believed, and the file it links to is left alone."""
     root = place / "root"
     root.mkdir()
     (root / "file").write_bytes(b"the right content")
-    own(root / "file", mode=0o644)
-    own(root)
+    make_owned(root / "file", mode=0o644)
+    make_owned(root)
     snapshot = take(repository, root)
     mark = dest / "root/.ciuic-restore"
     text = f'{{"snapshot": "{snapshot.id}", "source": "{os.fsencode(root).hex()}", "run": "{"ab" * 8}"}}'
@@ -271,9 +277,9 @@ def test_a_planted_mark_of_a_restore_is_not_believed(
     else:
         mark.write_text(text)
     os.lchown(mark, *((0, 0) if kind == "hard link" else (UID, UID)))
-    # Of the right size and time, as a restore that was cut short would have left it, and with wrong content.
+    # Right size and time, as an interrupted restore would have left it, and wrong content.
     (dest / "root/file").write_bytes(b"the wrong content")
-    own(dest / "root/file", mode=0o644)
+    make_owned(dest / "root/file", mode=0o644)
     os.utime(dest / "root/file", ns=(5, (root / "file").stat().st_mtime_ns))
     with pytest.raises(CiuicError, match="exist"):
         restore(repository, snapshot, root, dest, overwrite=None)
@@ -286,11 +292,13 @@ def test_a_planted_mark_of_a_restore_is_not_believed(
 # -- the way to the destination
 
 
-def test_a_link_to_what_is_not_its_owners_leads_no_restore_there(
+def test_a_destination_below_a_link_to_another_users_directory_is_refused(
     repository: Repository, place: Path, dest: Path, enemy: DestinationEnemy
 ) -> None:
-    """A destination that the owner of its parent replaced by a link to a directory of root is refused before anything is made,
-    also behind missing directories; a link to a directory of the link's owner is followed."""
+    """A destination below a link to root's directory is refused before anything is made.
+
+    Also behind missing directories. A link to a directory of the link's owner is followed.
+    """
     root, outside = place / "root", place / "outside"
     for path in (root, outside):
         path.mkdir()
@@ -310,8 +318,10 @@ def test_a_link_to_what_is_not_its_owners_leads_no_restore_there(
 def test_a_destination_that_becomes_a_link_meanwhile_leads_nowhere(
     repository: Repository, place: Path, dest: Path, enemy: DestinationEnemy
 ) -> None:
-    """Exchanged for a link to a directory of root before any system call of the restore, it is refused, or goes on where it is
-    now; nothing is made outside."""
+    """A destination exchanged for a link to root's directory before any system call leads to no file outside.
+
+    The restore refuses it, or continues in the directory it opened.
+    """
     root, outside = place / "root", place / "outside"
     for path in (root, outside):
         path.mkdir()
@@ -321,7 +331,7 @@ def test_a_destination_that_becomes_a_link_meanwhile_leads_nowhere(
     at = swapped = 0
     while at < 200:
         new.mkdir()
-        own(new)
+        make_owned(new)
         at += 1
         done = []
 
@@ -348,13 +358,15 @@ def test_a_destination_that_becomes_a_link_meanwhile_leads_nowhere(
 def test_a_root_that_became_a_link_is_not_restored_through_it(
     repository: Repository, place: Path, dest: Path
 ) -> None:
-    """Restored in place, what lies below a root that its owner has replaced by a link to a directory of root is refused; the
-    root itself is restored in the place of the link."""
+    """A restore in place refuses paths below a root that its owner replaced by a link to root's directory.
+
+    The root itself is restored in place of the link.
+    """
     root, outside = dest / "mine", place / "outside"
     for path in (root, outside):
         path.mkdir()
     (root / "file").write_bytes(b"content")
-    own(root)
+    make_owned(root)
     snapshot = take(repository, root)
     root.rename(dest / "aside")
     root.symlink_to(outside)
@@ -371,16 +383,15 @@ def test_a_root_that_became_a_link_is_not_restored_through_it(
 def test_a_destination_that_is_moved_is_followed_and_left_tidy(
     repository: Repository, place: Path, dest: Path, enemy: DestinationEnemy
 ) -> None:
-    """Its parent renamed in the middle of a restore, everything comes to lie in the directory that was opened; nothing with a
-    temporary name is left, there or at the old place."""
+    """A destination moved during a restore gets everything, and no temporary name stays at either place."""
     root = place / "root"
     (root / "below").mkdir(parents=True)
     for name in ("file", "below/file"):
         (root / name).write_bytes(b"content")
-        own(root / name)
-    own(root, root / "below")
+        make_owned(root / name)
+    make_owned(root, root / "below")
     snapshot = take(repository, root)
-    own(place)
+    make_owned(place)
     done = []
 
     def before(call: str, number: int) -> None:
@@ -388,7 +399,7 @@ def test_a_destination_that_is_moved_is_followed_and_left_tidy(
             done.append(enemy.do("move", dest, place / "moved"))
 
     (dest / "root/below").mkdir()
-    own(dest / "root/below")
+    make_owned(dest / "root/below")
     with hooked(before=before):
         restore(repository, snapshot, root, dest)
     assert done == [True]

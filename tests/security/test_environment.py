@@ -1,4 +1,7 @@
-"""An attacker who controls the environment or the current directory of a process of root: none of its code runs, no program of its is found."""
+"""Attacker: a user who controls the environment or current directory of a process of root's.
+
+None of the attacker's code runs, and none of its programs is found.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from ciuic import child_process
-from ciuic.child_process import environment, find_program, import_path, module_command, program_environment
+from ciuic.system import child_process
+from ciuic.system.child_process import (
+    environment,
+    find_program,
+    import_path,
+    module_command,
+    program_environment,
+)
 
 CHECKOUT = Path(__file__).parents[2]
 STRANGER = 54321
@@ -28,14 +37,14 @@ def foreign_directory(path: Path) -> Path:
 
 
 def plant(where: Path, module: str, mark: Path) -> None:
-    """A module that leaves a mark when it is imported."""
+    """Write a module that leaves a mark when it is imported."""
     package = where / module
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
 
 
 def ciuic(cwd: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command as the installed script runs it: without the current directory on its import path."""
+    """Run the command as the installed script does: without the current directory on its import path."""
     return subprocess.run(
         [sys.executable, "-I", "-c", _CLI, *arguments],
         cwd=cwd, env={**os.environ, **variables}, capture_output=True, text=True, check=False, timeout=120,
@@ -44,14 +53,14 @@ def ciuic(cwd: Path, *arguments: str, **variables: str) -> subprocess.CompletedP
 
 def offline(repository: Path, root: Path) -> None:
     command = module_command(
-        "ciuic.daemon.capture", "--offline", "--repo", str(repository), "--root", str(root)
+        "ciuic.daemon.capture.process", "--offline", "--repo", str(repository), "--root", str(root)
     )
     subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=120, cwd="/")
 
 
 @needs_root
 def test_a_restore_runs_no_code_from_the_current_directory(tmp_path: Path) -> None:
-    """The safety snapshot without a daemon is taken by an interpreter that is started; the directory is an attacker's."""
+    """A restore by root runs no code from the current directory, also in its safety snapshot."""
     from ciuic.repository import Repository
 
     root, repository, mark = tmp_path / "root", tmp_path / "repository", tmp_path / "mark"
@@ -79,7 +88,7 @@ def test_a_restore_runs_no_code_from_the_current_directory(tmp_path: Path) -> No
 
 @needs_root
 def test_a_child_of_root_has_known_variables_alone(tmp_path: Path) -> None:
-    """Neither the hooks of interpreters, shells and C libraries nor anything else that a caller has invented reach it."""
+    """A child of root gets known variables alone: no hook of interpreters or C libraries reaches it."""
     hostile = {
         **{f"PYTHON{name}": "/x" for name in ("PATH", "STARTUP", "HOME", "USERBASE", "PLATLIBDIR", "PYCACHEPREFIX")},
         "PYTHONINSPECT": "1", "PYTHONWARNINGS": "error::antigravity.X", "PYTHONBREAKPOINT": "x.y",
@@ -94,8 +103,12 @@ def test_a_child_of_root_has_known_variables_alone(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_a_child_of_root_imports_only_what_root_alone_can_write(tmp_path: Path) -> None:
-    """Entries that mean the current directory, that belong to others, that others may write, or whose parents they may."""
+def test_a_child_of_root_imports_only_from_directories_of_root(tmp_path: Path) -> None:
+    """A child of root imports only from directories that root alone can write.
+
+    Left out are the current directory and entries that other users own or may write, or whose parents they
+    may write.
+    """
     good, open_to_all, below = tmp_path / "good", tmp_path / "open", tmp_path / "open/below"
     foreign = foreign_directory(tmp_path / "foreign")
     for path in (good, open_to_all, below):
@@ -112,7 +125,10 @@ def test_a_child_of_root_imports_only_what_root_alone_can_write(tmp_path: Path) 
 def test_a_training_of_root_keeps_its_packages_but_not_its_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A volume of a container often belongs to another user; what is imported from it has been imported already."""
+    """A training of root's keeps its packages and drops its current directory.
+
+    A container's volume often belongs to another user; the trainer has imported from it already.
+    """
     packages, here = foreign_directory(tmp_path / "packages"), foreign_directory(tmp_path / "here")
     monkeypatch.chdir(here)
     found = import_path(["", str(here), str(packages), str(CHECKOUT)], of_trainer=True)
@@ -123,20 +139,20 @@ def test_a_training_of_root_keeps_its_packages_but_not_its_current_directory(
 def test_a_child_finds_this_very_package_wherever_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, privileged: bool
 ) -> None:
-    """Also if its current directory has one of the same name, as root and as an ordinary user."""
+    """A child imports this very package even if its current directory has one of the same name."""
     if privileged and os.geteuid() != 0:
         pytest.skip("isolated mode is root's")
     monkeypatch.setattr(child_process, "is_privileged", lambda: privileged)
     plant(tmp_path, "ciuic", tmp_path / "mark")
-    done = _run_child("ciuic.cli.names", tmp_path)
+    done = _run_child("ciuic.cli.shared.names", tmp_path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "mark").exists()
 
 
-def test_an_ordinary_users_child_finds_what_its_parent_finds(
+def test_an_ordinary_users_child_has_its_parents_import_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same order, and with the variables that its libraries may need."""
+    """An ordinary user's child has its parent's import path and the variables that libraries may need."""
     monkeypatch.setattr(child_process, "is_privileged", lambda: False)
     (tmp_path / "of_the_training.py").write_text(
         "import json, os, sys; print(json.dumps([sys.path, sys.argv, os.environ.get('LD_LIBRARY_PATH')]))"
@@ -163,7 +179,7 @@ def _run_child(module: str, cwd: Path, *words: str) -> subprocess.CompletedProce
 def test_root_looks_for_programs_where_the_system_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not where its caller's PATH leads."""
+    """Root looks for programs in the system's directories and not along its caller's PATH."""
     for name in ("stat", "no-such-program"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
@@ -173,35 +189,33 @@ def test_root_looks_for_programs_where_the_system_has_them(
 
 
 def _product_files() -> Iterator[Path]:
-    for package in ("ciuic", "daemon", "cli", "fuse_layer"):
-        yield from sorted(path for path in (CHECKOUT / package).rglob("*.py"))
+    yield from sorted((CHECKOUT / "ciuic").rglob("*.py"))
 
 
 _STARTS = {"Popen", "run", "call", "check_call", "check_output", "open_process", "run_process"}
 _MODULES = {"subprocess", "trio", "lowlevel"}
 _BECOMES = {
-    "daemon/worker_process.py": "the unit's command becomes the process that forks workers, as all children are started"
+    "ciuic/daemon/roots/standby_process.py": "the unit's command becomes the process that forks workers, as all children are started"
 }
 _CALLERS_OWN = {
-    "cli/watch_run.py": "the command that the caller names, as the caller would run it",
-    "ciuic/training/requeue.py": "Slurm's scontrol, in the environment that Slurm gave the job",
-    "daemon/alert_hook.py": "the operator's command; tests/security/test_alert_text.py",
+    "ciuic/cli/shared/watch_run.py": "the command that the caller names, as the caller would run it",
+    "ciuic/training/preemption/requeue.py": "Slurm's scontrol, in the environment that Slurm gave the job",
+    "ciuic/daemon/base/alert_hook.py": "the operator's command; tests/security/test_alert_text.py",
 }
 
 
 def test_interpreters_are_started_in_one_place_and_children_get_directory_and_environment() -> None:
-    """No other module names sys.executable, and each start says where and with what the child runs."""
+    """Only one module names sys.executable, and each start of a child gives directory and environment."""
     wrong = []
     for path in _product_files():
         name = str(path.relative_to(CHECKOUT))
-        if name.startswith(("ciuic/daemon/", "ciuic/cli/", "ciuic/fuse_layer/")):
-            continue  # links to the folders at the top
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{name}:{getattr(node, 'lineno', 0)}"
             if (
                 isinstance(node, ast.Attribute)
                 and node.attr == "executable"
-                and name not in ("ciuic/child_process.py", "cli/systemd.py")  # the latter looks for what is beside it
+                # The latter looks for files beside it.
+                and name not in ("ciuic/system/child_process.py", "ciuic/cli/shared/systemd.py")
             ):  # fmt: skip
                 wrong.append(f"{where} names sys.executable")
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -1,4 +1,7 @@
-"""An attacker who prepares a repository where root would make its own: root writes nothing there without being told to."""
+"""Attacker: a user who prepares a repository where root would make one.
+
+Root writes nothing there unless told to.
+"""
 
 from __future__ import annotations
 
@@ -15,34 +18,34 @@ from click.testing import CliRunner, Result
 from support.second_user import MADE_UP, run_as
 from support.site import site_in, until
 
-from ciuic.child_process import environment, module_command
 from ciuic.cli.app import cli
 from ciuic.config import load_config
-from ciuic.daemon.capture import run_job as capture
-from ciuic.daemon.capture_job import CaptureJob
-from ciuic.daemon.settings import settings_of
-from ciuic.daemon.store import Store
+from ciuic.daemon.base.repository_store import Store
+from ciuic.daemon.base.settings import settings_of
+from ciuic.daemon.capture.job import CaptureJob
+from ciuic.daemon.capture.process import run_job as capture
 from ciuic.daemon.upkeep_process import UpkeepJob
 from ciuic.daemon.upkeep_process import run_job as upkeep
 from ciuic.errors import NotPermitted
 from ciuic.repository import Repository
-from ciuic.repository.disk import Disk
+from ciuic.repository.disk.operations import Disk
 from ciuic.repository.trust import ForeignRepository
 from ciuic.retention import RetentionPolicy
+from ciuic.system.child_process import environment, module_command
 
 STRANGER = MADE_UP.uid
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="what another user prepares for root needs root")
 
 
 def hand_over(top: Path) -> None:
-    """All of it belongs to the stranger, as if the stranger had made it."""
+    """Give everything in it to the stranger, as if the stranger had made it."""
     for folder, folders, files in os.walk(top):
         for name in (".", *folders, *files):
             os.chown(os.path.join(folder, name), STRANGER, STRANGER, follow_symlinks=False)
 
 
 def state_of(top: Path) -> dict[str, tuple[int, int]]:
-    """Every file, its size and time of change."""
+    """Return every file with its size and change time."""
     found = {}
     for folder, folders, files in os.walk(top):
         for name in (*folders, *files):
@@ -53,13 +56,13 @@ def state_of(top: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
-    """The stranger's repository, with one snapshot of ``root/file``."""
+    """Return the stranger's repository, with one snapshot of ``root/file``."""
     root, repository = tmp_path / "root", tmp_path / "repository"
     root.mkdir()
     (root / "file").write_text("stored")
     Repository.create(repository).close()
     command = module_command(
-        "ciuic.daemon.capture", "--offline", "--repo", str(repository), "--root", str(root)
+        "ciuic.daemon.capture.process", "--offline", "--repo", str(repository), "--root", str(root)
     )
     subprocess.run(command, env=environment(), cwd="/", check=True, capture_output=True, timeout=120)
     hand_over(repository)
@@ -78,7 +81,7 @@ def run(*words: str) -> Result:
     ],
 )  # fmt: skip
 def test_commands_of_root_write_nothing_there(filled: Path, tmp_path: Path, command: list[str]) -> None:
-    """They end with 7 and say whose it is, and what to do; with the word they work."""
+    """Writing commands of root end with 7 and name owner and remedy; with the option they succeed."""
     config = tmp_path / "ciuic.toml"
     config.write_text(f'[daemon]\nruntime_dir = "{tmp_path}/run"\n')
     options = ["--config", str(config), "--repo", str(filled)]
@@ -94,8 +97,10 @@ def test_commands_of_root_write_nothing_there(filled: Path, tmp_path: Path, comm
 @pytest.mark.parametrize(
     "command", [["list"], ["show", "latest"], ["verify", "latest"], ["check"], ["prune", "--dry-run"]]
 )
-def test_root_may_read_it_and_is_told_whose_it_is(filled: Path, tmp_path: Path, command: list[str]) -> None:
-    """Reading is what rescue is made of. The warning is on stderr, once; -q leaves it out."""
+def test_root_reads_a_foreign_repository_with_one_warning(
+    filled: Path, tmp_path: Path, command: list[str]
+) -> None:
+    """Root may read a stranger's repository, with one warning on stderr, which -q leaves out."""
     config = tmp_path / "ciuic.toml"
     config.write_text("")
     options = ["--config", str(config), "--repo", str(filled)]
@@ -106,7 +111,10 @@ def test_root_may_read_it_and_is_told_whose_it_is(filled: Path, tmp_path: Path, 
 
 
 def test_a_restore_from_it_puts_no_safety_snapshot_there(filled: Path, tmp_path: Path) -> None:
-    """Files of a protected root would be the stranger's to read. The restore itself goes on."""
+    """A restore from a stranger's repository puts no safety snapshot there, and still restores.
+
+    The stranger could read files of a protected root in it.
+    """
     root = tmp_path / "root"
     config = tmp_path / "ciuic.toml"
     config.write_text(
@@ -156,7 +164,10 @@ ATTACKS = [by_owner, by_mode, by_parent, by_owner_of_parent, by_link]
 def test_daemon_and_protect_make_none_where_others_may_write(
     tmp_path: Path, attack: Callable[[Path], None]
 ) -> None:
-    """Neither of them begins a repository there; `config check` and `doctor` say why. With the word they do."""
+    """Daemon and protect make no repository where other users may write, unless configured.
+
+    `config check` and `doctor` say why.
+    """
     place, root, config = tmp_path / "disk/repository", tmp_path / "root", tmp_path / "ciuic.toml"
     place.parent.mkdir()
     root.mkdir()
@@ -183,7 +194,7 @@ def test_daemon_and_protect_make_none_where_others_may_write(
 
 
 def test_capture_and_upkeep_look_for_themselves(filled: Path) -> None:
-    """What has changed hands since the daemon looked is not written to."""
+    """Capture and upkeep check the owner themselves, and write nothing after it changed."""
     before = state_of(filled)
     with pytest.raises(ForeignRepository):
         capture(CaptureJob(repository=str(filled), id="cs-000001", time_ns=1, host="h", roots=()), None)  # type: ignore[arg-type]
@@ -196,7 +207,7 @@ def test_capture_and_upkeep_look_for_themselves(filled: Path) -> None:
 
 @pytest.mark.parametrize("as_link", [False, True])
 def test_a_directory_that_appears_at_the_last_moment_is_refused(tmp_path: Path, as_link: bool) -> None:
-    """Where everybody may make names, such as /tmp, another user is quicker than mkdir."""
+    """A directory that appears just before mkdir, as any user can arrange in /tmp, is refused."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     os.chown(theirs, STRANGER, STRANGER)
@@ -217,7 +228,7 @@ def test_a_directory_that_appears_at_the_last_moment_is_refused(tmp_path: Path, 
 
 
 def test_a_directory_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
-    """One that has something else in it keeps its mode."""
+    """A refused directory keeps its content and mode."""
     (tmp_path / "file").write_text("x")
     tmp_path.chmod(0o755)
     with pytest.raises(Exception, match="not empty"):
@@ -226,8 +237,9 @@ def test_a_directory_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_an_ordinary_user_notices_nothing() -> None:
-    """A repository of one's own, below a directory that a group may write to."""
-    home = Path(tempfile.mkdtemp(prefix="ciuic-stranger-"))  # where another user gets to
+    """An ordinary user's own repository below a group-writable directory works without a warning."""
+    # A directory that other users can reach.
+    home = Path(tempfile.mkdtemp(prefix="ciuic-stranger-"))
     home.chmod(0o775)
     os.chown(home, STRANGER, STRANGER)
     done = run_as(
@@ -240,8 +252,11 @@ def test_an_ordinary_user_notices_nothing() -> None:
 
 
 @pytest.mark.mount
-def test_the_daemon_serves_its_roots_without_it_and_says_so(short_tmp: Path) -> None:
-    """A job finds its files; snapshots are refused with the reason, which stands in an alert, and nothing is written."""
+def test_the_daemon_serves_its_roots_without_a_refused_repository(short_tmp: Path) -> None:
+    """The daemon serves its roots without a refused repository and says so.
+
+    Snapshots are refused with the reason, an alert states it, and nothing is written.
+    """
     with site_in(short_tmp) as site:
         root = site.root("root")
         (root / "file").write_text("content")
@@ -249,11 +264,11 @@ def test_the_daemon_serves_its_roots_without_it_and_says_so(short_tmp: Path) -> 
         os.chown(short_tmp / "repository", STRANGER, STRANGER)
         site.start()
 
-        def alerted() -> bool:
+        def has_alert() -> bool:
             with site.client() as client:
                 return any("must be root's own" in alert.message for alert in client.status().alerts)
 
-        until("the alert", alerted)
+        until("the alert", has_alert)
         assert (root / "file").read_text() == "content"
         assert list((short_tmp / "repository").iterdir()) == []
         site.stop()

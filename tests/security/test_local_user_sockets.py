@@ -1,4 +1,7 @@
-"""Attacker: another user of the host, who may connect to `pair.sock` and `watch.sock`. The daemon and other users are not kept waiting."""
+"""Attacker: a local user who may connect to `pair.sock` and `watch.sock`.
+
+Daemon and other users are not kept waiting.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +28,32 @@ from support.live import Live, wait_for
 from support.second_user import User
 from support.served_watch import ServedWatch
 
-from ciuic.daemon import peer_server
-from ciuic.daemon.permission import WatchPermission
+from ciuic.daemon.peers import server
+from ciuic.daemon.roots.permission import WatchPermission
 
 pytestmark = pytest.mark.mount
 MALLORY = User(61011, 61011)
 ALICE = User(61012, 61012)
 TWINS = tuple(User(61020 + number, 61020) for number in range(5))
 OLDER_KERNEL = (
-    "import sys; from ciuic import peer_socket;"
+    "import sys; from ciuic.protocol import peer_socket;"
     "peer_socket.allow_descriptors = lambda sock, *, allowed: False;"
     "from ciuic.daemon.peer_receiver import main; sys.exit(main(sys.argv[1:]))"
 )
-"""A receiver that cannot keep callers from sending descriptors: before Linux 6.16."""
+"""A receiver that cannot keep callers from sending descriptors, as before Linux 6.16."""
 
 
 @pytest.fixture(params=["this kernel", "older kernel"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "older kernel":
-        command = (peer_server.RECEIVER_COMMAND[0], "-c", OLDER_KERNEL)
-        monkeypatch.setattr(peer_server, "RECEIVER_COMMAND", command)
+        command = (server.RECEIVER_COMMAND[0], "-c", OLDER_KERNEL)
+        monkeypatch.setattr(server, "RECEIVER_COMMAND", command)
     return str(request.param)
 
 
 @pytest.fixture
 def short_tmp(short_tmp: Path, run_dir: Path) -> Path:
-    """Every user may come as far as here, as to /run."""
+    """Return a directory that every user can enter, as /run."""
     run_dir.chmod(0o755)
     short_tmp.chmod(0o755)
     return short_tmp
@@ -58,7 +61,7 @@ def short_tmp(short_tmp: Path, run_dir: Path) -> Path:
 
 @pytest.fixture
 def root(short_tmp: Path) -> Path:
-    """Belongs to Alice."""
+    """Provide a root that belongs to Alice."""
     path = short_tmp / "root"
     path.mkdir()
     os.chown(path, ALICE.uid, ALICE.gid)
@@ -67,7 +70,7 @@ def root(short_tmp: Path) -> Path:
 
 @pytest.fixture
 def live(short_tmp: Path, root: Path) -> Iterator[Live]:
-    """A daemon that watches everybody's trainers, so that Mallory comes further than by default."""
+    """Provide a daemon that watches every user's trainers, so that Mallory gets further than by default."""
     top = short_tmp / "live"
     top.mkdir(mode=0o755)
     with Live(top, more_config='\n[watch]\nusers = ["*"]\n') as one:
@@ -88,7 +91,7 @@ def _state(pid: int) -> str:
 
 
 def _parent(pid: int) -> int:
-    """0 where there is no such process any more."""
+    """Return the parent's pid, or 0 if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
@@ -96,9 +99,9 @@ def _parent(pid: int) -> int:
 
 
 def _receivers(path: Path) -> list[int]:
-    """Processes that were started to own this socket. Helpers have the same words, and a parent that has them."""
+    """Return the processes that own this socket; their helpers have the same command line."""
     named = {pid for pid, command in _commands().items() if b'"path":"%s"' % os.fsencode(path) in command}
-    # Without a parent it has ended since it was listed: a helper, for a receiver stays.
+    # Without a parent the process has ended since it was listed: it was a helper, for a receiver stays.
     return sorted(pid for pid in named if _parent(pid) not in {0, *named})
 
 
@@ -117,7 +120,7 @@ def _receiver(path: Path) -> int:
 
 
 def _helpers(receiver: int) -> list[int]:
-    """Its children. One that hangs in its exit has no words any more."""
+    """Return the children of the process. One that hangs in its exit has no command line any more."""
     return [pid for pid in _commands() if _parent(pid) == receiver]
 
 
@@ -125,8 +128,11 @@ def _helpers(receiver: int) -> list[int]:
 
 
 def test_a_descriptor_that_never_closes_does_not_touch_the_daemon(live: Live, short_tmp: Path) -> None:
-    """Sent to both sockets by somebody who may even have trainers watched: the daemon is in no uninterruptible wait, answers, takes
-    snapshots, and watches Alice's trainer; an alert names the user."""
+    """A descriptor whose close hangs leaves the daemon answering, capturing and watching.
+
+    The daemon is never in uninterruptible sleep, though the sender may have trainers watched, and an alert
+    names the user.
+    """
     assert live.daemon is not None
     with hostile_files(short_tmp / "hostile") as file:
         for path in _sockets(live):
@@ -136,11 +142,15 @@ def test_a_descriptor_that_never_closes_does_not_touch_the_daemon(live: Live, sh
         assert attack(ALICE, INTRODUCE, str(live.top / "run/watch.sock"), "alices") == "welcome"
         assert attack(ALICE, CUT, str(live.top / "run/pair.sock"), "").startswith("cs-")
         assert live.snapshot()
-        live.stop()  # it does not wait for what hangs
+        # It does not wait for the close that hangs.
+        live.stop()
 
 
-def test_who_sends_what_does_not_close_is_refused_and_nobody_else(short_tmp: Path, kernel: str) -> None:
-    """One process hangs, however often it is tried; others are served by the same receiver; when the file system is gone, so is it."""
+def test_only_the_sender_of_unclosable_descriptors_is_refused(short_tmp: Path, kernel: str) -> None:
+    """A sender of descriptors that never close hangs one process at most, and others are served.
+
+    The process ends once the file system is gone.
+    """
     with ServedWatch(short_tmp) as served:
         receiver = _receiver(served.path)
         with hostile_files(short_tmp / "hostile") as file:
@@ -155,8 +165,8 @@ def test_who_sends_what_does_not_close_is_refused_and_nobody_else(short_tmp: Pat
         wait_for("the end of the helper", lambda: not _helpers(receiver) and not served.alerts(), 60)
 
 
-def test_sockets_that_linger_keep_nobody_waiting(live: Live) -> None:
-    """A TCP socket whose last close waits for ten minutes, on each socket and on both at once: the daemon answers meanwhile."""
+def test_lingering_sockets_do_not_delay_the_daemon(live: Live) -> None:
+    """Sockets whose last close lingers for ten minutes do not keep the daemon waiting."""
     paths = [str(path) for path in _sockets(live)]
     with attacking(MALLORY, SEND_A_LINGERING_SOCKET, *paths):
         for _ in range(3):
@@ -166,7 +176,7 @@ def test_sockets_that_linger_keep_nobody_waiting(live: Live) -> None:
 
 
 def test_sockets_that_linger_keep_no_other_user_waiting(short_tmp: Path, kernel: str) -> None:
-    """The same to the receiver of a kernel that lets everybody send descriptors: a helper closes them."""
+    """A helper closes lingering sockets on kernels where any caller can send descriptors."""
     with (
         ServedWatch(short_tmp) as served,
         attacking(MALLORY, SEND_A_LINGERING_SOCKET, *[str(served.path)] * 5),
@@ -176,21 +186,21 @@ def test_sockets_that_linger_keep_no_other_user_waiting(short_tmp: Path, kernel:
         assert _receiver(served.path) == receiver
 
 
-def test_who_is_not_permitted_sends_no_descriptor(short_tmp: Path, kernel: str) -> None:
-    """A caller whose trainers are not watched is refused, and what it sent is received by nobody: no process hangs."""
+def test_descriptors_of_unpermitted_callers_are_not_received(short_tmp: Path, kernel: str) -> None:
+    """A caller whose trainers are not watched is refused, and its descriptors are never received."""
     with (
         hostile_files(short_tmp / "hostile") as file,
         ServedWatch(short_tmp, WatchPermission(owners=frozenset({ALICE.uid}))) as served,
     ):
-        said = attack(MALLORY, SEND_A_FILE, str(served.path), str(file))
-        assert f"does not watch trainers of user {MALLORY.uid}" in said
+        output = attack(MALLORY, SEND_A_FILE, str(served.path), str(file))
+        assert f"does not watch trainers of user {MALLORY.uid}" in output
         assert attack(ALICE, INTRODUCE, str(served.path), "alices") == "welcome"
         wait_for("the end of helpers", lambda: not _helpers(_receiver(served.path)), 60)
         assert served.alerts() == {}
 
 
 def test_a_receiver_may_do_nothing(live: Live) -> None:
-    """It has no capability, can gain none, and lets nobody trace it."""
+    """A receiver has no capability, can gain none, and cannot be traced."""
     for path in _sockets(live):
         lines = Path(f"/proc/{_receiver(path)}/status").read_text().splitlines()
         facts = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -201,8 +211,8 @@ def test_a_receiver_may_do_nothing(live: Live) -> None:
 def test_a_receiver_that_ends_or_stands_still_is_replaced(
     short_tmp: Path, monkeypatch: pytest.MonkeyPatch, sent: signal.Signals
 ) -> None:
-    """The next caller finds another one; trainers stay watched."""
-    monkeypatch.setattr(peer_server, "SILENT_SECONDS", 3.0)
+    """A receiver that ends or stops is replaced for the next caller, and trainers stay watched."""
+    monkeypatch.setattr(server, "SILENT_SECONDS", 3.0)
     with ServedWatch(short_tmp) as served:
         assert attack(ALICE, INTRODUCE, str(served.path), "before") == "welcome"
         first = _receiver(served.path)
@@ -214,8 +224,8 @@ def test_a_receiver_that_ends_or_stands_still_is_replaced(
 # -- finding 7: floods
 
 
-def test_a_flood_of_one_user_keeps_nobody_out(live: Live) -> None:
-    """With more silent connections than there is room for on both sockets, all of one user, others are heard at once."""
+def test_silent_connections_of_one_user_delay_no_other_user(live: Live) -> None:
+    """More silent connections of one user than both sockets hold do not keep other users waiting."""
     pair, watch = (str(path) for path in _sockets(live))
     with attacking(MALLORY, FLOOD, pair, "300"), attacking(MALLORY, FLOOD, watch, "600"):
         for number in range(5):
@@ -226,7 +236,7 @@ def test_a_flood_of_one_user_keeps_nobody_out(live: Live) -> None:
 
 
 def test_a_flood_of_many_users_keeps_no_owner_out(live: Live) -> None:
-    """With every place of the socket taken, each user within its own limit, the owner of a root is heard all the same."""
+    """The owner of a root is answered with every place taken by users within their own limits."""
     pair, _ = (str(path) for path in _sockets(live))
     floods = [attacking(user, FLOOD, pair, "80") for user in TWINS]
     for flood in floods:
@@ -241,7 +251,7 @@ def test_a_flood_of_many_users_keeps_no_owner_out(live: Live) -> None:
 
 
 def test_a_member_of_the_group_does_not_keep_root_out(short_tmp: Path, root: Path) -> None:
-    """With as many connections to the control socket as its group may have, all silent, root's commands are answered."""
+    """Silent connections of the control group, up to its limit, do not block root's commands."""
     group = next(entry for entry in grp.getgrall() if entry.gr_gid not in (0, 65534))
     top = short_tmp / "live"
     top.mkdir(mode=0o755)
@@ -256,29 +266,37 @@ def test_a_member_of_the_group_does_not_keep_root_out(short_tmp: Path, root: Pat
         live.stop()
 
 
-# -- finding 11: who is told what
+# -- finding 11: answers to callers without permission
 
 
-def test_only_those_who_may_have_a_snapshot_learn_of_it(live: Live) -> None:
-    """To a stranger a snapshot is as one that never was; its asker, the owner of its root and root are told."""
+def test_a_snapshot_is_visible_only_to_permitted_users(live: Live) -> None:
+    """Only its requester, the owner of its root and root learn of a snapshot; to others it never existed."""
     pair = str(live.top / "run/pair.sock")
     taken = attack(ALICE, CUT, pair, "").split()[0]
     scheduled = wait_for("snapshots", lambda: [one.id for one in live.list() if one.id != taken], 60)[0]
     wait_for("the commit", lambda: taken in [one.id for one in live.list()], 60)
     ids = sorted((taken, scheduled, "cs-123456"))
     assert attack(MALLORY, KNOWN, pair, *ids) == str([(id_, "gone") for id_ in ids])
-    told = str([(id_, "gone" if id_ == "cs-123456" else "committed") for id_ in ids])
-    assert attack(ALICE, KNOWN, pair, *ids) == told
-    assert attack(User(0, 0), KNOWN, pair, *ids) == told
+    expected = str([(id_, "gone" if id_ == "cs-123456" else "committed") for id_ in ids])
+    assert attack(ALICE, KNOWN, pair, *ids) == expected
+    assert attack(User(0, 0), KNOWN, pair, *ids) == expected
     assert "no protected root belongs to you" in attack(MALLORY, CUT, pair, "")
 
 
-def test_membership_in_the_group_is_what_the_kernel_says(short_tmp: Path) -> None:
-    """A process with the group is a member on both sockets, whether or not its user has an account; one that has given the group up
-    is not."""
+def test_group_membership_is_read_from_the_kernel(short_tmp: Path) -> None:
+    """Group membership is what the kernel reports for the process, not what the accounts say.
+
+    A process that has dropped the group is no member.
+    """
     member, stranger = User(61013, 61013, (60999,)), User(61013, 61013)
     with ServedWatch(short_tmp, WatchPermission(group_id=60999)) as served:
         assert attack(member, INTRODUCE, str(served.path), "member") == "welcome"
         assert "NotPermitted" in attack(stranger, INTRODUCE, str(served.path), "stranger")
-        many = User(61013, 61013, tuple(range(60000, 61000)))  # more than one kilobyte of them
+        # More than one kilobyte of group ids.
+        many = User(61013, 61013, tuple(range(60000, 61000)))
         assert attack(many, INTRODUCE, str(served.path), "many") == "welcome"
+        # More than a message to the daemon can hold; a user namespace may have 65536. The daemon once ended
+        # by it.
+        too_many = User(61013, 61013, (60999, *range(100000, 114000)))
+        assert "NotPermitted" in attack(too_many, INTRODUCE, str(served.path), "too many")
+        assert attack(member, INTRODUCE, str(served.path), "after") == "welcome"

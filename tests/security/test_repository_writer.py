@@ -1,4 +1,4 @@
-"""Whoever writes a repository: what root may be made to do by restoring from it or by reading it."""
+"""Attacker: the writer of a repository from which root restores or which root reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILE = {"uid": 0, "gid": 0, "mtime_ns": 10**18}
 
 
 def special_entries() -> dict[bytes, Entry]:
-    """One of each kind of special file."""
+    """Return one entry of each kind of special file."""
     return {
         b"setuid": Entry(name=b"setuid", mode=stat.S_IFREG | 0o4755, **_FILE),
         b"setgid": Entry(name=b"setgid", mode=stat.S_IFREG | 0o2755, **_FILE),
@@ -55,7 +55,7 @@ LEFT_OUT = {
 
 @pytest.fixture
 def repository(tmp_path: Path) -> CliRepository:
-    """A snapshot with one of each kind of special file, and a pipe, a sticky directory and a file that are none."""
+    """Provide a snapshot with a special file of each kind, and a pipe, a sticky directory and a file."""
     made = CliRepository(tmp_path / "repo", tmp_path / "root")
     made.root.mkdir()
     sticky = Entry(name=b"sticky", mode=stat.S_IFDIR | 0o3777, **_FILE)
@@ -65,7 +65,7 @@ def repository(tmp_path: Path) -> CliRepository:
 
 
 def give_away(path: Path) -> None:
-    """The repository belongs to another user from now on."""
+    """Give the repository to another user."""
     for folder, folders, files in os.walk(path):
         for name in (folder, *(os.path.join(folder, name) for name in (*folders, *files))):
             os.lchown(name, STRANGER, STRANGER)
@@ -74,7 +74,7 @@ def give_away(path: Path) -> None:
 def restored(
     repository: CliRepository, tmp_path: Path, *options: str, code: int
 ) -> tuple[Path, dict[str, str]]:
-    """The restored root, and what the document says was left out, by name."""
+    """Return the restored root, and the left-out entries of the JSON document by name."""
     dest = tmp_path / "dest"
     words = ("restore", "-s", "latest", "-p", str(repository.root), "-d", str(dest), "--json", *options)
     result = repository.run(*words)
@@ -88,7 +88,7 @@ def restored(
 
 
 def special_files(top: Path) -> set[str]:
-    """Names below that lend rights."""
+    """Return the names below that carry privileges."""
     found = set()
     for path in top.iterdir():
         mode = path.lstat().st_mode
@@ -99,16 +99,19 @@ def special_files(top: Path) -> set[str]:
 
 
 def test_from_a_repository_of_root_everything_comes_back(repository: CliRepository, tmp_path: Path) -> None:
-    """As it was: special files, bits and attributes are there, and nothing is said to be left out."""
+    """A restore from root's own repository brings back special files, bits and attributes."""
     top, left_out = restored(repository, tmp_path, code=0)
     assert left_out == {}
     assert special_files(top) == set(LEFT_OUT)
 
 
-def test_from_a_repository_of_somebody_else_nothing_special_comes_back(
+def test_a_foreign_repository_restores_no_special_files_or_bits(
     repository: CliRepository, tmp_path: Path
 ) -> None:
-    """Each is named with what was left out, and the exit code is that of a restore in part; the rest is there."""
+    """A restore from another user's repository leaves out and names each special file, bit and attribute.
+
+    The exit code is that of a partial restore; everything else is there.
+    """
     give_away(repository.path)
     top, left_out = restored(repository, tmp_path, code=8)
     assert left_out == LEFT_OUT
@@ -127,7 +130,10 @@ def test_from_a_repository_of_somebody_else_nothing_special_comes_back(
 
 
 def test_an_explicit_word_decides(repository: CliRepository, tmp_path: Path) -> None:
-    """--special restores what a stranger's repository has, --no-special leaves out what root's own has; both end with 0."""
+    """The option --special restores a stranger's special files and --no-special leaves out root's own.
+
+    Both end with 0.
+    """
     top, left_out = restored(repository, tmp_path, "--no-special", code=0)
     assert left_out == LEFT_OUT
     assert special_files(top) == set()
@@ -140,7 +146,7 @@ def test_an_explicit_word_decides(repository: CliRepository, tmp_path: Path) -> 
 def test_a_repository_that_is_trusted_is_restored_from_like_roots_own(
     repository: CliRepository, tmp_path: Path
 ) -> None:
-    """With --trust-repository the owner of the repository counts as root does."""
+    """The owner of a repository counts as root does with --trust-repository."""
     give_away(repository.path)
     dest = tmp_path / "dest"
     result = repository.run(
@@ -150,15 +156,15 @@ def test_a_repository_that_is_trusted_is_restored_from_like_roots_own(
     assert special_files(dest / "root") == set(LEFT_OUT)
 
 
-def test_what_is_there_already_loses_its_rights(repository: CliRepository, tmp_path: Path) -> None:
-    """Restored over itself without special files, bits and attributes are taken off, and devices that exist stay."""
+def test_existing_files_lose_special_bits_and_attributes(repository: CliRepository, tmp_path: Path) -> None:
+    """A restore without special files clears bits and attributes of existing files and leaves devices."""
     restored(repository, tmp_path, code=0)
     top, _ = restored(repository, tmp_path, "--no-special", "--overwrite", "--delete", code=0)
     assert special_files(top) == {"null", "disk"}
 
 
-def test_a_dry_run_says_the_same(repository: CliRepository, tmp_path: Path) -> None:
-    """Nothing is made, and the list is that of the restore."""
+def test_a_dry_run_lists_the_same_entries(repository: CliRepository, tmp_path: Path) -> None:
+    """A dry run lists the same entries as the restore and makes nothing."""
     give_away(repository.path)
     top, left_out = restored(repository, tmp_path, "--dry-run", code=8)
     assert left_out == LEFT_OUT
@@ -166,7 +172,7 @@ def test_a_dry_run_says_the_same(repository: CliRepository, tmp_path: Path) -> N
 
 
 def test_the_list_is_also_for_people(repository: CliRepository, tmp_path: Path) -> None:
-    """On stderr: each with its path, who may have written the repository, and what to give to have them."""
+    """The list on stderr names each path, the possible writer, and the option that restores the entries."""
     give_away(repository.path)
     result = repository.run(
         "restore", "-s", "latest", "-p", str(repository.root), "-d", str(tmp_path / "dest")
@@ -179,10 +185,10 @@ def test_the_list_is_also_for_people(repository: CliRepository, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("where", ["itself", "above", "its configuration", "open to all", "a link to it"])
-def test_a_repository_is_roots_own_only_if_nobody_else_may_change_it(
+def test_a_repository_is_roots_own_only_if_no_other_user_may_change_it(
     repository: CliRepository, tmp_path: Path, where: str
 ) -> None:
-    """Owner and mode of the directory, of what is first read in it, and of every directory on the way are looked at."""
+    """A repository is root's own only if no other user may change it or a directory above it."""
     if where == "itself":
         os.chown(repository.path, STRANGER, STRANGER)
     elif where == "above":
@@ -201,8 +207,10 @@ def test_a_repository_is_roots_own_only_if_nobody_else_may_change_it(
 
 
 def test_the_names_of_ciuics_own_state_are_not_restored(tmp_path: Path) -> None:
-    """A state directory that a repository has at the top of a root would be taken for the daemon's own: it is never restored;
-    below that, and marks of restores, not from somebody else's repository."""
+    """A state directory at the top of a root in a snapshot is never restored as the daemon's own.
+
+    Below the top, and for marks of restores, this holds for another user's repository.
+    """
     made = CliRepository(tmp_path / "repo", tmp_path / "root")
     made.root.mkdir()
     state = {b"undo": {b"log": b"planted"}}
@@ -217,8 +225,8 @@ def test_the_names_of_ciuics_own_state_are_not_restored(tmp_path: Path) -> None:
     assert os.listdir(top / "below") == []
 
 
-def test_a_single_special_file_can_be_asked_for(repository: CliRepository, tmp_path: Path) -> None:
-    """-p of a device or of a file with a setuid bit is held to the same rule."""
+def test_a_special_file_named_with_p_is_not_exempt(repository: CliRepository, tmp_path: Path) -> None:
+    """Naming a device or a setuid file with -p does not exempt it from the rule."""
     give_away(repository.path)
     for name, made in (("null", False), ("setuid", True)):
         dest = tmp_path / name
@@ -261,7 +269,7 @@ def test_names_of_one_special_inode_are_all_left_out(tmp_path: Path) -> None:
 
 
 def test_missing_directories_on_the_way_are_held_to_the_same_rule(tmp_path: Path) -> None:
-    """Parents that come back in place get no special attributes of somebody else's snapshot."""
+    """Parents restored on the way get no special attributes from another user's snapshot."""
     made = CliRepository(tmp_path / "repo", tmp_path / "root")
     made.root.mkdir()
     made.snapshot({b"above": {b"file": b"content"}})
@@ -310,7 +318,7 @@ READERS = (
 
 
 def files_of(repository: Path) -> list[str]:
-    """Every file of a repository, by its path from the top."""
+    """Return every file of a repository by its path from the top."""
     found = []
     for top, _, files in os.walk(repository):
         found += [os.path.relpath(os.path.join(top, name), repository) for name in files]
@@ -320,11 +328,11 @@ def files_of(repository: Path) -> list[str]:
 @pytest.mark.parametrize(
     "kind", ["pipe", "socket", "link", "link to a pipe", "directory", "device", "second name"]
 )
-def test_what_is_no_file_of_the_repository_is_neither_waited_for_nor_followed(
-    tmp_path: Path, kind: str
-) -> None:
-    """Each file of a stranger's repository replaced in turn: every command ends, in words if it fails, and a file of root outside
-    is as it was, content, mode and all."""
+def test_foreign_files_in_a_repository_are_neither_awaited_nor_followed(tmp_path: Path, kind: str) -> None:
+    """Reading commands neither wait for nor follow what stands in place of a stranger's repository file.
+
+    Each command ends, with a message if it fails, and root's file outside keeps content, mode and all.
+    """
     made = CliRepository(tmp_path / "repo", tmp_path / "root")
     made.root.mkdir()
     made.snapshot({b"file": b"content" * 1000})
@@ -358,18 +366,20 @@ def test_what_is_no_file_of_the_repository_is_neither_waited_for_nor_followed(
 
 
 def plant(victim: Path, kind: str, outside: Path, pipe: Path) -> None:
-    """Something else by the name of a file."""
+    """Put another object in place of a file."""
     if kind == "pipe":
         os.mkfifo(victim)
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as made:
-            directory = os.open(victim.parent, os.O_PATH)  # a socket's path has 107 bytes at most
+            # A socket's path has 107 bytes at most.
+            directory = os.open(victim.parent, os.O_PATH)
             made.bind(f"/proc/self/fd/{directory}/{victim.name}")
             os.close(directory)
     elif kind == "directory":
         victim.mkdir()
     elif kind == "device":
-        os.mknod(victim, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero: without end
+        # Reads of /dev/zero never end.
+        os.mknod(victim, stat.S_IFCHR | 0o666, os.makedev(1, 5))
     elif kind == "second name":
         os.link(outside, victim)
     else:
@@ -377,8 +387,10 @@ def plant(victim: Path, kind: str, outside: Path, pipe: Path) -> None:
 
 
 def test_the_index_of_a_stranger_is_not_opened(tmp_path: Path) -> None:
-    """A database in which `chunks` is a view that never ends, and the catalogue a lie: what is listed and restored is what snapshot
-    files and packs say."""
+    """A stranger's index is not opened: listing and restoring use snapshot files and packs alone.
+
+    In the hostile database `chunks` is a view that never ends, and the catalogue is false.
+    """
     made = CliRepository(tmp_path / "repo", tmp_path / "root")
     made.root.mkdir()
     made.snapshot({b"file": b"content" * 1000})
@@ -402,7 +414,7 @@ def test_the_index_of_a_stranger_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_no_content_of_roots_files_is_confirmed_by_a_repair(tmp_path: Path) -> None:
-    """A stranger's repository that lost a block of a file that only root may read does not get it from there."""
+    """A repair does not put a block of a file that only root may read into a stranger's repository."""
     made = CliRepository(tmp_path / "repo", tmp_path / "root")
     made.root.mkdir()
     secret = os.urandom(4096)
@@ -415,7 +427,8 @@ def test_no_content_of_roots_files_is_confirmed_by_a_repair(tmp_path: Path) -> N
             pack.write_bytes(data.replace(secret, bytes(4096)))
     kept = tmp_path / "kept"
     shutil.copytree(made.path, kept)
-    assert made.run("check", "--repair", "--read-data").exit_code == 0  # root's own is healed
+    # A repair of root's own repository does read it back.
+    assert made.run("check", "--repair", "--read-data").exit_code == 0
     shutil.rmtree(made.path)
     shutil.copytree(kept, made.path)
     give_away(made.path)

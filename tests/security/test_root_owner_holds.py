@@ -1,4 +1,7 @@
-"""Attacker: the owner of a root, who may have snapshots of it taken and held. The repository's disk stays the operator's."""
+"""Attacker: the owner of a root, who may take and hold snapshots of it.
+
+The repository's disk stays the operator's.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from support.attackers import CUT, attack
 from support.live import Live, wait_for
 from support.second_user import User
 
-from ciuic import pairing
+from ciuic.protocol import pairing
 
 pytestmark = pytest.mark.mount
 OWNER = User(61014, 61014)
@@ -19,7 +22,7 @@ OWNER = User(61014, 61014)
 
 @pytest.fixture
 def live(short_tmp: Path, run_dir: Path) -> Iterator[Live]:
-    """A daemon that lets an ordinary user hold two snapshots, and three within an hour."""
+    """Provide a daemon that lets an ordinary user hold two snapshots, and three within an hour."""
     run_dir.chmod(0o755)
     short_tmp.chmod(0o755)
     root, top = short_tmp / "root", short_tmp / "live"
@@ -36,14 +39,13 @@ def live(short_tmp: Path, run_dir: Path) -> Iterator[Live]:
 
 
 def _held(live: Live, user: User) -> tuple[str, str]:
-    """A snapshot that the user asked to have held, once it is committed: its id, and what the daemon said about it."""
+    """Take a held snapshot as the user; return its id once committed, and the daemon's messages about it."""
     pair = str(live.top / "run/pair.sock")
-    said = attack(user, CUT, pair, "mine")
-    id_, _, note = said.partition(" ")
-    assert id_.startswith("cs-"), said
-    done = {
-        id_: "committed"
-    }  # the daemon says so when it is held as well, which it is a moment after it is listed
+    output = attack(user, CUT, pair, "mine")
+    id_, _, note = output.partition(" ")
+    assert id_.startswith("cs-"), output
+    # The daemon also reports when it is held, a moment after it is listed.
+    done = {id_: "committed"}
     wait_for("the commit", lambda: pairing.states_of(pair, (id_,), 30).states == done, 60)
     return id_, note
 
@@ -54,8 +56,11 @@ def _holder(live: Live, id_: str) -> tuple[bool, int | None]:
 
 
 def test_a_user_holds_so_many_snapshots_and_no_more(live: Live) -> None:
-    """Further ones are taken and not held, which the answer says; the number counts across daemons, the rate while releases make room.
-    Root holds what it likes, and forgets what a user holds."""
+    """Snapshots beyond a user's number of holds are taken, not held, and the answer says so.
+
+    The number counts across daemons and the hourly rate also after releases. Root holds without limit and may
+    forget a user's snapshots.
+    """
     first, second = _held(live, OWNER), _held(live, OWNER)
     assert (first[1], second[1]) == ("", "")
     assert _holder(live, first[0]) == _holder(live, second[0]) == (True, OWNER.uid)

@@ -1,4 +1,4 @@
-"""The owner of a root who wants to take the memory or the time of a capture, and with it the snapshots of others."""
+"""Attacker: the owner of a root who tries to use up a capture's memory or time."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ from support.restoring import take
 from support.second_user import MADE_UP
 from support.site import CHECKOUT
 
-from ciuic.daemon import capture_directory, capture_roots, capture_walk
-from ciuic.daemon.capture import run_job
-from ciuic.daemon.capture_job import CaptureJob, Done, RootJob, decode_message, encode_job
-from ciuic.daemon.capture_place import MAX_DEPTH
-from ciuic.daemon.capture_root import Report
-from ciuic.diff import diff_live, diff_snapshots
-from ciuic.fuse_layer.core import ROOT_ID
-from ciuic.gc import prune
-from ciuic.lookup import find
+from ciuic.compare.diff import diff_live, diff_snapshots
+from ciuic.daemon.capture import directory, walk
+from ciuic.daemon.capture import roots as capture_roots
+from ciuic.daemon.capture.directory_path import MAX_DEPTH
+from ciuic.daemon.capture.job import CaptureJob, Done, RootJob, decode_message, encode_job
+from ciuic.daemon.capture.process import run_job
+from ciuic.daemon.capture.root import Report
+from ciuic.fuse_layer.core.core import ROOT_ID
+from ciuic.maintenance.prune import prune
+from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Repository
+from ciuic.repository.lookup import find
 from ciuic.restore import execute, plan_restore
 from ciuic.retention import RetentionPolicy
 from ciuic.types import TAG_INCOMPLETE, TAG_PARTIAL, Snapshot, SnapshotId
-from ciuic.verify import verify_snapshots
 
 LONG = b"d" * 250
 HOSTILE_LEVELS = 4000
-"""With full paths a capture took 3.3 GB for it."""
+"""Levels of the chain, for which a capture with full paths took 3.3 GB."""
 MAX_RSS_KIB = 300 << 10
 _MEASURED = """
 import sys
@@ -55,7 +56,7 @@ def repository(tmp_path: Path) -> Iterator[Repository]:
 
 @pytest.fixture
 def deep(tmp_path: Path) -> Iterator[Path]:
-    """A directory for chains, which nobody else could remove."""
+    """Provide a directory for chains, which ordinary tools could not remove."""
     top = tmp_path / "deep"
     top.mkdir()
     yield top
@@ -65,12 +66,13 @@ def deep(tmp_path: Path) -> Iterator[Path]:
 
 
 def make_chain_as_its_owner(top: Path, levels: int, files: int = 0) -> None:
-    """The chain is made by another user, who owns the top."""
+    """Make the chain as another user, who owns the top."""
     os.chown(top, MADE_UP.uid, MADE_UP.gid)
     child = os.fork()
     if not child:
         try:
-            os.chdir(top)  # the way there is root's own
+            # The directories above belong to root.
+            os.chdir(top)
             os.setgroups([])
             os.setresgid(*[MADE_UP.gid] * 3)
             os.setresuid(*[MADE_UP.uid] * 3)
@@ -81,7 +83,7 @@ def make_chain_as_its_owner(top: Path, levels: int, files: int = 0) -> None:
 
 
 def measured_capture(repository: Repository, *roots: Path) -> tuple[Done, int]:
-    """A snapshot by a process of its own, and what memory that took at most, in KiB."""
+    """Capture in a process of its own; return the snapshot and the peak memory in KiB."""
     job = CaptureJob(
         repository=str(repository.path),
         id=str(repository.snapshots.new_id()),
@@ -91,7 +93,7 @@ def measured_capture(repository: Repository, *roots: Path) -> tuple[Done, int]:
         io_priority="none",
     )
     done = subprocess.run(
-        [sys.executable, "-c", _MEASURED.format(module="daemon.capture", arguments=[])],
+        [sys.executable, "-c", _MEASURED.format(module="daemon.capture.process", arguments=[])],
         input=encode_job(job),
         capture_output=True,
         check=False,
@@ -111,8 +113,10 @@ def loaded(repository: Repository, id_: str) -> Snapshot:
 def test_a_chain_of_thousands_of_levels_costs_no_other_root_its_snapshot(
     repository: Repository, deep: Path, tmp_path: Path
 ) -> None:
-    """Bounded memory; what lies below the limit is named as not readable; the other root restores exactly, and the next
-    capture of it is not made to compare everything."""
+    """A capture of a chain of thousands of levels has bounded memory and names what it cannot read.
+
+    The other root restores exactly, and its next capture is not forced to compare everything.
+    """
     hostile, other = deep / "hostile", tmp_path / "other"
     hostile.mkdir()
     make_chain_as_its_owner(hostile, HOSTILE_LEVELS)
@@ -138,21 +142,23 @@ def test_a_chain_of_thousands_of_levels_costs_no_other_root_its_snapshot(
 def test_wide_levels_of_a_deep_chain_cost_bounded_memory(
     repository: Repository, deep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names and entries of all levels on the way have one budget together: beyond it names wait in a file and entries are
-    written early. What comes out is the same."""
+    """Names and entries of all levels of a deep, wide chain share one memory budget.
+
+    Beyond it names wait in a file and entries are written early.
+    """
     make_chain(deep, 100, LONG, files=30)
     at_ease = take(repository, deep)
-    monkeypatch.setattr(capture_walk, "MAX_NAMES_BYTES", 20_000)
-    monkeypatch.setattr(capture_walk, "MAX_PENDING_BYTES", 20_000)
-    monkeypatch.setattr(capture_walk, "STREAMS_HELD", 5)
+    monkeypatch.setattr(walk, "MAX_NAMES_BYTES", 20_000)
+    monkeypatch.setattr(walk, "MAX_PENDING_BYTES", 20_000)
+    monkeypatch.setattr(walk, "STREAMS_HELD", 5)
     held: list[int] = []
-    real = capture_directory.Directory.put
+    real = directory.Directory.put
 
-    def put(self: capture_directory.Directory, name: bytes, entry: object) -> None:
+    def put(self: directory.Directory, name: bytes, entry: object) -> None:
         held.append(len(self.pending))
         real(self, name, entry)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(capture_directory.Directory, "put", put)
+    monkeypatch.setattr(directory.Directory, "put", put)
     short = take(repository, deep)
     assert short.roots[0].entry == at_ease.roots[0].entry
     assert held
@@ -161,7 +167,7 @@ def test_wide_levels_of_a_deep_chain_cost_bounded_memory(
 def test_the_deepest_tree_that_is_captured_is_restored_verified_and_compared(
     repository: Repository, deep: Path, tmp_path: Path
 ) -> None:
-    """No recursion and no memory that grows with the square of the depth in anything that reads a snapshot back."""
+    """The deepest captured tree is restored, verified and compared without recursion or quadratic memory."""
     root = deep / "root"
     root.mkdir()
     make_chain(root, MAX_DEPTH, LONG, files=1)
@@ -189,13 +195,15 @@ def test_the_deepest_tree_that_is_captured_is_restored_verified_and_compared(
 def test_a_root_that_takes_all_memory_is_left_out(
     repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MemoryError in one root: the next goes on, the snapshot says which is missing and why, and so does the next capture's
-    base: it is the last snapshot that has the root."""
+    """A root whose capture raises MemoryError is left out, and the next root is captured.
+
+    The next capture's base for the missing root is the last snapshot that has it.
+    """
     roots = [tmp_path / name for name in ("greedy", "modest")]
     for root in roots:
         root.mkdir()
         (root / "file").write_bytes(b"x" * 5000)
-    whole = take(repository, *roots)
+    complete = take(repository, *roots)
     real = capture_roots.capture_root
 
     def capture_root(job: RootJob, *rest: object) -> object:
@@ -212,14 +220,14 @@ def test_a_root_that_takes_all_memory_is_left_out(
     assert TAG_PARTIAL in partial.tags
     monkeypatch.undo()
     again = take(repository, *roots)
-    assert again.parent in (whole.id, partial.id)
+    assert again.parent in (complete.id, partial.id)
     assert again.left_out == ()
 
 
 def test_the_memory_limit_is_a_limit(tmp_path: Path) -> None:
-    """An allocation beyond it is a MemoryError in the capture, not the host's trouble."""
+    """An allocation beyond the memory limit raises MemoryError in the capture."""
     script = (
-        "from ciuic.daemon.capture_roots import limit_memory\n"
+        "from ciuic.daemon.capture.roots import limit_memory\n"
         "limit_memory(200 << 20)\n"
         "try:\n    bytearray(400 << 20)\nexcept MemoryError:\n    print('refused')\n"
     )
@@ -230,32 +238,32 @@ def test_the_memory_limit_is_a_limit(tmp_path: Path) -> None:
 
 
 def test_moves_do_not_make_snapshots_deeper_than_the_limit(tmp_path: Path) -> None:
-    """A chain moved below the end of another, which tracking need not look into, is looked into all the same."""
-    here = Bench(tmp_path)
+    """A chain moved below the end of another is examined although tracking would skip it."""
+    rig = Bench(tmp_path)
     limit = 60
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(capture_walk, "depth_limit", lambda: limit)
-            make_chain(here.backing, limit - 10, b"a")
-            make_chain(here.backing, limit - 10, b"b")
-            record, report = here.snapshot()
+            patch.setattr(walk, "depth_limit", lambda: limit)
+            make_chain(rig.backing, limit - 10, b"a")
+            make_chain(rig.backing, limit - 10, b"b")
+            record, report = rig.snapshot()
             assert (record.depth, report.errors) == (limit - 10, [])
             end = ROOT_ID
             for _ in range(limit - 10):
-                end = here.core.lookup(end, b"a").node
-            here.core.rename(ROOT_ID, b"b", end, b"b", 0)
-            record, report = here.capture(here.cut(observe=False))
+                end = rig.core.lookup(end, b"a").node
+            rig.core.rename(ROOT_ID, b"b", end, b"b", 0)
+            record, report = rig.capture(rig.cut(observe=False))
             assert record.mode == "tracked"
             assert record.depth == limit
             assert len(report.errors) == 1
     finally:
-        here.close()
+        rig.close()
 
 
 def test_retention_keeps_the_last_snapshot_of_a_root_that_newer_ones_lack(
     repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many partial snapshots come: the last good one of the missing root outlives every rule of time and space."""
+    """Retention keeps the last good snapshot of a root that newer ones lack, against every other rule."""
     roots = [tmp_path / name for name in ("broken", "good")]
     for root in roots:
         root.mkdir()
@@ -292,7 +300,7 @@ def test_retention_keeps_the_last_snapshot_of_a_root_that_newer_ones_lack(
 
 
 def test_a_file_system_of_the_owner_that_never_answers_is_left_out(tmp_path: Path) -> None:
-    """Mounted by the owner inside the root before it was protected: a capture names it and goes on."""
+    """A capture names and skips a file system in the root, of the owner's, that never answers."""
     root, store = tmp_path / "root", tmp_path / "repository"
     (root / "served").mkdir(parents=True)
     (root / "file").write_text("content")
@@ -303,12 +311,13 @@ def test_a_file_system_of_the_owner_that_never_answers_is_left_out(tmp_path: Pat
     assert libc.mount(b"evil", os.fsencode(root / "served"), b"fuse.evil", 0, options.encode()) == 0
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "ciuic.daemon.capture", "--offline", "--repo", str(store), "--root", str(root)],
+            [sys.executable, "-m", "ciuic.daemon.capture.process", "--offline", "--repo", str(store), "--root", str(root)],
             capture_output=True, text=True, check=False, timeout=100, cwd="/",
             env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         )  # fmt: skip
     finally:
-        os.close(fuse)  # the connection ends: whoever waits is answered
+        # The connection ends, so that waiting calls get an answer.
+        os.close(fuse)
         libc.umount2(os.fsencode(root / "served"), 2)
     assert done.returncode == 0, done.stderr
     with Repository.open(store) as repository:

@@ -1,6 +1,6 @@
-"""The owner of a root uses what ciuic writes as root to fill a file system that others use too.
+"""Attacker: the owner of a root with a disk quota, who overwrites files while a snapshot is pending.
 
-Attacker: the owner of a root with a disk quota, who overwrites files while a snapshot is pending: each old block is copied by root.
+Root copies each old block; these copies must not fill a file system that others use too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ MIB = 1 << 20
 
 
 def test_copies_of_old_blocks_leave_others_half_of_the_free_space(short_tmp: Path) -> None:
-    """50 MiB are overwritten with 46 MiB free: the snapshot is given up before less than a quarter of these is left, the job
-    gets no error, and all space is free again."""
+    """A snapshot is abandoned before its copies of old blocks leave less than a quarter of the free space.
+
+    With 50 MiB overwritten and 46 MiB free, the job gets no error and all space is free again.
+    """
     disk = short_tmp / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "none", disk], check=True)

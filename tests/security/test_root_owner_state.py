@@ -1,7 +1,8 @@
-"""The owner of a root prepares, replaces, links and keeps what ciuic's state lies in: root writes nowhere else, and reads nothing of the owner's as state.
+"""Attacker: a local user who owns the root, and perhaps directories above it.
 
-Attacker: a local user who owns the root, and perhaps the directories above it. What is looked at afterwards is a directory of mode
-0700 that belongs to root: nothing may appear or change in it.
+The owner prepares, replaces, links and keeps it open. Root writes nowhere else and reads nothing of the
+owner's as state. Each test checks a directory of mode 0700 that belongs to root: nothing may appear or change
+in it.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from support.overlay import Overlay
 from support.second_user import MADE_UP
 from support.small_disks import missing, small_disk
 
-from ciuic import STATE_DIR_NAME, state_directory
-from ciuic.daemon.capture_root import _find_undo
-from ciuic.fuse_layer import mounts, undo_format
-from ciuic.fuse_layer.core import ROOT_ID, Caller, OverlayCore
-from ciuic.fuse_layer.mounts import NotTheRoot
-from ciuic.repository_mark import mark_of, read_mark, write_mark
+from ciuic import STATE_DIR_NAME
+from ciuic.config.repository_mark import mark_of, read_mark, write_mark
+from ciuic.daemon.capture.root import _find_undo
+from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, OverlayCore
+from ciuic.fuse_layer.formats import undo_format
+from ciuic.fuse_layer.system import mounts
+from ciuic.fuse_layer.system.mounts import NotTheRoot
+from ciuic.protocol import state_directory
 
 pytestmark = pytest.mark.mount
 NAME = os.fsdecode(STATE_DIR_NAME)
 EPOCHS = range(1, 4)
-ROOT = Caller(0, 0)
+ROOT = Credentials(0, 0)
 
 
 class Scene(NamedTuple):
@@ -49,7 +52,7 @@ class Scene(NamedTuple):
 
 @contextmanager
 def _scene(owned: str = "home/root") -> Iterator[Scene]:
-    """``owned``: path of the root below ``top``; its first directory belongs to the attacker, and so does everything below."""
+    """Return a scene; the first directory of ``owned``, the root's path, and all below are the attacker's."""
     top = Path(tempfile.mkdtemp(prefix="ciuic-owner-", dir="/tmp"))
     try:
         top.chmod(0o755)
@@ -77,7 +80,7 @@ def attacker() -> Iterator[HostileUser]:
 
 
 def _plant(attacker: HostileUser, scene: Scene, undo: str, victims: list[Path]) -> None:
-    """Symbolic links out of the undo directory under every name that a worker is going to write to."""
+    """Plant symbolic links out of the undo directory under every name that a worker will write."""
     names = [undo_format.LOG_NAME, *(undo_format.sealed_name(epoch) + ".tmp" for epoch in EPOCHS)]
     names += [undo_format.blocks_name(path.stat().st_ino, epoch) for path in victims for epoch in EPOCHS]
     for name in names:
@@ -90,8 +93,11 @@ def _untouched(scene: Scene) -> None:
 
 
 def test_a_state_directory_prepared_by_the_owner_is_never_used(scene: Scene, attacker: HostileUser) -> None:
-    """The attack that wrote files as root: the directories made beforehand, a descriptor kept, links planted, content overwritten
-    while a snapshot is pending."""
+    """A state directory prepared by the owner is never used.
+
+    The attack that once wrote files as root: directories made beforehand, a descriptor kept, links planted,
+    and content overwritten while a snapshot is pending.
+    """
     files = [scene.root / f"file{number}" for number in range(4)]
     for file in files:
         attacker("write", file, "chosen by the attacker" * 500)
@@ -113,7 +119,7 @@ def test_a_state_directory_prepared_by_the_owner_is_never_used(scene: Scene, att
 
 
 def test_state_lies_where_only_root_renames(scene: Scene, attacker: HostileUser) -> None:
-    """The directory that holds it belongs to root at every level, and the owner of the root cannot enter, move or replace it."""
+    """The directory with the state is root's at every level; the owner cannot enter, move or replace it."""
     with Overlay(scene.root, scene.top / "w.sock"):
         container = scene.top / NAME
         assert container.is_dir()
@@ -127,20 +133,23 @@ def test_state_lies_where_only_root_renames(scene: Scene, attacker: HostileUser)
 
 
 @pytest.fixture
-def whole_mount() -> Iterator[Scene]:
-    """A root that is the top of its mount, so that there is no place beside it."""
+def mount_root() -> Iterator[Scene]:
+    """Provide a root that is the top of its mount, so that no state can lie beside it."""
     needs(missing("ext4"))
     with _scene("nothing") as made, small_disk(made.top, "ext4") as point:
         os.chown(point, MADE_UP.uid, MADE_UP.gid)
         yield made._replace(root=point)
 
 
-def test_in_the_root_itself_what_the_owner_puts_there_is_set_aside(
-    whole_mount: Scene, attacker: HostileUser
+def test_a_state_directory_replaced_by_the_owner_of_the_root_is_set_aside(
+    mount_root: Scene, attacker: HostileUser
 ) -> None:
-    """A root that fills its mount: the owner moves the state directory, and puts links, files or directories in its place,
-    between two sessions and, by a descriptor kept, during one. Every cut is exact or given up, and nothing else is written."""
-    scene = whole_mount
+    """A state directory moved or replaced by the owner of a root that fills its mount is set aside.
+
+    The owner puts links, files or directories in its place, between two sessions and, by a descriptor kept,
+    during one. Every cut is exact or abandoned, and nothing else is written.
+    """
+    scene = mount_root
     root, file = scene.root, scene.root / "file"
     attacker("write", file, "first" * 2000)
     attacker("keep", root, "behind")
@@ -179,11 +188,11 @@ def test_in_the_root_itself_what_the_owner_puts_there_is_set_aside(
         _untouched(scene)
 
 
-def test_what_another_part_of_ciuic_made_is_not_taken_for_state(
-    whole_mount: Scene, attacker: HostileUser
+def test_a_repository_under_the_reserved_name_is_not_taken_for_state(
+    mount_root: Scene, attacker: HostileUser
 ) -> None:
-    """A repository of root's in a directory of the attacker's, renamed to the reserved name: it is neither used nor removed."""
-    scene = whole_mount
+    """A repository of root's that the owner renames to the reserved name is neither used nor removed."""
+    scene = mount_root
     repository = scene.root / "repository"
     repository.mkdir(mode=0o700)
     (repository / "undo").mkdir()
@@ -198,8 +207,8 @@ def test_what_another_part_of_ciuic_made_is_not_taken_for_state(
     assert not (scene.root / NAME).exists()
 
 
-def test_default_acls_and_group_bits_of_the_root_let_nobody_in(scene: Scene, attacker: HostileUser) -> None:
-    """Default ACLs on every directory of the owner's, and the setgid bit: what is made as state is closed all the same."""
+def test_state_is_private_despite_default_acls_and_setgid(scene: Scene, attacker: HostileUser) -> None:
+    """State is private although the owner's directories have default ACLs and the setgid bit."""
     acl = f"default:user:{MADE_UP.uid}:rwx,default:mask::rwx"
     for path in (scene.root, scene.root.parent):
         subprocess.run(["setfacl", "-m", acl, path], check=True)
@@ -214,7 +223,10 @@ def test_default_acls_and_group_bits_of_the_root_let_nobody_in(scene: Scene, att
 
 
 def test_a_symbolic_link_on_the_way_to_a_root_is_refused(scene: Scene, attacker: HostileUser) -> None:
-    """The root, or a directory above it, replaced by a link after it was configured: root mounts over nothing of its own."""
+    """A root replaced by a symbolic link after it was configured, or one below such a link, is refused.
+
+    Otherwise root would mount over its own directories.
+    """
     for path in (scene.root, scene.root.parent):
         if path == scene.top:
             continue
@@ -228,8 +240,8 @@ def test_a_symbolic_link_on_the_way_to_a_root_is_refused(scene: Scene, attacker:
         assert attacker("rename", f"{path}.away", path) == 0
 
 
-def test_an_overlay_is_detached_by_what_it_is_not_by_its_path(scene: Scene, attacker: HostileUser) -> None:
-    """A link in place of a directory above makes the path lead to another mount: that one stays."""
+def test_an_overlay_is_detached_by_identity_not_by_path(scene: Scene, attacker: HostileUser) -> None:
+    """An overlay is detached by its identity: a mount to which a link in the path now leads stays."""
     point = scene.canary / "mounted"
     point.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "none", point], check=True)
@@ -245,8 +257,8 @@ def test_an_overlay_is_detached_by_what_it_is_not_by_its_path(scene: Scene, atta
         point.rmdir()
 
 
-def test_the_owner_cannot_say_where_the_repository_was(scene: Scene, attacker: HostileUser) -> None:
-    """A mark of the owner's making would keep root from beginning a repository, or name another place."""
+def test_a_repository_mark_made_by_the_owner_has_no_effect(scene: Scene, attacker: HostileUser) -> None:
+    """A mark of the owner's making neither stops root from making a repository nor names another place."""
     attacker("mkdir", scene.root / NAME)
     fd = os.open(scene.root, os.O_PATH)
     try:
@@ -287,7 +299,7 @@ TRICKS = (
 
 
 class OwnerMachine(RuleBasedStateMachine):
-    """The owner's tricks in any order, before, between and during sessions of the overlay core."""
+    """Model of the owner's tricks in any order, before, between and during sessions of the overlay core."""
 
     def __init__(self) -> None:
         super().__init__()

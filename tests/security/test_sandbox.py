@@ -1,7 +1,7 @@
-"""A worker, a capture or an upkeep that was taken over by what it reads: the system calls that it can still make.
+"""Attacker: code that has taken over a worker, a capture or an upkeep, with the system calls left to it.
 
-Each forbidden call is made with arguments that the kernel would take or answer otherwise, so that EPERM is the filter's answer:
-the processes run as root with all capabilities, less what the profile takes.
+Each forbidden call has arguments that the kernel would accept or answer otherwise, so that EPERM is the
+filter's answer. The processes run as root with all capabilities, less what the profile takes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 from support.live import Live, installed, wait_for
 
-from ciuic import seccomp
 from ciuic.daemon.upkeep_process import UpkeepJob
 from ciuic.repository import Repository
 from ciuic.retention import RetentionPolicy
-from ciuic.syscall_numbers import NUMBERS
+from ciuic.system.sandbox import seccomp
+from ciuic.system.sandbox.syscall_numbers import NUMBERS
 
 pytestmark = [
     pytest.mark.mount,
@@ -64,7 +64,7 @@ _FORBIDDEN = [
 ]
 _CONFINED = """
 import ctypes, errno, json, os, socket, sys, threading
-from ciuic import privileges, seccomp, seccomp_profiles, syscall_numbers
+from ciuic.system.sandbox import privileges, profiles as seccomp_profiles, seccomp, syscall_numbers
 numbers = json.loads(sys.argv[2])
 libc = ctypes.CDLL(None, use_errno=True)
 def made(number, *arguments):
@@ -83,7 +83,7 @@ why = seccomp_profiles.limit_calls(getattr(seccomp_profiles, sys.argv[1]))
 
 
 def confined(profile: str, script: str, *arguments: str) -> str:
-    """Run a script in a process that holds itself to a profile; return what it prints."""
+    """Run a script in a process confined to a profile; return its output."""
     numbers = {name: NUMBERS[name][0 if seccomp.machine() == "x86_64" else 1] for name in NUMBERS}
     done = subprocess.run(
         [sys.executable, "-c", _CONFINED + script, profile, json.dumps(numbers), *arguments],
@@ -108,7 +108,7 @@ def root(short_tmp: Path) -> Path:
 
 @pytest.mark.parametrize("profile", ["WORKER", "CAPTURE", "UPKEEP", "RECEIVER"])
 def test_a_forbidden_call_is_refused_and_the_process_goes_on(profile: str) -> None:
-    """Programs, processes, other processes, kernel code, namespaces and networks end in EPERM; nothing is killed."""
+    """A forbidden call (programs, processes, namespaces, networks) ends in EPERM and the process goes on."""
     script = f"""
 found = {{name: made(numbers[name], 0, 0, 0, 0, 0, 0) for name in {_FORBIDDEN!r} if numbers[name] is not None}}
 found["inet"], found["netlink"] = opened(socket.AF_INET), opened(socket.AF_NETLINK)
@@ -132,7 +132,7 @@ print(json.dumps([why, found]))
 
 
 def test_a_receiver_takes_messages_and_changes_nothing() -> None:
-    """It receives descriptors, looks at them, sends them on and closes them; files, sockets and terminals are out of reach."""
+    """A receiver can receive, examine, send and close descriptors, and has no files or sockets in reach."""
     script = """
 ours, theirs = left
 socket.send_fds(ours, [b"hello"], [0, 1])
@@ -165,7 +165,7 @@ print("done", len(kinds))
         [
             sys.executable,
             "-c",
-            "import os, socket, sys\nfrom ciuic import privileges\nfrom ciuic.seccomp_profiles import limit_receiver\n"
+            "import os, socket, sys\nfrom ciuic.system.sandbox import privileges\nfrom ciuic.system.sandbox.profiles import limit_receiver\n"
             f"{head}privileges.keep_only(())\nassert limit_receiver() == ''\n{script}",
         ],
         capture_output=True, text=True, check=False, timeout=60, cwd="/",
@@ -184,7 +184,7 @@ def _pids(live: Live, module: str) -> list[int]:
 
 @contextmanager
 def _lock_held(live: Live) -> Iterator[None]:
-    """Inside, nobody else writes to the repository: a capture or an upkeep waits, filtered already."""
+    """Lock the repository for the block: a capture or an upkeep waits, filtered already."""
     holder = subprocess.Popen(
         [str(installed("python")), "-c", _HOLD_LOCK, str(live.repository)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -199,7 +199,7 @@ def _lock_held(live: Live) -> Iterator[None]:
 
 @pytest.mark.parametrize("driver", ["kernel", "pyfuse3"])
 def test_living_workers_and_captures_are_filtered(live: Live, root: Path, driver: str) -> None:
-    """The worker of either driver and a capture at work are in filter mode, status says so, and the snapshot is made."""
+    """The worker of either driver and a capture at work are in filter mode, and status says so."""
     pytest.importorskip("pyfuse3") if driver == "pyfuse3" else None
     live.config.write_text(f'{live.config.read_text()}\n[[root]]\npath = "{root}"\ndriver = "{driver}"\n')
     live.start(root)
@@ -207,8 +207,8 @@ def test_living_workers_and_captures_are_filtered(live: Live, root: Path, driver
     (root / "file").write_text("x")
     with _lock_held(live):
         snapshot = live.run("snapshot").stdout.decode().split()[0]
-        wait_for("the capture", lambda: _pids(live, "ciuic.daemon.capture"), 30)
-        (capture,) = _pids(live, "ciuic.daemon.capture")
+        wait_for("the capture", lambda: _pids(live, "ciuic.daemon.capture.process"), 30)
+        (capture,) = _pids(live, "ciuic.daemon.capture.process")
         wait_for("the filter of the capture", lambda: _seccomp(capture) == "2", 30)
         (worker,) = _pids(live, "ciuic.fuse_layer.worker")
         assert _seccomp(worker) == "2"
@@ -220,7 +220,7 @@ def test_living_workers_and_captures_are_filtered(live: Live, root: Path, driver
 
 
 def test_a_living_upkeep_is_filtered(live: Live) -> None:
-    """The process that removes snapshots is in filter mode when it begins to wait for the repository, and does its work."""
+    """The process that removes snapshots is in filter mode before it waits for the repository."""
     Repository.create(live.repository).close()
     job = UpkeepJob(repository=str(live.repository), policy=RetentionPolicy())
     import msgspec
@@ -240,16 +240,19 @@ def test_a_living_upkeep_is_filtered(live: Live) -> None:
     assert json.loads(out)["removed"] == []
 
 
-def test_without_filters_everything_goes_on_and_says_so(live: Live, root: Path) -> None:
-    """Where seccomp(2) itself is refused, as in some containers, roots are served and captured; log, status and doctor tell."""
+def test_roots_are_served_and_captured_without_seccomp(live: Live, root: Path) -> None:
+    """Roots are served and captured where seccomp(2) itself is refused, as in some containers.
+
+    Log, status and doctor report it.
+    """
     live.config.write_text(f'{live.config.read_text()}\n[[root]]\npath = "{root}"\n')
     number = NUMBERS["seccomp"][0 if seccomp.machine() == "x86_64" else 1]
     refusing = live.top / "refusing"
     refusing.write_text(
         f"#!{installed('python')}\n"
         "import os, sys\n"
-        "from ciuic import privileges, seccomp\n"
-        "from ciuic.syscall_numbers import NUMBERS\n"
+        "from ciuic.system.sandbox import privileges, seccomp\n"
+        "from ciuic.system.sandbox.syscall_numbers import NUMBERS\n"
         f"profile = seccomp.Profile('no seccomp', frozenset(NUMBERS) - {{'seccomp'}})\n"
         "privileges.keep_only(privileges.permitted())\n"
         "seccomp.install(profile)\n"
@@ -275,8 +278,8 @@ def test_without_filters_everything_goes_on_and_says_so(live: Live, root: Path) 
     assert any(one["check"] == "system calls" and one["level"] == "warning" for one in findings)
 
 
-def test_what_the_filter_refuses_is_logged() -> None:
-    """The kernel's log names process and call, so that a profile that is too narrow shows."""
+def test_refusals_of_the_filter_are_logged() -> None:
+    """The kernel's log names process and call of a refusal, so that a profile that is too narrow shows."""
     number = NUMBERS["ptrace"][0 if os.uname().machine == "x86_64" else 1]
     for _ in range(_LOG_ATTEMPTS):
         pid = confined("CAPTURE", "made(numbers['ptrace'], 0, 0, 0, 0); print(os.getpid())")
@@ -288,5 +291,6 @@ def test_what_the_filter_refuses_is_logged() -> None:
             pytest.skip("this kernel keeps no audit records (no CONFIG_AUDIT, or an audit daemon takes them)")
         if any(f"pid={pid} " in line and f"syscall={number} " in line for line in log.splitlines()):
             return
-        time.sleep(1)  # the kernel leaves lines out when there are more than ten within five seconds
+        # The kernel drops lines when there are more than ten within five seconds.
+        time.sleep(1)
     pytest.fail("the kernel's log does not name the refused call")

@@ -1,4 +1,4 @@
-"""The units as systemd runs them: a daemon that was taken over has little, and no job loses anything by it."""
+"""The units under systemd: a daemon that was taken over has few rights, and no job loses any by it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.live import installed, wait_for
 from support.real_systemd import RealSystemd, reason_against
 from support.service_host import CODE, ServiceHost
 
-from ciuic.privileges import OVERLAY_WORKER, Capability, permitted
+from ciuic.system.sandbox.privileges import OVERLAY_WORKER, Capability, permitted
 
 pytestmark = [pytest.mark.mount, pytest.mark.slow]
 _DAEMON = {
@@ -67,7 +67,7 @@ def host(short_tmp: Path) -> Iterator[ServiceHost]:
 
 
 def _open_devices(host: ServiceHost, *, closed: str, given: str) -> None:
-    """In the control group of the workers: /dev/fuse opens, and no device whose node a job may have made."""
+    """Open devices in the workers' control group: /dev/fuse opens, a device node of a job's does not."""
     host("mknod", closed, "b", "7", "200")
     group = f"/sys/fs/cgroup{host.shown('ciuic-workers.service', 'ControlGroup')}/cgroup.procs"
     opened = 'echo $$ > "$0"; exec 3<"$1"'
@@ -81,7 +81,10 @@ def _mask(capabilities: set[Capability]) -> int:
 
 @pytest.mark.skipif(not permitted() >= OVERLAY_WORKER, reason="this machine grants fewer capabilities")
 def test_the_service_does_everything_with_less(host: ServiceHost) -> None:
-    """Users, devices, set-id programs, attributes, snapshots, a worker's death and a restart are as without the hardening."""
+    """Users, devices, set-id programs, attributes, snapshots and restarts work as without hardening.
+
+    Also the death of a worker.
+    """
     root = host.mounted()
     assert root["filtered"] is True
 
@@ -95,8 +98,9 @@ def test_the_service_does_everything_with_less(host: ServiceHost) -> None:
     spaces = host(
         "readlink", *(f"/proc/{pid}/ns/mnt" for pid in ("1", daemon["Pid"], workers["Pid"], worker))
     )
-    assert len(set(spaces.split())) == 1  # jobs see the overlay, and the daemon sees what jobs see
-    # Captures have CAP_SYS_PTRACE, so a worker, which has not, is closed to a root without it.
+    # Jobs see the overlay, and the daemon sees what jobs see.
+    assert len(set(spaces.split())) == 1
+    # Root without CAP_SYS_PTRACE, which captures have, cannot look into a worker.
     host("setpriv", "--bounding-set=-sys_ptrace", "readlink", f"/proc/{workers['Pid']}/fd/1")
     host("setpriv", "--bounding-set=-sys_ptrace", "readlink", f"/proc/{worker}/fd/1", expect=1)
     _open_devices(host, closed="/dev/ciuic-disk", given="/dev/fuse")
@@ -105,7 +109,8 @@ def test_the_service_does_everything_with_less(host: ServiceHost) -> None:
     assert job.stdout == "done\n", job.stderr
     snapshot = host.ciuic("snapshot", "--wait").strip()
     assert snapshot in host.ciuic("list")
-    # systemd has the root's directory open in its descriptor store, and goes round no overlay.
+    # The descriptor store of systemd has the root's directory open, and no request bypasses the overlay by
+    # it.
     assert host.root()["bypassing"] == []
     host.ciuic("restore", "-s", snapshot, "-p", "/srv/root", "-d", "/srv/out")
     assert host("stat", "-c", "%u %g %a", "/srv/out/root/program").split() == ["4321", "4321", "6755"]
@@ -129,7 +134,8 @@ def test_the_service_does_everything_with_less(host: ServiceHost) -> None:
         assert writes() == 2
         if root["driver"] == "kernel":
             host("kill", "-KILL", worker)
-            assert writes() == 4  # a successor, from the service, goes on with the session
+            # A successor, from the service, continues the session.
+            assert writes() == 4
             assert host.mounted()["worker_pid"] != int(worker)
         before = writes()
         host("systemctl", "restart", "ciuic.service")
@@ -148,7 +154,10 @@ def test_the_service_does_everything_with_less(host: ServiceHost) -> None:
 
 
 def test_without_the_workers_service_no_worker_is_made_of_the_daemon(host: ServiceHost) -> None:
-    """It would lack capabilities, and files would belong to root: the root stays plain, with an alert, and is tried again."""
+    """The daemon starts no worker without the workers' service, and the root stays plain with an alert.
+
+    A worker of the daemon's would lack capabilities, and files would belong to root.
+    """
     host("systemctl", "stop", "ciuic.service")
     broken = "/run/systemd/system/ciuic-workers.service.d"
     host("mkdir", "-p", broken)

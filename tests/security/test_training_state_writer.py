@@ -1,4 +1,4 @@
-"""Whoever writes a training state, and a trainer of another user: what loading and watching may be made to do."""
+"""Attacker: the writer of a training state, or a trainer of another user, against loading and watching."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from support.cli_repository import CliRepository
 
-from ciuic.training.arena import Arena, ReadArena
-from ciuic.training.layout import decode_header
-from ciuic.training.reading import load
-from ciuic.watch_page import Page, check_page
+from ciuic.protocol.heartbeat_page import HeartbeatPage, check_page
+from ciuic.training.device.arena import Arena, ReadArena
+from ciuic.training.format.layout import decode_header
+from ciuic.training.format.reading import load
 
 DEEP = "[" * 100_000 + "]" * 100_000
 FACTS = {"version": 1, "objects": ["model"]}
@@ -23,29 +23,29 @@ STATE = {"version": 1, "objects": {"model": {"w": {"$": "tensor", "name": "w"}}}
 
 
 def header(tensors: dict[str, Any], room: int = 64) -> bytes:
-    """A safetensors file with this header and so many bytes of tensors."""
+    """Return a safetensors file with this header and so many bytes of tensors."""
     text = json.dumps(tensors).encode()
     return struct.pack("<Q", len(text)) + text + bytes(room)
 
 
-def one(shape: object = (4,), offsets: object = (0, 16), dtype: object = "F32") -> dict[str, Any]:
+def tensor_header(shape: object = (4,), offsets: object = (0, 16), dtype: object = "F32") -> dict[str, Any]:
     return {"w": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
 def saved(tmp_path: Path, state: object = STATE, facts: object = FACTS, tensors: bytes = b"") -> str:
-    """The id of a snapshot of a state with these files; text stands for itself."""
+    """Save a snapshot of a state with these files and return its id; a text is its own content."""
     made = CliRepository(tmp_path / "repo", Path("/ciuic"))
     files = {
         name: (value if isinstance(value, str) else json.dumps(value)).encode()
         for name, value in (("state.json", state), ("snapshot.json", facts))
     }
     tree: dict[bytes, Any] = {os.fsencode(name): content for name, content in files.items()}
-    tree[b"model"] = {b"small-tensors.safetensors": tensors or header(one())}
+    tree[b"model"] = {b"small-tensors.safetensors": tensors or header(tensor_header())}
     return str(made.snapshot(tree))
 
 
-def test_what_is_well_formed_is_loaded(tmp_path: Path) -> None:
-    """The files of these tests are those of a state: only what is changed in them is refused."""
+def test_unchanged_files_load(tmp_path: Path) -> None:
+    """The unchanged files of these tests load, so each refusal is caused by the change."""
     id_ = saved(tmp_path)
     assert list(load(str(tmp_path / "repo"), id_).objects["model"]["w"]) == [0.0] * 4
 
@@ -53,19 +53,19 @@ def test_what_is_well_formed_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "file",
     [
-        header(one(shape=[-1, -4])),
-        header(one(shape=[4.0])),
-        header(one(shape=[True, 4])),
-        header(one(shape=[1 << 62, 1 << 62, 0], offsets=[0, 0])),
-        header(one(shape=[1 << 64, 0], offsets=[0, 0])),
-        header(one(shape="4")),
-        header(one(offsets=[0.0, 16.0])),
-        header(one(offsets=[-16, 0])),
-        header(one(offsets=[64, 80])),
-        header(one(offsets=[16, 0])),
-        header(one(offsets=[0, 16, 0])),
-        header(one(dtype="F33")),
-        header(one(dtype=["F32"])),
+        header(tensor_header(shape=[-1, -4])),
+        header(tensor_header(shape=[4.0])),
+        header(tensor_header(shape=[True, 4])),
+        header(tensor_header(shape=[1 << 62, 1 << 62, 0], offsets=[0, 0])),
+        header(tensor_header(shape=[1 << 64, 0], offsets=[0, 0])),
+        header(tensor_header(shape="4")),
+        header(tensor_header(offsets=[0.0, 16.0])),
+        header(tensor_header(offsets=[-16, 0])),
+        header(tensor_header(offsets=[64, 80])),
+        header(tensor_header(offsets=[16, 0])),
+        header(tensor_header(offsets=[0, 16, 0])),
+        header(tensor_header(dtype="F33")),
+        header(tensor_header(dtype=["F32"])),
         header(
             {f"w{number}": {"dtype": "U8", "shape": [64], "data_offsets": [0, 64]} for number in range(1000)}
         ),
@@ -78,16 +78,19 @@ def test_what_is_well_formed_is_loaded(tmp_path: Path) -> None:
     ids=range(19),
 )
 def test_a_safetensors_file_is_refused_in_words(tmp_path: Path, file: bytes) -> None:
-    """Shapes and offsets that are negative, no integers, too large, out of the file or overlapping; headers that are endless, deep
-    or none: ValueError from the decoder, or from the whole of loading."""
+    """A malformed safetensors file raises ValueError, from the decoder or from loading.
+
+    Shapes and offsets that are negative, no integers, too large, out of the file or overlapping; headers that
+    are endless, deep or missing.
+    """
     id_ = saved(tmp_path, tensors=file)
     with pytest.raises(ValueError):  # noqa: PT011
         load(str(tmp_path / "repo"), id_)
 
 
 def test_a_shape_of_no_elements_may_be_any_that_there_is() -> None:
-    """Empty tensors keep their other dimensions."""
-    assert decode_header(header(one(shape=[0, 5], offsets=[3, 3])), 200)["w"].shape == (0, 5)  # type: ignore[index]
+    """An empty tensor keeps its other dimensions."""
+    assert decode_header(header(tensor_header(shape=[0, 5], offsets=[3, 3])), 200)["w"].shape == (0, 5)  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +132,7 @@ def test_a_shape_of_no_elements_may_be_any_that_there_is() -> None:
     ids=lambda value: json.dumps(value)[:60],
 )
 def test_a_value_is_refused_in_words(tmp_path: Path, value: object) -> None:
-    """What no state holds is ValueError or Damaged, so that the snapshot is passed over, and never another exception."""
+    """A value that no state holds raises ValueError or Damaged, so that the snapshot is skipped."""
     pytest.importorskip("torch")
     id_ = saved(tmp_path, {**STATE, "objects": {"model": {"w": value}}})
     with pytest.raises(Exception) as error:  # noqa: PT011
@@ -143,7 +146,7 @@ def test_a_value_is_refused_in_words(tmp_path: Path, value: object) -> None:
     ["[]", "5", "null", "{}", '{"version": 1}', DEEP, "{", '{"version": 1, "objects": [], "values": 1}'],
 )
 def test_a_document_is_refused_in_words(tmp_path: Path, state: str) -> None:
-    """`state.json` that is no object, lacks what it must have, is nested without end, or is no JSON."""
+    """A `state.json` that is no JSON, no object, incomplete or nested without end is refused in words."""
     id_ = saved(tmp_path, state)
     with pytest.raises(ValueError):  # noqa: PT011
         load(str(tmp_path / "repo"), id_)
@@ -151,7 +154,7 @@ def test_a_document_is_refused_in_words(tmp_path: Path, state: str) -> None:
 
 @pytest.mark.parametrize("facts", ["[]", "{", DEEP, '{"step": "one"}', '{"metrics": {"a": []}}'])
 def test_facts_are_refused_in_words(tmp_path: Path, facts: str) -> None:
-    """`snapshot.json` likewise, which is read of every snapshot that is listed."""
+    """A malformed `snapshot.json`, which is read of every listed snapshot, is refused with a message."""
     id_ = saved(tmp_path, facts=facts)
     with pytest.raises(ValueError):  # noqa: PT011
         load(str(tmp_path / "repo"), id_)
@@ -196,9 +199,9 @@ def _metadata(change: Callable[[dict[str, Any]], object]) -> bytes:
     ids=range(14),
 )
 def test_dcp_metadata_is_refused_in_words(data: bytes) -> None:
-    """ValueError, for whatever `torch.distributed.checkpoint` is to be told."""
+    """Malformed `torch.distributed.checkpoint` metadata raises ValueError."""
     pytest.importorskip("torch.distributed.checkpoint")
-    from ciuic.training.dcp_metadata import decode_metadata
+    from ciuic.training.dcp.metadata import decode_metadata
 
     assert decode_metadata(_metadata(lambda document: None))
     with pytest.raises(ValueError):  # noqa: PT011
@@ -206,7 +209,7 @@ def test_dcp_metadata_is_refused_in_words(data: bytes) -> None:
 
 
 def test_memory_that_could_be_cut_is_not_mapped() -> None:
-    """A state's memory without the seal against shrinking is refused by the process that would map it, and its descriptor closed."""
+    """State memory without the seal against shrinking is refused before it is mapped, and closed."""
     fd = os.memfd_create("state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 4096)
     with pytest.raises(OSError, match="shrink"):
@@ -223,13 +226,13 @@ def test_memory_that_could_be_cut_is_not_mapped() -> None:
 
 
 def test_a_heartbeat_page_that_could_be_cut_is_refused() -> None:
-    """And one that is accepted cannot be: its seal holds for every descriptor."""
+    """A heartbeat page that could shrink is refused; an accepted one's seal holds for all descriptors."""
     fd = os.memfd_create("beat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 1 << 16)
     with pytest.raises(ValueError, match="shrink"):
         check_page(fd)
     os.close(fd)
-    page = Page()
+    page = HeartbeatPage()
     check_page(page.fd)
     with pytest.raises(OSError):  # noqa: PT011
         os.ftruncate(page.fd, 0)

@@ -1,6 +1,6 @@
-"""A job in a user namespace, as in a rootless container, may do through the overlay exactly what it may do in a plain directory.
+"""Attacker: an ordinary user who is root of a user namespace, as in a rootless container.
 
-Attacker: an ordinary user who is root of a namespace of their own, with 65,536 further ids, and asks for what only real root may do.
+Through the overlay that user may do exactly what a plain directory allows.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ become(0, 0, [])
 
 
 def _results(directory: Path) -> str:
-    """What the script got in a new namespace. Its maps are written from outside, as newuidmap(1) does."""
+    """Return the script's results in a new namespace.
+
+    The id maps are written from outside, as newuidmap(1) does.
+    """
     process = subprocess.Popen(
         [sys.executable, "-I", "-c", _BECOME + _ENTER + _SCRIPT, os.fspath(directory)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/",
@@ -102,12 +105,13 @@ def _furnished(directory: Path) -> Path:
 
 
 def test_root_of_a_user_namespace_may_no_more_than_in_a_plain_directory() -> None:
-    """Result or errno of every call, and what it left behind, are those of the plain directory."""
+    """Results and effects of every call of a namespace's root are those of the plain directory."""
     top = Path(tempfile.mkdtemp(prefix="ciuic-userns-", dir="/tmp"))
     try:
         top.chmod(0o755)
         plain = _results(_furnished(top / "plain"))
-        assert plain.count("errno") >= 8  # the namespace was entered, and refuses what it should
+        # The namespace was entered, and refuses what it should.
+        assert plain.count("errno") >= 8
         root = _furnished(top / "root")
         with Overlay(root, top / "w.sock"):
             assert _results(root) == plain

@@ -1,4 +1,4 @@
-"""A process of its own that does what it is told in directories: a real user, with his groups, umask, limits and locks.
+"""Actor process that runs file system operations as a real user, with its groups, umask, limits and locks.
 
     with Actor(ALICE) as alice:
         alice.do(top, "mkdir", ("name", 0o755))      ("done", None)
@@ -28,7 +28,7 @@ _LEAVE_SECONDS = 5
 
 
 class User(NamedTuple):
-    """Whom an actor is: the first group is the primary one."""
+    """User of an actor; the first group is the primary one."""
 
     uid: int
     groups: tuple[int, ...]
@@ -42,7 +42,7 @@ NOBODY = User(65534, (65534,))
 
 
 class Actor:
-    """The client's end of one process. One thread at a time may use it."""
+    """Client's end of one actor process. One thread at a time may use it."""
 
     def __init__(self, user: User = ROOT) -> None:
         self.user = user
@@ -59,11 +59,11 @@ class Actor:
         return self._process.pid
 
     def do(self, top: Path | str, what: str, args: tuple[Any, ...] = (), umask: int = 0o022) -> Any:
-        """The outcome of one operation of a Side on ``top``."""
+        """Carry out one operation of a Side on ``top``; return its outcome."""
         return self._call("do", os.fspath(top), what, args, umask)
 
     def start(self, top: Path | str, what: str, args: tuple[Any, ...] = (), umask: int = 0o022) -> None:
-        """The same without waiting for it; ``result`` waits."""
+        """Start one operation of a Side on ``top``; ``result`` waits for its outcome."""
         self._send("do", os.fspath(top), what, args, umask)
 
     def result(self) -> Any:
@@ -71,20 +71,20 @@ class Actor:
         return pickle.load(self._process.stdout)
 
     def start_call(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have the process call a function of an importable module; ``result`` waits for what it returns."""
+        """Have the process call a function of an importable module; ``result`` waits for its result."""
         self._send("call", function.__module__, function.__name__, args)
 
     def limit_file_size(self, size_bytes: int) -> None:
-        """RLIMIT_FSIZE from now on; SIGXFSZ is counted and not fatal (``signals``)."""
+        """Set RLIMIT_FSIZE; SIGXFSZ is counted and not fatal (``signals``)."""
         self._call("limit", size_bytes)
 
     def signals(self) -> int:
-        """How many SIGXFSZ there were since the last time."""
+        """Return how many SIGXFSZ came since the last call."""
         count: int = self._call("signals")
         return count
 
     def close_all(self) -> None:
-        """Nothing open any more, on any side."""
+        """Close every handle on every side."""
         self._call("close_all")
 
     def kill(self, number: int) -> None:
@@ -158,7 +158,7 @@ class _Server:
 
 
 def main() -> None:
-    """Does what comes on standard input until it ends."""
+    """Carry out commands from standard input until it ends."""
     server = _Server()
     assert threading.active_count() == 1
     while True:

@@ -1,4 +1,7 @@
-"""Programs of other users against the sockets that everybody may connect to. Each is run by `second_user.run_as`, or kept running."""
+"""Attacker programs of other users against the sockets that every user may connect to.
+
+Each is run by `second_user.run_as`, or kept running.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from support.second_user import _BECOME, User
 IMPORTS = """
 import array, encodings.idna, os, socket, struct, sys, time
 from pathlib import Path
-from ciuic import pairing
+from ciuic.protocol import pairing
 from ciuic.errors import CiuicError
-from ciuic.readiness import receive_answer
-from ciuic.watch_client import Hello, introduce
+from ciuic.system.poll import receive_answer
+from ciuic.protocol.watch_client import Hello, introduce
 sys.path.insert(0, sys.argv.pop())
 from support.peers import connected, send_descriptors
 def hello(name="stranger"):
@@ -116,7 +119,7 @@ def _command(user: User, script: str, *arguments: str) -> list[str]:
 
 
 def attack(user: User, script: str, *arguments: str) -> str:
-    """What the program said."""
+    """Run the program to its end; return its output."""
     done = subprocess.run(
         _command(user, script, *arguments), capture_output=True, text=True, check=False, timeout=120, cwd="/"
     )
@@ -125,7 +128,7 @@ def attack(user: User, script: str, *arguments: str) -> str:
 
 @contextmanager
 def attacking(user: User, script: str, *arguments: str) -> Iterator[None]:
-    """The program is at it inside; it says `ready`, and ends when its standard input does."""
+    """Run the program for the block; it prints `ready`, and ends when its standard input does."""
     process = subprocess.Popen(
         _command(user, script, *arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
     )

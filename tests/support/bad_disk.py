@@ -1,4 +1,4 @@
-"""A disk with bad sectors that come and go: one file on a FUSE file system of our own, for a loop device to lie on.
+"""A disk with bad sectors that come and go: one file on our FUSE file system, for a loop device.
 
     python -m support.bad_disk IMAGE MOUNT_POINT BAD
 
@@ -13,20 +13,20 @@ import errno
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import pyfuse3
 import trio
 
 if TYPE_CHECKING:
-    from pyfuse3 import FileHandleT, FileNameT, FlagT, InodeT, ModeT, RequestContext
+    from pyfuse3 import FileHandleT, FileNameT, FlagT, InodeT, RequestContext
 
-_IMAGE_INODE = cast("InodeT", 2)
-_HANDLE = cast("FileHandleT", 1)
+_IMAGE_INODE: InodeT = 2
+_HANDLE: FileHandleT = 1
 
 
 class BadDisk(pyfuse3.Operations):
-    """One file."""
+    """FUSE operations on the one file."""
 
     def __init__(self, image: Path, bad: Path) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class BadDisk(pyfuse3.Operations):
         facts = os.fstat(self._fd)
         entry = pyfuse3.EntryAttributes()
         entry.st_ino = inode
-        entry.st_mode = cast("ModeT", 0o40700 if inode == pyfuse3.ROOT_INODE else 0o100600)
+        entry.st_mode = 0o40700 if inode == pyfuse3.ROOT_INODE else 0o100600
         entry.st_size, entry.st_blksize, entry.st_blocks = facts.st_size, 4096, facts.st_blocks
         return entry
 
@@ -70,11 +70,11 @@ class BadDisk(pyfuse3.Operations):
         return os.pwrite(self._fd, buf, off)
 
     async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
-        """The page cache below is as safe as this disk needs to be."""
+        """Do nothing: the page cache below is as safe as this disk needs to be."""
 
 
 def main() -> None:
-    """Serves until the mount is taken away."""
+    """Serve until the mount is removed."""
     image, point, bad = map(Path, sys.argv[1:])
     pyfuse3.init(BadDisk(image, bad), str(point), {"fsname=bad_disk"})
     try:

@@ -1,4 +1,4 @@
-"""A root with an overlay core over it, without a mount, and a repository in memory: capture with everything under control."""
+"""Capture bench: a root with an overlay core over it, without a mount, and a repository in memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from support.memory_repository import MemoryRepository
 from support.snapshot_manifest import snapshot_manifest
 from support.trees import Manifest, assert_same, manifest
 
-from ciuic.daemon import capture_root
-from ciuic.daemon.capture_job import RootJob
-from ciuic.daemon.capture_root import Report
-from ciuic.fuse_layer.core import Cut, OverlayCore
-from ciuic.fuse_layer.ledger import Inherited
-from ciuic.fuse_layer.undo_format import LogReader
+from ciuic.daemon.capture import root
+from ciuic.daemon.capture.job import RootJob
+from ciuic.daemon.capture.root import Report
+from ciuic.fuse_layer.core.core import OverlayCore, SealedEpoch
+from ciuic.fuse_layer.formats.undo_format import LogReader
+from ciuic.fuse_layer.journal.inherited_session import InheritedSession
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, RootRecord, SnapshotDraft, SnapshotId
 
 BLOCK = 4096
@@ -29,7 +29,7 @@ ROOT_PATH = b"/protected"
 
 
 class Bench:
-    """A root with a core over it and a repository for its snapshots."""
+    """Root with a core over it and a repository for its snapshots."""
 
     def __init__(self, top: Path, excludes: tuple[str, ...] = ()) -> None:
         self.backing = top / "backing"
@@ -40,9 +40,9 @@ class Bench:
         self.core = OverlayCore(self.backing_fd, session=SESSION, block_size=BLOCK)
         self.driver = CoreDriver(self.core, BLOCK)
         self.repository = MemoryRepository(top, BLOCK)
-        self.at_cut: dict[int, tuple[Cut, Manifest, set[int]]] = {}
+        self.at_cut: dict[int, tuple[SealedEpoch, Manifest, set[int]]] = {}
         self.gaps: set[int] = set()
-        """Epochs in which tracking had a gap: the first, and those in which something changed that no known name leads to."""
+        """Epochs in which tracking had a gap: the first, and those with a change below no known name."""
 
     def close(self) -> None:
         self.driver.close_all()
@@ -50,18 +50,22 @@ class Bench:
         os.close(self.backing_fd)
 
     def start_again(self, session: str) -> None:
-        """A new worker's core takes the place of one that was saved or lost; its handles and pending epochs are gone."""
+        """Replace the core, saved or lost, by a new worker's; its handles and pending epochs are gone."""
         self.core.close()
         self.session = session
         self.core = OverlayCore(self.backing_fd, session=session, block_size=BLOCK)
         self.driver = CoreDriver(self.core, BLOCK)
 
     def succeed(self) -> bool:
-        """The worker is killed between two operations, and a successor goes on; its handles are gone here. Whether it took up what
-        was sealed: where it did not, nothing is pending any more."""
+        """Replace the core by a successor's, as if the worker was killed between two operations.
+
+        Return whether the successor took up the sealed epochs; otherwise nothing is pending any more.
+        """
         pending = self.core.status()["pending"]
         self.core.close()
-        self.core = OverlayCore(self.backing_fd, session="6" * 32, block_size=BLOCK, inherited=Inherited())
+        self.core = OverlayCore(
+            self.backing_fd, session="6" * 32, block_size=BLOCK, inherited=InheritedSession()
+        )
         self.driver = CoreDriver(self.core, BLOCK)
         taken_up = self.core.session == self.session
         assert self.core.status()["pending"] == (pending if taken_up else [])
@@ -73,7 +77,7 @@ class Bench:
             self.driver.do(operation)
 
     def cut(self, *, observe: bool = True) -> int:
-        """Ends the epoch; `observe` notes what is there, which reads it all."""
+        """End the epoch; `observe` records everything there, and so reads it all."""
         writers = self.driver.open_for_writing()
         complete = self.core._state.tracker.current.complete
         cut = self.core.cut()
@@ -85,7 +89,7 @@ class Bench:
     def snapshot(
         self, meanwhile: Sequence[Operation] = (), *, trust: bool = True
     ) -> tuple[RootRecord, Report]:
-        """Cut, capture, and compare with what was there at the cut."""
+        """Cut, capture, and compare with the state at the cut."""
         record, report = self.capture(self.cut(), meanwhile, trust=trust)
         self.check(record, report)
         return record, report
@@ -99,7 +103,7 @@ class Bench:
         interfere: Callable[[], None] = lambda: None,
         tags: tuple[str, ...] = (),
     ) -> tuple[RootRecord, Report]:
-        """Captures the epoch while `meanwhile` happens, one operation before each look into the log; commits."""
+        """Capture the epoch and commit; run one operation of `meanwhile` before each look into the log."""
         waiting = iter(meanwhile)
 
         def before_each_poll() -> None:
@@ -120,7 +124,7 @@ class Bench:
         report = Report(lambda _: None)
         writer = self.repository.writer()
         with slow_log(before_each_poll):
-            record, _ = capture_root.capture_root(job, self.repository, writer, report)
+            record, _ = root.capture_root(job, self.repository, writer, report)  # type: ignore[arg-type]
         cut = self.at_cut[epoch][0]
         writer.commit(
             SnapshotDraft(
@@ -158,6 +162,8 @@ class Bench:
 
 @contextmanager
 def slow_log(interfere: Callable[[], None]) -> Iterator[None]:
+    """Call ``interfere`` before each read of the undo log by a capture in this process."""
+
     class SlowLog(LogReader):
         def poll(self) -> int:
             interfere()
@@ -166,13 +172,13 @@ def slow_log(interfere: Callable[[], None]) -> Iterator[None]:
     def open_slow_log(undo_fd: int, epoch: int) -> LogReader:
         return SlowLog(f"/proc/self/fd/{undo_fd}/log", epoch)
 
-    with mock.patch.object(capture_root, "open_log", open_slow_log):
+    with mock.patch.object(root, "open_log", open_slow_log):
         yield
 
 
 @contextmanager
 def bench(excludes: tuple[str, ...] = (), *, below: Path | None = None) -> Iterator[Bench]:
-    """``below``: where to make it, if the file system matters."""
+    """Provide a bench, made in ``below`` if the file system matters."""
     top = Path(tempfile.mkdtemp(prefix="ciuic-capture-", dir=below))
     made = Bench(top, excludes)
     try:

@@ -1,4 +1,4 @@
-"""One epoch of a mounted overlay captured by the real capture process, and what the snapshot has of each file."""
+"""Capture of one epoch of a mounted overlay by the real capture process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import NamedTuple
 from support.overlay import Overlay
 from support.stored import read_file
 
-from ciuic.daemon.capture_job import CaptureJob, Done, RootJob, decode_message, encode_job
+from ciuic.daemon.capture.job import CaptureJob, Done, RootJob, decode_message, encode_job
 from ciuic.repository import Repository
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, RootRecord, SnapshotId, lag_of
 
 _CAPTURE_SECONDS = 200
-"""A capture yields to everybody: on a machine with twenty busy processes it takes a minute."""
+"""Timeout of a capture, which yields to all other processes: beside twenty busy ones it takes a minute."""
 
 
 class Found(NamedTuple):
@@ -25,9 +25,9 @@ class Found(NamedTuple):
 
     content: bytes
     is_open: bool
-    """It was open for writing at the cut."""
+    """True if the file was open for writing at the cut."""
     lag_ms: int | None
-    """By how much its content may be later than the cut; None where it is held."""
+    """Milliseconds by which its content may be later than the cut; None if it is held."""
 
     @property
     def held(self) -> bool:
@@ -39,7 +39,7 @@ def captured(
 ) -> dict[bytes, Found]:
     """Capture the epoch, commit it, and return the regular files of the root by their paths below it.
 
-    ``reads``: with their content.
+    With ``reads``, each with its content.
     """
     root = RootJob(
         path=os.fsencode(overlay.root),
@@ -51,7 +51,7 @@ def captured(
     name = f"cs-{epoch:06x}"
     job = CaptureJob(repository=os.fspath(store), id=name, time_ns=cut_ns, host="h", roots=(root,))
     process = subprocess.run(
-        [sys.executable, "-m", "ciuic.daemon.capture"],
+        [sys.executable, "-m", "ciuic.daemon.capture.process"],
         input=encode_job(job),
         stdout=subprocess.PIPE,
         pass_fds=(overlay.backing_fd,),

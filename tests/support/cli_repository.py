@@ -1,4 +1,4 @@
-"""A real repository for the tests of commands, filled through the Writer with trees written down as dictionaries."""
+"""Real repository for the tests of commands, filled through the Writer with trees given as dictionaries."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ciuic.repository import Repository, Writer, is_zero
 from ciuic.types import HOLE, Entry, RootRecord, SnapshotDraft, SnapshotId, TreeRef
 
 Tree = Mapping[bytes, Union[bytes, "Tree", Entry]]
-"""name → content of a file, another directory, or an entry as it is."""
+"""Map from name to the content of a file, another directory, or a ready entry."""
 
 SECOND_NS = 1_000_000_000
 FIRST_NS = 1_686_834_000 * SECOND_NS
-"""2023-06-15 13:00:00 UTC: the cut of the first snapshot; each further one is an hour later."""
+"""Cut of the first snapshot, 2023-06-15 13:00:00 UTC; each further one is an hour later."""
 
 
 def store_file(writer: Writer, block_size: int, name: bytes, content: bytes, **fields: Any) -> Entry:
-    """A regular file's entry; zero blocks are holes."""
+    """Store a file and return its entry; zero blocks are holes."""
     blocks = {}
     for number, offset in enumerate(range(0, len(content), block_size)):
         block = content[offset : offset + block_size]
@@ -43,7 +43,7 @@ def store_file(writer: Writer, block_size: int, name: bytes, content: bytes, **f
 
 
 def store_tree(writer: Writer, block_size: int, tree: Tree) -> TreeRef:
-    """A directory and everything below it."""
+    """Store a directory and everything below it; return its entry."""
     changes: dict[bytes, Entry | None] = {}
     for name, what in tree.items():
         if isinstance(what, Entry):
@@ -70,7 +70,7 @@ def directory(name: bytes, below: TreeRef) -> Entry:
 
 
 class CliRepository:
-    """A repository, and the program run on it."""
+    """Repository, and the program run on it."""
 
     def __init__(self, path: Path, root: Path) -> None:
         Repository.create(path).close()
@@ -103,8 +103,8 @@ class CliRepository:
             return writer.commit(draft).id
 
     def run(self, *arguments: str | bytes, **kwargs: Any) -> Result:
-        """``ciuic --repo … arguments``; bytes are arguments as a shell would pass them."""
+        """Run ``ciuic --repo … arguments``; bytes are arguments as a shell would pass them."""
         words = [os.fsdecode(argument) for argument in arguments]
-        # /dev/null is an empty configuration: the machine's own has no part in a test.
+        # The file /dev/null is an empty configuration: the machine's own must not affect a test.
         environment = {"CIUIC_CONFIG": "/dev/null", "CIUIC_REPO": str(self.path)} | kwargs.pop("env", {})
         return CliRunner().invoke(cli, words, env=environment, **kwargs)

@@ -1,4 +1,4 @@
-"""What several processes with several threads each do at once in one directory (run by actors, judged by the test).
+"""Contests of several processes with several threads in one directory (run by actors, judged by the test).
 
 Every function runs ``threads`` threads, and returns what each of them did.
 """
@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 from support.core_driver import FOLDERS, NAMES, Operation
 from support.mount_driver import KINDS, MountDriver
 
-from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer.system import syscalls
 
 RECORD_BYTES = 64
 SLOT_BYTES = 64
-"""What each thread has of a mapping that all share: less than a page, so that pages are shared too."""
+"""Bytes of each thread in a mapping that all share: less than a page, so that pages are shared too."""
 _AT_FDCWD = -100
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def _at_once(threads: int, work: Callable[[int], T]) -> list[T]:
 
 
 def histories(top: str, name: str, threads: int, seed: int, steps: int) -> None:
-    """Each thread carries out random operations, decided by the seed, in a directory of its own below ``top``."""
+    """Carry out random operations, decided by the seed, in one directory for each thread below ``top``."""
 
     def work(number: int) -> None:
         folder = f"{top}/{name}-{number}"
@@ -72,7 +72,7 @@ def histories(top: str, name: str, threads: int, seed: int, steps: int) -> None:
 
 
 def appends(top: str, name: str, threads: int, count: int) -> None:
-    """Numbered records of RECORD_BYTES into one log with O_APPEND."""
+    """Append numbered records of RECORD_BYTES to one log with O_APPEND."""
 
     def work(number: int) -> None:
         fd = os.open(f"{top}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -87,7 +87,7 @@ def appends(top: str, name: str, threads: int, count: int) -> None:
 
 
 def counting(top: str, how: str, threads: int, count: int) -> None:
-    """Each thread adds 1 to a number in a file ``count`` times, under a lock of the kind ``how``."""
+    """Add 1 to a number in a file ``count`` times in each thread, under a lock of the kind ``how``."""
 
     def work(_number: int) -> None:
         fd = os.open(f"{top}/number", os.O_RDWR | os.O_CREAT, 0o666)
@@ -108,7 +108,8 @@ def _locked(top: str, fd: int, how: str) -> Any:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
         fcntl.flock(fd, fcntl.LOCK_UN)
-    elif how == "lockf":  # of processes: its threads would not exclude each other
+    elif how == "lockf":
+        # Locks of processes: threads of one process would not exclude each other.
         fcntl.lockf(fd, fcntl.LOCK_EX)
         yield
         fcntl.lockf(fd, fcntl.LOCK_UN)
@@ -124,7 +125,7 @@ def _locked(top: str, fd: int, how: str) -> Any:
 
 
 def stores(top: str, first: int, threads: int, count: int) -> None:
-    """Each thread stores ``count`` numbers one after the other in its own place of a shared mapping."""
+    """Store ``count`` numbers one after the other in each thread's own slot of a shared mapping."""
 
     def work(number: int) -> None:
         fd = os.open(f"{top}/shared", os.O_RDWR)
@@ -159,7 +160,7 @@ _LOST = (errno.EEXIST, errno.ENOENT)
 
 
 def races(top: str, name: str, threads: int, rounds: int) -> list[tuple[str, int]]:
-    """Of every kind and round (kind, number), those that one of our threads won. The places are made by the test."""
+    """Return each race (kind, number) that a thread of this process won. The test makes the directories."""
 
     def work(number: int) -> list[tuple[str, int]]:
         won = []

@@ -1,4 +1,4 @@
-"""Random operations on an overlay core with no mount: a small universe of paths, so that operations meet each other."""
+"""Random operations on an overlay core with no mount: few paths, so that operations collide."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from unittest import mock
 
 import hypothesis.strategies as st
 
-from ciuic.fuse_layer import syscalls
-from ciuic.fuse_layer.core import ROOT_ID, Attr, Caller, OverlayCore, SetAttr
-from ciuic.fuse_layer.syscalls import FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
+from ciuic.fuse_layer.core.core import ROOT_ID, Attr, Credentials, OverlayCore, SetAttr
+from ciuic.fuse_layer.system import syscalls
+from ciuic.fuse_layer.system.syscalls import FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 
-ROOT = Caller(0, 0)
+ROOT = Credentials(0, 0)
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 FOLDERS = (b"", b"", b"d", b"e", b"d/f", b"e/f")
 NAMES = (b"a", b"\xff\n", b"d", b"e", b"f")
 
 Operation = tuple[str, int, int, int]
-"""What to do, two numbers that choose paths, one that chooses how."""
+"""Operation: its name, two numbers that choose paths, one that chooses the variant."""
 
 
 def path_of(number: int) -> bytes:
@@ -34,7 +34,7 @@ PATHS = len(FOLDERS) * len(NAMES)
 
 
 class CoreDriver:
-    """Carries out operations on one core; those that cannot be done (no such name, wrong type) do nothing."""
+    """Driver of operations on one core; impossible ones (no such name, wrong type) do nothing."""
 
     def __init__(self, core: OverlayCore, block_size: int) -> None:
         self.core = core
@@ -72,7 +72,7 @@ class CoreDriver:
             self._kinds[kind](path_of(one), path_of(other), how)
 
     def furnish(self) -> None:
-        """Something of everything to begin with, so that operations find what they need."""
+        """Make one of every kind of file, so that operations find operands."""
         for path in (b"d", b"e", b"d/f", b"e/f"):
             self._mkdir(path, b"", 1)
         for number, path in enumerate(
@@ -88,7 +88,7 @@ class CoreDriver:
             self.core.release(self._handles.pop())
 
     def open_for_writing(self) -> set[int]:
-        """Inode numbers of what a handle can write to now."""
+        """Return inode numbers of files that a handle can write to now."""
         return {os.fstat(self.core._state.file(handle).fd).st_ino for handle in self._handles}
 
     def node(self, path: bytes) -> int:
@@ -98,12 +98,12 @@ class CoreDriver:
         return node
 
     def _seen(self, attr: Attr) -> int:
-        """The kernel counts what it was told of a node, to forget it all at once some day."""
+        """Count a lookup of the node, as the kernel does, to forget all at once later."""
         self._lookups[attr.node] = self._lookups.get(attr.node, 0) + 1
         return attr.node
 
     def _forget(self, _path: bytes, _other: bytes, _how: int) -> None:
-        """The kernel drops its caches."""
+        """Forget nodes as if the kernel dropped its caches."""
         lookups, self._lookups = self._lookups, {}
         for node, count in lookups.items():
             self.core.forget(node, count)
@@ -148,7 +148,7 @@ class CoreDriver:
             self.core.release(handle)
 
     def _share(self, path: bytes, _other: bytes, how: int) -> None:
-        """With extents from elsewhere, which are copied here: what is to be right is what is noted and saved."""
+        """Share extents of another file into this one, here by copying: notes and saved blocks matter."""
         node = self.node(path)
         if not stat.S_ISREG(self.core.getattr(node).st.st_mode):
             return
@@ -189,7 +189,8 @@ class CoreDriver:
 
     def _chmod(self, path: bytes, _other: bytes, how: int) -> None:
         node = self.node(path)
-        is_symlink = stat.S_ISLNK(self.core.getattr(node).st.st_mode)  # of these the kernel changes no mode
+        # The kernel changes no mode of a symbolic link.
+        is_symlink = stat.S_ISLNK(self.core.getattr(node).st.st_mode)
         self.core.setattr(node, SetAttr(mode=None if is_symlink else 0o600 + how, uid=how))
 
     def _xattr(self, path: bytes, _other: bytes, how: int) -> None:
@@ -200,7 +201,8 @@ class CoreDriver:
 
     def _open(self, path: bytes, _other: bytes, how: int) -> None:
         node = self.node(path)
-        if stat.S_ISREG(self.core.getattr(node).st.st_mode):  # nothing else is ever opened through a mount
+        # A mount opens regular files only.
+        if stat.S_ISREG(self.core.getattr(node).st.st_mode):
             self._handles.append(self.core.open(node, os.O_RDWR | (os.O_TRUNC if how == 5 else 0)))
 
     def _write_open(self, _path: bytes, _other: bytes, how: int) -> None:
@@ -224,13 +226,14 @@ class CoreDriver:
                 continue
             try:
                 self.core.unlink(node, name)
-            except OSError:  # a directory
+            except OSError:
+                # The name is a directory.
                 self._remove_below(self._seen(self.core.lookup(node, name)))
                 self.core.rmdir(node, name)
 
 
 def copy_range(source: int, source_offset: int, length: int, target: int, offset: int) -> None:
-    """In place of syscalls.clone_range, on any file system."""
+    """Copy in place of syscalls.clone_range, on any file system."""
     os.pwrite(target, os.pread(source, length, source_offset), offset)
 
 

@@ -1,8 +1,9 @@
-"""Every structure of a repository, every damage to it, and what must come of it.
+"""Damage to every structure of a repository, and the judgement of the result.
 
-`Repo` makes a small repository that has all structures: sealed packs and unsealed ones, trees of several levels, block
-maps of two, a link table, attributes in a chunk, numbers as planes, beside their twins and as differences from those, marks, an index. `structures` says where each lies; `plant` damages
-one; `judge` asks of what is left all that is promised, and raises AssertionError where it is not kept.
+`Repo` makes a small repository that has all structures: sealed packs and unsealed ones, trees of several
+levels, block maps of two, a link table, attributes in a chunk, numbers as planes, beside their twins and as
+differences from those, marks, an index. `structures` says where each lies; `plant` damages one; `judge`
+checks every promise on what is left, and raises AssertionError where one is broken.
 """
 
 from __future__ import annotations
@@ -20,67 +21,69 @@ from typing import NamedTuple
 from support import trees
 from support.restoring import take, write
 
-from ciuic.check import check
 from ciuic.errors import Damaged, NotFound
-from ciuic.gc import CollectionRefused, prune
+from ciuic.maintenance.check import check
+from ciuic.maintenance.prune import CollectionRefused, prune
+from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Repository, Walker
-from ciuic.repository import packformat as pf
-from ciuic.repository.coding import Codec, Twin
+from ciuic.repository.codecs.byte_planes import Widening
+from ciuic.repository.codecs.byte_planes_math import BFLOAT16
+from ciuic.repository.codecs.codec import Codec, TwinBase
+from ciuic.repository.codecs.compression import Content
 from ciuic.repository.config import CONFIG_NAMES, read_config
-from ciuic.repository.index import INDEX_NAME
-from ciuic.repository.lanes import BFLOAT16
+from ciuic.repository.format import pack_format as pf
+from ciuic.repository.format.tree_format import name_level
+from ciuic.repository.index.database import INDEX_NAME
 from ciuic.repository.model import ChunkLocation
-from ciuic.repository.packing import Content
-from ciuic.repository.packs import Packs
-from ciuic.repository.planes import Widening
-from ciuic.repository.treeformat import name_level
+from ciuic.repository.packs.pack_directory import Packs
 from ciuic.restore import execute, plan_restore
 from ciuic.retention import RetentionPolicy
 from ciuic.types import ChunkId, SnapshotId
-from ciuic.verify import verify_snapshots
 
 BLOCK = 4096
 _BORDER_NAMES = ((2, 2), (1, 4), (0, 20))
-"""(level of the border that a name is, how many of them): few names that make a tree of three levels."""
+"""Pairs of (level of a border name, number of such names): few names that make a tree of three levels."""
 _DUPLICATE = "ffffffff0"
-_JOURNAL = b".ciuic-restore"  # of a restore that is not complete
+# The mark of an unfinished restore.
+_JOURNAL = b".ciuic-restore"
 _KEEP_LAST = RetentionPolicy(keep_within_seconds=0, keep_last=1)
 
 
 class Structure(NamedTuple):
-    """One structure: a whole file, or a stretch of one."""
+    """Structure of a repository: a whole file, or a range of one."""
 
     kind: str
     file: Path
-    """Relative to the repository."""
+    """Path relative to the repository."""
     start: int = 0
     end: int = -1
-    """-1: the whole file."""
+    """End of the range; -1 for the whole file."""
 
 
 @dataclass
 class Made:
-    """The repository as it was before anything was damaged."""
+    """Repository as it was before any damage."""
 
     top: Path
     repository: Path
     root: Path
     older_index: Path
-    """The index as it was before the last snapshot."""
+    """Copy of the index from before the last snapshot."""
     snapshots: list[SnapshotId] = field(default_factory=list)
     manifests: dict[SnapshotId, trees.Manifest] = field(default_factory=dict)
     structures: list[Structure] = field(default_factory=list)
 
 
 def make(top: Path) -> Made:
-    """Two snapshots that share most of what they have; the first is marked."""
+    """Make two snapshots that share most of their content; the first is marked."""
     root = top / "root"
     dice = random.Random(7)
     write(root / "noise", dice.randbytes(9 * BLOCK + 5))
     write(root / "text", b"all work and no play " * 3000)
     write(root / "two names", dice.randbytes(2 * BLOCK))
     (root / "many").mkdir()
-    with open(root / "sparse", "wb") as file:  # more than 1024 blocks: two levels of map, four chunks
+    # More than 1024 blocks: two levels of map, four chunks.
+    with open(root / "sparse", "wb") as file:
         for at in (0, 500, 1100, 1200):
             os.pwrite(file.fileno(), dice.randbytes(BLOCK), at * BLOCK)
     os.link(root / "two names", root / "many" / "another")
@@ -94,7 +97,8 @@ def make(top: Path) -> Made:
         _take(made, repository)
     _copy_index(made)
     with Repository.open(made.repository) as repository:
-        with repository.writer(pack_bytes=1) as writer:  # fills up the packs there are: they are sealed
+        # Fills the existing packs, so that they are sealed.
+        with repository.writer(pack_bytes=1) as writer:
             writer.put_chunk(dice.randbytes(BLOCK))
             writer.put_xattrs([(b"user.filler", dice.randbytes(5000))])
             writer.flush()
@@ -111,8 +115,11 @@ def make(top: Path) -> Made:
 def _store_numbers(
     repository: Repository, root: Path, dice: random.Random, bases: list[ChunkId] | None = None
 ) -> list[ChunkId]:
-    """A file of numbers, whose blocks are in the repository with codecs before anybody takes a snapshot of it; with ``bases`` as
-    the differences from the file that it was; without, half of it beside numbers of 16 bits in a file of their own."""
+    """Store a file of numbers whose blocks the repository has with codecs before any snapshot of it.
+
+    With ``bases``, store it as differences from the earlier file; without, half of it beside 16-bit numbers
+    in a file of their own.
+    """
     path = root / "numbers"
     if bases is None:
         numbers = [dice.gauss(0, 0.02) for _ in range(2 * BLOCK // 4)]
@@ -125,10 +132,10 @@ def _store_numbers(
         if bases:
             codecs = [Codec("difference", 4, base) for base in bases]
         else:
-            halves = b"".join(data[at + 2 : at + 4] for at in range(0, len(data), 4))
-            write(root / "halves", halves)
-            base = writer.put_chunks([Content(halves, codec=Codec("planes", 2))])[0]
-            twin = Twin(base, Widening(BFLOAT16, BLOCK // 4))
+            upper_halves = b"".join(data[at + 2 : at + 4] for at in range(0, len(data), 4))
+            write(root / "halves", upper_halves)
+            base = writer.put_chunks([Content(upper_halves, codec=Codec("planes", 2))])[0]
+            twin = TwinBase(base, Widening(BFLOAT16, BLOCK // 4))
             codecs = [Codec("planes", 4), Codec("twin", 4, twin=twin)]
         contents = [Content(block, codec=codec) for block, codec in zip(blocks, codecs, strict=True)]
         stored = writer.put_chunks(contents)
@@ -137,7 +144,7 @@ def _store_numbers(
 
 
 def _names_with_borders(seed: int) -> Iterator[bytes]:
-    """Names that end leaves and nodes of this repository's trees where that is wanted."""
+    """Return names that end leaves and nodes of this repository's trees at the chosen positions."""
     wanted = dict(_BORDER_NAMES)
     number = 0
     while any(wanted.values()):
@@ -159,7 +166,7 @@ def _copy_index(made: Made) -> None:
     shutil.copy(made.repository / INDEX_NAME, made.older_index)
 
 
-# --- where everything is
+# --- positions of all structures
 
 
 def _structures(made: Made) -> Iterator[Structure]:
@@ -191,7 +198,8 @@ def _pack_structures(packs: Packs, number: int, sealed: bool) -> Iterator[Struct
         )
         first = segment.offset + pf.SEGMENT_HEAD_BYTES
         yield Structure(f"record, {state}", file, first, first + pf.RECORD_BYTES)
-        if bases:  # none stands before the first
+        # No stretch stands before the first.
+        if bases:
             at = first + bases[0] * pf.RECORD_BYTES
             yield Structure("record of a base", file, at, at + pf.RECORD_BYTES)
         yield Structure(
@@ -205,7 +213,7 @@ def _pack_structures(packs: Packs, number: int, sealed: bool) -> Iterator[Struct
 
 
 def _chunk_structures(made: Made, repository: Repository) -> Iterator[Structure]:
-    """The payload of each kind of chunk, nodes by their level, each kind a few times."""
+    """Return the payload ranges of each kind of chunk, nodes by their level, each kind a few times."""
     seen: dict[str, int] = {}
     for id_ in made.snapshots:
         for reached in Walker(repository).walk(repository.snapshots.load(id_)):
@@ -237,12 +245,12 @@ FILE_DAMAGES = ("flip", "truncation", "missing", "empty", "swap", "duplicate", "
 
 
 def damages(structure: Structure) -> tuple[str, ...]:
-    """The damages that can be done to it."""
+    """Return the damages that can be done to the structure."""
     return FILE_DAMAGES if structure.end < 0 else STRETCH_DAMAGES
 
 
 def plant(made: Made, copy: Path, structure: Structure, damage: str, dice: random.Random) -> bool:
-    """Do it in ``copy``, a copy of the repository; False where this damage makes no difference to this structure."""
+    """Damage ``copy``, a copy of the repository; return False if this changes nothing here."""
     file = copy / structure.file
     before = file.read_bytes()
     if structure.end < 0:
@@ -264,7 +272,7 @@ def plant(made: Made, copy: Path, structure: Structure, damage: str, dice: rando
 
 
 def _swap_stretch(made: Made, copy: Path, structure: Structure, body: bytearray) -> None:
-    """Put there what another structure of the same kind has."""
+    """Overwrite the range with another structure of the same kind."""
     for other in made.structures:
         if other.kind == structure.kind and other != structure:
             data = (made.repository / other.file).read_bytes()[other.start : other.end]
@@ -309,7 +317,8 @@ def _plant_in_file(
 def _swap_files(copy: Path, file: Path, structure: Structure) -> bool:
     others = sorted(path for path in file.parent.iterdir() if path.is_file() and path.name != file.name)
     if structure.kind in ("config copy", "index", "lock"):
-        return False  # the same bytes, or the only one of its kind
+        # The damage gives the same bytes, or this structure is the only one of its kind.
+        return False
     if not others:
         return False
     data = others[0].read_bytes()
@@ -328,21 +337,24 @@ def _duplicate(file: Path, structure: Structure) -> bool:
     return True
 
 
-# --- what must be true afterwards
+# --- checks afterwards
 
 
 _HARMLESS = (("marks", "duplicate"), ("index", "flip"), ("index", "truncation"))
 
 
 def harmless(structure: Structure, damage: str) -> bool:
-    """Nothing is lost and nothing need be said: the lock holds no facts, a spare file of marks means nothing, and SQLite
-    notices not every byte of a file that is only a cache."""
+    """Return whether the damage loses nothing and need not be reported.
+
+    The lock holds no facts, a spare file of marks means nothing, and SQLite does not notice every byte of a
+    file that is only a cache.
+    """
     return structure.kind == "lock" or (structure.kind, damage) in _HARMLESS
 
 
 @dataclass
 class Found:
-    """What verify and check say."""
+    """Findings of verify and check."""
 
     words: list[str]
     opens: bool = True
@@ -351,13 +363,13 @@ class Found:
         return bool(self.words)
 
     def names(self, structure: Structure) -> bool:
-        """Whether somebody who reads it knows where to look: the file, or paths below the root."""
+        """Return whether the findings name the damaged file, or paths below the root."""
         wanted = (structure.file.name.removesuffix(".pack").removesuffix(".sqlite"), _DUPLICATE, "/root/")
         return any(name in words for words in self.words for name in wanted)
 
 
 def look(copy: Path) -> Found:
-    """What is said of it by verify and by check, which must end without anything but a CiuicError."""
+    """Run verify and check, which must raise nothing but a CiuicError; return their findings."""
     try:
         with Repository.open(copy) as repository:
             words = [
@@ -375,7 +387,7 @@ Came = dict[tuple[SnapshotId, bytes], trees.Facts]
 
 
 def readable(made: Made, copy: Path, target: Path) -> Came:
-    """Restores every snapshot; every file that comes back must be right. What came back whole."""
+    """Restore every snapshot, assert that every file is right, and return those that came back whole."""
     came: Came = {}
     with Repository.open(copy) as repository:
         for id_ in made.snapshots:
@@ -386,7 +398,7 @@ def readable(made: Made, copy: Path, target: Path) -> Came:
 def restored(
     repository: Repository, id_: SnapshotId, root: Path, target: Path, wanted: trees.Manifest
 ) -> Came:
-    """Restores one snapshot of `root`, compares, and returns what came back whole (directories apart)."""
+    """Restore one snapshot of `root`, compare, and return what came back whole (directories apart)."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     try:
@@ -406,7 +418,8 @@ def restored(
         assert facts.kind == wanted[path].kind, f"{id_}: {path!r} has another type"
         assert facts.digest == wanted[path].digest, f"{id_}: {path!r} has other content"
         if facts.kind == stat.S_IFDIR or path in failed:
-            continue  # a directory's times follow what is in it, and what failed was named
+            # A directory's times follow its content, and the failed entry was named.
+            continue
         expected = wanted[path]._replace(same_inode_as=b"")
         assert facts._replace(same_inode_as=b"") == expected, f"{id_}: {path!r} was restored wrong"
         came[id_, path] = expected
@@ -416,7 +429,7 @@ def restored(
 
 
 def judge(made: Made, copy: Path, structure: Structure, damage: str) -> None:
-    """All that is promised of a repository of which one structure is damaged. Changes ``copy``."""
+    """Check every promise on a repository of which one structure is damaged. Changes ``copy``."""
     target = copy.parent / "target"
     found = look(copy)
     assert found or harmless(structure, damage), "neither verify nor check found it"
@@ -425,7 +438,8 @@ def judge(made: Made, copy: Path, structure: Structure, damage: str) -> None:
     came = readable(made, copy, target)
     _prune_takes_nothing(made, copy, structure, damage)
     if (structure.kind, damage) == ("marks", "missing"):
-        came = {}  # nothing holds the first snapshot any more, so prune may have taken it
+        # No mark holds the first snapshot any more, so prune may have removed it.
+        came = {}
     after = readable(made, copy, target)
     assert came.keys() <= after.keys(), f"prune lost {came.keys() - after.keys()}"
     with Repository.open(copy) as repository:
@@ -437,11 +451,11 @@ def judge(made: Made, copy: Path, structure: Structure, damage: str) -> None:
             "it is not named for what is the difference from it"
         )
     if structure.kind in ("payload: data", "payload: data, difference") and damage != "truncation":
-        assert after == everything(made), "what the live files have was not healed"
-    _next_snapshot_is_whole(made, copy, target)
+        assert after == expected_restore(made), "what the live files have was not healed"
+    _next_snapshot_is_undamaged(made, copy, target)
 
 
-def everything(made: Made) -> Came:
+def expected_restore(made: Made) -> Came:
     return {
         (id_, path): facts._replace(same_inode_as=b"")
         for id_, manifest in made.manifests.items()
@@ -451,7 +465,7 @@ def everything(made: Made) -> Came:
 
 
 def _prune_takes_nothing(made: Made, copy: Path, structure: Structure, damage: str) -> None:
-    """The newest stays, and the other is held: nothing may go, whatever cannot be read."""
+    """Check that prune removes nothing: the newest snapshot stays and the other is held."""
     files = {path.name for path in (copy / "snapshots").iterdir()}
     try:
         with Repository.open(copy) as repository:
@@ -459,13 +473,14 @@ def _prune_takes_nothing(made: Made, copy: Path, structure: Structure, damage: s
     except CollectionRefused:
         removed = []
     if (structure.kind, damage) == ("marks", "missing"):
-        return  # then it is not held any more, and nothing that is damaged says so
+        # The snapshot is not held any more then, and nothing damaged reports it.
+        return
     assert removed == []
     assert {path.name for path in (copy / "snapshots").iterdir()} == files
 
 
-def _next_snapshot_is_whole(made: Made, copy: Path, target: Path) -> None:
-    """After a check that read everything, a new snapshot relies on nothing that is damaged."""
+def _next_snapshot_is_undamaged(made: Made, copy: Path, target: Path) -> None:
+    """Check that after a full check a new snapshot relies on nothing damaged."""
     with Repository.open(copy) as repository:
         new = take(repository, made.root)
         damages = verify_snapshots(repository, [new.id], checksum=True).damages
@@ -477,16 +492,16 @@ def _next_snapshot_is_whole(made: Made, copy: Path, target: Path) -> None:
 
 @dataclass
 class Tally:
-    """What was planted and what became of it."""
+    """Count of planted damages and their outcomes."""
 
     planted: int = 0
     meaningless: int = 0
-    """Of those, the ones of which nothing need be said."""
+    """Number of damages that need not be reported."""
     failures: list[str] = field(default_factory=list)
 
 
 def judge_all(made: Made, dice: random.Random, go_on: Callable[[], bool] = lambda: True) -> Tally:
-    """Each damage of each kind of structure once, at a structure and a place chosen by `dice`."""
+    """Plant each damage of each kind of structure once, in a place chosen by `dice`, and judge it."""
     by_kind: dict[str, list[Structure]] = {}
     for structure in made.structures:
         by_kind.setdefault(structure.kind, []).append(structure)

@@ -1,10 +1,11 @@
-"""Databases that commit numbered transactions, one process each, and what their restored directories hold.
+"""Databases that commit numbered transactions, one process each, and the check of their restored directories.
 
     python -m support.databases KIND WRITE FOLDER COUNTS    COUNTS: a file of 16 bytes, see ``Counts``
-    python -m support.databases KIND READ FOLDER            prints the first and the last number, and how many there are
+    python -m support.databases KIND READ FOLDER            prints the first and the last number, and their count
 
-Each transaction inserts its number; so a directory that shows one moment of the database opens, and holds the numbers from 1 to the
-last without a gap. Which programs are here is for the caller to find out (``missing``).
+Each transaction inserts its number; a directory that shows one moment of the database therefore opens, and
+holds the numbers from 1 to the last without a gap. The caller checks which databases are installed
+(``missing``).
 """
 
 from __future__ import annotations
@@ -36,15 +37,28 @@ _POLL_SECONDS: Final = 0.1
 _VALUE: Final = b"v" * 300
 _PROGRAMS: Final = ("initdb", "postgres", "psql")
 _SERVER: Final[dict[str, Any]] = {"user": 65534, "group": 65534, "extra_groups": []}
-"""PostgreSQL does not run as root; an account has to have this number, and nobody has."""
+"""Account of the server: PostgreSQL does not run as root, and no user has this number."""
 
 
 def missing(kind: str) -> str:
-    """What is not here of what the database takes; empty when nothing is."""
+    """Return the missing parts of the database's software, or an empty text."""
     if kind == "postgresql":
         return "" if all(map(shutil.which, _PROGRAMS)) else f"{', '.join(_PROGRAMS)} are not all installed"
     module = _MODULES[kind]
     return "" if importlib.util.find_spec(module) is not None else f"{module} is not installed"
+
+
+def wait_for_end_of_input(end: threading.Event) -> None:
+    """Set the event when standard input ends."""
+    sys.stdin.read()
+    end.set()
+
+
+def _end_server(server: subprocess.Popen[bytes], sockets: Path) -> None:
+    """End a database server and remove its sockets."""
+    server.send_signal(signal.SIGINT)
+    server.wait()
+    shutil.rmtree(sockets)
 
 
 def _key(number: int) -> bytes:
@@ -73,11 +87,13 @@ def _lmdb(folder: Path) -> tuple[Callable[[int], None], Callable[[], Iterator[in
 
     (folder / "lm").mkdir(exist_ok=True)
     path = folder / "lm" / "data.mdb"
-    reader = path.open("rb") if path.exists() else None  # as a reader that was there first
+    # Opens the file first, as a reader does that was there before.
+    reader = path.open("rb") if path.exists() else None
     environment: Any = lmdb.open(str(folder / "lm"), map_size=_MAP_BYTES, writemap=True)
 
     def commit(number: int) -> None:
-        assert reader is None or not reader.closed  # it stays open as long as this function lives
+        # Stays open as long as this function runs.
+        assert reader is None or not reader.closed
         with environment.begin(write=True) as transaction:
             transaction.put(_key(number), _VALUE)
 
@@ -112,14 +128,13 @@ def _postgresql(folder: Path) -> tuple[Callable[[int], None], Callable[[], Itera
     if is_new:
         quiet = subprocess.DEVNULL
         subprocess.run(["initdb", "-A", "trust", "-U", "pg", "-D", data], check=True, stdout=quiet, **_SERVER)
-    (data / "postmaster.pid").unlink(
-        missing_ok=True
-    )  # a restored one names the server that goes on elsewhere
+    # The file of a restored database names the server that runs on elsewhere.
+    (data / "postmaster.pid").unlink(missing_ok=True)
     options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={sockets}"]
     server = subprocess.Popen(
         ["postgres", "-D", data, *options], cwd="/", stderr=subprocess.DEVNULL, **_SERVER
     )
-    atexit.register(lambda: (server.send_signal(signal.SIGINT), server.wait(), shutil.rmtree(sockets)))
+    atexit.register(lambda: _end_server(server, sockets))
     ask = ["psql", "-qtAX", "-v", "ON_ERROR_STOP=1", "-h", str(sockets), "-U", "pg", "postgres"]
     ends = time.monotonic() + _START_SECONDS
     while subprocess.run([*ask, "-c", "SELECT 1"], capture_output=True, check=False).returncode:
@@ -134,13 +149,13 @@ def _postgresql(folder: Path) -> tuple[Callable[[int], None], Callable[[], Itera
     answers = client.stdout
     assert answers is not None
 
-    def tell(statement: str) -> None:
+    def send(statement: str) -> None:
         assert client.stdin is not None
         client.stdin.write(statement + ";\n")
         client.stdin.flush()
 
     def commit(number: int) -> None:
-        tell(f"INSERT INTO numbers VALUES ({number}, '{_VALUE.decode()}') RETURNING number")
+        send(f"INSERT INTO numbers VALUES ({number}, '{_VALUE.decode()}') RETURNING number")
         if int(answers.readline()) != number:
             raise RuntimeError("another number came back")
 
@@ -157,7 +172,7 @@ _OPEN: Final = {"rocksdb": _rocksdb, "lmdb": _lmdb, "sqlite": _sqlite, "postgres
 
 
 class Counts:
-    """The number whose transaction was begun last, and the last that is durable; shared through a file."""
+    """Number of the transaction begun last, and of the last durable one; shared through a file."""
 
     _PAIR = struct.Struct("<QQ")
 
@@ -184,11 +199,11 @@ class Counts:
 
 def _write(kind: str, folder: Path, counts: Counts) -> None:
     """Commit until standard input ends."""
-    over = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    end = threading.Event()
+    threading.Thread(target=wait_for_end_of_input, args=(end,), daemon=True).start()
     commit, numbers = _OPEN[kind](folder)
     number = max(numbers(), default=0)
-    while not over.is_set():
+    while not end.is_set():
         counts.set(number + 1, number)
         number += 1
         commit(number)

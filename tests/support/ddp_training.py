@@ -1,4 +1,4 @@
-"""A small DDP training in which the ranks differ: dropout, the order of the data, batch statistics, and what each has seen."""
+"""Small DDP training in which the ranks differ: dropout, data order, batch statistics, and data seen."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ciuic import SnapshotManager
-from ciuic.training import ranks
-from ciuic.training.policies import Interval, Moment, Rule
+from ciuic.training.policy.policies import Interval, Moment, Rule
+from ciuic.training.ranks import group
 
 EPOCHS = 3
 
@@ -28,7 +28,8 @@ class Numbers(Dataset[Any]):
         return 64
 
     def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full((8,), float(at)) + torch.rand(8), torch.tensor(at % 3)  # drawn while loading
+        # The noise is drawn while loading.
+        return torch.full((8,), float(at)) + torch.rand(8), torch.tensor(at % 3)
 
 
 class Run:
@@ -74,18 +75,18 @@ class Run:
             self.seen.append(float(x.sum()) + random.random() + float(loss.detach()))
 
     def digest(self) -> str:
-        whole = hashlib.sha256(
+        hasher = hashlib.sha256(
             repr((self.seen, self.scheduler.state_dict(), torch.rand(2).tolist(), random.random())).encode()
         )
         for value in self.model.state_dict().values():
-            whole.update(value.numpy().tobytes())
+            hasher.update(value.numpy().tobytes())
         for state in self.optimizer.state_dict()["state"].values():
-            whole.update(state["exp_avg"].numpy().tobytes())
-        return whole.hexdigest()
+            hasher.update(state["exp_avg"].numpy().tobytes())
+        return hasher.hexdigest()
 
 
 def train(rank: int, world: int, save_dir: str, result: str, step_seconds: float) -> None:
-    """To the end, from wherever it was; each rank writes RESULT-RANK."""
+    """Train to the end from the last snapshot; each rank writes RESULT-RANK."""
     run = Run(rank, world, save_dir, every_steps=3, max_snapshots=4)
     run.train(EPOCHS, step_seconds)
     run.manager.close()
@@ -94,7 +95,7 @@ def train(rank: int, world: int, save_dir: str, result: str, step_seconds: float
 
 
 class OnOneRank(Rule):
-    """Due at step 5, on rank 1 alone."""
+    """Rule that is due at step 5, on rank 1 alone."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -104,7 +105,7 @@ class OnOneRank(Rule):
 
 
 def agree(rank: int, world: int, save_dir: str, result: str) -> None:
-    """What one rank finds due is saved by all at one step; and an explicit save waits for nobody it need not wait for."""
+    """Save on all ranks at the step that one finds due; an explicit save waits only where it must."""
     run = Run(rank, world, save_dir, save_when=[OnOneRank(rank)])
     run.train()
     save = run.manager.save_snapshot(epoch=9, wait=True)
@@ -116,33 +117,34 @@ def agree(rank: int, world: int, save_dir: str, result: str) -> None:
 
 
 class Twice(Rule):
-    """Due at steps 4 and 8."""
+    """Rule that is due at steps 4 and 8."""
 
     def due(self, moment: Moment) -> bool:
         return moment.step in (4, 8)
 
 
 def dies_in_a_save(rank: int, world: int, save_dir: str, result: str) -> None:
-    """Rank 1 is killed between the agreement on a snapshot and its part of it. Rank 0 tells what there is then."""
+    """Kill rank 1 between the agreement on a snapshot and its part; rank 0 prints the snapshots."""
     run = Run(rank, world, save_dir, save_when=[Twice()])
-    gather = ranks.Ranks.gather
+    gather = group.Ranks.gather
 
-    def gather_or_die(self: ranks.Ranks, mine: Any) -> Any:
+    def gather_or_die(self: group.Ranks, mine: Any) -> Any:
         if self.rank and run.manager.step > 5:
             os._exit(9)
         return gather(self, mine)
 
-    ranks.Ranks.gather = gather_or_die  # type: ignore[method-assign]
+    group.Ranks.gather = gather_or_die  # type: ignore[method-assign]
     with suppress(RuntimeError):
         run.train()
     run.manager.close()
     found = [(one.facts.step, one.facts.world_size) for one in run.manager.list_snapshots()]
     Path(result).write_text(json.dumps({"snapshots": found, "failed": run.manager.stats.failed}))
-    os._exit(0)  # the process group cannot be ended without the other rank
+    # Ending the process group would need the other rank.
+    os._exit(0)
 
 
-def alone(rank: int, world: int, save_dir: str, result: str) -> None:
-    """Only rank 0 makes a manager, as many programs do."""
+def manager_on_rank_0(rank: int, world: int, save_dir: str, result: str) -> None:
+    """Make a manager on rank 0 only, as many programs do."""
     if rank == 0:
         run = SnapshotManager(save_dir, distributed=False)
         save = run.save_snapshot(model=torch.nn.Linear(2, 2), epoch=1, wait=True)
@@ -151,8 +153,8 @@ def alone(rank: int, world: int, save_dir: str, result: str) -> None:
 
 
 def rank_0_asks(rank: int, world: int, save_dir: str, result: str) -> None:
-    """`if rank == 0: manager.save_snapshot(…)`, where all ranks have registered and automatic snapshots are taken, too."""
-    ranks._COME_SECONDS = 0.5  # type: ignore[misc]
+    """Call save_snapshot on rank 0 only, with all ranks registered and automatic snapshots."""
+    group._COME_SECONDS = 0.5  # type: ignore[misc]
     run = Run(rank, world, save_dir, every_steps=7)
     for epoch in range(EPOCHS):
         run.sampler.set_epoch(epoch)
@@ -167,8 +169,8 @@ def rank_0_asks(rank: int, world: int, save_dir: str, result: str) -> None:
 
 
 def rank_0_registers(rank: int, world: int, save_dir: str, result: str) -> None:
-    """All ranks make a manager, with rules; and only rank 0 ever gives it anything to save."""
-    ranks._COME_SECONDS = ranks._BOUNDARY_SECONDS = 0.5  # type: ignore[misc]
+    """Make a manager with rules on all ranks, and register or save on rank 0 only."""
+    group._COME_SECONDS = group._BOUNDARY_SECONDS = 0.5  # type: ignore[misc]
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

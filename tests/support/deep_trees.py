@@ -10,7 +10,7 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def make_chain(top: Path, levels: int, name: bytes, *, files: int = 0) -> None:
-    """``levels`` directories of this name, one in the other, with ``files`` small files in each."""
+    """Make ``levels`` nested directories of this name, with ``files`` small files in each."""
     fd = os.open(top, _OPEN)
     for level in range(levels):
         for number in range(files):
@@ -23,7 +23,7 @@ def make_chain(top: Path, levels: int, name: bytes, *, files: int = 0) -> None:
 
 
 def levels_below(top: Path, name: bytes) -> int:
-    """How many directories of this name lie one in the other."""
+    """Return how many directories of this name are nested."""
     fd, levels = os.open(top, _OPEN), 0
     while True:
         try:
@@ -35,7 +35,7 @@ def levels_below(top: Path, name: bytes) -> int:
 
 
 def contents(top: Path, name: bytes) -> Iterator[dict[str, bytes]]:
-    """The files of each directory of the chain, from the top down."""
+    """Return the files of each directory of the chain, from the top down."""
     fd = os.open(top, _OPEN)
     try:
         while True:
@@ -56,7 +56,7 @@ def contents(top: Path, name: bytes) -> Iterator[dict[str, bytes]]:
 
 
 def remove_chain(top: Path, name: bytes) -> None:
-    """All of it: every directory is moved to the top before its own turn, so that nothing is deep."""
+    """Remove the whole chain, moving every directory to the top first, so that nothing is deep."""
     fd = os.open(top, _OPEN)
     try:
         while True:

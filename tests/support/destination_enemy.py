@@ -1,6 +1,6 @@
-"""An unprivileged user who owns the destination of a restore by root: a real process, asked for one step at a time.
+"""Unprivileged owner of the destination of a restore by root: a real process that takes one step per request.
 
-What the kernel lets that user do between two system calls of the restore is what happens; nothing is done with root's rights.
+Between two system calls of the restore it does what the kernel lets that user do, never with root's rights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 UID = GID = 47_613
-"""Numbers suffice: nobody need be in /etc/passwd."""
+"""User and group id, which need not be in /etc/passwd."""
 
 _PROGRAM = """
 import ctypes, errno, json, os, stat, sys
@@ -85,7 +85,7 @@ for line in sys.stdin:
 
 
 class DestinationEnemy:
-    """The living process; context manager."""
+    """Client of the living process; context manager."""
 
     def __init__(self, uid: int = UID) -> None:
         self._process = subprocess.Popen(
@@ -99,7 +99,7 @@ class DestinationEnemy:
         assert self._process.stdout.readline() == "ready\n"
 
     def do(self, step: str, *arguments: Path | str) -> Any:
-        """One of the program's functions with these arguments, carried out as that user."""
+        """Run one of the program's functions with these arguments as that user."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([step, [str(argument) for argument in arguments]]) + "\n")

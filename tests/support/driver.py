@@ -1,5 +1,8 @@
-"""What serves the mounts of these tests, by CIUIC_TEST_DRIVER: ``kernel``, ``pyfuse3``, or ``kernel-cached``, which is the
-kernel driver as on a kernel without passthrough: everything goes through the kernel's cache, written back."""
+"""Driver of the mounts in these tests, by CIUIC_TEST_DRIVER: ``kernel``, ``pyfuse3`` or ``kernel-cached``.
+
+The last is the kernel driver as on a kernel without passthrough: all data goes through the kernel's write
+cache.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from ciuic.fuse_layer.driver_choice import WITHOUT_PASSTHROUGH
 
 ASKED_FOR = os.environ.get("CIUIC_TEST_DRIVER", "kernel")
 DRIVER = "kernel" if ASKED_FOR == "kernel-cached" else ASKED_FOR
-"""As workers and the configuration know it."""
+"""Driver name, as workers and the configuration use it."""
 PASSES = ASKED_FOR == "kernel"
-"""Whether data may pass the worker by."""
+"""True if data may bypass the worker (passthrough)."""
 
 if ASKED_FOR == "kernel-cached":
-    os.environ[WITHOUT_PASSTHROUGH] = "1"  # inherited by every worker, whoever starts it
+    # Every worker inherits it, whichever process starts it.
+    os.environ[WITHOUT_PASSTHROUGH] = "1"

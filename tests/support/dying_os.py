@@ -1,4 +1,4 @@
-"""The death of a process at a chosen system call, simulated: `os` whose changing calls are steps, at one of which it dies."""
+"""Simulated death of a process at a chosen system call, one of the changing calls of an `os`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ ENDLESS: Final = -1
 
 
 class Killed(BaseException):
-    """The process is gone. No program catches it."""
+    """Death of the process. No program catches it."""
 
 
 class Steps:
-    """Countdown to the death; ``left``: steps until then, ENDLESS for none. Each call is two steps: before it and after it."""
+    """Countdown to the death; ``left``: steps until then, ENDLESS for none.
+
+    Each call is two steps: before it and after it.
+    """
 
     def __init__(self, left: int = ENDLESS) -> None:
         self.left = left
@@ -34,12 +37,13 @@ class Steps:
         if self.left > 0:
             self.left -= 1
             self.is_dead = self.is_dead or not self.left
-        if self.is_dead:  # and what is called while the stack unwinds is not carried out either
+        # Calls made while the stack unwinds are not carried out either.
+        if self.is_dead:
             raise Killed
 
 
 class DyingOs:
-    """`os` for the module under test: ``calls`` are steps, all else is the real thing."""
+    """Module `os` for the module under test: ``calls`` are steps, all else is the real thing."""
 
     def __init__(self, steps: Steps, calls: Collection[str] = NAME_CALLS) -> None:
         self._steps = steps

@@ -1,4 +1,4 @@
-"""Where files lie on the disk, and what of that they share with others (FIEMAP)."""
+"""Extents of files on the disk, and which of them are shared (FIEMAP)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _SHARED = 0x2000
 
 
 def shared_extents(path: Path) -> list[tuple[int, int]]:
-    """(physical offset, length) of what the file shares with others."""
+    """Return (physical offset, length) of the file's extents that other files share."""
     return extents(path, _SHARED)
 
 
 def extents(path: Path, flag: int = 0) -> list[tuple[int, int]]:
-    """(physical offset, length) of all that has this flag, or all."""
+    """Return (physical offset, length) of all extents with this flag, or of all."""
     found, start = [], 0
     with path.open("rb") as file:
         while True:

@@ -1,4 +1,4 @@
-"""Stand-ins for workers, store and capture, so that the daemon's own decisions can be tested without mounts."""
+"""Stand-ins for workers, store and capture, to test the daemon's own decisions without mounts."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import trio
 
-from ciuic.bypass import Bypasser
-from ciuic.daemon.alerts import Alerts
-from ciuic.daemon.capture_job import CaptureJob, Done, Failed, Progress
-from ciuic.daemon.capturing import Context
-from ciuic.daemon.events import EventBus
-from ciuic.daemon.runtime import RuntimeDirectory
-from ciuic.daemon.settings import RootSettings, Settings
-from ciuic.daemon.snapshots import Snapshots
-from ciuic.daemon.supervisor import RootSupervisor
-from ciuic.daemon.worker_process import Worker
+from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.runtime import RuntimeDirectory
+from ciuic.daemon.base.settings import RootSettings, Settings
+from ciuic.daemon.capture.job import CaptureJob, CaptureProgress, Done, Failed
+from ciuic.daemon.roots.supervisor import RootSupervisor
+from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
+from ciuic.daemon.snapshots.capturing import Context
+from ciuic.daemon.snapshots.snapshots import Snapshots
 from ciuic.errors import Unreachable
-from ciuic.fuse_layer.control_frames import CutReply, WorkerStatus
+from ciuic.protocol.worker_frames import CutReply, WorkerStatus
 from ciuic.repository.promised import Promise
+from ciuic.system.bypass import Bypasser
+from ciuic.system.urgency import Urgency
 from ciuic.types import SnapshotId
-from ciuic.urgency import Urgency
 
 
 class FakeOverlay:
-    """The control half of one worker: epochs, and a record of what was asked, in order."""
+    """Control half of one worker: epochs, and a record of requests in order."""
 
     def __init__(
         self, name: str = "", *, fail_on: Collection[str] = (), log: list[str] | None = None
@@ -52,14 +52,17 @@ class FakeOverlay:
 
 
 class FakeClient:
-    """One connection to a FakeOverlay."""
+    """Connection to a FakeOverlay."""
 
-    def __init__(self, overlay: FakeOverlay) -> None:
+    def __init__(self, overlay: FakeOverlay, session: str = "s") -> None:
         self.overlay = overlay
+        self._session = session
 
     def status(self) -> WorkerStatus:
         self.overlay.do("status")
-        return WorkerStatus(session="s", epoch=self.overlay.epoch, pending=tuple(self.overlay.pending))
+        return WorkerStatus(
+            session=self._session, epoch=self.overlay.epoch, pending=tuple(self.overlay.pending)
+        )
 
     def backing_fd(self) -> int:
         return os.open("/", os.O_PATH)
@@ -90,7 +93,8 @@ class FakeClient:
 
     def committed(self, epoch: int) -> None:
         self.overlay.do("committed")
-        if epoch in self.overlay.pending:  # a worker ignores epochs that it does not know
+        # A worker ignores epochs that it does not know.
+        if epoch in self.overlay.pending:
             self.overlay.pending.remove(epoch)
             self.overlay.committed.append(epoch)
 
@@ -111,23 +115,30 @@ class FakeClient:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Return when the condition holds; polled, for what other tasks and threads bring about. The caller limits the time."""
+    """Return when the condition holds, which other tasks and threads bring about.
+
+    The caller limits the time.
+    """
     while not condition():  # noqa: ASYNC110
         await trio.sleep(0.01)
 
 
 def sleeping_process() -> subprocess.Popen[bytes]:
-    """A process that does nothing until it is killed."""
+    """Start a process that does nothing until it is killed."""
     return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 
 
-class FakeWorker(Worker):
+class FakeWorker(OverlayWorker):
     """A real process (so that pidfds work) with a fake control channel."""
 
     def __init__(self, overlay: FakeOverlay, session: str) -> None:
         child = sleeping_process()
         super().__init__(
-            child.pid, os.open("/", os.O_PATH), session, lambda: FakeClient(overlay), child=child
+            child.pid,
+            os.open("/", os.O_PATH),
+            session,
+            lambda: cast("WorkerClient", FakeClient(overlay, session)),
+            child=child,
         )
         self.overlay = overlay
         self.child = child
@@ -137,9 +148,8 @@ class FakeWorker(Worker):
         if self._ended:
             return
         self._ended = True
-        os.kill(
-            self.pid, signal.SIGKILL
-        )  # not through Popen, which no longer knows a process that was let go
+        # Not through Popen, which has forgotten a process after it was released.
+        os.kill(self.pid, signal.SIGKILL)
         if self.child.returncode is None:
             self.child.wait()
         else:
@@ -212,7 +222,7 @@ def done(job: CaptureJob) -> Done:
 
 
 class FakeCapture:
-    """Answers as ``behaviours`` say, one a run, the last one for ever; may be held back at a gate."""
+    """Capture that answers by ``behaviours``, one per run, the last one for ever; a gate can hold it back."""
 
     def __init__(self, store: FakeStore, behaviours: Sequence[Behaviour], jobs: list[CaptureJob]) -> None:
         self.pid = 0
@@ -220,7 +230,7 @@ class FakeCapture:
         self._behaviours = behaviours
         self._jobs = jobs
         self.gate: trio.Event | None = None
-        self.progress: Progress | None = None
+        self.progress: CaptureProgress | None = None
         self.killed = ""
         self.urged: list[Urgency] = []
 
@@ -230,7 +240,7 @@ class FakeCapture:
         fds: Sequence[int],
         *,
         on_start: Callable[[int], None],
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[CaptureProgress], None],
         on_done: Callable[[Done], Awaitable[None]],
     ) -> Done | Failed:
         behaviour = self._behaviours[min(len(self._jobs), len(self._behaviours) - 1)]
@@ -267,19 +277,19 @@ class FakeCapture:
 
 
 class NoMounts:
-    """MountHooks that hand out prepared workers."""
+    """MountHooks that return prepared workers."""
 
-    def __init__(self, workers: Sequence[Worker | Exception]) -> None:
+    def __init__(self, workers: Sequence[OverlayWorker | Exception]) -> None:
         self.workers = list(workers)
         self.detached = 0
         self.mounted = True
         self.found: list[Bypasser] = []
         self.successions: list[bool] = []
-        """Of each succession, whether it was to track nothing."""
+        """One entry per succession: True if the successor was to track nothing."""
         self.forgotten = 0
-        """How often everybody else was told to let go of a session."""
+        """Number of requests to all other holders to release a session."""
 
-    async def establish(self, settings: RootSettings) -> Worker:
+    async def establish(self, settings: RootSettings) -> OverlayWorker:
         await trio.lowlevel.checkpoint()
         if not self.workers:
             await trio.sleep_forever()
@@ -292,7 +302,7 @@ class NoMounts:
     async def prepare_successor(self) -> None:
         await trio.lowlevel.checkpoint()
 
-    async def succeed(self, settings: RootSettings, dead: Worker, *, plain: bool) -> Worker:
+    async def succeed(self, settings: RootSettings, dead: OverlayWorker, *, plain: bool) -> OverlayWorker:
         self.successions.append(plain)
         return await self.establish(settings)
 
@@ -321,7 +331,7 @@ class NoMounts:
 
 
 class Bench:
-    """Snapshots over fake roots, with everything that it was told."""
+    """Snapshots over fake roots, with a record of every report."""
 
     def __init__(self, runtime: Path, *, behaviours: Sequence[Behaviour] = (done,)) -> None:
         self.time_ns = 10**18
@@ -332,8 +342,8 @@ class Bench:
         self.captures: list[FakeCapture] = []
         self.behaviours = list(behaviours)
         self.gates: list[trio.Event | None] = []
-        self.progress: Progress | None = None
-        """What each capture says before it ends."""
+        self.progress: CaptureProgress | None = None
+        """Progress that each capture reports before it ends."""
         self.roots: dict[str, RootSupervisor] = {}
         self.runtime = RuntimeDirectory(runtime)
         self.workers: list[FakeWorker] = []
@@ -363,15 +373,15 @@ class Bench:
         self.captures.append(capture)
         return capture
 
-    async def _flush(self, root: str, worker: Worker) -> bool:
+    async def _flush(self, root: str, worker: OverlayWorker) -> bool:
         await trio.lowlevel.checkpoint()
         self.flushed.append(root)
         return True
 
     def add_root(self, path: str, overlay: FakeOverlay, session: str = "s") -> FakeWorker:
-        """A mounted root."""
+        """Add a mounted root."""
 
-        async def on_session(path: str, worker: Worker) -> None:
+        async def on_session(path: str, worker: OverlayWorker) -> None:
             await trio.lowlevel.checkpoint()
 
         worker = FakeWorker(overlay, session)

@@ -17,12 +17,12 @@ Answer = Callable[[Any], tuple[int, Any]]
 
 
 def hang_up(_: object) -> tuple[int, Any]:
-    """Answer as a daemon does that is killed in the middle: the connection ends."""
+    """Close the connection in the middle of an answer, as a killed daemon does."""
     raise ConnectionResetError
 
 
 class FakeDaemon:
-    """Answers on a unix socket what the test put into ``answers``; keeps what it was asked in ``requests``."""
+    """Server on a unix socket that returns the test's ``answers`` and keeps the ``requests``."""
 
     def __init__(self, socket: Path) -> None:
         self.answers: dict[str, Answer] = {}
@@ -33,7 +33,8 @@ class FakeDaemon:
             protocol_version = "HTTP/1.1"
 
             def handle(self) -> None:
-                with suppress(ConnectionError):  # the caller, or `hang_up`, has ended the connection
+                # The caller, or `hang_up`, has closed the connection.
+                with suppress(ConnectionError):
                     super().handle()
 
             def do(self) -> None:
@@ -54,7 +55,7 @@ class FakeDaemon:
                 return "unix"
 
             def log_message(self, format: str, *args: object) -> None:
-                """Tests need no access log."""
+                """Drop the access log, which tests do not need."""
 
         class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
             daemon_threads = True

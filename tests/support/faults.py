@@ -1,8 +1,9 @@
-"""Faults in place: a real daemon and a real mount on small disks, a job that compares, and things that go wrong.
+"""Faults under a real daemon and a real mount on small disks, with a job that compares.
 
-``FAULTS`` names the faults. Each is a function of a ``Site`` that is well before and after: it causes something, waits
-until status says what is wrong, takes the cause away, and returns. ``Site.well`` then proves that ciuic recovered by
-itself: a scheduled snapshot is committed, no alert stands, and what it restores is what plain files have.
+``FAULTS`` names the faults. Each is a function of a ``Site`` that is well before and after: it causes the
+fault, waits until status reports it, takes the cause away, and returns. ``Site.check_recovered`` then proves that ciuic
+recovered by itself: a scheduled snapshot is committed, no alert is active, and what it restores equals the
+plain files.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ min_free = "64KiB"
 
 
 def command(*words: str | Path) -> None:
-    """Runs a program that must succeed."""
+    """Run a program that must succeed."""
     done = subprocess.run([str(word) for word in words], check=False, timeout=120, capture_output=True)
     if done.returncode:
         raise AssertionError(f"{' '.join(map(str, words))}: {done.stderr.decode(errors='replace')}")
@@ -63,7 +65,7 @@ class Disk:
         command("mount", "-o", "loop", self.image, self.point)
 
     def unmount(self) -> None:
-        """Waits for whoever is in it just now: a capture, a look by the daemon."""
+        """Unmount; wait for processes that use it just now: a capture, a check by the daemon."""
         wait_for(f"the unmounting of {self.point}", self._try_unmount, _PATIENCE_SECONDS)
 
     def _try_unmount(self) -> bool:
@@ -90,7 +92,7 @@ class Disk:
         )
 
     def shut_down(self) -> None:
-        """From now on every access fails with EIO, and what was not durable is lost: a disk that drops off the bus."""
+        """Fail every further access with EIO and lose what was not durable, as a lost disk does."""
         fd = os.open(self.point, os.O_RDONLY)
         try:
             fcntl.ioctl(fd, _EXT4_IOC_SHUTDOWN, struct.pack("I", _WITHOUT_LOG_FLUSH))
@@ -99,7 +101,7 @@ class Disk:
 
     @contextmanager
     def filled(self, *, leave_bytes: int = 0) -> Iterator[None]:
-        """With a file of ours taking all space but ``leave_bytes``, root's reserve too."""
+        """Fill the disk with one file to ``leave_bytes``, root's reserve too, for the block."""
         filler = self.point / ".filler"
         with open(filler, "wb", buffering=0) as file:
             _fill(file.fileno(), leave_bytes)
@@ -110,7 +112,7 @@ class Disk:
 
 
 class BreakingDisk(Disk):
-    """One whose sectors can break and be whole again: its image is served by bad_disk.py."""
+    """Disk whose sectors can break and heal: bad_disk.py serves its image."""
 
     def __init__(self, image: Path, point: Path, size_bytes: int, *, inodes: int = 4000) -> None:
         self._bad, self._served = image.with_suffix(".bad"), image.with_suffix(".served")
@@ -132,7 +134,7 @@ class BreakingDisk(Disk):
         command("mount", "-o", "loop", self._served / "image", self.point)
 
     def break_sectors(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
-        """Reading and writing them is EIO from now on; all of the disk when none are given."""
+        """Make these sectors answer reads and writes with EIO; all of the disk when none are given."""
         lines = "".join(f"{start} {end}\n" for start, end in tuple(ranges) or ((0, self._size_bytes),))
         temporary = self._bad.with_suffix(".new")
         temporary.write_text(lines)
@@ -142,13 +144,14 @@ class BreakingDisk(Disk):
         self._bad.unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """When everything that is mounted on it has been detached."""
+        """Stop the server once everything mounted on it has been detached."""
         self.mend()
         if self._server is None:
             return
         subprocess.run(["umount", "-l", str(self._served)], capture_output=True, timeout=60, check=False)
         try:
-            self._server.wait(30)  # the last user of the image lets go of it
+            # The last user of the image releases it.
+            self._server.wait(30)
         except subprocess.TimeoutExpired:
             self._server.kill()
             self._server.wait()
@@ -156,7 +159,8 @@ class BreakingDisk(Disk):
 
 def _fill(fd: int, leave_bytes: int) -> None:
     at, piece = 0, 8 * MIB
-    while piece >= 1024:  # the least block that a small ext4 has
+    # The smallest block of a small ext4.
+    while piece >= 1024:
         room = os.fstatvfs(fd).f_bavail * os.fstatvfs(fd).f_frsize - leave_bytes
         if room < piece:
             piece //= 2
@@ -171,7 +175,7 @@ def _fill(fd: int, leave_bytes: int) -> None:
 
 
 class Job(threading.Thread):
-    """Does the same to the protected directory and to a plain one, all the time, and notes every difference."""
+    """Job that does the same in the protected directory and a plain one, and records differences."""
 
     def __init__(self, root: Path, twin: Path, seed: int) -> None:
         super().__init__(daemon=True)
@@ -189,12 +193,13 @@ class Job(threading.Thread):
     def run(self) -> None:
         while not self._over.is_set():
             with self._gate:
-                self.once()
-            time.sleep(0.002)  # two cores, and others want some of them
+                self.do_one()
+            # Leaves some of two cores to other processes.
+            time.sleep(0.002)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Between two operations."""
+        """Pause the job between two operations for the block."""
         with self._gate:
             yield
 
@@ -202,8 +207,8 @@ class Job(threading.Thread):
         self._over.set()
         self.join()
 
-    def once(self) -> None:
-        """One random operation on both."""
+    def do_one(self) -> None:
+        """Do one random operation on both."""
         rng = self._rng
         kind = rng.choice(_OPERATIONS)
         folder, other_folder = (rng.choice(("", "d", "e", "d/f")) for _ in range(2))
@@ -301,7 +306,7 @@ _OPERATIONS = (
 
 
 class Site:
-    """Repository and root on disks of their own, a runtime directory on a tmpfs, a daemon, and the job at work."""
+    """Site with repository and root on disks of their own, a daemon, and a working job."""
 
     def __init__(self, top: Path, seed: int, *, interval: str = "2s") -> None:
         self.top, self.rng = top, random.Random(seed)
@@ -330,21 +335,21 @@ class Site:
         self.store.stop()
         self.disk.stop()
 
-    # -- what it looks like
+    # -- observation
 
     def status(self) -> dict[str, Any]:
-        """The daemon's document; it must always answer."""
+        """Return the daemon's status document; it must always answer."""
         document = self.live.json("status", expect=None)
         assert "roots" in document, f"the daemon does not answer: {document}\n{self.live.log_tail()}"
         return dict(document)
 
     def alert(self, *keys: str) -> dict[str, Any]:
-        """Waits for an alert with one of these keys; it must say since when."""
+        """Wait for an alert with one of these keys; it must state its start."""
 
-        def standing() -> dict[str, Any] | None:
+        def active_alert() -> dict[str, Any] | None:
             return next((one for one in self.status()["alerts"] if one["key"].split(":")[0] in keys), None)
 
-        found = self._await(f"an alert {keys}", standing)
+        found = self._await(f"an alert {keys}", active_alert)
         assert found["since"], found
         assert found["message"], found
         return dict(found)
@@ -353,7 +358,9 @@ class Site:
         return int(self.status()["roots"][0]["worker_pid"])
 
     def captures(self) -> list[int]:
-        return [pid for pid, words in self.live.processes().items() if "-m ciuic.daemon.capture " in words]
+        return [
+            pid for pid, words in self.live.processes().items() if "-m ciuic.daemon.capture.process " in words
+        ]
 
     def _await(self, what: str, condition: Callable[[], Any]) -> Any:
         try:
@@ -362,8 +369,8 @@ class Site:
             alerts = self.live.json("status", expect=None).get("alerts")
             raise AssertionError(f"{error}; alerts: {alerts}\n{self.live.log_tail()}") from error
 
-    def well(self) -> None:
-        """The job saw no difference; a snapshot that nobody asked for is committed; no alert stands; it is exact."""
+    def check_recovered(self) -> None:
+        """Check that the job saw no difference, a scheduled snapshot is exact, and no alert is active."""
         before = self.status()["last_snapshot"]
 
         def recovered() -> bool:
@@ -383,7 +390,7 @@ class Site:
 
 
 def _plain(top: Path) -> Any:
-    """Names, kinds, modes and contents; times and inode numbers of two trees differ of course."""
+    """Return names, kinds, modes and contents; times and inode numbers of two trees differ of course."""
     found: dict[str, object] = {}
     for path in sorted(top.rglob("*")):
         facts = path.lstat()
@@ -400,13 +407,13 @@ def _plain(top: Path) -> Any:
 
 
 def store_full(site: Site) -> None:
-    """ENOSPC in the repository."""
+    """Cause ENOSPC in the repository."""
     with site.store.filled():
         site.alert("capture", "schedule")
 
 
 def store_fails(site: Site) -> None:
-    """EIO from the repository's disk, which then comes back without what was not durable."""
+    """Cause EIO on the repository's disk, which then comes back without what was not durable."""
     site.store.shut_down()
     site.alert("capture", "schedule")
     site.store.unmount()
@@ -414,7 +421,7 @@ def store_fails(site: Site) -> None:
 
 
 def store_unmounted(site: Site) -> None:
-    """The repository's disk is taken away under the daemon; nothing is written where it was."""
+    """Unmount the repository's disk under the daemon; nothing is written to the bare mount point."""
     site.store.unmount()
     try:
         site.alert("capture", "schedule")
@@ -424,11 +431,15 @@ def store_unmounted(site: Site) -> None:
 
 
 def store_absent_at_start(site: Site) -> None:
-    """The daemon starts while the repository's disk is not mounted: no repository is made below the mount point, neither
-    by it nor by ``protect``, and the disk once back goes on where it was."""
+    """Start the daemon while the repository's disk is not mounted.
+
+    Neither the daemon nor ``protect`` makes a repository below the mount point; when the disk is back,
+    snapshots continue.
+    """
     before = site.live.json("list")
     try:
-        with site.job.paused():  # unmounted, the directory shows its state directory
+        # Once unmounted, the directory shows its state directory.
+        with site.job.paused():
             site.live.stop()
             site.store.unmount()
             site.live.start(site.root)
@@ -443,7 +454,7 @@ def store_absent_at_start(site: Site) -> None:
 
 
 def store_read_only(site: Site) -> None:
-    """EROFS in the repository."""
+    """Cause EROFS in the repository."""
     site.store.remount("ro")
     try:
         site.alert("capture", "schedule")
@@ -452,7 +463,7 @@ def store_read_only(site: Site) -> None:
 
 
 def store_sectors_break(site: Site) -> None:
-    """Every sector of the repository's disk answers EIO, and its file system gives up; mounted again it goes on."""
+    """Make every sector of the repository's disk answer EIO until its file system fails; then remount it."""
     site.store.break_sectors()
     try:
         site.alert("capture", "schedule")
@@ -463,13 +474,13 @@ def store_sectors_break(site: Site) -> None:
 
 
 def runtime_directory_full(site: Site) -> None:
-    """ENOSPC where the journal of pending snapshots is."""
-    filler, over = site.top / "run/filler", threading.Event()
+    """Cause ENOSPC in the directory of the journal of pending snapshots."""
+    filler, ended = site.top / "run/filler", threading.Event()
 
     def fill() -> None:
-        # Again and again: a worker that cannot write its ledger gives it up, and there is a little room.
+        # Filled repeatedly: a worker that cannot write its session journal removes it, which frees a little space.
         with open(filler, "wb", buffering=0) as file:
-            while not over.wait(0.02):
+            while not ended.wait(0.02):
                 with suppress(OSError):
                     while True:
                         file.write(bytes(4096))
@@ -479,13 +490,13 @@ def runtime_directory_full(site: Site) -> None:
     try:
         site.alert("runtime")
     finally:
-        over.set()
+        ended.set()
         filling.join()
         filler.unlink()
 
 
 def memory_runs_out(site: Site) -> None:
-    """The cgroup of daemon, worker and captures has reached its limit: captures are killed, and nobody else."""
+    """Bring the cgroup of daemon, worker and captures to its limit: only captures are killed."""
     daemon, worker = int(site.status()["pid"]), site.worker_pid()
     parent, limit_name = _memory_controller()
     group = parent / f"ciuic-{os.getpid()}-{site.rng.randrange(1 << 30)}"
@@ -495,7 +506,8 @@ def memory_runs_out(site: Site) -> None:
     command("mount", "-t", "tmpfs", "-o", f"size={_LIMIT_BYTES}", "none", ballast)
     try:
         (group / limit_name).write_text(str(_LIMIT_BYTES))
-        # What a file on tmpfs takes is charged to whoever writes it, and cannot be freed by killing anybody.
+        # Pages of a tmpfs file are charged to the cgroup of the writer, and killing a process does not free
+        # them.
         fill = (
             f"echo $$ > {group}/cgroup.procs; head -c {_LIMIT_BYTES - _ROOM_BYTES} /dev/zero > {ballast}/file"
         )
@@ -511,7 +523,7 @@ def memory_runs_out(site: Site) -> None:
 
 
 def _memory_controller() -> tuple[Path, str]:
-    """Where cgroups with a limit of memory can be made, and the name of the limit: version 1, or 2."""
+    """Return where cgroups with a memory limit can be made, and the limit's file name: version 1, or 2."""
     if (_CGROUPS / "memory/memory.limit_in_bytes").exists():
         return _CGROUPS / "memory", "memory.limit_in_bytes"
     if "memory" in (_CGROUPS / "cgroup.subtree_control").read_text().split():
@@ -531,18 +543,21 @@ def _remove_group(group: Path) -> bool:
 
 
 def _pending(site: Site) -> None:
-    """Waits until an epoch is sealed and cannot be captured, so that changes are saved first."""
+    """Wait until an epoch is sealed and cannot be captured, so that old content is saved before changes."""
     site._await("a pending epoch", lambda: site.live.json("status", expect=None).get("captures"))
 
 
 def root_disk_full(site: Site) -> None:
-    """The job fills its own disk while what it removes and overwrites is kept for a capture that cannot end: it gets
-    all the space there would be without ciuic, and ENOSPC no earlier."""
+    """Fill the job's own disk while a capture that cannot end keeps what the job removes and overwrites.
+
+    The job gets all the space there would be without ciuic, and ENOSPC no earlier.
+    """
     with site.store.filled():
         _pending(site)
         with site.job.paused():
             size = os.statvfs(site.disk.point).f_bavail * os.statvfs(site.disk.point).f_frsize * 6 // 10
-            for round_ in range(4):  # each round fits only if the round before does not take space any more
+            # Each round fits only if the previous one takes no space any more.
+            for round_ in range(4):
                 path = site.root / "large"
                 with open(path, "wb") as file:
                     for _ in range(size // MIB):
@@ -558,22 +573,35 @@ def root_disk_full(site: Site) -> None:
         site.alert("abandoned", "capture")
 
 
+def _write_and_sync(fd: int, data: bytes) -> None:
+    """Write at the descriptor's offset and sync."""
+    os.write(fd, data)
+    os.fsync(fd)
+
+
+def _overwrite_and_sync(fd: int, data: bytes) -> None:
+    """Write at the beginning and sync."""
+    os.pwrite(fd, data, 0)
+    os.fsync(fd)
+
+
 def _write_until_full(path: Path) -> int:
-    """Bytes that were durable when the disk was full."""
+    """Return the bytes that were durable when the disk was full."""
     written = 0
     with open(path, "wb", buffering=0) as file:
-        while (failure := _errno_of(lambda: (file.write(bytes([7]) * MIB), os.fsync(file.fileno())))) is None:
+        while (failure := _errno_of(partial(_write_and_sync, file.fileno(), bytes([7]) * MIB))) is None:
             written += MIB
     assert failure == errno.ENOSPC, failure
     return written
 
 
 @contextmanager
-def _beside(site: Site) -> Iterator[tuple[Path, Path]]:
-    """A directory in the root and one beside it on the same disk, with the job at rest."""
+def _same_disk_directories(site: Site) -> Iterator[tuple[Path, Path]]:
+    """Provide a directory in the root and one beside it on the same disk, with the job at rest."""
     places = site.root / "same", site.disk.point / "same"
     with site.job.paused():
-        for place in (*places, site.twin / "same"):  # the job lists what is there
+        # The job lists this directory.
+        for place in (*places, site.twin / "same"):
             place.mkdir()
     try:
         yield places
@@ -584,32 +612,35 @@ def _beside(site: Site) -> Iterator[tuple[Path, Path]]:
 
 
 def root_disk_read_only(site: Site) -> None:
-    """The root's disk turns read-only: the job gets EROFS where a plain directory on that disk gives it, and reads on."""
-    with _beside(site) as places:
+    """Make the root's disk read-only: the job gets EROFS as on a plain directory, and reads on."""
+    with _same_disk_directories(site) as places:
         other = Job(*places, seed=site.rng.randrange(1 << 30))
         for _ in range(100):
-            other.once()
+            other.do_one()
         with site.job.paused():
             site.disk.remount("ro")
-            other.spared = "EROFS"  # nothing is changed, but a name that is not there may be ENOENT
+            # Nothing changes, but a missing name may give ENOENT.
+            other.spared = "EROFS"
             try:
                 for _ in range(300):
-                    other.once()
+                    other.do_one()
                 site.alert("capture", "schedule")
                 for _ in range(100):
-                    other.once()
+                    other.do_one()
             finally:
                 site.disk.remount("rw")
             other.spared = ""
             for _ in range(100):
-                other.once()
+                other.do_one()
         assert not other.differences, "\n".join(other.differences[:5])
 
 
 def root_sectors_break(site: Site) -> None:
-    """Sectors of the root's disk answer EIO: the job gets it from reading, writing and syncing where plain files give it;
-    the snapshot has everything else, says what it lacks, and the next one has it again."""
-    with _beside(site) as places:
+    """Make sectors of the root's disk answer EIO: the job gets it as on plain files.
+
+    The snapshot has everything else and names what it lacks; the next one has it again.
+    """
+    with _same_disk_directories(site) as places:
         files = [place / "file" for place in places]
         data = site.rng.randbytes(300_000)
         with site.job.paused():
@@ -617,7 +648,7 @@ def root_sectors_break(site: Site) -> None:
                 file.write_bytes(data)
                 _uncache(file)
             site.live.snapshot()
-            with _uncovered(site) as disk:
+            with _without_overlay(site) as disk:
                 ranges = [
                     found for file in files for found in _sectors(disk / file.relative_to(site.disk.point))
                 ]
@@ -638,19 +669,20 @@ def root_sectors_break(site: Site) -> None:
 
 
 @contextmanager
-def _uncovered(site: Site) -> Iterator[Path]:
-    """The root's disk once more, without the overlay over it."""
+def _without_overlay(site: Site) -> Iterator[Path]:
+    """Mount the root's disk once more, without the overlay over it."""
     point = site.top / "uncovered"
     point.mkdir(exist_ok=True)
     command("mount", "--bind", site.disk.point, point)
     try:
         yield point
     finally:
-        command("umount", "-l", point)  # a look by the daemon for processes may have it open
+        # The daemon's scan of processes may have it open.
+        command("umount", "-l", point)
 
 
 def _uncache(path: Path) -> None:
-    """From memory to the disk, so that the next look goes there."""
+    """Write the file's pages to the disk and drop them, so that the next read goes there."""
     fd = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -661,7 +693,7 @@ def _uncache(path: Path) -> None:
 
 
 def _sectors(path: Path) -> list[tuple[int, int]]:
-    """Where the file's content is on its disk, in bytes (FIEMAP)."""
+    """Return the byte ranges of the file's content on its disk (FIEMAP)."""
     request = bytearray(32 + 32 * 56)
     struct.pack_into("QQIIII", request, 0, 0, 1 << 62, _FIEMAP_SYNC, 0, 32, 0)
     with open(path, "rb") as file:
@@ -672,14 +704,14 @@ def _sectors(path: Path) -> list[tuple[int, int]]:
 
 
 def _use_broken(file: Path, backing: Path) -> list[object]:
-    """What a job gets from a file whose sectors are broken. Nothing of it is in memory, before and after."""
+    """Return a job's results on a file with broken sectors; none of it is cached before and after."""
     _uncache(file)
     _uncache(backing)
     fd = os.open(file, os.O_RDWR)
     try:
         outcomes: list[object] = [
             _errno_of(lambda: os.pread(fd, 100, 50_000)),
-            _errno_of(lambda: (os.pwrite(fd, bytes(4096), 0), os.fsync(fd))),
+            _errno_of(partial(_overwrite_and_sync, fd, bytes(4096))),
             _errno_of(lambda: os.fsync(fd)),
             os.fstat(fd).st_size,
             _errno_of(file.read_bytes),
@@ -693,14 +725,14 @@ def _use_broken(file: Path, backing: Path) -> list[object]:
 
 
 def root_disk_without_inodes(site: Site) -> None:
-    """The job makes files until its disk has no inode left; as many as plain files would, and removing frees them."""
+    """Let the job use up the inodes of its disk: as many as plain files would; removing files frees them."""
     with site.store.filled():
         _pending(site)
         with site.job.paused():
             free = os.statvfs(site.root).f_ffree
             for _ in range(3):
                 made = _make_files(site.root, free + 50)
-                # What the undo log took was said to be free, and is given back when the job meets the limit.
+                # Inodes of the undo log were reported free, and are given back when the job meets the limit.
                 assert abs(made - free) <= 8, (made, free)
                 for number in range(made):
                     (site.root / f"i{number}").unlink()
@@ -708,7 +740,7 @@ def root_disk_without_inodes(site: Site) -> None:
 
 def _make_files(root: Path, limit: int) -> int:
     for number in range(limit):
-        if (failure := _errno_of(lambda number=number: (root / f"i{number}").touch())) is not None:
+        if (failure := _errno_of((root / f"i{number}").touch)) is not None:
             assert failure == errno.ENOSPC, failure
             return number
     return limit
@@ -723,7 +755,7 @@ def _errno_of(call: Callable[[], object]) -> int | None:
 
 
 def worker_out_of_descriptors(site: Site) -> None:
-    """The worker has not one descriptor left: files that are open go on, and it recovers; opening fails (conformance.md)."""
+    """Use up the worker's descriptors: open files still work, opens fail (conformance.md), it recovers."""
     pid = site.worker_pid()
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     path = site.root / "open"
@@ -757,12 +789,12 @@ FAULTS: dict[str, Callable[[Site], None]] = {
 
 
 def open_descriptors(pid: int) -> int:
-    """How many the process has."""
+    """Return how many descriptors the process has."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def unavailable(fault: str) -> str:
-    """Why this machine cannot cause the fault; empty when it can."""
+    """Return why this machine cannot cause the fault; empty when it can."""
     if fault == "memory_runs_out":
         try:
             _memory_controller()

@@ -1,7 +1,8 @@
-"""An ``os`` for the modules that save overlay state: the nth durable call fails, is torn, or is the last one.
+"""Fault injection into modules that save overlay state, at the nth durable call.
 
-Put in place of a module's ``os`` (``faults_in``), so that what the job itself asks of the file system is not touched.
-It also knows what a power cut would leave of the state directory: what was synced, and by chance some of what was not.
+Replaces a module's ``os`` (``faults_in``), so that the job's own requests to the file system are not
+affected. It also computes what a power cut would leave of the state directory: what was synced, and by chance
+some of what was not.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from unittest import mock
 
 
 class Killed(BaseException):
-    """The process ends here. Not an Exception: nothing handles it."""
+    """Death of the process. Not an Exception: nothing handles it."""
 
 
 class FaultyOs:
-    """Counts durable calls; the one numbered ``stop_at`` (from 1) fails, half done where it is a write.
+    """Counter of durable calls; the one numbered ``stop_at`` (from 1) fails, half done if it is a write.
 
     ``error``: an errno, or None for `Killed`. With ``stay`` every later call that needs space fails too.
     """
@@ -101,17 +102,17 @@ class FaultyOs:
         os.unlink(path, **options)
 
     def after_power_cut(self, state: Path, choice: random.Random) -> None:
-        """Makes the state directory what the disk may hold when the power is back."""
+        """Reduce the state directory to what the disk may hold after a power cut."""
         durable = self.synced_names.get(_ino(str(state)), {})
         here = {path.name: path.stat().st_ino for path in state.iterdir() if path.is_file()}
         for name, ino in here.items():
             lost = durable.get(name) != ino and choice.random() < 0.5
             _spoil(state / name, self.synced.get(ino), lost, choice)
-        for path in sorted(state.glob("undo/**/*"), reverse=True):  # nothing in there is ever synced
+        # Files in this directory are never synced.
+        for path in sorted(state.glob("undo/**/*"), reverse=True):
             if path.is_file() and not path.is_symlink():
-                if (
-                    path.parent.name == "hold"
-                ):  # another name of the job's own file: only the name can be lost
+                # Another name of the job's own file: only the name can be lost.
+                if path.parent.name == "hold":
                     path.unlink() if choice.random() < 0.5 else None
                 else:
                     _spoil(path, None, choice.random() < 0.5, choice)
@@ -133,7 +134,7 @@ class _File:
         return self._owner.write(self._fd, data)
 
     def flush(self) -> None:
-        """There is no buffer."""
+        """Do nothing: there is no buffer."""
 
     def fileno(self) -> int:
         return self._fd
@@ -155,7 +156,7 @@ def _spoil(path: Path, durable: bytes | None, lost: bool, choice: random.Random)
 
 @contextmanager
 def faults_in(modules: Sequence[ModuleType], faulty: FaultyOs) -> Iterator[FaultyOs]:
-    """While inside, the modules' ``os`` is ``faulty``."""
+    """Replace the modules' ``os`` by ``faulty`` for the block."""
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(mock.patch.object(module, "os", faulty))

@@ -1,8 +1,8 @@
-"""One function of bytes that reaches every decoder, for coverage-guided fuzzing (tests/torture/fuzz.py), and what it begins with.
+"""Fuzz target that reaches every decoder, and its initial corpus (tests/torture/fuzz.py).
 
 The first byte chooses the decoder, the rest is its input. As a program it is the fuzzer's process:
-``[FUZZ_TARGET=NAME] python -m support.fuzz CORPUS [libFuzzer's options]``. With a target (the name of a reader) all of an input is
-for that decoder.
+``[FUZZ_TARGET=NAME] python -m support.fuzz CORPUS [libFuzzer's options]``. With a target (the name of a
+reader) the whole input is for that decoder.
 """
 
 from __future__ import annotations
@@ -11,15 +11,23 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from support.readers import Reader
 
 REGRESSIONS = sorted((Path(__file__).parents[1] / "property" / "regressions").glob("*.bin"))
-"""Inputs that are kept: the decoder's name, a newline, its input. A new one is a file of that folder, named after what it is."""
+"""Kept inputs: the decoder's name, a newline, its input.
+
+A new one is a file of that folder with a telling name.
+"""
 _GOLDEN = Path(__file__).parents[1] / "format"
 
 
 def replay(path: Path) -> None:
-    """One of the kept inputs."""
+    """Replay one of the kept inputs."""
     fuzzed(_as_input(path))
 
 
@@ -31,15 +39,15 @@ def _as_input(path: Path) -> bytes:
 
 
 def to_keep(data: bytes) -> bytes:
-    """The file of ``REGRESSIONS`` for an input that the fuzzer found."""
+    """Return the file of ``REGRESSIONS`` for an input that the fuzzer found."""
     from support.readers import readers
 
-    known = readers()
-    return known[data[0] % len(known)].name.encode() + b"\n" + data[1:]
+    all_readers = readers()
+    return all_readers[data[0] % len(all_readers)].name.encode() + b"\n" + data[1:]
 
 
 def fuzzed(data: bytes) -> None:
-    """Anything but a value or a refusal is raised."""
+    """Decode one input; raise everything but a value or a refusal."""
     from support.readers import readers, refused_or_read
 
     global _readers
@@ -52,21 +60,28 @@ def fuzzed(data: bytes) -> None:
 _readers: list | None = None  # type: ignore[type-arg]
 
 
+def _read(reader: Reader, data: bytes) -> None:
+    """Have one decoder read or refuse the bytes."""
+    from support.readers import refused_or_read
+
+    refused_or_read(reader, data)
+
+
 def target(name: str) -> Callable[[bytes], None]:
-    """The function of bytes that reaches this decoder only. ValueError for a name that no reader has."""
-    from support.readers import readers, refused_or_read
+    """Return the function that feeds this decoder; raise ValueError for a name without a reader."""
+    from support.readers import readers
 
     for reader in readers():
         if reader.name == name:
             chosen = reader
-            return lambda data: refused_or_read(chosen, data) and None
+            return partial(_read, chosen)
     raise ValueError(f"there is no reader named {name!r}")
 
 
 def fill(corpus: Path, only: str = "") -> int:
-    """Puts valid inputs there: of each decoder its own, everything of the golden repositories, and what was found once.
+    """Fill the corpus with valid inputs, with the golden repositories, and with earlier finds.
 
-    ``only``: those of this decoder, without the byte that chooses it.
+    ``only``: inputs of this decoder, without the byte that chooses it.
     """
     from support.readers import readers
 
@@ -84,9 +99,9 @@ def fill(corpus: Path, only: str = "") -> int:
 
 
 def _of_repository(path: Path) -> list[tuple[str, bytes]]:
-    """(decoder, bytes) of every structure in it."""
+    """Return (decoder, bytes) of every structure in the repository."""
     from ciuic.repository import Repository
-    from ciuic.repository import packformat as pf
+    from ciuic.repository.format import pack_format as pf
 
     found = [("config", (path / "config").read_bytes())]
     for snapshot in (path / "snapshots").iterdir():

@@ -1,4 +1,4 @@
-"""Garbage for both sockets: HTTP that is none, requests that cannot be meant, frames that are not; and who still answers."""
+"""Garbage for both sockets (HTTP, requests, frames), and the check that both still answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import struct
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,7 @@ _PATHS = (
     "*",
     "//",
 )
-_VALUES = (
+_VALUES: tuple[Any, ...] = (
     None,
     -1,
     2**70,
@@ -43,7 +44,7 @@ _NAMES = ("path", "roots", "message", "tags", "hold", "wait", "dry_run", "", "__
 
 
 def http_request(rng: random.Random) -> bytes:
-    """Never one that would be carried out: stop and reload are left out, and a snapshot names a root that is none."""
+    """Return a request that is never carried out: not stop nor reload, and no snapshot of a real root."""
     kind = rng.randrange(5)
     if kind == 0:
         return rng.randbytes(rng.randrange(1, 400))
@@ -73,7 +74,7 @@ def http_request(rng: random.Random) -> bytes:
 
 
 def frame(rng: random.Random) -> bytes:
-    """For a worker's control socket; never one that would hold, cut or stop."""
+    """Return a frame for a worker's control socket that never holds, cuts or stops."""
     kind = rng.randrange(4)
     if kind == 0:
         return rng.randbytes(rng.randrange(1, 100))
@@ -84,16 +85,16 @@ def frame(rng: random.Random) -> bytes:
         rng.choice(("epoch", "timeout_ms", "grace_s")): rng.choice((None, -1, 2**63, 1e300, "x", True, [], 10**9)),
     })  # fmt: skip
     if kind == 2:
-        body = bytearray(body[: rng.randrange(len(body) + 1)]) + rng.randbytes(3)
-    return struct.pack("<I", len(body)) + bytes(body)
+        body = body[: rng.randrange(len(body) + 1)] + rng.randbytes(3)
+    return struct.pack("<I", len(body)) + body
 
 
 def send(path: Path, data: bytes, *, descriptors: tuple[int, ...] = ()) -> None:
-    """Sends it, reads a little of the answer if there is one, hangs up."""
+    """Send it, read a little of the answer if there is one, and close the connection."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(_PATIENCE_SECONDS)
         sock.connect(str(path))
-        # Refused before it was all sent; or not answered, because it is no whole request: then it is we who hang up.
+        # Refused before all was sent; or not answered as an incomplete request, and closed by this side.
         with suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
             if descriptors:
                 socket.send_fds(sock, [data[:1]], list(descriptors))

@@ -1,4 +1,4 @@
-"""What is in the golden repositories: values that no later version may read, name or store differently."""
+"""Contents of the golden repositories: values that no later version may read, name or store differently."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import struct
 from collections.abc import Iterable
 
 from ciuic.repository import Writer
-from ciuic.repository.coding import Codec, Twin
-from ciuic.repository.lanes import BFLOAT16, FLOAT16
-from ciuic.repository.packing import Content
-from ciuic.repository.planes import Widening
+from ciuic.repository.codecs.byte_planes import Widening
+from ciuic.repository.codecs.byte_planes_math import BFLOAT16, FLOAT16
+from ciuic.repository.codecs.codec import Codec, TwinBase
+from ciuic.repository.codecs.compression import Content
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
 
 BLOCK = 65536
@@ -23,13 +23,13 @@ RAW = random.Random(1).randbytes(BLOCK)
 TEXT = b"".join(b"step %06d loss 0.%06d\n" % (step, step * 7919 % 10**6) for step in range(4000))
 NAMES = [b"many-%03d" % number for number in range(400)]
 HALVES = struct.pack("<4096H", *(place * 40503 % 65536 for place in range(4096)))
-"""Any 16 bits that there are."""
+"""Arbitrary 16-bit values."""
 MASTERS = struct.pack(
     "<3000I", *((place * 40503 % 65536 << 16) + place * 7919 % 65536 for place in range(-5, 2995))
 )
-"""What bfloat16 numbers of the same places were cut from, from five places before the first on."""
+"""Masters whose upper halves are the bfloat16 numbers of the same places, shifted by five places."""
 WIDE_HALVES = struct.pack("<3000f", *(place / 3000 for place in range(3000)))
-"""And float16 numbers."""
+"""Numbers for float16."""
 ODD_NAME = b"not utf-8 \xff\n|" + b"x" * 200
 
 
@@ -73,7 +73,7 @@ def _renamed(entry: Entry, name: bytes) -> Entry:
 
 
 def first_draft(writer: Writer) -> SnapshotDraft:
-    """A root with every kind of entry: snapshot cs-000001."""
+    """Return a root with every kind of entry: snapshot cs-000001."""
     text_blocks = {at: TEXT[at * BLOCK : (at + 1) * BLOCK] for at in range(-(-len(TEXT) // BLOCK))}
     long_xattrs, long_flag = writer.put_xattrs(XATTRS_LONG)
     short_xattrs, _ = writer.put_xattrs(XATTRS_SHORT)
@@ -116,26 +116,29 @@ def first_draft(writer: Writer) -> SnapshotDraft:
 
 
 def put_coded(writer: Writer) -> None:
-    """The two blocks of the text as planes, and as the difference from what no snapshot has: what format 2 is for."""
+    """Store the two blocks of the text as planes and as a difference: features of format 2."""
     first, second = TEXT[:BLOCK], TEXT[BLOCK:]
     writer.put_chunks([Content(first, codec=Codec("planes", 2))])
     base = writer.put_chunks([Content(TEXT[: len(second)], codec=Codec("planes", 8))])[0]
     writer.put_chunks([Content(second, codec=Codec("difference", 4, base))])
 
 
-def put_beside_twins(writer: Writer) -> None:
-    """Numbers of 4 bytes beside those of 2: no snapshot has them. In golden-2 they came later than the rest."""
-    halves = struct.pack("<3000e", *(number for (number,) in struct.iter_unpack("<f", WIDE_HALVES)))
+def put_relative_to_twins(writer: Writer) -> None:
+    """Store 4-byte numbers beside 2-byte ones, which no snapshot has.
+
+    In golden-2 they came later than the rest.
+    """
+    half_floats = struct.pack("<3000e", *(number for (number,) in struct.iter_unpack("<f", WIDE_HALVES)))
     for data, base, widening in (
         (MASTERS, HALVES, Widening(BFLOAT16, -5)),
-        (WIDE_HALVES, halves, Widening(FLOAT16, 0)),
+        (WIDE_HALVES, half_floats, Widening(FLOAT16, 0)),
     ):
         chunk = writer.put_chunks([Content(base, codec=Codec("raw"))])[0]
-        writer.put_chunks([Content(data, codec=Codec("twin", 4, twin=Twin(chunk, widening)))])
+        writer.put_chunks([Content(data, codec=Codec("twin", 4, twin=TwinBase(chunk, widening)))])
 
 
 def second_draft(writer: Writer) -> SnapshotDraft:
-    """Two roots, one with a tree of several levels: snapshot cs-000002."""
+    """Return two roots, one with a tree of several levels: snapshot cs-000002."""
     many = _tree(writer, [_file(writer, name, {0: b"%s\n" % name}, len(name) + 1) for name in NAMES])
     empty = Entry(name=b"", mode=0o40700)
     roots = (

@@ -1,4 +1,4 @@
-"""The three processes that hold a root's session where no systemd runs: daemon, worker and keeper; killed in pairs under a job."""
+"""Holders of a root's session without systemd (daemon, worker and keeper), killed in pairs under a job."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from support import surviving_job
 from support.site import Site, ended, until
 
-from ciuic.daemon.runtime import RuntimeDirectory
-from ciuic.fuse_layer.control_client import peer_pid
-from ciuic.fuse_layer.standby import KEEPER_PREFIX
+from ciuic.daemon.base.runtime import RuntimeDirectory
+from ciuic.fuse_layer.prefork.messages import KEEPER_PREFIX
+from ciuic.protocol.worker_client import peer_pid
 
 PAIRS = (("daemon", "worker"), ("daemon", "keeper"), ("worker", "keeper"))
 _LONGEST_PAUSE_SECONDS = 0.5
@@ -29,38 +30,40 @@ _JOBS = 2
 
 
 class Outcome(NamedTuple):
-    """What was killed, and what the jobs have to say about it."""
+    """Processes killed, and the jobs' results."""
 
     kills: dict[tuple[str, str], int]
     rounds: int
     calls: int
     longest_seconds: float
-    """Of the jobs' rounds: dozens of calls each."""
+    """Longest of the jobs' rounds, dozens of calls each."""
     failures: list[str]
 
 
 def keeper_pids(runtime: Path) -> list[int]:
-    """Numbers of the keepers that answer in a runtime directory."""
+    """Return the pids of the keepers that answer in a runtime directory."""
     found = []
     for path in runtime.glob(f"{KEEPER_PREFIX}*.sock"):
+        # The process was killed.
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe,
             suppress(OSError),
-        ):  # it was killed
+        ):
             probe.connect(str(path))
             size = struct.calcsize("3i")
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
             pid = struct.unpack("3i", credentials)[0]
-            # Until the keeper has imported what it needs, the one that listens is the daemon that made the socket.
+            # Until the keeper has imported its modules, the listener is the daemon that made the socket.
             if b"fuse_layer.standby" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 
 
 def sessions_held_by(pid: int) -> int:
-    """How many descriptors of FUSE connections a process has."""
+    """Return how many descriptors of FUSE connections a process has."""
     held = 0
-    with suppress(OSError):  # it has ended
+    # The process has ended.
+    with suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
             with suppress(OSError):
                 held += os.readlink(f"/proc/{pid}/fd/{name}") == "/dev/fuse"
@@ -68,14 +71,14 @@ def sessions_held_by(pid: int) -> int:
 
 
 class Holders:
-    """Of one root of a site."""
+    """Holders of one root of a site."""
 
     def __init__(self, site: Site, root: Path) -> None:
         self._site = site
         self._control = RuntimeDirectory(site.top / "run").worker_socket(str(root))
 
     def pids(self) -> dict[str, int]:
-        """Numbers of those that live and hold the session."""
+        """Return the pids of living processes that hold the session."""
         found = {}
         if self._site.process is not None:
             found["daemon"] = self._site.process.pid
@@ -92,18 +95,18 @@ class Holders:
         return self.pids()
 
     def kill(self, *names: str) -> None:
-        """SIGKILL to each, without waiting for the end of one before the next."""
+        """Send SIGKILL to each, without waiting for the end of one before the next."""
         pids = self.complete()
         for name in names:
             os.kill(pids[name], signal.SIGKILL)
         if "daemon" in names:
             self._site.kill()
         for name in names:
-            until(f"the end of the {name}", lambda pid=pids[name]: ended(pid))
+            until(f"the end of the {name}", partial(ended, pids[name]))
 
 
 def kill_pairs(site: Site, root: Path, pairs: Iterable[tuple[str, str]], rng: random.Random) -> Outcome:
-    """Kill two at a time, each pair in turn and in random order, under jobs that check every result; then start what is missing.
+    """Kill two at a time, in random order, under jobs that check every result; then start the rest.
 
     ``site`` has a daemon; when this returns it has one again.
     """
@@ -130,11 +133,11 @@ def kill_pairs(site: Site, root: Path, pairs: Iterable[tuple[str, str]], rng: ra
         for job in jobs:
             job.kill()
             job.wait()
-    said = [json.loads(output) for output in outputs if output]
+    reports = [json.loads(output) for output in outputs if output]
     return Outcome(
         kills,
-        sum(job["rounds"] for job in said),
-        sum(job["calls"] for job in said),
-        max((job["longest_seconds"] for job in said), default=0.0),
+        sum(job["rounds"] for job in reports),
+        sum(job["calls"] for job in reports),
+        max((job["longest_seconds"] for job in reports), default=0.0),
         [f"job {number}: exit {job.returncode}" for number, job in enumerate(jobs) if job.returncode],
     )

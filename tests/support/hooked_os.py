@@ -1,7 +1,7 @@
-"""The restore's system calls, with something done before and after each: by an enemy, or by somebody who watches.
+"""System calls of a restore with a hook before and after each, for an enemy or an observer.
 
-Deterministic where a race would be luck: whatever can happen between two calls of another process can happen here between any two
-calls that we choose.
+Deterministic where a race would be luck: whatever can happen between two calls of another process can happen
+here between any two chosen calls.
 """
 
 from __future__ import annotations
@@ -13,34 +13,36 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from ciuic.restore import (
+from ciuic.restore import dispatch, run, walk
+from ciuic.restore.files import (
     attributes,
     content,
     destination,
-    folders,
+    directory_handles,
     journal,
     large,
-    leaf,
-    links,
+    link_group,
+    non_directory,
     private_dir,
-    run,
+    safe_open,
     targets,
-    way,
 )
 
 _MODULES = (
     attributes,
     content,
     destination,
-    folders,
+    directory_handles,
     journal,
     large,
-    leaf,
-    links,
+    non_directory,
+    link_group,
     private_dir,
+    dispatch,
     run,
+    walk,
     targets,
-    way,
+    safe_open,
 )
 CALLS = frozenset(
     [
@@ -72,11 +74,11 @@ CALLS = frozenset(
     ]
 )
 Hook = Callable[[str, int], None]
-"""Name of the call, and its number in the run."""
+"""Called with the name of the call and its number in the run."""
 
 
 class _Hooked:
-    """``os``, or libc, with a hook before and after each of the calls named."""
+    """Module ``os``, or libc, with a hook before and after each of the calls named."""
 
     def __init__(
         self, real: Any, names: frozenset[str], step: Callable[[str, Callable[[], Any]], Any]
@@ -92,7 +94,7 @@ class _Hooked:
 
 @contextmanager
 def hooked(*, before: Hook | None = None, after: Hook | None = None) -> Iterator[Callable[[], int]]:
-    """While inside, restores call the hooks, one at a time; gives the number of calls so far."""
+    """Make restores call the hooks for the block, one at a time; yield the number of calls so far."""
     lock = threading.RLock()
     count = 0
 

@@ -1,7 +1,7 @@
-"""Repositories made by an enemy: every checksum right, every value as bad as it can be.
+"""Hostile repositories: every checksum right, every value as bad as it can be.
 
-Trees, block maps, link tables and snapshot files are written with the real encoders, so that what is said in them passes
-all checksums and reaches the code that believes it.
+Trees, block maps, link tables and snapshot files are written with the real encoders, so that their values
+pass all checksums and reach the code that uses them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from unittest import mock
 import msgspec
 from hypothesis import strategies as st
 
-from ciuic.check import check
-from ciuic.diff import diff_snapshots
+from ciuic.compare.diff import diff_snapshots
 from ciuic.errors import CiuicError
-from ciuic.gc import prune
-from ciuic.lookup import find
-from ciuic.repository import Repository, Writer, snapformat
-from ciuic.repository.blockmaps import encode_map_node
-from ciuic.repository.treeformat import NodeRef, encode_inner, encode_leaf, encode_xattrs
+from ciuic.maintenance.check import check
+from ciuic.maintenance.prune import prune
+from ciuic.maintenance.verify import verify_snapshots
+from ciuic.repository import Repository, Writer
+from ciuic.repository.format import snapshot_format
+from ciuic.repository.format.tree_format import NodeRef, encode_inner, encode_leaf, encode_xattrs
+from ciuic.repository.lookup import find
+from ciuic.repository.trees.block_maps import encode_map_node
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.types import HOLE, ChunkId, Entry, RootRecord, Snapshot, SnapshotId
-from ciuic.verify import verify_snapshots
 
 BLOCK = 4096
 ID = SnapshotId("cs-abcdef")
@@ -90,7 +91,7 @@ PATHS = st.sampled_from(
 
 
 class Crafter:
-    """Draws values, and puts chunks that say them."""
+    """Draw values, and store chunks that contain them."""
 
     def __init__(self, writer: Writer, draw: Callable[[Any], Any]) -> None:
         self.writer = writer
@@ -103,11 +104,11 @@ class Crafter:
         return chunk
 
     def id(self) -> bytes:
-        """An id of something: of the right kind or of another."""
+        """Draw an id of a chunk of the right kind or of another."""
         return bytes(self.draw(st.sampled_from(self.made)))
 
     def entry(self, *, name: bytes | None = None) -> Entry:
-        """Mostly sensible, with some fields that are not."""
+        """Draw an entry, mostly sensible, with some fields that are not."""
         draw = self.draw
         base = Entry(
             name=draw(NAMES) if name is None else name,
@@ -204,25 +205,26 @@ _NUMERIC = (
 
 
 def craft(path: Path, draw: Callable[[Any], Any]) -> None:
-    """A hostile snapshot in a new repository at ``path``."""
+    """Craft a hostile snapshot in a new repository at ``path``."""
     with Repository.create(path, block_size=BLOCK) as repository:
         with repository.writer() as writer:
             crafter = Crafter(writer, draw)
             snapshot = crafter.snapshot()
             writer.flush()
-        with mock.patch.object(snapformat, "_problem", return_value=""):
-            (path / "snapshots" / ID).write_bytes(snapformat.encode_snapshot(snapshot, repository.id))
+        with mock.patch.object(snapshot_format, "_problem", return_value=""):
+            (path / "snapshots" / ID).write_bytes(snapshot_format.encode_snapshot(snapshot, repository.id))
 
 
 def use_everything(path: Path, area: Path) -> None:
-    """All that reads a repository, on this one. Only CiuicError may come out of it, and OSError where that is said."""
+    """Run everything that reads a repository on this one; allow only CiuicError, and OSError where stated."""
     target = area / "target"
     with Repository.open(path) as repository:
         for use in (_list, _look_up, _verify, _check, _diff, lambda r: _restore(r, target), _prune, _write):
             try:
                 use(repository)
             except CiuicError:
-                continue  # refused, with words
+                # Refused with a message.
+                continue
 
 
 def _list(repository: Repository) -> None:
@@ -264,7 +266,8 @@ def _restore(repository: Repository, target: Path) -> None:
     for root in snapshot.roots:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
-        os.symlink("../outside", target / "link")  # planted by somebody who can write there
+        # Planted by a user with write permission there.
+        os.symlink("../outside", target / "link")
         try:
             plan = plan_restore(
                 repository, snapshot, [root.path], os.fsencode(target), overwrite=Overwrite.ALWAYS

@@ -1,7 +1,8 @@
-"""A file system whose owner is hostile: what was opened on it never closes for anybody but its opener. `python -m support.hostile_files DIR`
+"""FUSE file system of a hostile owner, where a close never returns. `python -m support.hostile_files DIR`
 
-One file, `f`, served over /dev/fuse by hand. FLUSH, which close(2) waits for, is answered to the process that opened the file and to
-nobody else. Its end frees all that wait: the kernel aborts the connection with its last descriptor.
+One file, `f`, served over /dev/fuse by hand. FLUSH, which close(2) waits for, is answered only to the process
+that opened the file. The server's end frees all that wait: the kernel aborts the connection with its last
+descriptor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _HEADER = struct.Struct("<IIQQIIII")
 _ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
 _LOOKUP, _GETATTR, _OPEN, _RELEASE, _FLUSH, _INIT = 1, 3, 14, 18, 25, 26
 _NO_ANSWER = (2, 42)
-"""FORGET and BATCH_FORGET."""
+"""Opcodes FORGET and BATCH_FORGET."""
 _ENOSYS = 38
 _LONG_SECONDS = 3600
 
@@ -67,7 +68,10 @@ class _Server:
 
 @contextmanager
 def hostile_files(directory: Path) -> Iterator[Path]:
-    """Mounted there inside, for every user; the path of the file. At the end everything that waits for it goes on."""
+    """Mount it there for the block, for every user; yield the path of the file.
+
+    At the end every waiting call returns.
+    """
     directory.mkdir()
     server = subprocess.Popen(
         [sys.executable, "-m", "support.hostile_files", str(directory)],

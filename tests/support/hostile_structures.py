@@ -1,7 +1,8 @@
-"""Repositories whose structure is hostile: every chunk has the id that is asked for, whatever its content.
+"""Repositories of hostile structure: every chunk has the requested id, whatever its content.
 
-XXH3 resists nobody who knows the seed, so an attacker can give a chunk any id, and trees, block maps and bases can refer to each
-other in any way, also in circles. Here ids are forged by a table that the hash function asks first (`forging`).
+XXH3 resists no attacker who knows the seed: chunks can have any id, and trees, block maps and bases can refer
+to each other in any way, also in circles. Here a table that the hash function asks first forges ids
+(`forging`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import xxhash
 from hypothesis import strategies as st
 from support.hostile import BLOCK, ID
 
-from ciuic.repository import Repository, Writer, snapformat
-from ciuic.repository import packformat as pf
-from ciuic.repository.blockmaps import encode_map_node
+from ciuic.repository import Repository, Writer
+from ciuic.repository.format import pack_format as pf
+from ciuic.repository.format import snapshot_format
+from ciuic.repository.format.tree_format import encode_leaf
 from ciuic.repository.model import PackRecord
-from ciuic.repository.treeformat import encode_leaf
+from ciuic.repository.trees.block_maps import encode_map_node
 from ciuic.types import HOLE, ChunkId, Entry, RootRecord, Snapshot, SnapshotId
 
 DIRECTORY = stat.S_IFDIR | 0o755
@@ -30,25 +32,25 @@ FILE = stat.S_IFREG | 0o644
 
 
 class Forger:
-    """Stores chunks under ids of choice, in one repository."""
+    """Store of chunks under chosen ids, in one repository."""
 
     def __init__(self, writer: Writer, forged: dict[bytes, bytes]) -> None:
         self._writer = writer
         self._forged = forged
 
     def id(self, number: int) -> ChunkId:
-        """The id of the chunk with this number, stored yet or not."""
+        """Return the id of the chunk with this number, stored yet or not."""
         return ChunkId(b"forged id" + number.to_bytes(7, "big"))
 
     def put(self, number: int, content: bytes) -> ChunkId:
-        """A chunk of this content; two numbers must not have the same."""
+        """Store a chunk of this content; two numbers must not have the same."""
         self._forged[content] = self.id(number)
         record = PackRecord(self.id(number), 0, len(content), len(content), 0, 0)
         self._writer.chunks.append(record, content, "meta")
         return self.id(number)
 
     def put_difference(self, number: int, base: int, rubbish: bytes) -> ChunkId:
-        """A copy of a chunk that is said to be the difference from another; it is good for nothing."""
+        """Store a false copy of a chunk, declared as the difference from another; it decodes to garbage."""
         flags = pf.FLAG_PLANES | pf.FLAG_DIFFERENCE
         record = PackRecord(self.id(number), 0, len(rubbish), BLOCK, flags, 0, self.id(base))
         self._writer.chunks.append(record, rubbish, "data")
@@ -58,7 +60,7 @@ class Forger:
         return self.put(number, encode_leaf(sorted(entries, key=lambda entry: entry.name), False))
 
     def commit(self, path: Path, top: ChunkId, *, id_: SnapshotId = ID, roots: int = 1) -> None:
-        """A snapshot file that names this tree as the content of its root, or of so many."""
+        """Commit a snapshot file that names this tree as the content of its root, or of so many."""
         self._writer.flush()
         entry = Entry(name=b"", mode=DIRECTORY, content=top)
         records = tuple(
@@ -67,12 +69,12 @@ class Forger:
         )
         snapshot = Snapshot(id=id_, time_ns=10**18, host="h", roots=records)
         with Repository.open(path) as repository:
-            (path / "snapshots" / id_).write_bytes(snapformat.encode_snapshot(snapshot, repository.id))
+            (path / "snapshots" / id_).write_bytes(snapshot_format.encode_snapshot(snapshot, repository.id))
 
 
 @contextmanager
 def forging() -> Iterator[dict[bytes, bytes]]:
-    """In the block a content that stands in the table has the id that the table gives it."""
+    """Give contents in the table the table's ids for the block."""
     forged: dict[bytes, bytes] = {}
     real = xxhash.xxh3_128_digest
 
@@ -84,7 +86,7 @@ def forging() -> Iterator[dict[bytes, bytes]]:
 
 
 def build(path: Path, forged: dict[bytes, bytes], make: Callable[[Forger, Path], ChunkId]) -> None:
-    """A new repository with one hostile snapshot."""
+    """Build a new repository with one hostile snapshot."""
     with Repository.create(path, block_size=BLOCK) as repository, repository.writer() as writer:
         forger = Forger(writer, forged)
         forger.commit(path, make(forger, path))
@@ -102,7 +104,7 @@ def file(name: bytes, content: ChunkId, blocks: int = 1, height: int = 0) -> Ent
 
 
 def tree_bomb(forger: Forger, path: Path, depth: int = 60) -> ChunkId:
-    """2**60 names of one file whose only block is missing."""
+    """Make 2**60 names of one file whose only block is missing."""
     forger.tree(0, [file(b"x", forger.id(999))])
     for number in range(1, depth):
         forger.tree(number, [folder(b"a", forger.id(number - 1)), folder(b"b", forger.id(number - 1))])
@@ -110,7 +112,7 @@ def tree_bomb(forger: Forger, path: Path, depth: int = 60) -> ChunkId:
 
 
 def map_bomb(forger: Forger, path: Path) -> ChunkId:
-    """A file of 2**50 blocks, all the same, which is missing; and one of as many that is there."""
+    """Make a file of 2**50 equal blocks that are missing, and one of as many that exist."""
     forger.put(100, b"block" * 800 + bytes(96))
     for top, block in ((0, 999), (10, 100)):
         forger.put(top + 1, encode_map_node(1, [forger.id(block)] * (1024 - top)))
@@ -121,7 +123,7 @@ def map_bomb(forger: Forger, path: Path) -> ChunkId:
 
 
 def cycle(forger: Forger, path: Path) -> ChunkId:
-    """A directory that contains itself, at once and behind another."""
+    """Make a directory that contains itself, directly and through another."""
     forger.tree(1, [folder(b"back", forger.id(0)), file(b"f", forger.id(9))])
     return forger.tree(
         0, [folder(b"a", forger.id(1)), folder(b"self", forger.id(0)), file(b"x", forger.id(999))]
@@ -129,7 +131,7 @@ def cycle(forger: Forger, path: Path) -> ChunkId:
 
 
 def base_circle(forger: Forger, path: Path) -> ChunkId:
-    """Blocks that are differences from each other, in a circle, and in a chain of two hundred."""
+    """Make blocks that are differences from each other, in a circle, and in a chain of two hundred."""
     for number in range(3):
         forger.put_difference(number, (number + 1) % 3, b"rubbish")
     for number in range(10, 210):
@@ -138,7 +140,7 @@ def base_circle(forger: Forger, path: Path) -> ChunkId:
 
 
 def many_copies(forger: Forger, path: Path) -> ChunkId:
-    """A block with twenty bad copies, each a difference from one with twenty bad copies, eight deep: 20**8 ways."""
+    """Make a block with twenty bad copies, differences from one with twenty, eight deep: 20**8 ways."""
     for number in range(8):
         for copy in range(20):
             forger.put_difference(number, number + 1, b"rubbish %d" % copy)
@@ -146,8 +148,8 @@ def many_copies(forger: Forger, path: Path) -> ChunkId:
 
 
 def giant_node(forger: Forger, path: Path) -> ChunkId:
-    """A node of half a million names, which compress to nothing."""
-    from ciuic.repository.chunks import MAX_CHUNK_BYTES
+    """Make a node of the largest size, whose names compress to almost nothing."""
+    from ciuic.repository.format.pack_format import MAX_CHUNK_BYTES
 
     entries = [Entry(name=b"%07d" % number, mode=FILE) for number in range(300_000)]
     data = encode_leaf(entries, False)[:MAX_CHUNK_BYTES]
@@ -155,7 +157,7 @@ def giant_node(forger: Forger, path: Path) -> ChunkId:
 
 
 def many_large_nodes(forger: Forger, path: Path) -> ChunkId:
-    """Twelve directories of sixty thousand names: decoded and kept, each takes tens of megabytes."""
+    """Make twelve directories of sixty thousand names: decoded and kept, each takes tens of megabytes."""
     names = [Entry(name=b"%06d" % number, mode=FILE) for number in range(60_000)]
     folders = []
     for number in range(12):
@@ -165,7 +167,7 @@ def many_large_nodes(forger: Forger, path: Path) -> ChunkId:
 
 
 def deep(forger: Forger, path: Path) -> ChunkId:
-    """Five thousand directories in each other."""
+    """Make five thousand nested directories."""
     forger.tree(0, [file(b"x", forger.id(99_999))])
     for number in range(1, 5000):
         forger.tree(number, [folder(b"d", forger.id(number - 1))])
@@ -173,7 +175,7 @@ def deep(forger: Forger, path: Path) -> ChunkId:
 
 
 def linked_names(forger: Forger, path: Path) -> ChunkId:
-    """Sixty thousand names that say they share inodes, of which no link table knows."""
+    """Make sixty thousand names that claim to share inodes, of which no link table knows."""
     return forger.tree(
         0, [Entry(name=b"%06d" % number, mode=FILE, link=number + 1) for number in range(60_000)]
     )
@@ -191,11 +193,11 @@ SHAPES = (
     linked_names,
 )
 BOMBS = ("tree_bomb", "map_bomb", "many_large_nodes")
-"""What is restored from these is as much as they say: endless, or millions of files."""
+"""Shapes that restore to as much as they declare: endless, or millions of files."""
 
 
 def any_graph(draw: Callable[[Any], Any], forger: Forger, path: Path) -> ChunkId:
-    """A few trees, block maps and blocks that refer to each other in any way."""
+    """Make a few trees, block maps and blocks that refer to each other at random."""
     count = draw(st.integers(1, 5))
     numbers = st.integers(0, count + 2)
     for number in range(count):

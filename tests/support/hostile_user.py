@@ -1,4 +1,4 @@
-"""A living process of an ordinary user that carries out one system call at a time, and keeps descriptors."""
+"""Living process of an ordinary user that carries out one system call at a time, and keeps descriptors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ for line in sys.stdin:
 
 
 class HostileUser:
-    """``user`` in a process of its own. A path that begins with ``@name`` is below the descriptor kept under that name."""
+    """Process of ``user``. A path that begins with ``@name`` is below the descriptor kept under that name."""
 
     def __init__(self, user: User) -> None:
         self.user = user
@@ -60,19 +60,19 @@ class HostileUser:
             text=True,
             cwd="/",
         )
-        self._say([user.uid, user.gid, list(user.groups)])
+        self._request([user.uid, user.gid, list(user.groups)])
 
     def __call__(self, what: str, *arguments: object) -> int:
-        """Carry out ``os.<what>`` or one of keep, write, overwrite, read, listdir; 0 or the errno."""
-        number: int = json.loads(self._say([what, *map(_plain, arguments)]))[0]
+        """Carry out ``os.<what>`` or one of keep, write, overwrite, read, listdir; return 0 or the errno."""
+        number: int = json.loads(self._request([what, *map(_plain, arguments)]))[0]
         return number
 
     def read(self, path: os.PathLike[str] | str) -> str | None:
-        """Content of a file as the user sees it; None where it may not be read."""
-        number, text = json.loads(self._say(["read", os.fspath(path)]))
+        """Return the content of a file as the user sees it, or None if it may not be read."""
+        number, text = json.loads(self._request(["read", os.fspath(path)]))
         return None if number else text
 
-    def _say(self, what: object) -> str:
+    def _request(self, what: object) -> str:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(what) + "\n")

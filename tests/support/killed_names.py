@@ -1,8 +1,9 @@
-"""Operations on names whose worker is killed at any step, and repeated to a successor: the same as in a plain directory.
+"""Name operations whose worker is killed at any step and repeated to a successor.
 
-A small kernel: it remembers what each name was bound to and never looks a name up twice, as the real one does with unlimited timeouts; a
-request whose worker died comes again, marked as resent. No mount, so a run takes milliseconds and the step of the death is chosen.
-A request that a plain directory refuses is refused; afterwards every name and handle that the kernel remembers must work.
+Model of the kernel: it remembers each name's inode and never looks a name up twice, as the real one does with
+unlimited timeouts; a request whose worker died is sent again, marked as resent. No mount, so a run takes
+milliseconds and the step of the death is chosen. A request that a plain directory refuses is refused;
+afterwards every name and handle that the kernel remembers must work.
 """
 
 from __future__ import annotations
@@ -22,34 +23,41 @@ from unittest import mock
 
 from support.dying_os import ENDLESS, DyingOs, Killed, Steps
 
-from ciuic.fuse_layer import (
+from ciuic.fuse_layer.core import (
     attributes,
+    content_changes,
     data,
     directories,
-    hidden_links,
-    ledger_writer,
+    entries,
     namespace,
-    node_ways,
-    state,
-    syscalls,
-    ways,
+    removals,
 )
-from ciuic.fuse_layer import kernel_protocol as p
-from ciuic.fuse_layer.core import ROOT_ID, OverlayCore
-from ciuic.fuse_layer.kernel_driver import KernelDriver
-from ciuic.fuse_layer.kernel_negotiation import Negotiated
-from ciuic.fuse_layer.kernel_protocol import Request
-from ciuic.fuse_layer.ledger_writer import Ledger
+from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
+from ciuic.fuse_layer.formats import fuse_protocol as p
+from ciuic.fuse_layer.formats.fuse_protocol import FuseRequest
+from ciuic.fuse_layer.journal import journal_writer
+from ciuic.fuse_layer.journal.journal_writer import JournalWriter
+from ciuic.fuse_layer.kernel.driver import KernelDriver
+from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.fuse_layer.state import node_paths, overlay_state
+from ciuic.fuse_layer.system import path_handles, syscalls
+from ciuic.fuse_layer.tracking import hidden_links
 
-_MODULES = (attributes, data, directories, hidden_links, namespace, node_ways, state, ways)
+_MODULES = (
+    *(attributes, content_changes, data, directories, entries, hidden_links, namespace, node_paths),
+    *(overlay_state, path_handles, removals),
+)
 _TERMS = Negotiated(45, 0)
 _OTHERS = "others"
 _MOST_STEPS = 14
-"""More than any of these requests takes."""
+"""Upper limit of steps of any of these requests."""
 
 
-class _Ledger(Ledger):
-    """Its appends are steps. It never goes into the archive, whose thread would outlive the worker here; test_ledger.py does that."""
+class _SessionJournal(JournalWriter):
+    """Ledger whose appends are steps.
+
+    It is never archived, as the archiver's thread would outlive the worker here (test_session_journal.py).
+    """
 
     step: Steps
 
@@ -58,29 +66,29 @@ class _Ledger(Ledger):
         return False
 
     def append(self, record: bytes) -> None:
-        self.step(lambda: Ledger.append(self, record))
+        self.step(lambda: JournalWriter.append(self, record))
 
 
 class Life:
-    """One worker's driver, without a kernel; each goes on with the ledger of the one before."""
+    """Driver of one worker, without a kernel; each continues the session journal of its predecessor."""
 
     def __init__(self, root: Path, base: Path, step: Steps) -> None:
-        inherited = ledger_writer.replay(base)
+        inherited = journal_writer.replay(base)
         self._backing = os.open(root, os.O_PATH)
         self._fuse = os.open("/dev/null", os.O_RDWR)
-        kept = _Ledger(base)
+        kept = _SessionJournal(base)
         kept.step = step
         kept.begin(_TERMS.minor, _TERMS.flags, _TERMS.max_write_bytes)
-        self.core = OverlayCore(self._backing, session="s", ledger=kept, inherited=inherited)
-        self.driver = KernelDriver(self.core, self._fuse, _TERMS, ledger=kept, inherited=inherited)
+        self.core = OverlayCore(self._backing, session="s", journal=kept, inherited=inherited)
+        self.driver = KernelDriver(self.core, self._fuse, _TERMS, journal=kept, inherited=inherited)
         self._kept = kept
 
     def ask(self, opcode: int, node: int, body: bytes, unique: int) -> bytes:
-        request = Request(opcode, unique, node, 0, 0, 1, 0)
+        request = FuseRequest(opcode, unique, node, 0, 0, 1, 0)
         return cast(bytes, self.driver._handlers()[opcode](request, memoryview(body)))
 
     def die(self) -> None:
-        """Descriptors close, and nothing else happens."""
+        """Close the descriptors, and do nothing else."""
         os.close(self._kept._fd)
         self._kept._fd = -1
         os.close(self._backing)
@@ -88,7 +96,7 @@ class Life:
 
 
 class Open(NamedTuple):
-    """A file that a program has open, with its descriptor in the plain directory."""
+    """File that a program has open, with its descriptor in the plain directory."""
 
     handle: int
     node: int
@@ -96,7 +104,7 @@ class Open(NamedTuple):
 
 
 class Kernel:
-    """What the kernel remembers: names, handles, and which worker serves."""
+    """State of the kernel: names, handles, and the serving worker."""
 
     def __init__(self, top: Path) -> None:
         self.plain, self.root = top / "plain", top / "root"
@@ -109,7 +117,7 @@ class Kernel:
         """Path → node, positive entries alone."""
         self.files: list[Open] = []
         self.pipes: list[tuple[int, int]] = []
-        """Node and descriptor in the plain directory of pipes that a program has open: the overlay never hears of that."""
+        """Node and plain directory descriptor of open pipes, which the overlay never sees opened."""
         self.folders: list[tuple[int, int]] = []
         """The same of directories."""
         self.removed: list[tuple[int, tuple[int, ...]]] = []
@@ -126,17 +134,21 @@ class Kernel:
         kills_at: Sequence[int] = (),
         meanwhile: Callable[[], None] = lambda: None,
     ) -> bytes:
-        """The answer. One worker after the other dies at these steps of the request, or when it is done and has not answered.
-        ``meanwhile``: what another thread asks of the last one before the request comes again."""
+        """Send a request and return its answer; workers die at these steps of it, or before the answer.
+
+        ``meanwhile``: a request of another thread to the last worker before this one is sent again.
+        """
         self._unique += 2
         resent = 0
         for kill_at in kills_at:
             self.step.left = kill_at
-            with suppress(Killed, OSError):  # refused, and dead before the answer
+            # The request was refused, or the worker died before the answer.
+            with suppress(Killed, OSError):
                 self.life.ask(opcode, node, body, self._unique | resent)
             self.life.die()
             del self.life
-            gc.collect()  # a number is free when nothing has the inode open
+            # A number is free once no descriptor has the inode open.
+            gc.collect()
             self.kills += 1
             self.step.left, self.step.is_dead = ENDLESS, False
             self.life = Life(self.root, self._base, self.step)
@@ -149,7 +161,7 @@ class Kernel:
         return self.life.ask(opcode, node, body, self._unique | resent)
 
     def look(self, path: str) -> int:
-        """The node of a path that exists, asked for only where it is not remembered."""
+        """Return the node of an existing path; look it up only if it is not remembered."""
         if path not in self.names:
             parent, _, name = path.rpartition("/")
             reply = self.ask(p.LOOKUP, self.look(parent), os.fsencode(name) + b"\0")
@@ -158,7 +170,7 @@ class Kernel:
         return self.names[path]
 
     def _check_one_node(self, path: str) -> None:
-        """Check that a file that is open has one node: a second one would have attributes and locks of its own."""
+        """Check that an open file has one node: a second one would have attributes and locks of its own."""
         st = os.lstat(self.plain / path)
         held = [(file.node, file.fd) for file in self.files] + self.pipes + self.folders
         for node, fd in held:
@@ -184,7 +196,7 @@ class Kernel:
         self.names |= {new + known[len(old) :]: node for known, node in moved.items()}
 
     def forget_name(self, path: str) -> None:
-        """Memory is short: the kernel drops a name, and asks for it again when it is needed."""
+        """Drop a name, as the kernel does when memory is short, so that it is looked up again."""
         self.drop(path)
 
 
@@ -199,7 +211,7 @@ def _facts(st: os.stat_result) -> tuple[int, ...]:
 
 
 class Run:
-    """One random run."""
+    """Random run of name operations."""
 
     def __init__(self, seed: int, top: Path) -> None:
         self.choose = random.Random(seed)
@@ -209,13 +221,13 @@ class Run:
         for side in (self.kernel.plain, self.kernel.root):
             (side / _OTHERS).mkdir(0o755)
 
-    # -- choosing -------------------------------------------------------------------------------------
+    # -- choosing operations --------------------------------------------------------------------------
 
     def _paths(self, wanted: Callable[[Path], bool]) -> list[str]:
         plain = self.kernel.plain
         return sorted(str(path.relative_to(plain)) for path in plain.rglob("*") if wanted(path))
 
-    def _some(self, wanted: Callable[[Path], bool]) -> str | None:
+    def _random_path(self, wanted: Callable[[Path], bool]) -> str | None:
         found = self._paths(lambda path: _OTHERS not in path.parts and wanted(path))
         return self.choose.choice(found) if found else None
 
@@ -244,12 +256,14 @@ class Run:
         return self.kernel.ask(opcode, node, body, kills_at=kills_at, meanwhile=self._make_another)
 
     def _make_another(self) -> None:
-        """Make files as another thread of the job would, in a directory that nothing else is done in. A file system that gives a number
-        out again at once gives them that of what has just been removed."""
+        """Make files as another thread of the job would, in a directory of their own.
+
+        A file system that reuses inode numbers at once gives them those of the files just removed.
+        """
         for _ in range(self.choose.randrange(3)):
             self._others += 1
             path = f"{_OTHERS}/{self._others}"
-            parent, name = self._at(path)
+            parent, name = self._parent_and_name(path)
             is_link = self.choose.random() < 0.5
             if is_link:
                 reply = self.kernel.ask(p.SYMLINK, parent, name + b"target\0")
@@ -267,7 +281,7 @@ class Run:
                 there.touch(0o644)
             self.log.append(f"  meanwhile {path}, a {'symlink' if is_link else 'file'}")
 
-    def _at(self, path: str) -> tuple[int, bytes]:
+    def _parent_and_name(self, path: str) -> tuple[int, bytes]:
         parent, _, name = path.rpartition("/")
         return self.kernel.look(parent), os.fsencode(name) + b"\0"
 
@@ -275,7 +289,7 @@ class Run:
 
     def create(self) -> None:
         path = self._free()
-        parent, name = self._at(path)
+        parent, name = self._parent_and_name(path)
         body = p.CREATE_IN.pack(os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o100644, 0, 0) + name
         reply = self._ask(p.CREATE, parent, body, f"create {path}")
         node = self.kernel.bind(path, reply)
@@ -285,42 +299,44 @@ class Run:
 
     def mkdir(self) -> None:
         path = self._free()
-        parent, name = self._at(path)
+        parent, name = self._parent_and_name(path)
         self.kernel.bind(path, self._ask(p.MKDIR, parent, p.MKDIR_IN.pack(0o755, 0) + name, f"mkdir {path}"))
         (self.kernel.plain / path).mkdir(0o755)
 
     def symlink(self) -> None:
         path = self._free()
-        parent, name = self._at(path)
+        parent, name = self._parent_and_name(path)
         self.kernel.bind(path, self._ask(p.SYMLINK, parent, name + b"target\0", f"symlink {path}"))
         (self.kernel.plain / path).symlink_to("target")
 
     def link(self) -> None:
-        source = self._some(lambda path: path.is_file() and not path.is_symlink())
+        source = self._random_path(lambda path: path.is_file() and not path.is_symlink())
         if source is None:
             return
         path = self._free()
-        node, (parent, name) = self.kernel.look(source), self._at(path)
+        node, (parent, name) = self.kernel.look(source), self._parent_and_name(path)
         reply = self._ask(p.LINK, parent, p.LINK_IN.pack(node) + name, f"link {source} {path}")
         assert self.kernel.bind(path, reply) == node, "a hard link is another inode"
         os.link(self.kernel.plain / source, self.kernel.plain / path)
 
     def unlink(self) -> None:
-        path = self._some(lambda path: path.is_symlink() or path.is_file() or path.is_fifo())
+        path = self._random_path(lambda path: path.is_symlink() or path.is_file() or path.is_fifo())
         if path is None:
             return
         self.kernel.look(path)
-        parent, name = self._at(path)
+        parent, name = self._parent_and_name(path)
         self._ask(p.UNLINK, parent, name, f"unlink {path}")
         self.kernel.drop(path)
         (self.kernel.plain / path).unlink()
 
     def rmdir(self) -> None:
-        path = self._some(lambda path: not path.is_symlink() and path.is_dir() and not any(path.iterdir()))
+        path = self._random_path(
+            lambda path: not path.is_symlink() and path.is_dir() and not any(path.iterdir())
+        )
         if path is None:
             return
         node = self.kernel.look(path)
-        parent, name = self._at(path)
+        parent, name = self._parent_and_name(path)
         self._ask(p.RMDIR, parent, name, f"rmdir {path}")
         self.kernel.drop(path)
         kept = os.open(self.kernel.plain / path, os.O_PATH)
@@ -330,7 +346,7 @@ class Run:
 
     def mkfifo(self) -> None:
         path = self._free()
-        parent, name = self._at(path)
+        parent, name = self._parent_and_name(path)
         body = p.MKNOD_IN.pack(stat.S_IFIFO | 0o640, 0, 0, 0) + name
         node = self.kernel.bind(path, self._ask(p.MKNOD, parent, body, f"mkfifo {path}"))
         os.mkfifo(self.kernel.plain / path, 0o640)
@@ -341,7 +357,7 @@ class Run:
             os.close(self.kernel.pipes.pop(self.choose.randrange(len(self.kernel.pipes)))[1])
 
     def open_folder(self) -> None:
-        path = self._some(lambda path: not path.is_symlink() and path.is_dir())
+        path = self._random_path(lambda path: not path.is_symlink() and path.is_dir())
         if path is not None:
             self.log.append(f"open folder {path}")
             self.kernel.folders.append((self.kernel.look(path), os.open(self.kernel.plain / path, os.O_PATH)))
@@ -351,19 +367,19 @@ class Run:
             os.close(self.kernel.folders.pop(self.choose.randrange(len(self.kernel.folders)))[1])
 
     def refused(self) -> None:
-        """Ask for what the file system refuses: to remove a directory that is not empty, or to rename another over it."""
-        full = self._some(lambda path: not path.is_symlink() and path.is_dir() and any(path.iterdir()))
+        """Send a request that is refused: remove a full directory, or rename another over it."""
+        full = self._random_path(lambda path: not path.is_symlink() and path.is_dir() and any(path.iterdir()))
         if full is None:
             return
         self.kernel.look(full)
-        parent, name = self._at(full)
-        other = self._some(lambda path: not path.is_symlink() and path.is_dir())
+        parent, name = self._parent_and_name(full)
+        other = self._random_path(lambda path: not path.is_symlink() and path.is_dir())
         assert other is not None
         is_apart = not f"{full}/".startswith(f"{other}/") and not f"{other}/".startswith(f"{full}/")
         try:
             if is_apart and self.choose.random() < 0.5:
                 self.kernel.look(other)
-                old_parent, old_name = self._at(other)
+                old_parent, old_name = self._parent_and_name(other)
                 body = p.RENAME_IN.pack(parent) + old_name + name
                 self._ask(p.RENAME, old_parent, body, f"rename {other} {full}, refused")
             else:
@@ -374,17 +390,18 @@ class Run:
             raise AssertionError("was not refused")
 
     def rename(self) -> None:
-        old = self._some(lambda path: True)
+        old = self._random_path(lambda path: True)
         if old is None:
             return
-        new = self._free() if self.choose.random() < 0.5 else self._some(lambda path: True)
+        new = self._free() if self.choose.random() < 0.5 else self._random_path(lambda path: True)
         flags = self.choose.choice((0, 0, 0, syscalls.RENAME_NOREPLACE, syscalls.RENAME_EXCHANGE))
         plain = self.kernel.plain
         if new is None or new == old or f"{new}/".startswith(f"{old}/") or f"{old}/".startswith(f"{new}/"):
             return
         same = (plain / new).exists() and not (plain / new).is_symlink() and not (plain / old).is_symlink()
         if same and (plain / old).exists() and os.path.samefile(plain / old, plain / new):
-            return  # the kernel answers by itself
+            # The kernel answers this by itself.
+            return
         for path in (old, new):
             if os.path.lexists(self.kernel.root / path):
                 self.kernel.look(path)
@@ -392,7 +409,7 @@ class Run:
             syscalls.renameat2(-100, os.fsencode(plain / old), -100, os.fsencode(plain / new), flags)
         except OSError:
             return
-        (parent, name), (new_parent, new_name) = self._at(old), self._at(new)
+        (parent, name), (new_parent, new_name) = self._parent_and_name(old), self._parent_and_name(new)
         if flags or self.choose.random() < 0.5:
             body = p.RENAME2_IN.pack(new_parent, flags, 0)
             self._ask(p.RENAME2, parent, body + name + new_name, f"rename {old} {new} {flags}")
@@ -406,7 +423,7 @@ class Run:
             self.kernel.move(old, new)
 
     def chmod(self) -> None:
-        path = self._some(lambda path: not path.is_symlink())
+        path = self._random_path(lambda path: not path.is_symlink())
         if path is None:
             return
         mode = self.choose.choice((0o600, 0o644, 0o755))
@@ -433,7 +450,7 @@ class Run:
         os.close(file.fd)
 
     def forget(self) -> None:
-        path = self._some(lambda path: True)
+        path = self._random_path(lambda path: True)
         if path is not None:
             self.log.append(f"forget {path}")
             self.kernel.drop(path)
@@ -460,7 +477,10 @@ class Run:
         assert listing == self._paths(lambda path: True)
 
     def go(self, operations: int) -> int:
-        """Carries out so many; the number of kills. AssertionError, or the OSError that the job would have got."""
+        """Carry out so many operations; return the number of kills.
+
+        Raises AssertionError, or the OSError that the job would have got.
+        """
         kinds = [self.create, self.mkdir, self.symlink, self.link, self.link, self.unlink, self.rmdir]
         kinds += [self.rename, self.rename, self.rename, self.chmod, self.write, self.close, self.forget]
         kinds += [
@@ -494,15 +514,16 @@ def _steps(step: Steps) -> Iterator[None]:
                 stack.enter_context(mock.patch.object(module, "os", fake))
         real = syscalls.renameat2
         renameat2 = lambda *args: step(lambda: real(*args))  # noqa: E731
-        stack.enter_context(mock.patch.object(namespace.syscalls, "renameat2", renameat2))
+        stack.enter_context(mock.patch.object(syscalls, "renameat2", renameat2))
         yield
 
 
 def run(seed: int, operations: int = 40) -> int:
-    """One run in a directory of its own; the number of kills."""
+    """Do one run in a directory of its own; return the number of kills."""
     top = Path(tempfile.mkdtemp(prefix="ciuic-killed-"))
     umask = os.umask(0)
-    gc.freeze()  # or each kill would look at every object of the test process
+    # Otherwise each kill would look at every object of the test process.
+    gc.freeze()
     try:
         this = Run(seed, top)
         with _steps(this.kernel.step):
@@ -510,5 +531,6 @@ def run(seed: int, operations: int = 40) -> int:
     finally:
         gc.unfreeze()
         os.umask(umask)
-        shutil.rmtree(top, ignore_errors=True)  # the ledger's thread may be at work in it
+        # The archiver's thread may still write there.
+        shutil.rmtree(top, ignore_errors=True)
         shutil.rmtree(top, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""A device whose work is done late: what is queued on its streams runs when a test says so, in any order that the streams allow.
+"""Simulated device that works late: a test decides when a stream's queue runs.
 
-A copy reads its source when it runs. So a wait that is missing somewhere is a snapshot of which a part is from another step.
+A copy reads its source when it runs, so a missing wait gives a snapshot with parts of another step.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ciuic.training.arena import Arena
+from ciuic.training.device.arena import Arena
 
 Choose = Callable[[int], int]
-"""Gets a number of possibilities, returns one of them."""
+"""Function from a number of possibilities to the chosen index."""
 
 
 class Stream:
-    """Things to do, one after the other."""
+    """FIFO queue of work."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Callable[[], None], list[Mark]]] = []
@@ -65,7 +65,7 @@ class Mark:
 
 
 class Parameter:
-    """What an optimizer has of an array."""
+    """Array with the interface that an optimizer needs."""
 
     def __init__(self, array: Any, *, requires_grad: bool) -> None:
         self.array = array
@@ -73,29 +73,32 @@ class Parameter:
 
 
 _DEVICES: dict[int, tuple[Device, Any]] = {}
-"""By the id of an array, its device; and the array, so that the id stays its own. What lies there only the device's work may touch."""
+"""Map from the id of an array to its device and the array, which keeps the id taken.
+
+Only the device's work may touch the memory.
+"""
 
 
 class Device:
-    """And the lane on it (`ciuic.training.lanes`)."""
+    """Simulated device, and the lane on it (`ciuic.training.device.device_streams`)."""
 
     def __init__(self, choose: Choose) -> None:
         self.program, self.ours = Stream(), Stream()
         self.broken = self.full = self.records = False
         self.goes_on = False
-        """Also while the program does nothing but ask how far it is."""
+        """True if the device works also while the program only queries its progress."""
         self.versions: Counter[int] = Counter()
         """Changes in place that the framework knows of, by the id of the array."""
         self._choose = choose
 
     def array(self, values: Any) -> Any:
-        """In the device's memory."""
+        """Return an array in the device's memory."""
         made = np.array(values)
         _DEVICES[id(made)] = self, made
         return made
 
     def run_one(self, prefer: Stream | None = None) -> bool:
-        """Whether there was anything to do."""
+        """Run one piece of work; return False if there is none."""
         able = [stream for stream in (self.program, self.ours) if stream.can_run()]
         if not able:
             assert not [*self.program.waiting, *self.ours.waiting], "the streams wait for each other"
@@ -169,5 +172,5 @@ class Device:
 
 
 def lane_of(value: Any) -> Any:
-    """As `ciuic.training.lanes.lane_of`."""
+    """Return the lane, in place of `ciuic.training.device.device_streams.device_stream_of`."""
     return _DEVICES.get(id(value.array if isinstance(value, Parameter) else value), (None, None))[0]

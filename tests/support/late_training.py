@@ -1,8 +1,9 @@
-"""A training on a device that does everything late, and the same training done at once: what each state must be.
+"""Training on a device that works late, and the same training done at once as the reference for each state.
 
     python -m support.late_training SAVE_DIR SEED
 
-trains with a snapshot after every step, as far as the writer comes along, and prints after each how many are durable.
+trains with a snapshot after every step, as fast as the writer allows, and prints after each how many are
+durable.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NAMES = ("weight", "bias")
 
 
 class Training:
-    """Momentum on two parameters, statistics that the forward changes, a backbone that nothing changes, an average."""
+    """Momentum on two parameters, statistics that the forward changes, a constant backbone, an average."""
 
     def __init__(self, device: Device, elements: int = 3) -> None:
         self.device = device
@@ -50,21 +51,24 @@ class Training:
         return {name: value.copy() for name, value in self.expected.items()}
 
     def forward(self) -> None:
-        """And backward."""
+        """Do the forward and the backward pass."""
         self.queue("model.statistics", lambda at: at.__iadd__(1.5))
 
     def step(self) -> None:
         self.optimizer.step()
 
     def queue(self, name: str, change: Callable[[Any], Any], *, known: bool = True) -> None:
-        """Changes it in place, now and when the device comes to it. ``known``: the framework counts it."""
+        """Queue an in-place change, made now and when the device comes to it.
+
+        ``known``: the framework counts it.
+        """
         value = self.on_device()[name]
         self.device.versions[id(value)] += known
         self.device.program.add(lambda: change(value))
         change(self.expected[name])
 
     def follow(self) -> None:
-        """The average, right after a step."""
+        """Update the average, right after a step."""
         for name in _NAMES:
             weight = np.array(self.expected[f"model.{name}"])
             self.queue(
@@ -74,7 +78,7 @@ class Training:
 
 
 class Optimizer:
-    """With torch's hooks."""
+    """Optimizer with torch's hooks."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -100,7 +104,7 @@ class Optimizer:
         self._after.append(hook)
 
     def step(self, *, tells: bool = True) -> None:
-        """``tells``: not where it is replayed as a CUDA graph."""
+        """Do one step; ``tells`` is false where it is replayed as a CUDA graph."""
         for hook in self._before if tells else []:
             hook(self, (), {})
         self.steps += 1
@@ -124,7 +128,7 @@ class Optimizer:
 
 
 class State:
-    """A model or an average."""
+    """State of a model or an average."""
 
     def __init__(self, arrays: dict[str, Any]) -> None:
         self._arrays = arrays
@@ -137,16 +141,16 @@ class State:
 
 
 def train(
-    save_dir: Path, seed: int, behaviours: set[str], told: Callable[[int], None], saves: int
+    save_dir: Path, seed: int, behaviours: set[str], on_saved: Callable[[int], None], saves: int
 ) -> dict[int, dict[str, Any]]:
-    """The states after each step, by the steps that were done; a snapshot at each boundary, until so many are durable."""
+    """Train with a snapshot at each boundary until so many are durable; return the states by step."""
     chosen = random.Random(seed)
     device = Device(chosen.randrange)
     device.goes_on = True
     training = Training(device)
     states = _recorded(training)
     with SnapshotManager(save_dir, every_steps=1) as manager:
-        manager._saver.overlap.lane_of = lane_of
+        manager._saver.overlap.device_stream_of = lane_of
         manager.register(
             model=State(training.model), average=State(training.average), optimizer=training.optimizer
         )
@@ -163,13 +167,13 @@ def train(
                 training.queue("momentum.bias", lambda at: at.__imul__(2), known=False)
             device.run_some()
             time.sleep(0.005)
-            told(manager.stats.saved)
+            on_saved(manager.stats.saved)
         device.run_all()
     return states
 
 
 def states_of(steps: int) -> dict[int, dict[str, Any]]:
-    """As `train` returns them where nothing is asked for and nothing misbehaves."""
+    """Return the states of `train` without snapshots and with an ordinary device."""
     training = Training(Device(lambda possibilities: 0))
     states = _recorded(training)
     for _ in range(steps):
@@ -195,7 +199,7 @@ def _one_step(training: Training) -> None:
 
 
 def saved_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Of a snapshot, by the names of `Training.on_device`."""
+    """Return the state in a snapshot, by the names of `Training.on_device`."""
     found = {f"model.{name}": value for name, value in state["model_state_dict"].items()}
     found |= {f"average.{name}": value for name, value in state["average_state_dict"].items()}
     return found | {
@@ -203,10 +207,10 @@ def saved_state(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _tell(saved: int) -> None:
+def _print_saved(saved: int) -> None:
     sys.stdout.write(f"{saved}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]), set(), _tell, 1000)
+    train(Path(sys.argv[1]), int(sys.argv[2]), set(), _print_saved, 1000)

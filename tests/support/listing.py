@@ -1,4 +1,4 @@
-"""A directory stream as C programs have it: opendir, readdir, telldir, seekdir and rewinddir of libc."""
+"""Directory stream as C programs have it: opendir, readdir, telldir, seekdir and rewinddir of libc."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _libc.closedir.argtypes = (ctypes.c_void_p,)
 
 
 class Listed(NamedTuple):
-    """One entry; ``kind`` is the file type bits of st_mode, as d_type says them."""
+    """Directory entry; ``kind`` is the file type bits of st_mode, as d_type reports them."""
 
     name: str
     ino: int
@@ -47,7 +47,7 @@ class Listing:
             raise OSError(code, os.strerror(code), os.fspath(path))
 
     def read(self) -> Listed | None:
-        """The next entry, None at the end."""
+        """Return the next entry, or None at the end."""
         ctypes.set_errno(0)
         found = _libc.readdir(self._stream)
         if found:

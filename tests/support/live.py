@@ -1,4 +1,4 @@
-"""A ciuic of one's own: installed commands, a real daemon, and a configuration that touches nothing outside one directory."""
+"""Private ciuic for a test: installed commands, a real daemon, and files below one directory only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ min_share = "100%"
 
 
 class Listed(NamedTuple):
-    """One line of `list --machine-readable`, read as scripts in the field read it."""
+    """Line of `list --machine-readable`, parsed as scripts in the field do."""
 
     id: str
     time: datetime
@@ -43,11 +43,11 @@ class Listed(NamedTuple):
 
 
 class CommandFailed(AssertionError):
-    """A command ended otherwise than it was expected to."""
+    """Raised when a command exits with an unexpected status."""
 
 
 def installed(program: str = "ciuic") -> Path:
-    """The command that `pip install` put beside this interpreter."""
+    """Return the command that `pip install` put beside this interpreter."""
     path = Path(sys.executable).parent / program
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `make setup-test` and use .venv/bin/python")
@@ -55,7 +55,7 @@ def installed(program: str = "ciuic") -> Path:
 
 
 def wait_for(what: str, condition: Callable[[], Any], seconds: float) -> Any:
-    """The first true value of ``condition``; polled, because processes and mounts offer no event to a stranger."""
+    """Return the first true value of ``condition``, by polling: processes and mounts send no event."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -65,7 +65,10 @@ def wait_for(what: str, condition: Callable[[], Any], seconds: float) -> Any:
 
 
 class Live:
-    """Configuration, repository, sockets and daemon below ``top``. A context manager that leaves nothing running."""
+    """Configuration, repository, sockets and daemon below ``top``.
+
+    A context manager that leaves nothing running.
+    """
 
     def __init__(
         self, top: Path, *, interval: str = "1h", repository: Path | None = None, more_config: str = ""
@@ -97,7 +100,7 @@ class Live:
         expect: int | None = 0,
         timeout_seconds: float = 120,
     ) -> subprocess.CompletedProcess[bytes]:
-        """Runs an installed command; ``expect`` is the exit code it must end with, None for any."""
+        """Run an installed command; ``expect`` is the exit code it must end with, None for any."""
         if arguments[:1] == ("protect",) and "CIUIC_TEST_DRIVER" in os.environ:
             arguments = ("protect", "--driver", DRIVER, *arguments[1:])
         command: Sequence[str | bytes] = [str(installed(program)), *arguments]
@@ -114,11 +117,11 @@ class Live:
         return done
 
     def json(self, *arguments: str | bytes, expect: int | None = 0) -> Any:
-        """The document that a command prints with --json."""
+        """Return the document that a command prints with --json."""
         return json.loads(self.run(*arguments, "--json", expect=expect).stdout)
 
     def list(self, program: str = "ciuic") -> list[Listed]:
-        """Committed snapshots, the newest first, parsed as a script does."""
+        """Return committed snapshots, the newest first, parsed as a script does."""
         rows = []
         for line in self.run("list", "--machine-readable", program=program).stdout.decode().splitlines():
             snapshot, moment, size = line.split("|")
@@ -126,13 +129,13 @@ class Live:
         return rows
 
     def snapshot(self, *arguments: str) -> str:
-        """Takes one, waits until it is committed, and returns its id."""
+        """Take a snapshot, wait until it is committed, and return its id."""
         return self.run("snapshot", "--wait", *arguments).stdout.decode().strip()
 
     # -- the daemon
 
     def start(self, *roots: Path) -> None:
-        """Starts the daemon and returns when it answers and every given root is mounted."""
+        """Start the daemon and return when it answers and every given root is mounted."""
         log = open(self.daemon_log, "ab")
         with log:
             self.daemon = subprocess.Popen(
@@ -142,12 +145,12 @@ class Live:
         self.wait_mounted(*roots)
 
     def status(self) -> dict[str, Any] | None:
-        """`ciuic status --json`, None while no daemon answers."""
+        """Return `ciuic status --json`, or None while no daemon answers."""
         done = self.run("status", "--json", expect=None)
         return json.loads(done.stdout) if done.returncode == 0 else None
 
     def wait_mounted(self, *roots: Path) -> None:
-        """Returns when the daemon answers and each root is mounted by it."""
+        """Return when the daemon answers and has mounted each root."""
 
         def ready() -> bool:
             if self.daemon is None or self.daemon.poll() is not None:
@@ -164,7 +167,7 @@ class Live:
             raise CommandFailed(f"{exc}\n{self.log_tail()}") from exc
 
     def stop(self, sig: int = signal.SIGTERM) -> int:
-        """Ends the daemon with a signal and returns its exit status."""
+        """End the daemon with a signal and return its exit status."""
         assert self.daemon is not None
         self.daemon.send_signal(sig)
         code = self.daemon.wait(_STOP_SECONDS)
@@ -172,14 +175,14 @@ class Live:
         return code
 
     def events(self, name: str) -> Sequence[dict[str, Any]]:
-        """What the daemon has logged under this event, oldest first."""
+        """Return what the daemon has logged under this event, oldest first."""
         lines = (
             json.loads(line) for line in self.daemon_log.read_text().splitlines() if line.startswith("{")
         )
         return [line for line in lines if line.get("event") == name]
 
     def log_tail(self, lines: int = 40) -> str:
-        """The end of the daemon's log, for a message."""
+        """Return the end of the daemon's log, for a message."""
         if not self.daemon_log.exists():
             return ""
         text = self.daemon_log.read_text(errors="replace").splitlines()
@@ -188,14 +191,15 @@ class Live:
     # -- the end
 
     def processes(self) -> dict[int, str]:
-        """Every process that names this installation's directory: daemon, workers, captures."""
+        """Return every process that names this installation's directory: daemon, workers, captures."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 try:
                     command = (entry / "cmdline").read_bytes()
                 except OSError:
-                    continue  # it ended while we looked
+                    # The process ended during the listing.
+                    continue
                 mine = str(self.top).encode() in command or self._has_our_config(entry)
                 if mine and b"ciuic" in command:
                     found[int(entry.name)] = command.replace(b"\0", b" ").decode("utf-8", "replace")
@@ -208,7 +212,7 @@ class Live:
             return False
 
     def close(self) -> None:
-        """Stops the daemon; what does not end by itself is killed, what stays mounted is detached."""
+        """Stop the daemon; kill processes that do not end by themselves and detach mounts that stay."""
         if self.daemon is not None and self.daemon.poll() is None:
             self.daemon.terminate()
             try:

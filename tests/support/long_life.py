@@ -1,8 +1,8 @@
-"""Months of a training machine in minutes: a fake clock, and for everything else the real code.
+"""Months of a training machine in minutes: a fake clock, and otherwise the real code.
 
-Hourly snapshots of a root with an overlay core over it (no mount), captured in tracked mode into a real repository; a
-prune by the retention rules every night. What is measured is what drifts in long-lived things: the store, memory,
-descriptors, and the time that prune and list take.
+Hourly snapshots of a root with an overlay core over it (no mount), captured in tracked mode into a real
+repository; a prune by the retention rules every night. Measured is what drifts in long-lived things: the
+store, memory, descriptors, and the time that prune and list take.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import xxhash
 from support.core_driver import ROOT, open_backing
 from support.stored import read_back
 
-from ciuic.daemon.capture import run_job
-from ciuic.daemon.capture_job import CaptureJob, RootJob
-from ciuic.daemon.capture_root import Report
-from ciuic.fuse_layer.core import ROOT_ID, OverlayCore
-from ciuic.gc import prune
+from ciuic.daemon.capture.job import CaptureJob, RootJob
+from ciuic.daemon.capture.process import run_job
+from ciuic.daemon.capture.root import Report
+from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
+from ciuic.maintenance.prune import prune
+from ciuic.maintenance.verify import verify_snapshots
 from ciuic.repository import Repository
 from ciuic.retention import RetentionPolicy
 from ciuic.types import SnapshotId
-from ciuic.verify import verify_snapshots
 
 BLOCK = 4096
 HOUR_NS = 3600 * 10**9
@@ -44,12 +44,12 @@ _ROOT_PATH = b"/training"
 
 @dataclass
 class Day:
-    """What was measured on one day, after its prune."""
+    """Measurements of one day, after its prune."""
 
     kept: int
     stored_bytes: int
     garbage_bytes: int
-    """Of those, what no kept snapshot needs."""
+    """Bytes of the store that no kept snapshot needs."""
     resident_bytes: int
     descriptors: int
     prune_seconds: float
@@ -58,7 +58,7 @@ class Day:
 
 @dataclass
 class Life:
-    """What came of it."""
+    """Results of a life."""
 
     snapshots: int = 0
     pruned: int = 0
@@ -68,11 +68,11 @@ class Life:
     failures: list[str] = field(default_factory=list)
 
     def excess(self) -> float:
-        """The most that the store ever was after a prune, relative to what the kept snapshots needed then."""
+        """Return the largest ratio of the store after a prune to what the kept snapshots needed then."""
         return max(day.stored_bytes / (day.stored_bytes - day.garbage_bytes) for day in self.days)
 
     def drift(self, what: Callable[[Day], float], warm_up_days: int) -> float:
-        """The median of the last quarter over that of the first quarter after the warm-up."""
+        """Return the median of the last quarter over that of the first quarter after the warm-up."""
         days = self.days[warm_up_days:]
         quarter = max(1, len(days) // 4)
         return _median([what(day) for day in days[-quarter:]]) / max(
@@ -85,7 +85,7 @@ def _median(values: list[float]) -> float:
 
 
 def live(top: Path, hours: int, seed: int, go_on: Callable[[], bool] = lambda: True) -> Life:
-    """So many hours; ends earlier when ``go_on`` says no. ``top`` is an empty directory."""
+    """Simulate so many hours; end earlier when ``go_on`` returns False. ``top`` is an empty directory."""
     backing = top / "backing"
     backing.mkdir()
     with Repository.create(top / "repository", block_size=BLOCK):
@@ -108,7 +108,7 @@ class _Machine:
         self.dice = dice
         self.life = Life()
         self.taken: dict[SnapshotId, dict[bytes, Any]] = {}
-        """What each kept snapshot must read as, by digests: the measured memory is not for copies."""
+        """Digests of the content of each kept snapshot; copies would count as measured memory."""
         self.checkpoints: list[bytes] = []
 
     def run(self, hours: int, go_on: Callable[[], bool]) -> Life:
@@ -125,7 +125,7 @@ class _Machine:
         self.look_back()
         return self.life
 
-    # --- what the job does, through the core
+    # --- the job's changes, through the core
 
     def folder(self, name: bytes) -> int:
         return self.core.lookup(ROOT_ID, name).node if name else ROOT_ID
@@ -138,7 +138,7 @@ class _Machine:
             self.core.forget(node, 1)
 
     def write(self, folder: bytes, name: bytes, data: bytes, offset: int = 0) -> None:
-        """Creates the file if need be; offset -1 appends."""
+        """Write to the file, created if need be; offset -1 appends."""
         parent = self.folder(folder)
         try:
             attr = self.core.lookup(parent, name)
@@ -151,7 +151,7 @@ class _Machine:
         self.forget(parent)
 
     def work(self, hour: int) -> None:
-        """An hour of training: logs grow, a checkpoint comes and the oldest goes, now and then more changes."""
+        """Do an hour of training: logs grow, checkpoints come and go, and sometimes more changes."""
         dice = self.dice
         for name in _LOGS:
             self.write(b"logs", name, b"step %d loss %f\n" % (hour, dice.random()) * 20, -1)
@@ -173,7 +173,7 @@ class _Machine:
                 self.core.rename(logs, log, logs, log + b".1", 0)
             self.forget(logs)
 
-    # --- what ciuic does
+    # --- ciuic's work
 
     def snapshot(self, hour: int) -> None:
         epoch = self.core.cut().epoch
@@ -229,7 +229,7 @@ class _Machine:
         )
 
     def look_back(self) -> None:
-        """Every snapshot that is kept verifies, byte for byte, and reads as the root was at its cut."""
+        """Check that every kept snapshot verifies, byte for byte, and reads as the root was at its cut."""
         with Repository.open(self.repository) as repository:
             result = verify_snapshots(repository, checksum=True)
             self.life.verified = len(result.snapshots)
@@ -241,7 +241,7 @@ class _Machine:
 
 
 def _read(folder: Path) -> dict[bytes, Any]:
-    """The directory as `support.stored.read_back` gives a snapshot, with a digest for each content."""
+    """Return the directory as `support.stored.read_back` gives a snapshot, with a digest for each content."""
     found: dict[bytes, Any] = {}
     for path in folder.iterdir():
         if path.name == ".ciuic-state":

@@ -1,6 +1,6 @@
-"""A repository in memory with the interface that capture uses: for tests that make hundreds of snapshots and read them back.
+"""Repository in memory with capture's interface, for tests that make hundreds of snapshots.
 
-It hashes what it is given, so equal trees have equal ids; it stores nothing and keeps no promise about crashes.
+It hashes its input, so equal trees have equal ids; it stores nothing and keeps no promise about crashes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ciuic.repository.packing import Content
-from ciuic.repository.sharing import Stage
+from ciuic.repository.codecs.compression import Content
+from ciuic.repository.disk.extent_sharing import Stage
 from ciuic.types import HOLE, ChunkId, Entry, MapRef, Snapshot, SnapshotDraft, SnapshotId, TreeRef
 
 
@@ -138,7 +138,7 @@ class MemoryRepository:
         return _Writer(self)
 
     def content(self, entry: Entry) -> bytes:
-        """The whole content of a small file."""
+        """Return the whole content of a small file."""
         blocks = self.maps[entry.content] if entry.content else {}
         data = bytearray(entry.size_bytes)
         for index, chunk in blocks.items():

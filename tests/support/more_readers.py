@@ -1,4 +1,4 @@
-"""Decoders of what comes from trainers, kernels and sockets, as functions of bytes: the second half of `support.readers`."""
+"""Decoders of input from trainers, kernels and sockets: second half of `support.readers`."""
 
 from __future__ import annotations
 
@@ -18,27 +18,33 @@ from typing import Any, cast
 import msgspec
 from support.readers import Reader
 
-from ciuic import control_types, mountinfo, repository_mark
-from ciuic.daemon import upkeep_process, watch_book, watch_socket
+from ciuic.compare.restore_records import RestoreRecord
+from ciuic.config import repository_mark
+from ciuic.daemon import upkeep_process
+from ciuic.daemon.trainers import watch_journal, watch_socket
 from ciuic.errors import CiuicError
-from ciuic.fuse_layer import kernel_protocol as p
-from ciuic.fuse_layer import ledger
-from ciuic.fuse_layer.core import Attr, OverlayCore
-from ciuic.fuse_layer.kernel_driver import KernelDriver
-from ciuic.fuse_layer.kernel_negotiation import Negotiated
-from ciuic.repository import lock, planes, snapformat
-from ciuic.repository.index import Index
+from ciuic.fuse_layer.core.core import Attr, OverlayCore
+from ciuic.fuse_layer.formats import fuse_protocol as p
+from ciuic.fuse_layer.journal import inherited_session, session_journal
+from ciuic.fuse_layer.kernel.driver import KernelDriver
+from ciuic.fuse_layer.kernel.negotiation import Negotiated
+from ciuic.maintenance.scrub_state import Pass
+from ciuic.protocol import control_types
+from ciuic.protocol.heartbeat_page import HeartbeatPage, check_page, read_page
+from ciuic.protocol.watch_client import Hello
+from ciuic.repository.codecs import byte_planes
+from ciuic.repository.disk import lock
+from ciuic.repository.format import snapshot_format
+from ciuic.repository.index.database import IndexDatabase
 from ciuic.repository.promised import Promise
-from ciuic.restore.attributes import denied_to_nobody
-from ciuic.restores import Restore
+from ciuic.restore.files.attributes import denied_to_nobody
 from ciuic.retention import RetentionPolicy
-from ciuic.scrub_book import Pass
-from ciuic.training import messages, structure
-from ciuic.training.documents import decode_json
-from ciuic.training.layout import decode_header
-from ciuic.training.reading import _decode_facts
-from ciuic.watch_client import Hello
-from ciuic.watch_page import Page, check_page, read_page
+from ciuic.system import mountinfo
+from ciuic.training.format import structure
+from ciuic.training.format.layout import decode_header
+from ciuic.training.format.reading import _decode_facts
+from ciuic.training.protocol import messages
+from ciuic.training.util.documents import decode_json
 
 _BLOCK = 4096
 _OPCODES = sorted(
@@ -47,7 +53,7 @@ _OPCODES = sorted(
 
 
 class RefusedError(Exception):
-    """What a decoder's own callers take for a refusal, where it is no CiuicError."""
+    """Raised for an exception that a decoder's callers treat as a refusal, where it is no CiuicError."""
 
 
 def _refusing(read: Callable[[bytes], object], *kinds: type[BaseException]) -> Callable[[bytes], object]:
@@ -67,32 +73,35 @@ def _memfd(data: bytes) -> int:
 
 
 def _page(data: bytes) -> object:
-    """As the daemon reads a heartbeat, and as it checks one that is new."""
+    """Read a heartbeat page as the daemon does, and check it as a new one."""
     fd = _memfd(data)
     try:
         with contextlib.suppress(ValueError):
             check_page(fd)
         return read_page(fd)
-    except struct.error as error:  # shorter than a page: `check_page` does not let it come to this
+    except struct.error as error:
+        # Shorter than a page: `check_page` prevents this case.
         raise RefusedError(str(error)) from None
     finally:
         os.close(fd)
 
 
 def _hello(data: bytes) -> object:
-    """As WatchSocket decodes it, with descriptors that are right."""
-    page, life = Page(), os.pidfd_open(os.getpid())
-    asked: Any = SimpleNamespace(caller=SimpleNamespace(uid=os.geteuid()), fds=[life, page.fd], data=data)
+    """Decode a hello as WatchSocket does, with valid descriptors."""
+    page, life = HeartbeatPage(), os.pidfd_open(os.getpid())
+    registration: Any = SimpleNamespace(
+        caller=SimpleNamespace(uid=os.geteuid()), fds=[life, page.fd], data=data
+    )
     self: Any = SimpleNamespace(_permitted=lambda caller: True)
     try:
-        return watch_socket.WatchSocket._checked(self, asked)
+        return watch_socket.WatchSocket._checked(self, registration)
     finally:
         os.close(life)
         page.close()
 
 
-def _ledger(data: bytes) -> object:
-    found = ledger.Inherited()
+def _session_journal(data: bytes) -> object:
+    found = inherited_session.InheritedSession()
     for _ in found.apply(data):
         pass
     for node_id in list(found.nodes):
@@ -101,7 +110,7 @@ def _ledger(data: bytes) -> object:
 
 
 class _StubCore:
-    """Answers every request of the kernel driver."""
+    """Core that answers every request of the kernel driver."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -121,7 +130,7 @@ class _StubCore:
 
 
 def _request(data: bytes) -> object:
-    """One request of the kernel: opcode, node, extension, flags of the session, and its body."""
+    """Decode one request of the kernel: opcode, node, extension, flags of the session, and its body."""
     if len(data) < 12:
         raise RefusedError("no request")
     opcode, extension, flags = _OPCODES[data[0] % len(_OPCODES)], data[1] % 21, data[2] % 2
@@ -132,16 +141,17 @@ def _request(data: bytes) -> object:
         handler = driver._handlers().get(opcode)
         if handler is None or opcode == p.STATX:
             raise RefusedError("not served")
-        request = p.Request(opcode, 2, int.from_bytes(data[4:12], "little"), 0, 0, 1, extension * 8)
+        request = p.FuseRequest(opcode, 2, int.from_bytes(data[4:12], "little"), 0, 0, 1, extension * 8)
         return handler(request, memoryview(data[12:]))
-    except (OSError, p.Malformed, struct.error) as error:  # what the session makes an errno of
+    except (OSError, p.MalformedRequest, struct.error) as error:
+        # The session answers these with an errno.
         raise RefusedError(str(error)) from None
     finally:
         os.close(fd)
 
 
 def _mark(data: bytes) -> object:
-    """As it is read from the state directory."""
+    """Read a mark as from the state directory."""
     with tempfile.TemporaryDirectory() as top:
         place = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
 
@@ -162,17 +172,17 @@ def _mark(data: bytes) -> object:
 
 def _book(data: bytes) -> object:
     with tempfile.TemporaryDirectory() as top:
-        Path(top, watch_book.FILE_NAME).write_bytes(data)
-        return watch_book.read_book(Path(top))
+        Path(top, watch_journal.FILE_NAME).write_bytes(data)
+        return watch_journal.read_journal(Path(top))
 
 
 def _index(data: bytes) -> object:
-    """A database file as a reader of the caller's own repository takes it."""
+    """Read a database file as the index of the caller's own repository."""
     with tempfile.TemporaryDirectory() as top:
         path = os.path.join(top, "index.sqlite")
         Path(path).write_bytes(data)
         try:
-            index = Index.open(path, "read")
+            index = IndexDatabase.open(path, "read")
             try:
                 return index.find(b"i" * 16), index.packs(), index.unsealed(), index.fact("packs_seen_ns")
             finally:
@@ -184,7 +194,7 @@ def _index(data: bytes) -> object:
 def _valid_index() -> bytes:
     with tempfile.TemporaryDirectory() as top:
         path = os.path.join(top, "index.sqlite")
-        index = Index.open(path, "write")
+        index = IndexDatabase.open(path, "write")
         index.add(1, 8192, True, [])
         index.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         index.db.execute("PRAGMA journal_mode=DELETE")
@@ -193,7 +203,7 @@ def _valid_index() -> bytes:
 
 
 def _from_trainer(data: bytes) -> object:
-    """As the writer process receives it."""
+    """Receive a trainer's message as the writer process does."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         theirs.send(data[:60_000] or b"\0")
@@ -208,7 +218,7 @@ def _header(data: bytes) -> object:
 
 
 def _state(data: bytes) -> object:
-    """`state.json` without its tensors."""
+    """Decode `state.json` without its tensors."""
     document = decode_json(data, "state.json")
 
     def tensor(name: str, packed: object) -> object:
@@ -220,7 +230,7 @@ def _state(data: bytes) -> object:
 
 
 def _dcp(data: bytes) -> object:
-    from ciuic.training.dcp_metadata import decode_metadata
+    from ciuic.training.dcp.metadata import decode_metadata
 
     return decode_metadata(data)
 
@@ -263,12 +273,12 @@ _MOUNTS = rb"""36 35 98:0 /mnt1 /mnt\0402 rw,noatime master:1 - ext3 /dev/root r
 
 
 def _json(kind: Any) -> Callable[[bytes], object]:
-    """As daemon/api.py, scrub_book.py and repository/note_files.py decode it."""
+    """Decode JSON as daemon/api/api.py, scrub_state.py and repository/notes.py do."""
     return _refusing(lambda data: msgspec.json.decode(data, type=kind), UnicodeDecodeError, RecursionError)
 
 
 def _owner(data: bytes) -> object:
-    """As it is shown to whoever finds the repository locked."""
+    """Read the owner of a lock as shown to a program that finds the repository locked."""
     fd = _memfd(data)
     try:
         return lock._busy("/r", fd, time).message
@@ -277,18 +287,18 @@ def _owner(data: bytes) -> object:
 
 
 def more_readers() -> list[Reader]:
-    """Every decoder that is not in `support.readers`."""
+    """Return every decoder that is not in `support.readers`."""
     text = json.dumps(_TENSOR).encode()
-    page = Page()
+    page = HeartbeatPage()
     valid_page = os.pread(page.fd, 4096, 0)
     page.close()
     hello = Hello(name="a", where="/w", kind="pid", pid=5, start_ticks=7)
-    save = messages.Save(number=1, arena=0, manifest_offset=0, manifest_bytes=5)
+    save = messages.SaveRequest(number=1, arena=0, manifest_offset=0, manifest_bytes=5)
     manifest = messages.Manifest(
-        time_ns=1, message="m", tags=("a",), files=[messages.File("a/b", 0, 10, 4)], stored=[]
+        time_ns=1, message="m", tags=("a",), files=[messages.ManifestFile("a/b", 0, 10, 4)], stored=[]
     )
     base = bytes(range(256)) * 16
-    plane, difference = planes.encode(base, 4), planes.encode(base, 4, bytes(_BLOCK))
+    plane, difference = byte_planes.encode(base, 4), byte_planes.encode(base, 4, bytes(_BLOCK))
     acl = (
         b"\2\0\0\0"
         + struct.pack("<HHI", 1, 6, 0)
@@ -297,11 +307,11 @@ def more_readers() -> list[Reader]:
     )
     journal = b"".join(
         (
-            ledger.begin_record(45, 0, 1 << 20),
-            ledger.node_record(7, 1, 7, 1, 0o100000, b"name"),
-            ledger.renamed_record(7, 1, b"name", 1, b"new"),
-            ledger.listing_record(3, [b"a", b"b"]),
-            ledger.unlinked_record(7, 1, b"new", gone=True),
+            session_journal.begin_record(45, 0, 1 << 20),
+            session_journal.node_record(7, 1, 7, 1, 0o100000, b"name"),
+            session_journal.renamed_record(7, 1, b"name", 1, b"new"),
+            session_journal.listing_record(3, [b"a", b"b"]),
+            session_journal.unlinked_record(7, 1, b"new", gone=True),
         )
     )
     readers = [
@@ -309,14 +319,14 @@ def more_readers() -> list[Reader]:
         Reader("hello of a trainer", _refusing(_hello, CiuicError), msgspec.msgpack.encode(hello)),
         Reader("message of a trainer to its writer", _from_trainer, msgspec.msgpack.encode(save)),
         Reader("manifest of a save", _refusing(lambda data: msgspec.msgpack.decode(data, type=messages.Manifest), UnicodeDecodeError, RecursionError), msgspec.msgpack.encode(manifest)),
-        Reader("ledger of a worker", _refusing(_ledger, struct.error, IndexError, KeyError), journal),
+        Reader("session journal of a worker", _refusing(_session_journal, struct.error, IndexError, KeyError), journal),
         Reader("request of the kernel", _request, bytes([_OPCODES.index(p.RENAME)]) + bytes(11) + p.RENAME_IN.pack(1) + b"a\0b\0"),
-        Reader("security contexts", _refusing(p.security_contexts, p.Malformed, struct.error), p.SECCTX_HEADER.pack(p.SECCTX_HEADER.size, 0)),
+        Reader("security contexts", _refusing(p.security_contexts, p.MalformedRequest, struct.error), p.SECCTX_HEADER.pack(p.SECCTX_HEADER.size, 0)),
         Reader("mark of a repository", _mark, msgspec.msgpack.encode(repository_mark.RepositoryMark(b"/r", b"/", "ab" * 16))),
-        Reader("watched trainers", _book, msgspec.json.encode(watch_book.WatchBook())),
+        Reader("watched trainers", _book, msgspec.json.encode(watch_journal.WatchJournal())),
         Reader("index", _index, _valid_index()),
-        Reader("planes", _refusing(lambda data: planes.decode(data, _BLOCK), ValueError), plane),
-        Reader("difference in planes", _refusing(lambda data: planes.decode(data, _BLOCK, bytes(_BLOCK)), ValueError), difference),
+        Reader("planes", _refusing(lambda data: byte_planes.decode(data, _BLOCK), ValueError), plane),
+        Reader("difference in planes", _refusing(lambda data: byte_planes.decode(data, _BLOCK, bytes(_BLOCK)), ValueError), difference),
         Reader("access ACL", denied_to_nobody, acl),
         Reader("safetensors header", _refusing(_header, ValueError), struct.pack("<Q", len(text)) + text + bytes(16)),
         Reader("state of a training", _refusing(_state, ValueError), json.dumps(_STATE).encode()),
@@ -325,10 +335,10 @@ def more_readers() -> list[Reader]:
         Reader("job of upkeep", _json(upkeep_process.UpkeepJob), msgspec.json.encode(upkeep_process.UpkeepJob(repository="/r", policy=RetentionPolicy()))),
         Reader("pass of a scrub", _json(Pass), b"{}"),
         Reader("promise of a snapshot", _json(Promise), msgspec.json.encode(Promise(id="cs-abcdef", time_ns=1, reason="r"))),
-        Reader("note of a restore", _json(Restore), msgspec.json.encode(Restore(paths=(b"/r/a",)))),
+        Reader("note of a restore", _json(RestoreRecord), msgspec.json.encode(RestoreRecord(paths=(b"/r/a",)))),
         Reader("owner of a lock", _owner, msgspec.json.encode(lock.Owner(1, "h", "c", 5))),
         Reader("mounts of a process", _refusing(mountinfo.parse, ValueError, IndexError), _MOUNTS),
-        Reader("marks file", lambda data: snapformat.decode_marks("cs-abcdef", data), snapformat.encode_marks(snapformat.Marks(id="cs-abcdef"))),
+        Reader("marks file", lambda data: snapshot_format.decode_marks("cs-abcdef", data), snapshot_format.encode_marks(snapshot_format.StoredMarks(id="cs-abcdef"))),
     ]  # fmt: skip
     if _has_dcp():
         readers.append(Reader("DCP metadata", _refusing(_dcp, ValueError), json.dumps(_DCP).encode()))

@@ -1,4 +1,4 @@
-"""Random operations through a mount, as programs do them: the universe of core_driver, with system calls."""
+"""Random operations through a mount with system calls, over the paths of core_driver."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 import hypothesis.strategies as st
 from support.core_driver import FOLDERS, NAMES, Operation, path_of
 
-from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer.system import syscalls
 
 _AT_FDCWD = -100
 
 
 class MountDriver:
-    """Carries out operations below one directory; those that cannot be done (no such name, wrong type) do nothing."""
+    """Driver of operations below one directory; impossible ones (no such name, wrong type) do nothing."""
 
     def __init__(self, root: Path, block_size: int) -> None:
         self._root = os.fsencode(root)
@@ -62,7 +62,7 @@ class MountDriver:
         return self._root + b"/" + relative
 
     def clear(self) -> None:
-        """Nothing open, nothing there."""
+        """Close everything and remove everything."""
         self.close_all()
         for name in os.listdir(self._root):
             path = self._path(name)
@@ -112,7 +112,7 @@ class MountDriver:
             os.close(fd)
 
     def _map(self, path: bytes, _other: bytes, how: int) -> None:
-        """A shared mapping outlives the descriptor it was made from, and is written afterwards."""
+        """Write through a shared mapping that outlives its descriptor."""
         fd = self._file(path, os.O_RDWR)
         try:
             size = os.fstat(fd).st_size
@@ -135,9 +135,8 @@ class MountDriver:
             os.close(fd)
 
     def _remove_all(self, path: bytes) -> None:
-        if os.path.isdir(path) and not os.path.islink(
-            path
-        ):  # rmtree opens whatever it is given, and waits at a fifo
+        # The function rmtree opens any path, and waits at a fifo.
+        if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
 
     def _open(self, path: bytes, _other: bytes, how: int) -> None:

@@ -1,10 +1,11 @@
-"""What mount(8) calls for ``mount -t fuse.ciuic DEVICE DIRECTORY -o …``, so that others' test suites can mount an overlay.
+"""Helper of mount(8) for ``mount -t fuse.ciuic DEVICE DIRECTORY -o …``, for other projects' test suites.
 
     python -m support.mount_helper DEVICE DIRECTORY [-o OPTIONS]
 
-The overlay lies over DIRECTORY itself, as always; DEVICE is only the name that the mount shows, because suites tell
-their mounts apart by it. Returns when the mount answers; the worker goes on without us and ends when it is unmounted. Like
-the daemon, it starts no worker before the one before it has ended. Lock, log and socket of each DIRECTORY lie in TMPDIR.
+The overlay lies over DIRECTORY itself, as always; DEVICE is only the name that the mount shows, because
+suites tell their mounts apart by it. Returns when the mount answers; the worker runs on and ends when it is
+unmounted. Like the daemon, it starts no worker before the previous one has ended. Lock, log and socket of
+each DIRECTORY lie in TMPDIR.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any
 
 from support.driver import DRIVER
 
-from ciuic.fuse_layer import mounts
-from ciuic.readiness import readable
+from ciuic.fuse_layer.system import mounts
+from ciuic.system.poll import readable
 
 _READY_SECONDS = 60
 _MS_RDONLY = 1
@@ -38,7 +39,7 @@ _OPTIONS = {
 
 
 def main() -> int:
-    """Mount, or hand a remount to the kernel; 0 when it was done, 32 (mount(8): failed) when not."""
+    """Mount, or pass a remount to the kernel; return 0 on success and 32 (mount(8): failed) otherwise."""
     parser = argparse.ArgumentParser()
     parser.add_argument("device")
     parser.add_argument("directory")
@@ -55,11 +56,11 @@ def main() -> int:
 
 
 def _set_below(directory: str, options: set[str]) -> None:
-    """An overlay has no options of its own: those of the mount that it lies over count, and it takes them over."""
+    """Set the options of the mount below, which the overlay takes over, as it has none of its own."""
     wanted = [
         next((option for option in others if option in options), usual) for usual, others in _OPTIONS.items()
     ]
-    # Some tests unmount what is below as well; it is then the host's directory, which has its own options.
+    # Some tests also unmount the file system below; the host's directory then has its own options.
     subprocess.run(
         ["mount", "-o", ",".join(["remount,bind", *wanted]), directory],
         stderr=subprocess.DEVNULL,
@@ -71,29 +72,30 @@ def _started(device: str, directory: str, read_only: bool) -> bool:
     place = Path(tempfile.gettempdir()) / ("mount-" + hashlib.sha1(os.fsencode(directory)).hexdigest()[:10])
     place.mkdir(exist_ok=True)
     lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # inherited by the worker, and given up by its end
+    # The worker inherits the lock, and its end releases it.
+    fcntl.flock(lock, fcntl.LOCK_EX)
     backing_fd = mounts.open_backing(directory)
-    ready, told = os.pipe()
+    ready_read, ready_write = os.pipe()
     with open(place / "log", "ab") as log:
         subprocess.Popen(
             [
                 *(sys.executable, "-m", "support.mount_helper", "--worker", device, str(int(read_only))),
-                *("--root", directory, "--backing-fd", str(backing_fd), "--ready-fd", str(told)),
+                *("--root", directory, "--backing-fd", str(backing_fd), "--ready-fd", str(ready_write)),
                 *("--control", str(place / "socket"), "--driver", DRIVER),
             ],
-            pass_fds=(backing_fd, told, lock),
+            pass_fds=(backing_fd, ready_write, lock),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
             cwd="/",
         )
-    os.close(told)
-    return readable(ready, _READY_SECONDS) and os.read(ready, 16) == b"ready\n"
+    os.close(ready_write)
+    return readable(ready_read, _READY_SECONDS) and os.read(ready_read, 16) == b"ready\n"
 
 
 class _NamedMounts:
-    """libc whose mount(2) gives our mounts another name, and read-only if so asked."""
+    """Wrapper of libc whose mount(2) gives our mounts another name, and makes them read-only on request."""
 
     def __init__(self, libc: ctypes.CDLL, name: bytes, flags: int) -> None:
         self._libc, self._name, self._flags = libc, name, flags

@@ -1,9 +1,9 @@
-"""Writers whose every directory has one history, and whether a snapshot shows one moment of all of them.
+"""Oracle of snapshots: each writer's directory must be one moment of its history.
 
-A writer carries out steps that follow from its seed, one changing system call each, in a directory of its own, and logs when each
-began and ended. ``History`` is the same directory as a model: what is in it after n steps. A snapshot is right if for every
-writer there is an n whose directory it shows, files that are marked *not held* left aside, and if there is an instant at which all
-writers can have been at their n.
+A writer carries out steps that follow from its seed, one changing system call each, in a directory of its
+own, and logs when each began and ended. ``History`` is the same directory as a model: its content after n
+steps. A snapshot is right if for every writer there is an n whose directory it shows, files marked *not held*
+left aside, and if all writers can have been at their n at one instant.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from support.capture_child import Found
+from support.databases import wait_for_end_of_input
 
 PAGE: Final = 4096
 KINDS: Final = (
@@ -30,12 +31,12 @@ FRESH: Final = ("fresh-a", "fresh-b")
 _MAX_BYTES: Final = 16 * PAGE
 _PAUSES_EVERY: Final = 8
 _PAUSE_SECONDS: Final = 0.002
-"""Bursts with pauses: the writers leave the capture some of two processors."""
+"""Pause between bursts, which leaves the capture some of two processors."""
 _STAMP: Final = struct.Struct("<qq")
 
 
 class Step(NamedTuple):
-    """One changing system call: what, on which name, and a number that it writes."""
+    """System call that changes the directory: kind, name, and a number that it writes."""
 
     kind: str
     name: str
@@ -71,7 +72,7 @@ class History:
                 return step
 
     def _apply(self, step: Step) -> bool:
-        """Carry the step out; False where it would change nothing or fail."""
+        """Apply the step to the model; return False if it would change nothing or fail."""
         files, name, other = self.files, step.name, step.other
         byte = bytes([step.number])
         fresh = self.detached.get(name, files.get(name, bytearray()))
@@ -108,7 +109,7 @@ class History:
 
 
 class Writer:
-    """Carries the steps out in a real directory."""
+    """Executor of the steps in a real directory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -174,7 +175,7 @@ class Writer:
 
 
 def write(folder: Path, log: Path, seed: int, stop: Callable[[], bool]) -> None:
-    """Work in ``folder`` until ``stop``; ``log`` has the monotonic nanoseconds at which each step began and ended."""
+    """Work in ``folder`` until ``stop``; log each step's start and end in monotonic nanoseconds."""
     history, writer = History(seed), Writer(folder)
     with log.open("wb", buffering=0) as stamps:
         while not stop():
@@ -187,22 +188,22 @@ def write(folder: Path, log: Path, seed: int, stop: Callable[[], bool]) -> None:
 
 
 class Moments(NamedTuple):
-    """Counts of steps whose directory a snapshot shows, each with the nanoseconds within which the writer can have been there."""
+    """Step counts whose directory a snapshot shows, each with its possible range of nanoseconds."""
 
     spans: tuple[tuple[int, int], ...]
     why: str
-    """What does not fit, where there are none."""
+    """Reason why there is no such count."""
 
 
 class Oracle:
-    """Judges the snapshots of one writer, in the order of their cuts."""
+    """Judge of one writer's snapshots, in the order of their cuts."""
 
     def __init__(self, seed: int, log: Path) -> None:
         self._history = History(seed)
         self._log = log
 
     def judge(self, view: Mapping[str, Found], asked_ns: int, answered_ns: int) -> Moments:
-        """``view``: the writer's directory in a snapshot that was asked for and cut within these nanoseconds."""
+        """Judge ``view``, the writer's directory in a snapshot that was requested and cut at these times."""
         stamps = list(_STAMP.iter_unpack(self._log.read_bytes()[: self._size()]))
         low = sum(1 for _, ended in stamps if ended < asked_ns)
         high = sum(1 for began, _ in stamps if began < answered_ns)
@@ -236,7 +237,7 @@ def _difference(files: Mapping[str, bytearray], view: Mapping[str, Found]) -> st
 
 
 def share_an_instant(moments: list[Moments]) -> bool:
-    """Whether all writers can have been at one of their moments at one instant."""
+    """Return whether all writers can have been at one of their moments at one instant."""
     begins = [began for moment in moments for began, _ in moment.spans]
     return any(
         all(any(low <= instant <= high for low, high in moment.spans) for moment in moments)
@@ -244,9 +245,10 @@ def share_an_instant(moments: list[Moments]) -> bool:
     )
 
 
-if __name__ == "__main__":  # a writer's process: folder, log, seed; it ends when standard input does
+# A writer's process: folder, log, seed; it ends with its standard input.
+if __name__ == "__main__":
     import threading
 
-    over = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
-    write(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), over.is_set)
+    end = threading.Event()
+    threading.Thread(target=wait_for_end_of_input, args=(end,), daemon=True).start()
+    write(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), end.is_set)

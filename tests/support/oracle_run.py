@@ -19,7 +19,7 @@ WRITERS = 4
 
 
 class Outcome:
-    """What was judged, and what was wrong."""
+    """Number of judged snapshots, and the errors."""
 
     def __init__(self) -> None:
         self.snapshots = self.files = self.not_held = 0
@@ -29,7 +29,10 @@ class Outcome:
 def run(
     overlay: Overlay, store: Path, logs: Path, *, seed: int, cuts: int, until: float | None = None
 ) -> Outcome:
-    """Take ``cuts`` snapshots while the writers work, none after ``until`` (monotonic seconds). ``logs``: outside the root."""
+    """Take ``cuts`` snapshots while the writers work, none after ``until`` (monotonic seconds).
+
+    ``logs`` is outside the root.
+    """
     outcome, rng = Outcome(), random.Random(seed)
     names = [f"w{number}" for number in range(WRITERS)]
     oracles = {name: Oracle(seed + index, logs / name) for index, name in enumerate(names)}
@@ -38,7 +41,7 @@ def run(
             if until is not None and time.monotonic() > until:
                 break
             time.sleep(rng.random() * 0.2)
-            asked = time.monotonic_ns()
+            requested_ns = time.monotonic_ns()
             cut = overlay.client.cut()
             answered = time.monotonic_ns()
             files = captured(overlay, store, cut.epoch, cut.cut_ns)
@@ -48,7 +51,7 @@ def run(
                 view = _below(files, name)
                 outcome.files += len(view)
                 outcome.not_held += sum(not found.held for found in view.values())
-                moment = oracle.judge(view, asked, answered)
+                moment = oracle.judge(view, requested_ns, answered)
                 moments.append(moment)
                 if not moment.spans:
                     outcome.wrong.append(f"cut {cut.epoch}, {name}: {moment.why}")

@@ -1,4 +1,4 @@
-"""An overlay worker of one's own: a real process that serves a real mount over a directory."""
+"""Private overlay worker: a real process that serves a real mount over a directory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from types import TracebackType
 
 from support.driver import DRIVER
 
-from ciuic.fuse_layer import mounts
-from ciuic.fuse_layer.control_client import ControlClient
-from ciuic.readiness import readable
+from ciuic.fuse_layer.system import mounts
+from ciuic.protocol.worker_client import WorkerControlClient
+from ciuic.system.poll import readable
 
 _READY_SECONDS = 60
 _STOP_SECONDS = 60
 
 
 class Overlay:
-    """A mounted root. ``client`` speaks to its worker; ``backing`` is the directory under the mount."""
+    """A mounted root. ``client`` is connected to its worker; ``backing`` is the directory under the mount."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class Overlay:
         self._control, self._block_size, self._driver, self._extra = control, block_size, driver, extra
         self._interpreter = interpreter
         self.session_fd = -1
-        self.client = ControlClient(control)
+        self.client = WorkerControlClient(control)
         self._start()
 
     def _start(self, *more: str) -> None:
         control, extra = self._control, (*self._extra, *more)
-        ready, told = os.pipe()
+        ready_read, ready_write = os.pipe()
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [
@@ -54,43 +54,47 @@ class Overlay:
                         "--block-size",
                         str(self._block_size),
                         "--ready-fd",
-                        str(told),
+                        str(ready_write),
                         "--driver",
                         self._driver,
                         *extra,
                     ),
                 ],
-                pass_fds=(self.backing_fd, told, *((self.session_fd,) if self.session_fd >= 0 else ())),
+                pass_fds=(
+                    self.backing_fd,
+                    ready_write,
+                    *((self.session_fd,) if self.session_fd >= 0 else ()),
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
-        os.close(told)
-        answer = os.read(ready, 16) if readable(ready, _READY_SECONDS) else b"(nothing)"
-        os.close(ready)
+        os.close(ready_write)
+        answer = os.read(ready_read, 16) if readable(ready_read, _READY_SECONDS) else b"(nothing)"
+        os.close(ready_read)
         if answer != b"ready\n":
             self.kill()
             raise AssertionError(f"the worker did not come up ({answer!r}): {self.log()}")
 
     @property
     def backing(self) -> Path:
-        """The directory under the mount, by way of its descriptor."""
+        """Return the directory under the mount, by way of its descriptor."""
         return Path(f"/proc/self/fd/{self.backing_fd}")
 
     def log(self) -> str:
-        """What the worker has written to its log so far."""
+        """Return what the worker has written to its log so far."""
         return self.log_path.read_text(errors="replace")
 
     def stop(self, grace_seconds: float = 20) -> int:
-        """End the worker as the daemon does; its exit status."""
+        """End the worker as the daemon does; return its exit status."""
         self.client.stop(grace_seconds)
         status = self.process.wait(_STOP_SECONDS)
         self._let_go()
         return status
 
     def kill(self) -> None:
-        """End the worker as a disaster does, and take the dead mount off."""
+        """Kill the worker and unmount the dead mount."""
         self.process.kill()
         self.process.wait(_STOP_SECONDS)
         if mounts.overlay_at(os.fspath(self.root)) is not None:
@@ -98,12 +102,15 @@ class Overlay:
         self._let_go()
 
     def keep_session(self) -> None:
-        """Hold the connection, as the daemon does, so that a successor can go on."""
+        """Hold the connection, as the daemon does, so that a successor can continue."""
         self.session_fd = self.client.session_fd()
 
     def succeed(self) -> None:
-        """Start a worker that goes on with the session of the one that ended. The caller has nothing open below the root: the
-        new process would wait for itself when it closes its copies."""
+        """Start a worker that continues the session of the one that ended.
+
+        The caller must have no file open below the root: the new process would wait for itself when it closes
+        its copies.
+        """
         self.process.wait(_STOP_SECONDS)
         self.client.close()
         self._start("--session-fd", str(self.session_fd))
@@ -133,8 +140,19 @@ class Overlay:
 
 
 @contextlib.contextmanager
+def plain_and_overlay(run_dir: Path, name: str) -> Iterator[tuple[Path, Overlay]]:
+    """Provide a plain directory and a mounted overlay that every user can reach, for comparisons."""
+    run_dir.chmod(0o711)
+    plain, root = run_dir / f"{name}-plain", run_dir / name
+    plain.mkdir()
+    root.mkdir()
+    with overlay_over(root, run_dir / f"{name}.sock") as overlay:
+        yield plain, overlay
+
+
+@contextlib.contextmanager
 def overlay_over(root: Path, control: Path, *, block_size: int = 4096) -> Iterator[Overlay]:
-    """A mounted overlay, and after it a log without a single unexpected failure."""
+    """Provide a mounted overlay, and check at the end that its log has no unexpected failure."""
     with Overlay(root, control, block_size=block_size) as overlay:
         yield overlay
     log = overlay.log()

@@ -1,4 +1,4 @@
-"""Callers of the sockets that strangers connect to, as they are and as nobody should be."""
+"""Callers of the sockets that are open to other users, well-behaved and hostile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def connected(path: Path | str) -> socket.socket:
-    """A caller that has said nothing yet."""
+    """Return a connection that has sent nothing yet."""
     caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         caller.settimeout(30)
@@ -22,7 +22,7 @@ def connected(path: Path | str) -> socket.socket:
 
 
 def send_descriptors(caller: socket.socket, data: bytes, fds: Sequence[int], seconds: float = 30) -> bool:
-    """Send as soon as the kernel lets it; False where the daemon has hung up or refused before."""
+    """Send as soon as the kernel allows it; return False if the daemon has closed or refused before."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
     deadline = time.monotonic() + seconds
     while True:

@@ -1,4 +1,4 @@
-"""A disk that can be switched off: it knows what a power cut would leave, and can fail at the nth operation."""
+"""Simulated disk with power cuts: it computes what a cut would leave, and can fail at the nth operation."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from ciuic.repository.disk import Disk
+from ciuic.repository.disk.operations import Disk
 from ciuic.repository.ids import Bytes
 
 
 class PowerCut(BaseException):
-    """Not an Exception: nothing may handle it, as nothing handles a power cut."""
+    """Power cut. Not an Exception: no handler may catch it."""
 
 
 class PowerDisk(Disk):
-    """Operates on real files below ``top`` and remembers what of them is durable.
+    """Operate on real files below ``top`` and record what of them is durable.
 
     ``stop_at``: number of the operation (from 1) that is not done, or half done; then ``error`` is raised.
-    With an OSError the machine lives on and later operations work again, unless ``stay_full``.
+    After an OSError later operations work again, unless ``stay_full``.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class PowerDisk(Disk):
     def create(self, path: str, mode: int = 0o600) -> int:
         self._step(True)
         fd = super().create(path, mode)
-        self._keep.append(os.dup(fd))  # inode numbers must not be used again while the model refers to them
+        # Inode numbers must not be reused while the model refers to them.
+        self._keep.append(os.dup(fd))
         return fd
 
     def write_at(self, fd: int, parts: Iterable[Bytes], offset: int) -> int:
@@ -67,9 +68,10 @@ class PowerDisk(Disk):
         try:
             self._step(True)
         except BaseException:
-            whole = b"".join(parts)
+            data = b"".join(parts)
             if self.calls == self.stop_at:
-                os.pwrite(fd, whole[: len(whole) // 2], offset)  # torn
+                # Torn: half of the write is done.
+                os.pwrite(fd, data[: len(data) // 2], offset)
             raise
         return super().write_at(fd, parts, offset)
 
@@ -103,9 +105,7 @@ class PowerDisk(Disk):
             }
 
     def after_power_cut(self, target: Path, choice: random.Random | None) -> None:
-        """What the disk holds when the power is back: what was synced, and by ``choice`` some of what was
-        not.
-        """
+        """Reduce the files to what was synced, and by ``choice`` some unsynced writes."""
         for directory, _, files in os.walk(self.top):
             there = target / os.path.relpath(directory, self.top)
             there.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,8 @@ class PowerDisk(Disk):
             for name in sorted(durable.keys() | now.keys()):
                 inode = durable.get(name)
                 if choice is not None and choice.random() < 0.5:
-                    inode = now.get(name)  # the directory block happened to be written
+                    # The directory block happened to be written.
+                    inode = now.get(name)
                 if inode is not None:
                     (there / name).write_bytes(self._content(inode, directory, choice))
 
@@ -129,9 +130,10 @@ class PowerDisk(Disk):
         if kind == 1:
             return current
         cut = choice.randrange(len(current) + 1)
-        if kind == 2:  # written up to somewhere
+        # Written up to a random offset.
+        if kind == 2:
             return current[: max(cut, len(durable))] if len(current) >= len(durable) else current
-        # The length was written, some blocks were not: they read as zeros. What was synced stays.
+        # The length was written, some blocks were not: they read as zeros. Synced data stays.
         blocks = bytearray(current)
         for at in range(len(durable) // 4096 * 4096 + 4096, len(current), 4096):
             if choice.random() < 0.5:

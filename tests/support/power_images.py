@@ -1,8 +1,8 @@
-"""Power loss without pulling a plug: root and repository on a loop image that is cloned while they are in use.
+"""Power cuts by cloning: root and repository on a loop image that is cloned while they are in use.
 
-The image lies on a reflink file system (XFS on a loop device of its own), where a clone is one instant of the image: what a disk
-would hold if the power went then. Each clone is mounted, which replays its journal, and held against what had
-been promised before it was made.
+The image lies on a reflink file system (XFS on a loop device of its own), where a clone is one instant of the
+image: what a disk would hold if the power failed then. Each clone is mounted, which replays its journal, and
+compared with the promises made before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOOL_SECONDS = 120
 
 
 class PowerImage:
-    """A file system of ``kind`` mounted at ``disk``, whose image can be cloned."""
+    """File system of ``kind`` mounted at ``disk``, whose image can be cloned."""
 
     def __init__(self, top: Path, kind: str) -> None:
         self.kind, self.disk, self.base = kind, top / "disk", top / "base"
@@ -32,14 +32,14 @@ class PowerImage:
         self._image = self.base / "disk.img"
 
     def clone(self) -> Path:
-        """The image as it is this instant."""
+        """Clone the image as it is at this instant."""
         target = self.base / "clone.img"
         _tool("cp", "--reflink=always", str(self._image), str(target))
         return target
 
     @contextmanager
     def mounted(self, image: Path) -> Iterator[Path]:
-        """The clone, mounted as after a power cut; unmounted and deleted afterwards."""
+        """Mount the clone as after a power cut for the block; unmount and delete it afterwards."""
         there = self._top / "clone"
         there.mkdir(exist_ok=True)
         try:
@@ -51,7 +51,7 @@ class PowerImage:
 
 @contextmanager
 def power_image(top: Path, kind: str) -> Iterator[PowerImage]:
-    """Everything below ``top``; unmounted in the end."""
+    """Provide a power image below ``top``; unmount it at the end."""
     image = PowerImage(top, kind)
     for path in (image.disk, image.base):
         path.mkdir()
@@ -63,7 +63,7 @@ def power_image(top: Path, kind: str) -> Iterator[PowerImage]:
 
 
 def check_clone(image: PowerImage, live: Live, job: PromisingJob, committed: set[str]) -> list[str]:
-    """Clones the image now, mounts the clone, and says what of the promises made before is not kept there."""
+    """Clone the image now, mount the clone, and return which earlier promises it breaks."""
     promises, reported = job.made(), set(committed)
     with image.mounted(image.clone()) as there:
         failures = broken(promises, there / "root")
@@ -72,7 +72,7 @@ def check_clone(image: PowerImage, live: Live, job: PromisingJob, committed: set
         listed = {line.split("|")[0] for line in done.stdout.decode().splitlines()}
         failures += [f"{id_} had been committed and is not listed" for id_ in sorted(reported - listed)]
         failures += _verified(live, repository)
-        capture = [sys.executable, "-m", "ciuic.daemon.capture", "--offline"]
+        capture = [sys.executable, "-m", "ciuic.daemon.capture.process", "--offline"]
         went_on = subprocess.run(
             [*capture, "--repo", repository, "--root", str(there / "root")],
             env=live.env, capture_output=True, check=False, timeout=300,
@@ -100,13 +100,14 @@ def _mounted(image: Path, point: Path, options: str) -> Iterator[None]:
         yield
     finally:
         _tool("umount", str(point))
-        # Whoever looks at block devices as they change may hold the loop device for a moment longer.
+        # Programs that watch block devices may hold the loop device for a moment longer.
         wait_for(f"the release of {image}", lambda: not _has_loop_device(image), _TOOL_SECONDS)
 
 
 def _has_loop_device(image: Path) -> bool:
     for state in Path("/sys/block").glob("loop*/loop/backing_file"):
-        with suppress(OSError):  # released while we looked
+        # Released during the listing.
+        with suppress(OSError):
             if state.read_text().strip().removesuffix(" (deleted)") == str(image):
                 return True
     return False

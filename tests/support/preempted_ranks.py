@@ -1,9 +1,9 @@
-"""A training of several ranks of which one is told to go.
+"""Training of several ranks of which one is signalled to end.
 
     torchrun … preempted_ranks.py SAVE_DIR RESULT KIND TOLD
 
-KIND is `ddp` or `fsdp`; rank TOLD sends itself SIGTERM in the middle of its fifth step (-1: none). RESULT-RANK gets what each ends with, if
-it ends by itself.
+KIND is `ddp` or `fsdp`; rank TOLD sends itself SIGTERM in the middle of its fifth step (-1: none). Each rank
+that ends by itself writes its result to RESULT-RANK.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ciuic.training import BeforePreemption
 STEP = 5
 
 
-def train(rank: int, world: int, save_dir: str, result: str, kind: str, told: int) -> None:
-    """To the end, or until it is told."""
+def train(rank: int, world: int, save_dir: str, result: str, kind: str, signalled_rank: int) -> None:
+    """Train to the end, or until a signal to end."""
     made: Any = ddp_training.Run if kind == "ddp" else sharded_training.Managed
     run = made(rank, world, save_dir, save_when=[BeforePreemption(grace_seconds=60)])
 
     def about_to_step(*_: object) -> None:
-        if run.manager.step + 1 == STEP and rank == told:
+        if run.manager.step + 1 == STEP and rank == signalled_rank:
             os.kill(os.getpid(), signal.SIGTERM)
 
     run.optimizer.register_step_pre_hook(about_to_step)
@@ -43,5 +43,5 @@ def train(rank: int, world: int, save_dir: str, result: str, kind: str, told: in
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    train(dist.get_rank(), dist.get_world_size(), *sys.argv[1:4], int(sys.argv[4]))  # type: ignore[arg-type]
+    train(dist.get_rank(), dist.get_world_size(), *sys.argv[1:4], int(sys.argv[4]))  # type: ignore[arg-type, call-arg]
     dist.destroy_process_group()

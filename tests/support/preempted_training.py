@@ -1,9 +1,10 @@
-"""A training with torch that is told to go in the middle of whatever it does.
+"""Training with torch that is signalled to end at a chosen point.
 
     python preempted_training.py SAVE_DIR RESULT TELL GRACE_SECONDS THEN
 
-TELL names where it signals itself: `step:N` between backward and step of step N, `evaluation:E` within the evaluation after epoch E,
-`never`. Two epochs of six steps with dropout, batch norm, a schedule of epochs and an evaluation that draws. RESULT gets the digest.
+TELL names where it signals itself: `step:N` between backward and step of step N, `evaluation:E` within the
+evaluation after epoch E, `never`. Two epochs of six steps with dropout, batch norm, a schedule of epochs and
+an evaluation that draws. RESULT gets the digest.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def main(save_dir: str, result: str, tell: str, grace_seconds: float, then: str)
                 torch.rand(number)
                 if tell == f"evaluation:{epoch}" and number == 3:
                     os.kill(os.getpid(), signal.SIGTERM)
-                    signal.getsignal(signal.SIGTERM)  # a bytecode at which the handler runs
+                    # A bytecode at which the handler runs.
+                    signal.getsignal(signal.SIGTERM)
                 model(data.tensors[0])
         scheduler.step()
     digest = hashlib.sha256(repr((scheduler.state_dict(), torch.rand(2).tolist())).encode())

@@ -1,4 +1,4 @@
-"""A job that promises: a file counts as promised only when it and its directory were synced through the mount."""
+"""Job that promises files: a file counts only when it and its directory were synced through the mount."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 
 class PromisingJob(threading.Thread):
-    """Writes files, syncs them and their directory, and only then notes what must be there from now on.
+    """Write files, sync them and their directory, and only then record them as promised.
 
-    It goes on through errors, as a worker that was killed gives them; an operation that failed has promised nothing. A
-    context manager: the job runs inside.
+    The job continues through errors, such as those of a killed worker; a failed operation has promised
+    nothing. A context manager: the job runs inside.
     """
 
     def __init__(self, root: Path, seed: int) -> None:
@@ -33,12 +33,12 @@ class PromisingJob(threading.Thread):
         self.join()
 
     def made(self) -> dict[str, str]:
-        """Name below the root → SHA-256, of every promise until now."""
+        """Return every promise so far: name below the root → SHA-256."""
         with self._lock:
             return dict(self._made)
 
     def paused(self) -> threading.Lock:
-        """While this is held the job does nothing."""
+        """Pause the job for the block."""
         return self._quiet
 
     def run(self) -> None:
@@ -50,7 +50,8 @@ class PromisingJob(threading.Thread):
                     self._promise(f"d{number % 7}", f"p{number}")
             except OSError:
                 self.errors += 1
-                time.sleep(0.02)  # nothing tells a job when its mount is back
+                # A job is not told when its mount is back.
+                time.sleep(0.02)
 
     def _promise(self, folder: str, name: str) -> None:
         data = self._rng.randbytes(self._rng.choice((100, 5_000, 300_000)))
@@ -66,12 +67,13 @@ class PromisingJob(threading.Thread):
         _sync(where)
         with self._lock:
             self._made[f"{folder}/{name}"] = hashlib.sha256(data).hexdigest()
-        with open(self._root / "log", "a") as log:  # something that changes in place, and promises nothing
+        # A file that changes in place and promises nothing.
+        with open(self._root / "log", "a") as log:
             log.write(f"{name}\n")
 
 
 def broken(promises: dict[str, str], top: Path) -> list[str]:
-    """The promises that are not kept below ``top``, one sentence each."""
+    """Return the promises that are broken below ``top``, one sentence each."""
     failures = []
     for name, digest in promises.items():
         try:

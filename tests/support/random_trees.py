@@ -27,7 +27,7 @@ STEPS = st.lists(
 
 
 def play(root: Path, steps: list[tuple[str, str, object]]) -> None:
-    """Carries out what is possible of the steps."""
+    """Carry out the steps that are possible."""
     for what, name, argument in steps:
         path = root / name
         try:
@@ -52,4 +52,5 @@ def play(root: Path, steps: list[tuple[str, str, object]]) -> None:
             else:
                 os.utime(path, ns=(1, argument))  # type: ignore[arg-type]
         except OSError:
-            continue  # the step does not fit what is there: chosen at random
+            # The random step does not fit the existing files.
+            continue

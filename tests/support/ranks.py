@@ -1,6 +1,6 @@
 """Ranks of a distributed training: real processes with a gloo group, started fast, killed at will.
 
-Each is forked from a process that has imported torch already; nothing of the test's own process is in it.
+Each is forked from a process that has imported torch already and holds nothing of the test's own process.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOAD = ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "ciuic.training.dcp"]
+_PRELOAD = ["torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp", "ciuic.training.dcp.storage"]
 Main = Callable[..., None]
 
 
 class Ranks:
-    """``main(rank, world, *args)`` in each of ``world`` processes; what they print goes to files in ``where``."""
+    """Processes that run ``main(rank, world, *args)``; their output goes to files in ``where``."""
 
     def __init__(self, where: Path, world: int, main: Main, *args: Any, timeout_seconds: float = 60) -> None:
         _CONTEXT.set_forkserver_preload(_PRELOAD)
@@ -42,12 +42,12 @@ class Ranks:
             process.start()
 
     def kill(self, *ranks: int) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         for rank in ranks:
             self.processes[rank].kill()
 
     def wait(self, timeout_seconds: float = 120) -> list[int]:
-        """Exit statuses; those that are not done in time are killed."""
+        """Return the exit statuses; kill ranks that are not done in time."""
         end = time.monotonic() + timeout_seconds
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
@@ -57,13 +57,13 @@ class Ranks:
         return [process.exitcode or 0 for process in self.processes]
 
     def check(self, timeout_seconds: float = 120) -> list[str]:
-        """What each printed; AssertionError unless all ended well."""
+        """Assert that all ended well; return what each printed."""
         statuses = self.wait(timeout_seconds)
-        said = [log.read_text() if log.exists() else "" for log in self._logs]
-        assert not any(statuses), f"{statuses}\n" + "\n".join(said)
-        return said
+        logs = [log.read_text() if log.exists() else "" for log in self._logs]
+        assert not any(statuses), f"{statuses}\n" + "\n".join(logs)
+        return logs
 
-    def said(self, rank: int) -> str:
+    def log_of(self, rank: int) -> str:
         return self._logs[rank].read_text() if self._logs[rank].exists() else ""
 
 
@@ -97,4 +97,5 @@ def _run(
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
-    os._exit(status)  # atexit of a process that was forked from another's is not what a program has
+    # A program has no atexit handlers of a process it was forked from.
+    os._exit(status)

@@ -1,4 +1,4 @@
-"""Distributed trainings that are killed and begun again."""
+"""Distributed trainings that are killed and restarted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from support.live import wait_for
 from support.ranks import Ranks
 
 from ciuic.repository import Repository
-from ciuic.training.housekeeping import read_back
+from ciuic.training.writer.housekeeping import read_back
 
 WORLD = 2
 _STEP_SECONDS = 0.03
 
 
 class Trial:
-    """``main(rank, world, save_dir, result, step_seconds)`` resumes by itself and leaves RESULT-RANK, JSON, at its end."""
+    """Trial of ``main(rank, world, save_dir, result, step_seconds)``, which resumes by itself.
+
+    Each rank writes RESULT-RANK as JSON.
+    """
 
     def __init__(
         self, place: Path, main: Callable[..., None], choose: random.Random, *, longest_seconds: float
@@ -31,11 +34,14 @@ class Trial:
         self._number = 0
 
     def uninterrupted(self) -> list[dict[str, Any]]:
-        """What comes out when nothing happens, by rank."""
+        """Return the results of an undisturbed run, by rank."""
         return self._result("whole", 0.0)
 
     def killed(self, victims: tuple[int, ...]) -> None:
-        """Begun, and these killed at some instant. The others end by themselves: their partner is gone."""
+        """Start the run and kill these ranks at some instant.
+
+        The others end by themselves: their partner is gone.
+        """
         ranks = self._begin("killed", _STEP_SECONDS)
         time.sleep(self._choose.uniform(0.2, self._longest_seconds))
         ranks.kill(*victims)
@@ -43,11 +49,11 @@ class Trial:
         self.wait_for_writers()
 
     def finished(self) -> list[dict[str, Any]]:
-        """The killed one, to its end."""
+        """Run the killed training to its end; return its results."""
         return self._result("killed", 0.0)
 
     def wait_for_writers(self) -> None:
-        """Return when what the killed ranks had handed over is stored, and their writers have ended."""
+        """Return when the snapshots handed over by killed ranks are stored, and their writers have ended."""
         wait_for("end of the writers", lambda: not _writers(), 60)
         save_dir = self._place / "killed" / "snapshots"
         if Repository.exists(save_dir):
@@ -55,7 +61,7 @@ class Trial:
                 repository.writer(wait_seconds=60).close()
 
     def read_back(self) -> tuple[int, list[str]]:
-        """(how many snapshots of the killed one are whole, what is wrong with the others)."""
+        """Return how many snapshots of the killed run are whole, and the faults of the others."""
         save_dir = self._place / "killed" / "snapshots"
         if not Repository.exists(save_dir):
             return 0, []
@@ -79,5 +85,5 @@ class Trial:
 
 
 def _writers() -> list[str]:
-    """Writers of killed ranks: they are adopted by this process (conftest.py)."""
+    """Return the writers of killed ranks, which this process adopts (conftest.py)."""
     return [command for command in leftovers.living_children().values() if "writer_process" in command]

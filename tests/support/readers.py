@@ -1,4 +1,4 @@
-"""All decoders of what lies on disk or comes over a socket, as functions of bytes, with valid bytes for each: food for fuzzing."""
+"""Decoders of all bytes from disks or sockets, with valid input for each: seeds for fuzzing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy
 import zstandard
 
 from ciuic.config import parse_config
-from ciuic.daemon.capture_job import (
+from ciuic.daemon.capture.job import (
     CaptureJob,
     Failed,
     decode_job,
@@ -26,19 +26,16 @@ from ciuic.daemon.capture_job import (
     encode_message,
 )
 from ciuic.errors import CiuicError
-from ciuic.fuse_layer import sealed_format
-from ciuic.fuse_layer import undo_format as undo
-from ciuic.fuse_layer.control_frames import MAX_REQUEST_BYTES, FrameError, receive_frame
-from ciuic.fuse_layer.epochs import Epochs
-from ciuic.fuse_layer.tracking import Tracker
-from ciuic.pairing import Cut, Taken, decode_answer, decode_question
-from ciuic.repository import packformat as pf
-from ciuic.repository import snapformat
-from ciuic.repository.blockmaps import decode_map_node, encode_map_node
-from ciuic.repository.chunks import BadCopyError, unpack
-from ciuic.repository.config import RepositoryConfig, decode_config, encode_config
-from ciuic.repository.model import PackRecord
-from ciuic.repository.treeformat import (
+from ciuic.fuse_layer.cut.epochs import Epochs
+from ciuic.fuse_layer.formats import sealed_format
+from ciuic.fuse_layer.formats import undo_format as undo
+from ciuic.fuse_layer.tracking.tracking import Tracker
+from ciuic.protocol.pairing import Cut, Taken, decode_answer, decode_question
+from ciuic.protocol.worker_frames import MAX_REQUEST_BYTES, FrameError, receive_frame
+from ciuic.repository.config import StoredConfig, decode_config, encode_config
+from ciuic.repository.format import pack_format as pf
+from ciuic.repository.format import snapshot_format
+from ciuic.repository.format.tree_format import (
     NodeRef,
     decode_node,
     decode_xattrs,
@@ -46,9 +43,12 @@ from ciuic.repository.treeformat import (
     encode_leaf,
     encode_xattrs,
 )
-from ciuic.restore.journal import Mark
-from ciuic.spill import Spill
-from ciuic.training import rank_messages
+from ciuic.repository.model import PackRecord
+from ciuic.repository.packs.chunk_reader import BadCopyError, unpack
+from ciuic.repository.trees.block_maps import decode_map_node, encode_map_node
+from ciuic.restore.files.journal import RestoreMark
+from ciuic.system.spill import Spill
+from ciuic.training.ranks import rank_messages
 from ciuic.types import ChunkId, Entry, Pair, RootRecord, Snapshot, SnapshotId
 
 ID = ChunkId(b"i" * 16)
@@ -76,7 +76,7 @@ DEEP = b"\x91" * 100_000 + b"\x90"
 
 
 class Reader(NamedTuple):
-    """One decoder, and bytes that it takes."""
+    """Decoder, and bytes that it accepts."""
 
     name: str
     read: Callable[[bytes], object]
@@ -88,16 +88,16 @@ def _body(name: str, links: bool) -> Callable[[bytes], object]:
 
 
 def _snapshot_payload(data: bytes) -> object:
-    """The checksum is made right: it is the payload that is fuzzed."""
-    return snapformat.decode_snapshot(_NAME, snapformat._wrap(b"CIUICSNP", data), "r")
+    """Decode a snapshot's payload with a corrected checksum: the payload is fuzzed."""
+    return snapshot_format.decode_snapshot(_NAME, snapshot_format._wrap(b"CIUICSNP", data), "r")
 
 
 def _marks_payload(data: bytes) -> object:
-    return snapformat.decode_marks(_NAME, snapformat._wrap(b"CIUICMRK", data))
+    return snapshot_format.decode_marks(_NAME, snapshot_format._wrap(b"CIUICMRK", data))
 
 
 def _rank_message(data: bytes) -> object:
-    """It refuses with a ValueError, as what reads a training's state does."""
+    """Decode a message between ranks, which is refused with a ValueError like a training's state."""
     try:
         return rank_messages.decode(data)
     except ValueError as error:
@@ -119,16 +119,16 @@ def _table_payload(data: bytes) -> object:
 
 
 def _footer_payload(data: bytes) -> object:
-    """Records; the trailer is made to fit."""
+    """Decode a footer's records; the trailer is made to fit."""
     records = len(data) // pf.RECORD_BYTES
     body = data[: records * pf.RECORD_BYTES]
     trailer = pf._TRAILER.pack(pf._FOOTER_MAGIC, records, 0, 8192, 0)
-    whole = body + pf._TRAILER.pack(pf._FOOTER_MAGIC, records, 0, 8192, pf.checksum(body + trailer))
-    return pf.decode_footer(whole, 1, 8192)
+    full_footer = body + pf._TRAILER.pack(pf._FOOTER_MAGIC, records, 0, 8192, pf.checksum(body + trailer))
+    return pf.decode_footer(full_footer, 1, 8192)
 
 
 def _tracking(data: bytes) -> object:
-    """Folded into what is there, and written again."""
+    """Fold tracking into an existing one, and write it again."""
     state: Any = SimpleNamespace(tracker=Tracker(4096))
     epochs: Any = SimpleNamespace(_state=state)
     Epochs.load(epochs, data)
@@ -138,7 +138,8 @@ def _tracking(data: bytes) -> object:
 def _frame(data: bytes) -> object:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(data[:60_000])  # what a socket's buffer takes
+        # The size of a socket's buffer.
+        theirs.sendall(data[:60_000])
         theirs.close()
         return receive_frame(ours, MAX_REQUEST_BYTES)
 
@@ -167,7 +168,7 @@ def _log(path: str) -> object:
 
 
 def _sealed(path: str) -> object:
-    changes = sealed_format.read_sealed(path, Spill(os.path.dirname(path), most_entries=2)).changes
+    changes = sealed_format.read_sealed(path, Spill(os.path.dirname(path), max_entries=2)).changes
     return [
         (
             next(undo.bitmap_blocks(change.data), None) if isinstance(change.data, bytes) else 0,
@@ -189,18 +190,24 @@ def _valid_sealed() -> bytes:
         open_for_write=[5],
     )
     many = {b"%d" % number: number for number in range(1025)}
-    changes = [(5, undo.Change(False, True, b"\x05", {b"a": -1})), (6, undo.Change(True, True, 0, many))]
+    changes = [
+        (5, undo.SealedChange(False, True, b"\x05", {b"a": -1})),
+        (6, undo.SealedChange(True, True, 0, many)),
+    ]
     with tempfile.TemporaryDirectory() as place:
         sealed_format.write_sealed(place, head, changes)
         return Path(place, undo.sealed_name(1)).read_bytes()
 
 
 def readers() -> list[Reader]:
-    """Every decoder there is."""
-    config = RepositoryConfig(
+    """Return every decoder."""
+    config = StoredConfig(
         format=1, id="ab" * 16, hash="xxh3-128", seed="cd" * 8, block_size=4096, created_ns=5
     )
-    log = b"".join(map(undo.encode, (undo.BlocksRecord(5, 2, 0, 9), undo.NameRecord(5, 1, b"n", 7, 8, -1))))
+    log = b"".join(
+        undo.encode(record)
+        for record in (undo.BlocksRecord(5, 2, 0, 9), undo.NameRecord(5, 1, b"n", 7, 8, -1))
+    )
     footer = bytes(pf.encode_footer(8192 - 80, _RECORDS))
     from support.more_readers import more_readers
 
@@ -210,9 +217,9 @@ def readers() -> list[Reader]:
         Reader("link table", _body("links", True), encode_leaf([msgspec.structs.replace(_ENTRY, name=b"12345678")], True)),
         Reader("attributes", lambda data: decode_xattrs(ID, data), encode_xattrs([(b"user.x", b"y")])),
         Reader("block map", lambda data: decode_map_node(ID, data, 1), encode_map_node(1, [ID, ID])),
-        Reader("snapshot", lambda data: snapformat.decode_snapshot(_NAME, data, "r"), snapformat.encode_snapshot(_SNAPSHOT, "r")),
-        Reader("snapshot payload", _snapshot_payload, snapformat.encode_snapshot(_SNAPSHOT, "r")[36:]),
-        Reader("marks payload", _marks_payload, snapformat.encode_marks(snapformat.Marks(id=_NAME, held=True))[36:]),
+        Reader("snapshot", lambda data: snapshot_format.decode_snapshot(_NAME, data, "r"), snapshot_format.encode_snapshot(_SNAPSHOT, "r")),
+        Reader("snapshot payload", _snapshot_payload, snapshot_format.encode_snapshot(_SNAPSHOT, "r")[36:]),
+        Reader("marks payload", _marks_payload, snapshot_format.encode_marks(snapshot_format.StoredMarks(id=_NAME, held=True))[36:]),
         Reader("config", decode_config, encode_config(config)),
         Reader("pack header", lambda data: pf.decode_header(data, 1, ID), pf.encode_header(pf.PackHeader(1, "data", ID))),
         Reader("segment table", _table, pf.encode_table(4096, _RECORDS, 10)),
@@ -221,11 +228,11 @@ def readers() -> list[Reader]:
         Reader("segment table payload", _table_payload, pf.encode_table(4096, _RECORDS, 10)[:-8]),
         Reader("footer payload", _footer_payload, footer[: pf.RECORD_BYTES]),
         Reader("compressed chunk", lambda data: unpack(data, 4096, pf.FLAG_ZSTD), zstandard.ZstdCompressor().compress(bytes(4096))),
-        Reader("saved tracking", _tracking, msgspec.msgpack.encode([1, {5: undo.Change(False, True, b"\x05", {b"a": -1})}])),
+        Reader("saved tracking", _tracking, msgspec.msgpack.encode([1, {5: undo.SealedChange(False, True, b"\x05", {b"a": -1})}])),
         Reader("control frame", _frame, b"\x0b\0\0\0" + msgspec.msgpack.encode({"do": "status"})),
         Reader("configuration", _configuration("ciuic.toml"), _TOML),
         Reader("flat configuration", _configuration("ciuic.conf"), _FLAT),
-        Reader("mark of a restore", Mark.decode, Mark("cs-000001", b"/r", "ab" * 8).encode()),
+        Reader("mark of a restore", RestoreMark.decode, RestoreMark("cs-000001", b"/r", "ab" * 8).encode()),
         Reader("capture job", decode_job, encode_job(CaptureJob(repository="/r", id=_NAME, time_ns=1, host="h", roots=()))),
         Reader("capture message", decode_message, encode_message(Failed(error="no", hint="", code=1))),
         Reader("question of a trainer", decode_question, msgspec.msgpack.encode(_CUT)),
@@ -237,7 +244,7 @@ def readers() -> list[Reader]:
 
 
 def refused_or_read(reader: Reader, data: bytes) -> bool:
-    """Whether it was read; False when it was refused with words. Anything else is raised."""
+    """Return True if the input was read and False if it was refused with a message. Raise anything else."""
     from support.more_readers import RefusedError
 
     try:
@@ -248,7 +255,7 @@ def refused_or_read(reader: Reader, data: bytes) -> bool:
 
 
 def mutate(data: bytes, dice: random.Random) -> bytes:
-    """A few changes of the kinds that find something in binary formats."""
+    """Make a few changes of kinds that find errors in binary formats."""
     body = bytearray(data)
     for _ in range(dice.randint(1, 4)):
         at = dice.randrange(len(body) + 1)

@@ -1,8 +1,8 @@
-"""A real systemd as the first process of namespaces of its own, over a copy-on-write view of this machine's root.
+"""Real systemd as the first process of its own namespaces, over a copy-on-write view of this machine's root.
 
-It has its own mounts, process ids, host name, IPC and control groups, and a tmpfs for everything that it writes. Two seconds to start.
-What is bound into it is shared with the test; anything else that happens there is gone with it. Needs root, overlayfs, a version 2
-control group hierarchy, systemd and dbus-daemon.
+It has its own mounts, process ids, host name, IPC and control groups, and a tmpfs for all its writes; it
+starts in two seconds. Directories bound into it are shared with the test; all other changes vanish with it.
+Needs root, overlayfs, a version 2 control group hierarchy, systemd and dbus-daemon.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 _SYSTEMD = "/lib/systemd/systemd"
 _START_SECONDS = 60.0
@@ -59,7 +60,7 @@ exec env -i container=test PATH=/usr/sbin:/usr/bin:/sbin:/bin @SYSTEMD@ --system
 
 
 def reason_against() -> str:
-    """Why there can be none here; empty where there can."""
+    """Return why this machine cannot run it; empty where it can."""
     if os.geteuid() != 0:
         return "needs root"
     for program in (_SYSTEMD, "dbus-daemon", "systemd-run", "unshare", "nsenter"):
@@ -76,7 +77,7 @@ def _hierarchy() -> Path | None:
 
 
 class RealSystemd:
-    """Context manager. ``shared``: directories of this machine that are the same in there."""
+    """Context manager of one systemd. ``shared``: directories of this machine that are the same inside."""
 
     def __init__(self, place: Path, shared: Sequence[Path] = ()) -> None:
         self._base = place / "systemd"
@@ -92,7 +93,7 @@ class RealSystemd:
         self._base.mkdir()
         self._group.mkdir()
         text = _BOOT.replace("@TARGET@", _TARGET).replace("@SYSTEMD@", _SYSTEMD)
-        # In its control group before there is a namespace of them, whose root this group then is.
+        # Enter its control group before there is a namespace of them, whose root this group then is.
         join = f'echo $$ > {self._group}/cgroup.procs && exec unshare -mpuiC --fork --kill-child=KILL bash -c "$0" boot "$@"'
         try:
             with open(self.log, "wb") as log:
@@ -107,7 +108,7 @@ class RealSystemd:
         return self
 
     def _wait(self) -> None:
-        """Until it has a bus that answers."""
+        """Wait until its bus answers."""
         deadline = time.monotonic() + _START_SECONDS
         while True:
             assert self._process is not None
@@ -121,45 +122,48 @@ class RealSystemd:
             time.sleep(0.1)
 
     def _first_process(self) -> int:
-        """Its number here: the child of unshare, once it has become systemd."""
+        """Return its pid on this machine: the child of unshare, once it has become systemd."""
         assert self._process is not None
-        with suppress(OSError, LookupError):  # it has not come that far
+        # The process has not got that far.
+        with suppress(OSError, LookupError):
             children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
             pid = int(children.split()[0])
             if os.readlink(f"/proc/{pid}/exe").endswith("/systemd"):
                 return pid
         return 0
 
-    def run(self, command: Sequence[str], **how: object) -> subprocess.CompletedProcess[str]:
-        """A command in there, as root."""
+    def run(self, command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        """Run a command inside, as root."""
         return subprocess.run(
             [*self.prefix(), *command],
-            capture_output=True, text=True, check=False, timeout=60, **how,  # type: ignore[call-overload, no-any-return]
+            capture_output=True, text=True, check=False, timeout=60, **how,
         )  # fmt: skip
 
     @property
     def files(self) -> Path:
-        """The root directory in there."""
+        """Return the root directory inside."""
         return Path(f"/proc/{self._pid}/root")
 
     def python(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """A program of this interpreter's in there; what it imports must be shared or on the root file system."""
+        """Run a program of this interpreter's inside; its imports must be shared or on the root."""
         return self.run([sys.executable, "-c", program, *arguments])
 
     def prefix(self) -> list[str]:
-        """What goes before a command to have it run in there."""
+        """Return the prefix of a command that runs inside."""
         return ["nsenter", "-t", str(self._pid), "-m", "-p", "-u", "-i", "-C", "--"]
 
     def __exit__(self, *_: object) -> None:
         if self._pid:
             with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)  # with it everything in its namespace
+                # All processes of its namespace end with it.
+                os.kill(self._pid, signal.SIGKILL)
         if self._process is not None:
             self._process.kill()
             self._process.wait(30)
         deadline = time.monotonic() + 20
         while self._group.exists() and time.monotonic() < deadline:
-            for folder, _, _ in os.walk(self._group, topdown=False):
-                with suppress(OSError):  # a process in it is still ending
+            for folder, _folders, _files in os.walk(self._group, topdown=False):
+                # A process in the control group is still ending.
+                with suppress(OSError):
                     os.rmdir(folder)
             time.sleep(0.05)

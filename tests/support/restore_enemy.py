@@ -1,4 +1,4 @@
-"""An enemy of restores: he owns the destination and exchanges names in it for what leads out of it, or for what is not his."""
+"""Enemy of restores that owns the destination and exchanges names there for others' files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.restoring import take
 from support.trees import assert_same, manifest
 
 from ciuic.errors import CiuicError
-from ciuic.fuse_layer.syscalls import RENAME_EXCHANGE, renameat2
+from ciuic.fuse_layer.system.syscalls import RENAME_EXCHANGE, renameat2
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.types import Snapshot
@@ -27,7 +27,7 @@ SECRET = b"nobody in the destination may ever read this"
 
 
 class Enemy:
-    """Owns the destination, has a directory of somebody else beside it, and exchanges names between two system calls."""
+    """Owner of the destination that exchanges names between two system calls."""
 
     def __init__(self, place: Path, dest: Path) -> None:
         self.dest = dest
@@ -55,14 +55,14 @@ class Enemy:
         self._private = private.stat()
 
     def swap(self, victim: str, link: str) -> None:
-        """Exchanges a name in the destination with a symbolic link; nothing happens where that name is not there now."""
+        """Exchange a name in the destination with a symbolic link, if that name exists now."""
         with suppress(OSError):
             renameat2(
                 -100, os.fsencode(self.dest / victim), -100, os.fsencode(self.links / link), RENAME_EXCHANGE
             )
 
     def check_private(self) -> None:
-        """Somebody else's directory is as it was, wherever it was moved."""
+        """Check that the other user's directory is unchanged, wherever it was moved."""
         for folder, _, files in os.walk(self.links.parent):
             now = os.stat(folder)
             if now.st_ino == self._private.st_ino:
@@ -71,7 +71,7 @@ class Enemy:
         raise AssertionError("somebody else's directory is gone")
 
     def temporary(self) -> str | None:
-        """Some unfinished file."""
+        """Return some unfinished file."""
         for folder, folders, files in os.walk(self.dest):
             for name in (*files, *folders):
                 if name.startswith(".ciuic-restore-"):
@@ -108,7 +108,10 @@ SWAPS = (
 def attacked(
     place: Path, repository: Repository, snapshot: Snapshot, swap: tuple[str, str], at: int, back: int
 ) -> int:
-    """One restore with one exchange before call ``at``, undone ``back`` calls later (0: never). The number of calls."""
+    """Run one restore with an exchange before call ``at``; return the number of calls.
+
+    The exchange is undone ``back`` calls later (0: never).
+    """
     top = place / "attack"
     dest = top / "dest"
     (dest / "root/folder").mkdir(parents=True)
@@ -141,7 +144,7 @@ def attacked(
 
 
 def nothing_came_in(dest: Path) -> None:
-    """No file in the destination holds anything of what is outside."""
+    """Check that no file in the destination holds data from outside."""
     for folder, _, files in os.walk(dest):
         for name in files:
             path = Path(folder, name)
@@ -150,7 +153,7 @@ def nothing_came_in(dest: Path) -> None:
 
 
 def restore(repository: Repository, snapshot: Snapshot, source: Path, dest: Path) -> None:
-    """Everything, over whatever is there, and nothing else stays."""
+    """Restore everything over the existing files and delete all others."""
     plan = plan_restore(
         repository,
         snapshot,
@@ -163,7 +166,7 @@ def restore(repository: Repository, snapshot: Snapshot, source: Path, dest: Path
 
 
 class Raced(NamedTuple):
-    """What a race was."""
+    """Outcome of a race."""
 
     restores: int
     exchanges: int
@@ -198,8 +201,10 @@ print(done, flush=True)
 
 
 def race(place: Path, seconds: float, seed: int) -> Raced:
-    """Root restores again and again into a directory whose owner exchanges names in a loop; AssertionError if anything
-    outside was touched or came in."""
+    """Restore as root repeatedly into a directory whose owner exchanges names in a loop.
+
+    Raises AssertionError if anything outside was touched or came in.
+    """
     root, top = place / "root", place / "race"
     root.mkdir()
     make_tree(root)
@@ -232,7 +237,7 @@ def _race_once(
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         while time.monotonic() < end:
-            # Refusals are right: what it finds changes under its hands.
+            # Refusals are right: the destination changes during the restore.
             with suppress(CiuicError, OSError):
                 restore(repository, snapshot, root, enemy.dest)
             restores += 1

@@ -1,4 +1,4 @@
-"""Real directories captured into real repositories, for what reads snapshots back."""
+"""Snapshots of real directories in real repositories, for tests that read snapshots back."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 import time
 from pathlib import Path
 
-from ciuic.daemon.capture import run_job
-from ciuic.daemon.capture_job import CaptureJob, RootJob
-from ciuic.daemon.capture_root import Report
+from ciuic.daemon.capture.job import CaptureJob, RootJob
+from ciuic.daemon.capture.process import run_job
+from ciuic.daemon.capture.root import Report
 from ciuic.repository import Repository
 from ciuic.types import Snapshot
 
 
 def take(repository: Repository, *roots: Path, excludes: tuple[str, ...] = ()) -> Snapshot:
-    """An offline snapshot of these directories."""
+    """Take an offline snapshot of these directories."""
     job = CaptureJob(
         repository=str(repository.path),
         id=repository.snapshots.new_id(),
@@ -24,7 +24,8 @@ def take(repository: Repository, *roots: Path, excludes: tuple[str, ...] = ()) -
         lock_wait_seconds=10,
     )
     done = run_job(job, Report(lambda message: None))
-    with Repository.open(repository.path) as fresh:  # what a reader opened earlier need not know of yet
+    # A reader opened earlier need not know this snapshot yet.
+    with Repository.open(repository.path) as fresh:
         return fresh.snapshots.load(fresh.snapshots.resolve(done.id))
 
 

@@ -1,11 +1,13 @@
-"""Runs training scripts several times, as a machine does that kills it: each time in a process of its own, forked after the imports,
-which for some frameworks take longer than the training.
+"""Runner of training scripts that are killed and run again, each forked after the imports.
+
+For some frameworks the imports take longer than the training.
 
     python run_script.py 'MODULES' RESULTS SAVE_DIR[:KILLED_AT_STEP]@SCRIPT …
 
-MODULES: imported before the first fork, with blanks between. KILLED_AT_STEP: SIGKILL in the middle of this step of the process, after all
-that was staged is stored, so that what the next run finds does not depend on how fast the writer is. RESULTS gets one JSON line for each
-run: its exit status, and a digest of the weights of its script's `model`, where it came to its end.
+MODULES: imported before the first fork, separated by blanks. KILLED_AT_STEP: SIGKILL in the middle of this
+step of the process, after all that was staged is stored, so that the next run's start does not depend on the
+writer's speed. RESULTS gets one JSON line for each run: its exit status, and a digest of the weights of its
+script's `model`, if it came to its end.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ def main(modules: str, results: str, *runs: str) -> None:
     for module in (*modules.split(), "ciuic.training.manager"):
         importlib.import_module(module)
     if "torch" in sys.modules:
-        importlib.import_module("torch._dynamo")  # which the first optimizer would import, in every run
-    gc.freeze()  # what is imported need not be looked through in each of them
+        # Otherwise the first optimizer of every run imports it.
+        importlib.import_module("torch._dynamo")
+    # Keeps the imported objects out of every run's garbage collection.
+    gc.freeze()
     for run in runs:
         run, _, script = run.partition("@")
         save_dir, _, step = run.partition(":")
@@ -68,7 +72,7 @@ def _child(script: str, save_dir: str, killed_at_step: int, results: str) -> Non
 
 
 def _watch(killed_at_step: int) -> list[int]:
-    """Counts the optimizer's steps of this process, and ends it in the middle of one."""
+    """Count the optimizer's steps of this process, and kill it in the middle of one."""
     from ciuic.training.manager import SnapshotManager
 
     managers: list[SnapshotManager] = []
@@ -93,7 +97,8 @@ def _watch(killed_at_step: int) -> list[int]:
         before = callbacks.on_train_batch_begin
 
         def on_train_batch_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.callbacks[0].model.train_function.__name__ != "pass_by":  # read again, and not trained on
+            # The batch is read again, and not trained on.
+            if self.callbacks[0].model.train_function.__name__ != "pass_by":
                 step()
             return before(self, *args, **kwargs)
 
@@ -106,14 +111,14 @@ def _watch(killed_at_step: int) -> list[int]:
 
 
 def _digest(model: Any) -> str:
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     if hasattr(model, "state_dict"):
         for value in model.state_dict().values():
-            whole.update(value.detach().cpu().contiguous().numpy().tobytes())
+            hasher.update(value.detach().cpu().contiguous().numpy().tobytes())
     else:
         for value in model.get_weights():
-            whole.update(value.tobytes())
-    return whole.hexdigest()
+            hasher.update(value.tobytes())
+    return hasher.hexdigest()
 
 
 def _write(results: str, line: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Training scripts, run and killed by run_script.py: what came of each run."""
+"""Results of training scripts that run_script.py runs and kills."""
 
 from __future__ import annotations
 
@@ -31,14 +31,18 @@ model, FACTS = found["model"], found.get("FACTS")
 
 
 def on_two_ranks(script: Path, where: Path) -> Path:
-    """A script that runs it twice at once, with the variables that torchrun sets."""
+    """Return a script that runs the given one twice at once, with the variables that torchrun sets."""
     made = where / f"{script.stem}_on_two_ranks.py"
     made.write_text(TWO_RANKS.replace("SCRIPT", repr(str(script))))
     return made
 
 
 def run(modules: str, *runs: str, where: Path, allowed_s: float = 280) -> list[dict[str, Any]]:
-    """``runs``: ``parts@SCRIPT``, ``parts:7@SCRIPT`` …: a directory for snapshots below ``where``, and the step in which the run is killed."""
+    """Run scripts and return their results.
+
+    ``runs``: ``parts@SCRIPT``, ``parts:7@SCRIPT`` …: a directory for snapshots below ``where``, and the step
+    of the kill.
+    """
     results = where / "results"
     results.unlink(missing_ok=True)
     program = Path(__file__).with_name("run_script.py")
@@ -67,8 +71,11 @@ def run(modules: str, *runs: str, where: Path, allowed_s: float = 280) -> list[d
 def assert_goes_on(
     modules: str, scripts: dict[Path, tuple[int, ...]], where: Path
 ) -> dict[Path, list[dict[str, Any]]]:
-    """Each script, killed in these steps of its runs, ends with the bits of one that is not, took fewer steps at last, and then has nothing
-    left to do. Returns what came of its runs. All in one process, for the imports."""
+    """Assert that each script, killed in these steps, ends with the bits of an undisturbed run.
+
+    The last run took fewer steps, and a further one has nothing left to do. Returns the results of its runs.
+    All in one process, for the imports.
+    """
     names = {
         script: [
             f"{script.stem}-{run}@{script}"
@@ -78,9 +85,9 @@ def assert_goes_on(
     }
     results = iter(run(modules, *(name for of_one in names.values() for name in of_one), where=where))
     found = {script: [next(results) for _ in of_one] for script, of_one in names.items()}
-    for whole, *_, last, again in found.values():
-        assert last["digest"] == whole["digest"]
-        assert 0 < last["steps"] < whole["steps"], "it began anew"
+    for uninterrupted, *_, last, again in found.values():
+        assert last["digest"] == uninterrupted["digest"]
+        assert 0 < last["steps"] < uninterrupted["steps"], "it began anew"
         assert again["steps"] == 0
-        assert again["digest"] == whole["digest"]
+        assert again["digest"] == uninterrupted["digest"]
     return found

@@ -1,4 +1,4 @@
-"""Another user of the machine, as a real process: what it can open of a list of paths, and programs run as it."""
+"""Another user of the machine, as a real process: which paths it can open, and programs run as it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ for line in sys.stdin:
 
 
 class User(NamedTuple):
-    """Numbers suffice: nobody need be in /etc/passwd."""
+    """User by numbers, which need not be in /etc/passwd."""
 
     uid: int
     gid: int
@@ -74,7 +74,7 @@ MADE_UP = User(54321, 54321)
 
 
 def reach(user: User, paths: Iterable[Path | str]) -> set[str]:
-    """Which of these the user can list, open for reading or writing, or connect to."""
+    """Return which of these the user can list, open for reading or writing, or connect to."""
     question = json.dumps([user.uid, user.gid, list(user.groups), [os.fspath(path) for path in paths]])
     done = subprocess.run(
         [sys.executable, "-c", _BECOME + _REACH], input=question, capture_output=True, text=True, check=True, timeout=60
@@ -83,7 +83,7 @@ def reach(user: User, paths: Iterable[Path | str]) -> set[str]:
 
 
 class Watcher:
-    """A living process of the user that says, as often as asked, which of some paths it can open for reading."""
+    """Living process of the user that reports, on request, which of some paths it can open for reading."""
 
     def __init__(self, user: User) -> None:
         self.user = user
@@ -107,7 +107,10 @@ class Watcher:
 
 
 def run_as(user: User, script: str, *arguments: str, imports: str = "") -> subprocess.CompletedProcess[str]:
-    """A Python program as that user, with no capability. ``imports`` run before, as he may be unable to read our modules."""
+    """Run a Python program as that user, with no capability.
+
+    ``imports`` run before the change of user, who may be unable to read our modules.
+    """
     become = f"become({user.uid}, {user.gid}, {list(user.groups)})\n"
     return subprocess.run(
         [sys.executable, "-c", _BECOME + imports + "\n" + become + script, *arguments],
@@ -116,7 +119,7 @@ def run_as(user: User, script: str, *arguments: str, imports: str = "") -> subpr
 
 
 def everything_below(*tops: Path) -> list[str]:
-    """Every path, the tops included, as root sees them; mounts are entered."""
+    """Return every path, the tops included, as root sees them; mounts are entered."""
     found = [str(top) for top in tops]
     for top in tops:
         for folder, folders, files in os.walk(top):

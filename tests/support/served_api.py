@@ -1,4 +1,4 @@
-"""The control API over a real socket, in front of operations that only note what they are asked."""
+"""Control API over a real socket, in front of operations that only record their requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from typing import Any
 
 import trio
 
-from ciuic.control_types import (
+from ciuic.daemon.api.api import make_app
+from ciuic.daemon.api.server import MAX_CONNECTIONS, serve_api
+from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.runtime import bind_control_socket
+from ciuic.protocol.control_types import (
     PruneReport,
     ReloadReport,
     RootStatus,
@@ -19,14 +23,10 @@ from ciuic.control_types import (
     SnapshotState,
     StatusDocument,
 )
-from ciuic.daemon.api import make_app
-from ciuic.daemon.events import EventBus
-from ciuic.daemon.runtime import bind_control_socket
-from ciuic.daemon.server import MOST_CONNECTIONS, serve_api
 
 
 class FakeOperations:
-    """Answers what it is told to, or raises ``failure``."""
+    """Operations that return prepared answers, or raise ``failure``."""
 
     def __init__(self) -> None:
         self.events = EventBus(lambda: 0)
@@ -81,16 +81,20 @@ class FakeOperations:
 
 @contextmanager
 def served(
-    path: Path, operations: FakeOperations, *, most_connections: int = MOST_CONNECTIONS
+    path: Path,
+    operations: FakeOperations,
+    *,
+    max_connections: int = MAX_CONNECTIONS,
+    revocations: Callable[[], int] = lambda: 0,
 ) -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Serves ``operations`` in a thread; gives a function that runs something in its trio loop."""
+    """Serve ``operations`` in a thread; yield a function that runs another in its trio loop."""
     ready, tokens = threading.Event(), []
     stopped = trio.Event()
 
     async def main() -> None:
         tokens.append(trio.lowlevel.current_trio_token())
         async with trio.open_nursery() as nursery:
-            serve = partial(serve_api, most_connections=most_connections)
+            serve = partial(serve_api, revocations=revocations, max_connections=max_connections)
             await nursery.start(serve, make_app(operations), bind_control_socket(path, None), stopped.wait)
             ready.set()
 

@@ -1,4 +1,4 @@
-"""A watch socket in a thread of its own, as the daemon serves it, with trainers that nothing happens to."""
+"""Watch socket in a thread of its own, as the daemon serves it, with trainers without incidents."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 
 import trio
 
-from ciuic.daemon.alerts import Alerts
-from ciuic.daemon.emergency import Emergencies
-from ciuic.daemon.events import EventBus
-from ciuic.daemon.permission import WatchPermission
-from ciuic.daemon.trainers import Trainers
-from ciuic.daemon.watch_socket import WatchSocket
+from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.roots.permission import WatchPermission
+from ciuic.daemon.trainers.emergency import Emergencies
+from ciuic.daemon.trainers.registry import TrainerRegistry
+from ciuic.daemon.trainers.watch_socket import WatchSocket
 
 
 class ServedWatch:
-    """A context manager. ``permission``: everybody unless it is given."""
+    """Context manager of the socket. ``permission`` defaults to every user."""
 
     def __init__(self, directory: Path, permission: WatchPermission | None = None) -> None:
         self.path = directory / "watch.sock"
@@ -35,11 +35,11 @@ class ServedWatch:
         self._thread.join(60)
 
     def names(self) -> list[str]:
-        """Of the trainers that are watched; asked of the event loop, which must be alive for it."""
+        """Return the names of watched trainers, from the event loop, which must be alive for it."""
         return [one.name for one in trio.from_thread.run_sync(self.trainers.statuses, trio_token=self._token)]
 
     def alerts(self) -> dict[str, str]:
-        """Standing alerts: message by key."""
+        """Return active alerts: message by key."""
         return {
             alert.key: alert.message
             for alert in trio.from_thread.run_sync(self._alerts.standing, trio_token=self._token)
@@ -60,10 +60,10 @@ class ServedWatch:
             per_hour=lambda: 0,
             on_incident=lambda incident: None,
         )
-        self.trainers = Trainers(
+        self.trainers = TrainerRegistry(
             alerts=self._alerts, emergencies=emergencies, now_ns=lambda: 0, on_change=lambda: None
         )
-        watched = WatchSocket(self._directory, self.trainers, self._permission, alerts=self._alerts)
+        watched = WatchSocket(self._directory, self.trainers, self._permission.__call__, alerts=self._alerts)
         self._token = trio.lowlevel.current_trio_token()
         async with trio.open_nursery() as nursery:
             self._scope = nursery.cancel_scope

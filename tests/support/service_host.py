@@ -1,4 +1,4 @@
-"""A host with a real systemd that runs ciuic as a service, and a job in its root that checks every result."""
+"""Host with a real systemd that runs ciuic as a service, and a job in its root that checks every result."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from support import surviving_job
 from support.live import installed, wait_for
 from support.real_systemd import RealSystemd
 
-from ciuic.control import ControlClient
 from ciuic.errors import Unreachable
+from ciuic.protocol.control import ControlClient
 
 CODE = Path(__file__).parents[2]
 CONFIG = "/etc/mine.toml"
@@ -27,7 +27,7 @@ _END_SECONDS = 10.0
 
 
 class ServiceHost:
-    """Commands on the host, as root. ``top`` has ``root`` and ``repository`` in it."""
+    """Host that runs commands as root. ``top`` contains ``root`` and ``repository``."""
 
     def __init__(self, systemd: RealSystemd, top: str, program: Path | None = None) -> None:
         self.systemd = systemd
@@ -36,7 +36,7 @@ class ServiceHost:
         text = f'[repository]\npath = "{top}/repository"\n[[root]]\npath = "{top}/root"\n'
         self.write(CONFIG, text)
         self("mkdir", "-p", f"{top}/root")
-        # There is no journal in there: what units say would be lost.
+        # The host has no journal: output of units would be lost.
         text = f"[Service]\nStandardOutput=append:{top}/log\nStandardError=inherit\n"
         self.write("/run/systemd/system/service.d/log.conf", text)
 
@@ -51,15 +51,15 @@ class ServiceHost:
     def journal(self) -> str:
         """Return the last lines of systemd and of all units."""
         units = Path(f"{self.top}/log")
-        said = units.read_text(errors="replace") if units.exists() else ""
-        return self.systemd.log.read_text(errors="replace")[-1000:] + said[-4000:]
+        text = units.read_text(errors="replace") if units.exists() else ""
+        return self.systemd.log.read_text(errors="replace")[-1000:] + text[-4000:]
 
     def write(self, path: str, text: str) -> None:
-        """Write a file of the host, directories included."""
+        """Write a file of the host, and make its directories."""
         self("sh", "-c", 'mkdir -p "$(dirname "$1")" && printf "%s" "$2" > "$1"', "write", path, text)
 
     def drop_in(self, unit: str, text: str) -> None:
-        """Change a unit until the next boot; empty: as it is installed."""
+        """Override a unit until the next boot; with an empty text, remove the override."""
         path = f"/run/systemd/system/{unit}.d/test.conf"
         if text:
             self.write(path, text)
@@ -76,7 +76,10 @@ class ServiceHost:
         return self.mounted()
 
     def status(self) -> dict[str, Any]:
-        """Return the status document; empty while no daemon answers. Asked from here: a command would take as long as what it asks about."""
+        """Return the status document; empty while no daemon answers.
+
+        Requested from this process: a command would take as long as what it measures.
+        """
         try:
             with ControlClient(self.systemd.files / "run/ciuic/control.sock") as client:
                 return dict(msgspec.to_builtins(client.status()))
@@ -100,7 +103,7 @@ class ServiceHost:
         return int(self.shown(unit, "MainPID"))
 
     def another_daemon(self, before: int, seconds: float = _MOUNT_SECONDS) -> int:
-        """Wait until systemd has started the daemon anew; return its number when the root is mounted."""
+        """Wait until systemd has restarted the daemon; return its pid when the root is mounted."""
 
         def started() -> int:
             pid = self.main_pid()
@@ -124,7 +127,7 @@ class ServiceHost:
 
     @contextmanager
     def job(self, number: int = 0, *, mounts_change: bool = False) -> Iterator[ServiceJob]:
-        """A job in the root; at the end it has met no error, with what it opened first, too."""
+        """Run a job in the root; check at the end that it met no error, also with its oldest files."""
         stop = f"{self.top}/stop{number}"
         command = [str(installed("python")), surviving_job.__file__, f"{self.top}/root", str(number), stop]
         command += ["mounts-change"] if mounts_change else []
@@ -138,31 +141,32 @@ class ServiceHost:
             yield one
             one.goes_on()
             self("touch", stop)
-            said, complaint = process.communicate(timeout=_JOB_SECONDS)
+            output, complaint = process.communicate(timeout=_JOB_SECONDS)
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(
-                    process.pid, signal.SIGKILL
-                )  # nsenter(1) and the job, while its files are still served
-            with suppress(subprocess.TimeoutExpired, ValueError):  # ValueError: all has been read above
+                # The commands nsenter(1) and the job, while its files are still served.
+                os.killpg(process.pid, signal.SIGKILL)
+            # ValueError: all output has been read above.
+            with suppress(subprocess.TimeoutExpired, ValueError):
                 process.communicate(timeout=_END_SECONDS)
         assert process.returncode == 0, complaint
-        one.result = json.loads(said)
+        one.result = json.loads(output)
 
 
 class ServiceJob:
-    """A process of surviving_job.py."""
+    """Process of surviving_job.py."""
 
     def __init__(self, host: ServiceHost, process: subprocess.Popen[str], number: int) -> None:
         self.result: dict[str, Any] = {}
-        """What it said at its end: rounds, calls, the long ones."""
+        """Report of the process at its end: rounds, calls, and the long ones."""
         self._host = host
         self._process = process
-        # Outside the root: a detached overlay's changes pass by the one that is mounted now, whose kernel cache would be asked.
+        # Outside the root: changes through a detached overlay do not reach the kernel cache of the mount that
+        # replaced it.
         self._rounds_file = Path(f"{host.top}/stop{number}.rounds")
 
     def goes_on(self) -> None:
-        """Wait for two more of its rounds: what was open goes on, and what is opened now as well."""
+        """Wait for two more of its rounds, which use files opened before and new ones."""
         before = self._rounds()
         wait_for("the job's next rounds", lambda: self._rounds() >= before + 2, _JOB_SECONDS)
 

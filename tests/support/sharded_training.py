@@ -1,4 +1,4 @@
-"""A small training whose state is sharded over the ranks (FSDP2), and what can be said of its state."""
+"""Small training whose state is sharded over the ranks (FSDP2), and digests of its state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ciuic import SnapshotManager
-from ciuic.training.dcp import CiuicStorageReader, CiuicStorageWriter
+from ciuic.training.dcp.storage import CiuicStorageReader, CiuicStorageWriter
 
 STEPS = 20
 
@@ -35,7 +35,7 @@ class Sharded:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def step(self, number: int) -> None:
-        """The same batch on every rank: so the run does not depend on how many there are, but for rounding."""
+        """Train on the same batch on every rank, so that only rounding depends on their number."""
         torch.manual_seed(number)
         self.model(torch.randn(8, 128)).square().mean().backward()
         self.optimizer.step()
@@ -50,7 +50,7 @@ class Sharded:
         }
 
     def load(self, reader: CiuicStorageReader, checkpoint_id: str | None = None) -> Any:
-        """Returns the note."""
+        """Load the checkpoint; return its note."""
         state = self.state(None)
         dcp.load(state, storage_reader=reader, checkpoint_id=checkpoint_id)
         set_state_dict(
@@ -63,29 +63,29 @@ class Sharded:
         return state["note"]["value"]
 
     def digest(self) -> str:
-        """Of the whole tensors, gathered from all ranks."""
-        whole = hashlib.sha256()
-        _add(whole, get_state_dict(self.model, self.optimizer))
-        return whole.hexdigest()
+        """Return a digest of the whole tensors, gathered from all ranks."""
+        hasher = hashlib.sha256()
+        _add(hasher, get_state_dict(self.model, self.optimizer))
+        return hasher.hexdigest()
 
 
-def _add(whole: Any, value: Any) -> None:
+def _add(hasher: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         full = value.full_tensor() if hasattr(value, "full_tensor") else value
-        whole.update(full.detach().numpy().tobytes())
+        hasher.update(full.detach().numpy().tobytes())
     elif isinstance(value, dict):
         for key in sorted(value):
-            whole.update(repr(key).encode())
-            _add(whole, value[key])
+            hasher.update(repr(key).encode())
+            _add(hasher, value[key])
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _add(whole, item)
+            _add(hasher, item)
     else:
-        whole.update(repr(value).encode())
+        hasher.update(repr(value).encode())
 
 
 def save_in_both_ways(rank: int, world: int, save_dir: str, result: str) -> None:
-    """`dcp.save`, and `dcp.async_save` with the state overwritten before it is written."""
+    """Save by `dcp.save`, and by `dcp.async_save` with the state overwritten before it is written."""
     trained = Sharded(world)
     trained.step(1)
     writer = CiuicStorageWriter(save_dir)
@@ -104,7 +104,7 @@ def save_in_both_ways(rank: int, world: int, save_dir: str, result: str) -> None
 
 
 def load_both(rank: int, world: int, save_dir: str, result: str) -> None:
-    """Into a fresh state, the newest first; RESULT gets notes and digests."""
+    """Load both into a fresh state, the newest first; RESULT gets notes and digests."""
     found = []
     for checkpoint_id in (None, "first"):
         fresh = Sharded(world)
@@ -115,7 +115,10 @@ def load_both(rank: int, world: int, save_dir: str, result: str) -> None:
 
 
 def train(rank: int, world: int, save_dir: str, result: str, step_seconds: float) -> None:
-    """To the end, from the newest checkpoint that is whole; saves after every second step; rank 0 and rank 1 write RESULT-RANK."""
+    """Train to the end from the newest whole checkpoint, saving after every second step.
+
+    Ranks 0 and 1 write RESULT-RANK.
+    """
     trained = Sharded(world)
     writer = CiuicStorageWriter(save_dir, max_snapshots=3)
     reader = CiuicStorageReader(save_dir)
@@ -134,7 +137,7 @@ def train(rank: int, world: int, save_dir: str, result: str, step_seconds: float
 
 
 def die_in_the_middle(rank: int, world: int, save_dir: str) -> None:
-    """Both ranks have saved once; then rank 1 is killed when it has stored its part, or before."""
+    """Save once on both ranks; then kill rank 1 when it has stored its part, or before."""
     trained = Sharded(world)
     writer = CiuicStorageWriter(save_dir)
     dcp.save(trained.state(0), checkpoint_id="whole", storage_writer=writer)
@@ -151,7 +154,7 @@ def die_in_the_middle(rank: int, world: int, save_dir: str) -> None:
 
 
 class Managed:
-    """With `SnapshotManager`: two kinds of parameters, batch statistics of each rank's own, dropout, a loader that is counted."""
+    """Training under `SnapshotManager`, with batch statistics per rank, dropout and a counting loader."""
 
     def __init__(self, rank: int, world: int, save_dir: str, **options: Any) -> None:
         torch.manual_seed(5)
@@ -184,30 +187,30 @@ class Managed:
                 self.scheduler.step()
 
     def digest(self) -> str:
-        """Of whole tensors, so by all ranks."""
-        whole = hashlib.sha256()
-        _add(whole, {key: one for key, one in self.model.state_dict().items() if "running" not in key})
-        _add(whole, self.optimizer.state_dict()["state"])
-        return whole.hexdigest()
+        """Return a digest of whole tensors, which all ranks compute together."""
+        hasher = hashlib.sha256()
+        _add(hasher, {key: one for key, one in self.model.state_dict().items() if "running" not in key})
+        _add(hasher, self.optimizer.state_dict()["state"])
+        return hasher.hexdigest()
 
-    def own(self) -> str:
-        """Of what is this rank's alone."""
+    def rank_digest(self) -> str:
+        """Return a digest of this rank's own state."""
         buffers = [one.tolist() for one in self.model.buffers()]
         return hashlib.sha256(repr((buffers, torch.rand(2).tolist())).encode()).hexdigest()
 
 
 def train_managed(rank: int, world: int, save_dir: str, result: str, step_seconds: float) -> None:
-    """As `train`, with a `SnapshotManager`."""
+    """Train as `train` does, with a `SnapshotManager`."""
     run = Managed(rank, world, save_dir, every_steps=3, max_snapshots=4)
     run.train(2, step_seconds)
     run.manager.close()
     digest = run.digest()
-    Path(f"{result}-{rank}.tmp").write_text(json.dumps({"digest": digest, "own": run.own()}))
+    Path(f"{result}-{rank}.tmp").write_text(json.dumps({"digest": digest, "own": run.rank_digest()}))
     os.replace(f"{result}-{rank}.tmp", f"{result}-{rank}")
 
 
 def save_managed(rank: int, world: int, save_dir: str, result: str) -> None:
-    """Saved when asked, waited for on every rank; then trained on."""
+    """Save on request, wait on every rank, and train on."""
     run = Managed(rank, world, save_dir)
     run.train(1)
     save = run.manager.save_snapshot(epoch=7, tags=["asked"], wait=True, note={"a": 1.5})
@@ -222,12 +225,13 @@ def save_managed(rank: int, world: int, save_dir: str, result: str) -> None:
 
 
 def resume_managed(rank: int, world: int, save_dir: str, result: str) -> None:
-    """Into a fresh state, by however many ranks."""
+    """Resume into a fresh state, on any number of ranks."""
     run = Managed(rank, world, save_dir)
     resumed = run.manager.resume()
     digest = run.digest()
     if world:
-        run.train(2)  # and it can be trained on
+        # Checks that the loaded state can be trained on.
+        run.train(2)
     run.manager.close()
     if rank == 0:
         assert resumed is not None

@@ -1,7 +1,7 @@
-"""One of two directories on which the same is done: operations, as programs do them, and what they answer.
+"""Side of a comparison: one of two directories in which the same operations are done.
 
-``outcome`` carries out an operation by name and gives its result or errno; ``tree`` is everything that there is below a
-directory. Who compares them decides as whom and in which process they run (test_differential.py, actor.py).
+``outcome`` carries out an operation by name and gives its result or errno; ``tree`` is everything below a
+directory. The caller that compares them chooses user and process (test_differential.py, actor.py).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ciuic.fuse_layer import syscalls
+from ciuic.fuse_layer.system import syscalls
 
 SLOTS = 3
 _FLOCK = struct.Struct("hhqqixxxx")
-"""struct flock on 64-bit machines: type, whence, start, length, pid."""
+"""C struct flock on 64-bit machines: type, whence, start, length, pid."""
 _OFD_GETLK, _OFD_SETLK = 36, 37
 _ACL_ENTRY = struct.Struct("<HHI")
 _ACL_VERSION = struct.pack("<I", 2)
@@ -34,7 +34,7 @@ def attributes(st_: os.stat_result) -> tuple[int, ...]:
 
 
 class Side:
-    """One of the two directories, and the handles open on it."""
+    """Directory on one side, and the handles open on it."""
 
     def __init__(self, top: Path) -> None:
         self.top = os.fspath(top)
@@ -51,8 +51,10 @@ class Side:
         return fd
 
     def cached(self, slot: int) -> int:
-        """The handle, unless it is one with O_DIRECT: what it does with odd buffers and offsets is its file system's own matter
-        (docs/conformance.md)."""
+        """Return the handle, unless it is one with O_DIRECT.
+
+        Odd buffers and offsets there are its file system's own matter (docs/conformance.md).
+        """
         if slot in self._direct:
             raise OSError(errno.EINVAL, "opened with O_DIRECT")
         return self.fd(slot)
@@ -124,7 +126,7 @@ class Side:
         os.fsync(self.fd(slot))
 
     def do_map(self, slot: int, offset: int, data: bytes) -> bytes:
-        """Write through a shared mapping where the handle allows it; what is then read back through the handle."""
+        """Write through a shared mapping if the handle allows it; return what the handle then reads."""
         fd = self.cached(slot)
         found = os.fstat(fd)
         if found.st_size < offset + len(data) or not stat.S_ISREG(found.st_mode) or found.st_mode & 0o6000:
@@ -174,7 +176,7 @@ class Side:
         with open(self.path(name), "rb") as file:
             return file.read()
 
-    # -- as a particular user, in a process of his own (actor.py) --
+    # -- as a particular user, in a process of its own (actor.py) --
 
     def do_access(self, name: str, mode: int) -> bool:
         return os.access(self.path(name), mode)
@@ -182,7 +184,7 @@ class Side:
     def do_setacl(
         self, name: str, default: bool, owner: int, user: tuple[int, int], group: int, mask: int, other: int
     ) -> None:
-        """An ACL with one named user (id, permissions) and a mask; owner, group, mask, other are permissions."""
+        """Set an ACL with one named user (id, permissions), a mask, and permissions of the others."""
         entries = (
             (1, owner, _NO_ID),
             (2, user[1], user[0]),
@@ -212,7 +214,7 @@ class Side:
         fcntl.fcntl(self.fd(slot), fcntl.F_SETLKW, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
 
     def do_getlock(self, slot: int, kind: int, start: int, length: int, ofd: bool) -> tuple[int, ...]:
-        """Who is in the way: type, whence, start, length, pid; what is not locked answers F_UNLCK."""
+        """Return the conflicting lock: type, whence, start, length, pid; F_UNLCK if there is none."""
         request = _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
         found: tuple[int, ...] = _FLOCK.unpack(
             fcntl.fcntl(self.fd(slot), _OFD_GETLK if ofd else fcntl.F_GETLK, request)
@@ -226,7 +228,7 @@ class Side:
         self._direct.add(slot)
 
     def do_direct_write(self, slot: int, page: int, count: int, letter: int) -> int:
-        """Whole pages from an aligned buffer, by whatever handle is there."""
+        """Write whole pages from an aligned buffer through any handle."""
         with mmap.mmap(-1, count * mmap.PAGESIZE) as buffer:
             buffer.write(bytes([letter]) * len(buffer))
             return os.pwritev(self.fd(slot), [buffer], page * mmap.PAGESIZE)
@@ -248,24 +250,25 @@ class Side:
         return os.lseek(self.fd(slot), 0, os.SEEK_END)
 
     def do_statvfs(self) -> tuple[int, ...]:
-        """What does not move while others work on the same file system."""
+        """Return the fields that do not change while others work on the same file system."""
         found = os.statvfs(self.top)
         return (found.f_bsize, found.f_frsize, found.f_namemax, found.f_flag & os.ST_RDONLY)
 
 
 def outcome(side: Side, what: str, args: tuple[Any, ...]) -> tuple[str, Any]:
-    """("done", result) or ("refused", name of the errno)."""
+    """Return ("done", result) or ("refused", name of the errno)."""
     call: Callable[..., Any] = getattr(side, f"do_{what}")
     try:
         return ("done", call(*args))
     except OSError as error:
         return ("refused", errno.errorcode.get(error.errno or 0, error.errno))
-    except ValueError as error:  # mmap of an empty file
+    except ValueError as error:
+        # Mapping an empty file raises it.
         return ("refused", str(error))
 
 
 def tree(top: str) -> dict[str, Any]:
-    """Everything below a directory: attributes, targets, contents, and which names are one inode."""
+    """Return everything below a directory: attributes, targets, contents, and which names are one inode."""
     found: dict[str, Any] = {}
     inodes: dict[int, str] = {}
     for directory, names, files in os.walk(top):

@@ -1,4 +1,4 @@
-"""A daemon of one's own: directories, configuration, the process, and what it says."""
+"""Private daemon: directories, configuration, the process, and its output."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from pathlib import Path
 import pytest
 from support.driver import DRIVER
 
-from ciuic import mountinfo
-from ciuic.control import ControlClient
-from ciuic.control_types import RootStatus
 from ciuic.errors import CiuicError
+from ciuic.protocol.control import ControlClient
+from ciuic.protocol.control_types import RootStatus
 from ciuic.repository import Repository
+from ciuic.system import mountinfo
+from ciuic.types import ChunkId
 
 CHECKOUT = Path(__file__).parents[2]
 
 
 def until(what: str, condition: Callable[[], bool]) -> None:
-    """Polls: processes and mounts offer no event to a stranger."""
+    """Wait for a condition by polling: processes and mounts send no event to other programs."""
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen"
@@ -32,7 +33,7 @@ def until(what: str, condition: Callable[[], bool]) -> None:
 
 
 def ended(pid: int) -> bool:
-    """Whether the process has ended; a zombie, which only waits for its parent, has."""
+    """Return whether the process has ended; a zombie, which only waits for its parent, has."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -52,7 +53,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[3:]])
 
 
 class Site:
-    """One directory with roots, repository, configuration and, perhaps, a daemon."""
+    """Directory with roots, repository, configuration and, optionally, a daemon."""
 
     def __init__(self, top: Path) -> None:
         self.top = top
@@ -94,7 +95,7 @@ class Site:
             )
 
     def _service_manager(self) -> list[str]:
-        """The interpreter, started with the stored descriptors as sd_listen_fds(3) says."""
+        """Start the interpreter with the stored descriptors, as sd_listen_fds(3) describes."""
         if not self.stored:
             return [sys.executable]
         names, numbers = ":".join(self.stored), list(self.stored.values())
@@ -102,7 +103,7 @@ class Site:
         return [sys.executable, "-c", _PASS_ON, repr(numbers), repr(variables)]
 
     def start(self) -> None:
-        """Returns when every root is mounted."""
+        """Start the daemon; return when every root is mounted."""
         self.process = self.launch()
         try:
             until("the mount of every root", self._all_mounted)
@@ -110,7 +111,7 @@ class Site:
             raise AssertionError(f"{error}: {self.log.read_text()[-3000:]}") from None
 
     def restart_with(self, stored: Mapping[str, int]) -> None:
-        """As ``start``, with descriptors that a service manager kept."""
+        """Start it with descriptors that a service manager kept; return when every root is mounted."""
         self.stored = stored
         self.start()
 
@@ -136,8 +137,19 @@ class Site:
         assert state.state == "committed"
         return state.id
 
+    def snapshot_until_tracking(self, root: Path) -> None:
+        """Take snapshots until the next one of ``root`` needs to read only what changed.
+
+        One is enough where the search for processes that bypass the overlay has ended before it.
+        """
+        for _ in range(10):
+            self.snapshot()
+            if self.root_status(root).tracking:
+                return
+        raise AssertionError(f"tracking does not count: {self.log.read_text()[-6000:]}")
+
     def has_schedule(self) -> bool:
-        """From then on what the schedule wants at the start is ahead of what is asked for."""
+        """Return whether the schedule's snapshots at the start are queued, which later requests follow."""
         with self.client() as client:
             return client.status().next_snapshot is not None
 
@@ -162,13 +174,13 @@ class Site:
         )
 
     def content(self, snapshot: str, root: Path, name: bytes) -> bytes:
-        """The bytes of a small file of one block, in a snapshot."""
+        """Return the bytes of a small file of one block in a snapshot."""
         with Repository.open(self.top / "repository") as repository:
             loaded = repository.snapshots.load(repository.snapshots.resolve(snapshot))
             record = next(record for record in loaded.roots if record.path == os.fsencode(root))
             entry = repository.trees.entry(record.entry.content, name)
             assert entry is not None
-            return repository.chunks.get(entry.content)[: entry.size_bytes] if entry.content else b""
+            return repository.chunks.get(ChunkId(entry.content))[: entry.size_bytes] if entry.content else b""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Small file systems of a chosen kind in a file, for what depends on the kind."""
+"""Small file systems of a chosen kind in a file, for tests that depend on the kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from support.ci import needs
 from support.live import wait_for
 
 _PATIENCE_SECONDS = 20.0
-_BYTES = 320 << 20  # the least that mkfs.xfs takes is 300 MiB; sparse
+# The smallest XFS that mkfs.xfs makes has 300 MiB; the file is sparse.
+_BYTES = 320 << 20
 _MAKE = {
     "xfs": ["mkfs.xfs", "-q", "-m", "reflink=1"],
     "btrfs": ["mkfs.btrfs", "-q"],
@@ -24,7 +25,7 @@ _MAKE = {
 
 
 def missing(kind: str) -> str:
-    """What is not here of what a disk of this kind takes; empty when nothing is."""
+    """Return the missing tools for a disk of this kind, or an empty text."""
     if os.geteuid() != 0 or not os.path.exists("/dev/loop-control"):
         return "there are no loop devices"
     if shutil.which(_MAKE[kind][0]) is None:
@@ -34,7 +35,7 @@ def missing(kind: str) -> str:
 
 @contextmanager
 def small_disk(top: Path, kind: str, size_bytes: int = _BYTES, *options: str) -> Iterator[Path]:
-    """The mount point of a new file system below ``top``. ``options``: for its mkfs."""
+    """Make a file system below ``top`` and return its mount point. ``options``: for its mkfs."""
     image, point = top / f"{kind}.img", top / kind
     point.mkdir()
     with image.open("wb") as file:
@@ -44,14 +45,15 @@ def small_disk(top: Path, kind: str, size_bytes: int = _BYTES, *options: str) ->
     try:
         yield point
     finally:
-        gc.collect()  # descriptors that only a cycle holds keep it busy
+        # Descriptors held only by a cycle keep the disk busy.
+        gc.collect()
         wait_for(f"the unmounting of {point}", lambda: not _umount(point), _PATIENCE_SECONDS)
         image.unlink()
 
 
 @pytest.fixture(scope="module", params=["xfs", "btrfs"])
 def sharing_disk(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The mount point of a file system of each kind that shares extents, one for all tests of a module."""
+    """Provide a mount point of each kind that shares extents, one file system for all tests of a module."""
     needs(missing(request.param))
     with small_disk(tmp_path_factory.mktemp("disk"), request.param) as point:
         yield point

@@ -1,4 +1,4 @@
-"""Small snapshots made with the writer alone, and the question whether a repository keeps its promises."""
+"""Small snapshots made with the writer alone, and the check that a repository keeps its promises."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 4096
 
 
 def content(seed: int, blocks: int) -> bytes:
-    """Reproducible content: even seeds do not compress, odd ones do."""
+    """Return reproducible content: even seeds do not compress, odd ones do."""
     if seed % 2:
         return b"".join(b"%8d" % (seed * 1000 + at) * (BLOCK // 8) for at in range(blocks))
     return random.Random(seed).randbytes(blocks * BLOCK)
@@ -30,7 +30,7 @@ def put_file(writer: Writer, name: bytes, data: bytes) -> Entry:
 def make_snapshot(
     writer: Writer, id_: str, files: dict[bytes, bytes], *, time_ns: int = 1, path: bytes = b"/r"
 ) -> Snapshot:
-    """A snapshot of one root with these files in it."""
+    """Make a snapshot of one root with these files in it."""
     tree = writer.update_tree(b"", {name: put_file(writer, name, data) for name, data in files.items()})
     root = Entry(
         name=b"", mode=0o40755, content=tree.id, total_files=tree.total_files, total_bytes=tree.total_bytes
@@ -42,7 +42,7 @@ def make_snapshot(
 
 
 def read_files(repository: Repository, id_: str) -> dict[bytes, bytes]:
-    """All files of the first root of a snapshot, every byte through the checksums."""
+    """Return all files of the first root of a snapshot, every byte checked by the checksums."""
     snapshot = repository.snapshots.load(SnapshotId.parse(id_))
     for reached in Walker(repository).walk(snapshot):
         repository.chunks.get(reached.id)

@@ -1,4 +1,4 @@
-"""The manifest of a root in a snapshot, in the form of trees.manifest, so that the two can be compared."""
+"""Manifest of a root in a snapshot, in the form of trees.manifest, so that the two can be compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ciuic.types import Entry, RootRecord
 
 
 def snapshot_manifest(trees: Any, content: Callable[[Entry], bytes], root: RootRecord) -> Manifest:
-    """Every name of the root as the snapshot has it; a reference into the link table that leads nowhere is an error."""
+    """Return every name of the root in the snapshot; a dangling link table reference is an error."""
     found: Manifest = {}
     first_names: dict[int, bytes] = {}
     used_links: set[int] = set()

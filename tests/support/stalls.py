@@ -1,7 +1,7 @@
-"""What a worker's death costs the job: the longest single system call of each kill, and where its time went.
+"""Cost of a worker's death to the job: the longest single system call of each kill, and where its time went.
 
-A call counts as *with a kill* when it was under way between the kill and a moment after the successor served; every other long
-call is what the machine does without any kill, and the measure of what is noise.
+A call counts as *with a kill* when it was under way between the kill and a moment after the successor served;
+every other long call shows what the machine does without any kill, and so how much is noise.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from statistics import median
 from typing import NamedTuple
 
 _SETTLED_SECONDS = 0.05
-"""So long after it served, a successor still has more to answer than usual."""
+"""Time after a successor served during which it still has more to answer than usual."""
 
 
 class LongCall(NamedTuple):
-    """One system call of a job."""
+    """System call of a job."""
 
     name: str
     began: float
@@ -30,18 +30,18 @@ class LongCall(NamedTuple):
 
 
 class Takeover(NamedTuple):
-    """What a successor's log says, as times of the wall clock; 0 where it says nothing."""
+    """Times of a successor's log, on the wall clock; 0 where the log has none."""
 
     killed: float
     noticed: float
     resent: float
     served: float
     stages_ms: dict[str, float]
-    """Of the successor: since it was told to begin."""
+    """Stages of the successor, since the request to begin."""
 
 
 class Stall(NamedTuple):
-    """The longest call that a kill made some job wait in."""
+    """Longest call that a kill made some job wait in."""
 
     takeover: Takeover
     longest: LongCall
@@ -49,7 +49,7 @@ class Stall(NamedTuple):
 
 
 def takeovers(killed: Iterable[tuple[int, float]], log: Path) -> list[Takeover]:
-    """``killed``: worker's process number and the time of its SIGKILL."""
+    """Return the takeovers; ``killed`` has each worker's pid and the time of its SIGKILL."""
     died: dict[int, float] = {}
     resent: list[tuple[float, dict[str, float]]] = []
     mounted: list[float] = []
@@ -76,9 +76,9 @@ def _seconds(event: dict[str, str]) -> float:
 
 
 def stalls(found: Sequence[Takeover], calls: Sequence[LongCall]) -> tuple[list[Stall], list[LongCall]]:
-    """A stall for each kill that made somebody wait, and the long calls that no kill touched."""
+    """Return a stall for each kill that made a call wait, and the long calls that no kill touched."""
     untouched = set(range(len(calls)))
-    told: list[Stall] = []
+    result: list[Stall] = []
     for takeover in found:
         until = max(takeover.served, takeover.resent, takeover.killed) + _SETTLED_SECONDS
         here = [
@@ -89,19 +89,19 @@ def stalls(found: Sequence[Takeover], calls: Sequence[LongCall]) -> tuple[list[S
         if waited:
             answers = [call.ended for call in waited if call.ended > takeover.resent]
             longest = max(waited, key=lambda call: call.seconds)
-            told.append(Stall(takeover, longest, min(answers, default=0.0)))
-    return told, [calls[index] for index in sorted(untouched)]
+            result.append(Stall(takeover, longest, min(answers, default=0.0)))
+    return result, [calls[index] for index in sorted(untouched)]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """0 of nothing."""
+    """Return the quantile; 0 for an empty sequence."""
     ordered = sorted(values)
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
-def lines(told: Sequence[Stall], untouched: Sequence[LongCall]) -> list[tuple[str, int]]:
-    """The figures, each with what it counts."""
-    waits = [1000 * stall.longest.seconds for stall in told]
+def lines(all_stalls: Sequence[Stall], untouched: Sequence[LongCall]) -> list[tuple[str, int]]:
+    """Return the figures, each with what it counts."""
+    waits = [1000 * stall.longest.seconds for stall in all_stalls]
     quiet = [1000 * call.seconds for call in untouched]
     made = [
         ("longest single call with a kill, ms: median of the kills", round(quantile(waits, 0.5))),
@@ -110,7 +110,7 @@ def lines(told: Sequence[Stall], untouched: Sequence[LongCall]) -> list[tuple[st
         ("longest single call without any kill, ms", round(max(quiet, default=0))),
         ("  calls over 50 ms without any kill", sum(wait > 50 for wait in quiet)),
     ]
-    whole = [stall for stall in told if stall.takeover.noticed and stall.takeover.resent]
+    whole = [stall for stall in all_stalls if stall.takeover.noticed and stall.takeover.resent]
     for name, parts in (
         ("noticed by the daemon", [stall.takeover.noticed - stall.takeover.killed for stall in whole]),
         ("requests asked for again", [stall.takeover.resent - stall.takeover.killed for stall in whole]),

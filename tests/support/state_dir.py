@@ -1,4 +1,4 @@
-"""Where the state of a root lies whose parent directory belongs to root, as it does in tests (ciuic/state_directory.py)."""
+"""Place of a root's state where root owns the parent directory, as in tests (state_directory.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ciuic import STATE_DIR_NAME
 
 
 def state_of(root: Path) -> Path:
-    """The state directory of ``root``, mounted or not: beside it, by inode number or as the only one."""
+    """Return the state directory of ``root``, mounted or not: beside it, by inode number, or the only one."""
     container = root.parent / os.fsdecode(STATE_DIR_NAME)
     found = list(container.iterdir()) if container.exists() else []
     numbered = [path for path in found if path.name.startswith(f"{root.stat().st_ino}-")]

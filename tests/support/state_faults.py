@@ -1,7 +1,8 @@
-"""One life of saved overlay state (undo log, sealed files, saved tracking), stopped at any of its durable calls.
+"""Life of saved overlay state (undo log, sealed files, saved tracking), stopped at any of its durable calls.
 
-A seeded scenario: a snapshot, two epochs that wait together while the job goes on, a clean stop, a new start. Checked are: the job saw
-what it sees without the fault, what capture still gets of the epochs is exact, and the next snapshots are exact.
+A seeded scenario: a snapshot, two epochs that wait together while the job goes on, a clean stop, a new start.
+Checked are: the job's results equal those without the fault, every epoch still captured is exact, and the
+next snapshots are exact.
 """
 
 from __future__ import annotations
@@ -18,112 +19,122 @@ from support.faulty_os import FaultyOs, Killed, faults_in
 from support.state_dir import state_of
 
 from ciuic import STATE_DIR_NAME
-from ciuic.fuse_layer import epochs, hidden_links, swaps, undo, undo_format
-from ciuic.fuse_layer.undo_format import UndoLost
+from ciuic.fuse_layer.core import truncate_swap
+from ciuic.fuse_layer.cut import epochs
+from ciuic.fuse_layer.formats import undo_format
+from ciuic.fuse_layer.formats.undo_format import UndoLost
+from ciuic.fuse_layer.tracking import hidden_links, undo_log, undo_log_file
 
-SAVING = (undo, hidden_links, epochs, undo_format)
-"""The modules that write saved overlay state."""
+SAVING = (undo_log, undo_log_file, hidden_links, epochs, undo_format)
+"""Modules that write saved overlay state."""
 STATE_NAME = STATE_DIR_NAME.decode()
 _SAVED = "tracking"
 
 
 class Life(NamedTuple):
-    """What became of one life."""
+    """Results of one life."""
 
     calls: int
-    """Durable calls that were made."""
+    """Number of durable calls made."""
     outcomes: tuple[int, ...]
-    """What each operation of the job got: 0 or an errno."""
+    """Result of each operation of the job: 0 or an errno."""
     tree: dict[str, tuple[int, int, bytes]]
-    """What the job's files were after them."""
+    """The job's files after its operations."""
     exact: int
-    """Waiting epochs that capture found whole, out of two."""
+    """Number of pending epochs that capture found whole, out of two."""
     killed: bool
 
 
 def life(seed: int, faulty: FaultyOs) -> Life:
-    """Runs the scenario of ``seed``. AssertionError where a promise is broken; an error in the job is in ``outcomes``."""
+    """Run the scenario of ``seed``; raise AssertionError for a broken promise.
+
+    An error in the job is in ``outcomes``.
+    """
     choose = random.Random(seed)
-    with bench() as here:
-        here.run(_some(choose, 20))
-        here.snapshot()
-        here.run(_some(choose, 20))
-        job = _Job(here.driver)
+    with bench() as rig:
+        rig.run(_random_operations(choose, 20))
+        rig.snapshot()
+        rig.run(_random_operations(choose, 20))
+        job = _Job(rig.driver)
         killed, exact = False, 0
         with faults_in(SAVING, faulty):
             try:
-                waiting = [here.cut()]
-                job.run(_some(choose, 25))
-                waiting.append(here.cut())
-                job.run(_some(choose, 25))
+                waiting = [rig.cut()]
+                job.run(_random_operations(choose, 25))
+                waiting.append(rig.cut())
+                job.run(_random_operations(choose, 25))
             except Killed:
                 killed = True
-        tree = _tree(here.backing)
+        tree = _tree(rig.backing)
         if not killed:
             try:
-                exact = _settle(here, waiting, faulty, choose)
-                here.run(_some(choose, 10))
-                _stop_cleanly(here, faulty)
+                exact = _settle(rig, waiting, faulty, choose)
+                rig.run(_random_operations(choose, 10))
+                _stop_cleanly(rig, faulty)
             except Killed:
                 killed = True
         if killed:
-            faulty.after_power_cut(state_of(here.backing), choose)
-        _start_again(here, choose)
+            faulty.after_power_cut(state_of(rig.backing), choose)
+        _start_again(rig, choose)
         return Life(faulty.calls, tuple(job.outcomes), tree, exact, killed)
 
 
-def _settle(here: Bench, waiting: list[int], faulty: FaultyOs, choose: random.Random) -> int:
-    """Captures what waits (or gives the older up, by chance), then checks that nothing is kept for it any more."""
+def _settle(rig: Bench, waiting: list[int], faulty: FaultyOs, choose: random.Random) -> int:
+    """Capture pending epochs (or abandon the older, by chance), then check that none is kept."""
     exact = 0
     if choose.random() < 0.3:
         with faults_in(SAVING, faulty):
-            here.core.abort(waiting.pop(0))
+            rig.core.abort(waiting.pop(0))
     for epoch in waiting:
-        exact += _captured(here, epoch)
-        here.core.abort(epoch)  # as the daemon does after a failed capture; nothing where it was committed
-    here.run(_some(choose, 10))
-    here.snapshot()
-    assert here.core.status()["pending"] == []
+        exact += _captured(rig, epoch)
+        # The daemon aborts so after a failed capture; a committed epoch is not affected.
+        rig.core.abort(epoch)
+    rig.run(_random_operations(choose, 10))
+    rig.snapshot()
+    assert rig.core.status()["pending"] == []
     if not faulty.stop_at:
-        kept = [path.name for path in (state_of(here.backing) / "undo").rglob("*") if path.is_file()]
+        kept = [path.name for path in (state_of(rig.backing) / "undo").rglob("*") if path.is_file()]
         assert kept == []
     return exact
 
 
-def _captured(here: Bench, epoch: int) -> bool:
-    """Whether the epoch's capture was done, and then it was exact; else it was told so."""
-    if not (state_of(here.backing) / "undo" / undo_format.sealed_name(epoch)).exists():
+def _captured(rig: Bench, epoch: int) -> bool:
+    """Return whether the epoch was captured, and then exactly; else capture reported it as lost."""
+    if not (state_of(rig.backing) / "undo" / undo_format.sealed_name(epoch)).exists():
         return False
     try:
-        record, report = here.capture(epoch)
+        record, report = rig.capture(epoch)
     except UndoLost:
         return False
-    here.check(record, report)
+    rig.check(record, report)
     return True
 
 
-def _stop_cleanly(here: Bench, faulty: FaultyOs) -> None:
-    """Saves the tracking as a clean stop does. Where it fails the worker says so; tracking is not trusted across a stop."""
-    here.driver.close_all()
+def _stop_cleanly(rig: Bench, faulty: FaultyOs) -> None:
+    """Save the tracking as a clean stop does.
+
+    If that fails the worker reports it, and tracking is not trusted later.
+    """
+    rig.driver.close_all()
     with faults_in(SAVING, faulty), suppress(OSError):
-        here.core.save_tracking()
+        rig.core.save_tracking()
 
 
-def _start_again(here: Bench, choose: random.Random) -> None:
-    """New workers over what is there: the state is emptied, the tracking used once, the next snapshots exact."""
+def _start_again(rig: Bench, choose: random.Random) -> None:
+    """Start new workers on the same files, use the tracking once, and check the next snapshots."""
     for number in range(2):
-        here.start_again(f"{number + 6}" * 32)
-        assert not (state_of(here.backing) / _SAVED).exists(), "tracking can be used twice"
-        undo_dir = state_of(here.backing) / "undo"
+        rig.start_again(f"{number + 6}" * 32)
+        assert not (state_of(rig.backing) / _SAVED).exists(), "tracking can be used twice"
+        undo_dir = state_of(rig.backing) / "undo"
         assert [path.name for path in undo_dir.rglob("*") if not path.is_dir()] == []
         for mode in ("full", "tracked"):
-            here.run(_some(choose, 10))
-            record, _ = here.snapshot()
+            rig.run(_random_operations(choose, 10))
+            record, _ = rig.snapshot()
             assert record.mode == mode
 
 
 class _Job:
-    """Runs operations and notes what each one got."""
+    """Run operations and record the result of each."""
 
     def __init__(self, driver: CoreDriver) -> None:
         self._driver = driver
@@ -138,7 +149,7 @@ class _Job:
                 self.outcomes.append(error.errno or -1)
 
 
-def _some(choose: random.Random, count: int) -> list[Operation]:
+def _random_operations(choose: random.Random, count: int) -> list[Operation]:
     return [
         (choose.choice(KINDS), choose.randrange(PATHS), choose.randrange(PATHS), choose.randrange(8))
         for _ in range(count)
@@ -146,7 +157,7 @@ def _some(choose: random.Random, count: int) -> list[Operation]:
 
 
 def _tree(top: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Type and mode, owner, and content of everything the job can see."""
+    """Return type and mode, owner, and content of everything the job can see."""
     found = {}
     for path in sorted(top.rglob("*")):
         name = str(path.relative_to(top))
@@ -158,31 +169,32 @@ def _tree(top: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 def survive(seed: int, **fault: int | bool | None) -> tuple[int, int]:
-    """Every durable call of the scenario of ``seed`` fails in turn; (fault points survived, epochs still exact).
+    """Let every durable call of the scenario fail in turn; return (survived, epochs still exact).
 
-    AssertionError, naming the call, where the job or a snapshot was hurt.
+    Raises AssertionError, naming the call, if the job or a snapshot was damaged.
     """
-    limit, swaps.COPY_LIMIT_BYTES = swaps.COPY_LIMIT_BYTES, BLOCK
+    limit = truncate_swap.COPY_LIMIT_BYTES
+    truncate_swap.COPY_LIMIT_BYTES = BLOCK  # type: ignore[misc]
     try:
-        whole = life(seed, FaultyOs())
-        assert whole.exact > 0
+        undisturbed = life(seed, FaultyOs())
+        assert undisturbed.exact > 0
         exact = 0
-        for stop_at in range(1, whole.calls + 1):
-            exact += _survives(seed, whole, FaultyOs(stop_at, **fault))  # type: ignore[arg-type]
-        return whole.calls, exact
+        for stop_at in range(1, undisturbed.calls + 1):
+            exact += _survives(seed, undisturbed, FaultyOs(stop_at, **fault))  # type: ignore[arg-type]
+        return undisturbed.calls, exact
     finally:
-        swaps.COPY_LIMIT_BYTES = limit
+        truncate_swap.COPY_LIMIT_BYTES = limit  # type: ignore[misc]
 
 
-def _survives(seed: int, whole: Life, faulty: FaultyOs) -> int:
+def _survives(seed: int, undisturbed: Life, faulty: FaultyOs) -> int:
     where = f"seed {seed}, call {faulty.stop_at}, error {faulty.error}, stay {faulty.stay}"
     try:
         after = life(seed, faulty)
     except BaseException as error:
         raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
     count = len(after.outcomes)
-    assert after.outcomes == whole.outcomes[:count], f"{where}: the job saw the fault"
+    assert after.outcomes == undisturbed.outcomes[:count], f"{where}: the job saw the fault"
     if not after.killed:
-        assert count == len(whole.outcomes)
-        assert after.tree == whole.tree, f"{where}: the job's files differ"
+        assert count == len(undisturbed.outcomes)
+        assert after.tree == undisturbed.tree, f"{where}: the job's files differ"
     return after.exact

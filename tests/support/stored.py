@@ -1,4 +1,4 @@
-"""Snapshots made of plain dictionaries, and read back into them: for tests of what happens to a repository."""
+"""Snapshots made of plain dictionaries and read back into them, for tests of changes to a repository."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ciuic.repository import Repository, Writer, blocks_of, is_zero
 from ciuic.types import HOLE, Entry, RootRecord, Snapshot, SnapshotDraft, SnapshotId, TreeRef
 
 Tree = Mapping[bytes, Any]
-"""Name → content of a file, or another Tree."""
+"""Map from name to the content of a file, or another Tree."""
 
 
 def store(
@@ -79,7 +79,7 @@ def put_file(writer: Writer, name: bytes, data: bytes) -> Entry:
 
 
 def read_back(repository: Repository, id_: SnapshotId) -> dict[bytes, Any]:
-    """The snapshot's only root as nested dictionaries; raises Damaged where something is not as stored."""
+    """Return the snapshot's only root as nested dictionaries; raise Damaged for a wrong entry."""
     (root,) = repository.snapshots.load(id_).roots
     return read_tree(repository, root.entry.content)
 

@@ -1,10 +1,13 @@
-"""A job that uses everything that a worker's death could break, and checks every result itself. Run as a script:
+"""Job that uses everything that a worker's death could break, and checks every result itself.
 
     python surviving_job.py DIRECTORY NUMBER UNTIL [mounts-change]
 
-Works until the file UNTIL is there, and writes the number of its rounds into the file UNTIL.rounds. ``mounts-change``: an overlay comes and goes meanwhile, so that a call of two paths may find one of
-them above and one below it (EXDEV, as at every mount and unmount); such a call is made once more. Exit status 0 and a line of JSON (rounds, the longest one, calls, the long ones) when every call did what it does on a plain
-directory; a traceback otherwise. Each system call is timed by itself: the long ones are told with the time at which they began.
+Works until the file UNTIL exists, and writes the number of its rounds into the file UNTIL.rounds.
+``mounts-change``: an overlay comes and goes meanwhile, so that a call of two paths may find one of them above
+and one below it (EXDEV, as at every mount and unmount); such a call is repeated once. Exits with 0 and prints
+a line of JSON (rounds, the longest one, calls, the long ones) when every call did what it does on a plain
+directory; a traceback otherwise. Each system call is timed by itself: the long ones are reported with their
+start time.
 """
 
 from __future__ import annotations
@@ -21,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 LONG_SECONDS = 0.005
-"""Calls that took longer are told one by one."""
+"""Calls that took longer are reported one by one."""
 
 
 class Timed:
-    """The module ``os``, each call of which is timed."""
+    """Module ``os``, each call of which is timed."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -67,7 +70,7 @@ def read_file(path: Path) -> bytes:
 
 
 class Job:
-    """One process's work below ``top``, in names of its own."""
+    """Work of one process below ``top``, under names of its own."""
 
     def __init__(self, top: Path, number: int, *, mounts_change: bool = False) -> None:
         self._mounts_change = mounts_change
@@ -89,7 +92,7 @@ class Job:
 
     def _unlinked_file(self) -> int:
         path = self._top / f"unlinked{self._number}"
-        fd = timed.open(path, os.O_RDWR | os.O_CREAT)
+        fd: int = timed.open(path, os.O_RDWR | os.O_CREAT)
         timed.write(fd, b"unlinked")
         timed.unlink(path)
         return fd
@@ -97,12 +100,12 @@ class Job:
     def _removed_directory(self) -> int:
         path = self._top / f"removed{self._number}"
         timed.mkdir(path)
-        fd = timed.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fd: int = timed.open(path, os.O_RDONLY | os.O_DIRECTORY)
         timed.rmdir(path)
         return fd
 
     def round(self) -> None:
-        """Everything once."""
+        """Do every kind of work once."""
         self._checkpoint()
         self._names()
         self._open_files()
@@ -164,7 +167,7 @@ class Job:
             self._unlinked = self._unlinked_file()
 
     def _gone_directory(self) -> None:
-        """As on any file system: it can be asked for its attributes, entered, and nothing else."""
+        """Check that a removed working directory has attributes, can be entered, and nothing else."""
         fd = self._removed
         assert timed.fstat(fd).st_nlink == 0
         expect(errno.ENOENT, lambda: timed.open("x", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
@@ -179,7 +182,7 @@ class Job:
             self._removed = self._removed_directory()
 
     def _listing(self) -> None:
-        """Read slowly, so that a listing is in work when the worker dies: nothing that stays is lost or doubled."""
+        """List slowly, so that the worker dies during a listing: no name that stays is lost or doubled."""
         with timed.scandir(self._many) as entries:
             names = []
             for entry in entries:
@@ -193,7 +196,7 @@ class Job:
 
 
 def expect(number: int, call: Callable[[], object]) -> None:
-    """``call`` fails with this errno."""
+    """Check that ``call`` fails with this errno."""
     found = 0
     try:
         call()
@@ -212,8 +215,8 @@ def main() -> None:
         rounds += 1
         Path(f"{until}.rounds").write_text(str(rounds))
     job.end()
-    said = {"rounds": rounds, "longest_seconds": longest, "calls": timed.calls, "long": timed.long}
-    sys.stdout.write(json.dumps(said))
+    report = {"rounds": rounds, "longest_seconds": longest, "calls": timed.calls, "long": timed.long}
+    sys.stdout.write(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Watches the process's own system calls, and says what is not durable yet: contents and names never synced since they changed.
+"""Watch of the process's own system calls for contents and names that were never synced.
 
-Complements power_disk.py, which shows what a missing sync costs: some are only needed together with a second failure, or
-guard what nobody would notice for years. Here the order itself is what is asked about. Only what is changed through ``os`` or
-``Path`` is seen, which is how everything durable is written; contents are compared by size, so that a write through a
-file object counts too.
+Complements power_disk.py, which shows what a missing sync costs: some are only needed together with a second
+failure, or prevent a loss that would show after years. Here the order itself is checked. Only changes through
+``os`` or ``Path`` are seen, which is how everything durable is written; contents are compared by size, so
+that a write through a file object counts too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WRITING = ("write", "pwrite", "pwritev", "ftruncate")
 
 
 class SyncWatch:
-    """From its making to the end of the test."""
+    """Watch that works from its creation to the end of the test."""
 
     def __init__(self, patch: pytest.MonkeyPatch, top: Path) -> None:
         self._top = str(top)
@@ -48,15 +48,15 @@ class SyncWatch:
             patch.setattr(os, name, self._syncing(name))
         patch.setattr(os, "open", self._open)
 
-    # -- asking
+    # -- queries
 
     def is_synced(self, path: str | Path) -> bool:
-        """Whether the content that the file has now was synced."""
+        """Return whether the file's present content was synced."""
         facts = os.lstat(path)
         return self._synced.get(facts.st_ino) == facts.st_size
 
     def unsynced(self, *spared: str) -> list[str]:
-        """Directories with unsynced names and files with unsynced content below ``top``; ``spared`` are ends of paths."""
+        """Return unsynced directories and files below ``top``; ``spared`` are path suffixes."""
         found = sorted(self._names)
         for directory, _, files in os.walk(self._top):
             paths = (f"{directory}/{name}" for name in files)
@@ -67,7 +67,7 @@ class SyncWatch:
         ]
 
     def trust_all(self) -> None:
-        """What is there now counts as durable."""
+        """Count everything there as durable."""
         self._names.clear()
         for directory, _, files in os.walk(self._top):
             for name in files:
@@ -75,10 +75,10 @@ class SyncWatch:
                 self._synced[facts.st_ino] = facts.st_size
 
     def trust_nothing(self) -> None:
-        """What is there was written by somebody who may not have synced it."""
+        """Count everything there as unsynced, as if another program had written it."""
         self._synced.clear()
 
-    # -- in place of os
+    # -- replacements in os
 
     def _naming(self, name: str) -> Callable[..., Any]:
         def call(path: Any, *args: Any, **options: Any) -> Any:

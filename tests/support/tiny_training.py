@@ -1,8 +1,9 @@
-"""A small training that is deterministic to the last bit, and needs NumPy alone: momentum on a random problem, noise in every step.
+"""Small training that is deterministic to the last bit and needs NumPy alone.
 
     python tiny_training.py SAVE_DIR STEPS RESULT [seconds a step]
 
-Resumes by itself, saves after every third step, and writes digest and history to RESULT when all steps are done.
+Resumes by itself, saves after every third step, and writes digest and history to RESULT when all steps are
+done.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 from ciuic import SnapshotManager
 
 BIG = 200_000
-"""Elements: a file of its own."""
+"""Number of elements, enough for a file of its own."""
 
 
 class Model:
@@ -42,7 +43,7 @@ class Model:
 
 
 class Optimizer:
-    """Momentum, with torch's hook."""
+    """Momentum optimizer with torch's hook."""
 
     def __init__(self, model: Model) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""Trials of a training that is killed at random instants: shared by the crash tests and the torture."""
+"""Trials of a training that is killed at random instants, shared by the crash tests and the torture."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ STEPS = 60
 
 
 def uninterrupted(where: Path) -> dict[str, Any]:
-    """What comes out when nothing happens."""
+    """Return the result of an undisturbed run."""
     return finish(begin(where / "snapshots", where / "result"), where / "result")
 
 
 def begin(save_dir: Path, result: Path, step_seconds: float = 0.0) -> subprocess.Popen[bytes]:
-    """A run that resumes by itself, in a session of its own."""
+    """Start a run that resumes by itself, in a session of its own."""
     return subprocess.Popen(
         [sys.executable, str(PROGRAM), str(save_dir), str(STEPS), str(result), str(step_seconds)],
         stderr=subprocess.PIPE,
@@ -35,25 +35,26 @@ def begin(save_dir: Path, result: Path, step_seconds: float = 0.0) -> subprocess
 
 
 def finish(process: subprocess.Popen[bytes], result: Path) -> dict[str, Any]:
-    """Its result when it is through. AssertionError with what it said when it failed."""
+    """Wait for the end and return the result; raise AssertionError with the output if the run failed."""
     _, complaint = process.communicate(timeout=120)
     assert process.returncode == 0, complaint.decode()
     return dict(json.loads(result.read_text()))
 
 
 def kill_one(save_dir: Path, result: Path, choose: random.Random) -> None:
-    """A run that is killed somewhere between its first instant and its last; returns when its writer has ended, too."""
+    """Kill a run somewhere between its first instant and its last; return when its writer has ended too."""
     process = begin(save_dir, result, 0.01)
     time.sleep(choose.uniform(0.1, 1.5))
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()  # the writer has the other end of standard error
+    # The writer holds the other end of standard error, so this waits for its end.
+    process.communicate()
     if Repository.exists(save_dir):
         with Repository.open(save_dir) as repository:
             repository.writer(wait_seconds=60).close()
 
 
 def flip(save_dir: Path, choose: random.Random) -> bool:
-    """One bit of what the newest snapshot has and no other; whether there is such."""
+    """Flip one bit of a file that only the newest snapshot has; return whether there is one."""
     if not Repository.exists(save_dir):
         return False
     with Repository.open(save_dir) as repository:
@@ -77,4 +78,4 @@ def flip(save_dir: Path, choose: random.Random) -> bool:
 
 
 def _no_matter(*_: object) -> None:
-    """It was damaged before."""
+    """Ignore the error: the file was damaged before."""

@@ -1,4 +1,4 @@
-"""Directory trees with everything a POSIX file system can hold, and manifests to compare two of them exactly."""
+"""Directory trees with everything a POSIX file system can hold, and manifests to compare them exactly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _HOLE_START, _HOLE_END = 1 << 20, 9 << 20
 
 
 class Facts(NamedTuple):
-    """What must come back of one name. ``same_inode_as`` is the first path of the inode: hard links compare by it."""
+    """Facts of one name that must come back.
+
+    ``same_inode_as`` is the first path of the inode: hard links compare by it.
+    """
 
     kind: int
     mode: int
@@ -47,7 +50,10 @@ Manifest = dict[bytes, Facts]
 
 
 def manifest(top: Path | bytes, *, directory_times: bool = True) -> Manifest:
-    """Every name at or below ``top`` (b"." is itself) with its facts. Follows no link, enters no reserved directory."""
+    """Return every name at or below ``top`` (b"." is itself) with its facts.
+
+    Follow no link, enter no reserved directory.
+    """
     top = os.fsencode(top)
     seen: dict[tuple[int, int], bytes] = {}
     facts: Manifest = {}
@@ -78,7 +84,7 @@ def _walk(
 def _add(
     facts: Manifest, seen: dict[tuple[int, int], bytes], folder: int, name: bytes, path: bytes, times: bool
 ) -> bool:
-    """Records one name; whether it is a directory to walk into."""
+    """Record one name; return whether it is a directory to walk into."""
     st = os.stat(name, dir_fd=folder, follow_symlinks=False)
     kind = stat.S_IFMT(st.st_mode)
     is_dir = kind == stat.S_IFDIR
@@ -111,7 +117,7 @@ def _digest(folder: int, name: bytes) -> str:
 
 
 def differences(expected: Manifest, found: Manifest, limit: int = 12) -> list[str]:
-    """One line for each difference, for an assertion's message; empty when equal."""
+    """Return one line for each difference, for an assertion's message; empty when equal."""
     lines = []
     for path in sorted(expected.keys() | found.keys()):
         if path not in found:
@@ -126,18 +132,21 @@ def differences(expected: Manifest, found: Manifest, limit: int = 12) -> list[st
 
 
 def assert_same(expected: Manifest, found: Manifest) -> None:
-    """Fails with the differences named."""
+    """Fail with a list of the differences."""
     lines = differences(expected, found)
     assert not lines, "\n".join(lines)
 
 
 def allocated_bytes(path: Path) -> int:
-    """What the file takes on disk."""
+    """Return the bytes that the file takes on disk."""
     return path.stat().st_blocks * 512
 
 
 def make_everything(top: Path, seed: int = 1) -> None:
-    """Fills ``top`` (an existing directory) with every kind of thing that a snapshot must bring back. Needs root."""
+    """Fill ``top`` (an existing directory) with every kind of entry that a snapshot must bring back.
+
+    Needs root.
+    """
     rng = random.Random(seed)
     base = os.fsencode(top)
     for name, size in ((b"empty", 0), (b"one byte", 1), (b"block", 262144), (b"odd size", 1_000_003)):
@@ -181,7 +190,7 @@ def _special_files(base: bytes) -> None:
 
 
 def make_deep(top: Path, depth: int = DEPTH) -> None:
-    """A path of ``depth`` components below ``top``, with a file at its end."""
+    """Make a path of ``depth`` components below ``top``, with a file at its end."""
     folder = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
     for level in range(depth):
         name = f"level-{level:03d}"
@@ -208,7 +217,7 @@ def _sparse(path: bytes) -> None:
 
 
 def _set_times(base: bytes, rng: random.Random) -> None:
-    """Every name gets a time of its own, to the nanosecond; folders last, innermost first."""
+    """Give every name a time of its own, to the nanosecond; folders last, innermost first."""
     for folder, folders, files in os.walk(base, topdown=False):
         for name in sorted(files + folders):
             stamp = rng.randrange(10**18, 16 * 10**17)

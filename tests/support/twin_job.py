@@ -1,10 +1,11 @@
-"""A job that makes every change twice, through an overlay and in a plain directory, and compares each result. Run as a script:
+"""Job that makes every change twice, through an overlay and in a plain directory, and compares each result.
 
     python twin_job.py ROOT PLAIN SEED UNTIL
 
-Several threads work in directories of their own and in one that they share, where an operation and its twin are one step. Every
-operation that FUSE carries is tried, also those that fail: result, errno and the facts that follow must be the plain directory's.
-Works until the file UNTIL is there. Prints a line of JSON (operations, calls, long calls) and exits with 0, or 1 and what differed.
+Several threads work in directories of their own and in a shared one, where an operation and its twin are one
+step. Every operation that FUSE carries is tried, also those that fail: result, errno and the facts that
+follow must be the plain directory's. Works until the file UNTIL exists. Prints a line of JSON (operations,
+calls, long calls) and exits with 0, or with 1 and the difference.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,22 +34,28 @@ LONG_SECONDS = 0.005
 _MAX_FILES = 6
 _NAMES = "abcdefgh"
 _SIZE = 1 << 16
-_FALLOCATE_MODES = (0, 1, 3, 16)  # FUSE carries neither collapse nor insert (conformance.md)
+# FUSE carries neither collapse nor insert (conformance.md).
+_FALLOCATE_MODES = (0, 1, 3, 16)
 _RENAME_FLAGS = (0, 0, 1, 2)
 _libc = ctypes.CDLL(None, use_errno=True)
 _MINE = 0xFFFFFFFF
 
 
+def _call_on_names(call: Callable[[str, str], Any], old: str, new: str, top: str) -> Any:
+    """Call a function of two paths with two names below ``top``."""
+    return call(f"{top}/{old}", f"{top}/{new}")
+
+
 class Open(NamedTuple):
-    """A file that is open on both sides."""
+    """File that is open on both sides."""
 
     overlay: int
     plain: int
     flags: int
     top: str
-    """Whose it is; what is shared is used by one thread at a time."""
+    """Thread directory that it belongs to; one thread at a time uses what is shared."""
     what: str
-    """How it was opened."""
+    """Mode in which it was opened."""
 
     def close(self) -> None:
         os.close(self.overlay)
@@ -55,11 +63,11 @@ class Open(NamedTuple):
 
 
 class Differs(AssertionError):
-    """The two sides did not agree."""
+    """Raised when the two sides differ."""
 
 
 class Clock:
-    """How long the overlay's side took."""
+    """Time that the overlay's side took."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -82,7 +90,7 @@ class Clock:
 
 
 class Twin:
-    """One thread's work."""
+    """Work of one thread."""
 
     def __init__(self, overlay: Path, plain: Path, seed: str, shared: threading.Lock) -> None:
         self._sides = overlay, plain
@@ -99,7 +107,7 @@ class Twin:
     # -- choosing and comparing -----------------------------------------------------------------------
 
     def step(self) -> None:
-        """One operation."""
+        """Do one operation."""
         kinds = [kind for kind in dir(self) if kind.startswith("do_")]
         kind = self._choose.choice(kinds)
         if self._choose.random() < 0.3:
@@ -115,8 +123,8 @@ class Twin:
         depth = self._choose.choice((1, 1, 1, 2, 2, 3))
         return "/".join([self._top, *(self._choose.choice(_NAMES) for _ in range(depth))])
 
-    def _both(self, what: str, call: Callable[[str], Any]) -> Any:
-        """Carry ``call`` out with the top of each side; the common value."""
+    def _call_both(self, what: str, call: Callable[[str], Any]) -> Any:
+        """Carry ``call`` out with the top of each side; return the common value."""
         overlay, plain = self._sides
         return self._compare(what, lambda: call(str(overlay)), lambda: call(str(plain)))
 
@@ -143,7 +151,7 @@ class Twin:
     def _keep(self, what: str, flags: int, call: Callable[[str], int]) -> None:
         """Open on both sides, and keep the pair for a while."""
         found: list[int] = []
-        self._both(what, lambda top: found.append(call(top)))
+        self._call_both(what, lambda top: found.append(call(top)))
         if len(found) == 2:
             self._files.append(Open(found[0], found[1], flags, self._top, what))
         elif found:
@@ -158,7 +166,8 @@ class Twin:
     def do_create(self) -> None:
         path = self._path()
         flags = os.O_CREAT | self._choose.choice((os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_APPEND))
-        flags |= os.O_NONBLOCK | self._choose.choice((0, os.O_EXCL, os.O_TRUNC))  # a pipe may have the name
+        # The name may be that of a pipe.
+        flags |= os.O_NONBLOCK | self._choose.choice((0, os.O_EXCL, os.O_TRUNC))
         mode = self._choose.choice((0o600, 0o644, 0o755))
         self._keep(f"create {path} {flags:o}", flags, lambda top: os.open(f"{top}/{path}", flags, mode))
 
@@ -181,7 +190,7 @@ class Twin:
     def _pair(self, what: str, file: Open, path: str) -> None:
         overlay, plain = self._sides
 
-        # dir_fd makes CPython use linkat(2), which alone can follow the magic link.
+        # With dir_fd CPython calls linkat(2), which alone can follow the magic link.
         def linked(fd: int, top: Path) -> None:
             where = os.open(top, os.O_PATH | os.O_DIRECTORY)
             try:
@@ -193,28 +202,28 @@ class Twin:
 
     def do_mkdir(self) -> None:
         path = self._path()
-        self._both(f"mkdir {path}", lambda top: os.mkdir(f"{top}/{path}", 0o755))
+        self._call_both(f"mkdir {path}", lambda top: os.mkdir(f"{top}/{path}", 0o755))
 
     def do_mkfifo(self) -> None:
         path = self._path()
-        self._both(f"mkfifo {path}", lambda top: os.mkfifo(f"{top}/{path}", 0o640))
+        self._call_both(f"mkfifo {path}", lambda top: os.mkfifo(f"{top}/{path}", 0o640))
 
     def do_symlink(self) -> None:
         path = self._path()
-        self._both(f"symlink {path}", lambda top: os.symlink("elsewhere", f"{top}/{path}"))
-        self._both(f"readlink {path}", lambda top: os.readlink(f"{top}/{path}"))
+        self._call_both(f"symlink {path}", lambda top: os.symlink("elsewhere", f"{top}/{path}"))
+        self._call_both(f"readlink {path}", lambda top: os.readlink(f"{top}/{path}"))
 
     def do_link(self) -> None:
         old, new = self._path(), self._path()
-        self._both(f"link {old} {new}", lambda top: os.link(f"{top}/{old}", f"{top}/{new}"))
+        self._call_both(f"link {old} {new}", lambda top: os.link(f"{top}/{old}", f"{top}/{new}"))
 
     def do_unlink(self) -> None:
         path = self._path()
-        self._both(f"unlink {path}", lambda top: os.unlink(f"{top}/{path}"))
+        self._call_both(f"unlink {path}", lambda top: os.unlink(f"{top}/{path}"))
 
     def do_rmdir(self) -> None:
         path = self._path()
-        self._both(f"rmdir {path}", lambda top: os.rmdir(f"{top}/{path}"))
+        self._call_both(f"rmdir {path}", lambda top: os.rmdir(f"{top}/{path}"))
 
     def do_rename(self) -> None:
         old, new, flags = self._path(), self._path(), self._choose.choice(_RENAME_FLAGS)
@@ -224,26 +233,24 @@ class Twin:
             if result:
                 raise OSError(ctypes.get_errno(), "")
 
-        self._both(f"rename {old} {new} {flags}", rename)
+        self._call_both(f"rename {old} {new} {flags}", rename)
 
     def do_rename_then_link(self) -> None:
-        """What a program does that keeps a backup: the name is changed and given back to the same file."""
+        """Rename a file and link the old name to it again, as a program does that keeps a backup."""
         path = self._path()
         for what in ("rename", "link", "unlink"):
             old, new = (path, f"{path}.x") if what == "rename" else (f"{path}.x", path)
             if what == "unlink":
-                self._both(f"unlink {old}", lambda top, old=old: os.unlink(f"{top}/{old}"))  # type: ignore[misc]
+                self._call_both(f"unlink {old}", lambda top, old=old: os.unlink(f"{top}/{old}"))  # type: ignore[misc]
             else:
                 call = getattr(os, what)
-                self._both(
-                    f"{what} {old} {new}", lambda top, c=call, o=old, n=new: c(f"{top}/{o}", f"{top}/{n}")
-                )  # type: ignore[misc]
+                self._call_both(f"{what} {old} {new}", partial(_call_on_names, call, old, new))
 
     # -- attributes -----------------------------------------------------------------------------------
 
     def do_stat(self) -> None:
         path = self._path()
-        self._both(f"stat {path}", lambda top: _facts(os.lstat(f"{top}/{path}")))
+        self._call_both(f"stat {path}", lambda top: _facts(os.lstat(f"{top}/{path}")))
 
     def do_chmod(self) -> None:
         path, mode = self._path(), self._choose.choice((0o600, 0o644, 0o750, 0o700))
@@ -254,7 +261,7 @@ class Twin:
             os.chmod(f"{top}/{path}", mode)
             return _facts(os.lstat(f"{top}/{path}"))
 
-        self._both(f"chmod {path}", chmod)
+        self._call_both(f"chmod {path}", chmod)
 
     def do_utimens(self) -> None:
         path, when = self._path(), self._choose.randrange(1 << 60)
@@ -263,7 +270,7 @@ class Twin:
             os.utime(f"{top}/{path}", ns=(when, when), follow_symlinks=False)
             return os.lstat(f"{top}/{path}").st_mtime_ns
 
-        self._both(f"utimens {path}", utime)
+        self._call_both(f"utimens {path}", utime)
 
     def do_chown(self) -> None:
         path, uid = self._path(), self._choose.choice((0, 1000))
@@ -272,7 +279,7 @@ class Twin:
             os.lchown(f"{top}/{path}", uid, -1)
             return _facts(os.lstat(f"{top}/{path}"))
 
-        self._both(f"chown {path}", chown)
+        self._call_both(f"chown {path}", chown)
 
     def do_xattr(self) -> None:
         path, name = self._path(), f"user.{self._choose.choice('xyz')}"
@@ -289,7 +296,7 @@ class Twin:
                 return os.removexattr(where, name, follow_symlinks=False)
             return sorted(os.listxattr(where, follow_symlinks=False))
 
-        self._both(f"{kind} xattr {path} {name} {flags}", change)
+        self._call_both(f"{kind} xattr {path} {name} {flags}", change)
 
     def do_acl(self) -> None:
         path, user = self._path(), self._choose.randrange(1000, 1004)
@@ -302,14 +309,14 @@ class Twin:
             os.setxattr(f"{top}/{path}", "system.posix_acl_access", acl)
             return os.getxattr(f"{top}/{path}", "system.posix_acl_access")
 
-        self._both(f"acl {path}", set_acl)
+        self._call_both(f"acl {path}", set_acl)
 
     def do_listing(self) -> None:
         path = self._choose.choice((self._top, self._path()))
-        self._both(f"listdir {path}", lambda top: sorted(os.listdir(f"{top}/{path}")))
+        self._call_both(f"listdir {path}", lambda top: sorted(os.listdir(f"{top}/{path}")))
 
     def do_listing_during_changes(self) -> None:
-        """What stays is listed once, whatever is made and removed meanwhile."""
+        """List a directory during changes: each unchanged name is listed once."""
         stay, goes = [f"{self._top}/{name}" for name in ("stays", "goes")]
 
         def listing(top: str) -> int:
@@ -322,7 +329,7 @@ class Twin:
             os.unlink(f"{top}/{stay}")
             return seen.count("stays")
 
-        self._both("listing during changes", listing)
+        self._call_both("listing during changes", listing)
 
     # -- content --------------------------------------------------------------------------------------
 
@@ -352,7 +359,7 @@ class Twin:
             finally:
                 os.close(fd)
 
-        self._both(f"content of {path}", read)
+        self._call_both(f"content of {path}", read)
 
     def do_truncate(self) -> None:
         path, size, file = self._path(), self._choose.randrange(_SIZE), self._file()
@@ -364,7 +371,7 @@ class Twin:
                 if stat.S_ISREG(os.lstat(f"{top}/{path}").st_mode):
                     os.truncate(f"{top}/{path}", size)
 
-            self._both(f"truncate {path} {size}", truncate)
+            self._call_both(f"truncate {path} {size}", truncate)
 
     def do_fallocate(self) -> None:
         file, mode = self._file(), self._choose.choice(_FALLOCATE_MODES)
@@ -422,15 +429,18 @@ class Twin:
             self._handles("close", file, os.close)
 
     def end(self) -> None:
-        """Both trees are the same, to the byte."""
+        """Check that both trees are the same, to the byte."""
         for file in self._files:
             file.close()
         self._top = self._name
         for folder, folders, files in os.walk(self._sides[1] / self._name):
             for name in (*folders, *files):
                 path = os.path.relpath(os.path.join(folder, name), self._sides[1])
-                self._both(f"at the end {path}", lambda top, path=path: _facts(os.lstat(f"{top}/{path}")))  # type: ignore[misc]
-        self._both("all names", lambda top: sorted(_names(f"{top}/{self._name}")))
+                self._call_both(
+                    f"at the end {path}",
+                    lambda top, path=path: _facts(os.lstat(f"{top}/{path}")),  # type: ignore[misc]
+                )
+        self._call_both("all names", lambda top: sorted(_names(f"{top}/{self._name}")))
 
 
 def _names(top: str) -> list[str]:
@@ -474,13 +484,13 @@ def main() -> int:
     for failure in failures[:1]:
         sys.stderr.write(failure)
     clocks = [twin.clock for twin in twins]
-    said = {
+    report = {
         "operations": sum(twin.operations for twin in twins),
         "calls": sum(clock.calls for clock in clocks),
         "long": [call for clock in clocks for call in clock.long],
         "sample": [round(seconds, 6) for clock in clocks for seconds in clock.seconds][-20000:],
     }
-    sys.stdout.write(json.dumps(said))
+    sys.stdout.write(json.dumps(report))
     return 1 if failures else 0
 
 

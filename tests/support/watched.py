@@ -1,4 +1,4 @@
-"""Trainings that are watched: real processes that beat, and an alert command that notes what it is told."""
+"""Watched trainings: real processes with heartbeats, and an alert command that records its notices."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from typing import Any, TypeVar
 
 from support.live import Live, wait_for
 
-from ciuic.control import ControlClient
-from ciuic.control_types import Incident, StatusDocument, TrainerStatus
-from ciuic.watch_client import Hello, introduce
+from ciuic.protocol.control import ControlClient
+from ciuic.protocol.control_types import Incident, StatusDocument, TrainerStatus
+from ciuic.protocol.watch_client import Hello, introduce
 
 T = TypeVar("T")
 
 _HOOK = """#!/bin/sh
-cat >> {told}
-echo >> {told}
-echo "$CIUIC_EVENT $CIUIC_TRAINER $CIUIC_SNAPSHOT" >> {told}.env
+cat >> {notices}
+echo >> {notices}
+echo "$CIUIC_EVENT $CIUIC_TRAINER $CIUIC_SNAPSHOT" >> {notices}.env
 """
 
 
 class Hook:
-    """An alert command of one's own; ``told`` is what it has read so far."""
+    """Private alert command; ``notices`` has the notices read so far."""
 
     def __init__(self, top: Path) -> None:
-        self._told = top / "told"
+        self._notices = top / "notices"
         self.program = top / "hook.sh"
-        self.program.write_text(_HOOK.format(told=self._told))
+        self.program.write_text(_HOOK.format(notices=self._notices))
         self.program.chmod(0o755)
 
-    def told(self) -> list[dict[str, Any]]:
-        if not self._told.exists():
+    def notices(self) -> list[dict[str, Any]]:
+        if not self._notices.exists():
             return []
         # The last line may be half written.
-        return [json.loads(line) for line in self._told.read_text().split("\n")[:-1] if line]
+        return [json.loads(line) for line in self._notices.read_text().split("\n")[:-1] if line]
 
     def environment(self) -> list[str]:
-        return Path(f"{self._told}.env").read_text().splitlines()
+        return Path(f"{self._notices}.env").read_text().splitlines()
 
     def wait(self, event: str, trainer: str) -> dict[str, Any]:
-        """The first notice of this event about this trainer, as soon as it was told."""
+        """Return the first notice of this event about this trainer, as soon as it arrives."""
 
         def found() -> dict[str, Any] | None:
             mine = (
                 one
-                for one in self.told()
+                for one in self.notices()
                 if one["event"] == event and one.get("trainer", {}).get("name") == trainer
             )
             return next(mine, None)
@@ -58,27 +58,30 @@ class Hook:
         try:
             return wait_for(f"{event} of {trainer}", found, 60)  # type: ignore[no-any-return]
         except TimeoutError as error:
-            raise AssertionError(f"{error}; told: {self.told()}") from None
+            raise AssertionError(f"{error}; notices: {self.notices()}") from None
 
 
 def watched(
     live: Live, *words: str, name: str, options: tuple[str, ...] = (), inside: tuple[str, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    """A command under `ciuic watch`; returns when the daemon knows of it. ``inside``: a program that starts both."""
+    """Run a command under `ciuic watch`; yield when the daemon knows of it.
+
+    ``inside``: a program that starts both.
+    """
     program = str(Path(sys.executable).parent / "ciuic")
     process = subprocess.Popen(
         [*inside, program, "watch", "--name", name, *options, "--", *words],
         env=live.env,
         stdin=subprocess.DEVNULL,
     )
-    when(lambda: trainer(live, name), f"the watch of {name}")
+    wait_until_true(lambda: trainer(live, name), f"the watch of {name}")
     return process
 
 
 def train(
     live: Live, name: str, how: str, *, heartbeat: float = 3600.0, steps: int = 100_000, wait: bool = True
 ) -> subprocess.Popen[bytes]:
-    """A training with SnapshotManager that saves to the directory of this name; returns after its first step, or at once."""
+    """Start a training that saves to this directory; return after its first step, or at once."""
     here = Path(__file__).parents[1]
     words = ["-m", "support.watched_training", str(live.top / name), str(heartbeat), str(steps), how]
     process = subprocess.Popen(
@@ -95,33 +98,33 @@ def train(
 
 
 def status(live: Live) -> StatusDocument:
-    """Asked over the socket: a command for each question would take the processor from what is asked about."""
+    """Return the status from the socket: a command per query would take processor time from the trainings."""
     with ControlClient(live.top / "run/control.sock") as client:
         return client.status()
 
 
-def _is(live: Live, trainer: TrainerStatus, name: str) -> bool:
+def _is_named(live: Live, trainer: TrainerStatus, name: str) -> bool:
     return name == trainer.name or str(live.top / name) == trainer.where
 
 
 def trainer(live: Live, name: str) -> TrainerStatus | None:
-    """By its name, or by the directory that it saves to; None while it is not watched."""
-    return next((one for one in status(live).trainers if _is(live, one, name)), None)
+    """Return the trainer by its name or save directory; None while it is not watched."""
+    return next((one for one in status(live).trainers if _is_named(live, one, name)), None)
 
 
 def incidents(live: Live, name: str) -> list[Incident]:
-    """Oldest first."""
-    return [one for one in reversed(status(live).incidents) if _is(live, one.trainer, name)]
+    """Return the incidents, oldest first."""
+    return [one for one in reversed(status(live).incidents) if _is_named(live, one.trainer, name)]
 
 
-def when(condition: Callable[[], T], what: str) -> T:
-    """Its first true value."""
+def wait_until_true(condition: Callable[[], T], what: str) -> T:
+    """Wait for the condition's first true value and return it."""
     return wait_for(what, condition, 60)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def ended_after(*processes: subprocess.Popen[bytes]) -> Iterator[None]:
-    """They have ended when the block has."""
+    """Check that these processes have ended when the block has."""
     try:
         yield
     finally:
@@ -132,7 +135,7 @@ def ended_after(*processes: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def introduced_by(uid: int, socket: Path) -> str:
-    """What a process of this user is answered that wants us to be watched."""
+    """Return the answer to a process of this user that asks to have this process watched."""
     life = os.pidfd_open(os.getpid())
     hello = Hello(name="introduced", where="", kind="pid", pid=os.getpid(), start_ticks=0)
     read_end, write_end = os.pipe()

@@ -1,8 +1,8 @@
-"""A small training under a manager whose heartbeat is watched; ends as its last argument says.
+"""Small training under a manager whose heartbeat is watched; its last argument chooses how it ends.
 
     python watched_training.py SAVE_DIR HEARTBEAT_SECONDS STEPS end|raise|finally|exit|vanish
 
-Prints a line after the first step, and goes on step by step, a hundredth of a second each.
+Prints a line after the first step, and continues step by step, a hundredth of a second each.
 """
 
 from __future__ import annotations

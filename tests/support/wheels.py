@@ -1,4 +1,4 @@
-"""Wheels of this checkout and of older states of it, installed beside the libraries of the test's own environment."""
+"""Wheels of this checkout and of older states of it, installed beside the test environment's libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def install(wheel: Path, python: Path) -> None:
     command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(wheel)]
     subprocess.run(command, check=True, timeout=_BUILD_SECONDS)
     (site,) = (python.parents[1] / "lib").glob("python3*/site-packages")
-    # Of another environment that this interpreter sees, too; editable installations in these are not seen from there.
+    # Libraries of another environment that this interpreter sees too; editable installations there are not
+    # visible.
     lent = {entry for entry in sys.path if entry.endswith("site-packages")}
     lent |= {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
     (site / "libraries.pth").write_text("\n".join(sorted(lent)))
@@ -44,7 +45,8 @@ def environment(place: Path, wheel: Path) -> Path:
 def older_source(place: Path, commit: str, version: str) -> None:
     """Put the tree of ``commit`` into ``place``, under a version of its own.
 
-    Where this checkout has no such history (a source distribution, a shallow clone) it is this tree, under that version.
+    Where this checkout has no such history (a source distribution, a shallow clone) it is this tree, under
+    that version.
     """
     done = subprocess.run(
         ["git", "-c", f"safe.directory={CHECKOUT}", "archive", commit],

@@ -1,7 +1,7 @@
-"""Runs tests of xfstests on an overlay over ext4, or on that ext4 itself, in a mount namespace that takes everything with it.
+"""Runner of xfstests on an overlay over ext4, or on that ext4 itself, in a mount namespace of its own.
 
-The suite wants a mount helper in /sbin and users in /etc/passwd: both are laid over the host's directories inside the
-namespace alone. Built sources are named by the caller; nothing is written into them.
+The suite needs a mount helper in /sbin and users in /etc/passwd: both are laid over the host's directories
+inside the namespace alone. The caller names the built sources; nothing is written into them.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ cd "$SOURCE" && ./check "$@"
 
 
 class Xfstests:
-    """``source``: the built suite. ``place``: an existing directory for images and results."""
+    """Runner on ``source``, the built suite, with ``place``, a directory for images and results."""
 
     def __init__(self, source: Path, place: Path) -> None:
         self._source, self._place = source, place
 
     def quick(self, rng: random.Random) -> list[str]:
-        """The names of the generic tests in the quick group, in a random order."""
+        """Return the names of the generic tests in the quick group, in a random order."""
         text = (self._source / "tests/generic/group.list").read_text()
         names = [f"generic/{line.split()[0]}" for line in text.splitlines() if " quick" in line]
         rng.shuffle(names)
         return names
 
     def run(self, kind: Kind, tests: list[str]) -> dict[str, str]:
-        """Each test's outcome: "passed", "not run", or what differed."""
+        """Return each test's outcome: "passed", "not run", or what differed."""
         place = self._place / kind
         temporary = place / "tmp"
         temporary.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class Xfstests:
         return outcomes
 
     def worker_log(self) -> str:
-        """What the workers of all mounts have logged."""
+        """Return what the workers of all mounts have logged."""
         logs = sorted((self._place / "ciuic" / "tmp").glob("mount-*/log"))
         return "".join(log.read_text(errors="replace") for log in logs)
 

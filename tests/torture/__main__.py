@@ -1,4 +1,4 @@
-"""Runs the tortures one after the other, prints one table of figures, and ends with 1 if any promise was broken.
+"""Run the tortures one after the other, print one table of figures, exit with 1 for a broken promise.
 
     make torture SECONDS=600 SEED=7            (or: PYTHONPATH=tests .venv/bin/python -m torture --seconds 600 --seed 7)
     make torture SECONDS=600 ARGS="cut faults" only these
@@ -70,13 +70,13 @@ TORTURES = [
 
 
 def _python_path() -> str:
-    """The tests' own modules first, then what the caller named: databases that are installed elsewhere."""
+    """Return the import path: the tests' modules, then the caller's PYTHONPATH (databases)."""
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys([str(CHECKOUT / "tests"), *filter(None, named)]))
 
 
 def main() -> int:
-    """Parses the command line; the hidden form with --into is one torture in its own process."""
+    """Parse the command line; the hidden option --into runs one torture in its own process."""
     parser = argparse.ArgumentParser(prog="torture", description="Tries to break what ciuic promises.")
     parser.add_argument("only", nargs="*", help="names of tortures; all when none is given")
     parser.add_argument("--seconds", type=float, default=600, help="for all of them together (600)")
@@ -109,7 +109,7 @@ def _run_here(module: str, seconds: float, seed: int, into: Path) -> int:
 
 
 def _run_all(chosen: list[Torture], seconds: float, seed: int) -> int:
-    # Orphans become children of this process, so that what a torture leaves behind is seen.
+    # Orphans become children of this process, so that leftovers of a torture are seen.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     shares = sum(torture.share for torture in chosen)
     rows = []
@@ -123,7 +123,7 @@ def _run_all(chosen: list[Torture], seconds: float, seed: int) -> int:
 
 
 def _run_apart(module: str, seconds: float, seed: int) -> list[Figure]:
-    """One torture in a process and a directory of its own, and a look at what it left behind."""
+    """Run one torture in a process and a directory of its own, and check what it left behind."""
     place = Path(tempfile.mkdtemp(prefix="ciuic-x-", dir="/tmp"))
     before = leftovers.take_stock((place,))
     into = place / "figures.json"
@@ -138,7 +138,8 @@ def _run_apart(module: str, seconds: float, seed: int) -> list[Figure]:
     )
     try:
         figures = _outcome(process, into, 4 * seconds + 600)
-    finally:  # also when a person interrupts: nothing stays mounted
+    finally:
+        # Also when the operator interrupts: nothing stays mounted.
         left = leftovers.remove_new(before, (place,))
         leftovers.unmount_below(place)
         shutil.rmtree(place, ignore_errors=True)
@@ -152,7 +153,8 @@ def _outcome(process: subprocess.Popen[bytes], into: Path, limit_seconds: float)
         return [Figure("ended in time", 0, (f"it was still running after {limit_seconds:.0f} s",))]
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)  # a session of its own: nobody else is in the group
+            # A session of its own: no other process is in the group.
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     text = stderr.decode("utf-8", "replace")
     sys.stderr.write(text)

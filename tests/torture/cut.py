@@ -1,8 +1,9 @@
-"""Exactness of the cut: many writers in two roots, cuts at random instants, captures paused and killed, every snapshot judged.
+"""Torture of the cut: many writers in two roots, cuts at random instants, captures paused and killed.
 
-A real daemon, real mounts, and writers in processes of their own (cut_writers). Each committed snapshot is read through the
-library and compared with what the writers had done when it was asked for and when it was cut (cut_judge). At the end the last
-snapshot is restored by the command and compared with both roots, and everything is verified.
+A real daemon, real mounts, and writers in processes of their own (cut_writers). Each committed snapshot is
+read through the library and compared with what the writers had done when it was requested and when it was cut
+(cut_judge). At the end the last snapshot is restored by the command and compared with both roots, and
+everything is verified.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from torture import cut_judge as judge
 from torture import cut_writers as writers
 from torture.figure import Figure
 
-from ciuic.control import ControlClient
 from ciuic.errors import Busy, CiuicError
+from ciuic.protocol.control import ControlClient
 from ciuic.repository import Repository
 from ciuic.types import FLAG_OPEN_FOR_WRITING, Snapshot, SnapshotId
 
@@ -46,12 +47,12 @@ KINDS = [
     "overwrite",
     "fresh",
 ]
-"""One writer process each; a writer in one root works in the first or the second by turns."""
+"""Kinds of writers, one process each; writers in one root alternate between the first and the second."""
 _UNFLUSHED = "unflushed"
 
 
-class Asked(NamedTuple):
-    """A snapshot that was cut, and what the writers had done around it."""
+class CutRequest(NamedTuple):
+    """A snapshot that was cut, and the writers' progress around it."""
 
     id: str
     returned: list[int]
@@ -59,13 +60,13 @@ class Asked(NamedTuple):
 
 
 class Site:
-    """Daemon, roots, writers, and what was found."""
+    """Daemon, roots, writers, and findings."""
 
     def __init__(self, live: Live, roots: tuple[Path, Path], seed: int) -> None:
         self.live, self.roots, self.seed = live, roots, seed
         self.counters = writers.Counters(live.top / "counters", len(KINDS))
         self.over = threading.Event()
-        self.asked: queue.Queue[Asked | None] = queue.Queue()
+        self.requested: queue.Queue[CutRequest | None] = queue.Queue()
         self.histories = {
             slot: judge.NameHistory(seed + slot) for slot, kind in enumerate(KINDS) if kind == "names"
         }
@@ -73,7 +74,7 @@ class Site:
         self._fresh_marks: set[bytes] = set()
         self.wrong: list[str] = []
         self.errors: list[str] = []
-        """What a job or a person saw go wrong."""
+        """Errors that a job or an operator would see."""
 
     def client(self) -> ControlClient:
         return ControlClient(self.live.top / "run/control.sock")
@@ -81,7 +82,7 @@ class Site:
     # -- cutting
 
     def cut_at_random(self) -> None:
-        """Asks for snapshots until ``over``; runs in a thread."""
+        """Request snapshots until ``over``; runs in a thread."""
         rng = random.Random(self.seed + 1000)
         try:
             with self.client() as client:
@@ -89,7 +90,7 @@ class Site:
                     self._cut(client, by_command=rng.random() < 0.15)
         except Exception as error:
             self.errors.append(f"a snapshot could not be asked for: {error!r}")
-        self.asked.put(None)
+        self.requested.put(None)
 
     def _cut(self, client: ControlClient, *, by_command: bool) -> None:
         returned = self.counters.all_returned()
@@ -104,15 +105,18 @@ class Site:
             else:
                 snapshot = client.take_snapshot().id
         except Busy:
-            return  # eight wait for capture already, and that is said
-        self.asked.put(Asked(snapshot, returned, self.counters.all_begun()))
+            # Eight snapshots wait for capture already, and the error says so.
+            return
+        self.requested.put(CutRequest(snapshot, returned, self.counters.all_begun()))
 
     def disturb_captures(self) -> None:
-        """Pauses and kills capture processes until ``over``; runs in a thread."""
+        """Pause and kill capture processes until ``over``; runs in a thread."""
         rng = random.Random(self.seed + 2000)
         while not self.over.wait(rng.random() * 1.5):
             captures = [
-                pid for pid, command in self.live.processes().items() if "-m ciuic.daemon.capture " in command
+                pid
+                for pid, command in self.live.processes().items()
+                if "-m ciuic.daemon.capture.process " in command
             ]
             for pid in captures:
                 try:
@@ -125,24 +129,26 @@ class Site:
                         time.sleep(rng.random())
                         os.kill(pid, signal.SIGCONT)
                 except ProcessLookupError:
-                    continue  # it ended by itself
+                    # The process ended by itself.
+                    continue
 
     # -- judging
 
     def judge_all(self) -> None:
-        """Judges each snapshot when it is committed, until the cutting is over."""
+        """Judge each snapshot when it is committed, until the cutting is over."""
         with self.client() as client:
-            while (asked := self.asked.get()) is not None:
+            while (requested := self.requested.get()) is not None:
                 try:
-                    state = client.wait_snapshot(asked.id)
+                    state = client.wait_snapshot(requested.id)
                 except CiuicError:
-                    self.failed += 1  # its captures were killed: what it had goes into the next one
+                    # Its captures were killed: its changes go into the next snapshot.
+                    self.failed += 1
                     continue
-                self._judge(asked, flushed=_UNFLUSHED not in state.tags)
+                self._judge(requested, flushed=_UNFLUSHED not in state.tags)
 
-    def _judge(self, asked: Asked, *, flushed: bool) -> None:
+    def _judge(self, requested: CutRequest, *, flushed: bool) -> None:
         with Repository.open(self.live.repository) as repository:
-            snapshot = repository.snapshots.load(SnapshotId(asked.id))
+            snapshot = repository.snapshots.load(SnapshotId(requested.id))
             views = []
             for root in self.roots:
                 record = next(record for record in snapshot.roots if record.path == os.fsencode(root))
@@ -151,12 +157,12 @@ class Site:
         self.snapshots += 1
         self.unflushed += not flushed
         for slot, kind in enumerate(KINDS):
-            at = judge.Range(asked.returned[slot], asked.begun[slot])
+            at = judge.Range(requested.returned[slot], requested.begun[slot])
             if not flushed and kind in ("append", "overwrite", "mapped"):
                 at = judge.Range(0, at.high)
             verdict = self._verdict(kind, slot, at, views)
             self.records += verdict.records
-            self.wrong += [f"{asked.id}, {kind}{slot}, {at}: {text}" for text in verdict.wrong]
+            self.wrong += [f"{requested.id}, {kind}{slot}, {at}: {text}" for text in verdict.wrong]
 
     def _verdict(self, kind: str, slot: int, at: judge.Range, views: list[dict[bytes, Any]]) -> judge.Verdict:
         name, seed, view = f"{kind}{slot}".encode(), self.seed + slot, views[slot % 2]
@@ -176,7 +182,7 @@ class Site:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """All writers at work; afterwards each must have ended well."""
+        """Run all writers; afterwards each must have ended well."""
         processes = []
         for slot, kind in enumerate(KINDS):
             writers.prepare(kind, slot, self.seed + slot, self.roots)
@@ -207,7 +213,7 @@ class Site:
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Figures: snapshots and records checked; captures paused and killed; the last snapshot against both roots."""
+    """Return figures: snapshots and records checked, captures disturbed, the last snapshot compared."""
     top = Path(tempfile.mkdtemp(prefix="cut-"))
     roots = (top / "root-a", top / "root-b")
     with Live(top) as live:
@@ -226,7 +232,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
 
 
 def _marks(repository: Repository, snapshot: Snapshot, roots: tuple[Path, Path]) -> set[bytes]:
-    """Names in the directory of the writer of checkpoints that are marked as open for writing."""
+    """Return names in the checkpoint writer's directory that are marked as open for writing."""
     slot = KINDS.index("fresh")
     record = next(record for record in snapshot.roots if record.path == os.fsencode(roots[slot % 2]))
     folder = repository.trees.entry(record.entry.content, b"fresh%d" % slot)
@@ -249,7 +255,7 @@ def _disturbed(site: Site, seconds: float) -> None:
 
 
 def _compare_the_end(site: Site, out: Path) -> list[str]:
-    """With all writers at rest, a snapshot restored by the command is both roots, and all that is listed verifies."""
+    """Check, with all writers at rest, that a restored snapshot equals both roots and all verify."""
     wrong = []
     snapshot = site.live.snapshot()
     try:

@@ -1,17 +1,18 @@
-"""What the writers of the cut torture have done after n operations, and whether a snapshot shows such a moment.
+"""Histories of the cut torture's writers, and the check that a snapshot shows one moment of each.
 
-Everything a writer does follows from its seed, so that its history needs no log: operation k is known from k. A snapshot
-was asked for when at least ``low`` operations had returned, and its cut was over when at most ``high`` had begun. What it
-must show depends on what the writer did (docs/decisions/flush-before-the-cut.md):
+Everything a writer does follows from its seed, so its history needs no log: operation k is known from k. A
+snapshot was requested when at least ``low`` operations had returned, and its cut was over when at most
+``high`` had begun. What it must show depends on the writer (docs/decisions/flush-before-the-cut.md):
 
-* what the kernel may cache: everything up to ``low``, exactly; later operations may be there in any order, page by page,
-  each page as it was at some moment, never anything else;
-* what is written into a new file that is still open (a checkpoint being saved), which the kernel may carry past the overlay:
-  everything up to ``low``, then a beginning of what was begun until the cut; marked as open for writing. Once it is closed,
-  all of it and no mark;
-* what was synced, written directly, or is an operation on names: the state after exactly n operations, low ≤ n ≤ high.
+* data that the kernel may cache: everything up to ``low``, exactly; later operations may be there in any
+  order, page by page, each page as it was at some moment, never anything else;
+* data of a new file that is still open (a checkpoint being saved), which the kernel may carry past the
+  overlay: everything up to ``low``, then a beginning of what was begun until the cut; marked as open for
+  writing. Once closed, all of it and no mark;
+* data synced or written directly, and operations on names: the state after exactly n operations,
+  low ≤ n ≤ high.
 
-Each judge returns how many records it compared, and a sentence for everything that cannot have been.
+Each judge returns how many records it compared, and a sentence for each impossible state.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from typing import Any, NamedTuple
 
 PAGE = 4096
 LAP = 4000
-"""Appended records of one file; the next lap has the next file, and the one before the last is removed."""
+"""Appended records of one file; the next lap has the next file, and the file before the last is removed."""
 FRESH_LAP = 1000
-"""Pages of one file of the writer of checkpoints."""
+"""Pages of one file of the checkpoint writer."""
 SLOTS = 32
 STRIPS = 4
-"""Files that the global writer logs into, in this order, roots by turns."""
+"""Files that the global writer appends to, in this order, alternating between the roots."""
 View = Mapping[bytes, Any]
-"""A directory of a snapshot: name → content, or another View."""
+"""Directory of a snapshot: name → content, or another View."""
 
 
 class Range(NamedTuple):
-    """Operations that had returned before the snapshot was asked for, and those that had begun when it was cut."""
+    """Operations that had returned before the request of the snapshot, and those begun at its cut."""
 
     low: int
     high: int
 
 
 class Verdict(NamedTuple):
-    """Records compared, and what is wrong."""
+    """Records compared, and the errors found."""
 
     records: int
     wrong: tuple[str, ...] = ()
@@ -52,26 +53,26 @@ class Verdict(NamedTuple):
 
 @lru_cache(maxsize=100_000)
 def appended(seed: int, number: int) -> bytes:
-    """Record ``number`` (from 0) of an appending writer: a line of its own length that carries its number."""
+    """Return record ``number`` (from 0) of an appending writer: a line that carries its number."""
     rng = random.Random(seed * 1_000_003 + number)
     text = b"%d:%s:" % (number, rng.randbytes(rng.randrange(15, 90)).hex().encode())
     return text + b"%08x\n" % zlib.crc32(text)
 
 
 def slot_record(seed: int, number: int) -> bytes:
-    """A page that carries its number, filled from it: the overwriting writers' records."""
+    """Return a page filled from its number, as the overwriting writers store it."""
     return (b"%d:%d:" % (seed, number)).ljust(64, b".") + random.Random(seed ^ number << 8).randbytes(
         PAGE - 64
     )
 
 
 def word(number: int) -> int:
-    """The 8 bytes that a mapping writer stores: the number and a checksum of it."""
+    """Return the 8 bytes that a mapping writer stores: the number and its checksum."""
     return number << 24 | zlib.crc32(number.to_bytes(8, "little")) & 0xFFFFFF
 
 
 def word_number(value: int) -> int | None:
-    """The number in such a word, None when it is no such word."""
+    """Return the number in such a word, or None if it is no such word."""
     return value >> 24 if word(value >> 24) == value else None
 
 
@@ -83,7 +84,7 @@ def sequence_line(number: int) -> bytes:
 
 
 def judge_appends(view: View, seed: int, at: Range, *, synced: bool) -> Verdict:
-    """``view``: the writer's directory, with a file for each lap."""
+    """Judge an appending writer; ``view`` is its directory, with a file for each lap."""
     wrong: list[str] = []
     records = 0
     last_lap = at.high // LAP
@@ -101,7 +102,7 @@ def judge_appends(view: View, seed: int, at: Range, *, synced: bool) -> Verdict:
 
 
 def judge_fresh(view: View, marked: Set[bytes], seed: int, at: Range) -> Verdict:
-    """``view``: the writer's directory; ``marked``: its names that are marked as open for writing."""
+    """Judge a checkpoint writer; ``view`` is its directory, ``marked`` its names open for writing."""
     wrong: list[str] = []
     records = 0
     for lap in range(max(0, at.low // FRESH_LAP - 1), at.high // FRESH_LAP + 1):
@@ -150,14 +151,14 @@ def _judge_lap(content: bytes, seed: int, lap: int, at: Range, synced: bool) -> 
         return [f"the page at {at_page - 1} holds what was never written there"]
     if not synced:
         return []
-    whole = next((n for n in range(at.high, -1, -1) if content[: ends[n]] == expected[: ends[n]]), 0)
-    if len(content) > ends[min(whole + 1, at.high)]:
-        return [f"record {whole} is not whole, and a later one is there: each was synced before the next"]
+    complete = next((n for n in range(at.high, -1, -1) if content[: ends[n]] == expected[: ends[n]]), 0)
+    if len(content) > ends[min(complete + 1, at.high)]:
+        return [f"record {complete} is not whole, and a later one is there: each was synced before the next"]
     return []
 
 
 def _not_of_history(content: bytes, expected: bytes) -> int:
-    """0, or 1 + the offset of a page that is not the beginning of what was written there, followed by nothing."""
+    """Return 0, or 1 + the offset of a page that is no beginning of the written data followed by zeros."""
     for offset in range(0, len(content), PAGE):
         page, wanted = content[offset : offset + PAGE], expected[offset : offset + PAGE]
         if page != wanted[: len(page)]:
@@ -168,7 +169,10 @@ def _not_of_history(content: bytes, expected: bytes) -> int:
 
 
 def judge_slots(content: bytes | None, seed: int, at: Range, *, in_order: bool) -> Verdict:
-    """A file of SLOTS pages; operation k wrote page k % SLOTS. ``in_order``: each had arrived before the next."""
+    """Judge a file of SLOTS pages; operation k wrote page k % SLOTS.
+
+    ``in_order``: each arrived before the next.
+    """
     if content is None or len(content) != SLOTS * PAGE:
         return Verdict(0, (f"the file has {len(content or b'')} bytes instead of {SLOTS * PAGE}",))
     numbers: list[int] = []
@@ -183,7 +187,7 @@ def judge_slots(content: bytes | None, seed: int, at: Range, *, in_order: bool) 
 
 
 def judge_words(content: bytes | None, at: Range, *, every: int) -> Verdict:
-    """A mapped file: word k of operation k is at the start of page k % SLOTS; each ``every`` operations were synced."""
+    """Judge a mapped file: word k is in page k % SLOTS, and each ``every`` operations were synced."""
     if content is None or len(content) != SLOTS * PAGE:
         return Verdict(0, (f"the file has {len(content or b'')} bytes instead of {SLOTS * PAGE}",))
     numbers: list[int] = []
@@ -204,8 +208,12 @@ def judge_words(content: bytes | None, at: Range, *, every: int) -> Verdict:
 
 
 def _judge_numbers(numbers: Sequence[int], at: Range, in_order: bool) -> Verdict:
-    """Slot i holds number n with n % SLOTS == i. Number k is operation k - SLOTS + 1: the first SLOTS were there from the start."""
-    low, high = at.low + SLOTS, at.high + SLOTS  # numbers below these had been written, had been begun
+    """Judge that slot i holds a number n with n % SLOTS == i.
+
+    Number k is operation k - SLOTS + 1: the first SLOTS were there from the start.
+    """
+    # Numbers below these had been written, and had been begun.
+    low, high = at.low + SLOTS, at.high + SLOTS
     wrong = []
     for slot, number in enumerate(numbers):
         newest = (low - 1 - slot) // SLOTS * SLOTS + slot
@@ -221,7 +229,7 @@ def _judge_numbers(numbers: Sequence[int], at: Range, in_order: bool) -> Verdict
 
 
 def judge_sequence(views: Sequence[View], name: bytes, at: Range) -> Verdict:
-    """Step k appended line k // STRIPS to file k % STRIPS (in root k % 2) and synced it before the next step."""
+    """Judge the global writer: step k appended line k // STRIPS to file k % STRIPS, then synced."""
     wrong: list[str] = []
     counts = []
     for strip in range(STRIPS):
@@ -241,13 +249,14 @@ def judge_sequence(views: Sequence[View], name: bytes, at: Range) -> Verdict:
 # -- names
 
 Files = dict[tuple[int, bytes], Any]
-"""(root, path) → token of the content, None while it may be anything, or the string "dir"."""
+"""Map from (root, path) to a token of the content, None while it may be anything, or the string "dir"."""
 
 
 class Step(NamedTuple):
-    """One operation on names: what it does, in which root, to what."""
+    """Operation on names: kind, root and operands."""
 
-    do: str  # create, fill, rename, unlink, mkdir, rmdir
+    # One of create, fill, rename, unlink, mkdir, rmdir.
+    do: str
     root: int
     path: bytes
     to: bytes = b""
@@ -255,13 +264,13 @@ class Step(NamedTuple):
 
 
 def filling(token: int) -> bytes:
-    """The content of a checkpoint."""
+    """Return the content of a checkpoint."""
     rng = random.Random(token)
     return rng.randbytes(rng.choice([0, 100, 5000, 70_000, 300_000]))
 
 
 class NameHistory:
-    """The endless sequence of steps of a writer of names, and what is there after each. Steps must be taken in order."""
+    """Endless sequence of a name writer's steps, and the state after each. Steps must be taken in order."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -275,7 +284,7 @@ class NameHistory:
                 self.state[root, name] = "dir"
 
     def next(self) -> Step:
-        """Decides the next step; ``state`` is as after it."""
+        """Decide the next step; ``state`` is as after it."""
         while not self._planned:
             self._plan()
         step = self._planned.pop(0)
@@ -290,9 +299,8 @@ class NameHistory:
         folders = [path for at, path in self.state if at == root and self.state[at, path] == "dir"]
         files = [path for at, path in self.state if at == root and self.state[at, path] != "dir"]
         what = rng.random()
-        if (what < 0.4 and len(files) < 30) or len(
-            files
-        ) < 4:  # a checkpoint, as training loops write it, in both roots
+        # A checkpoint in both roots, as training loops write it.
+        if (what < 0.4 and len(files) < 30) or len(files) < 4:
             self._token += 1
             name = rng.choice(folders) + b"/k%d" % rng.randrange(6)
             self._planned += [
@@ -343,9 +351,9 @@ def _apply(state: Files, step: Step) -> None:
 
 
 def judge_names(views: Sequence[View], passed: NameHistory, at: Range) -> Verdict:
-    """The snapshot must be the state after exactly n steps; both roots are cut at one instant.
+    """Judge that the snapshot is the state after exactly n steps; both roots are cut at one instant.
 
-    ``passed`` is moved on to ``low``: snapshots are judged in the order in which they were asked for.
+    ``passed`` is moved on to ``low``: snapshots are judged in the order of their requests.
     """
     found = {(root, path): content for root in (0, 1) for path, content in _flat(views[root])}
     while passed.taken < at.low:
@@ -370,14 +378,14 @@ def judge_names(views: Sequence[View], passed: NameHistory, at: Range) -> Verdic
 
 
 class Difference(NamedTuple):
-    """One name that is not as it was after a step."""
+    """Name that differs from the state after a step."""
 
     path: bytes
     text: str
 
 
 def _concerns(step: Step, path: bytes) -> bool:
-    """Whether the step changed what the path, or something above it, is."""
+    """Return whether the step changed the path or a directory above it."""
     return any(path == name or path.startswith(name + b"/") for name in (step.path, step.to) if name)
 
 

@@ -1,8 +1,9 @@
-"""The jobs of the cut torture, each a process: `python -m torture.cut_writers KIND SLOT SEED COUNTERS ROOT_A ROOT_B`.
+"""Jobs of the cut torture: `python -m torture.cut_writers KIND SLOT SEED COUNTERS ROOT_A ROOT_B`.
 
-A writer notes in the counters, before an operation, that it has begun, and after it, that it has returned. The counters are a
-mapped file outside the roots: [stop, begun and returned of each slot], 8 bytes each. What each kind does is written
-down in cut_judge. Any error that a writer sees is an error that a job has seen: it ends with a traceback.
+A writer notes in the counters, before an operation, that it has begun, and after it, that it has returned.
+The counters are a mapped file outside the roots: [stop, begun and returned of each slot], 8 bytes each.
+cut_judge describes what each kind does. An error that a writer sees is one that a job would see: it ends with
+a traceback.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SYNC_EVERY = 16
 
 
 class Counters:
-    """The mapped file, seen from either side."""
+    """The mapped file of counters, for writers and torture."""
 
     def __init__(self, path: Path, slots: int = 0) -> None:
         if slots:
@@ -53,7 +54,7 @@ class Counters:
 
 
 def prepare(kind: str, slot: int, seed: int, roots: tuple[Path, Path]) -> None:
-    """What is there before a writer's first operation; done, synced, before the first snapshot."""
+    """Make and sync a writer's files of before its first operation, ahead of the first snapshot."""
     name = f"{kind}{slot}"
     if kind.startswith("append") or kind == "fresh":
         (roots[slot % 2] / name).mkdir()
@@ -85,7 +86,7 @@ def _appends(slot: int, seed: int, roots: tuple[Path, Path], kind: str) -> Calla
             fd = os.open(folder / f"lap{lap}", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
             if lap >= 2:
                 os.unlink(folder / f"lap{lap - 2}")
-        _whole(os.write(fd, record := judge.appended(seed, number)), record)
+        _check_length(os.write(fd, record := judge.appended(seed, number)), record)
         if kind == "append-synced":
             os.fsync(fd)
 
@@ -102,28 +103,30 @@ def _fresh(slot: int, seed: int, roots: tuple[Path, Path], kind: str) -> Callabl
         if within == 0:
             if fd >= 0:
                 os.close(fd)
-                time.sleep(0.7)  # as between two checkpoints: a cut may well meet none
+                # As between two checkpoints, so that some cuts meet no open file.
+                time.sleep(0.7)
             fd = os.open(folder / f"lap{lap}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             if lap >= 2:
                 os.unlink(folder / f"lap{lap - 2}")
-        _whole(os.write(fd, record := judge.slot_record(seed, number)), record)
+        _check_length(os.write(fd, record := judge.slot_record(seed, number)), record)
 
     return operate
 
 
-def _whole(written: int, record: bytes) -> None:
+def _check_length(written: int, record: bytes) -> None:
     if written != len(record):
         raise OSError(f"write returned {written} for {len(record)} bytes")
 
 
 def _overwrites(slot: int, seed: int, roots: tuple[Path, Path], kind: str) -> Callable[[int], None]:
     fd = os.open(roots[slot % 2] / f"{kind}{slot}", os.O_RDWR | (os.O_DIRECT if kind == "direct" else 0))
-    buffer = mmap.mmap(-1, judge.PAGE)  # O_DIRECT wants an aligned one
+    # The flag O_DIRECT needs an aligned buffer.
+    buffer = mmap.mmap(-1, judge.PAGE)
 
     def operate(number: int) -> None:
         record = judge.slot_record(seed, number + judge.SLOTS)
         buffer[:] = record
-        _whole(os.pwritev(fd, [buffer], number % judge.SLOTS * judge.PAGE), record)
+        _check_length(os.pwritev(fd, [buffer], number % judge.SLOTS * judge.PAGE), record)
 
     return operate
 
@@ -150,7 +153,7 @@ def _sequence(slot: int, _seed: int, roots: tuple[Path, Path], kind: str) -> Cal
 
     def operate(number: int) -> None:
         line, strip = divmod(number, judge.STRIPS)
-        _whole(os.write(fds[strip], text := judge.sequence_line(line)), text)
+        _check_length(os.write(fds[strip], text := judge.sequence_line(line)), text)
         os.fsync(fds[strip])
 
     return operate

@@ -1,4 +1,4 @@
-"""Every structure of repository after repository damaged in every way, and every decoder fed with mutations."""
+"""Torture by damage to every structure of many repositories, and by mutations for every decoder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _MUTATIONS = 2000
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Figures: damaged structures found and survived, mutations read or refused."""
-    quiet = structlog.make_filtering_bound_logger(
-        logging.CRITICAL
-    )  # thousands of warnings that damage was seen
+    """Return figures: damaged structures found and survived, mutations read or refused."""
+    # Thousands of warnings that damage was seen are expected.
+    quiet = structlog.make_filtering_bound_logger(logging.CRITICAL)
     structlog.configure(wrapper_class=quiet)
     dice = random.Random(seed)
     end = time.monotonic() + 0.8 * seconds

@@ -1,9 +1,10 @@
-"""Databases under snapshots: every restored directory opens, and holds exactly the transactions that the cut allows.
+"""Databases under snapshots: every restored directory holds exactly the allowed transactions.
 
-RocksDB, LMDB (a shared writable map, with a reader that had the file open first), SQLite and PostgreSQL, each where it is installed
-(`pip install rocksdict lmdb`, into any directory of PYTHONPATH; Debian's postgresql in PATH), on ext4 and XFS loop devices under the kernel driver. Each commits
-numbers, one a transaction, durable before it says so. A snapshot may hold no number that was not begun when its cut was over, must
-hold every one that was durable before it was asked for, and all in between without a gap.
+RocksDB, LMDB (a shared writable map, with a reader that had the file open first), SQLite and PostgreSQL, each
+where it is installed (`pip install rocksdict lmdb`, into any directory of PYTHONPATH; Debian's postgresql in
+PATH), on ext4 and XFS loop devices under the kernel driver. Each commits numbers, one per transaction,
+durable before it reports so. A snapshot may hold no number that was not begun when its cut was over, must
+hold every one that was durable before it was requested, and all in between without a gap.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from torture.figure import Figure
 from ciuic.repository import Repository
 
 SNAPSHOTS = 20
-"""Of each database on each file system, while there is time."""
+"""Snapshots of each database on each file system, while there is time."""
 _PATIENCE_SECONDS = 200
 _PREPARE_SECONDS = 0.2
 
 
 class Database:
-    """A database's process in a directory of the root, which has committed something."""
+    """A database's process in a directory of the root, with something committed."""
 
     def __init__(self, kind: str, folder: Path, counts: Path) -> None:
         self.kind, self.counts = kind, Counts.make(counts)
@@ -49,14 +50,14 @@ class Database:
         )
 
     def stop(self) -> int:
-        """End the process; its exit status."""
+        """End the process; return its exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         return self._process.wait(_PATIENCE_SECONDS)
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Figures of each database on each file system: snapshots that were restored and right."""
+    """Return figures of each database on each file system: snapshots restored and right."""
     rng = random.Random(seed)
     kinds = [kind for kind in databases.KINDS if not databases.missing(kind)]
     disks = [disk for disk in ("ext4", "xfs") if not missing(disk)]
@@ -67,24 +68,25 @@ def run(seconds: float, seed: int) -> list[Figure]:
     for disk in disks:
         until += seconds / len(disks)
         with tempfile.TemporaryDirectory(prefix="databases-") as top, small_disk(Path(top), disk) as point:
-            Path(top).parent.chmod(
-                0o711
-            )  # the runner's: PostgreSQL works as another user, by an absolute path
-            figures += _on(disk, kinds, Path(top), point, rng, until)
+            # The runner's directory: PostgreSQL works as another user, by an absolute path.
+            Path(top).parent.chmod(0o711)
+            figures += _run_on_disk(disk, kinds, Path(top), point, rng, until)
     return figures
 
 
-def _on(
+def _run_on_disk(
     disk: str, kinds: list[str], top: Path, point: Path, rng: random.Random, until: float
 ) -> list[Figure]:
     root = point / "root"
     root.mkdir()
-    top.chmod(0o711)  # PostgreSQL runs as another user
+    # PostgreSQL runs as another user.
+    top.chmod(0o711)
     Repository.create(top / "repository", block_size=4096).close()
     right, wrong = dict.fromkeys(kinds, 0), {kind: list[str]() for kind in kinds}
     not_held = 0
     with overlay_over(root, top / "w.sock", block_size=4096) as overlay:
-        for kind in kinds:  # made, so that the reader of LMDB finds its file
+        # Made now, so that the reader of LMDB finds its file.
+        for kind in kinds:
             Database(kind, root / kind, top / kind).stop()
         at_work = [Database(kind, root / kind, top / kind) for kind in kinds]
         for _ in range(SNAPSHOTS):
@@ -113,7 +115,7 @@ def _on(
 
 
 def _restored(top: Path, folder: Path, epoch: int) -> Path:
-    """The folder as the command restores it from the snapshot of the epoch."""
+    """Restore the folder by the command from the snapshot of the epoch; return it."""
     out = top / "out"
     shutil.rmtree(out, ignore_errors=True)
     words = ["restore", "-s", f"cs-{epoch:06x}", "-p", os.fspath(folder), "-d", os.fspath(out)]
@@ -127,7 +129,7 @@ def _restored(top: Path, folder: Path, epoch: int) -> Path:
 
 
 def _judge(kind: str, folder: Path, low: int, high: int) -> str:
-    """What is wrong with the restored database; empty when nothing is."""
+    """Return what is wrong with the restored database, or an empty text."""
     done = subprocess.run(
         _command(kind, "READ", folder), capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=False
     )

@@ -1,4 +1,4 @@
-"""Faults in place: every one of support/faults.py, in a random order, one after the other under one daemon and one job."""
+"""Faults of support/faults.py, each in a random order, one after the other under one daemon and one job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torture.figure import Figure
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Figures: faults survived, the job's operations without a difference, snapshots restored and compared afterwards."""
+    """Return figures: faults survived, equal operations of the job, snapshots restored and compared."""
     rng = random.Random(seed)
     faults = [fault for fault in sorted(FAULTS) if not unavailable(fault)]
     end = time.monotonic() + seconds
@@ -23,7 +23,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
             fault = waiting.pop()
             try:
                 FAULTS[fault](site)
-                site.well()
+                site.check_recovered()
             except (AssertionError, TimeoutError, OSError) as error:
                 failures.append(f"{fault}, after {survived} others: {error}"[:20_000])
             else:

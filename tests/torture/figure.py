@@ -1,4 +1,4 @@
-"""What a torture hands back: a count of what was tried or checked, and everything that went otherwise than promised."""
+"""Result of a torture: a count of what was tried or checked, and every broken promise."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 
 class Figure(NamedTuple):
-    """One line of the table.
+    """Line of the table.
 
-    ``name`` says what was counted ("snapshots checked"), ``count`` how many, ``failures`` holds one sentence for each
-    promise that was broken; a torture that exercised nothing says so here too, because silence proves nothing.
+    ``name`` says what was counted ("snapshots checked"), ``count`` how many, ``failures`` holds one sentence
+    for each broken promise. A torture that exercised nothing reports that as a failure too, because it would
+    prove nothing.
     """
 
     name: str

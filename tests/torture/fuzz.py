@@ -1,7 +1,7 @@
-"""Every decoder fed by a fuzzer that sees which lines an input reaches; by blind mutations where atheris is not installed.
+"""Coverage-guided fuzzing of every decoder, or blind mutations where atheris is not installed.
 
-With enough time each decoder (a reader of `support.readers`) has a process of its own and a line of figures: executions, inputs in
-the corpus, edges reached. ``make torture ARGS="fuzz --each 3600"`` gives each an hour.
+With enough time each decoder (a reader of `support.readers`) has a process of its own and a line of figures:
+executions, inputs in the corpus, edges reached. ``make torture ARGS="fuzz --each 3600"`` gives each an hour.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _MEMORY_MIB = 1024
 _ONE_INPUT_SECONDS = 20
 _LONGEST_BYTES = 70_000
 _WORTH_A_PROCESS_SECONDS = 30
-"""For one target: each process takes some ten seconds to instrument what it imports."""
+"""Least time for one target: each process takes some ten seconds to instrument what it imports."""
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Figure: inputs that were read or refused with words."""
+    """Return the figure of inputs that were read or refused with a message."""
     if importlib.util.find_spec("atheris") is None:
         return [_blind(seconds, seed)]
     targets = chosen(seconds)
@@ -43,16 +43,16 @@ def run(seconds: float, seed: int) -> list[Figure]:
 
 
 def chosen(seconds: float) -> list[str]:
-    """The targets that have a process each; one without a name, which is all of them together, when there is little time."""
+    """Return the targets, one process each; with little time only the unnamed one for all."""
     only = os.environ.get("FUZZ_ONLY", "")
     names = [reader.name for reader in readers() if not only or reader.name in only.split(",")]
     return names if only or seconds >= _WORTH_A_PROCESS_SECONDS * len(names) else [""]
 
 
-def figures_in(said: str) -> tuple[int, int, int]:
-    """(executions, inputs in the corpus, edges) of what libFuzzer says; zeros for what it does not say."""
-    executed = re.findall(r"number_of_executed_units:\s*(\d+)", said)
-    state = re.findall(r"cov: (\d+) ft: \d+ corp: (\d+)", said)
+def figures_in(output: str) -> tuple[int, int, int]:
+    """Return (executions, inputs in the corpus, edges) of libFuzzer's output; 0 if not reported."""
+    executed = re.findall(r"number_of_executed_units:\s*(\d+)", output)
+    state = re.findall(r"cov: (\d+) ft: \d+ corp: (\d+)", output)
     edges, corpus = state[-1] if state else (0, 0)
     return int(executed[-1]) if executed else 0, int(corpus), int(edges)
 
@@ -70,16 +70,16 @@ def _guided(top: Path, seconds: float, seed: int, name: str) -> Figure:
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": f"{_TESTS}:{_TESTS.parent}", "FUZZ_TARGET": name}, capture_output=True, text=True, errors="replace", check=False
     )  # fmt: skip
-    said = done.stdout + done.stderr
-    count, inputs, edges = figures_in(said)
-    wrong = [f"{path.name}: keep as {_kept(path, name)[:2000]!r}" for path in sorted(found.iterdir())]
+    output = done.stdout + done.stderr
+    count, inputs, edges = figures_in(output)
+    wrong = [f"{path.name}: keep as {_seed_bytes(path, name)[:2000]!r}" for path in sorted(found.iterdir())]
     if done.returncode or not count:
-        wrong.append(f"exit status {done.returncode}: {said[-3000:]}")
+        wrong.append(f"exit status {done.returncode}: {output[-3000:]}")
     what = name or "all decoders together"
     return Figure(f"{what}: inputs read or refused (corpus {inputs}, {edges} edges)", count, tuple(wrong))
 
 
-def _kept(path: Path, name: str) -> bytes:
+def _seed_bytes(path: Path, name: str) -> bytes:
     data = path.read_bytes()
     return name.encode() + b"\n" + data if name else to_keep(data)
 

@@ -1,6 +1,7 @@
-"""SIGKILL of two of {daemon, worker, keeper} at a time, without systemd, under jobs that check every result of every call.
+"""SIGKILL of two of {daemon, worker, keeper} at a time, without systemd, under jobs that check every result.
 
-No call may fail, no byte may be wrong, and what was open before stays open; then the daemon is started where it was killed.
+No call may fail, no byte may be wrong, and open files stay open; then the daemon is started again if it was
+killed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
 
 
 def _until(seconds: float, rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Pairs in random order until the time is over."""
+    """Yield pairs in random order until the time is over."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         yield rng.choice(PAIRS)

@@ -1,8 +1,8 @@
-"""SIGKILL at random moments, under load, of daemon, worker, capture, restore, prune and check; every promise is held to.
+"""SIGKILL at random moments, under load, of daemon, worker, capture, restore, prune and check.
 
-A promise of the job is a file that was synced with its directory, through the mount; ciuic's promise is a snapshot reported
-committed, or one whose id was given out: that is delivered under this id whatever was killed before its capture. After each kill
-everything is put back to work, and all are looked for.
+A promise of the job is a file that was synced with its directory, through the mount. A promise of ciuic is a
+snapshot reported committed, or one whose id was returned: it is delivered under this id whatever was killed
+before its capture. After each kill everything is put back to work, and every promise is checked.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from support.trees import assert_same, manifest
 from torture.figure import Figure
 
 _KILLS_A_ROUND = 3
-"""Looking at everything takes longer than killing."""
+"""Kills before each check, which takes longer than a kill."""
 VICTIMS = ("worker", "capture", "daemon", "restore", "prune", "check")
 
 
 def run(seconds: float, seed: int, victims: Sequence[str] = VICTIMS) -> list[Figure]:
-    """Rounds until the time is over, each of ``victims`` in turn at least once."""
+    """Run rounds until the time is over, with each of ``victims`` in turn at least once."""
     top = Path(tempfile.mkdtemp())
     root = top / "root"
     root.mkdir()
@@ -51,7 +51,7 @@ def run(seconds: float, seed: int, victims: Sequence[str] = VICTIMS) -> list[Fig
 
 
 class Killing:
-    """The rounds, and what they have found."""
+    """Rounds of kills, and their findings."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class Killing:
         self._live, self._root, self._job, self._rng, self._out = live, root, job, rng, out
         self._committed: set[str] = set()
         self._promised: set[str] = set()
-        """Ids that were given out for snapshots that nobody waited for."""
+        """Ids of requested snapshots for which no caller waited."""
         self._delivered = 0
         self._busy = dict.fromkeys(victims, 0)
         self._restored = 0
         self._patience_seconds = 0.6
 
     def figures(self, rounds: int, promises: int) -> list[Figure]:
-        """The table. A victim that was never killed at work is a failure of the torture itself."""
+        """Return the table. A victim that was never killed at work is a failure of the torture itself."""
         idle = [f"no {victim} was killed at work" for victim, count in self._busy.items() if not count]
         return [
             Figure("kill points survived", sum(self._busy.values()), tuple(self.failures + idle)),
@@ -84,7 +84,7 @@ class Killing:
         ]
 
     def round(self, victim: str) -> None:
-        """Kill, each time with the job at work again, then look."""
+        """Kill, each time with the job at work again, then check."""
         actions: dict[str, Callable[[], bool]] = {
             "worker": self._kill_worker,
             "capture": self._kill_capture,
@@ -152,13 +152,14 @@ class Killing:
         time.sleep(self._rng.random() * self._patience_seconds)
         alive = process.poll() is None
         if not alive:
-            self._patience_seconds *= 0.6  # this machine is faster than that
+            # This machine is faster than expected.
+            self._patience_seconds *= 0.6
         process.kill()
         process.communicate()
         return alive
 
     def _take(self) -> subprocess.Popen[bytes] | None:
-        """One that is waited for while the kill comes; or one whose id is given out before; or none."""
+        """Take a snapshot and wait for it during the kill, or one whose id is returned before, or none."""
         chance = self._rng.random()
         if chance < 0.4:
             return self._start("snapshot", "--wait")
@@ -170,7 +171,7 @@ class Killing:
     # -- looking
 
     def _look(self, victim: str) -> None:
-        """Promises, listed snapshots, and a new snapshot that is exactly the root as it is."""
+        """Check promises, listed snapshots, and that a new snapshot equals the root."""
         self.failures += [
             f"after {victim} was killed: {text}" for text in broken(self._job.made(), self._root)
         ]
@@ -190,7 +191,7 @@ class Killing:
             self.failures.append(f"after {victim} was killed verify says {done.stdout[-400:]!r}")
 
     def _look_for_promised(self, victim: str) -> None:
-        """Every id that was given out is in the list, now or soon, and not as lost."""
+        """Check that every id that was returned is listed, now or soon, and not as lost."""
         wait_for("the promised snapshots", lambda: not self._promised - self._known(), 120)
         lost = {row["id"]: row["reason"] for row in self._live.json("list")["lost"]}
         broken_promises = {id_: lost[id_] for id_ in self._promised & lost.keys()}
@@ -220,7 +221,7 @@ class Killing:
         )  # fmt: skip
 
     def _ended(self, taker: subprocess.Popen[bytes] | None) -> None:
-        """A snapshot that was reported committed beside a kill is one that must stay."""
+        """Record a snapshot reported committed beside a kill: it must stay."""
         if taker is not None:
             id_ = taker.communicate(timeout=120)[0].decode().strip()
             self._committed |= {id_} if taker.returncode == 0 else set()
@@ -230,4 +231,6 @@ class Killing:
         return int(status["roots"][0]["worker_pid"] or 0) if status else 0
 
     def _captures(self) -> list[int]:
-        return [pid for pid, line in self._live.processes().items() if "-m ciuic.daemon.capture " in line]
+        return [
+            pid for pid, line in self._live.processes().items() if "-m ciuic.daemon.capture.process " in line
+        ]

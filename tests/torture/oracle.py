@@ -1,7 +1,7 @@
-"""Four writers of every kind of change, and every snapshot a prefix of each one's history at one instant (tests/support/oracle.py).
+"""Snapshots under four writers, judged as prefixes of their histories (tests/support/oracle.py).
 
-On ext4 and XFS loop devices under the kernel driver: append, pwrite, O_DIRECT, mmap with msync (with and without a reader first), new
-files that pass the overlay by, truncate, rename, link, unlink while open.
+On ext4 and XFS loop devices under the kernel driver: append, pwrite, O_DIRECT, mmap with msync (with and
+without a reader first), new files that bypass the overlay, truncate, rename, link, unlink while open.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torture.figure import Figure
 from ciuic.repository import Repository
 
 _CUTS = 100
-"""Of each run; then the writers begin anew, with other seeds."""
+"""Cuts of each run; then the writers start again with other seeds."""
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Figures: snapshots judged on each file system, files in them, and how many of these were not held."""
+    """Return figures: snapshots judged on each file system, their files, and those not held."""
     rng = random.Random(seed)
     figures: list[Figure] = []
     disks = [disk for disk in ("ext4", "xfs") if not missing(disk)]

@@ -1,4 +1,4 @@
-"""Power lost at random moments under load: the disk's image is cloned while it is in use, and each clone verified."""
+"""Power cuts at random moments under load: each clone of the disk's image in use is verified."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torture.figure import Figure
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Half of the time on ext4, half on XFS."""
+    """Lose power for half of the time on ext4 and half on XFS."""
     figures = []
     for kind in ("ext4", "xfs"):
         top = Path(tempfile.mkdtemp())
@@ -24,7 +24,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
 
 
 def lose_power(top: Path, kind: str, seconds: float, seed: int, *, at_least: int = 2) -> list[Figure]:
-    """Clones under load until the time is over; each comes while a snapshot is being taken, at a random moment of it."""
+    """Clone under load until the time is over, each time at a random moment of a snapshot being taken."""
     rng = random.Random(seed)
     failures: list[str] = []
     images = kept = busy = 0
@@ -32,7 +32,8 @@ def lose_power(top: Path, kind: str, seconds: float, seed: int, *, at_least: int
     with power_image(top, kind) as image:
         root = image.disk / "root"
         root.mkdir()
-        (top / "c").mkdir()  # what a Live is given it unmounts in the end, all of it
+        # A Live unmounts everything below the directory it is given.
+        (top / "c").mkdir()
         with Live(top / "c", repository=image.disk / "repository") as live:
             live.run("protect", str(root))
             live.start(root)

@@ -1,7 +1,7 @@
-"""The property, crash and conformance tests again and again, with more examples and other seeds, until the time is over.
+"""Property, crash and conformance tests repeated with more examples and other seeds until the time is over.
 
-A round runs them in a random order and ends early when its time is over; short runs therefore try a different part of
-them with every seed.
+A round runs them in a random order and ends early when its time is over; short runs therefore try a different
+part of them with every seed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SUMMARY = re.compile(r"(\d+) passed")
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Figures: tests passed and examples passed, over all rounds."""
+    """Return figures: tests passed and examples passed, over all rounds."""
     rng = random.Random(seed)
     end = time.time() + seconds
     tests = examples = 0
@@ -36,7 +36,8 @@ def run(seconds: float, seed: int) -> list[Figure]:
 
 
 def _round(seed: int, end: float, seconds: float) -> tuple[int, str]:
-    # The examples of one test grow with the time, so that a long run goes deep and a short one still goes broad.
+    # The examples of one test grow with the time, so that a long run goes deep and a short one still goes
+    # broad.
     environment = {
         "HYPOTHESIS_PROFILE": "torture",
         "TORTURE_EXAMPLES": str(max(50, int(seconds))),

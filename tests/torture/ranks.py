@@ -1,7 +1,8 @@
-"""Trainings of several ranks, DDP and FSDP with SnapshotManager and FSDP through torch.distributed.checkpoint by turns, with ranks killed at random.
+"""Trainings of several ranks with ranks killed at random.
 
-Each trial is a kill of one rank, of the one that saves, or of all; after some of them the run is let through, and every rank must end
-with the bits of a run that nothing happened to. After each kill every snapshot there is must be whole.
+DDP and FSDP with SnapshotManager and FSDP through torch.distributed.checkpoint in turn. Each trial is a kill
+of one rank, of the one that saves, or of all; some runs are then left to finish, and every rank must end with
+the bits of an undisturbed run. After each kill every existing snapshot must be whole.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _VICTIMS = ((0,), (1,), (0, 1))
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Runs until the time is over, one of each kind at least."""
+    """Run until the time is over, one of each kind at least."""
     if importlib.util.find_spec("torch") is None:
         return [Figure("rank kills: no CPU build of PyTorch is offered here", 0)]
     from support import ddp_training, sharded_training
@@ -30,7 +31,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
     top = Path(tempfile.mkdtemp())
     mains = (ddp_training.train, sharded_training.train, sharded_training.train_managed)
     until = time.monotonic() + seconds
-    kills = runs = whole = 0
+    kills = runs = complete = 0
     failures: list[str] = []
     while runs < len(mains) or time.monotonic() < until:
         place = top / str(runs)
@@ -43,7 +44,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
                 trial.killed(choose.choice(_VICTIMS))
                 kills += 1
                 found, problems = trial.read_back()
-                whole += found
+                complete += found
                 failures += [f"{what}: {problem}" for problem in problems]
             if trial.finished() != expected:
                 failures.append(f"{what} ended with other bits")
@@ -53,7 +54,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
         shutil.rmtree(place)
     return [
         Figure("kills of ranks of a distributed training", kills),
-        Figure("snapshots read back whole after them", whole),
+        Figure("snapshots read back whole after them", complete),
         Figure(
             "such runs that ended with the bits of an undisturbed one", runs - len(failures), tuple(failures)
         ),

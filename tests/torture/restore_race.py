@@ -1,4 +1,4 @@
-"""Restores by root into a directory whose owner works against them: between every two system calls, and as fast as he can."""
+"""Restores by root into a directory whose owner attacks them between every two system calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ciuic.repository import Repository
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Figures: attacked restores, exchanges of names in the race, that led nowhere outside."""
+    """Return figures: attacked restores and exchanges of names in the race, none of which led outside."""
     end = time.monotonic() + seconds
     attacks, failures = _between_calls(random.Random(seed), end - seconds / 2)
     place = _new_place()
@@ -35,7 +35,8 @@ def run(seconds: float, seed: int) -> list[Figure]:
 def _new_place() -> Path:
     place = Path(tempfile.mkdtemp())
     for path in (place, place.parent):
-        path.chmod(0o755)  # the other user must come this far
+        # The other user must be able to enter here.
+        path.chmod(0o755)
     return place
 
 

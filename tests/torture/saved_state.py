@@ -1,4 +1,4 @@
-"""Every durable call that saves overlay state fails, tears or is the last one, in one seeded life after the other."""
+"""Saved overlay state: every durable call fails, tears or is the last one, in seeded lives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FAULTS = ((None, False), (NO_SPACE, False), (NO_SPACE, True), (IO_ERROR, False)
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Lives until the time is over, one at least with each kind of fault."""
+    """Run lives until the time is over, one at least with each kind of fault."""
     points = exact = lives = 0
     failures: list[str] = []
     until = time.monotonic() + seconds

@@ -1,10 +1,10 @@
-"""Test suites that others wrote for file systems, on a mount, held against the plain file system's own results.
+"""File system test suites of other projects on a mount, compared with the plain file system's own results.
 
     CIUIC_PJDFSTEST=/built/pjdfstest CIUIC_XFSTESTS=/built/xfstests make torture SECONDS=3600 ARGS=suites
 
-A suite that is not there is no failure: its figure is 0 and its name says so. What fails on the mount is run again on the
-plain ext4 behind it, and counts when it passes there and docs/conformance.md does not name it with its reason. Epochs are
-cut and committed all the time.
+A suite that is not installed is no failure: its figure is 0 and its name says so. A test that fails on the
+mount is run again on the plain ext4 behind it, and counts if it passes there and docs/conformance.md does not
+name it with its reason. Epochs are cut and committed all the time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torture.figure import Figure
 
 _CUT_SECONDS = 0.05
 _AT_ONCE = 25
-"""Tests of xfstests in one call: it takes seconds to begin."""
+"""Tests of xfstests in one call, which takes seconds to start."""
 _LIMIT_SECONDS = 1200
 
 KNOWN = {
@@ -46,12 +46,11 @@ KNOWN = {
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Figures of pjdfstest, fsx, fsstress, stress-ng and xfstests, each for a share of the time."""
+    """Return figures of pjdfstest, fsx, fsstress, stress-ng and xfstests, each for a share of the time."""
     rng = random.Random(seed)
     place = Path(tempfile.mkdtemp(prefix="suites-"))
-    if (
-        place.parent.stat().st_mode & 0o777 == 0o700
-    ):  # the runner's: the suites work as other users too, by absolute paths
+    # The runner's directory: the suites work as other users too, by absolute paths.
+    if place.parent.stat().st_mode & 0o777 == 0o700:
         place.parent.chmod(0o711)
     place.chmod(0o755)
     started = time.monotonic()
@@ -69,15 +68,15 @@ def run(seconds: float, seed: int) -> list[Figure]:
 
 @contextmanager
 def _mounted(place: Path, name: str) -> Iterator[tuple[Path, Overlay]]:
-    """A mount with cuts going on, and a plain directory beside it."""
+    """Provide a mount with cuts going on, and a plain directory beside it."""
     root, plain = place / name, place / f"{name}-plain"
     root.mkdir()
     plain.mkdir()
-    over = threading.Event()
+    end = threading.Event()
     with overlay_over(root, place / f"{name}.sock") as overlay:
 
         def cut() -> None:
-            while not over.wait(_CUT_SECONDS):
+            while not end.wait(_CUT_SECONDS):
                 overlay.client.committed(overlay.client.cut().epoch)
 
         cutter = threading.Thread(target=cut)
@@ -85,14 +84,14 @@ def _mounted(place: Path, name: str) -> Iterator[tuple[Path, Overlay]]:
         try:
             yield plain, overlay
         finally:
-            over.set()
+            end.set()
             cutter.join()
     shutil.rmtree(root)
     shutil.rmtree(plain)
 
 
 def _built(variable: str, program: str) -> Path | None:
-    """The directory that an environment variable names, when the suite in it is built."""
+    """Return the directory that an environment variable names, if the suite in it is built."""
     folder = os.environ.get(variable)
     return Path(folder) if folder and (Path(folder) / program).exists() else None
 
@@ -133,7 +132,7 @@ def _pjdfstest(place: Path, rng: random.Random, until: float) -> list[Figure]:
 
 
 def _assertions(file: Path, folder: Path) -> tuple[int, dict[int, str]]:
-    """How many assertions one file has made, and those that failed, by number."""
+    """Return how many assertions one file has made, and those that failed, by number."""
     _, text = _run(["bash", str(file)], folder)
     wrong = {
         int(found[1]): found[0] for found in re.finditer(r"^not ok (\d+)(?!.*# TODO).*$", text, re.MULTILINE)
@@ -151,7 +150,7 @@ def _fsx(place: Path, rng: random.Random, until: float) -> list[Figure]:
     operations, failures, round_ = 0, [], 0
     with _mounted(place, "fsx") as (plain, overlay):
         while round_ < len(_FSX_WAYS) or time.monotonic() < until:
-            way = [
+            arguments = [
                 *_FSX_WAYS[round_ % len(_FSX_WAYS)],
                 "-q",
                 "-N",
@@ -159,9 +158,9 @@ def _fsx(place: Path, rng: random.Random, until: float) -> list[Figure]:
                 "-S",
                 str(rng.randrange(1, 1 << 31)),
             ]
-            code, text = _run([str(suite / "ltp/fsx"), *way, "file"], overlay.root)
-            if code and not _run([str(suite / "ltp/fsx"), *way, "file"], plain)[0]:
-                failures.append(f"fsx {' '.join(way)}: {text[-1500:]}")
+            code, text = _run([str(suite / "ltp/fsx"), *arguments, "file"], overlay.root)
+            if code and not _run([str(suite / "ltp/fsx"), *arguments, "file"], plain)[0]:
+                failures.append(f"fsx {' '.join(arguments)}: {text[-1500:]}")
             operations, round_ = operations + 8000, round_ + 1
     return [Figure("fsx operations", operations, tuple(failures))]
 
@@ -174,12 +173,14 @@ def _fsstress(place: Path, rng: random.Random, until: float) -> list[Figure]:
     with _mounted(place, "stress") as (_, overlay):
         while not operations or time.monotonic() < until:
             folder = f"round-{operations}"
-            way = ["-d", folder, "-n", "1500", "-p", "4", "-s", str(rng.randrange(1, 1 << 31))]
-            code, text = _run([str(suite / "ltp/fsstress"), *way], overlay.root)
+            arguments = ["-d", folder, "-n", "1500", "-p", "4", "-s", str(rng.randrange(1, 1 << 31))]
+            code, text = _run([str(suite / "ltp/fsstress"), *arguments], overlay.root)
             if code:
-                failures.append(f"fsstress {' '.join(way)}: {text[-1500:]}")
+                failures.append(f"fsstress {' '.join(arguments)}: {text[-1500:]}")
             if tree(str(overlay.root / folder)) != tree(str(overlay.backing / folder)):
-                failures.append(f"fsstress {' '.join(way)}: the mount and the directory behind it differ")
+                failures.append(
+                    f"fsstress {' '.join(arguments)}: the mount and the directory behind it differ"
+                )
             operations += 6000
             shutil.rmtree(overlay.root / folder)
     return [Figure("fsstress operations", operations, tuple(failures))]
@@ -203,13 +204,13 @@ def _stress_ng(place: Path, rng: random.Random, until: float) -> list[Figure]:
         for name in names:
             if time.monotonic() > until:
                 break
-            way = ["stress-ng", f"--{name}", "2", "--timeout", "3", "--verify", "--temp-path"]
-            code, text = _run([*way, str(overlay.root)], overlay.root)
+            arguments = ["stress-ng", f"--{name}", "2", "--timeout", "3", "--verify", "--temp-path"]
+            code, text = _run([*arguments, str(overlay.root)], overlay.root)
             if code in (_NO_RESOURCE, _NOT_IMPLEMENTED):
                 continue
             ran += 1
-            if code and not _run([*way, str(plain)], plain)[0]:
-                failures.append(f"{' '.join(way[:3])}: exit status {code}: {text[-1500:]}")
+            if code and not _run([*arguments, str(plain)], plain)[0]:
+                failures.append(f"{' '.join(arguments[:3])}: exit status {code}: {text[-1500:]}")
     return [Figure("stress-ng stressors", ran, tuple(failures))]
 
 

@@ -1,10 +1,12 @@
-"""SIGKILL of the overlay worker, again and again, under jobs that check every result of every call.
+"""SIGKILL of the overlay worker, repeatedly, under jobs that check every result of every call.
 
-A real daemon with the kernel driver; its workers are killed at random moments of everything they do, takeovers included. No
-job may see an error or a wrong byte; afterwards the mount shows what is in the directory. How long single system calls of the
-jobs waited is told beside it, with and without a kill, and where the time went (support/stalls.py).
+A real daemon with the kernel driver; its workers are killed at random moments of everything they do,
+takeovers included. No job may see an error or a wrong byte; afterwards the mount shows the directory's
+content. The report has how long single system calls of the jobs waited, with and without a kill, and where
+the time went (support/stalls.py).
 
-    CIUIC_SURVIVAL_FILES=1000000 make torture SECONDS=600 ARGS=survival      (files that the kernel has looked up; 1000)
+    CIUIC_SURVIVAL_FILES=1000000 make torture SECONDS=600 ARGS=survival      (files that the kernel has looked up;
+1000)
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _FILES_IN_A_DIRECTORY = 1000
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Kills until the time is over."""
+    """Kill workers until the time is over."""
     rng, top = random.Random(seed), Path(tempfile.mkdtemp())
     with site_in(top, driver="kernel") as site:
         root = site.root("r")
@@ -54,24 +56,26 @@ def run(seconds: float, seed: int) -> list[Figure]:
         mounted = {name: (root / name).read_bytes() for name in os.listdir(root) if (root / name).is_file()}
         site.stop()
     different = [name for name, data in mounted.items() if (root / name).read_bytes() != data]
-    said = [json.loads(output) for output in outputs if output]
-    calls = [LongCall(*call) for job in said for call in job["long"]]
-    told = stalls.stalls(stalls.takeovers(killed, site.log), calls)
-    longest_ms = round(1000 * max((job["longest_seconds"] for job in said), default=0))
+    reports = [json.loads(output) for output in outputs if output]
+    calls = [LongCall(*call) for job in reports for call in job["long"]]
+    all_stalls = stalls.stalls(stalls.takeovers(killed, site.log), calls)
+    longest_ms = round(1000 * max((job["longest_seconds"] for job in reports), default=0))
     return [
         Figure("workers killed", len(killed), () if killed else ("nothing was killed",)),
         Figure("of them with requests under way", busy, () if busy else ("nothing was going on",)),
-        Figure("rounds of the jobs, every result checked", sum(job["rounds"] for job in said), tuple(failed)),
-        Figure("system calls of the jobs", sum(job["calls"] for job in said)),
+        Figure(
+            "rounds of the jobs, every result checked", sum(job["rounds"] for job in reports), tuple(failed)
+        ),
+        Figure("system calls of the jobs", sum(job["calls"] for job in reports)),
         Figure("files that the kernel had looked up before", looked_up),
         Figure("files compared with the directory at the end", len(mounted), tuple(different)),
-        *(Figure(name, count) for name, count in stalls.lines(*told)),
+        *(Figure(name, count) for name, count in stalls.lines(*all_stalls)),
         Figure("longest round of a job with kills in it, ms", longest_ms),
     ]
 
 
 def _tree(root: Path, files: int) -> Path:
-    """Made before anything is mounted over it."""
+    """Make the tree before anything is mounted over it."""
     top = root / "tree"
     for first in range(0, files, _FILES_IN_A_DIRECTORY):
         folder = top / str(first)
@@ -82,7 +86,7 @@ def _tree(root: Path, files: int) -> Path:
 
 
 def _look_up(tree: Path) -> int:
-    """Every file by its name, so that the kernel knows it."""
+    """Look every file up by its name, so that the kernel knows it."""
     return sum(
         os.stat(entry.path).st_nlink for folder in os.scandir(tree) for entry in os.scandir(folder.path)
     )
@@ -91,7 +95,7 @@ def _look_up(tree: Path) -> int:
 def _killing(
     site: Site, root: Path, rng: random.Random, until_time: float
 ) -> tuple[list[tuple[int, float]], int]:
-    """Who was killed and when, and how many of them while the jobs had done something since the last one."""
+    """Kill workers; return when, and how many of them after progress of the jobs since the last."""
     kills: list[tuple[int, float]] = []
     busy = 0
     until("the jobs' work", lambda: (root / f"best{_JOBS - 1}").exists())

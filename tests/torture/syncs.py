@@ -1,6 +1,6 @@
-"""Each sync is left out in turn, in a copy of the code: a test must notice, or nobody would when one is lost by mistake.
+"""Mutation test of syncs: each sync is left out in turn, in a copy of the code, and a test must fail.
 
-The list is made by hand and held against the code: a sync that no mutation takes away is a failure too.
+The list is made by hand and compared with the code: a sync that no mutation takes away is a failure too.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ CHECKOUT = Path(__file__).parents[2]
 _SYNC = re.compile(
     r"\bos\.fsync\(|\bos\.fdatasync|\bdisk\.sync(_dir)?\(|\bself\.sync(_dir)?\(|_sync_file\(\)|\bstore\.sync\(\)"
 )
-_ELSEWHERE = {  # where their absence is noticed, or why nothing is lost
+# Tests that notice their absence, or the reason why nothing is lost.
+_ELSEWHERE = {
     (
-        "fuse_layer/data.py",
+        "ciuic/fuse_layer/core/data.py",
         "(os.fdatasync if datasync else os.fsync)(file.fd)",
     ): "the job asked for it: tortures cut, kills, power",
-    ("fuse_layer/swaps.py", "os.fsync(directory)"): "likewise",
-    ("ciuic/repository/disk.py", "os.fsync(fd)"): "what the others call",
-    ("ciuic/repository/writer.py", "self._store.sync()"): "calls Appender.sync, which is mutated",
-    ("fuse_layer/directories.py", "(os.fdatasync if datasync else os.fsync)(fd)"): "the job asked for it",
-    ("ciuic/repository/appender.py", "self._sync_file()"): "calls what is mutated",
-    ("ciuic/training/forecast.py", "os.fsync(fd)"): "measures how fast the disk is, and keeps nothing",
+    ("ciuic/fuse_layer/core/truncate_swap.py", "os.fsync(directory)"): "likewise",
+    ("ciuic/repository/disk/operations.py", "os.fsync(fd)"): "what the others call",
+    ("ciuic/repository/writing/writer.py", "self._store.sync()"): "calls Appender.sync, which is mutated",
+    (
+        "ciuic/fuse_layer/core/directories.py",
+        "(os.fdatasync if datasync else os.fsync)(fd)",
+    ): "the job asked for it",
+    ("ciuic/repository/writing/appender.py", "self._sync_file()"): "calls what is mutated",
+    ("ciuic/training/policy/forecast.py", "os.fsync(fd)"): "measures how fast the disk is, and keeps nothing",
 }
 _FOLDERS = ("ciuic", "cli", "daemon", "fuse_layer", "tests")
 _STORE = "tests/crash/test_repository_power_cut.py"
@@ -39,7 +43,7 @@ _ORDER = "tests/crash/test_sync_order.py"
 
 
 class Mutation(NamedTuple):
-    """The ``nth`` line of the file that has ``line`` in it loses its effect; one of ``tests`` must fail."""
+    """A mutation that disables the ``nth`` line with ``line`` in the file; one of ``tests`` must fail."""
 
     what: str
     file: str
@@ -49,37 +53,39 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS = (
-    Mutation("a pack", "ciuic/repository/appender.py", "self._disk.sync(self._fd)", (_STORE, _ORDER)),
-    Mutation("packs/ when a pack is new", "ciuic/repository/appender.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
-    Mutation("what stands before a footer", "ciuic/repository/appender.py", "self._sync_file()  #", (_ORDER,)),
-    Mutation("a footer", "ciuic/repository/appender.py", "self._sync_file()", (_ORDER,), nth=2),
-    Mutation("a recovered tail", "ciuic/repository/recovery.py", "disk.sync(fd)", (_ORDER,)),
-    Mutation("snapshots/ after a removal", "ciuic/repository/writer.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
-    Mutation("a small file before its name", "ciuic/repository/disk.py", "self.sync(fd)", (_STORE, _ORDER)),
-    Mutation("the name of a small file", "ciuic/repository/disk.py", "self.sync_dir(", (_STORE, _ORDER)),
-    Mutation("packs/ after a deletion", "ciuic/repository/disk.py", "self.sync_dir(", (_ORDER,), nth=1),
-    Mutation("the time of packs/ before a pack is cut", "ciuic/repository/disk.py", "self.sync_dir(", (_GC,), nth=2),
-    Mutation("live chunks before their pack goes", "ciuic/repository/maintenance.py", "store.sync()", (_STORE, _ORDER), nth=1),
-    Mutation("a pack that is let go of", "ciuic/repository/maintenance.py", "store.sync()", (_ORDER,)),
+    Mutation("a pack", "ciuic/repository/writing/appender.py", "self._disk.sync(self._fd)", (_STORE, _ORDER)),
+    Mutation("packs/ when a pack is new", "ciuic/repository/writing/appender.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
+    Mutation("what stands before a footer", "ciuic/repository/writing/appender.py", "self._sync_file()", (_ORDER,), nth=1),
+    Mutation("a footer", "ciuic/repository/writing/appender.py", "self._sync_file()", (_ORDER,), nth=2),
+    Mutation("a recovered tail", "ciuic/repository/writing/recovery.py", "disk.sync(fd)", (_ORDER,)),
+    Mutation("snapshots/ after a removal", "ciuic/repository/writing/writer.py", "self._disk.sync_dir(", (_STORE, _ORDER)),
+    Mutation("a small file before its name", "ciuic/repository/disk/operations.py", "self.sync(fd)", (_STORE, _ORDER)),
+    Mutation("the name of a small file", "ciuic/repository/disk/operations.py", "self.sync_dir(", (_STORE, _ORDER)),
+    Mutation("packs/ after a deletion", "ciuic/repository/disk/operations.py", "self.sync_dir(", (_ORDER,), nth=1),
+    Mutation("the time of packs/ before a pack is cut", "ciuic/repository/disk/operations.py", "self.sync_dir(", (_GC,), nth=2),
+    Mutation("live chunks before their pack goes", "ciuic/repository/writing/maintenance.py", "store.sync()", (_STORE, _ORDER), nth=1),
+    Mutation("a pack that is let go of", "ciuic/repository/writing/maintenance.py", "store.sync()", (_ORDER,)),
     Mutation("a new repository's name", "ciuic/repository/repository.py", "disk.sync_dir(os.path", (_ORDER,)),
-    Mutation("saved tracking", "fuse_layer/epochs.py", "os.fsync(file.fileno())", (_ORDER,)),
-    Mutation("the name of saved tracking", "fuse_layer/epochs.py", "os.fsync(state_fd)", (_ORDER,), nth=1),
-    Mutation("saved tracking that is used up", "fuse_layer/epochs.py", "os.fsync(state_fd)", (_ORDER,)),
-    Mutation("a restored file before its name", "ciuic/restore/leaf.py", "os.fsync(fd)", (_ORDER,), nth=1),
-    Mutation("a kept file with new attributes", "ciuic/restore/leaf.py", "os.fsync(fd)", (_ORDER,)),
-    Mutation("restored directories", "ciuic/restore/folders.py", "os.fsync(fd)", (_ORDER,)),
-    Mutation("the note of an unfinished restore", "ciuic/restore/journal.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("saved tracking", "ciuic/fuse_layer/cut/epochs.py", "os.fsync(file.fileno())", (_ORDER,)),
+    Mutation("the name of saved tracking", "ciuic/fuse_layer/cut/epochs.py", "os.fsync(state_fd)", (_ORDER,), nth=1),
+    Mutation("saved tracking that is used up", "ciuic/fuse_layer/cut/epochs.py", "os.fsync(state_fd)", (_ORDER,)),
+    Mutation("a restored file before its name", "ciuic/restore/files/non_directory.py", "os.fsync(fd)", (_ORDER,), nth=1),
+    Mutation("a kept file with new attributes", "ciuic/restore/files/non_directory.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("restored directories", "ciuic/restore/files/directory_handles.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("the note of an unfinished restore", "ciuic/restore/files/journal.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("a changed configuration", "ciuic/config/edit.py", "os.fsync(stream", (_ORDER,)),
     Mutation("the name of a changed configuration", "ciuic/config/edit.py", "os.fsync(directory)", (_ORDER,)),
-    Mutation("a note of a loss or a restore", "ciuic/repository/note_files.py", "os.fsync(file", (_ORDER,)),
-    Mutation("the name of such a note", "ciuic/repository/note_files.py", "os.fsync(fd)", (_ORDER,)),
-    Mutation("what a root remembers", "ciuic/repository_mark.py", "os.fsync(file", (_ORDER,)),
-    Mutation("the name of what a root remembers", "ciuic/repository_mark.py", "os.fsync(directory)", (_ORDER,)),
+    Mutation("a note of a loss or a restore", "ciuic/repository/notes.py", "os.fsync(file", (_ORDER,)),
+    Mutation("the name of such a note", "ciuic/repository/notes.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("a checkpoint file", "ciuic/integrations/lightning_pointer.py", "os.fsync(file", (_ORDER,)),
+    Mutation("the name of a checkpoint file", "ciuic/integrations/lightning_pointer.py", "os.fsync(directory)", (_ORDER,)),
+    Mutation("what a root remembers", "ciuic/config/repository_mark.py", "os.fsync(file", (_ORDER,)),
+    Mutation("the name of what a root remembers", "ciuic/config/repository_mark.py", "os.fsync(directory)", (_ORDER,)),
 )  # fmt: skip
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Every mutation, however long it takes (two minutes): none depends on chance."""
+    """Try every mutation, however long it takes (two minutes): none depends on chance."""
     missed = without_mutation()
     with tempfile.TemporaryDirectory() as place:
         for folder in _FOLDERS:
@@ -125,20 +131,16 @@ def _notices(place: Path, tests: tuple[str, ...] | list[str]) -> bool:
 
 
 def without_mutation() -> list[str]:
-    """Syncs in the code that no mutation takes away and that are not known to be tested elsewhere."""
+    """Return syncs in the code that no mutation takes away and that no other known test covers."""
     mutated = set()
     for mutation in MUTATIONS:
         lines = (CHECKOUT / mutation.file).read_text().split("\n")
         mutated.add((mutation.file, _places(lines, mutation.line)[mutation.nth]))
     missed = []
-    for folder in ("ciuic", "daemon", "fuse_layer"):
-        # ciuic/daemon and its like are links to the other folders
-        for file in sorted(
-            path for path in (CHECKOUT / folder).rglob("*.py") if not path.parent.is_symlink()
-        ):
-            name = str(file.relative_to(CHECKOUT))
-            for at, text in enumerate(file.read_text().split("\n")):
-                known = (name, at) in mutated or (name, text.split("#")[0].strip()) in _ELSEWHERE
-                if _SYNC.search(text) and not known:
-                    missed.append(f"no mutation for {name}:{at + 1}: {text.strip()}")
+    for file in sorted((CHECKOUT / "ciuic").rglob("*.py")):
+        name = str(file.relative_to(CHECKOUT))
+        for at, text in enumerate(file.read_text().split("\n")):
+            known = (name, at) in mutated or (name, text.split("#")[0].strip()) in _ELSEWHERE
+            if _SYNC.search(text) and not known:
+                missed.append(f"no mutation for {name}:{at + 1}: {text.strip()}")
     return missed

@@ -1,6 +1,7 @@
-"""A training with SnapshotManager: killed with SIGKILL at random instants, the newest snapshot damaged every other time, until it is done.
+"""A training with SnapshotManager, killed with SIGKILL at random instants until it is done.
 
-Each trial is a kill; after some of them the run is let through, and must end with the bits of one that nothing happened to.
+The newest snapshot is damaged after every other kill. Each trial is a kill; some runs are then left to
+finish, and must end with the bits of an undisturbed one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _KILLS_A_RUN = 6
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Runs until the time is over, one at least."""
+    """Run until the time is over, one at least."""
     choose = random.Random(seed)
     top = Path(tempfile.mkdtemp())
     expected = trials.uninterrupted(top)

@@ -1,7 +1,7 @@
-"""SIGKILL of overlay workers under a random job whose every result is compared with a plain directory's (support/twin_job.py).
+"""SIGKILL of overlay workers under a random job that is compared with its twin (support/twin_job.py).
 
-Several roots, so that more workers die in a second than one root's could. No call may differ from its twin, whatever it was doing
-when the worker died, and at the end both trees are the same.
+There are several roots, so that more workers die per second than of one root. No call may differ from its
+twin on a plain directory, whatever the job was doing when the worker died, and at the end both trees are the same.
 
     make torture SECONDS=5400 ARGS=twins        some 10,000 kills on two processors
 """
@@ -32,7 +32,7 @@ _LONGEST_PAUSE_SECONDS = 0.25
 
 
 def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
-    """Kills until the time is over, or until so many workers are dead."""
+    """Kill until the time is over, or until so many workers are dead."""
     top = Path(tempfile.mkdtemp())
     with site_in(top, driver="kernel") as site:
         roots = [site.root(f"r{number}") for number in range(_ROOTS)]
@@ -43,8 +43,8 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
         # Into files: a job that fills a pipe would not end, and kills without a job prove nothing.
         said_by = [(top / f"job{number}.out", top / f"job{number}.err") for number in range(_ROOTS)]
         jobs = [
-            _started([str(root), str(plain), f"{seed}{number}", str(top / "stop")], *said)
-            for number, (root, plain, said) in enumerate(zip(roots, plains, said_by, strict=True))
+            _started([str(root), str(plain), f"{seed}{number}", str(top / "stop")], *report)
+            for number, (root, plain, report) in enumerate(zip(roots, plains, said_by, strict=True))
         ]
         counts, stuck = [0] * _ROOTS, list[str]()
         killers = [
@@ -74,21 +74,22 @@ def run(seconds: float, seed: int, *, kills: int = 0) -> list[Figure]:
         ]
     differences = [error for job, (_, error) in zip(jobs, outputs, strict=True) if job.returncode]
     if not (differences or lost or stuck):
-        shutil.rmtree(top, ignore_errors=True)  # otherwise it is what there is to look at
-    said = [json.loads(output) for output, _ in outputs if output]
-    longest = max((call[2] for job in said for call in job["long"]), default=0.0)
-    sample = sorted(seconds for job in said for seconds in job["sample"])
+        # After a failure it is kept for examination.
+        shutil.rmtree(top, ignore_errors=True)
+    report = [json.loads(output) for output, _ in outputs if output]
+    longest = max((call[2] for job in report for call in job["long"]), default=0.0)
+    sample = sorted(seconds for job in report for seconds in job["sample"])
     return [
         Figure(
             "workers killed", sum(counts), tuple(stuck) if sum(counts) else ("nothing was killed", *stuck)
         ),
         Figure(
             "operations compared with a plain directory's",
-            sum(job["operations"] for job in said),
+            sum(job["operations"] for job in report),
             tuple(differences),
         ),
         Figure("handles that a successor could not open", len(lost), tuple(lost[:3])),
-        Figure("system calls of the jobs", sum(job["calls"] for job in said)),
+        Figure("system calls of the jobs", sum(job["calls"] for job in report)),
         Figure("longest system call, ms", round(1000 * longest)),
         Figure("median system call, µs", round(1e6 * statistics.median(sample)) if sample else 0),
         Figure("99th percentile, µs", round(1e6 * sample[len(sample) * 99 // 100]) if sample else 0),
@@ -111,7 +112,7 @@ def _kill(
     at: int,
     stuck: list[str],
 ) -> None:
-    """End the worker of ``root`` at random moments, until the time is over, enough are dead, or a job has ended."""
+    """End the worker of ``root`` at random moments until time, kills or a job are at an end."""
     while time.monotonic() < until_time and (not kills or sum(counts) < kills):
         if any(job.poll() is not None for job in jobs):
             return
@@ -127,13 +128,14 @@ def _kill(
         counts[at] += 1
         try:
             until("a successor", lambda before=before: _worker_pid(site, root) not in (0, before))
-        except AssertionError as error:  # of a thread, which nobody would hear of
+        except AssertionError as error:
+            # An exception in a thread would be lost.
             stuck.append(f"{root}: {error}")
             return
 
 
 def _worker_pid(site: Site, root: Path) -> int:
-    """Return the pid of the worker that serves the root; 0 where there is none, or where a busy machine kept the daemon from answering."""
+    """Return the pid of the worker that serves the root; 0 without one or an answer in time."""
     try:
         return site.root_status(root).worker_pid
     except (CiuicError, OSError):

@@ -1,4 +1,4 @@
-"""A pytest plug-in: no test begins after the moment that TORTURE_END names (seconds since 1970)."""
+"""Pytest plug-in: no test starts after the moment that TORTURE_END names (seconds since 1970)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what would begin too late: a stop of the session would look like an interruption."""
+    """Skip a test that would start too late: stopping the session would look like an interruption."""
     if time.time() > float(os.environ["TORTURE_END"]):
         pytest.skip("the time is over")

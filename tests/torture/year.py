@@ -1,4 +1,4 @@
-"""A simulated year of hourly snapshots, retention and collection; as far as the time goes."""
+"""A simulated year of hourly snapshots, retention and collection, as far as the time allows."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torture.figure import Figure
 
 _HOURS = 24 * 365
 _WARM_UP_DAYS = 90
-"""By then as many snapshots are kept as ever, the monthly ones apart."""
+"""Days after which as many snapshots are kept as ever, the monthly ones apart."""
 
 _EXCESS_LIMIT = 1.3
-"""Packs are rewritten when enough of them is garbage, not for every chunk."""
+"""Limit of stored to needed bytes: packs are rewritten when enough of them is garbage, not for every chunk.
+"""
 
 
 def run(seconds: float, seed: int) -> list[Figure]:
-    """Figures: snapshots taken, snapshots that verified and read as they were taken; drifts in hundredths."""
+    """Return figures: snapshots taken, snapshots that verified and read as taken; drifts in hundredths."""
     end = time.monotonic() + seconds
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="ciuic-year-", dir=place) as top:

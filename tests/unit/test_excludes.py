@@ -1,4 +1,4 @@
-"""Excludes: what differs from git (absolute paths), the root itself, digests, refusals."""
+"""Tests of excludes where they differ from git (absolute paths), of the root itself, digests, refusals."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_a_glob_may_span_the_root() -> None:
 
 
 def test_a_roots_own_leading_slash_is_the_top_of_the_root() -> None:
-    """In a root's own list ``/cache`` is at its top, and the root's own path spelled out means the same."""
+    """A leading slash in a root's own list is the root's top, and the root's path spelled out the same."""
     for own in ("/cache", "/srv/a[1]/cache", r"/srv/a\[1\]/cache"):
         excludes = matcher("/srv/a[1]", (), (own,))
         assert excludes.match(b"cache", True), own
         assert not excludes.match(b"deep/cache", True), own
 
 
-def test_a_root_can_take_back_what_is_excluded_globally() -> None:
+def test_patterns_of_a_root_can_negate_global_ones() -> None:
     """The root's patterns come after the global ones and can negate them."""
     excludes = matcher("/data", ("*.log",), ("!keep.log",))
     assert excludes.match(b"deep/x.log", False)
@@ -58,8 +58,8 @@ def test_the_file_system_root_as_a_root() -> None:
     assert not excludes.match(b"tmp", True)
 
 
-def test_digest_changes_with_what_could_change_a_decision() -> None:
-    """Other patterns, another order, another boundary: another digest; the same patterns, the same."""
+def test_digest_changes_with_patterns_order_and_boundary() -> None:
+    """Other patterns, another order or another boundary change the digest; the same patterns do not."""
     lists = [(), ("a",), ("a", "b"), ("b", "a"), ("ab",), ("a/",), ("/x",)]
     digests = {matcher("/data", patterns).digest() for patterns in lists}
     assert len(digests) == len(lists)
@@ -68,9 +68,15 @@ def test_digest_changes_with_what_could_change_a_decision() -> None:
     assert matcher("/other", ("/x",)).digest() != matcher("/data", ("/x",)).digest()
 
 
+def test_digest_without_brackets_is_that_of_earlier_versions() -> None:
+    """A new version, which matches brackets in another way, has only roots with such patterns compared anew."""
+    assert matcher("/data", ("*.tmp", "cache/")).digest() == "6b744c82ecbff098d8852aa343c3a915"
+    assert matcher("/data", ("[z-a]",)).digest() != "018c7676ba00f614b838b1710ec3e749"
+
+
 @pytest.mark.parametrize("pattern", ["", "  ", "#x", "[a", "a\\", "/", "!", "!/", "[[:nope:]]", "a\0b"])
 def test_a_pattern_that_cannot_match_is_refused(pattern: str) -> None:
-    """Such a pattern is an error that names it, never silently without effect."""
+    """A pattern that cannot match is an error that names it."""
     with pytest.raises(ValueError, match=r"pattern|comment"):
         check_pattern(pattern)
 

@@ -1,12 +1,12 @@
-"""A small but real training job: a two-layer network, Adam, mini-batches, checkpoints, log, configuration, state.
+"""A small but real training job: a two-layer network, Adam, checkpoints, log, configuration, state.
 
-It knows nothing of ciuic. Every run of the same configuration computes the same bits, whether or not it was
-interrupted and resumed: all that decides the next step (parameters, both Adam moments, the step number, the random
-generator) is in the checkpoint. A checkpoint is written to a temporary name, synced and renamed, as careful jobs do;
-it ends with its own digest, and a job that resumes takes the newest one that is whole.
+It does not use ciuic. Every run of the same configuration computes the same bits, interrupted and resumed or
+not: all that decides the next step (parameters, both Adam moments, the step number, the random generator) is
+in the checkpoint. A checkpoint is written to a temporary name, synced and renamed, as careful jobs do; it
+ends with its own digest, and a job that resumes takes the newest one that is whole.
 
-Lines on standard output tell whoever started it where it stands: ``half STEP`` in the middle of a save, ``saved STEP``
-after it, ``done STEP`` at the end.
+Lines on standard output report progress: ``half STEP`` in the middle of a save, ``saved STEP`` after it,
+``done STEP`` at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Job:
-    """Everything that a step changes, and the step."""
+    """State that a step changes, with the step's number."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -72,7 +72,7 @@ class Job:
         return arrays
 
     def advance(self) -> float:
-        """One Adam step on one random batch; returns the loss before it."""
+        """Do one Adam step on one random batch; return the loss before it."""
         chosen = self.generator.integers(0, self.config["samples"], self.config["batch"])
         loss, gradients = self._gradients(self.inputs[chosen], self.targets[chosen])
         self.step += 1
@@ -107,21 +107,21 @@ class Job:
     # -- as bytes
 
     def arrays(self) -> Arrays:
-        """Every array of the state, under the name it has in a checkpoint, in a fixed order."""
+        """Return every array of the state by its name in a checkpoint, in a fixed order."""
         groups = {"parameter": self.parameters, "moment1": self.moment1, "moment2": self.moment2}
         return {
             f"{group}/{name}": array for group, part in groups.items() for name, array in sorted(part.items())
         }
 
     def header(self) -> bytes:
-        """Step, generator and the shapes of what follows."""
+        """Return step, generator and the shapes of the arrays that follow."""
         shapes = {name: list(array.shape) for name, array in self.arrays().items()}
         return json.dumps(
             {"step": self.step, "generator": self.generator.bit_generator.state, "arrays": shapes}
         ).encode()
 
     def adopt(self, body: bytes) -> None:
-        """The state that ``body`` (a checkpoint without magic and digest) holds."""
+        """Adopt the state that ``body`` (a checkpoint without magic and digest) holds."""
         length = int.from_bytes(body[:8], "little")
         header = json.loads(body[8 : 8 + length])
         self.step = header["step"]
@@ -133,7 +133,7 @@ class Job:
 
 
 def save(job: Job, folder: Path) -> None:
-    """Writes step-NNNNNN.ckpt: to a temporary name, synced, renamed, the directory synced."""
+    """Write step-NNNNNN.ckpt: to a temporary name, synced, renamed, the directory synced."""
     final = folder / f"step-{job.step:06d}.ckpt"
     temporary = folder / f".{final.name}.tmp"
     digest = hashlib.sha256()
@@ -161,7 +161,7 @@ def save(job: Job, folder: Path) -> None:
 
 
 def load(job: Job, file: Path) -> bool:
-    """Whether ``file`` is a whole checkpoint; then the job stands where it was."""
+    """Load ``file`` and return True, or return False if it is no whole checkpoint."""
     data = file.read_bytes()
     body = data[len(MAGIC) : -DIGEST_BYTES]
     if not data.startswith(MAGIC) or hashlib.sha256(body).digest() != data[-DIGEST_BYTES:]:
@@ -171,7 +171,7 @@ def load(job: Job, file: Path) -> bool:
 
 
 def sync_directory(folder: Path) -> None:
-    """Makes the names in it durable."""
+    """Make the names in the directory durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -180,20 +180,20 @@ def sync_directory(folder: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """The file has the old content or the new one, at any moment."""
+    """Replace the file so that it has the old content or the new one at any moment."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
 
 
 def rotate(folder: Path, keep: int) -> None:
-    """Removes all but the newest checkpoints."""
+    """Remove all but the newest checkpoints."""
     for old in sorted(folder.glob("step-*.ckpt"))[:-keep]:
         old.unlink()
 
 
 def resume(job: Job, checkpoints: Path, log: Path) -> None:
-    """Takes the newest whole checkpoint and forgets the log lines after it."""
+    """Take the newest whole checkpoint and drop the log lines after it."""
     for file in sorted(checkpoints.glob("step-*.ckpt"), reverse=True):
         if load(job, file):
             break
@@ -206,7 +206,7 @@ def resume(job: Job, checkpoints: Path, log: Path) -> None:
 
 
 def main() -> int:
-    """Trains up to a step; see --help."""
+    """Train up to a step; see --help."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("training", type=Path, help="gets config/, checkpoints/ and logs/")
     parser.add_argument("state", type=Path, help="gets run/state.json, rewritten at every save")

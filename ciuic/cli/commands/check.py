@@ -1,0 +1,96 @@
+"""``ciuic check``: does the repository agree with itself? With ``--repair``, mend what can be mended; content is never deleted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS
+from ciuic.cli.shared.names import shown_text
+from ciuic.cli.shared.options import FrameCommand
+from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped
+from ciuic.cli.shared.session import current
+from ciuic.errors import Damaged
+
+if TYPE_CHECKING:
+    from ciuic.maintenance.check_report import CheckFinding, CheckReport
+
+_COLOURS = {"error": "red", "warning": "yellow", "info": ""}
+# The longest label, `repaired`, and a blank.
+_LABEL_WIDTH = 9
+
+
+@click.command("check", cls=FrameCommand)
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="Rebuild the index, heal damaged chunks, replace damaged packs; never deletes what a snapshot needs.",
+)
+@click.option("--read-data", is_flag=True, help="Read every stored byte, too.")
+@json_option
+def command(repair: bool, read_data: bool, as_json: bool) -> int:
+    """Check the repository's consistency: configuration, snapshot files, index, structure, packs.
+
+    Exit 4 if damage is left. Of packs, header, size and footer are looked at; what they hold is read with --read-data alone.
+    `ciuic verify --all --checksum` names the files that damage touches.
+    """
+    # Here and not above: maintenance takes 80 ms to import, and help and completion import this
+    # module.
+    from ciuic.cli.shared.progress import progress
+    from ciuic.maintenance.check import check
+    from ciuic.maintenance.check_report import summary
+
+    session = current()
+    with progress("check") as reporter:
+        report = check(
+            # Another user's repository is read, for rescue, and not written to by root.
+            session.own_repository if repair else session.repository,
+            repair=repair,
+            read_data=read_data,
+            wait_seconds=LOCK_WAIT_SECONDS,
+            progress=reporter.step,
+        )
+    if as_json:
+        out_json(_document(report))
+    else:
+        for finding in report.findings:
+            _print(finding)
+        out_prose(summary(report), 2)
+    # Returned and not raised: the report is out, and an error would be a second message and a second JSON
+    # document.
+    return Damaged.exit_code if report.damaged else 0
+
+
+def _document(report: CheckReport) -> dict[str, object]:
+    return {
+        "damaged": report.damaged,
+        "data_read": report.data_read,
+        "snapshots": report.snapshots,
+        "packs": report.packs,
+        "stored_bytes": report.stored_bytes,
+        "orphaned_bytes": report.orphaned_bytes,
+        "findings": [
+            {
+                "severity": finding.severity,
+                "kind": finding.kind,
+                "message": finding.message,
+                "hint": finding.hint,
+                "snapshot": finding.snapshot or None,
+                "chunk": finding.chunk.hex() if finding.chunk else None,
+                "repaired": finding.repaired,
+            }
+            for finding in report.findings
+        ],
+    }
+
+
+def _print(finding: CheckFinding) -> None:
+    word = "repaired" if finding.repaired else finding.severity
+    label = f"{word:<{_LABEL_WIDTH}}"
+    # Wrapped before the label is coloured: escape sequences take no columns.
+    lines = wrapped(f"{label}{shown_text(finding.message)}", _LABEL_WIDTH)
+    out(label, newline=False, fg="green" if finding.repaired else _COLOURS[finding.severity] or None)
+    out("\n".join(lines).removeprefix(label))
+    if finding.hint:
+        out_prose(f"{'':<{_LABEL_WIDTH}}{shown_text(finding.hint)}", _LABEL_WIDTH)

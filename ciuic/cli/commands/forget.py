@@ -1,0 +1,101 @@
+"""``ciuic forget``: deletes snapshots by name. Their space comes back with the next prune.
+
+Guarantees: nothing is deleted before every id is resolved, no held snapshot is among them, and a person (or ``-y``) has
+said yes. Works on a full disk, and on a snapshot file that cannot be read, if its full id is given.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from ciuic.cli.shared import times
+from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS, resolve_all
+from ciuic.cli.shared.messages import complain
+from ciuic.cli.shared.names import plural
+from ciuic.cli.shared.options import ID, FrameCommand
+from ciuic.cli.shared.output import json_option, note, out_json
+from ciuic.cli.shared.session import Session, current
+from ciuic.errors import CiuicError, UsageError
+from ciuic.repository import promised
+from ciuic.types import SnapshotId
+
+
+@click.command("forget", cls=FrameCommand)
+@click.argument("ids", metavar="ID...", nargs=-1, required=True, type=ID)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@json_option
+def command(ids: tuple[str, ...], yes: bool, as_json: bool) -> None:
+    """Delete snapshots for good.
+
+    Held snapshots must be released first, except those that are held for an ordinary user. The space comes back with `ciuic prune`, or the daemon's next one.
+    """
+    from ciuic.maintenance.prune import forget
+
+    session = current()
+    # own_repository: the right to write is checked before a question is asked. Every other form of an id is
+    # resolved and its snapshot loaded, which fails for a damaged file.
+    unreadable = {bad.id for bad in session.own_repository.snapshots.unreadable()}
+    broken = [SnapshotId.parse(text) for text in ids if text in unreadable]
+    lost = _lost(session, ids)
+    chosen = [
+        *resolve_all(session, [text for text in ids if text not in unreadable and text not in lost]),
+        *broken,
+    ]
+    # All ids are resolved and checked before the first is removed: a typing error removes nothing.
+    _refuse_held(session, [snapshot_id for snapshot_id in chosen if snapshot_id not in broken])
+    if not yes:
+        _ask(session, chosen, broken, lost)
+    if chosen:
+        # Looks for holds once more, under the lock: one may have been set while the question stood.
+        forget(session.repository, chosen, wait_seconds=LOCK_WAIT_SECONDS)
+    for snapshot_id in lost:
+        promised.remove_promise(session.repository_dir, snapshot_id)
+    if as_json:
+        out_json({"removed": [*map(str, chosen), *lost]})
+    else:
+        note(f"removed {', '.join([*chosen, *lost])}{'; `ciuic prune` frees the space' if chosen else ''}")
+
+
+def _lost(session: Session, ids: Sequence[str]) -> list[str]:
+    """Full ids among these of snapshots that were promised and given up: nothing but their mention can be removed."""
+    known = {
+        promise.id for promise in promised.lost(session.repository_dir, session.repository.snapshots.names())
+    }
+    return [text for text in dict.fromkeys(ids) if text in known]
+
+
+def _refuse_held(session: Session, ids: Sequence[SnapshotId]) -> None:
+    loaded = (session.repository.snapshots.load(snapshot_id) for snapshot_id in ids)
+    # A hold with a uid is one that a training of an ordinary user asked for. It yields to root, so that no
+    # user can fill the disk with held snapshots (docs/security.md).
+    held = [snapshot.id for snapshot in loaded if snapshot.held and snapshot.hold_uid is None]
+    if held:
+        raise CiuicError(
+            f"{', '.join(held)} {'is' if len(held) == 1 else 'are'} held; nothing was removed",
+            hint=f"release first: ciuic release {' '.join(held)}",
+        )
+
+
+def _ask(
+    session: Session, ids: Sequence[SnapshotId], broken: Sequence[SnapshotId], lost: Sequence[str]
+) -> None:
+    # A script would answer with whatever comes next in its input, and a timer with nothing.
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "forget asks before it deletes, and there is nobody to ask; nothing was removed", hint="give -y"
+        )
+    for snapshot_id in ids:
+        if snapshot_id in broken:
+            complain(f"  {snapshot_id}  cannot be read")
+            continue
+        info = session.repository.snapshots.info(snapshot_id)
+        complain(f"  {snapshot_id}  {times.clock(info.time_ns)}  {', '.join(info.tags)}")
+    for text in lost:
+        complain(f"  {text}  lost")
+    # On stderr, because stdout is for results. A refusal is no success: a script that goes on would count on
+    # the space.
+    if not click.confirm(f"Delete {plural(len(ids) + len(lost), 'snapshot')} for good?", err=True):
+        raise CiuicError("nothing was removed")

@@ -1,0 +1,283 @@
+"""``ciuic list``: the snapshots, newest first.
+
+Guarantees: one row or line a committed snapshot, from the catalogue alone; ``--machine-readable`` prints exactly
+``id|YYYY-MM-DD HH:MM:SS|size_bytes`` and nothing else. Safety snapshots are shown when they are asked for (``--all``), so that a script
+that takes the first line never restores what an earlier restore replaced. A snapshot that was promised and given up is a row with the
+reason. A snapshot file that cannot be read is never passed over in silence: stderr names it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from ciuic.cli.shared import pairs, times
+from ciuic.cli.shared.messages import warn
+from ciuic.cli.shared.names import json_name, plural, shown_text
+from ciuic.cli.shared.options import HOST_PATH, FrameCommand
+from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.session import Session, current
+from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
+
+if TYPE_CHECKING:
+    from ciuic.repository import SnapshotInfo
+    from ciuic.repository.promised import Promise
+
+
+class _Filter(NamedTuple):
+    """Selection of snapshots to list."""
+
+    root: bytes | None
+    tag: str | None
+    since_ns: int | None
+    until_ns: int | None
+    limit: int | None
+    safety: bool
+    """True if safety snapshots are among them."""
+
+    @property
+    def is_set(self) -> bool:
+        return any(choice is not None for choice in self[:4])
+
+
+@click.command("list", cls=FrameCommand)
+@click.option("--root", type=HOST_PATH, help="Only snapshots of this root.")
+@click.option("--tag", help="Only snapshots with this tag.")
+@click.option(
+    "--since", metavar="TIME", help="Only those taken then or later: a time, or 2d for two days ago."
+)
+@click.option("--until", metavar="TIME", help="Only those taken then or earlier.")
+@click.option("-n", "limit", type=click.IntRange(min=0), metavar="N", help="Only the N newest of these.")
+@click.option(
+    "--all",
+    "show_all",
+    is_flag=True,
+    help="Also the safety snapshots that restores took; in machine-readable lines a last field marks them.",
+)
+@click.option(
+    "--machine-readable",
+    is_flag=True,
+    help="One line a snapshot: id|YYYY-MM-DD HH:MM:SS|size_bytes, local time.",
+)
+@click.option(
+    "--pairs",
+    "with_pairs",
+    is_flag=True,
+    help="A fourth field in these lines: the id of the snapshot that belongs to it, if that is there.",
+)
+@json_option
+def command(
+    root: bytes | None,
+    tag: str | None,
+    since: str | None,
+    until: str | None,
+    limit: int | None,
+    show_all: bool,
+    machine_readable: bool,
+    with_pairs: bool,
+    as_json: bool,
+) -> None:
+    """List the snapshots, newest first.
+
+    size is what the snapshot shows (logical bytes), new what it added to the repository.
+    """
+    if machine_readable and as_json:
+        raise click.UsageError("--machine-readable and --json exclude one another")
+    session = current()
+    asked = _Filter(
+        root=root,
+        tag=tag,
+        since_ns=None if since is None else times.parse_when(since, session.now_ns),
+        until_ns=None if until is None else times.parse_when(until, session.now_ns, end_of_day=True),
+        limit=limit,
+        safety=show_all or tag == TAG_SAFETY,
+    )
+    store = session.repository.snapshots
+    infos = store.list(**asked._asdict())
+    if machine_readable:
+        _lines(session, infos, with_pairs=with_pairs, marked=show_all)
+    elif as_json:
+        found = pairs.halves(session, infos)
+        out_json(
+            {
+                "repository": str(session.repository_dir),
+                "snapshots": [{**as_document(info), "pair": _pair(found.get(info.id))} for info in infos],
+                "lost": [_lost_document(promise) for promise in _lost(session, asked)],
+            }
+        )
+    else:
+        _people(session, infos, asked)
+    # An unfiltered list is the whole catalogue, which is not read twice then.
+    _warn_of_unreadable(
+        session, len(infos if asked.safety and not asked.is_set and limit is None else store.list())
+    )
+
+
+def _lines(session: Session, infos: list[SnapshotInfo], *, with_pairs: bool, marked: bool) -> None:
+    """The contract with scripts. ``marked``: a last field tells safety snapshots from others."""
+    lines = [f"{info.id}|{times.clock(info.time_ns)}|{info.size_bytes}" for info in infos]
+    if with_pairs:
+        others = pairs.ids(pairs.halves(session, infos))
+        # Fields are only added at the end, and only with options: scripts cut by number.
+        lines = [f"{line}|{others.get(info.id, '')}" for line, info in zip(lines, infos, strict=True)]
+    if marked:
+        marks = [TAG_SAFETY if is_safety(info.tags, info.message) else "" for info in infos]
+        lines = [f"{line}|{mark}" for line, mark in zip(lines, marks, strict=True)]
+    # At once, because each echo is a write(2). Without snapshots nothing is written, not even a line end:
+    # scripts take empty output for no snapshots.
+    out("".join(f"{line}\n" for line in lines), newline=False)
+
+
+def _people(session: Session, infos: list[SnapshotInfo], asked: _Filter) -> None:
+    lost = _lost(session, asked)
+    if infos or lost:
+        _table(session, infos, lost)
+    else:
+        note("no snapshots" + (" match" if asked.is_set else " yet"))
+    # With -n the difference would count what the limit left out.
+    if asked.safety or asked.limit is not None:
+        return
+    hidden = len(session.repository.snapshots.list(**asked._replace(safety=True)._asdict())) - len(infos)
+    if hidden:
+        note(f"{plural(hidden, 'safety snapshot')} not shown: ciuic list --all")
+
+
+def _lost(session: Session, asked: _Filter) -> list[Promise]:
+    """Return the promised snapshots that were given up and are selected."""
+    from ciuic.repository.promised import lost
+
+    # Promises are files beside the catalogue, which selects nothing of them. The names are those of today: a
+    # snapshot that was committed by a daemon that was killed before it noted so is not lost.
+    found = lost(session.repository_dir, session.repository.snapshots.names())
+    chosen = [
+        promise
+        for promise in found
+        if (asked.root is None or os.fsdecode(asked.root) in promise.roots)
+        and (asked.tag is None or asked.tag in promise.tags)
+        and (asked.since_ns is None or promise.time_ns >= asked.since_ns)
+        and (asked.until_ns is None or promise.time_ns <= asked.until_ns)
+    ]
+    return chosen if asked.limit is None else chosen[: asked.limit]
+
+
+def _lost_document(promise: Promise) -> dict[str, Any]:
+    return {
+        "id": promise.id,
+        "time": times.rfc3339(promise.time_ns),
+        "time_ns": promise.time_ns,
+        "state": "lost",
+        "reason": promise.reason,
+        "lost": times.rfc3339(promise.lost_ns),
+        "roots": list(promise.roots),
+        "tags": list(promise.tags),
+        "message": promise.message,
+    }
+
+
+def as_document(info: SnapshotInfo) -> dict[str, Any]:
+    """A snapshot in JSON, here and in other commands' documents."""
+    return {
+        "id": str(info.id),
+        "time": times.rfc3339(info.time_ns),
+        "time_ns": info.time_ns,
+        "size_bytes": info.size_bytes,
+        "new_bytes": info.new_bytes,
+        "files": info.files,
+        "tags": list(info.tags),
+        "message": info.message,
+        "state": "committed",
+        "is_incomplete": TAG_INCOMPLETE in info.tags,
+        # Older name; in the documents of `snapshot` it is a list of what could not be read. Kept for scripts.
+        "incomplete": TAG_INCOMPLETE in info.tags,
+        "partial": TAG_PARTIAL in info.tags,
+        "not_held": TAG_NOT_HELD in info.tags,
+        "retaken": TAG_RETAKEN in info.tags,
+        "safety": is_safety(info.tags, info.message),
+        "held": info.held,
+        "hold_reason": info.hold_reason,
+        "parent": info.parent or None,
+        "host": info.host,
+        "roots": [json_name("path", path) for path in info.roots],
+    }
+
+
+def _pair(half: pairs.Half | None) -> dict[str, Any] | None:
+    return None if half is None else pairs.document(half.pair, half)
+
+
+def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> None:
+    from ciuic.cli.shared.tables import Cell, Column, show_table
+    from ciuic.units import human_duration, human_size
+
+    columns = [
+        Column("ID"),
+        Column("TIME"),
+        Column("AGE", right=True),
+        Column("SIZE", right=True),
+        Column("NEW", right=True),
+        Column("FILES", right=True),
+        Column("TAGS", shrink=True),
+        Column("STATE"),
+    ]
+    found = pairs.halves(session, infos)
+    if found:
+        columns.append(Column("PAIR"))
+    dated = [
+        (
+            info.time_ns,
+            Cell(str(info.id), "bold"),
+            times.clock(info.time_ns),
+            human_duration((session.now_ns - info.time_ns) / times.NS),
+            human_size(info.size_bytes),
+            human_size(info.new_bytes),
+            str(info.files),
+            shown_text(", ".join(info.tags)),
+            state_cell(info),
+            *([pairs.cell(found.get(info.id))] if found else []),
+        )
+        for info in infos
+    ]
+    dated += [
+        (
+            promise.time_ns,
+            Cell(promise.id, "bold"),
+            times.clock(promise.time_ns),
+            human_duration((session.now_ns - promise.time_ns) / times.NS),
+            *("", "", ""),
+            shown_text(", ".join(promise.tags)),
+            Cell("lost", "red"),
+            *([""] if found else []),
+        )
+        for promise in lost
+    ]
+    # Committed and lost ones together, newest first as ever.
+    dated.sort(key=lambda row: row[0], reverse=True)
+    show_table(columns, [row[1:] for row in dated])
+    for promise in lost:
+        warn(f"{promise.id} was lost: {shown_text(promise.reason)}")
+
+
+def state_cell(info: SnapshotInfo) -> Any:
+    """``committed``, ``held``, ``incomplete``, ``partial``, ``safety``: what a person must know before choosing it."""
+    from ciuic.cli.shared.tables import Cell
+
+    if is_safety(info.tags, info.message):
+        return Cell("safety, held" if info.held else "safety", "cyan")
+    lacks = [tag for tag in (TAG_PARTIAL, TAG_INCOMPLETE) if tag in info.tags]
+    if lacks:
+        return Cell(", ".join([*lacks, *(["held"] if info.held else [])]), "yellow")
+    return Cell("held", "cyan") if info.held else Cell("committed", "green")
+
+
+def _warn_of_unreadable(session: Session, listed: int) -> None:
+    """Warn of snapshot files that no listing shows. They are read only if the count says that there are some, because it is slow."""
+    store = session.repository.snapshots
+    if listed == len(store.names()):
+        return
+    for bad in store.unreadable():
+        warn(
+            f"snapshot file {shown_text(bad.path)} cannot be read: {shown_text(bad.reason)}",
+            hint="it cannot be restored, and nothing is pruned while it is there; see: ciuic check",
+        )

@@ -1,0 +1,268 @@
+"""``ciuic protect``: puts directories under protection.
+
+Guarantees: every path is checked before anything is changed; then the repository exists, the roots are in the
+configuration (durably), and a running daemon has mounted them. Run again it changes nothing. Processes that would go
+round the overlay are named: they are the reason why a first snapshot compares the whole tree.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ciuic.cli.shared.messages import complain, warn
+from ciuic.cli.shared.names import plural, shown, shown_text
+from ciuic.cli.shared.options import DIRECTORY, FrameCommand
+from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.session import Session, current
+from ciuic.errors import NotFound, NotPermitted, Unreachable, UsageError
+from ciuic.system import service_manager
+
+if TYPE_CHECKING:
+    from ciuic.config import Config, RootConfig
+    from ciuic.config.model import Driver
+    from ciuic.system.bypass import Bypasser
+
+_SHOWN_PROCESSES = 10
+
+
+@click.command("protect", cls=FrameCommand)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=DIRECTORY)
+@click.option(
+    "--driver",
+    type=click.Choice(["auto", "kernel", "pyfuse3"]),
+    default="auto",
+    help="What serves new roots; auto chooses.",
+)
+@click.option(
+    "--new-repository",
+    is_flag=True,
+    help="Make a repository although the one there was lies on a disk that is not mounted.",
+)
+@json_option
+def command(paths: tuple[bytes, ...], driver: Driver, new_repository: bool, as_json: bool) -> None:
+    """Protect directories: from now on they are in every snapshot.
+
+    A running daemon mounts them at once, in place. Nothing is copied or moved.
+    """
+    from ciuic.config import add_roots, writable_file
+
+    session = current()
+    # A path that is given twice, or by two links, is one root.
+    asked = list(dict.fromkeys(_canonical(path) for path in paths))
+    config = session.config
+    new = _new_roots(config, asked, driver)
+    # From here to add_roots in this order: what can be refused is refused before the repository is made, and
+    # the repository is there before a configuration names roots.
+    repository = _checked_repository(replace(config, roots=(*config.roots, *new)), new)
+    file = writable_file(session.config_option)
+    _require_writable(file)
+    if not new_repository:
+        _refuse_absent_disk(session, [*config.roots, *new], repository)
+    made = _make_repository(session, repository, config.repository.block_size_bytes)
+    # Before the daemon mounts: the overlay then covers the directory, and its own worker has it open.
+    bypassing = {path: _going_round(path) for path in asked}
+    added = [root.path for root in add_roots(file, new, repository_path=repository)]
+    # After the file is durable: a daemon that is killed now finds the root in it when it starts again.
+    mounted = _tell_daemon(session, file, asked, driver)
+    # find_spec does not import it, and with it trio. A daemon that runs says itself which driver serves.
+    if not mounted and driver == "pyfuse3" and find_spec("pyfuse3") is None:
+        warn(
+            "pyfuse3 is not installed: the kernel driver will serve the new roots",
+            hint="ciuic doctor says how to install it",
+        )
+    if as_json:
+        out_json(_document(asked, added, repository, made, file, mounted, bypassing))
+    else:
+        _say(asked, added, repository, made, mounted)
+    for path in asked:
+        _name_processes(path, bypassing[path])
+
+
+def _canonical(path: bytes) -> Path:
+    from ciuic.config import canonical_root
+
+    try:
+        # TOML is UTF-8, and so is the flat file.
+        path.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(
+            f"{shown(path)} is not UTF-8, and a configuration file cannot name it",
+            hint="rename the directory, or protect the one above it",
+        ) from None
+    return canonical_root(path.decode())
+
+
+def _new_roots(config: Config, asked: Sequence[Path], driver: Driver) -> list[RootConfig]:
+    from ciuic.config import RootConfig
+
+    present = {root.path for root in config.roots}
+    return [RootConfig(path, driver=driver) for path in dict.fromkeys(asked) if path not in present]
+
+
+def _checked_repository(proposal: Config, new: Sequence[RootConfig]) -> Path:
+    """Return where the repository is or will be; raise what is wrong with the new roots."""
+    from ciuic.config import check_repository, check_roots, raise_for, repository_path
+    from ciuic.system import mountinfo
+
+    mounts = mountinfo.read()
+    raise_for(check_roots(proposal.roots, mounts, new))
+    problems = check_repository(proposal, mounts)
+    raise_for(problems)
+    for problem in problems:
+        warn(str(problem), hint=problem.hint)
+    return repository_path(proposal, mounts)
+
+
+def _require_writable(file: Path) -> None:
+    """NotPermitted before anything is made, rather than after the repository is."""
+    # The file and its directory may both be missing yet: what exists above them decides.
+    there = file
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not os.access(there, os.W_OK):
+        raise NotPermitted(
+            f"{file} may not be written", hint="run it as root, or name another file with --config"
+        )
+
+
+def _refuse_absent_disk(session: Session, roots: Sequence[RootConfig], path: Path) -> None:
+    """Raise NotFound where a repository would be made below the mount point of the disk that has the real one."""
+    # A new one would fill the system's disk, and the list would lack every snapshot until somebody noticed.
+    from ciuic.config.repository_mark import absent_mount_point, read_mark_at
+    from ciuic.repository import Repository
+    from ciuic.system import mountinfo
+
+    if Repository.exists(path):
+        return
+    # The daemon first: it keeps the mark of a mounted root, which the overlay hides from everybody else.
+    try:
+        known = session.control.status().repository
+        missing = known.missing if known.path == str(path) else ""
+    except Unreachable:
+        marks = [mark for root in roots if (mark := read_mark_at(root.path)) is not None]
+        mount_point = absent_mount_point(path, marks, mountinfo.read())
+        missing = (
+            f"the file system of {shown_text(str(path))} belongs at {shown(mount_point)}"
+            if mount_point
+            else ""
+        )
+    if missing:
+        raise NotFound(
+            f"the repository is absent: {missing}",
+            hint="mount its disk; to begin a new repository: --new-repository",
+        )
+
+
+def _make_repository(session: Session, path: Path, block_size_bytes: int) -> bool:
+    """Make the repository if there is none; open an existing one, so that damage is reported now."""
+    from ciuic.repository import Repository
+    from ciuic.repository.trust import require_own
+
+    # Not session.trusts_repository: the file that says it may be written by this very command.
+    trusted = session.config.trusts_repository
+    require_own(path, trusted=trusted)
+    if Repository.exists(path):
+        Repository.open(path).close()
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # refuse_foreign looks again after the directory is made: its owner could have exchanged it since
+    # require_own.
+    Repository.create(path, block_size=block_size_bytes, refuse_foreign=not trusted).close()
+    return True
+
+
+def _going_round(path: Path) -> list[Bypasser]:
+    """Return the processes that have files open below a directory that is about to be covered; none if it is mounted."""
+    from ciuic.config import is_ciuic_mount
+    from ciuic.system import mountinfo
+    from ciuic.system.bypass import find_bypassing
+
+    if is_ciuic_mount(path, mountinfo.read()):
+        return []
+    # Readers do no harm: only what is changed past the overlay is missed by tracking.
+    return [process for process in find_bypassing(path, ignore_pids={os.getpid()}) if process.writes]
+
+
+def _tell_daemon(session: Session, file: Path, paths: Sequence[Path], driver: Driver) -> bool:
+    """Tell the daemon and return True if one runs and has mounted the roots. Raises its refusal; the configuration stays changed."""
+    try:
+        status = session.control.status()
+    except Unreachable:
+        return False
+    # A daemon by hand may have another file: the root is mounted now, and gone after its next start.
+    if status.config_path and Path(status.config_path).resolve() != file.resolve():
+        warn(
+            f"the running daemon reads {shown_text(status.config_path)}, not {file}",
+            hint=f"it will not protect these roots after its next start; name the file with --config {status.config_path}",
+        )
+    for path in paths:
+        # One by one: a refusal names its root, and those before it are mounted.
+        served = session.control.add_root(str(path))
+        if driver not in ("auto", served.driver):
+            warn(
+                f"{shown_text(str(path))} is served by the {served.driver} driver, not by {driver}",
+                hint=shown_text(served.driver_why),
+            )
+    return True
+
+
+def _document(
+    asked: Sequence[Path],
+    added: Sequence[Path],
+    repository: Path,
+    made: bool,
+    file: Path,
+    mounted: bool,
+    bypassing: dict[Path, list[Bypasser]],
+) -> dict[str, Any]:
+    return {
+        "repository": str(repository),
+        "repository_created": made,
+        "config": str(file),
+        "daemon": mounted,
+        "roots": [
+            {
+                "path": str(path),
+                "added": path in added,
+                "mounted": mounted,
+                "bypassing": [
+                    {"pid": process.pid, "command": process.command, "uid": process.uid}
+                    for process in bypassing[path]
+                ],
+            }
+            for path in asked
+        ],
+    }
+
+
+def _say(asked: Sequence[Path], added: Sequence[Path], repository: Path, made: bool, mounted: bool) -> None:
+    if made:
+        out(f"repository {shown_text(str(repository))} made")
+    for path in asked:
+        state = "protected" if path in added else "was protected already"
+        out(f"{shown_text(str(path))} {state}{', mounted' if mounted else ''}")
+    if not mounted:
+        note("no daemon is running, so nothing is mounted yet")
+        note(f"  {service_manager.start_hint()}")
+
+
+def _name_processes(path: Path, processes: Sequence[Bypasser]) -> None:
+    if not processes:
+        return
+    warn(
+        f"{plural(len(processes), 'running process has', 'running processes have')} files open below "
+        f"{shown_text(str(path))} and {'goes' if len(processes) == 1 else 'go'} round the overlay",
+        hint="their changes are found by comparing the whole tree, until they are restarted:",
+    )
+    for process in processes[:_SHOWN_PROCESSES]:
+        held = ", ".join(shown(use.path) for use in process.uses[:3])
+        complain(f"    {process.pid}  {shown_text(process.command)}  {held}")
+    if len(processes) > _SHOWN_PROCESSES:
+        complain(f"    and {len(processes) - _SHOWN_PROCESSES} more")

@@ -1,0 +1,297 @@
+"""``ciuic restore``: brings files and directories back.
+
+Guarantees: asks nothing; a conflict stops it before anything is changed, with all conflicts listed; over a protected root a
+safety snapshot is taken first; what could not be restored is listed, and files that were open for writing at the snapshot
+are named, because they may be torn.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ciuic.cli.shared.contents import as_recorded
+from ciuic.cli.shared.messages import complain, warn
+from ciuic.cli.shared.names import json_name, plural, shown, shown_text
+from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand
+from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.session import Session, current
+from ciuic.errors import CiuicError, DestinationExists, Partial
+from ciuic.types import SAFETY_MESSAGE
+
+if TYPE_CHECKING:
+    from ciuic.restore import RestoreItem, RestorePlan, RestoreProgress, Result
+
+# A screenful; --json has all of them.
+_SHOWN_NAMES = 20
+
+
+@click.command("restore", cls=FrameCommand)
+@click.option("-s", "--snapshot", "snapshot", required=True, metavar="ID", type=ID, help="Which snapshot.")
+@click.option(
+    "-p",
+    "--path",
+    "paths",
+    required=True,
+    multiple=True,
+    metavar="PATH",
+    type=SNAPSHOT_PATH,
+    help="What: the absolute path as it was at the snapshot; may be given several times.",
+)
+@click.option(
+    "-d",
+    "--dest",
+    metavar="DEST",
+    type=DIRECTORY,
+    help="Into this directory, made if missing, as DEST/basename(PATH). Default: where it was.",
+)
+@click.option(
+    "--overwrite",
+    type=click.Choice(["always", "if-changed", "if-newer", "never"]),
+    is_flag=False,
+    flag_value="always",
+    default=None,
+    help="What to do with files that exist; alone it means always. Without it they stop the restore (exit 6).",
+)
+@click.option("--delete", is_flag=True, help="Also remove what the snapshot does not have, only below PATH.")
+@click.option("--dry-run", is_flag=True, help="Say what would be done; change nothing.")
+@click.option(
+    "--special/--no-special",
+    "special",
+    default=None,
+    help="Restore device nodes, setuid and setgid bits, file capabilities and other attributes of the system, or leave them"
+    " out. Default: leave them out, with exit code 8, if others may have written the repository.",
+)
+@click.option("--no-safety", is_flag=True, help="Take no safety snapshot before changing a protected root.")
+@json_option
+def command(
+    snapshot: str,
+    paths: tuple[bytes, ...],
+    dest: bytes | None,
+    overwrite: str | None,
+    delete: bool,
+    dry_run: bool,
+    special: bool | None,
+    no_safety: bool,
+    as_json: bool,
+) -> int:
+    """Restore files and directories from a snapshot.
+
+    Directories are merged. Interrupted or killed, it can be run again; no file is ever half there.
+    """
+    from ciuic.restore import Overwrite, plan_restore
+
+    session = current()
+    store = session.repository.snapshots
+    source = store.load(store.resolve(snapshot))
+    # Before the safety snapshot: a conflict or a mistake ends the command while nothing has been made or
+    # changed.
+    plan = plan_restore(
+        session.repository,
+        source,
+        list(dict.fromkeys(as_recorded(source, path) for path in paths)),
+        dest,
+        overwrite=None if overwrite is None else Overwrite(overwrite),
+        delete=delete,
+        check=not dry_run,
+        # Only --delete needs to know what is excluded; a configuration with mistakes does not stop other
+        # restores.
+        keep=_excluded(session) if delete else None,
+        # None leaves the decision to the owners of the repository, which the operator may have overridden.
+        special=True if special is None and session.trusts_repository else special,
+    )
+    safety = None if dry_run or no_safety else _safety(session, plan)
+    # A name for each path, of which a restore may have millions: collected only where they are printed.
+    items: list[RestoreItem] = []
+    result = _execute(
+        plan, dry_run, items.append if dry_run or session.verbosity > 0 else None, _runtime_dir(session)
+    )
+    # Retention compares snapshots of later than this moment, to find out whether the restored paths were
+    # changed since: one that was cut during the restore shows half of it.
+    if safety is not None:
+        _safety_is_over(session, safety)
+    if as_json:
+        out_json(_document(plan, result, items, safety, dry_run))
+    else:
+        _print(plan, result, items, dry_run)
+    return _exit_code(plan, result)
+
+
+def _excluded(session: Session) -> Callable[[bytes, bool], bool] | None:
+    """Return the exclude patterns that --delete spares: excluded paths are in no snapshot."""
+    try:
+        config = session.config
+    except CiuicError as error:
+        # No refusal: restores are for the day on which much is broken.
+        warn(
+            f"the configuration cannot be read: {error.message}",
+            hint="--delete does not know what is excluded",
+        )
+        return None
+    # Excluded paths are in no snapshot, so that --delete would take each for one that was added since.
+    matchers = [(os.fsencode(root.path), config.exclude_matcher(root)) for root in config.roots]
+
+    def keep(path: bytes, is_dir: bool) -> bool:
+        return any(
+            path.startswith(top + b"/") and matcher.match(path[len(top) + 1 :], is_dir)
+            for top, matcher in matchers
+        )
+
+    return keep
+
+
+def _safety(session: Session, plan: RestorePlan) -> str | None:
+    from ciuic.cli.shared import safety_snapshot as safety
+
+    targets = [target.path for target in plan.targets]
+    roots = safety.covering(safety.protected_roots(session), targets)
+    if not roots:
+        return None
+    return safety.take(session, roots, f"{SAFETY_MESSAGE}{plan.snapshot.id}", targets)
+
+
+def _safety_is_over(session: Session, taken: str) -> None:
+    from ciuic.cli.shared import safety_snapshot as safety
+
+    safety.is_over(session, taken)
+
+
+def _runtime_dir(session: Session) -> Path | None:
+    """Return the runtime directory of overlay workers; None if the configuration cannot be read: a restore goes on without."""
+    try:
+        return session.config.runtime_dir
+    except CiuicError:
+        return None
+
+
+def _execute(
+    plan: RestorePlan, dry_run: bool, on_item: Callable[[RestoreItem], None] | None, runtime_dir: Path | None
+) -> Result:
+    from ciuic.cli.shared.progress import progress
+    from ciuic.restore import execute
+
+    with progress("restore") as reporter:
+
+        def report(state: RestoreProgress) -> None:
+            reporter.update(
+                bytes_done=state.bytes_done,
+                bytes_total=state.bytes_total,
+                files_done=state.files_done,
+                files_total=state.files_total,
+                path=state.path,
+            )
+
+        return execute(plan, progress=report, dry_run=dry_run, report=on_item, runtime_dir=runtime_dir)
+
+
+def _document(
+    plan: RestorePlan, result: Result, items: Sequence[RestoreItem], safety: str | None, dry_run: bool
+) -> dict[str, Any]:
+    return {
+        "snapshot": str(plan.snapshot.id),
+        "dry_run": dry_run,
+        "complete": result.complete and not plan.conflicts,
+        "safety_snapshot": safety,
+        "targets": [
+            {**json_name("path", target.source.path), **json_name("destination", target.path)}
+            for target in plan.targets
+        ],
+        "restored": result.restored,
+        "restored_bytes": result.restored_bytes,
+        "skipped": result.skipped,
+        "directories": result.directories,
+        "conflicts": [json_name("path", path) for path in plan.conflicts],
+        "removed": [json_name("path", path) for path in result.removed],
+        "failed": [
+            {
+                **json_name("path", failure.path),
+                "reason": failure.reason,
+                "damaged": failure.damaged,
+                "attribute": failure.attribute,
+            }
+            for failure in result.failed
+        ],
+        "left_out": [{**json_name("path", left.path), "what": left.what} for left in result.left_out],
+        "left_out_because": result.left_out_because or None,
+        "open_for_writing": [json_name("path", path) for path in result.open_for_writing],
+        "not_held": [json_name("path", path) for path in result.not_held],
+        "owner_failures": result.owner_failures,
+        "stopped": result.stopped or None,
+        "items": [{**json_name("path", item.path), "action": item.action} for item in items],
+        "code": _exit_code(plan, result),
+    }
+
+
+def _exit_code(plan: RestorePlan, result: Result) -> int:
+    # Only a dry run gets this far: a restore raises. It ends with the code of the restore that it stands for.
+    if plan.conflicts:
+        return DestinationExists.exit_code
+    return 0 if result.complete else Partial.exit_code
+
+
+def _print(plan: RestorePlan, result: Result, items: Sequence[RestoreItem], dry_run: bool) -> None:
+    from ciuic.units import human_size
+
+    for item in items:
+        out(f"{item.action:<10} {shown(item.path)}")
+    for target in plan.targets:
+        if target.path != target.source.path:
+            note(f"{shown(target.source.path)} → {shown(target.path)}")
+    if result.restored_bytes or result.restored or not dry_run:
+        verb = "would be restored" if dry_run else "restored"
+        parts = [
+            f"{plural(result.restored, 'file')}, {human_size(result.restored_bytes)} {verb} from {plan.snapshot.id}"
+        ]
+        if result.skipped:
+            parts.append(plural(result.skipped, "left as it is", "left as they are"))
+        if result.removed:
+            parts.append(f"{len(result.removed)} {'would be removed' if dry_run else 'removed'}")
+        out("; ".join(parts))
+    if plan.conflicts:
+        warn(
+            f"{plural(len(plan.conflicts), 'file exists', 'files exist')} and would stop the restore:",
+            hint="give --overwrite",
+        )
+        _names(plan.conflicts)
+    if result.left_out:
+        _print_left_out(result, dry_run)
+    if result.not_held:
+        warn(
+            f"{plural(len(result.not_held), 'file')} not held at the cut: the content may be later than the snapshot, or torn:",
+            hint="an older snapshot may have the last whole version",
+        )
+        _names(result.not_held)
+    # Printed and not raised: the summary is out, and with --json the document, which has the same in full.
+    error = result.error()
+    if error is not None:
+        complain("\n".join(map(shown_text, error.message.split("\n"))))
+        complain(f"  {error.hint}")
+
+
+def _print_left_out(result: Result, dry_run: bool) -> None:
+    many = "would be" if dry_run else "were"
+    one = "would be" if dry_run else "was"
+    counted = plural(
+        len(result.left_out),
+        f"special file or attribute {one} left out:",
+        f"special files or attributes {many} left out:",
+    )
+    warn(counted, hint="--special restores them")
+    for left in result.left_out[:_SHOWN_NAMES]:
+        complain(f"    {shown(left.path)}: {shown_text(left.what)}")
+    _more(len(result.left_out))
+
+
+def _names(paths: Sequence[bytes]) -> None:
+    for path in paths[:_SHOWN_NAMES]:
+        complain(f"    {shown(path)}")
+    _more(len(paths))
+
+
+def _more(count: int) -> None:
+    if count > _SHOWN_NAMES:
+        complain(f"    and {count - _SHOWN_NAMES} more; --json lists them all")

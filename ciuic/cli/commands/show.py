@@ -1,0 +1,267 @@
+"""``ciuic show``: one snapshot's facts, or with a path the directory as it was, as in ``ls -l``.
+
+Guarantees: a file whose content may be later than the cut is marked; so is, as information, one that was open for writing.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ciuic.cli.shared import pairs, times
+from ciuic.cli.shared.contents import as_recorded, children_of, roots_below
+from ciuic.cli.shared.names import json_name, plural, shown, shown_text
+from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
+from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
+from ciuic.cli.shared.session import Session, current
+from ciuic.repository.lookup import find
+from ciuic.types import (
+    FLAG_MOUNTPOINT,
+    FLAG_OPEN_FOR_WRITING,
+    TAG_INCOMPLETE,
+    TAG_RETAKEN,
+    Entry,
+    Snapshot,
+    is_safety,
+    lag_of,
+)
+
+if TYPE_CHECKING:
+    from ciuic.types import RootRecord
+
+_TYPES = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "directory",
+    stat.S_IFLNK: "symlink",
+    stat.S_IFIFO: "fifo",
+    stat.S_IFCHR: "character device",
+    stat.S_IFBLK: "block device",
+    stat.S_IFSOCK: "socket",
+}
+
+_MS = 1_000_000
+"""Nanoseconds of a millisecond."""
+# The longest label, `not held`, and a blank.
+_LABEL_WIDTH = 9
+"""Column at which the facts of a snapshot stand."""
+
+
+@click.command("show", cls=FrameCommand)
+@click.argument("snapshot_id", metavar="ID", type=ID)
+@click.argument("path", required=False, type=SNAPSHOT_PATH)
+@json_option
+def command(snapshot_id: str, path: bytes | None, as_json: bool) -> None:
+    """Show one snapshot; with PATH, the directory or file there as it was."""
+    session = current()
+    store = session.repository.snapshots
+    snapshot = store.load(store.resolve(snapshot_id))
+    if path is not None:
+        _show_path(session, snapshot, as_recorded(snapshot, path), as_json)
+    elif as_json:
+        # Looked up at each call: neither repository can promise anything for the other.
+        half = pairs.looked_up(session, [snapshot]).get(snapshot.id)
+        out_json({**_facts(snapshot), "pair": pairs.document(snapshot.pair, half)})
+    else:
+        _print_facts(session, snapshot)
+
+
+def _facts(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "id": str(snapshot.id),
+        "time": times.rfc3339(snapshot.time_ns),
+        "time_ns": snapshot.time_ns,
+        "host": snapshot.host,
+        "size_bytes": snapshot.size_bytes,
+        "new_bytes": snapshot.new_bytes,
+        "files": snapshot.files,
+        "tags": list(snapshot.tags),
+        "message": snapshot.message,
+        "parent": snapshot.parent or None,
+        "held": snapshot.held,
+        "hold_reason": snapshot.hold_reason,
+        "hold_uid": snapshot.hold_uid,
+        "state": "committed",
+        "is_incomplete": TAG_INCOMPLETE in snapshot.tags,
+        "incomplete": TAG_INCOMPLETE in snapshot.tags,
+        "partial": bool(snapshot.left_out),
+        "retaken": TAG_RETAKEN in snapshot.tags,
+        "safety": is_safety(snapshot.tags, snapshot.message),
+        "left_out": [{**json_name("path", root.path), "reason": root.reason} for root in snapshot.left_out],
+        "roots": [_root_facts(root) for root in snapshot.roots],
+    }
+
+
+def _root_facts(root: RootRecord) -> dict[str, Any]:
+    return {
+        **json_name("path", root.path),
+        "files": root.entry.total_files + root.links_files,
+        "size_bytes": root.entry.total_bytes + root.links_bytes,
+        "mode": root.mode,
+        # -1: a snapshot of a version that did not mark such files.
+        "not_held": root.not_held if root.not_held >= 0 else None,
+        "session": root.session or None,
+        "epoch": root.epoch,
+    }
+
+
+def _print_facts(session: Session, snapshot: Snapshot) -> None:
+    from ciuic.units import human_duration, human_size
+
+    age = human_duration((session.now_ns - snapshot.time_ns) / times.NS)
+    out(f"snapshot {snapshot.id}", bold=True)
+    out_prose(f"time     {times.clock(snapshot.time_ns)} ({age} ago)", _LABEL_WIDTH)
+    out(f"host     {shown_text(snapshot.host)}")
+    out_prose(
+        f"size     {human_size(snapshot.size_bytes)} in {plural(snapshot.files, 'file')}, {human_size(snapshot.new_bytes)} new",
+        _LABEL_WIDTH,
+    )
+    if snapshot.parent:
+        out(f"parent   {snapshot.parent}")
+    if snapshot.tags:
+        out(f"tags     {shown_text(', '.join(snapshot.tags))}")
+    if snapshot.message:
+        out_prose(f"message  {shown_text(snapshot.message)}", _LABEL_WIDTH)
+    if snapshot.held:
+        out(f"held     {shown_text(snapshot.hold_reason) or 'yes'}{_held_for(snapshot.hold_uid)}")
+    for root in snapshot.roots:
+        facts = _root_facts(root)
+        how = {
+            "tracked": "",
+            "full": ", whole tree compared",
+            "offline": ", not one instant: taken without an overlay",
+        }
+        out_prose(
+            f"root     {shown(root.path)}  {plural(facts['files'], 'file')}, {human_size(facts['size_bytes'])}{how[root.mode]}",
+            _LABEL_WIDTH,
+        )
+    if snapshot.not_held:
+        held_not = plural(snapshot.not_held, "file")
+        out_prose(
+            f"not held {held_not}: the content may be later than the cut; see: ciuic show ID PATH",
+            _LABEL_WIDTH,
+            fg="yellow",
+        )
+    for lacking in snapshot.left_out:
+        out_prose(
+            f"partial  without {shown(lacking.path)}: {shown_text(lacking.reason)}", _LABEL_WIDTH, fg="yellow"
+        )
+    pairs.print_half(snapshot.pair, pairs.looked_up(session, [snapshot]).get(snapshot.id))
+
+
+def _show_path(session: Session, snapshot: Snapshot, path: bytes, as_json: bool) -> None:
+    # A path above the roots has no entry of its own: it is shown as the directories that lead to them.
+    entry = None if roots_below(snapshot, path) else find(session.repository, snapshot, path).entry
+    if entry is not None and not entry.is_dir:
+        entries = [entry]
+    else:
+        entries = list(children_of(session.repository, snapshot, path))
+    if as_json:
+        out_json(
+            {
+                "snapshot": str(snapshot.id),
+                **json_name("path", path),
+                "type": "directory" if entry is None else _type_name(entry),
+                "entries": [_entry_facts(child, snapshot) for child in entries],
+            }
+        )
+        return
+    _print_entries(entries, path if entry is not None and not entry.is_dir else None)
+    later = sum(1 for child in entries if snapshot.may_be_later(child))
+    if later:
+        note(
+            f"{plural(later, 'file')} not held at the cut: the content may be later than the snapshot, or torn"
+        )
+
+
+def _type_name(entry: Entry) -> str:
+    return _TYPES.get(stat.S_IFMT(entry.mode), "unknown")
+
+
+def _entry_facts(entry: Entry, snapshot: Snapshot) -> dict[str, Any]:
+    lag_ms = lag_of(entry)
+    facts = {
+        **json_name("name", entry.name),
+        "type": _type_name(entry),
+        "mode": f"{stat.S_IMODE(entry.mode):04o}",
+        "uid": entry.uid,
+        "gid": entry.gid,
+        "size_bytes": entry.total_bytes if entry.is_dir else entry.size_bytes,
+        "mtime": times.rfc3339(entry.mtime_ns),
+        "mtime_ns": entry.mtime_ns,
+        "inode": entry.ino,
+        "open_for_writing": bool(entry.flags & FLAG_OPEN_FOR_WRITING),
+        "not_held": snapshot.may_be_later(entry),
+        "not_held_until": times.rfc3339(snapshot.time_ns + lag_ms * _MS) if lag_ms is not None else None,
+        "mountpoint": bool(entry.flags & FLAG_MOUNTPOINT),
+    }
+    if entry.is_dir:
+        facts["files"] = entry.total_files
+    if entry.is_symlink:
+        facts.update(json_name("target", entry.target))
+    if stat.S_ISCHR(entry.mode) or stat.S_ISBLK(entry.mode):
+        facts["device"] = [os.major(entry.rdev), os.minor(entry.rdev)]
+    return facts
+
+
+def _print_entries(entries: list[Entry], full_path: bytes | None) -> None:
+    """Columns as in ``ls -l``; a directory's size is that of everything below it."""
+    lines = [
+        (
+            stat.filemode(entry.mode),
+            _owner("pwd", entry.uid),
+            _owner("grp", entry.gid),
+            _size(entry),
+            times.clock(entry.mtime_ns),
+            _name(entry, full_path),
+        )
+        for entry in entries
+    ]
+    # Without the names, which come last and are not padded.
+    widths = [max((len(line[column]) for line in lines), default=0) for column in range(5)]
+    for mode, user, group, size, when, name in lines:
+        out(f"{mode} {user:<{widths[1]}} {group:<{widths[2]}} {size:>{widths[3]}} {when} {name}")
+
+
+def _size(entry: Entry) -> str:
+    if stat.S_ISCHR(entry.mode) or stat.S_ISBLK(entry.mode):
+        return f"{os.major(entry.rdev)}, {os.minor(entry.rdev)}"
+    return str(entry.total_bytes if entry.is_dir else entry.size_bytes)
+
+
+def _name(entry: Entry, full_path: bytes | None) -> str:
+    text = shown(full_path if full_path is not None else entry.name)
+    if entry.is_symlink:
+        text += f" -> {shown(entry.target)}"
+    if entry.flags & FLAG_OPEN_FOR_WRITING:
+        text += "  [open for writing]"
+    lag_ms = lag_of(entry)
+    if lag_ms is not None:
+        text += f"  [not held: up to {_lag(lag_ms)} later than the cut]"
+    if entry.flags & FLAG_MOUNTPOINT:
+        text += "  [another file system, not captured]"
+    return text
+
+
+def _lag(lag_ms: int) -> str:
+    from ciuic.units import human_duration
+
+    # Rounded up: it is an upper bound.
+    return human_duration(-(-lag_ms // 1000)) if lag_ms >= 1000 else f"{lag_ms} ms"
+
+
+def _owner(database: str, number: int) -> str:
+    """The name that this machine has for a user or group; the number where it has none."""
+    import grp
+    import pwd
+
+    try:
+        return pwd.getpwuid(number).pw_name if database == "pwd" else grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
+
+
+def _held_for(uid: int | None) -> str:
+    return "" if uid is None else f" (for user {uid}; yields to min_free)"

@@ -1,0 +1,157 @@
+"""``ciuic snapshot``: asks the daemon for a snapshot now.
+
+Guarantees: the id, alone on stdout, is printed once the instant is fixed; with ``--wait`` once the snapshot is durable, and
+exit code 8 says that it lacks roots.
+Interrupting the wait interrupts nothing else: the capture goes on in the daemon.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ciuic.cli.shared import times
+from ciuic.cli.shared.messages import complain, warn
+from ciuic.cli.shared.names import plural, shown_text
+from ciuic.cli.shared.options import FrameCommand
+from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.session import Session, current
+from ciuic.cli.shared.snapshot_options import OPTIONS
+from ciuic.errors import BY_EXIT_CODE, CiuicError, Partial
+
+if TYPE_CHECKING:
+    from ciuic.cli.shared.progress import Reporter
+    from ciuic.protocol.control_types import SnapshotState
+
+# Only for progress that somebody sees; the wait of a script ends with the commit (`await_commit`).
+_POLL_SECONDS: Final = 0.2
+
+
+def _snapshot_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    # A decorator puts its option before those that are there.
+    for option in reversed(OPTIONS):
+        if option.is_flag:
+            add = click.option(*option.names, option.field, is_flag=True, help=option.help)
+        else:
+            add = click.option(
+                *option.names, option.field, multiple=option.repeats, default=None if option.repeats else "",
+                metavar=option.metavar, help=option.help,
+            )  # fmt: skip
+        command = add(command)
+    return command
+
+
+@click.command("snapshot", cls=FrameCommand)
+@_snapshot_options
+@json_option
+def command(message: str, tags: tuple[str, ...], hold: bool, wait: bool, as_json: bool) -> None:
+    """Take a snapshot now and print its id.
+
+    Everything whose write() had returned when this command began is in it. Commands that wait for the same are answered by one
+    snapshot.
+    """
+    # Before the daemon is asked: a snapshot that is cut cannot be taken back.
+    for tag in tags:
+        check_tag(tag)
+    session = current()
+    state = session.control.take_snapshot(message=message, tags=tags, hold=hold)
+    # Asked without wait, so that the id is known, and printed should the wait be interrupted.
+    if wait:
+        state = await_commit(session, state.id)
+    if as_json:
+        import msgspec
+
+        # An older daemon does not send the field.
+        state.is_incomplete = bool(state.incomplete)
+        out_json(msgspec.to_builtins(state))
+    else:
+        out(state.id)
+        if not wait:
+            note(f"{state.id} is cut and being captured; `ciuic status` shows how far it is")
+    # After the id: a script that reads it has it, whatever the exit code is.
+    tell_if_retaken(state.id, state.time, state.retaken)
+    tell_what_is_missing(state.id, state.incomplete, state.left_out, waited=wait)
+
+
+def tell_if_retaken(snapshot_id: str, time: str, reason: str) -> None:
+    """Warn where the snapshot is of a later instant than the one at which its id was given out."""
+    if reason:
+        warn(f"{snapshot_id} was cut again, at {times.clock_of(time)}: {shown_text(reason)}")
+
+
+def tell_what_is_missing(
+    snapshot_id: str, incomplete: Sequence[str], left_out: Mapping[str, str], *, waited: bool
+) -> None:
+    """Warn of what the snapshot lacks. Raises Partial if roots are missing and the command waited for the commit."""
+    if incomplete:
+        warn_incomplete(snapshot_id, incomplete)
+    if not left_out:
+        return
+    roots = "; ".join(f"{shown_text(root)}: {shown_text(reason)}" for root, reason in left_out.items())
+    if waited:
+        raise Partial(
+            f"{snapshot_id} is committed and partial, without {roots}",
+            hint="the last snapshot that has them is kept; ciuic status says what the daemon does about it",
+        )
+    warn(f"{snapshot_id} is partial, without {roots}")
+
+
+def warn_incomplete(snapshot_id: str, lines: Sequence[str]) -> None:
+    """Warn of files that could not be read."""
+    warn(f"{snapshot_id} is incomplete: {plural(len(lines), 'file')} could not be read")
+    for line in lines[:20]:
+        complain(f"  {line}")
+
+
+def check_tag(tag: str) -> None:
+    """UsageError for a tag that lists and filters could not carry."""
+    # Blanks and commas separate tags in lists, and the bar fields of `list --machine-readable`.
+    if not tag or not tag.isprintable() or any(character in tag for character in " ,|"):
+        raise click.UsageError(f"not a tag: {tag!r} (no blanks, commas or |)")
+
+
+def await_commit(session: Session, snapshot_id: str) -> SnapshotState:
+    """Show the capture's progress until the snapshot is committed; raise what it failed with."""
+    from ciuic.cli.shared.progress import progress
+
+    try:
+        with progress(f"capture {snapshot_id}") as reporter:
+            while True:
+                # Where nobody looks at the progress, the answer comes with the commit, not with the next poll
+                # after it.
+                ask = session.control.snapshot_state if reporter.shows else session.control.wait_snapshot
+                state = ask(snapshot_id)
+                if state.state == "failed":
+                    raise failure_of(state)
+                if state.state == "committed":
+                    return state
+                _report(reporter, state)
+                time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        complain(f"{snapshot_id} is cut, and the daemon goes on capturing it")
+        raise
+
+
+def failure_of(state: SnapshotState) -> CiuicError:
+    """The error that a failed snapshot carries."""
+    kind = BY_EXIT_CODE.get(state.code, CiuicError)
+    return kind(f"{state.id} was not committed: {state.error}", hint=state.hint)
+
+
+def _report(reporter: Reporter, state: SnapshotState) -> None:
+    done = state.progress
+    # Without progress it waits for its turn.
+    if done is None and state.seconds_left is not None:
+        reporter.update(seconds_left=state.seconds_left)
+    elif done is not None:
+        reporter.update(
+            bytes_done=done.bytes_done,
+            bytes_total=done.bytes_total,
+            files_done=done.files_done,
+            files_total=done.files_total,
+            seconds_left=state.seconds_left,
+            path=done.path.encode("utf-8", "surrogateescape"),
+        )

@@ -1,0 +1,324 @@
+"""``ciuic status``: what the daemon, its roots and the store are doing, and how much work is at risk.
+
+Guarantees: with no daemon the exit code is 5, and what can be read without one (newest snapshot, store) is shown all the
+same, because that is when somebody needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ciuic.cli.shared import times
+from ciuic.cli.shared.names import plural, shown_text
+from ciuic.cli.shared.options import FrameCommand
+from ciuic.cli.shared.output import json_option, out, out_json, out_prose
+from ciuic.cli.shared.session import Session, current
+from ciuic.errors import CiuicError, NotPermitted, Unreachable
+from ciuic.units import human_duration, human_size
+
+if TYPE_CHECKING:
+    from ciuic.protocol.control_types import BesideStatus, RootStatus, SnapshotState, StatusDocument
+
+_WATCH_SECONDS: Final = 1.0
+_LABEL_WIDTH: Final = 11
+_HEARD: Final = {
+    "pressure": "whoever waits for a disk",
+    "writes": "whoever writes much",
+    "requests": "requests that wait in the overlay",
+}
+
+
+@click.command("status", cls=FrameCommand)
+@click.option("--watch", is_flag=True, help="Again every second, until interrupted.")
+@json_option
+def command(watch: bool, as_json: bool) -> None:
+    """Show daemon, roots, snapshots, store and alerts."""
+    session = current()
+    if watch:
+        _watch(session, as_json)
+        return
+    # A caller who may not ask the daemon may still be allowed to read the repository. The error decides the
+    # exit code.
+    try:
+        document = session.control.status()
+    except (Unreachable, NotPermitted) as error:
+        _without_daemon(session, error, as_json)
+        raise
+    _show(session, document, as_json)
+
+
+def _show(session: Session, document: StatusDocument, as_json: bool) -> None:
+    if as_json:
+        import msgspec
+
+        out_json(msgspec.to_builtins(document))
+    else:
+        _print(document)
+
+
+def _watch(session: Session, as_json: bool) -> None:
+    """Show the status again and again: redrawn on a terminal, JSON lines with --json. A daemon that restarts is waited for."""
+    import json
+
+    import msgspec
+
+    while not session.stdout_gone:
+        # Other errors end it: a daemon that is restarted comes back, a missing permission does not.
+        try:
+            document = session.control.status()
+        except Unreachable as error:
+            if as_json:
+                out(json.dumps({"error": error.message, "hint": error.hint, "code": error.exit_code}))
+            else:
+                _clear()
+                out(f"{times.clock(time.time_ns())}  {error.message}")
+        else:
+            if as_json:
+                out(json.dumps(msgspec.to_builtins(document)))
+            else:
+                _clear()
+                _print(document)
+        sys.stdout.flush()
+        # What fails from here on must not follow the lines as one more document.
+        session.printed_json = True
+        time.sleep(_WATCH_SECONDS)
+
+
+def _clear() -> None:
+    # Into a file or pipe one status follows the other.
+    if sys.stdout.isatty():
+        click.clear()
+
+
+def _say(text: str, **style: Any) -> None:
+    out_prose(text, _LABEL_WIDTH, **style)
+
+
+def _print(status: StatusDocument) -> None:
+    _say(
+        f"daemon     {'stopping' if status.stopping else 'running'}, version {status.version}, pid {status.pid}, "
+        f"since {times.clock_of(status.since)}"
+    )
+    _print_snapshots(status)
+    store = status.repository
+    if store.exists:
+        _say(
+            f"store      {shown_text(store.path)}: {human_size(store.size_bytes)} in {plural(store.snapshots, 'snapshot')}, "
+            f"{human_size(store.free_bytes)} of {human_size(store.total_bytes)} free"
+        )
+        if store.reserve_bytes:
+            _say(
+                f"           captures leave {human_size(store.reserve_bytes)} of it free for others "
+                f"({shown_text(store.reserve_reason)})"
+            )
+    elif store.missing:
+        _say(f"store      {shown_text(store.missing)}", fg="red")
+        if store.missing_hint:
+            _say(f"           {shown_text(store.missing_hint)}")
+    else:
+        _say(f"store      {shown_text(store.path) or 'none'}: not made yet")
+    _say(f"beside     {_beside_line(status.beside)}")
+    if status.roots:
+        out()
+        _print_roots(status)
+    else:
+        _say("roots      none; protect a directory with: ciuic protect PATH")
+    for capture in status.captures:
+        _say(_capture_line(capture))
+    if status.trainers or status.incidents:
+        from ciuic.cli.shared.trainer_lines import print_trainers
+
+        print_trainers(status)
+    _print_alerts(status)
+
+
+def _print_snapshots(status: StatusDocument) -> None:
+    if status.repository.missing:
+        _say("snapshots  none can be read or taken: the repository is gone", fg="red")
+    elif status.last_snapshot is None:
+        _say("snapshots  none yet: everything is at risk", fg="yellow")
+    else:
+        last = status.last_snapshot
+        _say(
+            f"snapshots  last {last.id}{' (partial)' if last.partial else ''} at {times.clock_of(last.time)}, "
+            f"{human_size(last.new_bytes)} new; "
+            f"work at risk: {_risk(status.seconds_since_last)}"
+        )
+    if status.next_snapshot:
+        _say(f"           next at {times.clock_of(status.next_snapshot)}")
+
+
+def _risk(seconds_since_last: float | None) -> str:
+    if seconds_since_last is None:
+        return "all of a root that has no snapshot yet"
+    return f"{human_duration(seconds_since_last)} since last snapshot"
+
+
+def _next(root: RootStatus) -> str:
+    """A time of today alone, as a rule: the column is narrow."""
+    return times.clock_of(root.next_snapshot).partition(" ")[2] if root.next_snapshot else "-"
+
+
+def _print_roots(status: StatusDocument) -> None:
+    from ciuic.cli.shared.tables import Cell, Column, show_table
+
+    columns = [
+        Column("ROOT", shrink=True),
+        Column("DRIVER"),
+        Column("STATE"),
+        Column("AT RISK", right=True),
+        Column("NEXT"),
+        Column("DIRTY", right=True),
+        Column("UNDO", right=True),
+        Column("OPEN", right=True),
+        Column("PENDING", right=True),
+        Column("TRACKING"),
+    ]
+    rows = [
+        (
+            shown_text(root.path),
+            f"{root.driver}, passthrough" if root.passthrough else root.driver,
+            Cell(root.state, "green" if root.state == "mounted" else "yellow"),
+            human_duration(root.seconds_since_last)
+            if root.seconds_since_last is not None
+            else Cell("all", "yellow"),
+            _next(root),
+            human_size(root.dirty_bytes),
+            human_size(root.undo_bytes),
+            str(root.open_files),
+            str(len(root.pending)),
+            "yes" if root.tracking else "no: next capture compares the whole tree",
+        )
+        for root in status.roots
+    ]
+    show_table(columns, rows)
+    # An alert names them already: each thing is said once.
+    alerted = {alert.root for alert in status.alerts if alert.key.startswith("bypass")}
+    for root in status.roots:
+        if root.driver_why and not root.passthrough:
+            _say(f"{shown_text(root.path)}: driver {root.driver}: {shown_text(root.driver_why)}")
+        if root.driver_why and not root.filtered:
+            _say(
+                f"{shown_text(root.path)}: system calls of the worker are not filtered; ciuic doctor says why"
+            )
+        if root.error:
+            _say(f"{shown_text(root.path)}: {shown_text(root.error)}", fg="red")
+        for process in root.bypassing if root.path not in alerted else ():
+            _say(
+                f"{shown_text(root.path)}: process {process.pid} ({shown_text(process.command)}) goes round the "
+                f"overlay with {plural(len(process.paths), 'file')} open; restart it to have its changes tracked",
+                fg="yellow",
+            )
+
+
+def _beside_line(beside: BesideStatus) -> str:
+    """Return the line about how captures and upkeep make way for the job."""
+    place = (
+        f"nice 19 at most, I/O class {beside.io_priority or 'none'}, {beside.slice or 'no slice of systemd'}"
+    )
+    if beside.min_share >= 1:
+        return f"{place}; making way for nobody"
+    heard = [words for key, words in _HEARD.items() if key in beside.hears]
+    if not heard:
+        return f"{place}; nothing to be heard of others here, so making way for nobody"
+    text = f"{place}; making way for {', '.join(heard)}; {beside.min_share * 100:.2g}% of the time at least"
+    # A daemon of an earlier version sends none.
+    if beside.finish_within_seconds:
+        text += f", all of it {human_duration(beside.finish_within_seconds)} after a cut"
+    return text
+
+
+def _capture_line(capture: SnapshotState) -> str:
+    text = f"capture    {capture.id} {capture.state}"
+    if capture.state == "failed":
+        return f"{text}: {shown_text(capture.error)}"
+    done = capture.progress
+    if done is not None and done.bytes_total:
+        text += f", {done.bytes_done / done.bytes_total:.0%} of {human_size(done.bytes_total)}"
+    if capture.seconds_left is not None:
+        text += f", done in about {human_duration(capture.seconds_left)}"
+    elif done is not None and done.files_done:
+        text += f", {plural(done.files_done, 'name')} so far (how many there are is not known)"
+    if done is not None and done.share < 1:
+        text += (
+            f", slowed down to {done.share * 100:.2g}% of its time: others wait for the disk {done.others_waiting:.0%} "
+            f"of theirs and write {human_size(round(done.others_writing))}/s (made way for "
+            f"{human_duration(done.paused_seconds)} so far)"
+        )
+    return text
+
+
+def _print_alerts(status: StatusDocument) -> None:
+    for alert in status.alerts:
+        colour = "red" if alert.severity == "problem" else "yellow"
+        _say(
+            f"{alert.severity:<10} {shown_text(alert.message)} (since {times.clock_of(alert.since)})",
+            fg=colour,
+        )
+        if alert.hint:
+            _say(f"           {alert.hint}")
+
+
+def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
+    """Show what is known without a daemon. An unreadable repository must not hide the first error."""
+    try:
+        facts = _store_facts(session)
+    except (CiuicError, OSError):
+        facts = {}
+    if as_json:
+        out_json(
+            {"error": error.message, "hint": error.hint, "code": error.exit_code, "daemon": None, **facts}
+        )
+    elif facts:
+        last = facts["last_snapshot"]
+        if last is None:
+            _say(f"store      {shown_text(facts['repository']['path'])}: no snapshots yet")
+        else:
+            age = human_duration(facts["seconds_since_last"])
+            _say(f"snapshots  last {last['id']} at {times.clock_of(last['time'])}; work at risk: {age}")
+            for root in facts["roots"]:
+                _say(
+                    f"root       {shown_text(root['path'])}: work at risk: {_risk(root['seconds_since_last'])}"
+                )
+            _say(
+                f"store      {shown_text(facts['repository']['path'])}: "
+                f"{human_size(facts['repository']['free_bytes'])} free"
+            )
+
+
+def _store_facts(session: Session) -> dict[str, Any]:
+    from ciuic.cli.commands.list import as_document
+
+    # A safety snapshot has what a restore replaced, and is no answer to what is at risk.
+    last = next(iter(session.repository.snapshots.list(limit=1, safety=False)), None)
+    # f_bavail as in df(1) and in the daemon's document, and not what root alone may use.
+    space = os.statvfs(session.repository_dir)
+    return {
+        "last_snapshot": None if last is None else as_document(last),
+        "seconds_since_last": None if last is None else (session.now_ns - last.time_ns) / times.NS,
+        "roots": _roots_facts(session),
+        "repository": {
+            "path": str(session.repository_dir),
+            "free_bytes": space.f_bavail * space.f_frsize,
+            "total_bytes": space.f_blocks * space.f_frsize,
+        },
+    }
+
+
+def _roots_facts(session: Session) -> list[dict[str, Any]]:
+    """The age of each configured root's newest snapshot; none where the configuration cannot be read."""
+    try:
+        paths = [root.path for root in session.config.roots]
+    except CiuicError:
+        return []
+    found = []
+    for path in paths:
+        newest = session.repository.snapshots.latest(os.fsencode(path))
+        age = None if newest is None else (session.now_ns - newest.time_ns) / times.NS
+        found.append({"path": str(path), "seconds_since_last": age})
+    return found

@@ -1,0 +1,4 @@
+"""The checks of `ciuic doctor`.
+
+The package may import `shared`.
+"""

@@ -1,0 +1,93 @@
+"""Candidates of shell completion: snapshot ids, and paths inside a snapshot.
+
+Guarantees: a completion prints nothing but candidates and never fails: where the repository cannot be read there simply
+are none. Candidates for ids carry time and size as their description.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import click
+from click.shell_completion import CompletionItem
+
+from ciuic.cli.shared import times
+from ciuic.cli.shared.session import Session
+from ciuic.errors import CiuicError
+
+# Nobody reads more, and a directory of a snapshot may have a million names.
+_MAX_CANDIDATES: Final = 500
+
+
+def _session(ctx: click.Context) -> Session:
+    """Return the session with the global options of the words typed so far; click runs their callbacks while completing."""
+    session = ctx.find_object(Session) or Session()
+    # Warnings would stand in the middle of the line that is being typed.
+    session.verbosity = -1
+    return session
+
+
+def complete_snapshot(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+    """Return snapshot ids, newest first, and ``latest``."""
+    from ciuic.units import human_size
+
+    session = _session(ctx)
+    try:
+        infos = session.repository.snapshots.list()
+    except (CiuicError, OSError):
+        return []
+    finally:
+        session.close()
+    # A prefix is accepted without cs- as well.
+    wanted = incomplete if incomplete.startswith("cs-") or not incomplete else "cs-" + incomplete
+    items = [
+        CompletionItem(
+            str(info.id),
+            help=" ".join([times.clock(info.time_ns), human_size(info.size_bytes), *info.tags]),
+        )
+        for info in infos
+        if info.id.startswith(wanted)
+    ]
+    if infos and "latest".startswith(incomplete):
+        items.append(CompletionItem("latest", help=f"now {infos[0].id}"))
+    return items[:_MAX_CANDIDATES]
+
+
+def complete_snapshot_path(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+    """Return directories (ending in /) and files of the snapshot that the command line names, or of the newest one."""
+    session = _session(ctx)
+    try:
+        return _paths_in(session, _named_snapshot(ctx), os.fsencode(incomplete))
+    except (CiuicError, OSError):
+        return []
+    finally:
+        session.close()
+
+
+def _named_snapshot(ctx: click.Context) -> str:
+    # The parameter of restore, and that of show and diff.
+    for key in ("snapshot", "snapshot_id"):
+        value = ctx.params.get(key)
+        if value:
+            return str(value)
+    return "latest"
+
+
+def _paths_in(session: Session, snapshot: str, incomplete: bytes) -> list[CompletionItem]:
+    from ciuic.cli.shared.contents import children_of
+
+    repository = session.repository
+    loaded = repository.snapshots.load(repository.snapshots.resolve(snapshot))
+    roots = [root.path for root in loaded.roots]
+    parent = incomplete[: incomplete.rfind(b"/") + 1]
+    # Above the roots there is nothing in the snapshot: offer the roots themselves.
+    found = [root + b"/" for root in roots if root.startswith(incomplete)]
+    if not found and parent:
+        for entry in children_of(repository, loaded, parent.rstrip(b"/") or b"/"):
+            path = parent + entry.name
+            if path.startswith(incomplete):
+                found.append(path + b"/" if entry.is_dir else path)
+            if len(found) >= _MAX_CANDIDATES:
+                break
+    return [CompletionItem(os.fsdecode(path)) for path in found]

@@ -1,0 +1,227 @@
+"""Options and argument types that commands share.
+
+Guarantees: the global options may stand before the command or after it; ``ID`` accepts every form of docs/cli.md and
+completes; paths arrive as bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from ciuic.cli.shared.names import absolute
+from ciuic.cli.shared.output import out
+from ciuic.cli.shared.session import Session
+
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:  # not generic before click 8.2
+    _ParamType = click.ParamType
+
+
+def _remember(field: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    """A callback that keeps a path option in the session, made absolute, if it was given here."""
+
+    def keep(context: click.Context, _: click.Parameter, value: Any) -> None:
+        session = context.find_object(Session)
+        # The option stands in two places, and its callback runs for both: what was not given here must not
+        # take back what was given there.
+        if value is not None and session is not None:
+            setattr(session, field, Path(os.path.abspath(value)))
+
+    return keep
+
+
+def _trusting(context: click.Context, _: click.Parameter, trusted: bool) -> None:
+    session = context.find_object(Session)
+    if trusted and session is not None:
+        session.trust_option = True
+
+
+def _louder(context: click.Context, _: click.Parameter, count: int) -> None:
+    session = context.find_object(Session)
+    if count and session is not None:
+        session.verbosity = count
+
+
+def _quieter(context: click.Context, _: click.Parameter, quiet: bool) -> None:
+    session = context.find_object(Session)
+    if quiet and session is not None:
+        session.verbosity = -1
+
+
+def _global_params(*, hidden: bool) -> list[click.Option]:
+    """Fresh parameters each time: click keeps them per command. The environment is read by the session."""
+    path = click.Path(path_type=Path)
+    return [
+        click.Option(
+            ["--config"],
+            type=path,
+            expose_value=False,
+            hidden=hidden,
+            metavar="FILE",
+            callback=_remember("config_option"),
+            help="Configuration file (CIUIC_CONFIG).",
+        ),
+        click.Option(
+            ["--repo"],
+            type=path,
+            expose_value=False,
+            hidden=hidden,
+            metavar="DIR",
+            callback=_remember("repo_option"),
+            help="Repository; needs no configuration file (CIUIC_REPO).",
+        ),
+        click.Option(
+            ["--trust-repository"],
+            is_flag=True,
+            expose_value=False,
+            hidden=hidden,
+            callback=_trusting,
+            help="Write into the repository although another user owns it.",
+        ),
+        click.Option(
+            ["-v", "--verbose"],
+            count=True,
+            expose_value=False,
+            hidden=hidden,
+            callback=_louder,
+            help="Say more; twice: with tracebacks.",
+        ),
+        click.Option(
+            ["-q", "--quiet"],
+            is_flag=True,
+            expose_value=False,
+            hidden=hidden,
+            callback=_quieter,
+            help="Say only what is asked for, and what went wrong.",
+        ),
+    ]
+
+
+def global_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """--config, --repo, --trust-repository, -v, -q for the group."""
+    params: list[click.Parameter] = getattr(function, "__click_params__", [])
+    # click reverses the list, because decorators are applied from the last to the first.
+    function.__click_params__ = [*params, *reversed(_global_params(hidden=False))]  # type: ignore[attr-defined]
+    return function
+
+
+class PrintsHelp(click.Command):
+    """A command or group whose help is printed like a result.
+
+    Of an error in writing it, click would make exit code 1 for a reader that has left, and a traceback for a full disk.
+    """
+
+    def get_help_option(self, ctx: click.Context) -> click.Option | None:
+        """Return the option of click with a callback of our own."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.callback = _print_help
+        return option
+
+
+def _print_help(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        out(context.get_help())
+        context.exit()
+
+
+def version_option(version: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """-V, --version, printed like a result."""
+
+    def show(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+        if wanted and not context.resilient_parsing:
+            out(f"{context.find_root().info_name} {version}")
+            context.exit()
+
+    return click.option(
+        "-V",
+        "--version",
+        is_flag=True,
+        expose_value=False,
+        is_eager=True,
+        callback=show,
+        help="Show the version and exit.",
+    )
+
+
+class FrameGroup(PrintsHelp, click.Group):
+    """A group of commands within the program."""
+
+
+class FrameCommand(PrintsHelp):
+    """A command that takes the global options after its name, too: people type them where they think of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.extend(_global_params(hidden=True))
+
+
+class SnapshotText(_ParamType):
+    """A snapshot id in any of its forms, as text; the repository resolves it. Completes from the repository."""
+
+    name = "ID"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the candidates for the word that is being typed."""
+        from ciuic.cli.shared.candidates import complete_snapshot
+
+        return complete_snapshot(ctx, incomplete)
+
+
+class SnapshotPath(_ParamType):
+    """A path as it was at a snapshot: absolute bytes, not looked up here. Completes from the snapshot."""
+
+    name = "PATH"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
+        """Return the path as bytes."""
+        return _as_path(self, value, param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the candidates for the word that is being typed."""
+        from ciuic.cli.shared.candidates import complete_snapshot_path
+
+        return complete_snapshot_path(ctx, incomplete)
+
+
+class HostPath(_ParamType):
+    """A path on this machine: absolute bytes, not looked up here. The shell completes it."""
+
+    name = "PATH"
+
+    def __init__(self, *, directory: bool = False) -> None:
+        self._kind = "dir" if directory else "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
+        """Return the path as bytes."""
+        return _as_path(self, value, param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the candidates for the word that is being typed."""
+        return [CompletionItem(incomplete, type=self._kind)]
+
+
+def _as_path(kind: _ParamType, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bytes:
+    path = os.fsencode(value)
+    if not path:
+        kind.fail("an empty path", param, ctx)
+    return absolute(path)
+
+
+ID = SnapshotText()
+SNAPSHOT_PATH = SnapshotPath()
+DIRECTORY = HostPath(directory=True)
+HOST_PATH = HostPath()

@@ -1,0 +1,192 @@
+"""Installation below systemd: unit files in one directory, and calls of systemctl.
+
+Guarantees: unit files are replaced atomically; only files that this module writes are removed. Everything outside
+(directories, the systemctl program) comes in as an argument.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ciuic.cli.shared.shipped import shipped_text
+from ciuic.errors import CiuicError, NotPermitted
+from ciuic.system.child_process import find_program, program_environment
+
+UNITS: Final = (
+    "ciuic.service",
+    "ciuic-workers.service",
+    "ciuic-workers.socket",
+    "ciuic-capture.slice",
+    "ciuic-scrub.service",
+    "ciuic-scrub.timer",
+)
+# These two start the others: ciuic.service requires the socket, which starts the workers, and the timer the
+# scrub.
+_ENABLED: Final = ("ciuic.service", "ciuic-scrub.timer")
+# Drop-ins, because the units themselves are replaced by each installation. Both services read the same file.
+_DROP_INS: Final = ("ciuic.service.d/config.conf", "ciuic-scrub.service.d/config.conf")
+
+
+@dataclass(frozen=True)
+class Systemd:
+    """Systemd of this machine."""
+
+    unit_dir: Path = Path("/etc/systemd/system")
+    running_mark: Path = Path("/run/systemd/system")
+    """The directory whose presence means that systemd is the running init (sd_booted(3))."""
+    systemctl: str = "systemctl"
+
+    @property
+    def runs(self) -> bool:
+        """Return True if systemd runs this machine."""
+        # Both, because an image may have the program without systemd running in its container.
+        return self.running_mark.is_dir() and shutil.which(find_program(self.systemctl)) is not None
+
+    def require(self) -> None:
+        """Raise CiuicError unless systemd runs this machine."""
+        if not self.runs:
+            raise CiuicError(
+                "systemd does not run this machine, so there is no service to manage",
+                hint="run `ciuic daemon` under whatever does; it stays in the foreground and ends on SIGTERM",
+            )
+
+    def install(self, program: Path, *, config: Path | None, start: bool) -> list[Path]:
+        """Write the units for ``program``, enable them and (re)start the service. Returns the files written."""
+        written = []
+        for name in UNITS:
+            text = for_program(unit_text(name), program)
+            self._replace(self.unit_dir / name, text)
+            written.append(self.unit_dir / name)
+        for drop_in in (self.unit_dir / name for name in _DROP_INS):
+            if config is not None:
+                self._replace(drop_in, f"[Service]\nEnvironment={_quoted(f'CIUIC_CONFIG={config}')}\n")
+                written.append(drop_in)
+            # Installed again without --config: the service must not go on with the file of an earlier
+            # installation.
+            elif drop_in.exists():
+                drop_in.unlink()
+        # systemd keeps the units that it has read until then.
+        self.call("daemon-reload")
+        self.call("enable", *_ENABLED)
+        if start:
+            # restart, and not start: a service that runs must take over a new version. Workers and mounts
+            # stay as they are.
+            self.call("restart", *_ENABLED)
+        return written
+
+    def uninstall(self) -> list[Path]:
+        """Stop and disable the service and remove the units. Returns the files removed."""
+        present = [path for path in (self.unit_dir / name for name in (*UNITS, *_DROP_INS)) if path.exists()]
+        if not present:
+            return []
+        self.call("disable", "--now", *(name for name in _ENABLED if self.unit_dir / name in present))
+        # Started by ciuic.service, and left by it to the next start.
+        if self.unit_dir / "ciuic-workers.socket" in present:
+            self.call("stop", "ciuic-workers.socket")
+        for path in present:
+            self._unlink(path)
+        for name in _DROP_INS:
+            drop_in_dir = (self.unit_dir / name).parent
+            # It may have drop-ins of the operator's.
+            if drop_in_dir.is_dir() and not any(drop_in_dir.iterdir()):
+                drop_in_dir.rmdir()
+        self.call("daemon-reload")
+        return present
+
+    def facts(self) -> dict[str, Any]:
+        """Return whether the unit is installed, and what systemctl reports of it."""
+        installed = (self.unit_dir / "ciuic.service").exists()
+        shown: dict[str, str] = {}
+        if installed:
+            wanted = "ActiveState,SubState,UnitFileState,MainPID,StatusText"
+            # `show` has a stable format of key=value, and exits with 0 for a unit that has failed; `status`
+            # has neither.
+            text = self.call("show", "ciuic.service", f"--property={wanted}")
+            shown = dict(line.partition("=")[::2] for line in text.splitlines())
+        return {
+            "installed": installed,
+            "active": shown.get("ActiveState", "inactive"),
+            "enabled": shown.get("UnitFileState", "disabled") or "disabled",
+            "pid": int(shown.get("MainPID", "0") or 0) or None,
+            "text": shown.get("StatusText", ""),
+        }
+
+    def call(self, *arguments: str) -> str:
+        """Run systemctl; its stderr becomes the error's message."""
+        result = subprocess.run(
+            [find_program(self.systemctl), *arguments],
+            env=program_environment(),
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        if result.returncode != 0:
+            said = result.stderr.strip() or result.stdout.strip() or f"exit status {result.returncode}"
+            raise CiuicError(f"systemctl {arguments[0]} failed: {said}", hint="see: journalctl -xeu ciuic")
+        return result.stdout
+
+    def _replace(self, path: Path, text: str) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # In the same directory, because rename(2) works within one file system. The leading dot, and a
+            # name that is no unit's, keep systemd from reading half a file.
+            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        except PermissionError as error:
+            raise NotPermitted(f"{path} may not be written", hint="run it as root") from error
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            # mkstemp makes it 0600. Unit files are readable by everybody; they have no secrets.
+            os.fchmod(stream.fileno(), 0o644)
+        os.replace(temporary, path)
+
+    def _unlink(self, path: Path) -> None:
+        try:
+            path.unlink()
+        except PermissionError as error:
+            raise NotPermitted(f"{path} may not be removed", hint="run it as root") from error
+
+
+def unit_text(name: str) -> str:
+    """Return the text of a unit file as shipped."""
+    return shipped_text("systemd", name)
+
+
+def for_program(text: str, program: Path) -> str:
+    """Return the unit with ``program`` in each ``Exec…=`` line that names a ``ciuic``."""
+    lines = []
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        words = value.split()
+        # ExecStart= and others; programs that are not ours, such as kill in ExecReload=, stay as they are.
+        if key.startswith("Exec") and words and os.path.basename(words[0]) == "ciuic":
+            line = key + equals + " ".join([_quoted(str(program)), *words[1:]])
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def this_program() -> Path:
+    """Return the absolute path of the running installed command, or of ``ciuic`` beside its interpreter."""
+    # `python -m ciuic` has no path that a unit could run; the interpreter's directory has the installed
+    # command then.
+    for candidate in (Path(sys.argv[0]), Path(sys.executable).with_name("ciuic")):
+        found = shutil.which(candidate) if candidate.name in ("ciuic", "ciuric") else None
+        if found:
+            return Path(os.path.abspath(found)).with_name("ciuic")
+    raise CiuicError(
+        "the installed `ciuic` command is not to be found", hint="install the package: pip install ciuic"
+    )
+
+
+def _quoted(text: str) -> str:
+    """Quote one word of a unit file, in which percent and backslash have a meaning."""
+    text = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{text}"' if any(character.isspace() for character in text) else text

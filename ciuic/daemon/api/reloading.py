@@ -1,0 +1,106 @@
+"""Reload: take up a changed configuration, for SIGHUP and for POST /v1/reload.
+
+Guarantees: a configuration that is not valid changes nothing; a root that is gone from it is unmounted before
+the call returns. `apply_configuration` waits for no mount, so that a signal after SIGHUP is not delayed by a
+root that hangs; `await_mounted` does.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple, Protocol
+
+import structlog
+import trio
+
+from ciuic.daemon.base.accounts import Accounts
+from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.first_snapshots import FirstSnapshots
+from ciuic.daemon.roots.priority_control import PriorityControl
+from ciuic.daemon.roots.supervisor import RootSupervisor
+from ciuic.daemon.served_roots import ServedRoots
+from ciuic.daemon.snapshots.schedule import Schedule
+from ciuic.protocol.control_types import ReloadReport, RootChange
+
+# Settings that change at a restart only, because workers and commands find the daemon by them, and their
+# configuration keys.
+_AT_RESTART: Final = {"socket": "control.socket", "runtime_dir": "daemon.runtime_dir"}
+log = structlog.get_logger(__name__)
+
+
+class Reloadable(Protocol):
+    """The parts of the daemon that a changed configuration reaches."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def roots(self) -> ServedRoots: ...
+    @property
+    def first_snapshots(self) -> FirstSnapshots: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def priorities(self) -> PriorityControl: ...
+    @property
+    def accounts(self) -> Accounts: ...
+    def refuse_when_stopping(self) -> None: ...
+    def read_settings(self) -> Settings: ...
+    def take_over(self, settings: Settings) -> None: ...
+
+
+class AppliedConfiguration(NamedTuple):
+    """Outcome of a reload; the roots in `started` may not be mounted yet."""
+
+    report: ReloadReport
+    started: list[RootSupervisor]
+
+
+async def apply_configuration(daemon: Reloadable) -> AppliedConfiguration:
+    """Read the configuration again and apply it.
+
+    Raises:
+        ConfigError: the configuration is not valid; nothing was changed.
+        Unreachable: the daemon is stopping.
+    """
+    daemon.refuse_when_stopping()
+    before = daemon.settings
+    wanted = await trio.to_thread.run_sync(daemon.read_settings)
+    daemon.take_over(wanted)
+    report = ReloadReport(config_path=wanted.config_path, at_restart=_at_restart(before, wanted))
+    # A list of its own: `remove` changes the dictionary.
+    for path in [path for path in daemon.roots.supervisors if daemon.settings.root(path) is None]:
+        await daemon.roots.remove(path)
+        report.changes.append(RootChange(path=path, change="removed", state="unmounted"))
+    known = set(daemon.roots.supervisors)
+    supervisors = [daemon.roots.change_or_start(root) for root in daemon.settings.roots]
+    for supervisor in supervisors:
+        if supervisor.path not in known:
+            daemon.first_snapshots.wanted(supervisor.path)
+    # After the roots: the first one decides where the repository is, and mounted ones know where it was.
+    await daemon.roots.prepare_store()
+    if before.interval_seconds != daemon.settings.interval_seconds:
+        daemon.schedule.change_interval(daemon.settings.interval_seconds)
+    daemon.priorities.wake()  # the running capture goes on under the new deadline and share
+    # At once, because the next regular look-up may be a minute away.
+    await daemon.accounts.refresh()
+    log.info("configuration_reloaded", file=daemon.settings.config_path)
+    return AppliedConfiguration(
+        report, [supervisor for supervisor in supervisors if supervisor.path not in known]
+    )
+
+
+async def await_mounted(applied: AppliedConfiguration) -> ReloadReport:
+    """Wait until every added root is mounted or its first attempt has failed, and report how each ended."""
+    report, started = applied
+    for supervisor in started:
+        await supervisor.settled()
+        await supervisor.not_in_transition()
+        report.changes.append(
+            RootChange(
+                path=supervisor.path, change="added", state=supervisor.state, error=supervisor.error or ""
+            )
+        )
+    return report
+
+
+def _at_restart(before: Settings, wanted: Settings) -> list[str]:
+    return [key for field, key in _AT_RESTART.items() if getattr(before, field) != getattr(wanted, field)]

@@ -1,0 +1,319 @@
+"""Alert hook: run `alert.command` for each alert and each incident of a trainer.
+
+The command is run without a shell, one at a time, as the configured user, with a JSON document on its
+standard input and the most important fields in its environment. Guarantees: nothing waits for it; it and the
+processes that it has started are killed when it exceeds its time limit; its output and its failure are in the
+log. An event that repeats is told three times, then every ten minutes, with the number of events that were
+left out.
+
+Under systemd it is run as a service of its own (systemd-run), because the daemon and its children may not
+open network connections. Leaves starting the command to alert_command.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import structlog
+import trio
+
+from ciuic.config import AlertConfig
+from ciuic.daemon.base.alert_command import Prepared, prepare, remove_left_over
+from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
+from ciuic.daemon.base.events import EventBus
+from ciuic.errors import NotPermitted
+from ciuic.protocol.control_types import Event
+from ciuic.protocol.plain_names import escaped, one_line, trainer_key
+
+# An event that repeats is told three times at once, and then every ten minutes.
+BURST: Final = 3
+PAUSE_SECONDS: Final = 600.0
+# Burst of all trainers of one user: each name has a burst of its own, and a user may register many names.
+BURST_OF_A_USER: Final = 30
+# Notices that wait while a slow command runs; further ones are logged and dropped.
+MAX_WAITING_NOTICES: Final = 64
+# Output of the command that is logged; the rest is read and discarded, so that the command never blocks on a
+# full pipe.
+MAX_OUTPUT_BYTES: Final = 4096
+# Time between SIGTERM and SIGKILL.
+_KILL_SECONDS: Final = 2.0
+# Time for the pipe to be read after the command has ended, in case a child of it holds the pipe open.
+_LAST_WORDS_SECONDS: Final = 0.1
+_OF_TRAINERS: Final = "trainer:"
+log = structlog.get_logger(__name__)
+
+
+class AlertNotice(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Document that the command reads."""
+
+    event: str
+    """Kind: alert_raised, alert_cleared, trainer_died, trainer_failed, trainer_hung, trainer_lost or
+    trainer_recovered."""
+    time: str
+    host: str
+    key: str
+    severity: str
+    message: str
+    hint: str = ""
+    root: str = ""
+    trainer: dict[str, Any] | None = None
+    snapshot: str = ""
+    no_snapshot: str = ""
+    left_out: int = 0
+    """Events of the same key that were not told since the last one that was."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables for programs that do not read JSON.
+
+        One line each; the trainer's name is escaped for display.
+        """
+        trainer = self.trainer or {}
+        found = {
+            "CIUIC_EVENT": self.event,
+            "CIUIC_KEY": self.key,
+            "CIUIC_SEVERITY": self.severity,
+            "CIUIC_MESSAGE": self.message,
+            "CIUIC_HOST": self.host,
+            "CIUIC_TIME": self.time,
+            "CIUIC_SNAPSHOT": self.snapshot,
+            "CIUIC_TRAINER": escaped(str(trainer.get("name", ""))),
+            "CIUIC_PID": str(trainer.get("pid", "")),
+        }
+        return {name: one_line(value) for name, value in found.items()}
+
+
+def notice_of(event: Event, host: str) -> AlertNotice | None:
+    """Return the notice for an event; None for an event that is no alert and no incident."""
+    if event.incident is not None:
+        incident = event.incident
+        return AlertNotice(
+            event=event.kind,
+            time=incident.time,
+            host=host,
+            key=trainer_key(incident.trainer.name, incident.trainer.where),
+            severity={"recovered": "info", "lost": "warning"}.get(incident.kind, "problem"),
+            message=event.detail,
+            trainer=msgspec.to_builtins(incident.trainer),
+            snapshot=incident.snapshot,
+            no_snapshot=incident.no_snapshot,
+        )
+    # An alert about a trainer repeats what its incident says.
+    if event.alert is None or event.alert.key.startswith(_OF_TRAINERS):
+        return None
+    alert = event.alert
+    return AlertNotice(
+        event=event.kind,
+        time=event.time,
+        host=host,
+        key=alert.key,
+        severity=alert.severity,
+        message=alert.message,
+        hint=alert.hint,
+        root=alert.root,
+    )
+
+
+class Pacing:
+    """Rate limit for each key: a burst at first, then one for each pause."""
+
+    def __init__(
+        self, now: Callable[[], float], *, burst: int = BURST, pause_seconds: float = PAUSE_SECONDS
+    ) -> None:
+        self._now = now
+        self._burst, self._pause_seconds = burst, pause_seconds
+        # Tokens that are left, time of that count, and number of events left out since, by key.
+        self._left: dict[str, tuple[float, float, int]] = {}
+
+    def left_out(self, key: str) -> int | None:
+        """Count an event, and return how many were left out before it; None: this one is left out as well."""
+        now = self._now()
+        # A key whose burst is whole again, with nothing left out, says no more than an unknown one. Users
+        # choose the keys, so the table must not keep them.
+        for known, (left, since, count) in list(self._left.items()):
+            if left + (now - since) / self._pause_seconds >= self._burst and not count:
+                del self._left[known]
+        left, since, count = self._left.get(key, (float(self._burst), now, 0))
+        left = min(self._burst, left + (now - since) / self._pause_seconds)
+        if left < 1:
+            self._left[key] = (left, now, count + 1)
+            return None
+        self._left[key] = (left - 1, now, 0)
+        return count
+
+
+class AlertHook:
+    """Queue of notices and their delivery. `follow` and `run` are its tasks."""
+
+    def __init__(
+        self,
+        settings: Callable[[], AlertConfig],
+        host: str,
+        environment: Mapping[str, str],
+        *,
+        service_directory: Path | None = None,
+        on_refusal: Callable[[NotPermitted | None], None] = lambda _: None,
+    ) -> None:
+        """Prepare to run the command.
+
+        Args:
+            settings: returns the configuration of the command.
+            host: name of this host, for the notices.
+            environment: the daemon's environment, for LANG.
+            service_directory: root's own directory, where systemd-run is known to work; None elsewhere.
+            on_refusal: called with the reason for which the command is not run, and with None when it is.
+        """
+        self._settings = settings
+        self._host = host
+        self._environment = environment
+        self._service_directory = service_directory
+        self._on_refusal = on_refusal
+        self._send, self._receive = trio.open_memory_channel[AlertNotice](MAX_WAITING_NOTICES)
+
+    async def follow(self, events: EventBus) -> None:
+        """Queue notices of events, until the bus is closed."""
+        pacing = Pacing(trio.current_time)
+        of_users = Pacing(
+            trio.current_time, burst=BURST_OF_A_USER, pause_seconds=PAUSE_SECONDS / BURST_OF_A_USER
+        )
+        with events.subscribe() as subscription:
+            async for event in subscription.events():
+                notice = notice_of(event, self._host) if self._settings().command else None
+                if notice is None:
+                    continue
+                left_out = pacing.left_out(f"{notice.event} {notice.key}")
+                user = str((notice.trainer or {}).get("user", ""))
+                if left_out is None or (user and of_users.left_out(user) is None):
+                    log.info("alert_not_told_again", key=notice.key, kind=notice.event)
+                    continue
+                notice.left_out = left_out
+                try:
+                    self._send.send_nowait(notice)
+                except trio.WouldBlock:
+                    log.error("alert_not_told", key=notice.key, reason="too many wait for the alert command")
+
+    async def run(self) -> None:
+        """Run the command for queued notices, one after the other, until cancelled."""
+        if self._service_directory is not None:
+            remove_left_over(self._service_directory)
+        async for notice in self._receive:
+            try:
+                await self._tell(notice)
+            except Exception:
+                log.exception("alert_command_failed", key=notice.key)
+
+    async def _tell(self, notice: AlertNotice) -> None:
+        settings = self._settings()
+        if not settings.command:
+            return
+        try:
+            language = self._environment.get("LANG", "C.UTF-8")
+            # In a thread: it looks up the user, and the name service may hang. Only the alerts after this one
+            # wait then.
+            prepared = await trio.to_thread.run_sync(
+                prepare,
+                settings,
+                notice.environment(),
+                language,
+                self._service_directory,
+                abandon_on_cancel=True,
+            )
+        except NotPermitted as error:
+            log.error("alert_command_refused", key=notice.key, error=error.message, hint=error.hint)
+            self._on_refusal(error)
+            return
+        except (OSError, KeyError) as error:
+            log.error("alert_command_failed", key=notice.key, command=settings.command[0], error=str(error))
+            return
+        self._on_refusal(None)
+        try:
+            await self._run(notice, settings, prepared)
+        finally:
+            prepared.discard()
+
+    async def _run(self, notice: AlertNotice, settings: AlertConfig, prepared: Prepared) -> None:
+        try:
+            # A session of its own, so that its process group can be killed.
+            process = await trio.lowlevel.open_process(
+                prepared.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                start_new_session=True, cwd="/", **prepared.how,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            log.error("alert_command_failed", key=notice.key, command=settings.command[0], error=str(error))
+            return
+        mark_expendable(process.pid)
+        said = bytearray()
+        try:
+            in_time = await _attend(process, msgspec.json.encode(notice), said, settings.timeout_seconds)
+        finally:
+            if process.returncode is None:  # the daemon ends
+                with trio.CancelScope(shield=True):
+                    await _kill(process)
+        output = bytes(said[:MAX_OUTPUT_BYTES]).decode("utf-8", "replace").strip()
+        if not in_time:
+            log.error(
+                "alert_command_killed", key=notice.key, after_seconds=settings.timeout_seconds, output=output
+            )
+        elif process.returncode:
+            log.error(
+                "alert_command_failed", key=notice.key, how=describe_exit(process.returncode), output=output
+            )
+        else:
+            log.info("alert_told", key=notice.key, kind=notice.event, output=output)
+
+
+async def _attend(process: trio.Process, document: bytes, said: bytearray, seconds: float) -> bool:
+    """Feed and read a process until it has ended, and return whether it ended in time.
+
+    It is killed otherwise.
+
+    Args:
+        process: process that was just started.
+        document: text for its standard input.
+        said: receives its output.
+        seconds: time limit.
+    """
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_feed, process, document)
+        nursery.start_soon(_listen, process, said)
+        with trio.move_on_after(seconds) as patience:
+            await process.wait()
+        if patience.cancelled_caught:
+            await _kill(process)
+        # Processes that it has started may hold the pipe open for ever; its own output has been written by
+        # now.
+        await trio.sleep(_LAST_WORDS_SECONDS)
+        nursery.cancel_scope.cancel()
+    return not patience.cancelled_caught
+
+
+async def _feed(process: trio.Process, document: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(trio.BrokenResourceError):  # it does not read its standard input
+        async with process.stdin:
+            await process.stdin.send_all(document)
+
+
+async def _listen(process: trio.Process, said: bytearray) -> None:
+    assert process.stdout is not None
+    async with process.stdout:
+        async for part in process.stdout:
+            if len(said) < MAX_OUTPUT_BYTES:
+                said += part
+
+
+async def _kill(process: trio.Process) -> None:
+    """Kill a process together with everything that it has started and that did not leave its process group."""
+    # The process group, because the command may be a shell script whose children do the work.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with trio.move_on_after(_KILL_SECONDS):
+            await process.wait()
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()

@@ -1,0 +1,276 @@
+"""Free space for a capture: checked before anything is written, and handled when it runs out.
+
+Guarantees: a root is refused beforehand only where the minimum that it can take (each content once,
+compressed as well as samples of it) is more than the free space; in doubt the capture is tried, and
+ReservedDisk ends it. A failure for want of space removes what was written, and its message says how much is
+missing and what helps.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
+from typing import Final
+
+import structlog
+import zstandard
+
+from ciuic import STATE_DIR_NAME
+from ciuic.daemon.capture.job import CaptureJob, printable
+from ciuic.errors import CiuicError
+from ciuic.excludes import ExcludeMatcher
+from ciuic.repository import Repository, Writer
+from ciuic.repository.disk.extent_sharing import can_share
+from ciuic.repository.disk.reserved_disk import ReservedDisk
+from ciuic.system.disk_space import available_bytes
+from ciuic.units import human_size
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+# One page.
+_SAMPLE_BYTES: Final = 4096
+# Samples in a doubling of the counted bytes. A sample stands for a 64th of what was counted so far, so that
+# no part of a tree is judged by a distant one. About 2,000 reads in a tree of any size.
+_SAMPLES_PER_DOUBLING: Final = 64
+# Size from which on files of the same size may be copies of each other (checkpoints are), and are
+# distinguished by a sample.
+_COMPARED_FROM_BYTES: Final = 256 << 10
+# Files that are compared; further ones of a known size count as copies, because a minimum is estimated.
+_MAX_COMPARED: Final = 2048
+# Share of the estimate that must not fit for a refusal: samples may be wrong by some percent, and a wrong
+# refusal costs a snapshot.
+_SURE_SHARE: Final = 0.8
+# Levels of directories that are counted: each costs two descriptors, and deeper ones may be omitted from a
+# minimum.
+_MAX_LEVELS: Final = 256
+_log = structlog.get_logger(__name__)
+
+
+class NoRoom(CiuicError):
+    """The snapshot does not fit into the free space without the reserve."""
+
+    def __init__(self, message: str, *, hint: str, needed_bytes: int, is_final: bool) -> None:
+        super().__init__(message, hint=hint)
+        self.is_final = is_final
+        """True if there is no older snapshot whose removal could make room."""
+        self.needed_bytes = needed_bytes
+        """Free space that another attempt needs before it writes; 0: it finds out without writing."""
+
+
+class CaptureRoom:
+    """Free space of one capture."""
+
+    def __init__(self, job: CaptureJob) -> None:
+        self._job = job
+        self.disk = ReservedDisk(job.repository, job.reserve_bytes)
+        self._has_snapshots = False
+
+    def check_first(self, repository: Repository) -> None:
+        """Raise NoRoom where the minimum that an earlier attempt has shown to be needed does not fit.
+
+        May raise OSError.
+        """
+        self._has_snapshots = bool(repository.snapshots.names())
+        if self.disk.room_bytes < self._job.needed_bytes:
+            words = f"an earlier attempt had written {human_size(self._job.needed_bytes)} and was not done"
+            raise self.refusal(self._job.needed_bytes, words, needed_next=self._job.needed_bytes)
+
+    def check(self) -> None:
+        """Raise OSError (ENOSPC) where others have used so much meanwhile that the reserve is reached."""
+        self.disk.check()
+
+    def check_root(
+        self, path: bytes, backing_fd: int, excludes: ExcludeMatcher, step: Callable[[], None]
+    ) -> None:
+        """Refuse a root that is captured for the first time and cannot fit.
+
+        Args:
+            path: path of the root, for the message.
+            backing_fd: its directory.
+            excludes: excludes of the root.
+            step: called often; may raise to stop.
+
+        Raises:
+            NoRoom: the root cannot fit.
+            OSError: the root cannot be read.
+        """
+        room_bytes = self.disk.room_bytes
+        facts = os.fstatvfs(backing_fd)
+        if (facts.f_blocks - facts.f_bfree) * facts.f_frsize <= room_bytes:
+            return  # the whole content of its file system would fit
+        repository = os.stat(self._job.repository)
+        if os.fstat(backing_fd).st_dev == repository.st_dev and can_share(self._job.repository):
+            return  # shared extents take no space
+        measure = _Measure()
+        with closing(_files(backing_fd, excludes, (repository.st_dev, repository.st_ino))) as files:
+            for name, fd in files:
+                step()
+                measure.add(name, fd)
+                if measure.sure_bytes > room_bytes:
+                    raise self.refusal(
+                        measure.sure_bytes,
+                        f"{printable(path)} takes at least {human_size(measure.sure_bytes)}",
+                    )
+
+    def failed(self, error: OSError, writer: Writer) -> OSError | NoRoom:
+        """Return the exception to raise for an error of the repository.
+
+        Remove what was written first, for want of space.
+        """
+        if error.errno not in _FULL:
+            return error
+        written_bytes = writer.new_bytes
+        self.give_back(writer)
+        reached = "" if self.disk.refused is not None else f" ({os.strerror(error.errno)})"
+        return self.refusal(written_bytes, reached=reached, needed_next=written_bytes)
+
+    def give_back(self, writer: Writer) -> None:
+        """Remove what the capture has written, as far as the disk permits."""
+        try:
+            _log.info("capture_gave_back", freed_bytes=writer.give_back())
+        except OSError as error:
+            _log.warning("capture_not_given_back", error=str(error))
+
+    def refusal(self, needed_bytes: int, why: str = "", *, reached: str = "", needed_next: int = 0) -> NoRoom:
+        """Return the failure with its message.
+
+        Args:
+            needed_bytes: minimum that the snapshot takes.
+            why: reason for that number.
+            reached: error of the disk, where it was not the reserve.
+            needed_next: free space that another attempt needs before it writes.
+        """
+        job, available = self._job, available_bytes(self._job.repository)
+        words = [f"{human_size(available)} is free on the file system of {job.repository}"]
+        if job.reserve_bytes:
+            words.append(f"{human_size(job.reserve_bytes)} must stay free for others ({job.reserve_reason})")
+        if why:
+            words.append(why)
+        missing_bytes = max(needed_bytes, 1) - min(self.disk.room_bytes, available)
+        prune = "`ciuic prune` with a shorter [retention], or " if self._has_snapshots else ""
+        return NoRoom(
+            f"no room for the snapshot{reached}: {', '.join(words)}; nothing of it was kept",
+            hint=f"{prune}free at least {human_size(max(missing_bytes, 0))} there, exclude what need not be kept, or put "
+            "[repository] path on another disk; [repository] reserve says how much stays free",
+            needed_bytes=needed_next,
+            is_final=not self._has_snapshots,
+        )
+
+
+class _Measure:
+    """Estimate of the minimum that files take in a repository that has nothing of them."""
+
+    def __init__(self) -> None:
+        self._bytes = 0.0
+        self._counted_bytes = 0
+        self._since_sample_bytes = 0
+        self._ratio = 1.0
+        # Samples of compared files, by size of the file.
+        self._samples: dict[int, set[bytes]] = {}
+        self._compared = 0
+        # The level of the repository (docs/decisions/compression.md).
+        self._compressor = zstandard.ZstdCompressor(level=1)
+
+    @property
+    def sure_bytes(self) -> int:
+        """Minimum, with a margin for the error of the samples."""
+        return int(self._bytes * _SURE_SHARE)
+
+    def add(self, name: bytes, directory_fd: int) -> None:
+        """Count a regular file. An unreadable file counts as nothing."""
+        with suppress(OSError):
+            status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+            # Holes take no space in the repository either.
+            size_bytes = min(status.st_size, status.st_blocks * 512)
+            # Files with several names count as nothing: each content is stored once, and this is a minimum.
+            if not stat.S_ISREG(status.st_mode) or not size_bytes or status.st_nlink > 1:
+                return
+            sample = b""
+            if size_bytes >= _COMPARED_FROM_BYTES:
+                known = self._samples.get(status.st_size)
+                if known is not None and self._compared >= _MAX_COMPARED:
+                    return
+                self._compared += 1
+                sample = _middle_of(name, directory_fd)
+                if known is not None and sample in known:
+                    return
+                self._samples.setdefault(status.st_size, set()).add(sample)
+            self._count(size_bytes, lambda: sample or _middle_of(name, directory_fd))
+
+    def _count(self, size_bytes: int, sample_of: Callable[[], bytes]) -> None:
+        self._counted_bytes += size_bytes
+        self._since_sample_bytes += size_bytes
+        if self._since_sample_bytes * _SAMPLES_PER_DOUBLING >= self._counted_bytes:
+            sample = sample_of()
+            if sample:
+                self._ratio = min(1.0, len(self._compressor.compress(sample)) / len(sample))
+            self._since_sample_bytes = 0
+        self._bytes += size_bytes * self._ratio
+
+
+def _middle_of(name: bytes, directory_fd: int) -> bytes:
+    """Return some bytes from the middle of a file. May raise OSError."""
+    # O_NONBLOCK: a fifo that took the name of a file must not block the open.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    fd = os.open(name, flags, dir_fd=directory_fd)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return b""
+        return os.pread(fd, _SAMPLE_BYTES, max(0, status.st_size // 2 - _SAMPLE_BYTES))
+    finally:
+        os.close(fd)
+
+
+def _files(
+    backing_fd: int, excludes: ExcludeMatcher, skip: tuple[int, int]
+) -> Generator[tuple[bytes, int], None, None]:
+    """Yield the names of non-directories that would be captured, each with a descriptor of its directory."""
+    # Directories are entered by descriptor, one level at a time, because their owner may replace them by
+    # links meanwhile.
+    device = os.fstat(backing_fd).st_dev
+    levels = [_Level(b"", backing_fd)]
+    try:
+        while levels:
+            level = levels[-1]
+            entry = next(level.entries, None)
+            if entry is None:
+                levels.pop().close()
+                continue
+            name = os.fsencode(entry.name)
+            path = os.path.join(level.path, name)
+            is_dir = entry.is_dir(follow_symlinks=False)
+            if path == STATE_DIR_NAME or excludes.match(path, is_dir):
+                continue
+            if not is_dir:
+                yield name, level.fd
+            elif len(levels) < _MAX_LEVELS:
+                with suppress(OSError):
+                    status = os.stat(name, dir_fd=level.fd, follow_symlinks=False)
+                    if status.st_dev == device and (status.st_dev, status.st_ino) != skip:
+                        levels.append(_Level(path, level.fd, name))
+    finally:
+        for level in levels:
+            level.close()
+
+
+class _Level:
+    """A directory that is being listed."""
+
+    def __init__(self, path: bytes, parent_fd: int, name: bytes = b".") -> None:
+        """Open a directory. May raise OSError."""
+        self.path = path
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = os.open(name, flags, dir_fd=parent_fd)
+        try:
+            self.entries = os.scandir(self.fd)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def close(self) -> None:
+        """Close its descriptors."""
+        self.entries.close()
+        os.close(self.fd)

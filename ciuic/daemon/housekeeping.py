@@ -1,0 +1,178 @@
+"""Periodic checks of the daemon, every half minute.
+
+Guarantees: an epoch whose outcome a worker was not told is settled; an epoch that a worker gave up, a store
+short of space, a clock that was set and processes that bypass the overlay are alerts; `systemctl status`
+shows an up-to-date line.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import structlog
+import trio
+
+from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
+from ciuic.daemon.base.clock import ClockWatch
+from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.first_snapshots import FirstSnapshots
+from ciuic.daemon.roots.worker_process import OverlayWorker
+from ciuic.daemon.scheduled_snapshots import ScheduledSnapshots
+from ciuic.daemon.served_roots import ServedRoots
+from ciuic.daemon.snapshots.schedule import Schedule
+from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.snapshots.space import SpaceWatch
+from ciuic.daemon.upkeep.upkeep import Upkeep
+from ciuic.errors import CiuicError
+from ciuic.protocol.control_types import rfc3339
+from ciuic.units import human_duration, human_size, plural
+
+# Each round asks every worker for its status and looks at the repository.
+PERIOD_SECONDS = 30.0
+# Floor of free space where none is configured: below it even the smallest checkpoint may not fit.
+LOW_SPACE_BYTES = 1 << 30
+# Share of a file system of less than 20 GiB that is the floor instead.
+LOW_SPACE_SHARE = 0.05
+log = structlog.get_logger(__name__)
+
+
+class HousekeepingParts(Protocol):
+    """The parts of the daemon that housekeeping looks at."""
+
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def space(self) -> SpaceWatch: ...
+    @property
+    def roots(self) -> ServedRoots: ...
+    @property
+    def snapshots(self) -> Snapshots: ...
+    @property
+    def first_snapshots(self) -> FirstSnapshots: ...
+    @property
+    def scheduled(self) -> ScheduledSnapshots: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def upkeep(self) -> Upkeep: ...
+    @property
+    def alerts(self) -> Alerts: ...
+    def now_ns(self) -> int: ...
+    def tell_service_manager(self, line: str) -> None: ...
+
+
+class DaemonHousekeeping:
+    """Task of the periodic checks."""
+
+    def __init__(self, daemon: HousekeepingParts) -> None:
+        self._daemon = daemon
+        self._clock = ClockWatch(daemon.now_ns)
+
+    async def run(self) -> None:
+        """Check every `PERIOD_SECONDS`, until cancelled."""
+        while True:
+            await trio.sleep(PERIOD_SECONDS)
+            try:
+                await self.once()
+            except Exception:
+                log.exception("housekeeping_failed")  # the next round may do better; the service goes on
+
+    async def once(self) -> None:
+        """Do one round of checks."""
+        # A copy: a reload may add and remove roots during every await below.
+        for path, supervisor in list(self._daemon.roots.supervisors.items()):
+            worker = supervisor.worker
+            if worker is not None:
+                await self._look_at_worker(path, worker)
+                await self._daemon.snapshots.reconcile(path, worker)
+                await supervisor.refresh_bypassing()
+        # Notes gaps that a search has found meanwhile, and what could not be written before.
+        self._daemon.snapshots.capturing.trust.note()
+        self._look_at_clock()
+        # A failed scheduled snapshot is tried again at the next round, not a whole interval later.
+        if self._daemon.scheduled.retry:
+            self._daemon.scheduled.retry = False
+            self._daemon.schedule.post()
+        self._daemon.first_snapshots.retry()
+        await self._look_at_space()
+        self._daemon.tell_service_manager(self.status_line())
+
+    async def _look_at_worker(self, path: str, worker: OverlayWorker) -> None:
+        key = f"abandoned:{path}"
+        try:
+            status = await worker.ask(lambda client: client.status())
+        except CiuicError as error:
+            log.warning("worker_not_asked", root=path, error=str(error))
+            self._daemon.alerts.report(
+                f"silent:{path}",
+                f"the overlay worker of {path} (pid {worker.pid}) does not answer",
+                hint="a disk below the root may hang; a worker that hangs itself is replaced where its session outlives it",
+                root=path,
+            )
+            return
+        self._daemon.alerts.clear(f"silent:{path}")
+        # An abandoned epoch before the last commit is no problem any more: its changes are in that snapshot.
+        standing = [one for one in status.abandoned if one.epoch > status.since]
+        if not standing:
+            self._daemon.alerts.clear(key)
+            return
+        newest = standing[-1]
+        when = f" at {rfc3339(newest.time_ns)}" if newest.time_ns else ""
+        self._daemon.alerts.report(
+            key,
+            f"{path}: the snapshot of epoch {newest.epoch} was given up{when}: {newest.reason}",
+            hint="its changes will be in the next snapshot; raise [capture] undo_limit if this repeats",
+            root=path,
+            severity="warning",
+        )
+
+    def _look_at_clock(self) -> None:
+        moved_seconds = self._clock.moved_seconds()
+        if moved_seconds:
+            way = "forward" if moved_seconds > 0 else "back"
+            log.warning("clock_set", moved_seconds=round(moved_seconds))
+            self._daemon.alerts.report(
+                "clock",
+                f"the clock was put {way} by {human_duration(abs(moved_seconds))}",
+                hint="times of snapshots may be wrong; none is removed for it (docs/configuration.md, keep_within)",
+                severity="warning",
+            )
+        self._daemon.schedule.heed_clock()
+
+    async def _look_at_space(self) -> None:
+        settings, alerts = self._daemon.settings, self._daemon.alerts
+        if settings.repository is None:
+            return
+        facts = await trio.to_thread.run_sync(self._daemon.space.measure)
+        if facts.missing:
+            alerts.report(KEY_MISSING, f"no snapshot can be taken: {facts.missing}", hint=facts.missing_hint)
+        # A repository that was never created is neither missing nor there.
+        elif facts.exists:
+            alerts.clear(KEY_MISSING)
+        if settings.min_free is not None:
+            floor = settings.min_free.floor_bytes(facts.total_bytes)
+        else:
+            floor = min(LOW_SPACE_BYTES, int(LOW_SPACE_SHARE * facts.total_bytes))
+        if facts.total_bytes and facts.free_bytes < floor:
+            alerts.report(
+                "space",
+                f"the store's file system has {human_size(facts.free_bytes)} free, less than {human_size(floor)}",
+                hint="shorten [retention], move the repository, or free space: ciuic prune",
+            )
+            self._daemon.upkeep.suggest()
+        else:
+            alerts.clear("space")
+
+    def status_line(self) -> str:
+        """Return the line for `systemctl status`."""
+        supervisors = self._daemon.roots.supervisors.values()
+        mounted = sum(supervisor.state == "mounted" for supervisor in supervisors)
+        parts = [f"{mounted} of {plural(len(supervisors), 'root')} protected"]
+        last = self._daemon.snapshots.capturing.last_cut_ns
+        if last:
+            age_seconds = max(0.0, (self._daemon.now_ns() - last) / 1e9)
+            parts.append(f"last snapshot {human_duration(age_seconds)} ago")
+        alerts = len(self._daemon.alerts.standing())
+        if alerts:
+            parts.append(f"{plural(alerts, 'alert')}: ciuic status")
+        return ", ".join(parts)

@@ -1,0 +1,171 @@
+"""Processes that reach one root without passing its overlay (a bypass).
+
+The search runs after the mount: files that were opened before it have another mount id, so nothing is missed
+by that, and a slow /proc delays no mount. Until a search has completed, tracking counts as having a gap.
+
+Guarantees: an alert stands for as long as such a process is known to live. Leaves to tracking_trust.py when a
+gap is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import structlog
+import trio
+
+from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.roots.mount_hooks import MountHooks
+from ciuic.protocol.control_types import BypassReport
+from ciuic.system.bypass import Bypasser
+
+# Time limit of one search. A host with ten thousand processes takes ten seconds; reading the memory map of a
+# process that its owner keeps locked takes for ever.
+LOOK_SECONDS = 60.0
+# Longest wait of a snapshot for a search: without its result everything has to be compared.
+PATIENCE_SECONDS = 2.0
+# Module name in the command line of every overlay worker.
+_WORKER = "ciuic.fuse_layer.worker"
+log = structlog.get_logger(__name__)
+
+
+class BypassWatch:
+    """Search for bypasses of one root. Belongs to the trio thread."""
+
+    def __init__(self, path: str, hooks: MountHooks, alerts: Alerts) -> None:
+        self._path = path
+        self._hooks = hooks
+        self._alerts = alerts
+        self.processes: list[Bypasser] = []
+        self.has_gap = False
+        # Why the last search that failed did.
+        self._failure = ""
+        self._looked = trio.Event()
+        self._looked.set()
+
+    @property
+    def all_accounted(self) -> bool:
+        """True if it is known that no process bypasses the overlay."""
+        return self._looked.is_set() and not self.processes
+
+    # The search runs after the mount, not before it: daemons spun for minutes in a search before the mount,
+    # because processes held directories deeper than PATH_MAX. Nothing is missed by that: a descriptor from
+    # before the mount refers to the mount below as long as it is open. The gap costs nothing as a rule,
+    # because the first snapshot after a mount compares everything anyway.
+    def mounted(self, *, adopted: bool) -> None:
+        """Begin anew for a mount.
+
+        Args:
+            adopted: the mount is a previous daemon's. Of a new mount it is not known which processes hold
+                files from before it, so tracking has a gap until the search ends.
+        """
+        self._looked = trio.Event()
+        self.has_gap |= not adopted
+
+    async def run(self, own_pids: Callable[[], Collection[int]]) -> None:
+        """Search until the first search has completed.
+
+        Args:
+            own_pids: returns processes of ciuic, which are not bypasses.
+        """
+        while not self._looked.is_set():
+            await self.look(own_pids())
+            if not self._looked.is_set():
+                # Not at once: a search that failed (EMFILE) would be repeated without end.
+                await trio.sleep(LOOK_SECONDS)
+
+    async def look(self, ignore_pids: Collection[int]) -> None:
+        """Search through all processes and update the alerts."""
+        found = await self._bypassing(ignore_pids, LOOK_SECONDS)
+        if found is None:
+            # Also for an adopted mount: the previous daemon may not have been able to write its gap down.
+            self.has_gap = True
+            self._alerts.report(
+                f"bypass:{self._path}",
+                f"it is not known whether processes reach {self._path} without passing the overlay: {self._failure}",
+                hint="captures compare the whole tree until it is known; a process may hinder the search on purpose",
+                root=self._path,
+                severity="warning",
+            )
+            return
+        self._looked.set()
+        self._take(found)
+
+    async def refresh(self, ignore_pids: Collection[int]) -> None:
+        """Search again among the known bypasses; wait a moment for a first search that is running."""
+        with trio.move_on_after(PATIENCE_SECONDS):
+            await self._looked.wait()
+        if not self.processes or not self._looked.is_set():
+            return
+        known = {process.pid for process in self.processes}
+        found = await self._bypassing(ignore_pids, PATIENCE_SECONDS, known)
+        if found is not None:
+            self._take([process for process in found if process.pid in known])
+
+    async def _bypassing(
+        self, ignore_pids: Collection[int], seconds: float, only_pids: Collection[int] | None = None
+    ) -> list[Bypasser] | None:
+        """Return the bypasses; None where they are not known, and `_failure` says why."""
+        with trio.move_on_after(seconds):
+            try:
+                return await self._hooks.bypassing(self._path, ignore_pids, only_pids)
+            except (OSError, ValueError) as error:
+                # Not an empty list: with it the processes that are known would count as ended.
+                log.warning("bypass_not_looked_for", root=self._path, error=str(error))
+                self._failure = f"looking through /proc failed: {error}"
+                return None
+        self._failure = f"looking through /proc did not end within {seconds:.0f} seconds"
+        log.warning("bypass_look_not_ended", root=self._path, seconds=seconds)
+        return None
+
+    def _take(self, found: Sequence[Bypasser]) -> None:
+        self.processes = [process for process in found if process.writes]
+        if self.processes and not self.has_gap:
+            named = [f"{process.pid} ({process.command[:60]})" for process in self.processes[:5]]
+            located = all(process.known for process in self.processes)
+            log.warning("tracking_has_gap", root=self._path, processes=named, located=located)
+        # Never cleared here: the gap outlasts the processes, until tracking_trust.py ends it.
+        self.has_gap |= bool(self.processes)
+        self._report(
+            f"bypass:{self._path}",
+            [process for process in self.processes if process.known],
+            f"processes reach {self._path} without passing the overlay",
+            _hint_against(self.processes),
+        )
+        self._report(
+            f"bypass-unknown:{self._path}",
+            [process for process in self.processes if not process.known],
+            f"it is not known whether these processes reach {self._path} without passing the overlay, because what they have open "
+            "lies deeper than any path",
+            "end them; until then captures compare the whole tree",
+        )
+
+    def _report(self, key: str, processes: Sequence[Bypasser], what: str, hint: str) -> None:
+        if not processes:
+            self._alerts.clear(key)
+            return
+        names = ", ".join(f"{process.pid} ({process.command[:60]})" for process in processes[:5])
+        more = f" and {len(processes) - 5} more" if len(processes) > 5 else ""
+        self._alerts.report(key, f"{what}: {names}{more}", hint=hint, root=self._path, severity="warning")
+
+    def reports(self) -> list[BypassReport]:
+        """Return the bypasses as the status document shows them."""
+        return [_report(process) for process in self.processes]
+
+
+def _hint_against(processes: Sequence[Bypasser]) -> str:
+    """Return what ends the bypass."""
+    # An overlay worker that lost its mount serves files of the job, which its end would take away.
+    if any(_WORKER in process.command for process in processes):
+        act = (
+            "leave the overlay worker alone: it serves files that were opened before; restart the programs that have them open, "
+            "or the container that took a copy of the mount with it"
+        )
+    else:
+        act = "restart them"
+    return f"{act}; until then captures compare the whole tree and may miss writes made during a capture"
+
+
+def _report(process: Bypasser) -> BypassReport:
+    paths = dict.fromkeys(use.path.decode("utf-8", "backslashreplace") for use in process.uses if use.writes)
+    return BypassReport(pid=process.pid, command=process.command, paths=list(paths)[:20])

@@ -1,0 +1,417 @@
+"""Supervisor of one root: recover, mount, watch, and replace the worker at once when it dies.
+
+Guarantees: as long as the task runs, the overlay is over the root or an alert says why not; a dead mount is
+detached before a new worker starts; after `stop` nothing is mounted there. A worker that still serves open
+handles stays alive: the job that holds them must not fail. Belongs to the trio thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+
+import structlog
+import trio
+
+import ciuic
+from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.child_processes import describe_exit
+from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.settings import RootSettings
+from ciuic.daemon.roots.bypass_watch import BypassWatch
+from ciuic.daemon.roots.detached_worker import abort_pending, leave_to_linger
+from ciuic.daemon.roots.hang_watch import end_when_hung
+from ciuic.daemon.roots.mount_hooks import MountHooks
+from ciuic.daemon.roots.root_alerts import RootAlerts
+from ciuic.daemon.roots.root_status import add_worker_status
+from ciuic.daemon.roots.worker_process import OverlayWorker
+from ciuic.errors import CiuicError, Unreachable
+from ciuic.fuse_layer.journal.succession import (
+    PLAIN_AFTER_DEATHS,
+    STABLE_SECONDS,
+    counted_deaths,
+    pause_seconds,
+)
+from ciuic.protocol.control_types import MountState, RootStatus
+from ciuic.system.bypass import Bypasser
+
+# The first attempts follow at once, because the root is unprotected meanwhile; a lasting cause is tried twice
+# a minute.
+BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+STOP_TIMEOUT_SECONDS = 60.0
+# A worker that has detached and still lives after this long is serving open handles.
+LINGER_NOTICE_SECONDS = 3.0
+# Time for which a detached worker serves the handles of a job that goes on: in effect until they close.
+LINGER_GRACE_SECONDS = 10 * 365 * 86400.0
+log = structlog.get_logger(__name__)
+
+
+class RootSupervisor:
+    """Supervisor of one root. `run` is its task; everything else may be called at any time."""
+
+    def __init__(
+        self,
+        settings: RootSettings,
+        hooks: MountHooks,
+        *,
+        alerts: Alerts,
+        events: EventBus,
+        on_session: Callable[[str, OverlayWorker], Awaitable[None]],
+        on_session_lost: Callable[[str, str], None],
+    ) -> None:
+        self.settings = settings
+        self.path = settings.path
+        self.lingers = False
+        """Whether, after `stop`, the worker lives on for a job that has files open, and still needs its
+        state directory."""
+        self.worker: OverlayWorker | None = None
+        self.state: MountState = "starting"
+        self.restarts = 0
+        self.error = ""
+        self.plain = False
+        """True if the root is served without tracking, so that no snapshot has it."""
+        # Deaths of workers in a row.
+        self._deaths = 0
+        self._served_since = 0.0
+        # Another process unmounted the overlay, and the session ended with it.
+        self._session_gone = False
+        # Worker that was told to end and to leave its session to a successor.
+        self._handed_over: OverlayWorker | None = None
+        self.bypass = BypassWatch(settings.path, hooks, alerts)
+        self._hooks = hooks
+        self._root_alerts = RootAlerts(alerts, settings.path)
+        self._events = events
+        self._on_session = on_session
+        self._on_session_lost = on_session_lost
+        self._settled = trio.Event()
+        self._changed = trio.Event()
+        self._stopping = False
+        self._scope = trio.CancelScope()
+        self._finished = trio.Event()
+
+    # -- the task
+
+    async def run(self) -> None:
+        """Serve the root until `stop` or `leave`."""
+        failures = 0
+        try:
+            with self._scope:
+                while not self._stopping:
+                    began = trio.current_time()
+                    worker = await self._establish()
+                    if worker is None:
+                        failures += 1
+                    else:
+                        while worker is not None:
+                            began = trio.current_time()
+                            await self._watch(worker)
+                            worker = await self._succeeded(worker)
+                        lived = trio.current_time() - began
+                        # A worker that lived for long ends the row of failures, so that the next mount
+                        # follows at once.
+                        failures = 0 if lived >= STABLE_SECONDS else failures
+                        failures += 1
+                    if not self._stopping:
+                        await trio.sleep(BACKOFF_SECONDS[min(failures - 1, len(BACKOFF_SECONDS) - 1)])
+        finally:
+            self._finished.set()
+
+    async def _establish(self) -> OverlayWorker | None:
+        """Mount, or adopt the worker of a predecessor.
+
+        Return None, with an alert, when neither is possible now.
+        """
+        try:
+            worker = await self._hooks.establish(self.settings)
+        except (CiuicError, OSError) as error:
+            hint = error.hint if isinstance(error, CiuicError) else ""
+            self.error = str(error)
+            self._set("failed")
+            log.error("root_not_mounted", root=self.path, error=self.error)
+            self._root_alerts.not_mounted(self.error, hint)
+            self._settled.set()
+            return None
+        self.bypass.mounted(adopted=worker.adopted)
+        self._now_served_by(worker)
+        await self._renew(worker)
+        self._settled.set()
+        return worker
+
+    async def _watch(self, worker: OverlayWorker) -> None:
+        """Wait until the worker has ended or its mount is gone, and record what happened."""
+        status: int | None = None
+        self._session_gone = False
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(end_when_hung, worker)
+            # In a task of its own: it waits for the cut that is being made, which may itself wait for this
+            # worker's successor.
+            nursery.start_soon(self._on_session, self.path, worker)
+            nursery.start_soon(self.bypass.run, self._own_pids)
+            nursery.start_soon(self._end_when_unmounted, nursery.cancel_scope)
+            status = await worker.wait()
+            nursery.cancel_scope.cancel()
+        self.worker = None
+        # Before anything else: the plain directory is open to everybody now, and a capture that goes on would
+        # not be exact.
+        self._on_session_lost(self.path, worker.session)
+        self._root_alerts.clear_silent()
+        if self._stopping:
+            worker.close()
+            return
+        if worker is self._handed_over:
+            return
+        # A worker ends with status 0 when its mount is gone. A killed worker leaves its mount, and the job
+        # waits for the successor.
+        if self._session_gone or (not status and not await self._hooks.is_mounted(self.path)):
+            await self._unmounted_by_others(worker)
+            return
+        self.restarts += 1
+        # SIGKILL does not count: it says nothing against the worker.
+        self._deaths = counted_deaths(self._deaths, status, trio.current_time() - self._served_since)
+        self.error = f"the overlay worker ended: {describe_exit(status)}"
+        self._set("restarting")
+        log.error("worker_died", root=self.path, pid=worker.pid, status=describe_exit(status))
+        self._root_alerts.worker_died(status, has_session=worker.session_fd is not None)
+
+    async def _end_when_unmounted(self, watching: trio.CancelScope) -> None:
+        try:
+            await self._hooks.unmounted(self.path)
+        except (
+            OSError
+        ) as error:  # out of descriptors: the end of the session is still noticed by the end of the worker
+            log.warning("mounts_not_watched", root=self.path, error=str(error))
+            return
+        # Not waited for: a worker that serves open files lives on after its mount is gone.
+        self._session_gone = True
+        watching.cancel()
+
+    async def _unmounted_by_others(self, worker: OverlayWorker) -> None:
+        """Handle an overlay that another process unmounted.
+
+        Open files go on being served, and the root is mounted anew.
+        """
+        self._session_gone = True
+        self._set("restarting")
+        self.error = "its overlay was taken off by somebody else"
+        await self._hooks.forget(self.path)
+        lingers = await leave_to_linger(worker, LINGER_GRACE_SECONDS)
+        self.lingers |= lingers
+        log.error("root_unmounted_by_others", root=self.path, pid=worker.pid, open_files=lingers)
+        self._root_alerts.unmounted_by_others(lingers=lingers)
+
+    async def _succeeded(self, dead: OverlayWorker) -> OverlayWorker | None:
+        """Close `dead` and return a worker that goes on with its session.
+
+        Return None where that is impossible; the mount of the session is detached then.
+        """
+        if self._stopping:
+            return None
+        if self._session_gone:  # it ended with its mount
+            dead.close()
+            return None
+        try:
+            while dead.session_fd is not None and not self._stopping:
+                pause = pause_seconds(self._deaths)
+                if pause is None:
+                    log.error("session_given_up", root=self.path, deaths=self._deaths)
+                    break
+                # The job waits meanwhile, so the first pauses are 0.
+                await trio.sleep(pause)
+                # Without tracking a defect in it cannot end the next worker: the job goes on, and snapshots
+                # are refused.
+                plain = self._deaths >= PLAIN_AFTER_DEATHS
+                try:
+                    worker = await self._hooks.succeed(self.settings, dead, plain=plain)
+                except (CiuicError, OSError) as error:
+                    log.error("session_not_taken_over", root=self.path, error=str(error))
+                    # Counted as a death: the pause grows, and in the end the session is given up instead of
+                    # hanging.
+                    self._deaths += 1
+                    continue
+                self._now_served_by(worker, plain=plain)
+                return worker
+        finally:
+            # While any process holds the session, a mount that no worker serves hangs; it is dead, and can be
+            # detached, only after that.
+            dead.close()
+        await self._give_up_session()
+        return None
+
+    async def _give_up_session(self) -> None:
+        """Detach a mount that no worker serves.
+
+        Do nothing while the daemon ends: `stop` detaches it then, and after `leave` the next daemon does.
+        """
+        if self._stopping:
+            return
+        await self._hooks.forget(self.path)
+        try:
+            await self._hooks.detach_dead(self.path)
+        except (CiuicError, OSError) as error:
+            log.error("dead_mount_not_detached", root=self.path, error=str(error))
+
+    def _now_served_by(self, worker: OverlayWorker, *, plain: bool = False) -> None:
+        self.worker = worker
+        self.error = ""
+        self._served_since = trio.current_time()
+        self._handed_over = None
+        self._root_alerts.clear_mount()
+        if plain != self.plain:
+            self.plain = plain
+            log.log(logging.ERROR if plain else logging.INFO, "root_plain", root=self.path, plain=plain)
+        self._root_alerts.plain(plain, self._deaths)
+        self._root_alerts.set_aside(worker.set_aside)
+        self._set("mounted")
+        log.info(
+            "root_mounted", root=self.path, pid=worker.pid, session=worker.session, adopted=worker.adopted
+        )
+
+    async def _renew(self, worker: OverlayWorker) -> None:
+        """Replace an adopted worker of another version by one of this version."""
+        if not worker.adopted or worker.session_fd is None or worker.version == ciuic.__version__:
+            return
+        # The job waits from the hand-over on. Without a prepared process it would wait for an interpreter to
+        # start as well: 2.4 s after an upgrade, on two busy processors.
+        await self._hooks.prepare_successor()
+        log.info("worker_renewed", root=self.path, pid=worker.pid, version=worker.version)
+        await self.hand_over(worker)
+
+    async def hand_over(self, worker: OverlayWorker) -> None:
+        """Have `worker` end and leave its session to a new one. Open files stay open, and tracking goes on."""
+        self._handed_over = worker
+        try:
+            await worker.ask(lambda client: client.hand_over())
+        except (Unreachable, CiuicError) as error:
+            self._handed_over = None
+            log.warning("worker_not_renewed", root=self.path, error=str(error))
+
+    def _own_pids(self) -> set[int]:
+        return {os.getpid()} | ({self.worker.pid} if self.worker else set())
+
+    # -- from outside
+
+    @property
+    def bypassing(self) -> Sequence[Bypasser]:
+        """Processes that were found to bypass the overlay and are not known to have ended."""
+        return self.bypass.processes
+
+    @property
+    def all_accounted(self) -> bool:
+        """See `BypassWatch.all_accounted`."""
+        return self.bypass.all_accounted
+
+    @property
+    def untrusted(self) -> bool:
+        """True if a process wrote past the overlay since the last snapshot that compared everything."""
+        return self.bypass.has_gap
+
+    @untrusted.setter
+    def untrusted(self, has_gap: bool) -> None:
+        self.bypass.has_gap = has_gap
+
+    async def refresh_bypassing(self) -> None:
+        """Search again among the known bypasses. There can be no new ones."""
+        await self.bypass.refresh(self._own_pids())
+
+    async def not_in_transition(self) -> None:
+        """Wait while a worker is being started; return when the root is mounted, failed or stopped."""
+        while self.state in ("starting", "restarting"):
+            await self._changed.wait()
+
+    async def settled(self) -> None:
+        """Wait for the end of the first attempt to mount, successful or not."""
+        await self._settled.wait()
+
+    async def stop(self) -> None:
+        """Unmount and end the task. On return no overlay is over the root, or an alert says why one is."""
+        self._stopping = True
+        self._set("stopping")
+        self._scope.cancel()
+        await self._finished.wait()
+        worker, self.worker = self.worker, None
+        try:
+            if worker is None:
+                # In this order: the mount is dead, and can be detached, only when no process holds its
+                # session.
+                await self._hooks.forget(self.path)
+                await self._hooks.detach_dead(self.path)
+            else:
+                self._on_session_lost(self.path, worker.session)
+                await self._stop_worker(worker)
+        except (CiuicError, OSError, trio.TooSlowError) as error:
+            log.error("root_not_unmounted", root=self.path, error=str(error) or type(error).__name__)
+            self._root_alerts.not_unmounted(str(error))
+            return
+        self._root_alerts.clear_mount()
+        await self._hooks.forget(self.path)
+        self._set("unmounted")
+        log.info("root_unmounted", root=self.path)
+
+    async def leave(self) -> None:
+        """End the task and leave the overlay mounted: its worker serves on, and the next daemon adopts it."""
+        self._stopping = True
+        self._scope.cancel()
+        await self._finished.wait()
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            worker.close()
+        log.info("root_left_mounted", root=self.path)
+
+    async def _stop_worker(self, worker: OverlayWorker) -> None:
+        """Have a worker unmount, and wait for its end unless it still serves open handles.
+
+        Raises:
+            TooSlowError: it does not unmount in time.
+        """
+        try:
+            with trio.fail_after(STOP_TIMEOUT_SECONDS):
+                try:
+                    # No epoch may be pending in a worker that lingers: it shares the undo directory with its
+                    # successor.
+                    await worker.ask(abort_pending)
+                    await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
+                except Unreachable:
+                    if not worker.is_alive():
+                        worker.close()
+                        await self._hooks.forget(self.path)
+                        await self._hooks.detach_dead(self.path)
+                        return
+                    worker.terminate()  # SIGTERM has the effect of the stop request
+                await self._wait_detached()
+            with trio.move_on_after(LINGER_NOTICE_SECONDS):
+                await worker.wait()
+                return
+            self.lingers = True
+            log.info("worker_serves_open_handles", root=self.path, pid=worker.pid)
+        finally:
+            worker.close()
+
+    async def _wait_detached(self) -> None:
+        # Polled, although mountinfo can be waited for: a wake-up for every mount of the host costs more than
+        # this.
+        while await self._hooks.is_mounted(self.path):  # noqa: ASYNC110
+            await trio.sleep(0.02)
+
+    async def status(self) -> RootStatus:
+        """Return the status of the root, with what its worker answers in time."""
+        document = RootStatus(
+            path=self.path,
+            driver=self.settings.driver,
+            state=self.state,
+            restarts=self.restarts,
+            error=self.error,
+            bypassing=self.bypass.reports(),
+        )
+        worker = self.worker
+        if worker is None:
+            return document
+        await add_worker_status(document, worker, has_gap=self.untrusted)
+        return document
+
+    def _set(self, state: MountState) -> None:
+        if state != self.state:
+            self.state = state
+            self._changed.set()
+            self._changed = trio.Event()
+            self._events.emit("root_state", root=self.path, detail=state)

@@ -1,0 +1,252 @@
+"""Supervisors of all roots, by path: start, add, change, remove and stop them.
+
+Guarantees: one supervisor for each root; a removed or stopped root is unmounted when the call returns.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import structlog
+import trio
+
+from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
+from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.repository_store import Store
+from ciuic.daemon.base.runtime import RuntimeDirectory
+from ciuic.daemon.base.settings import RootSettings, Settings
+from ciuic.daemon.roots.backing_descriptors import backing_descriptors
+from ciuic.daemon.roots.mount_hooks import MountHooks, RealMounts
+from ciuic.daemon.roots.recovery import is_mounted
+from ciuic.daemon.roots.sessions import SessionStore
+from ciuic.daemon.roots.supervisor import RootSupervisor
+from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerOptions
+from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.errors import CiuicError, NotFound
+from ciuic.fuse_layer.prefork.client import SpareProcess
+from ciuic.fuse_layer.system.mounts import remove_state
+from ciuic.protocol.control_types import RootStatus
+from ciuic.protocol.worker_client import peer_pid
+from ciuic.system.child_process import environment
+from ciuic.system.sandbox.privileges import may_trace
+
+log = structlog.get_logger(__name__)
+
+
+class ServedRoots:
+    """All roots of the daemon. Belongs to the trio thread."""
+
+    def __init__(
+        self,
+        *,
+        settings: Callable[[], Settings],
+        runtime: RuntimeDirectory,
+        store: Callable[[], Store],
+        alerts: Alerts,
+        events: EventBus,
+        snapshots: Snapshots,
+        hooks: MountHooks | None = None,
+        sessions: SessionStore | None = None,
+        spare: SpareProcess | None = None,
+    ) -> None:
+        self.supervisors: dict[str, RootSupervisor] = {}
+        self.nursery: trio.Nursery | None = None
+        self.on_mounted: Callable[[], None] = lambda: None
+        """Called when a root is served by a new worker."""
+        self.reconcile_new_sessions = False
+        """Settle the pending epochs of new workers; off during the start, when `Snapshots.resume` must
+        come first."""
+        self._settings = settings
+        self._runtime = runtime
+        self._store = store
+        self._alerts = alerts
+        self._events = events
+        self._snapshots = snapshots
+        self._sessions = sessions
+        self._spare = spare or SpareProcess(runtime.path, environment())
+        self._hooks = hooks or RealMounts(self._options, self._own_pids, spare=self._spare, kept=sessions)
+
+    def start(self, root: RootSettings, nursery: trio.Nursery) -> RootSupervisor:
+        """Begin to serve a root; `settled` waits for the end of the first attempt."""
+        supervisor = RootSupervisor(
+            root,
+            self._hooks,
+            alerts=self._alerts,
+            events=self._events,
+            on_session=self._session_started,
+            on_session_lost=self._snapshots.session_lost,
+        )
+        self.supervisors[root.path] = supervisor
+        nursery.start_soon(supervisor.run)
+        return supervisor
+
+    async def settled(self) -> None:
+        """Wait for the end of every root's first attempt to mount, successful or not."""
+        for supervisor in list(self.supervisors.values()):
+            await supervisor.settled()
+
+    async def add(self, root: RootSettings) -> RootStatus:
+        """Mount a root unless it is mounted, and return its status.
+
+        Raises:
+            CiuicError: the root is not mounted yet; the daemon keeps trying.
+        """
+        supervisor = self.change_or_start(root)
+        await supervisor.settled()
+        # A root that was served before may be without a worker just now.
+        await supervisor.not_in_transition()
+        if supervisor.state != "mounted":
+            raise CiuicError(
+                f"{root.path} is not protected yet: {supervisor.error}", hint="the daemon keeps trying"
+            )
+        return await supervisor.status()
+
+    def change_or_start(self, root: RootSettings) -> RootSupervisor:
+        """Return the supervisor of a root, started if there was none.
+
+        New excludes hold from the next capture on.
+        """
+        known = self.supervisors.get(root.path)
+        if known is not None:
+            known.settings = root
+            return known
+        if self.nursery is None:
+            raise CiuicError("the daemon is starting", hint="try again in a moment")
+        return self.start(root, self.nursery)
+
+    async def remove(self, path: str) -> None:
+        """Unmount a root and remove ciuic's state directory from it; do nothing where there is no such root.
+
+        Raises:
+            CiuicError: the root could not be unmounted.
+        """
+        supervisor = self.supervisors.get(path)
+        if supervisor is None:
+            return
+        # A worker that an earlier umount(8) left with open files shares the state: what it keeps there stays.
+        is_shared = supervisor.lingers
+        # A duplicate: `stop` closes the worker's own.
+        pidfd = os.dup(supervisor.worker.pidfd) if supervisor.worker is not None else None
+        try:
+            await supervisor.stop()
+            if supervisor.state != "unmounted":
+                raise CiuicError(f"{path} could not be unmounted", hint="ciuic status says why")
+            # Only now, so that `status` shows a root that could not be unmounted.
+            self.supervisors.pop(path, None)
+            if not supervisor.lingers:
+                await trio.to_thread.run_sync(remove_state, path)
+            elif not is_shared and pidfd is not None and self.nursery is not None:
+                self.nursery.start_soon(self._remove_state_after, path, pidfd)
+                pidfd = None
+        finally:
+            if pidfd is not None:
+                os.close(pidfd)
+        kinds = (
+            "root",
+            "worker",
+            "unmounted",
+            "bypass",
+            "bypass-unknown",
+            "abandoned",
+            "silent",
+            "reserved",
+            "left-out",
+        )
+        for kind in kinds:
+            self._alerts.clear(f"{kind}:{path}")
+
+    async def _remove_state_after(self, path: str, pidfd: int) -> None:
+        """Remove the state of a root once the worker that serves its open files has ended.
+
+        A root that is protected again by then keeps it.
+        """
+        try:
+            await trio.lowlevel.wait_readable(pidfd)
+            if path not in self.supervisors:
+                await trio.to_thread.run_sync(remove_state, path)
+        finally:  # also when the daemon ends first, which cancels its nursery: then the state stays
+            os.close(pidfd)
+
+    async def prepare_store(self) -> None:
+        """Create the repository where there never was one; an alert says why it cannot be used."""
+        if self._settings().repository is None:
+            return
+        try:
+            with backing_descriptors(self.supervisors.values()) as fds:
+                if self._settings().roots and not fds:
+                    # No mounted root can say whether there was a repository, and there is no root to capture.
+                    return
+                await trio.to_thread.run_sync(self._store().ensure, fds)
+        except (CiuicError, OSError) as error:
+            # The roots are served anyway: a repository that fails must not keep the job from its files.
+            hint = error.hint if isinstance(error, CiuicError) else ""
+            key = KEY_MISSING if isinstance(error, NotFound) else "store"
+            self._alerts.report(key, f"no snapshot can be taken: {error}", hint=hint)
+            log.error("store_unusable", repository=str(self._settings().repository), error=str(error))
+
+    async def stop_all(self) -> None:
+        """Unmount all roots at once."""
+        async with trio.open_nursery() as nursery:
+            for supervisor in list(self.supervisors.values()):
+                nursery.start_soon(supervisor.stop)
+
+    @property
+    def any_left_mounted(self) -> bool:
+        """True if a root may still be mounted after `stop_all` or `leave_all`, and its session go on."""
+        # A daemon that ends before it has taken over its roots leaves those of a killed predecessor mounted.
+        return not self.begun or any(one.state != "unmounted" for one in self.supervisors.values())
+
+    @property
+    def begun(self) -> bool:
+        """True once the configured roots are being served."""
+        return self.nursery is not None
+
+    async def leave_all(self) -> None:
+        """End all supervisors; the workers serve on."""
+        async with trio.open_nursery() as nursery:
+            for supervisor in list(self.supervisors.values()):
+                nursery.start_soon(supervisor.leave)
+
+    def close(self, *, leaving: bool) -> None:
+        """End the process that is kept ready to become a worker.
+
+        Args:
+            leaving: the process goes on to hold sessions for the next daemon, as it does for a root that
+                could not be unmounted.
+        """
+        states = {supervisor.state for supervisor in self.supervisors.values()}
+        self._spare.close(leave=leaving or not states <= {"unmounted"})
+
+    async def _session_started(self, path: str, worker: OverlayWorker) -> None:
+        if self.reconcile_new_sessions:
+            await self._snapshots.reconcile(path, worker)
+        self.on_mounted()
+
+    def _own_pids(self, root: str) -> set[int]:
+        """Return the processes that hold the backing directory by design.
+
+        A worker to adopt, captures of a predecessor, session holders.
+        """
+        pids = {record.capture_pid for record in self._runtime.read_pending()}
+        # A worker whose mount is gone is not among them: it writes for a job that has files open, past the
+        # new overlay.
+        if is_mounted(root):
+            pids.add(peer_pid(self._runtime.worker_socket(root)) or 0)
+        return pids | (self._sessions.holders if self._sessions is not None else set())
+
+    def _options(self, root: RootSettings) -> WorkerOptions:
+        """Return the worker's options.
+
+        Its block size must be the repository's: dirty blocks are stored as they are tracked.
+        """
+        return WorkerOptions(
+            root=root.path,
+            socket=self._runtime.worker_socket(root.path),
+            driver=root.driver,
+            block_bytes=self._store().block_bytes(),
+            undo_limit_bytes=self._settings().undo_limit_bytes,
+            tracked_names=self._settings().overlay.tracked_names,
+            mapped_names=self._settings().overlay.mapped_names,
+            captures_trace=may_trace(),  # captures are started by this process
+        )

@@ -1,0 +1,398 @@
+"""Capture what was cut, one snapshot at a time, until each is committed or given up.
+
+Guarantees: each sealed epoch is in the end either committed or given back to its worker; a failed attempt is
+repeated as pending.retry_after says; a defect in this program costs one snapshot, not the service. A snapshot
+whose epochs are gone is cut anew under its id (retaking.py). Leaves to others: the queue and its journal
+(snapshot_queue.py), the cut (snapshots.py), the work itself (capture_process.py).
+
+Belongs to the trio thread. Sessions end and captures are killed during any await below, so the phase of a
+pending snapshot (pending.py) is read anew after each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+import structlog
+import trio
+
+from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
+from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.repository_store import Store
+from ciuic.daemon.base.runtime import RuntimeDirectory
+from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.capture.job import EXIT_UNDO_LOST, Done, Failed, printable
+from ciuic.daemon.roots.priority_control import RunningProcess
+from ciuic.daemon.roots.supervisor import RootSupervisor
+from ciuic.daemon.snapshots.capture_job_builder import make_job
+from ciuic.daemon.snapshots.capture_process import CaptureProcess
+from ciuic.daemon.snapshots.cut import Flush, flush
+from ciuic.daemon.snapshots.epoch_outcomes import find_commit, tell_workers
+from ciuic.daemon.snapshots.estimate import Durations
+from ciuic.daemon.snapshots.left_out_alerts import LeftOutAlerts
+from ciuic.daemon.snapshots.pending import PendingSnapshot, Phase
+from ciuic.daemon.snapshots.predecessor_captures import await_capture
+from ciuic.daemon.snapshots.promises import Promises
+from ciuic.daemon.snapshots.retaking import MAX_RETAKES, RETAKE_PAUSES_SECONDS, Retaking
+from ciuic.daemon.snapshots.snapshot_queue import SnapshotQueue
+from ciuic.daemon.snapshots.space import Shortage, SpaceWatch
+from ciuic.daemon.snapshots.tracking_trust import TrackingTrust
+from ciuic.errors import CiuicError
+from ciuic.protocol.control_types import RepositoryStatus, SnapshotState, rfc3339
+from ciuic.system.processes import start_ticks
+from ciuic.system.urgency import Urgency
+from ciuic.units import plural
+
+log = structlog.get_logger(__name__)
+
+
+class Context(NamedTuple):
+    """The parts of the daemon that taking snapshots uses."""
+
+    settings: Callable[[], Settings]
+    roots: Callable[[], Mapping[str, RootSupervisor]]
+    store: Callable[[], Store]
+    runtime: RuntimeDirectory
+    alerts: Alerts
+    events: EventBus
+    now_ns: Callable[[], int]
+    host: str
+    new_capture: Callable[[], CaptureProcess]
+    flush: Flush = flush
+    space: SpaceWatch | None = None
+    """None: captures keep no reserve."""
+
+
+class Capturing:
+    """The task that captures what is queued."""
+
+    def __init__(
+        self,
+        context: Context,
+        queue: SnapshotQueue,
+        promises: Promises,
+        retaking: Retaking,
+        caller_waits: Callable[[], bool],
+    ) -> None:
+        """Prepare to capture.
+
+        Args:
+            context: parts of the daemon.
+            queue: snapshots that were cut.
+            promises: records of ids that were given out.
+            retaking: cuts interrupted snapshots anew.
+            caller_waits: whether a caller waits for the snapshot that is captured or for one behind it.
+        """
+        self._context = context
+        self._queue = queue
+        self._promises = promises
+        self._retaking = retaking
+        self._caller_waits = caller_waits
+        self.repository_lock = trio.Lock()
+        """Held while a process of ours writes to the repository: captures and upkeep take turns."""
+        self.on_committed: Callable[[], None] = lambda: None
+        self.on_urgency: Callable[[], None] = lambda: None
+        """Called when the urgency of the running capture may have changed."""
+        self.on_scheduled_lost: Callable[[], None] = lambda: None
+        """Called when a session ended before a scheduled snapshot had its root: another snapshot is due
+        now."""
+        self.last_failure: SnapshotState | None = None
+        """The newest failure, if nothing was committed since."""
+        self.last_cut_ns = 0
+        """Wall clock of the cut of the newest snapshot that was committed in this daemon's life; 0 before
+        the first."""
+        self.trust = TrackingTrust(context.roots, context.runtime)
+        self.durations = Durations()
+        self.leaving = False
+        """True if the daemon ends while its workers serve on, so that its successor captures what waits."""
+        self._shortage = Shortage()
+        self._left_out = LeftOutAlerts(context.alerts)
+        self._stopped = trio.Event()
+        self._running = False
+
+    def running(self) -> RunningProcess | None:
+        """Return the capture that runs, with its urgency as of now; None where none does."""
+        for pending in self._queue:
+            if pending.process is not None and pending.process.pid:
+                return RunningProcess(pending.process.pid, self.urgency(pending), pending.process.urge)
+        return None
+
+    def urgency(self, pending: PendingSnapshot) -> Urgency:
+        """Return how urgent a capture is now."""
+        settings = self._context.settings()
+        return Urgency(
+            min_share=settings.min_share,
+            finish_within_seconds=settings.finish_within_seconds,
+            elapsed_seconds=max(0.0, trio.current_time() - pending.cut_at),
+            requested=self._caller_waits(),
+        )
+
+    async def run(self) -> None:
+        """Capture what is queued, until cancelled.
+
+        On cancellation the running capture ends and every epoch is given back, unless the workers serve on
+        for a successor that captures what waits (`leaving`).
+        """
+        self._running = True
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._retaking.run)
+                while True:
+                    await self._capture_first()
+        finally:
+            # Limited, so that a worker that hangs does not keep the daemon from stopping.
+            with trio.move_on_after(10, shield=True):
+                for pending in () if self.leaving else self._queue:
+                    await self._give_up(pending, Failed(error="the daemon stopped before it was captured"))
+            self._queue.clear()
+            self._stopped.set()
+
+    async def stopped(self) -> None:
+        """Wait until ``run``, cancelled, has given every epoch back; return at once if it never ran."""
+        if self._running:
+            await self._stopped.wait()
+
+    async def _capture_first(self) -> None:
+        pending = await self._queue.first()
+        try:
+            is_settled = await self._settle(pending)
+        except Exception as error:
+            # A defect costs this snapshot and not the service: its changes go into the next one.
+            log.exception("capture_defect", id=pending.id)
+            await self._give_up(pending, Failed(error=f"a defect in ciuic: {error!r}"))
+            is_settled = True
+        if is_settled:
+            if pending.failure is None:
+                # Before the journal forgets the snapshot: a daemon that is killed in between has a successor
+                # that does this again.
+                await self._promises.remove(pending)
+            self._queue.remove(pending)
+
+    async def _settle(self, pending: PendingSnapshot) -> bool:
+        """Carry out what the phase of the snapshot asks for, until it is committed or given up.
+
+        Return False where it was cut anew: other snapshots may be before it in the queue now.
+        """
+        if pending.record.scheduled:
+            # A snapshot that somebody asked for is tried in any case; scheduled ones would write and remove
+            # as much in vain with every interval.
+            pending.needed_bytes = self._shortage.needed_bytes()
+        await await_capture(pending)
+        while True:
+            if pending.finished.is_set() or await self._committed_already(pending):
+                return True
+            phase = pending.phase
+            if phase is Phase.EMPTY:
+                await self._give_up(pending, Failed(error=pending.drop_reason))
+                return True
+            if phase is Phase.DOUBTFUL:
+                await self._retaking.settle(pending)
+            elif phase is Phase.INTERRUPTED:
+                return not await self._retaken(pending)
+            elif not await self._goes_on_after_attempt(pending):
+                return True
+
+    async def _goes_on_after_attempt(self, pending: PendingSnapshot) -> bool:
+        """Make one attempt, and wait until the next one where it fails.
+
+        Return False when the snapshot is committed or given up.
+        """
+        pending.begin_attempt()
+        async with self.repository_lock:
+            outcome = await self._attempt(pending)
+        if isinstance(outcome, Done):
+            return False
+        follows = pending.attempt_failed(outcome)
+        if follows.action == "reconsider":
+            return True
+        log.warning(
+            "capture_failed",
+            id=pending.id,
+            error=outcome.error,
+            code=outcome.code,
+            retry_after_seconds=follows.after_seconds,
+        )
+        if follows.action == "without_root":
+            log.error("root_left_out", id=pending.id, root=follows.root, error=outcome.error)
+            return True
+        if follows.after_seconds is None:
+            self._shortage.met(outcome.needed_bytes)
+            await self._give_up(pending, outcome)
+            return False
+        pending.await_retry(outcome)
+        self._context.alerts.report(
+            "capture",
+            f"snapshot {pending.id} waits: {outcome.error}",
+            hint=outcome.hint,
+            severity="warning",
+        )
+        # Upkeep may free the space that a full store lacks.
+        self.on_committed()
+        with trio.move_on_after(follows.after_seconds):
+            await pending.wake.wait()
+        return True
+
+    async def _retaken(self, pending: PendingSnapshot) -> bool:
+        """Cut an interrupted snapshot anew. Return False when it was given up, because it cannot be cut."""
+        reason = next(iter(pending.interrupted.values()))
+        error = ""
+        while pending.interrupted and pending.retakes < MAX_RETAKES:
+            await trio.sleep(RETAKE_PAUSES_SECONDS[pending.retakes])
+            pending.retakes += 1
+            try:
+                await self._retaking.retake(pending)
+            except CiuicError as failure:
+                error = str(failure)
+                log.warning("snapshot_not_retaken", id=pending.id, error=error)
+        if not pending.interrupted:
+            return True
+        text = f"{reason}; it could not be cut anew in {MAX_RETAKES} attempts{error and f': {error}'}"
+        await self._give_up(pending, Failed(error=text))
+        return False
+
+    async def _attempt(self, pending: PendingSnapshot) -> Done | Failed:
+        """Run one capture process, and return how it ended.
+
+        On Done the snapshot is committed: callers that wait for it were told before the process ended.
+        """
+        space = self._context.space
+        # Measured for each attempt: others may have taken or freed space meanwhile.
+        room = await trio.to_thread.run_sync(space.measure) if space is not None else RepositoryStatus()
+        try:
+            job, fds = make_job(
+                pending,
+                self._context.settings(),
+                self._context.roots(),
+                self._context.host,
+                self.urgency(pending),
+            )
+        except CiuicError as error:
+            return Failed(error=str(error), hint=error.hint, code=EXIT_UNDO_LOST)
+        job = msgspec.structs.replace(
+            job,
+            reserve_bytes=room.reserve_bytes,
+            reserve_reason=room.reserve_reason,
+            needed_bytes=pending.needed_bytes,
+        )
+        process = self._context.new_capture()
+        pending.process = process
+        try:
+            return await process.run(
+                job,
+                fds,
+                on_start=lambda pid: self._capture_started(pending, pid),
+                on_progress=pending.attempt_progressed,
+                on_done=partial(self._commit, pending),
+            )
+        except OSError as error:
+            return Failed(error=f"the capture process cannot be started: {error}")
+        finally:
+            pending.process = None
+            pending.record.capture_pid = 0
+            for fd in fds:
+                os.close(fd)
+
+    def _capture_started(self, pending: PendingSnapshot, pid: int) -> None:
+        pending.record.capture_pid = pid
+        pending.record.capture_started_ticks = start_ticks(pid)
+        # The journal has pid and start time, so that the successor of a killed daemon finds the capture and
+        # waits for it.
+        self._queue.write_journal()
+        self.on_urgency()
+
+    async def _commit(self, pending: PendingSnapshot, done: Done) -> None:
+        # Called at `Done`, before the process ends: callers need not wait until it has closed the index (four
+        # syncs of SQLite).
+        for root in done.left_out:
+            pending.leave_out(os.fsdecode(root.path), root.reason)
+        await tell_workers(pending, self._context.roots(), committed=True)
+        self.trust.settle(pending)
+        unread = [f"{printable(error.root)}/{printable(error.path)}: {error.error}" for error in done.errors]
+        pending.commit(new_bytes=done.new_bytes, errors=unread)
+        self.durations.add(done.seconds)
+        log.info(
+            "snapshot_committed",
+            id=pending.id,
+            new_bytes=done.new_bytes,
+            files_read=done.files_read,
+            bytes_read=done.bytes_read,
+            modes=done.modes,
+            seconds=round(done.seconds, 3),
+            unreadable=done.errors_total,
+            left_out=pending.record.left_out,
+        )
+        self._after_commit(pending)
+        if done.errors_total:
+            self._context.alerts.report(
+                "unreadable",
+                f"{plural(done.errors_total, 'file')} could not be read into {pending.id}: {'; '.join(unread[:3])}",
+                hint="the snapshot has everything else; look at the disk below the root",
+                severity="warning",
+            )
+        else:
+            self._context.alerts.clear("unreadable")
+
+    def _after_commit(self, pending: PendingSnapshot) -> None:
+        self.last_failure = None
+        self._shortage = Shortage()
+        self.last_cut_ns = max(self.last_cut_ns, pending.record.time_ns)
+        self._context.alerts.clear("capture")
+        self._context.alerts.clear("store")
+        self._context.alerts.clear(KEY_MISSING)
+        self._context.alerts.clear("clock")
+        for cut in pending.remaining:
+            # Changes that the end of a session may have hidden are in this snapshot.
+            self._context.alerts.clear(f"worker:{cut.path}")
+            self._context.alerts.clear(f"unmounted:{cut.path}")
+        self._left_out.tell(pending)
+        if pending.record.scheduled and pending.drop_reason:
+            self.on_scheduled_lost()
+        self.on_committed()
+
+    async def _committed_already(self, pending: PendingSnapshot) -> bool:
+        """Return whether an earlier attempt, or a predecessor's capture, has committed the snapshot."""
+        # Without an attempt nothing can be committed, and the repository need not be opened.
+        if pending.record.attempts == 0:
+            return False
+        try:
+            answer = await trio.to_thread.run_sync(find_commit, self._context.store(), pending.remaining)
+        except CiuicError as error:
+            log.warning("repository_not_asked", id=pending.id, error=str(error))
+            return False
+        if answer is None:
+            return False
+        found, roots = answer
+        for cut in pending.remaining:
+            if cut.path not in roots:
+                pending.leave_out(cut.path, "it could not be captured; the snapshot's own record says why")
+        await tell_workers(pending, self._context.roots(), committed=True)
+        pending.commit(new_bytes=found.new_bytes)
+        log.info("snapshot_committed", id=pending.id, new_bytes=found.new_bytes, found="after restart")
+        self._after_commit(pending)
+        return True
+
+    async def _give_up(self, pending: PendingSnapshot, failure: Failed) -> None:
+        # It may be committed already, while its process had not ended yet.
+        if pending.finished.is_set():
+            return
+        await tell_workers(pending, self._context.roots(), committed=False)
+        # The loss is on file before any caller is told of it.
+        await self._promises.record_loss(pending, failure.error)
+        pending.fail(failure)
+        if pending.record.scheduled and not pending.remaining:
+            self.on_scheduled_lost()
+        self.last_failure = pending.state
+        log.error("snapshot_failed", id=pending.id, error=failure.error)
+        self._context.alerts.report(
+            "capture",
+            f"snapshot {pending.id} of {rfc3339(pending.record.time_ns)} failed: {failure.error}",
+            hint=failure.hint or "its changes will be in the next snapshot",
+        )
+
+    def settings_changed(self) -> None:
+        """Try the next scheduled snapshot even if the last one did not fit: other excludes may make it fit."""
+        self._shortage = Shortage()

@@ -1,0 +1,292 @@
+"""Snapshots of files that trainers request as pairs of their training states (ciuic.protocol.pairing).
+
+Guarantees: root and the group of the control socket may have any root cut; other callers only roots that
+belong to their user, or to a group of theirs that may write there, by the kernel's credentials of the caller
+and the owner of the directory (permission.py). No content can be read through the socket, and only callers
+that may have a snapshot taken learn of it. Callers without the right to the control socket fill at most
+`MAX_WAITING` places of the queue, so that requests on the control socket and the schedule always find one.
+Their holds are limited (user_holds.py). Leaves the socket to peers/server.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import structlog
+import trio
+
+from ciuic.config import HoldsConfig
+from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.repository_store import Store
+from ciuic.daemon.peers.messages import ReceiverOptions
+from ciuic.daemon.peers.server import PeerQuestion, PeerReply, PeerServer
+from ciuic.daemon.roots.permission import is_administrator, owners, owns
+from ciuic.daemon.roots.supervisor import RootSupervisor
+from ciuic.daemon.snapshots.snapshots import Snapshots
+from ciuic.daemon.trainers.user_holds import UserHolds
+from ciuic.errors import Busy, CiuicError, NotFound, NotPermitted, Unreachable, UsageError
+from ciuic.excludes import ExcludeMatcher
+from ciuic.protocol.control_types import SnapshotRequest
+from ciuic.protocol.pairing import (
+    CUT_SECONDS,
+    MAX_MESSAGE_BYTES,
+    PAIRED,
+    Answer,
+    Cut,
+    Known,
+    PairRefused,
+    States,
+    Taken,
+    decode_question,
+    text_of,
+)
+from ciuic.protocol.peer_socket import Caller
+from ciuic.types import Pair, SnapshotId
+from ciuic.units import plural
+
+# One connection for each request, which is answered and closed.
+MAX_CONNECTIONS: Final = 256
+# Ranks of one training that may ask at the same moment.
+MAX_CONNECTIONS_OF_A_USER: Final = 64
+# Half of the queue's MAX_PENDING: requests on the control socket and the schedule find a place whatever
+# ordinary users ask for.
+MAX_WAITING: Final = 4
+# Length of texts of a caller that go into a snapshot's message.
+MAX_TEXT: Final = 200
+log = structlog.get_logger(__name__)
+
+
+class Pairing:
+    """Service for pairs. `serve` is its task; belongs to the trio thread."""
+
+    def __init__(
+        self,
+        socket: Path,
+        *,
+        holds: Callable[[], HoldsConfig],
+        store: Callable[[], Store],
+        roots: Callable[[], Mapping[str, RootSupervisor]],
+        snapshots: Snapshots,
+        alerts: Alerts,
+        group_id: Callable[[], int | None],
+        watched_users: Callable[[], Iterable[int]],
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        """Prepare to listen on `socket`.
+
+        Args:
+            socket: path of the socket.
+            holds: limits of what ordinary users may have held.
+            store: the repository.
+            roots: supervisors of the roots, by path.
+            snapshots: takes the snapshots that are asked for.
+            alerts: where a receiver that ends is reported.
+            group_id: group of the control socket, whose members are administrators.
+            watched_users: users with a trainer that is watched.
+            is_stopping: whether the daemon is stopping and takes no further request.
+        """
+        self._path = socket
+        self._store = store
+        self._roots = roots
+        self._snapshots = snapshots
+        self._group_id = group_id
+        self._watched_users = watched_users
+        self._is_stopping = is_stopping
+        self._holds = UserHolds(holds, store, snapshots.pending_records)
+        options = ReceiverOptions(
+            path=str(socket),
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_connections=MAX_CONNECTIONS,
+            max_connections_of_a_user=MAX_CONNECTIONS_OF_A_USER,
+        )
+        self._server = PeerServer(options, self._answer, alerts=alerts, known=self._known_users)
+
+    async def serve(
+        self,
+        stopped: Callable[[], Awaitable[None]],
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Serve until `stopped` returns. A failure of this socket does not keep the daemon from starting."""
+        task_status.started()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._server.serve)
+                await stopped()
+                nursery.cancel_scope.cancel()
+        finally:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+
+    def _known_users(self) -> frozenset[int]:
+        return frozenset({*owners(self._roots().values()), *self._watched_users()})
+
+    async def _answer(self, question: PeerQuestion) -> PeerReply:
+        return PeerReply(msgspec.msgpack.encode(await self._answered(question)))
+
+    async def _answered(self, question: PeerQuestion) -> Answer:
+        caller = question.caller
+        try:
+            asked = decode_question(question.data)
+            if isinstance(asked, Known):
+                return await self._states(asked.ids, caller)
+            return await self._cut(asked, caller)
+        except CiuicError as error:
+            log.info("pair_refused", uid=caller.uid, error=error.message)
+            return PairRefused(error.message, error.hint, error.exit_code)
+
+    # -- states of snapshots
+
+    async def _states(self, ids: Sequence[str], caller: Caller) -> States:
+        """Return the states of snapshots.
+
+        An id that the caller may not know of looks like an unknown one, also by the time taken.
+        """
+        found = {id_: self._snapshots.state(id_) for id_ in ids}
+        if self._is_administrator(caller):
+            visible = frozenset(ids)
+            committed = await trio.to_thread.run_sync(self._store().known, visible)
+        else:
+            roots = frozenset(path for path, root in self._roots().items() if owns(caller, root))
+            visible = frozenset(
+                id_
+                for id_, pending in found.items()
+                if pending is not None
+                and (pending.record.user == caller.uid or not roots.isdisjoint(pending.state.roots))
+            )
+            committed = await trio.to_thread.run_sync(self._store().known_of, visible, roots)
+        states: dict[str, str] = {}
+        for id_, pending in found.items():
+            if pending is not None and id_ in visible and pending.state.state != "committed":
+                states[id_] = pending.state.state
+            else:  # a committed snapshot may have been removed since
+                states[id_] = "committed" if id_ in committed else "gone"
+        return States(states, self._repository())
+
+    def _repository(self) -> str:
+        path = self._store().path
+        return text_of(path) if path is not None else ""
+
+    def _is_administrator(self, caller: Caller) -> bool:
+        return is_administrator(caller, self._group_id())
+
+    # -- taking a snapshot
+
+    async def _cut(self, wanted: Cut, caller: Caller) -> Taken:
+        training = _checked(wanted)
+        if self._is_stopping():
+            raise Unreachable("the daemon is stopping")
+        privileged = self._is_administrator(caller)
+        roots = self._chosen(wanted.roots, caller, privileged=privileged)
+        # The list begins with the last failure, which takes no place.
+        waiting = sum(state.state != "failed" for state in self._snapshots.unfinished())
+        if not privileged and waiting >= MAX_WAITING:
+            raise Busy(f"{plural(waiting, 'snapshot waits', 'snapshots wait')} for capture already")
+        request = SnapshotRequest(
+            message=f"files of {training}: {wanted.message[:MAX_TEXT]}".rstrip(": "),
+            tags=[PAIRED],
+            roots=[root.path for root in roots],
+        )
+        pair = Pair(of="training", id=training, repository=wanted.repository, time_ns=wanted.time_ns)
+        pending = None
+        refusal = await self._hold_refusal(wanted, caller, privileged=privileged)
+        request.hold = bool(wanted.hold_reason) and not refusal
+        try:
+            # Files of a later instant would not belong to the state. A request that is given up may be cut
+            # all the same: its files name a state that does not name them (docs/decisions/pairs.md).
+            with trio.move_on_after(CUT_SECONDS):
+                pending = await self._snapshots.take(
+                    request,
+                    pair=pair,
+                    hold_reason=wanted.hold_reason[:MAX_TEXT] if request.hold else "",
+                    user=None if privileged else caller.uid,
+                )
+        finally:
+            if request.hold and not privileged:
+                self._holds.settled(caller.uid)
+        if pending is None:
+            raise Busy(f"no snapshot could be cut within {CUT_SECONDS:.0f} s")
+        log.info("pair_cut", id=pending.id, training=training, uid=caller.uid)
+        return Taken(
+            id=pending.id,
+            repository=self._repository(),
+            time_ns=pending.record.time_ns,
+            roots=tuple(pending.state.roots),
+            note="; ".join(filter(None, (refusal, _note(wanted.repository, roots)))),
+        )
+
+    async def _hold_refusal(self, wanted: Cut, caller: Caller, *, privileged: bool) -> str:
+        """Return why a requested hold is refused; empty where it is granted, or none is requested."""
+        if privileged or not wanted.hold_reason:
+            return ""
+        refusal = await self._holds.refusal(caller.uid)
+        if refusal:
+            log.warning("hold_refused", uid=caller.uid, reason=refusal)
+        return refusal
+
+    def _chosen(self, wanted: Sequence[str], caller: Caller, *, privileged: bool) -> list[RootSupervisor]:
+        roots = self._roots()
+        mounted = [root for root in roots.values() if root.worker is not None]
+        if not wanted:
+            chosen = [root for root in mounted if privileged or owns(caller, root)]
+            if mounted and not chosen:
+                raise NotPermitted(
+                    "no protected root belongs to you", hint="chown the root, or see [control] group"
+                )
+            if not chosen:
+                raise CiuicError("no root is mounted", hint="ciuic status says why")
+            return chosen
+        chosen = []
+        for path in dict.fromkeys(wanted):
+            # With the slashes, so that /data2 is not taken for a part of /data.
+            root = next((root for root in roots.values() if f"{path}/".startswith(f"{root.path}/")), None)
+            if root is None:
+                raise NotFound(f"{path} is not protected", hint="protect it: ciuic protect PATH")
+            if root.worker is None:
+                raise CiuicError(f"{root.path} is not mounted", hint="ciuic status says why")
+            if not privileged and not owns(caller, root):
+                raise NotPermitted(
+                    f"{root.path} does not belong to you", hint="chown it, or see [control] group"
+                )
+            if root not in chosen:
+                chosen.append(root)
+        return chosen
+
+
+def _checked(wanted: Cut) -> str:
+    """Return the id of the training state.
+
+    Raise UsageError for values that could not be read back from a snapshot.
+    """
+    try:
+        training = SnapshotId.parse(wanted.training)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if (
+        not wanted.repository.startswith("/")
+        or "\0" in wanted.repository
+        or not 0 <= wanted.time_ns < 1 << 63
+    ):
+        raise UsageError(
+            "repository must be an absolute path without NUL, and time_ns at least 0 and below 2^63"
+        )
+    return str(training)
+
+
+def _note(repository: str, roots: Sequence[RootSupervisor]) -> str:
+    """Return a warning where the training's repository is in a captured root and stored twice so."""
+    for root in roots:
+        inside = os.path.relpath(repository, root.path)
+        if inside == ".." or inside.startswith("../"):
+            continue
+        if not ExcludeMatcher(root.path, root.settings.excludes).match(os.fsencode(inside), True):
+            return (
+                f"{repository} is in the protected root {root.path}: each snapshot of the files stores the training's snapshots "
+                f'once more; exclude = ["/{inside}"] in its [[root]] leaves them out'
+            )
+    return ""

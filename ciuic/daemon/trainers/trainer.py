@@ -1,0 +1,227 @@
+"""Watched trainer: its process, its heartbeat pages, and the judgement of its end. Waits for nothing.
+
+Guarantees: a process is not identified by its pid alone, so that a later process with the same pid is another
+one; a beat is timed by the daemon's clock, whatever the trainer's page claims, and time in which the daemon
+did not look (the host was suspended) does not count as silence.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import trio
+
+from ciuic.daemon.base.accounts import user_name
+from ciuic.protocol.control_types import IncidentKind, TrainerStatus, rfc3339
+from ciuic.protocol.heartbeat_page import Goodbye, HeartbeatReading, read_page
+from ciuic.protocol.plain_names import shown_name, trainer_key
+from ciuic.protocol.watch_client import Kind
+from ciuic.system import processes
+
+# Pages of one process: each SnapshotManager has one.
+MAX_PAGES: Final = 16
+# SIGINT: a user pressed Ctrl-C.
+_INTERRUPTED: Final = 2
+
+
+class ProcessIdentity(NamedTuple):
+    """Identity of a process that no later process has.
+
+    A caller may only register its own user's processes, so the user is part.
+    """
+
+    uid: int
+    pid: int
+    start_ticks: int
+
+
+class TrainerEnd(NamedTuple):
+    """Judgement of a trainer's end."""
+
+    kind: IncidentKind | None
+    """Kind of incident; None: it ended well."""
+    reason: str
+
+
+def judge(pulses: list[HeartbeatReading], status: int | None, *, paged: bool) -> TrainerEnd:
+    """Return how a trainer ended.
+
+    Args:
+        pulses: contents of its pages.
+        status: wait status; None where it is not known.
+        paged: whether it has pages, as trainers with a SnapshotManager and under `ciuic watch -- COMMAND` do;
+            without one only the status can tell.
+    """
+    said = [pulse.goodbye for pulse in pulses]
+    # After a preemption the platform chooses the status, so the page decides.
+    if Goodbye.PREEMPTED in said and Goodbye.NONE not in said:
+        return TrainerEnd(None, "was preempted, after its last snapshot")
+    if status is not None and os.WIFSIGNALED(status) and os.WTERMSIG(status) == _INTERRUPTED:
+        return TrainerEnd(None, "was interrupted")
+    # A known status decides over the page: a program that closed its manager in a `finally` and then ended by
+    # an exception has failed, and one that caught its exception and ended with 0 has not.
+    if status == 0:
+        return TrainerEnd(None, "ended well")
+    why = next((pulse.reason for pulse in reversed(pulses) if pulse.goodbye is Goodbye.FAILED), "")
+    if status is not None and os.WIFSIGNALED(status):
+        if said and all(one is Goodbye.CLOSED for one in said):
+            return TrainerEnd(None, "ended well, and crashed after that")
+        return TrainerEnd("died", processes.describe(status))
+    if why:
+        return TrainerEnd("failed", why)
+    if status is not None:
+        return TrainerEnd("failed", processes.describe(status))
+    if said and Goodbye.NONE not in said:
+        return TrainerEnd(None, "ended well")
+    return TrainerEnd("died", "ended without a goodbye" if paged else "ended with an unknown exit status")
+
+
+class WatchedTrainer:
+    """A watched trainer, with its descriptors."""
+
+    def __init__(
+        self,
+        identity: ProcessIdentity,
+        life: int,
+        *,
+        name: str,
+        where: str,
+        kind: Kind,
+        heartbeat_seconds: float,
+        since_ns: int,
+    ) -> None:
+        """Take over a trainer's pidfd.
+
+        Args:
+            identity: its process.
+            life: pidfd, which is taken over; -1: there is no process to watch.
+            name: its name.
+            where: directory or file that tells it from others with the same name.
+            kind: how it was registered.
+            heartbeat_seconds: silence that counts as hanging; 0: none.
+            since_ns: wall clock of its registration.
+        """
+        self.identity = identity
+        self.life = life
+        self.name, self.where, self.kind = name, where, kind
+        self.heartbeat_seconds = heartbeat_seconds
+        self.since_ns = since_ns
+        self.hung = False
+        self.present = True
+        """True if there is a process, as far as is known; False: its pid file names none."""
+        self.file_beats = 0
+        """Modification time of its heartbeat file in ns; 0: it has none, or there was none yet."""
+        self.pid_file: Path | None = None
+        """Pid file, which the trainer removes when it ends well."""
+        self.forgotten = False
+        self.page_came = trio.Event()
+        self._pages: list[int] = []
+        self._beats: int | None = None
+        # A beat was seen. The first content of a file does not count, which may be left from an earlier run.
+        self._beating = False
+        self._last_beat_ns = 0
+        self._silent_seconds = 0.0
+
+    @property
+    def key(self) -> str:
+        """Key of its alert, which is the same when the same training is started again."""
+        return trainer_key(self.name, self.where)
+
+    @property
+    def label(self) -> str:
+        """Name for display."""
+        shown = shown_name(self.name)
+        if self.where:
+            shown += f" ({shown_name(self.where)})"
+        return f"{shown}, pid {self.identity.pid}" if self.identity.pid > 0 else shown
+
+    @property
+    def paged(self) -> bool:
+        """True if it has a heartbeat page."""
+        return bool(self._pages)
+
+    def add_page(self, page: int) -> None:
+        """Take over the descriptor of a page. A page that is known (of a restarted writer process) is closed."""
+        # Each memory file has an inode number of its own.
+        number = os.fstat(page).st_ino
+        if any(os.fstat(known).st_ino == number for known in self._pages):
+            os.close(page)
+            return
+        self._pages.append(page)
+        self.page_came.set()
+        # A process that makes one manager after the other would collect pages: the oldest ones go.
+        while len(self._pages) > MAX_PAGES:
+            os.close(self._pages.pop(0))
+
+    def pulses(self) -> list[HeartbeatReading]:
+        """Return the contents of its pages."""
+        found = []
+        for page in self._pages:
+            with suppress(ValueError, OSError):
+                found.append(read_page(page))
+        return found
+
+    def look(self, elapsed_seconds: float, now_ns: int) -> Literal["beat", "silent", "hung", "recovered"]:
+        """Return what has happened since the last look, `elapsed_seconds` ago."""
+        pulses = self.pulses()
+        its_own = sum(pulse.beats for pulse in pulses)
+        beats = its_own + self.file_beats
+        if beats != self._beats:
+            self._beating = its_own > 0 or (self._beats is not None and self.file_beats > 0)
+            self._beats, self._silent_seconds = beats, 0.0
+            if self._beating:
+                self._last_beat_ns = now_ns
+            if self.hung:
+                self.hung = False
+                return "recovered"
+            return "beat"
+        waits = self._beating and self.heartbeat_seconds and self.present and not self.closed(pulses)
+        self._silent_seconds = self._silent_seconds + elapsed_seconds if waits else 0.0
+        if waits and not self.hung and self._silent_seconds >= self.heartbeat_seconds:
+            self.hung = True
+            return "hung"
+        return "silent"
+
+    @staticmethod
+    def closed(pulses: list[HeartbeatReading]) -> bool:
+        """Return whether it has said goodbye on every page."""
+        return bool(pulses) and all(pulse.goodbye is not Goodbye.NONE for pulse in pulses)
+
+    def end(self, status: int | None) -> TrainerEnd:
+        """Return how it ended; see `judge`. Looks at its pid file, so it may block on a disk."""
+        if status is None and self.pid_file is not None and not os.path.lexists(self.pid_file):
+            return TrainerEnd(None, "ended, and took its pid file away")
+        return judge(self.pulses(), status, paged=self.paged)
+
+    def status(self) -> TrainerStatus:
+        """Return its part of the status document."""
+        pulses = self.pulses()
+        state: Literal["running", "hung", "closed", "absent"] = "running"
+        if self.hung:
+            state = "hung"
+        elif not self.present:
+            state = "absent"
+        elif self.closed(pulses):
+            state = "closed"
+        return TrainerStatus(
+            name=self.name,
+            where=self.where,
+            pid=max(0, self.identity.pid),
+            user=user_name(self.identity.uid),
+            kind=self.kind,
+            state=state,
+            since=rfc3339(self.since_ns),
+            step=max((pulse.step for pulse in pulses), default=0),
+            last_beat=rfc3339(self._last_beat_ns) if self._last_beat_ns else "",
+            heartbeat_seconds=self.heartbeat_seconds,
+        )
+
+    def close(self) -> None:
+        """Close every descriptor."""
+        for fd in (self.life, *self._pages):
+            if fd >= 0:
+                os.close(fd)
+        self.life, self._pages = -1, []

@@ -1,0 +1,4 @@
+"""Retention, prune and scrub as the daemon runs them.
+
+The package may import `base` and `snapshots`.
+"""

@@ -1,0 +1,193 @@
+"""Upkeep: apply retention and free space when that is worth it, in a process of its own.
+
+Guarantees: upkeep never runs at the same time as a capture of this daemon, and never takes more than a
+twentieth of the time, so that a large repository is not walked after every snapshot. Leaves to
+ciuic.retention what to remove, to ciuic.maintenance.prune removing it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import structlog
+import trio
+
+from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
+from ciuic.daemon.base.repository_store import Store
+from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.base.urgency_channel import send_urgency
+from ciuic.daemon.roots.priority_control import RunningProcess
+from ciuic.daemon.upkeep_process import UpkeepJob
+from ciuic.errors import BY_EXIT_CODE, CiuicError
+from ciuic.protocol.control_types import ErrorDocument, PruneReport
+from ciuic.system.child_process import environment, module_command
+from ciuic.system.urgency import Urgency
+
+# After a round of t seconds the next one waits 20 t, so that upkeep takes less than a twentieth of the time.
+COST_RATIO = 20
+# Several snapshots that are committed in sequence cause one round.
+MIN_PAUSE_SECONDS = 60.0
+UPKEEP_MODULE = "ciuic.daemon.upkeep_process"
+log = structlog.get_logger(__name__)
+
+
+class Upkeep:
+    """Starts upkeep processes. `run` is its task; `suggest` says that there may be something to do.
+
+    Belongs to the trio thread.
+    """
+
+    def __init__(
+        self,
+        settings: Callable[[], Settings],
+        store: Callable[[], Store],
+        repository_lock: trio.Lock,
+        alerts: Alerts,
+        *,
+        cwd: Path,
+        now_ns: Callable[[], int],
+        command: Sequence[str] = (),
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._lock = repository_lock
+        self._alerts = alerts
+        self._cwd = cwd
+        self._now_ns = now_ns
+        self._command = list(command or module_command(UPKEEP_MODULE))
+        self._wake = trio.Event()
+        self.caller_waits: Callable[[], bool] = lambda: False
+        """Returns whether a caller waits for a capture, which begins when upkeep has ended."""
+        self._process: trio.Process | None = None
+        self._began_at = 0.0
+        # A caller waits for the running upkeep.
+        self._awaited = False
+
+    def running(self) -> RunningProcess | None:
+        """Return the process that runs, with its urgency as of now; None where none does."""
+        process = self._process
+        if process is None:
+            return None
+        return RunningProcess(process.pid, self._urgency(), partial(_send, process))
+
+    def _urgency(self) -> Urgency:
+        settings = self._settings()
+        return Urgency(
+            min_share=1.0 if self._awaited else settings.min_share,
+            finish_within_seconds=settings.finish_within_seconds,
+            elapsed_seconds=trio.current_time() - self._began_at,
+            requested=self.caller_waits(),
+        )
+
+    def suggest(self) -> None:
+        """Wake the task: a snapshot was committed, or the store is full."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Wait for suggestions and follow them, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            began = trio.current_time()
+            try:
+                if await trio.to_thread.run_sync(self._is_due):
+                    await self.prune(dry_run=False, awaited=False)
+                self._alerts.clear("upkeep")
+            except CiuicError as error:
+                log.error("upkeep_failed", error=str(error))
+                self._alerts.report(
+                    "upkeep",
+                    f"old snapshots could not be removed: {error}",
+                    hint=error.hint,
+                    severity="warning",
+                )
+            except Exception:
+                log.exception("upkeep_failed")  # a defect there must not end the service
+            await trio.sleep(max(MIN_PAUSE_SECONDS, COST_RATIO * (trio.current_time() - began)))
+
+    async def prune(self, *, dry_run: bool, awaited: bool = True) -> PruneReport:
+        """Apply retention and free space now, after a capture that runs.
+
+        Args:
+            dry_run: decide only.
+            awaited: a caller waits, perhaps on a full disk, so that upkeep does not yield to others.
+
+        Raises:
+            CiuicError: the error of the process.
+        """
+        settings = self._settings()
+        if settings.repository is None:
+            raise CiuicError(
+                "no repository is configured", hint="protect a directory first: ciuic protect PATH"
+            )
+        job = UpkeepJob(
+            repository=str(settings.repository),
+            policy=settings.retention,
+            min_free=settings.min_free,
+            dry_run=dry_run,
+            io_priority=settings.io_priority,
+            runtime_dir=str(settings.runtime_dir),
+            trust_repository=settings.trust_repository,
+        )
+        async with self._lock:
+            self._began_at, self._awaited = trio.current_time(), awaited
+            job = msgspec.structs.replace(job, urgency=self._urgency())
+            report = await self._run_process(job)
+        log.info("upkeep_done", removed=len(report.removed), freed_bytes=report.freed_bytes, dry_run=dry_run)
+        return report
+
+    def _is_due(self) -> bool:
+        settings = self._settings()
+        return self._store().wants_upkeep(settings.retention, settings.min_free, now_ns=self._now_ns())
+
+    async def _run_process(self, job: UpkeepJob) -> PruneReport:
+        process = await trio.lowlevel.open_process(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd=str(self._cwd),
+            env=environment(),
+        )
+        mark_expendable(process.pid)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with suppress(trio.BrokenResourceError):  # it ended early; its exit status says how
+                await process.stdin.send_all(msgspec.json.encode(job) + b"\n")
+            # From now on a line that the process is sent is an urgency.
+            self._process = process
+            answer = b"".join([part async for part in process.stdout])
+            status = await process.wait()
+        except BaseException:
+            process.terminate()  # its writes are crash-safe, and the lock goes with it
+            # Upkeep looks between any two pieces of work whether it should stop. Shielded, because no process
+            # of ours may write to the repository when the lock is released.
+            with trio.move_on_after(10, shield=True):
+                await process.wait()
+            raise
+        finally:
+            self._process = None
+            with trio.CancelScope(shield=True):
+                await process.stdin.aclose()
+                await process.stdout.aclose()
+        try:
+            if status == 0:
+                return msgspec.json.decode(answer, type=PruneReport)
+            refusal = msgspec.json.decode(answer, type=ErrorDocument)
+        except msgspec.DecodeError as error:
+            raise CiuicError(
+                f"the upkeep process ended without a result ({describe_exit(status)})"
+            ) from error
+        raise BY_EXIT_CODE.get(refusal.code, CiuicError)(refusal.error, hint=refusal.hint)
+
+
+def _send(process: trio.Process, urgency: Urgency) -> bool:
+    stdin = process.stdin
+    return isinstance(stdin, trio.lowlevel.FdStream) and send_urgency(stdin.fileno(), urgency)

@@ -1,0 +1,420 @@
+"""The overlay core: the file system operations of one protected root, synchronous and thread-safe, for any driver.
+
+A driver translates requests into these methods and OSError into its replies. Nodes and handles are integers;
+names, link targets and attribute names are bytes; attributes are ``os.stat_result``. The parts:
+
+* operations.py: the operations, with namespace.py, removals.py, data.py, attributes.py and directories.py
+* state/node_table.py, state/node_paths.py: the inodes that the kernel remembers, and how to reach them
+* tracking/gate.py, tracking/tracking.py, tracking/undo_log.py, cut/epochs.py: holds, dirty tracking, old
+  state that sealed epochs still need, and the life of an epoch
+
+Methods that may take long: ``fsync``, ``read`` of data that is not in memory, and every changing operation
+while ``pending`` is true (it may copy old blocks). A driver runs them where other requests do not wait.
+Changing operations raise GateHeld (gate.py) only in the thread that the driver registered as
+``inline_thread``.
+
+The serving process must have umask 0: modes arrive with the caller's umask applied or beside them
+(Credentials.umask).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable
+from typing import Any, Final
+
+import structlog
+
+from ciuic.fuse_layer.core.attributes import SetAttr
+from ciuic.fuse_layer.core.operations import OverlayOperations
+from ciuic.fuse_layer.core.reclaimable_space import SpaceEstimator
+from ciuic.fuse_layer.core.room_for_unseen import RoomForUnseen
+from ciuic.fuse_layer.cut.epochs import Epochs, SealedEpoch, read_saved, write_saved
+from ciuic.fuse_layer.cut.passthrough_writers import UnseenWriters
+from ciuic.fuse_layer.journal.inherited_session import InheritedSession
+from ciuic.fuse_layer.journal.journal_writer import JournalWriter
+from ciuic.fuse_layer.state.node import Node
+from ciuic.fuse_layer.state.node_table import ROOT_ID, NodeTable
+from ciuic.fuse_layer.state.open_rules import OpenPreference, OpenRules
+from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState
+from ciuic.fuse_layer.state.settling import settle
+from ciuic.fuse_layer.system import syscalls
+from ciuic.fuse_layer.system.caller import Credentials
+from ciuic.fuse_layer.system.path_handles import Descriptor
+from ciuic.fuse_layer.tracking.gate import GateHeld, HoldExpired
+from ciuic.fuse_layer.tracking.tracking import Tracker
+from ciuic.fuse_layer.tracking.undo_log import UndoLog
+from ciuic.protocol import state_directory
+
+log = structlog.get_logger(__name__)
+
+__all__ = [
+    "ROOT_ID",
+    "Attr",
+    "Credentials",
+    "GateHeld",
+    "HoldExpired",
+    "OverlayCore",
+    "SealedEpoch",
+    "SetAttr",
+]
+
+_TRACKING_NAME: Final = b"tracking"
+_SUCCESSION_NAME: Final = b"succession"
+_STAND_IN_NAME: Final = b"nowhere"
+DEFAULT_UNDO_LIMIT_BYTES: Final = 1 << 40
+
+
+class OverlayCore(OverlayOperations):
+    """The overlay of one root.
+
+    Opening it empties the undo directory, and loads tracking that a clean stop saved.
+
+    Args:
+        backing_fd: the root's directory (O_PATH suffices), opened before anything was mounted over it. It
+            stays the caller's.
+        session: name of the session.
+        block_size: size of a block of dirty tracking, in bytes; a power of two.
+        undo_limit_bytes: limit of the undo log.
+        kernel_keeps_times: the driver lets the kernel cache writes (times.py).
+        journal: journal of nodes for a successor.
+        inherited: tables of a predecessor whose session goes on.
+        plain: nothing is tracked, and no snapshot can be taken.
+        rules: rules of opens (open_rules.py).
+
+    Raises:
+        OSError: the state directory cannot be made (read-only or full file system).
+        CiuicError: its name is taken (state_directory.open_state).
+    """
+
+    def __init__(
+        self,
+        backing_fd: int,
+        *,
+        session: str,
+        block_size: int = 262144,
+        undo_limit_bytes: int = DEFAULT_UNDO_LIMIT_BYTES,
+        kernel_keeps_times: bool = False,
+        journal: JournalWriter | None = None,
+        inherited: InheritedSession | None = None,
+        plain: bool = False,
+        rules: OpenRules | None = None,
+    ) -> None:
+        self._state_fd, self._set_aside = state_directory.open_state(backing_fd)
+        for name in self._set_aside:
+            log.error("reserved_name_set_aside", new_name=os.fsdecode(name))
+        self._plain = plain
+        self._removed: dict[tuple[int, int, int], Descriptor] = {}
+        nodes = NodeTable(backing_fd)
+        # Left by a worker that handed over. Valid for the next process alone: read and removed in any case.
+        left = read_saved(self._state_fd, _SUCCESSION_NAME)
+        undo = UndoLog(
+            self._state_fd,
+            block_size=block_size,
+            limit_bytes=undo_limit_bytes,
+            on_abandon=self._on_abandon,
+            # A predecessor that handed its session over gave its epochs up; one that was killed left them on
+            # disk.
+            inherit=inherited is not None and left is None and not plain,
+        )
+        hidden = int(state_directory.lies_inside(backing_fd))
+        self._state = OverlayState(nodes, Tracker(block_size), undo, plain=plain, hidden_directories=hidden)
+        nodes.on_dropped = undo.hidden.let_orphan_go
+        # Most descriptors are for files that programs open: caches and moved directories must leave them.
+        limit = self._state.allowances.limit
+        nodes.keep_at_most(limit)
+        undo.max_directories = min(undo.max_directories, limit // 8)
+        self._rules = rules or OpenRules()
+        self._rules.load(self._state_fd)
+        self._unseen = UnseenWriters(self._state, on_stayed=self._rules.note_stayed)
+        # Only with a journal is there a successor that could open a removed file again.
+        if journal is not None:
+            undo.hidden.keep_orphans_in(self._state_fd, inherited=inherited is not None)
+        self._epochs = Epochs(self._state, self._unseen, session=session)
+        self._space = SpaceEstimator(undo, self._open_inodes)
+        self.room_for_unseen = RoomForUnseen(self._state, self._space, self._unseen)
+        self.block_size = block_size
+        self.session = self._epochs_loaded(undo, left if inherited is not None else None) or session
+        super().__init__(self._state, self._unseen, kernel_keeps_times=kernel_keeps_times)
+        self._removals.after_freeing = self.room_for_unseen.look
+        # After the core has made its own nodes: a successor makes those in the same way.
+        nodes.journal = journal
+        if inherited is not None:
+            self._inherit(inherited)
+
+    def _epochs_loaded(self, undo: UndoLog, left: bytes | None) -> str | None:
+        """Load what a predecessor left of tracking and epochs; return the session that it belongs to, None for a new one."""
+        # Read and removed in any case: tracking that was saved may be trusted once.
+        saved = read_saved(self._state_fd, _TRACKING_NAME)
+        if left is not None:
+            return self._epochs.load_session(left)
+        if undo.inherited is not None:
+            session = self._epochs.adopt(undo.inherited)
+            log.info("epochs_inherited", epochs=undo.pending, records=len(undo.inherited.names))
+            return session
+        if saved is not None:
+            self._epochs.load(saved)
+        return None
+
+    def _inherit(self, inherited: InheritedSession) -> None:
+        """Take over the nodes and handles of a predecessor, which keep their numbers.
+
+        A handle whose file cannot be opened any more answers EBADF (``has_file``).
+        """
+        self._state.nodes.stand_in = self._stand_in_directory
+        self._state.nodes.inherit(inherited)
+        # Before any file is opened, because names lead to the files.
+        settle(self._state.nodes, inherited.changes, self._is_gone)
+        self._state.inherit_handles(inherited.last_handle)
+        lost = 0
+        # A lost file costs its program EBADF, a successor that does not start costs every program its files.
+        for opened in inherited.files.values():
+            try:
+                self._data.inherit(
+                    opened.handle, opened.node, opened.flags, unseen=opened.unseen, uid=opened.uid
+                )
+            except OSError as error:
+                log.error("handle_lost", node=opened.node, error=str(error))
+                lost += 1
+        for directory in inherited.directories.values():
+            names = inherited.listings.get(directory.handle)
+            try:
+                self._directories.inherit(directory.handle, directory.node, names, uid=directory.uid)
+            except OSError:
+                lost += 1
+        for node_id in inherited.lingering:
+            self._unseen.inherit(node_id)
+        if lost:
+            log.error("handles_lost", count=lost)
+
+    # -- for drivers --------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """True if a sealed epoch awaits its capture, so that changing operations may copy old content first."""
+        return self._state.undo.active
+
+    @property
+    def inline_thread(self) -> int | None:
+        """Thread (threading.get_ident) that must not wait for a cut (gate.py)."""
+        return self._state.gate.inline_thread
+
+    @inline_thread.setter
+    def inline_thread(self, ident: int | None) -> None:
+        self._state.gate.inline_thread = ident
+
+    @property
+    def open_files(self) -> int:
+        """Number of open handles of files."""
+        return len(self._state.files)
+
+    def statfs(self) -> os.statvfs_result:
+        """Return the backing file system's figures.
+
+        The undo log's space counts as free: it is given up before the job runs short.
+        """
+        spare = self._space.room()
+        real = os.statvfs(self._state.nodes.root_directory.fd)
+        if not spare.inodes:
+            return real
+        values, blocks = list(real), spare.size_bytes // real.f_frsize
+        # Positions of f_bfree, f_bavail, f_ffree and f_favail in the tuple.
+        for at, more in ((3, blocks), (4, blocks), (6, spare.inodes), (7, spare.inodes)):
+            values[at] += more
+        return os.statvfs_result(values)
+
+    @property
+    def held_by_kernel(self) -> Callable[[int], bool]:
+        """True if the kernel itself has a node's backing file open; set by a driver that lets it."""
+        return self._state.held_by_kernel
+
+    @held_by_kernel.setter
+    def held_by_kernel(self, told: Callable[[int], bool]) -> None:
+        self._state.held_by_kernel = told
+
+    def has_file(self, handle: int) -> bool:
+        """Return whether a handle leads to an open file; one that was inherited may not."""
+        return handle in self._state.files
+
+    def descriptor(self, handle: int) -> int:
+        """Return the backing descriptor of an open handle; it closes with the handle."""
+        return self._state.file(handle).fd
+
+    def needs_no_flush(self, handle: int) -> None:
+        """Note that no data written through the handle waits in the kernel's cache."""
+        self._state.file(handle).flushes = False
+
+    def prepare_cut(self, timeout_seconds: float) -> None:
+        """Prepare a hold, before it begins (UnseenWriters.prepare)."""
+        self._unseen.prepare(timeout_seconds)
+
+    def is_seen(self, handle: int) -> None:
+        """Note that a handle was opened as unseen, and that its writes come to the worker after all."""
+        self._unseen.discard(handle, self._state.file(handle))
+
+    def preference(self, node_id: int, flags: int, *, fresh: bool) -> OpenPreference:
+        """Return the rules' preference for an open of the node, where its family is not decided yet."""
+        node = self._state.nodes.get(node_id)
+        preference = self._rules.preference(
+            node.name, node.ino, flags, lambda: self._state.attr(node).st, fresh=fresh
+        )
+        # Such a writer meets a full disk without a request, so the undo log could not be given up for it
+        # (room_for_unseen.py).
+        passes_by = preference is OpenPreference.ANY and fresh and flags & os.O_ACCMODE == os.O_WRONLY
+        return OpenPreference.TRACKED if passes_by and self.room_for_unseen.is_short() else preference
+
+    def note_joined(self, node_id: int) -> None:
+        """Note that the node was opened read-write beside readers by passthrough."""
+        self._rules.note_joined(self._state.nodes.get(node_id).ino)
+
+    def peek(self, parent_id: int, name: bytes) -> int:
+        """Return the inode number under a name; no lookup is counted.
+
+        Raises:
+            FileNotFoundError: the name is free.
+        """
+        directory = self._state.nodes.directory(self._state.nodes.get(parent_id))
+        return os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_ino
+
+    def dot(self, node_id: int, name: bytes) -> int:
+        """Return the node id of "." or ".." in a directory; no lookup is counted."""
+        node = self._state.nodes.get(node_id)
+        return (node if name == b"." else node.parent or self._state.nodes.root).id
+
+    def syncfs(self) -> None:
+        """Make everything on the backing file system durable."""
+        syscalls.syncfs(self._state_fd)
+
+    # -- for control --------------------------------------------------------------------------------
+
+    def hold(self, timeout_seconds: float) -> int:
+        """Hold every change for at most the timeout; return the token of the hold (Epochs.hold)."""
+        return self._epochs.hold(timeout_seconds)
+
+    def release_hold(self, token: int) -> None:
+        """End a hold, whether or not its timeout has (Epochs.release)."""
+        self._epochs.release(token)
+
+    def committed(self, epoch: int) -> None:
+        """Drop what was kept for an epoch, of which a snapshot exists now (Epochs.committed)."""
+        self._epochs.committed(epoch)
+
+    def abort(self, epoch: int) -> None:
+        """Give a sealed epoch up: the next one has its changes too (Epochs.abort)."""
+        self._epochs.abort(epoch)
+
+    def cut(self, timeout_seconds: float = 5.0) -> SealedEpoch:
+        """Make a whole cut of this root alone: hold, cut, release, and write the sealed file."""
+        token = self.hold(timeout_seconds)
+        try:
+            cut = self.cut_held(token)
+        finally:
+            self.release_hold(token)
+        self.seal(cut.epoch)
+        return cut
+
+    def seal(self, epoch: int) -> None:
+        """Write the sealed file of an epoch that was cut (Epochs.seal)."""
+        self._epochs.seal(epoch)
+        self.room_for_unseen.wake()
+        self._rules.save(self._state_fd)
+
+    def writers(self) -> list[bytes]:
+        """Return the path below the root of each file with a handle that can write: the kernel may hold unwritten pages of it."""
+        nodes = {file.node.id: file.node for file in list(self._state.files.values()) if file.flushes}
+        paths = (self._state.nodes.path_below_root(node) for node in nodes.values())
+        return [path for path in paths if path]
+
+    def status(self) -> dict[str, Any]:
+        """Return the core's fields of a status reply (docs/architecture.md §3), as plain values."""
+        # The daemon asks regularly, so files that an ended epoch left are removed here.
+        self._epochs.tidy()
+        self._unseen.measure()
+        current = self._state.tracker.current
+        return {
+            "session": self.session,
+            "epoch": self._state.tracker.epoch,
+            "pending": self._state.undo.pending,
+            "since": self._epochs.since,
+            "complete": current.complete,
+            "dirty_bytes": current.dirty_bytes(self.block_size),
+            "dirty_inodes": len(current.changes),
+            "undo_bytes": self._state.undo.space.kept_bytes if self.pending else 0,
+            "open_files": self.open_files,
+            "nodes": len(self._state.nodes),
+            "abandoned": [entry._asdict() for entry in self._epochs.abandoned],
+            "set_aside": list(self._set_aside),
+        }
+
+    @property
+    def undo_fd(self) -> int:
+        """Descriptor of the directory that holds the undo log; it stays the core's."""
+        return self._state.undo.directory_fd
+
+    def save_tracking(self) -> None:
+        """Fold pending epochs into the current one and save it durably, at a clean stop when no operation comes any more."""
+        self._epochs.give_up_all()
+        self._rules.save(self._state_fd)
+        write_saved(self._state_fd, _TRACKING_NAME, self._epochs.dump())
+
+    def cut_held(self, token: int) -> SealedEpoch:
+        """End the epoch under a hold (Epochs.cut).
+
+        Raises:
+            OSError: EOPNOTSUPP where nothing is tracked.
+        """
+        if self._plain:
+            raise OSError(
+                errno.EOPNOTSUPP, "this root is served without snapshots, because its workers kept dying"
+            )
+        return self._epochs.cut(token)
+
+    def pin_orphans(self) -> None:
+        """Prepare for another session beside this one, which is detached and serves what is open (HiddenLinks.pin_orphans)."""
+        self._state.undo.hidden.pin_orphans()
+
+    def save_for_successor(self) -> None:
+        """Save tracking for a successor that goes on with this session, when no operation is under way and none will be."""
+        self._epochs.give_up_all()
+        write_saved(self._state_fd, _SUCCESSION_NAME, self._epochs.dump_session())
+
+    def close(self) -> None:
+        """Close every descriptor and every open handle. The core is not used afterwards."""
+        self._state.files.clear()
+        self._unseen.close()
+        self._state.undo.hidden.let_orphans_go()
+        os.close(self._state_fd)
+
+    def _stand_in_directory(self, facts: tuple[int, int, int]) -> Descriptor:
+        """Return a removed directory of this mode, owner and group, one for all: the kernel checks permissions by them."""
+        found = self._removed.get(facts)
+        if found is None:
+            mode, uid, gid = facts
+            # Left by a worker that was killed before the removal below.
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(_STAND_IN_NAME, 0o700, dir_fd=self._state_fd)
+            flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            found = self._removed[facts] = Descriptor(os.open(_STAND_IN_NAME, flags, dir_fd=self._state_fd))
+            path = b"/proc/self/fd/%d" % found.fd
+            os.chown(path, uid, gid)
+            os.chmod(path, stat.S_IMODE(mode))
+            os.rmdir(_STAND_IN_NAME, dir_fd=self._state_fd)
+        return found
+
+    def _is_gone(self, node: Node) -> bool:
+        """Return whether the inode of a node whose only known name was removed has no name left."""
+        orphan = self._state.undo.hidden.find_orphan(node.ino)
+        if orphan is None:
+            # No program has it open: a lookup by another name makes a new node.
+            return True
+        st = os.fstat(orphan.fd)
+        return st.st_nlink <= self._state.undo.hidden.of(node.ino)
+
+    def _open_inodes(self) -> set[int]:
+        return {file.node.ino for file in list(self._state.files.values())}
+
+    def _on_abandon(self, epochs: list[int], reason: str) -> None:
+        self._epochs.on_abandon(epochs, reason)

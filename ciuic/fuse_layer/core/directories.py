@@ -1,0 +1,186 @@
+"""Operations on open directories: list, sync.
+
+A listing is a snapshot of the names taken at its first read (and again after a rewind): offsets are indexes
+into it, so they are stable however the directory changes, and nothing is listed twice. Names that vanished
+meanwhile are left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from ciuic.fuse_layer.state.node import Node
+from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState, is_reserved
+from ciuic.fuse_layer.system.path_handles import Descriptor, PathHandle
+from ciuic.fuse_layer.system.quota import Quota
+
+_LATEST_KEPT: Final = 256
+"""Number of directories whose last listing is compared with the next one."""
+_LISTING_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class _OpenDirectory:
+    __slots__ = ("__weakref__", "descriptor", "names", "node", "uid")
+
+    def __init__(self, node: Node, descriptor: Descriptor, uid: int) -> None:
+        self.node = node
+        self.descriptor = descriptor
+        """O_PATH descriptor; the one that the node table caches, if it does, which many handles of one
+        directory share."""
+        self.uid = uid
+        self.names: _Names | None = None
+
+
+class _Names(list[bytes]):
+    """The names of a listing.
+
+    Handles that see the same names share them, and the user's quota counts them once.
+    """
+
+    __slots__ = ("_quota", "_uid")
+
+    def __init__(self, names: list[bytes], quota: Quota, uid: int) -> None:
+        super().__init__(names)
+        self._quota = quota
+        self._uid = uid
+        quota.add(uid, len(names))
+
+    def __del__(self) -> None:
+        # Given back by the last of the handles that share the names, in whatever thread that is closed.
+        self._quota.give_back(self._uid, len(self))
+
+
+class Directories:
+    """Operations of one root on open directories."""
+
+    def __init__(self, state: OverlayState) -> None:
+        self._state = state
+        self._nodes = state.nodes
+        self._open: dict[int, _OpenDirectory] = {}
+        # Weak references: a listing of a million names ends with its last handle.
+        self._latest: OrderedDict[tuple[int, int], weakref.ref[_OpenDirectory]] = OrderedDict()
+        """Handle that listed last, by node and user."""
+        self.on_listing: Callable[[int, list[bytes]], None] = lambda handle, names: None
+        """Called with a handle and the names that its offsets count from now on."""
+
+    def inherit(self, handle: int, node_id: int, names: list[bytes] | None, *, uid: int = 0) -> None:
+        """Open a directory that a predecessor had open, under its handle and with the names that its offsets count."""
+        opened = self._put(handle, node_id, uid)
+        if names is not None:
+            opened.names = _Names(names, self._state.allowances.names, uid)
+
+    def has(self, handle: int) -> bool:
+        """Return whether a handle is an open directory."""
+        return handle in self._open
+
+    def opendir(self, node_id: int, *, uid: int = 0) -> int:
+        """Open a directory for a user, and return its handle.
+
+        Raises:
+            OSError: as of `Quota.check`.
+        """
+        self._state.allowances.descriptors.check(uid)
+        handle = self._state.new_handle()
+        self._put(handle, node_id, uid)
+        return handle
+
+    def _put(self, handle: int, node_id: int, uid: int) -> _OpenDirectory:
+        node = self._nodes.get(node_id)
+        opened = _OpenDirectory(node, self._nodes.directory(node), uid)
+        self._state.allowances.descriptors.add(uid)
+        self._open[handle] = opened
+        return opened
+
+    def readdir(self, handle: int, offset: int) -> Iterator[tuple[bytes, Attr, int]]:
+        """Yield name, attributes and next offset of the entries from ``offset``, without "." and "..".
+
+        Offset 0 reads the directory anew. No lookup is counted: the driver calls ``remember`` for each entry
+        that the kernel took.
+        """
+        opened, names = self._names_from(handle, offset)
+        for index in range(offset, len(names)):
+            entry = PathHandle(opened.descriptor, names[index])
+            try:
+                _, attr = self._state.adopt(opened.node, names[index], entry.stat, count=0)
+            except FileNotFoundError:
+                continue
+            yield names[index], attr, index + 1
+
+    def list_names(self, handle: int, offset: int) -> Iterator[tuple[bytes, int, int, int]]:
+        """Yield name, number, mode and next offset of the entries from ``offset``, without "." and ".."."""
+        # Without making nodes: the kernel is told a number and remembers nothing, so it would never have a
+        # node forgotten. With nodes, a program that listed a million names left a million of them in the
+        # worker.
+        opened, names = self._names_from(handle, offset)
+        for index in range(offset, len(names)):
+            entry = PathHandle(opened.descriptor, names[index])
+            try:
+                st = entry.stat()
+                number = self._nodes.id_of(st)
+                if number is None:
+                    number = self._state.adopt(opened.node, names[index], entry.stat, count=0)[1].node
+            except FileNotFoundError:
+                continue
+            yield names[index], number, st.st_mode, index + 1
+
+    def _names_from(self, handle: int, offset: int) -> tuple[_OpenDirectory, _Names]:
+        opened = self._directory(handle)
+        # Offset 0 is a rewind: rewinddir(3) shows the directory as it is now.
+        if offset == 0 or opened.names is None:
+            opened.names = self._listed(opened)
+            self.on_listing(handle, opened.names)
+        return opened, opened.names
+
+    def _listed(self, opened: _OpenDirectory) -> _Names:
+        # Before the quota is asked for the new names: those of this handle are given back.
+        opened.names = None
+        found, key = self._read(opened), (opened.node.id, opened.uid)
+        before = self._latest.get(key)
+        other = before() if before is not None else None
+        # A directory of a million names that a hundred programs list is in memory once.
+        if other is not None and other.names == found:
+            return other.names
+        quota = self._state.allowances.names
+        quota.check(opened.uid, len(found))
+        self._latest[key] = weakref.ref(opened)
+        if len(self._latest) > _LATEST_KEPT:
+            self._latest.popitem(last=False)
+        return _Names(found, quota, opened.uid)
+
+    def _read(self, opened: _OpenDirectory) -> list[bytes]:
+        # The node's descriptor is O_PATH, which can neither be listed nor synced.
+        fd = os.open(b".", _LISTING_FLAGS, dir_fd=opened.descriptor.fd)
+        try:
+            names = (os.fsencode(name) for name in os.listdir(fd))
+            return [name for name in names if not is_reserved(self._nodes, opened.node, name)]
+        finally:
+            os.close(fd)
+
+    def remember(self, node_id: int) -> None:
+        """Count a lookup of an entry that the kernel took from a listing."""
+        self._nodes.remember(node_id)
+
+    def releasedir(self, handle: int) -> None:
+        """Close a handle; unknown handles are ignored."""
+        opened = self._open.pop(handle, None)
+        if opened is not None:
+            self._state.allowances.descriptors.remove(opened.uid)
+
+    def fsyncdir(self, handle: int, datasync: bool) -> None:
+        """Make the directory's names durable."""
+        fd = os.open(b".", _LISTING_FLAGS, dir_fd=self._directory(handle).descriptor.fd)
+        try:
+            (os.fdatasync if datasync else os.fsync)(fd)
+        finally:
+            os.close(fd)
+
+    def _directory(self, handle: int) -> _OpenDirectory:
+        opened = self._open.get(handle)
+        if opened is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return opened

@@ -1,0 +1,258 @@
+"""The forking process that systemd starts (ciuic-workers.service): it forks overlay workers for whichever daemon runs.
+
+The daemon, which talks to every user, can do without the capabilities that only workers need: this process
+has them.
+
+Guarantees: it answers root alone, on a socket that systemd holds, so that a daemon which asks while this
+process is being restarted waits and is not refused. The protocol is that of messages.py, on any number of
+connections. It collects the exit statuses of its children, also of those whose daemon is gone, so that an
+adopted worker is seen to end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import structlog
+
+from ciuic.fuse_layer.prefork import messages
+from ciuic.system.poll import readable
+
+_FIRST_LISTENED_FD: Final = 3
+"""SD_LISTEN_FDS_START of sd_listen_fds(3)."""
+_CREDENTIALS: Final = struct.Struct("@iII")
+"""struct ucred of unix(7): pid, uid, gid."""
+_BEATS_PER_PERIOD: Final = 3
+"""Notifications in a period of the watchdog: one that is late does not end this process."""
+_MAX_KEPT_STATUSES: Final = 1024
+"""Limit of exit statuses that are kept; beyond it the oldest go, which are those of daemons that are gone."""
+_PAUSE_SECONDS: Final = 0.1
+"""Pause after a connection that could not be accepted: it stays readable, and the loop would spin."""
+log = structlog.get_logger(__name__)
+
+
+def is_activated() -> bool:
+    """Return whether systemd has started this very process with a socket (LISTEN_PID of sd_listen_fds(3))."""
+    return os.environ.get("LISTEN_PID") == str(os.getpid())
+
+
+def activated_listener() -> socket.socket:
+    """Return the socket on which systemd listens for this process; take its variables out of the environment."""
+    for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):
+        os.environ.pop(name, None)
+    listener = socket.socket(fileno=_FIRST_LISTENED_FD)
+    listener.set_inheritable(False)
+    return listener
+
+
+class WatchdogNotifier:
+    """Sender of watchdog notifications to systemd (sd_notify(3), WATCHDOG=1); sends none without WATCHDOG_USEC.
+
+    While the forking process hangs, the job of a worker that dies waits: systemd ends the process, and starts
+    another one.
+    """
+
+    def __init__(self, address: str = "", period_seconds: float = 0) -> None:
+        self.milliseconds = (
+            int(period_seconds * 1000 / _BEATS_PER_PERIOD) if address and period_seconds else None
+        )
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self._socket: socket.socket | None = None
+        if self.milliseconds is not None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+
+    @classmethod
+    def from_environment(cls) -> WatchdogNotifier:
+        """Return the notifier that the environment asks for; remove its variables, so that workers send nothing in our name."""
+        address, period = (os.environ.pop(name, "") for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC"))
+        os.environ.pop("WATCHDOG_PID", None)
+        return cls(address, int(period) / 1e6 if period.isdigit() else 0)
+
+    def beat(self) -> None:
+        """Tell systemd that this process answers.
+
+        Errors are ignored: workers do not depend on systemd reading them.
+        """
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.sendto(b"WATCHDOG=1", self._address)
+
+    def close(self) -> None:
+        """Close the socket, in a process that was forked: it must not notify for its parent."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+def serve() -> messages.ForkedChild | None:
+    """Fork workers for ever; return in each process that is forked."""
+    return Forker(activated_listener(), WatchdogNotifier.from_environment()).serve()
+
+
+class Forker:
+    """Server of a listening SOCK_SEQPACKET socket.
+
+    Single-threaded, because fork(2) copies the calling thread alone.
+    """
+
+    def __init__(self, listener: socket.socket, watchdog: WatchdogNotifier | None = None) -> None:
+        self._listener = listener
+        self._watchdog = watchdog or WatchdogNotifier()
+        self._connections: dict[int, socket.socket] = {}
+        self._children: dict[int, int] = {}
+        """Process number by pidfd."""
+        self._statuses: dict[int, int] = {}
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+
+    def serve(self) -> messages.ForkedChild | None:
+        """Answer requests for ever; return in each process that is forked."""
+        while True:
+            self._watchdog.beat()
+            fd = self._next_ready(self._watchdog.milliseconds)
+            child = self._handle(fd) if fd is not None else None
+            if child is not None:
+                return child
+
+    def _next_ready(self, timeout_ms: int | None) -> int | None:
+        """Return one descriptor that has something to be handled; None after the timeout."""
+        # One, because handling it may close another, whose number is then reused. The listener comes last: it
+        # stays readable while there is no descriptor to accept a connection with, and the end of a worker
+        # must be seen meanwhile.
+        ready = [fd for fd, _ in self._poll.poll(timeout_ms)]
+        return min(ready, key=lambda fd: fd == self._listener.fileno(), default=None)
+
+    def _handle(self, fd: int) -> messages.ForkedChild | None:
+        """Handle a readable descriptor; return None, and in a process that was forked its request."""
+        if fd == self._listener.fileno():
+            self._accept()
+        elif fd in self._children:
+            self._collect(fd)
+        elif fd in self._connections:
+            child = self._answer(self._connections[fd])
+            if child is not None:
+                self._let_go()
+                return child
+        return None
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            # Out of descriptors, or the caller has gone. Other connections are to be served all the same.
+            log.warning("connection_not_accepted", error=str(error))
+            time.sleep(_PAUSE_SECONDS)
+            return
+        size = _CREDENTIALS.size
+        _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+        # The socket's mode keeps others out already. What answers here hands out processes with the
+        # capabilities of a worker and, in a keeper, the sessions of mounted roots.
+        if uid != os.geteuid():
+            log.warning("stranger_refused", uid=uid)
+            connection.close()
+            return
+        self._connected(connection)
+
+    def _connected(self, connection: socket.socket) -> None:
+        self._connections[connection.fileno()] = connection
+        self._poll.register(connection, select.POLLIN)
+
+    def _answer(self, connection: socket.socket) -> messages.ForkedChild | None:
+        """Handle one request; return None, and in a process that was forked its request."""
+        try:
+            asked, fds = messages.receive(connection)
+        except (OSError, ValueError) as error:
+            # The daemon was killed, or its version has another protocol.
+            log.warning("request_not_understood", error=str(error))
+            asked, fds = None, []
+        try:
+            if isinstance(asked, int):
+                messages.reply(connection, self._status(asked))
+            elif isinstance(asked, list) and all(isinstance(word, str) for word in asked):
+                # Asked before the fork: a daemon whose timeout is over may have had a worker forked
+                # elsewhere.
+                if messages.is_abandoned(connection):
+                    raise BrokenPipeError("the daemon did not wait for an answer")
+                pid = messages.fork()
+                if pid is None:
+                    return messages.ForkedChild(asked, fds)
+                self._watch(pid)
+                messages.answer_or_end(connection, pid, forked=True)
+            elif isinstance(asked, dict):
+                messages.reply(connection, *self._do(asked, fds))
+            else:
+                self._disconnect(connection)
+        except (LookupError, TypeError, ValueError) as error:
+            # A daemon of a version with other requests.
+            log.warning("request_not_understood", error=repr(error))
+            self._disconnect(connection)
+        except OSError as error:
+            # The daemon was killed between request and answer.
+            log.warning("daemon_lost", error=str(error))
+            self._disconnect(connection)
+        # A session does not end while one of its descriptors is open here.
+        for fd in fds:
+            os.close(fd)
+        return None
+
+    def _do(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[bool, list[int]]:
+        """Carry out a request of another kind; return its answer, with descriptors that stay ours.
+
+        ``fds`` stay the caller's.
+        """
+        raise ValueError(f"expected arguments or a process number, got {request!r:.200}")
+
+    def _watch(self, pid: int) -> None:
+        """Watch for the end of a child; 0 is none.
+
+        A child that cannot be watched is killed, because its end would go unseen.
+
+        Raises:
+            OSError: there is no descriptor left for its pidfd.
+        """
+        if not pid:
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        self._children[pidfd] = pid
+        self._poll.register(pidfd, select.POLLIN)
+
+    def _disconnect(self, connection: socket.socket) -> None:
+        self._poll.unregister(connection)
+        del self._connections[connection.fileno()]
+        connection.close()
+
+    def _collect(self, pidfd: int) -> None:
+        pid = self._children.pop(pidfd)
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        status = messages.collect(pid)
+        self._statuses[pid] = messages.UNKNOWN_STATUS if status is None else status
+        while len(self._statuses) > _MAX_KEPT_STATUSES:
+            del self._statuses[next(iter(self._statuses))]
+
+    def _status(self, pid: int) -> int | None:
+        for pidfd, child in list(self._children.items()):
+            if child == pid:
+                if not readable(pidfd):
+                    return None
+                self._collect(pidfd)
+        return self._statuses.get(pid, messages.UNKNOWN_STATUS)
+
+    def _let_go(self) -> None:
+        for connection in (self._listener, *self._connections.values()):
+            connection.close()
+        for pidfd in self._children:
+            os.close(pidfd)
+        self._watchdog.close()

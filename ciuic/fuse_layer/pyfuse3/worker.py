@@ -1,0 +1,157 @@
+"""An overlay worker that serves its mount by the portable driver: libfuse, pyfuse3 and trio."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pyfuse3
+import structlog
+import trio
+
+import ciuic
+from ciuic.fuse_layer.control.server import ControlServer
+from ciuic.fuse_layer.core.core import OverlayCore
+from ciuic.fuse_layer.pyfuse3.driver import Pyfuse3Driver
+from ciuic.fuse_layer.pyfuse3.init_handshake import Handshake
+from ciuic.fuse_layer.system import mounts
+from ciuic.fuse_layer.worker_parts import SIGNAL_GRACE_SECONDS, STOP_SIGNALS, WorkerContext, detach_own
+from ciuic.system.io_throttle import WAITS_SUFFIX
+
+log = structlog.get_logger(__name__)
+
+_SESSION_TASKS = 64
+"""Limit of requests at once; a task that has received a large write keeps its buffer of a MiB."""
+_COLLECT_SECONDS = 10.0
+
+
+class Pyfuse3Worker:
+    """Worker of one mount, from start to end. ``run`` blocks until it is over."""
+
+    def __init__(self, core: OverlayCore, context: WorkerContext) -> None:
+        self._core = core
+        self._context = context
+        self._root = context.root
+        self._backing_fd = context.backing_fd
+        self._mounted_ns = 0
+        self._device = ""
+        self._has_served = False
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._stopping = trio.Event()
+        self._stop_lock = threading.Lock()
+        self._grace_seconds = SIGNAL_GRACE_SECONDS
+        self._driver = Pyfuse3Driver(core)
+        self._server = ControlServer(
+            core,
+            context.control,
+            backing_fd=context.backing_fd,
+            on_stop=self.stop,
+            extra_status=self._driver_status,
+        )
+
+    def run(self) -> None:
+        """Mount, serve, and return when the mount is gone and the tracking is saved."""
+        fuse_fd = mounts.mount_fuse(self._backing_fd)
+        try:
+            entry = mounts.overlay_at(self._root)
+            self._device = entry.device if entry is not None else ""
+            self._mounted_ns = time.time_ns()
+            handshake = Handshake(fuse_fd)
+            # By this form of name libfuse accepts a connection that is mounted already (fuse_session_mount).
+            pyfuse3.init(self._driver, f"/dev/fd/{handshake.session_fd}", set())
+            try:
+                self._driver.dispatch.latency.publish(f"{self._context.control}{WAITS_SUFFIX}")
+                trio.run(self._serve, handshake)
+                self._has_served = True
+            finally:
+                self._detach()
+                self._driver.dispatch.latency.unpublish()
+                # libfuse has not made the mount, which is detached already.
+                pyfuse3.close(unmount=False)
+        except BaseException:
+            self._detach()
+            raise
+        finally:
+            self._server.close()
+        # The last save has begun, which a second signal must not interrupt.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        self._core.save_tracking()
+        self._core.close()
+
+    async def _serve(self, handshake: Handshake) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._driver.dispatch.turns.install()
+        await handshake.run()
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._watch_signals)
+            self._announce()
+            nursery.start_soon(self._end_after_grace)
+            nursery.start_soon(_collect_garbage)
+            nursery.start_soon(self._driver.dispatch.turns.watch)
+            nursery.start_soon(self._driver.dispatch.watch)
+            # A task ends only with the session: one that ended for idleness would end without handing its
+            # turn on.
+            await pyfuse3.main(min_tasks=_SESSION_TASKS, max_tasks=_SESSION_TASKS)
+            nursery.cancel_scope.cancel()
+
+    def _announce(self) -> None:
+        self._server.start()
+        log.info("overlay_mounted", root=self._root, driver="pyfuse3")
+        self._context.announce()
+
+    def _driver_status(self) -> Mapping[str, Any]:
+        return {
+            "driver": "pyfuse3",
+            "driver_why": self._context.driver_why,
+            "filtered": self._context.filtered,
+            "passthrough": False,
+            "version": ciuic.__version__,
+            "mounted_ns": self._mounted_ns,
+            "requests": self._driver.requests,
+            "waited_us": self._driver.dispatch.latency.microseconds,
+        }
+
+    async def _watch_signals(self, task_status: trio.TaskStatus[None]) -> None:
+        with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
+            task_status.started()
+            async for number in signals:
+                log.info("stop_signal", signal=signal.Signals(number).name)
+                await trio.to_thread.run_sync(self.stop, SIGNAL_GRACE_SECONDS)
+
+    def stop(self, grace_seconds: float) -> None:
+        """Detach the mount; the worker ends when the last handle closes or the grace is over.
+
+        Not for the event loop's thread.
+        """
+        with self._stop_lock:
+            self._grace_seconds = grace_seconds
+            self._detach()
+            if self._token is not None:
+                # With nothing open, detaching has already ended the loop.
+                with contextlib.suppress(trio.RunFinishedError):
+                    trio.from_thread.run_sync(self._stopping.set, trio_token=self._token)
+
+    async def _end_after_grace(self) -> None:
+        await self._stopping.wait()
+        await trio.sleep(self._grace_seconds)
+        log.warning("handles_left_open", open_files=self._core.open_files)
+        pyfuse3.terminate()
+
+    def _detach(self) -> None:
+        detach_own(self._root, self._device, has_served=self._has_served)
+
+
+async def _collect_garbage() -> None:
+    """Collect young garbage only: a full collection walks a million nodes, and the job would wait for it."""
+    # What exists already is never looked at again, and full collections are off: they would stop the loop.
+    gc.freeze()
+    gc.disable()
+    while True:
+        await trio.sleep(_COLLECT_SECONDS)
+        gc.collect(1)

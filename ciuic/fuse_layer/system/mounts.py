@@ -1,0 +1,258 @@
+"""Mount an overlay over its own directory, detach it, and tell which mounts there are.
+
+Guarantees: a mount is made over exactly the directory whose backing descriptor was opened before; what is
+mounted is read from /proc/self/mountinfo and never asked of the mount itself, because a dead one answers
+ENOTCONN and a hung one does not answer. This module does not know what serves a mount.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import threading
+from contextlib import suppress
+from typing import Literal, NamedTuple
+
+from ciuic.errors import CiuicError
+from ciuic.protocol import state_directory
+from ciuic.system.mountinfo import is_served_by_a_user
+
+FS_TYPE = "fuse.ciuic"
+
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
+_MS_POSIXACL = 1 << 16
+_MNT_DETACH = 2
+# Flags of the backing mount that the overlay has to have, too: it would lift the operator's restriction
+# otherwise.
+_KEPT_FLAGS = (
+    (os.ST_RDONLY, _MS_RDONLY),
+    (os.ST_NOSUID, _MS_NOSUID),
+    (os.ST_NODEV, _MS_NODEV),
+    (os.ST_NOEXEC, _MS_NOEXEC),
+)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Liveness = Literal["alive", "dead", "hung"]
+
+
+class AlreadyMounted(CiuicError):
+    """An overlay of ours lies over the directory already."""
+
+
+class NotTheRoot(CiuicError):
+    """A path leads to another directory than it did when it was configured."""
+
+
+class MountEntry(NamedTuple):
+    """A line of mountinfo (proc(5)); paths as the kernel knows them, unescaped."""
+
+    mount_id: int
+    parent_id: int
+    device: str
+    """``major:minor``; the minor number of a FUSE mount names its connection."""
+    mount_point: bytes
+    fs_type: str
+    source: bytes
+    super_options: bytes = b""
+
+
+def read_mounts(mountinfo: str = "/proc/self/mountinfo") -> list[MountEntry]:
+    """Return all mounts that this process can see, in the order in which they were made."""
+    with open(mountinfo, "rb") as file:
+        return parse_mountinfo(file.read())
+
+
+def parse_mountinfo(text: bytes) -> list[MountEntry]:
+    """Return the entries of a mountinfo file; optional fields are skipped (proc(5): ended by a lone hyphen)."""
+    entries = []
+    # Not splitlines(): the kernel escapes the newline in names, but no carriage return and no form feed.
+    for line in text.split(b"\n"):
+        before, _, after = line.partition(b" - ")
+        head, tail = before.split(b" "), after.split(b" ")
+        if len(head) < 6 or len(tail) < 2:
+            continue
+        entries.append(
+            MountEntry(
+                int(head[0]),
+                int(head[1]),
+                head[2].decode(),
+                _unescape(head[4]),
+                # A user who mounts by fusermount3(1) chooses the subtype, any bytes.
+                os.fsdecode(_unescape(tail[0])),
+                _unescape(tail[1]),
+                tail[2] if len(tail) > 2 else b"",
+            )
+        )
+    return entries
+
+
+def _unescape(field: bytes) -> bytes:
+    return re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field)
+
+
+def mount_at(path: str | bytes, mounts: list[MountEntry] | None = None) -> MountEntry | None:
+    """Return the topmost mount whose mount point is ``path``, an absolute path without symlinks; None without one."""
+    wanted = os.path.normpath(os.fsencode(path))
+    # Compared with the table and not asked by stat(2), which a hung mount would never answer.
+    found = [entry for entry in (read_mounts() if mounts is None else mounts) if entry.mount_point == wanted]
+    if len(found) < 2:
+        return found[0] if found else None
+    # Stacked mounts name each other as parents: the top one is the parent of none.
+    parents = {entry.parent_id for entry in found}
+    return next((entry for entry in found if entry.mount_id not in parents), found[-1])
+
+
+def overlay_at(path: str | bytes, mounts: list[MountEntry] | None = None) -> MountEntry | None:
+    """Return the overlay of ours that lies over ``path``, dead or alive; None when the topmost mount there is not ours."""
+    entry = mount_at(path, mounts)
+    return entry if entry is not None and entry.fs_type == FS_TYPE else None
+
+
+def mounts_below(path: str | bytes, mounts: list[MountEntry] | None = None) -> list[MountEntry]:
+    """Return the mounts strictly below ``path``, which a mount over it would hide, or which would keep it busy."""
+    prefix = os.path.join(os.path.normpath(os.fsencode(path)), b"")
+    return [
+        entry
+        for entry in (read_mounts() if mounts is None else mounts)
+        if entry.mount_point.startswith(prefix) and entry.mount_point != prefix
+    ]
+
+
+def probe(path: str | bytes, timeout_seconds: float) -> Liveness:
+    """Return whether what is mounted at ``path`` answers.
+
+    Returns:
+        ``dead``: its server is gone (ENOTCONN). ``hung``: no answer in time; the thread that asked stays
+        behind until the server answers or its connection is aborted.
+    """
+    # In a thread of its own, because a call into a hung mount waits without being interruptible.
+    answer: list[Liveness] = []
+
+    def ask() -> None:
+        try:
+            os.statvfs(path)
+        except OSError as error:
+            answer.append("dead" if error.errno in (errno.ENOTCONN, errno.ECONNABORTED) else "alive")
+        else:
+            answer.append("alive")
+
+    thread = threading.Thread(target=ask, name="mount-probe", daemon=True)
+    thread.start()
+    thread.join(timeout_seconds)
+    return answer[0] if answer else "hung"
+
+
+def open_backing(path: str | bytes) -> int:
+    """Return an O_PATH descriptor of the directory at ``path``, through which it stays reachable under a mount.
+
+    The path was free of symbolic links when it was configured. The owner of a directory on the way can have
+    put one there since, and would have root mount over any directory of the host.
+
+    Raises:
+        NotTheRoot: a symbolic link is on the way, or another user serves the file system (fusermount3(1)).
+        AlreadyMounted: an overlay of ours lies there: its descriptor would lead through the overlay, not
+            beside it.
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        # O_NOFOLLOW refuses a link in the last place alone. The descriptor's own name shows one on the way.
+        reached = os.readlink(b"/proc/self/fd/%d" % fd)
+        if reached != os.path.normpath(os.fsencode(path)):
+            raise NotTheRoot(
+                f"{os.fsdecode(path)} leads to {os.fsdecode(reached)}",
+                hint="a symbolic link was put on the way: protect the directory itself",
+            )
+        entry = mount_of(fd)
+        if entry is not None and is_served_by_a_user(os.fsencode(entry.fs_type), entry.super_options):
+            raise NotTheRoot(
+                f"{os.fsdecode(path)} lies on a FUSE file system that a user serves, not root",
+                hint="protect the directories that its files are kept in",
+            )
+        if overlay_at(reached) is not None:
+            raise AlreadyMounted(
+                f"{os.fsdecode(path)} is already mounted by ciuic",
+                hint="stop the daemon that serves it, or unmount it",
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def mount_of(fd: int) -> MountEntry | None:
+    """Return the mount that an open descriptor is on; None for a mount that is detached."""
+    mount_id = state_directory.mount_id(fd)
+    return next((entry for entry in read_mounts() if entry.mount_id == mount_id), None)
+
+
+def mount_fuse(backing_fd: int) -> int:
+    """Mount a new FUSE connection over the directory ``backing_fd`` and return its /dev/fuse descriptor.
+
+    nosuid, nodev, noexec and read-only are taken from the backing mount.
+
+    Raises:
+        OSError: the kernel refuses; nothing is mounted then.
+    """
+    kept = os.fstatvfs(backing_fd).f_flag
+    # MS_POSIXACL makes the kernel leave the umask to the server, which alone knows whether a default ACL
+    # overrides it (measured: without it mkdir arrives masked).
+    flags = _MS_POSIXACL
+    for st_flag, ms_flag in _KEPT_FLAGS:
+        if kept & st_flag:
+            flags |= ms_flag
+    fuse_fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    options = f"fd={fuse_fd},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()},allow_other,default_permissions"
+    try:
+        # The target is named by the descriptor: a path may have been renamed since it was opened.
+        target = b"/proc/self/fd/%d" % backing_fd
+        if _libc.mount(b"ciuic", target, FS_TYPE.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
+            _raise_errno(target)
+    except BaseException:
+        os.close(fuse_fd)
+        raise
+    return fuse_fd
+
+
+def detach(path: str | bytes) -> None:
+    """Detach the topmost mount of ours from ``path`` at once (MNT_DETACH); files that are open in it are served on.
+
+    Raises:
+        OSError: EINVAL when no overlay of ours is mounted there.
+    """
+    # The mount is named by a descriptor that is compared with mountinfo: the owner of a directory on the way
+    # may put a symbolic link there at any time. The comparison asks nothing of the mount, because a dead one
+    # would answer ENOTCONN.
+    target = os.fsencode(path)
+    fd = os.open(target, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        entry = mount_of(fd)
+        if entry is None or entry.fs_type != FS_TYPE or entry.mount_point != os.path.normpath(target):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), os.fsdecode(target))
+        # Without UMOUNT_NOFOLLOW: the magic link of the descriptor is followed, and nothing else is.
+        if _libc.umount2(b"/proc/self/fd/%d" % fd, _MNT_DETACH) != 0:
+            _raise_errno(target)
+    finally:
+        os.close(fd)
+
+
+def remove_state(path: str | bytes) -> None:
+    """Remove the state directory of a root that is no longer protected; under a mount of ours do nothing.
+
+    What cannot be removed stays, and the next session empties it.
+    """
+    # The root itself may be gone, or be another directory by now.
+    with suppress(OSError, CiuicError):
+        fd = open_backing(path)
+        try:
+            state_directory.remove_state(fd)
+        finally:
+            os.close(fd)
+
+
+def _raise_errno(path: bytes) -> None:
+    number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number), os.fsdecode(path))

@@ -1,0 +1,4 @@
+"""Dirty tracking of the current epoch, and the undo log that keeps sealed epochs readable.
+
+The package may import formats and `system`.
+"""

@@ -1,0 +1,420 @@
+"""The undo log, writing side: old state that sealed, uncaptured epochs still need is saved before the job changes it.
+
+Invariants (docs/architecture.md §5, undo_format.py):
+
+* A record is in the log before the change that it protects against happens.
+* A record's epoch is the newest in which its content was true: the last sealed one. A thing is saved once an
+  epoch.
+* No failure in here reaches the job. A failure to save (no space, no more links, an I/O error) *abandons* the
+  sealed epochs: the log says that they are given up, their changes fold into the current epoch, and the job
+  goes on.
+
+All methods named ``keep_…`` are called inside the gate, for inodes of the root's own file system that the
+current epoch did not create. When nothing is sealed (``active`` is false) they cost one attribute look-up at
+the caller.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from ciuic.fuse_layer.formats import undo_format
+from ciuic.fuse_layer.formats.undo_format import (
+    AbandonedRecord,
+    BlocksRecord,
+    InodeRecord,
+    NameRecord,
+    OldStat,
+)
+from ciuic.fuse_layer.system import syscalls
+from ciuic.fuse_layer.system.file_content import copy_data, write_pieces
+from ciuic.fuse_layer.system.path_handles import Descriptor
+from ciuic.fuse_layer.tracking.blockset import MAX_BLOCKS, BlockSet, blocks_of
+from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks, fresh_directory
+from ciuic.fuse_layer.tracking.inherited_undo import InheritedUndo, read_undo
+from ciuic.fuse_layer.tracking.undo_log_file import UndoLogFile, unlink_quietly
+from ciuic.fuse_layer.tracking.undo_space import UndoSpace
+from ciuic.protocol.state_directory import own_directory
+from ciuic.system.xattrs import read_xattrs
+
+UNDO_DIR: Final = b"undo"
+_LOCK_STRIPES: Final = 64
+# Errors that are taken to hold for every file of the file system: cloning is not tried again.
+_CANNOT_CLONE: Final = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL)
+MAX_DIRECTORIES: Final = 4096
+"""Limit of directories that were moved since the cut and are kept open: each is a descriptor, and a user can
+move any number."""
+
+
+class UndoLog:
+    """The undo directory of one root, and the tables of what is saved in it. Thread-safe."""
+
+    def __init__(
+        self,
+        state_fd: int,
+        *,
+        block_size: int,
+        limit_bytes: int,
+        on_abandon: Callable[[list[int], str], None],
+        inherit: bool = False,
+    ) -> None:
+        """Open the undo directory below ``state_fd``, emptied unless ``inherit`` and a killed predecessor's can be taken over."""
+        self.block_size = block_size
+        self.clones = True
+        """True if the backing file system shares extents, as far as is known."""
+        self._on_abandon = on_abandon
+        self._pending: list[int] = []
+        self.true_epoch = 0
+        """The last sealed epoch, for which everything that is saved now is true."""
+        # Guards pending epochs and the files of ended ones. Nothing under it waits for the gate or a stripe.
+        self._io = threading.Lock()
+        # Striped by inode: saving and changing one inode's content is one step. Reentrant, because saving the
+        # blocks of a file saves its attributes too.
+        self._locks = tuple(threading.RLock() for _ in range(_LOCK_STRIPES))
+        self._kept_directories: dict[int, Descriptor] = {}
+        self.max_directories = MAX_DIRECTORIES
+        self._clearing = threading.Lock()
+        self._unclean = False
+        """True while files of ended epochs are not removed."""
+        self._forget_saved()
+        self.inherited = self._inherit(state_fd) if inherit else None
+        """State that was taken over from a predecessor; None where there was none."""
+        if self.inherited is None:
+            self._directory = fresh_directory(state_fd, UNDO_DIR)
+            self._log = UndoLogFile(self._directory.fd)
+            hold = fresh_directory(self._directory.fd, undo_format.HOLD_DIR.encode())
+        else:
+            hold = Descriptor(own_directory(self._directory.fd, undo_format.HOLD_DIR.encode()))
+        self.space = UndoSpace(self._directory.fd, limit_bytes)
+        self.hidden = HiddenLinks(hold)
+        if self.inherited is not None:
+            self.hidden.held |= self.inherited.held
+            self.space.count(self.inherited.bytes_kept)
+        self.links = self.hidden.links
+        """Shortcut to HiddenLinks.links, which every answer with attributes calls: one call less."""
+
+    def _inherit(self, state_fd: int) -> InheritedUndo | None:
+        """Read what a predecessor saved, and go on where its log ends."""
+        directory = Descriptor(own_directory(state_fd, UNDO_DIR))
+        found = read_undo(directory.fd, self.block_size)
+        if found is None:
+            return None
+        log = UndoLogFile(directory.fd)
+        if found.has_log:
+            try:
+                log.resume(found.log_bytes)
+            except OSError:
+                return None
+        self._directory, self._log = directory, log
+        self._pending = [head.epoch for head in found.heads]
+        self.true_epoch = found.true_epoch
+        self._inodes.update(found.inodes)
+        self._names.update(found.names)
+        self._blocks.update(found.blocks)
+        return found
+
+    @property
+    def directory_fd(self) -> int:
+        """Descriptor of the undo directory."""
+        return self._directory.fd
+
+    @property
+    def pending(self) -> list[int]:
+        """Sealed epochs that are neither captured nor given up, oldest first."""
+        return list(self._pending)
+
+    @property
+    def active(self) -> bool:
+        """True while a sealed epoch needs the old state of what is changed now."""
+        return bool(self._pending)
+
+    @property
+    def takes_space(self) -> bool:
+        """True if ``abandon`` and ``tidy`` may free space on the backing file system."""
+        return bool(self._pending) or self._unclean
+
+    def lock(self, ino: int) -> threading.RLock:
+        """Return the lock under which the content of one inode is saved and changed."""
+        return self._locks[ino % _LOCK_STRIPES]
+
+    # -- epochs -------------------------------------------------------------------------------------
+
+    def begin(self, epoch: int) -> None:
+        """Begin to save for ``epoch``, which was just sealed.
+
+        Called while the gate is held; takes constant time.
+        """
+        # Everything saved before is of an older epoch, and is saved once more when it changes again.
+        self._pending.append(epoch)
+        self.true_epoch = epoch
+        self._forget_saved()
+
+    def end(self, epoch: int) -> None:
+        """Drop what only ``epoch`` needed, which is captured or was folded into another."""
+        with self._io:
+            if epoch in self._pending:
+                self._pending.remove(epoch)
+            self._unclean = True
+            unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
+            if self._pending:
+                return
+        self._clear()
+
+    def abandon(self, reason: str) -> None:
+        """Give up every sealed epoch, free its space, let the job go on. Never raises."""
+        with self._io:
+            if not self._pending:
+                return
+            epochs = self.pending
+            # Before saving stops: a reader must not see an unsaved change without this record.
+            try:
+                self._append(AbandonedRecord(epoch=epochs[-1], reason=reason))
+            except OSError:
+                # The removal of the log, below, tells the reader instead.
+                reason = f"{reason} (and the log could not take a note of it)"
+                # Also before saving stops: were this process killed now, its successor must not take these
+                # epochs for whole.
+                for epoch in epochs:
+                    unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
+            self._unclean = True
+            self._pending = []
+        # Outside `_io`, because it folds these epochs into the current one under the lock of Epochs.
+        self._on_abandon(epochs, reason)
+        for epoch in epochs:
+            unlink_quietly(self._directory.fd, undo_format.sealed_name(epoch).encode())
+        self._clear()
+
+    def _forget_saved(self) -> None:
+        self._inodes: dict[int, int] = {}
+        """Sizes at the end of the last sealed epoch, by saved inode."""
+        self._names: set[tuple[int, bytes]] = set()
+        self._blocks: dict[int, BlockSet] = {}
+
+    def _clear(self) -> None:
+        """Free all space.
+
+        Never raises: what cannot be removed now is left for the next time (``_unclean``).
+        """
+        try:
+            # One at a time: several threads may end epochs and tidy.
+            with self._clearing:
+                self._clear_all()
+        except OSError:
+            # Out of descriptors, or the file system has failed or turned read-only: no error of the job's.
+            return
+
+    def _clear_all(self) -> None:
+        with self._io:
+            if self._pending:
+                return
+            # Not with the files below: a save under way may make a new log meanwhile, which must stay.
+            gone = [self._log.remove()]
+            self._kept_directories = {}
+            self._forget_saved()
+            self.space.reset()
+            names = os.listdir(self._directory.fd)
+            ours = ("blocks-", "new-", "sealed-")
+            gone += [
+                unlink_quietly(self._directory.fd, os.fsencode(name))
+                for name in names
+                if name.startswith(ours)
+            ]
+        self.hidden.let_all_go(lambda: bool(self._pending))
+        self._unclean = not all(gone)
+
+    def tidy(self) -> None:
+        """Remove what could not be removed when nothing needed it any more.
+
+        Never raises. No cut may be made meanwhile.
+        """
+        if self._unclean:
+            self._clear()
+
+    # -- saving -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Turn a failure inside into the end of the sealed epochs: it is no error of the job's."""
+        try:
+            yield
+        except OSError as error:
+            self.abandon(f"undo log: {error.strerror or error}")
+        else:
+            if len(self._kept_directories) > self.max_directories:
+                self.abandon(f"undo log: more than {self.max_directories} directories were moved")
+            excess = self.space.excess()
+            if excess is not None:
+                self.abandon(excess)
+
+    def keep_inode(self, st: os.stat_result, target: int | bytes, *, follow: bool = True) -> None:
+        """Save attributes and extended attributes, read from ``target`` (a descriptor or path), before they change."""
+        # Without the lock first: nearly every change of a saved inode ends here.
+        if st.st_ino in self._inodes:
+            return
+        with self.lock(st.st_ino):
+            if st.st_ino in self._inodes or not self._pending:
+                return
+            with self.saving():
+                old = OldStat.of(st, hold_links=self.hidden.of(st.st_ino))
+                xattrs = read_xattrs(target, follow=follow, skip_unreadable=False)
+                self._append(InodeRecord(st.st_ino, self.true_epoch, old, xattrs))
+                self._inodes[st.st_ino] = st.st_size
+
+    def keep_absent(self, dir_ino: int, name: bytes) -> None:
+        """Save that the name is not there, before something takes it."""
+        self._keep_name(NameRecord(dir_ino, self.true_epoch, name, 0))
+
+    def keep_file_name(self, dir_ino: int, dir_fd: int, name: bytes, st: os.stat_result) -> None:
+        """Save the binding of a name to something other than a directory, and keep the inode alive by a hard link."""
+        if (dir_ino, name) in self._names or not self._pending:
+            return
+        # The link before the record: a reader that finds the record finds the inode.
+        with self.saving():
+            self.space.count(self.hidden.hold(dir_fd, name, st))
+            self._keep_name(NameRecord(dir_ino, self.true_epoch, name, st.st_ino, st.st_mode >> 12))
+
+    def keep_directory_name(
+        self, dir_ino: int, name: bytes, st: os.stat_result, moved: Descriptor | None
+    ) -> None:
+        """Save the binding of a name to a directory.
+
+        Args:
+            dir_ino: inode number of the directory that has the name.
+            name: name to save.
+            st: attributes of the directory that the name is bound to.
+            moved: descriptor of a directory that goes on to exist elsewhere. A removed one needs none,
+                because every name that was in it at the cut has a record by then.
+        """
+        fd = -1
+        if moved is not None:
+            # A directory that moves twice keeps its first descriptor, whose number is in the earlier record.
+            fd = self._kept_directories.setdefault(st.st_ino, moved).fd
+        self._keep_name(NameRecord(dir_ino, self.true_epoch, name, st.st_ino, st.st_mode >> 12, fd))
+
+    def _keep_name(self, record: NameRecord) -> None:
+        key = (record.dir_ino, record.name)
+        if key in self._names:
+            return
+        with self.lock(record.dir_ino):
+            if key in self._names or not self._pending:
+                return
+            with self.saving():
+                self._append(record)
+                self._names.add(key)
+
+    def size_at_cut(self, ino: int) -> int | None:
+        """Return the file's size at the end of the last sealed epoch; None where its inode was not saved."""
+        return self._inodes.get(ino)
+
+    def unsaved_blocks(self, ino: int, offset: int, length: int) -> list[tuple[int, int]]:
+        """Return the runs of blocks in the byte range that existed at the cut and are not saved yet.
+
+        The inode is saved already.
+        """
+        size = self._inodes.get(ino, 0)
+        first, count = blocks_of(offset, min(length, max(0, size - offset)), self.block_size)
+        saved = self._blocks.get(ino)
+        if saved is None:
+            return [(first, count)] if count else []
+        return saved.missing_runs(first, count)
+
+    def keep_blocks(self, fd: int, ino: int, offset: int, length: int) -> None:
+        """Save the old content of every block that the byte range touches. The caller holds ``lock(ino)``."""
+        if not self._pending:
+            return
+        runs = self.unsaved_blocks(ino, offset, length)
+        if not runs:
+            return
+        with self.saving():
+            for first, count in runs:
+                if first + count > MAX_BLOCKS:
+                    raise OSError(errno.EFBIG, "a file is too large")
+                # The copy before its record, and both before the change: a record vouches for the blocks that
+                # it names.
+                self._copy_blocks(fd, ino, first, count)
+                self._append(BlocksRecord(ino, self.true_epoch, first, count))
+                self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
+
+    def _copy_blocks(self, fd: int, ino: int, first: int, count: int) -> None:
+        """Copy old bytes to their own offsets in a sparse file; holes stay holes."""
+        start, end = first * self.block_size, (first + count) * self.block_size
+        name = undo_format.blocks_name(ino, self.true_epoch).encode()
+        # The first copy in an epoch makes the file, so that nothing that lies there is ever written to.
+        made = 0 if ino in self._blocks else os.O_CREAT | os.O_EXCL
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | made
+        out = os.open(name, flags, 0o600, dir_fd=self._directory.fd)
+        try:
+            copy_data(fd, out, start, end, self.space.count_copy)
+            if os.fstat(out).st_size < end:
+                # A reader finds zeros where the old file had a hole, instead of the end of this file.
+                os.ftruncate(out, end)
+        finally:
+            os.close(out)
+
+    def clone_blocks(self, fd: int, ino: int) -> bool:
+        """Save every block of the file in constant time, by sharing its extents; return whether that was possible.
+
+        Otherwise nothing is saved. The inode is saved already; the caller holds ``lock(ino)``.
+        """
+        if not self._pending:
+            return True
+        size = self._inodes.get(ino, 0)
+        if not self.clones or self._blocks.get(ino) is not None or not size:
+            # A block that is saved already may have changed since: a clone would have its new content.
+            return False
+        name = undo_format.blocks_name(ino, self.true_epoch).encode()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            out = os.open(name, flags, 0o600, dir_fd=self._directory.fd)
+        except OSError:
+            return False
+        try:
+            syscalls.clone_file(out, fd)
+        except OSError as error:
+            unlink_quietly(self._directory.fd, name)
+            self.clones = error.errno not in _CANNOT_CLONE
+            return False
+        finally:
+            os.close(out)
+        first, count = blocks_of(0, size, self.block_size)
+        with self.saving():
+            self._append(BlocksRecord(ino, self.true_epoch, first, count))
+            self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
+        return True
+
+    def keep_copy(self, ino: int, pieces: Iterable[bytes | memoryview]) -> None:
+        """Save the content that a file had at the cut, which the caller copied to memory under the hold.
+
+        The inode is saved already, the caller holds ``lock(ino)``. Blocks that were saved since the hold are
+        overwritten: they are later than the cut.
+
+        Raises:
+            OSError: there is no room, and nothing of the copy counts.
+        """
+        size = self._inodes.get(ino, 0)
+        if not self._pending or not size:
+            return
+        name = undo_format.blocks_name(ino, self.true_epoch).encode()
+        written = write_pieces(self._directory.fd, name, pieces, size, new=ino not in self._blocks)
+        first, count = blocks_of(0, size, self.block_size)
+        with self.saving():
+            self.space.count_copy(written)
+            self._append(BlocksRecord(ino, self.true_epoch, first, count))
+            self._blocks.setdefault(ino, BlockSet()).add_range(first, count)
+
+    def create_replacement(self, ino: int) -> tuple[int, bytes]:
+        """Make an empty file in the undo directory, to take the name of inode ``ino``; return its descriptor and name there."""
+        name = b"new-%d" % ino
+        # Left by a swap on a failing disk (truncate_swap.py).
+        unlink_quietly(self._directory.fd, name)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.open(name, flags, 0o600, dir_fd=self._directory.fd), name
+
+    def _append(self, record: undo_format.Record) -> None:
+        """Write a record; it is visible to readers on return."""
+        self.space.count(self._log.append(record))

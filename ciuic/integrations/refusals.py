@@ -1,0 +1,62 @@
+"""Refuse states of which each rank has a part: FSDP, DeepSpeed, Megatron-LM, tensor parallelism.
+
+Hooks of a framework would save them as if they were whole. They are refused before the first step, with the
+way to save them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Final
+
+_KINDS: Final = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
+"""Values of Accelerate's DistributedType."""
+_STRATEGIES: Final = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy", "XLAFSDPStrategy")
+"""Names of Lightning's strategies."""
+
+
+def refusal(what: str) -> NotImplementedError:
+    """Return the error to raise."""
+    return NotImplementedError(
+        f"with {what} each rank has a part of the state, and these hooks can only save whole states: use "
+        "torch.distributed.checkpoint and ciuic.training.dcp.storage.CiuicStorageWriter "
+        "(docs/snapshot-manager.md, Sharded states), or train with DistributedDataParallel"
+    )
+
+
+def refuse_kind(distributed_type: object) -> None:
+    """Refuse Accelerate's distributed types that shard the state.
+
+    Raises:
+        NotImplementedError: the type shards the state.
+    """
+    kind = str(getattr(distributed_type, "value", distributed_type))
+    if kind in _KINDS:
+        raise refusal(kind)
+
+
+def refuse_strategy(strategy: object) -> None:
+    """Refuse Lightning's strategies that shard the state.
+
+    Raises:
+        NotImplementedError: the strategy shards the state.
+    """
+    # By name, bases included: Lightning is two packages, each with classes of its own.
+    for kind in type(strategy).__mro__:
+        if kind.__name__ in _STRATEGIES:
+            raise refusal(kind.__name__)
+
+
+def refuse_sharded(model: Any) -> None:
+    """Refuse a model that is sharded, whichever library did it.
+
+    Raises:
+        NotImplementedError: the model is sharded.
+    """
+    # Looked up, not imported: a model can be sharded only if the program has imported these.
+    tensor = sys.modules.get("torch.distributed.tensor")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if tensor is not None and any(isinstance(one, tensor.DTensor) for one in model.parameters()):
+        raise refusal("DTensor parameters (FSDP2, tensor parallelism)")
+    if fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in model.modules()):
+        raise refusal("FullyShardedDataParallel")

@@ -1,0 +1,420 @@
+"""Verify that snapshots can be restored: every tree, block map and chunk exists and, on request, every byte is right.
+
+Guarantees: damage is reported with path, block and all snapshots that share it, and never ends the search. Each chunk is read
+once, however many snapshots refer to it. `ciuic.maintenance.check` checks the consistency of the repository itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal, NamedTuple, get_args
+
+from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.maintenance.chunkset import ChunkSet
+from ciuic.maintenance.index_check import NOT_COVERED, index_problems, pack_sizes
+from ciuic.maintenance.references import MAX_REPEATS, ChunkReference, ReferenceFinder
+from ciuic.repository import Repository, Walker
+from ciuic.repository.checking.walk import Reached
+from ciuic.repository.errors import DamagedTree
+from ciuic.repository.lookup import resolve
+from ciuic.repository.snapshots import UNREADABLE_MARKS
+from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.restore.files.content import BlockWorker
+from ciuic.restore.files.pool import Pool
+from ciuic.types import ChunkId, Entry, RootRecord, Snapshot, SnapshotId
+
+# Up to this size the whole repository is read for one snapshot, too: it takes seconds, and finds damage in unused chunks.
+_MAX_WHOLE_BYTES = 1 << 30
+# Chunks of a task: enough that handing it over costs little beside reading them.
+_BATCH_CHUNKS = 256
+# Ids in the reason of another chunk's damage: the bases that it is stored as a difference from.
+_CHUNK = re.compile(r"(?<=chunk )[0-9a-f]{32}")
+
+DamageKind = Literal["snapshot", "tree", "links", "map", "xattrs", "data", "pack", "index", "config"]
+
+
+class Damage(NamedTuple):
+    """A damage, in a snapshot's content (`path` is set) or in the repository itself (`file` is set)."""
+
+    kind: DamageKind
+    reason: str
+    path: bytes = b""
+    """Absolute path of the file or directory."""
+    root: bytes = b""
+    block: int = -1
+    """Block number in the file, or -1."""
+    offset: int = -1
+    """Byte offset of that block in the file, or -1."""
+    chunk: ChunkId | None = None
+    snapshots: tuple[SnapshotId, ...] = ()
+    """All snapshots that share it, newest first."""
+    file: str = ""
+    """Own file of the repository, if it is known."""
+
+
+class VerifyProgress(NamedTuple):
+    """Progress of a verification."""
+
+    bytes_done: int
+    bytes_total: int
+    """Bytes to be read; 0 while unknown."""
+    files_done: int
+    path: bytes
+
+
+@dataclass
+class VerifyResult:
+    """Result of a verification: what was read and which damage was found."""
+
+    snapshots: list[SnapshotId] = field(default_factory=list)
+    checksum: bool = False
+    damages: list[Damage] = field(default_factory=list)
+    files: int = 0
+    """Number of names of non-directories that were verified, each shared subtree once."""
+    chunks: int = 0
+    bytes_read: int = 0
+    """Bytes of content that were read and hashed; 0 without checksum."""
+
+    @property
+    def damaged(self) -> bool:
+        """True if any damage was found."""
+        return bool(self.damages)
+
+
+def verify_snapshots(
+    repository: Repository,
+    ids: Sequence[SnapshotId] | None = None,
+    *,
+    checksum: bool = False,
+    progress: Callable[[VerifyProgress], None] | None = None,
+) -> VerifyResult:
+    """Verify these snapshots, or with None all of them. Damage is returned, never raised.
+
+    With ``checksum`` every byte that they need is read. With None, or in a small repository, every byte of the packs is read,
+    needed or not.
+
+    Raises:
+        NotFound: a snapshot does not exist.
+    """
+    return Verification(repository, checksum, progress).run(ids)
+
+
+class Verification:
+    """A verification: first find bad chunks, then name the files that they belong to. verify_slice.py does it in parts."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        checksum: bool,
+        progress: Callable[[VerifyProgress], None] | None,
+        between: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._between = between
+        self.repository = repository
+        self.result = VerifyResult(checksum=checksum)
+        self._progress = progress
+        self._bad: dict[ChunkId, str] = {}
+        """Chunks without a good copy, with the reason."""
+        self._bytes_total = 0
+        self._batch: list[tuple[ChunkId, int]] = []
+        self._pack_bytes: dict[int, int] = {}
+        self._index_covers_all = False
+        self._files: dict[ChunkId, str] = {}
+        """Pack file of each bad chunk that was searched for; empty if none was found."""
+
+    def run(self, ids: Sequence[SnapshotId] | None) -> VerifyResult:
+        """Verify these snapshots, or with None all of them."""
+        snapshots = self._load(self.repository.snapshots.ids() if ids is None else ids)
+        if self.result.checksum or ids is None:
+            self._verify_repository_files()
+        scrubbed = self.result.checksum and (
+            ids is None or self.repository.stored_bytes() <= _MAX_WHOLE_BYTES
+        )
+        if scrubbed:
+            self._scrub()
+        # The scrub reads what the index covers; if that is not all, the chunks of snapshots are read one by one.
+        read = self.result.checksum and not (scrubbed and self._index_covers_all)
+        self._verify_snapshots(snapshots, read=read)
+        self._report_damage()
+        self._show_progress(b"")
+        return self.result
+
+    def _load(self, ids: Sequence[SnapshotId]) -> list[Snapshot]:
+        loaded = []
+        for id_ in dict.fromkeys(ids):
+            self.result.snapshots.append(id_)
+            try:
+                loaded.append(self.repository.snapshots.load(id_))
+            except NotFound:
+                raise
+            except CiuicError as error:
+                self._unreadable(str(id_), error.message)
+        return loaded
+
+    def _unreadable(self, name: str, reason: str) -> None:
+        file = self.repository.snapshots.path(name)
+        damage = Damage("snapshot", reason, snapshots=(SnapshotId(name),), file=file)
+        # Loading the snapshots and reading the repository's files may both find it.
+        if all(known.file != file for known in self.result.damages):
+            self.result.damages.append(damage)
+
+    # -- the repository's own files
+
+    def _verify_repository_files(self) -> None:
+        for words in self.repository.config_damage():
+            self.result.damages.append(Damage("config", words, file=str(self.repository.path)))
+        for unreadable in self.repository.snapshots.unreadable():
+            self._unreadable(unreadable.id, unreadable.reason)
+        for id_ in self.repository.snapshots.ids():
+            try:
+                snapshot = self.repository.snapshots.load(id_)
+            except CiuicError:
+                # Reported above, or removed meanwhile.
+                continue
+            if snapshot.hold_reason == UNREADABLE_MARKS:
+                file = self.repository.snapshots.marks_path(id_)
+                self.result.damages.append(Damage("snapshot", UNREADABLE_MARKS, snapshots=(id_,), file=file))
+        if self.result.checksum:
+            problems = index_problems(self.repository)
+            self._index_covers_all = problems == []
+            for words in problems or []:
+                if not words.startswith(NOT_COVERED):
+                    file = str(self.repository.path / "index.sqlite")
+                    self.result.damages.append(Damage("index", words, file=file))
+
+    def _scrub(self, *, after: int = -1, goes_on: Callable[[int], bool] = lambda number: True) -> None:
+        """Read every byte of every pack. A bad chunk with a good copy elsewhere is damage of the pack alone."""
+        skipped = sum(size for number, size in pack_sizes(self.repository).items() if number <= after)
+
+        def progress(done: int, total: int) -> None:
+            self.result.bytes_read, self._bytes_total = max(0, done - skipped), max(0, total - skipped)
+            self._show_progress(b"")
+
+        scrub = self.repository.scrub(progress, after=after, goes_on=goes_on, between=self._between)
+        for found in scrub:
+            where = f"at offset {found.offset}: {found.reason}"
+            file = str(self.repository.path / "packs" / f"{found.pack:016x}.pack")
+            if found.chunk is None:
+                self.result.damages.append(Damage("pack", where, file=file))
+                continue
+            # Read through the index, which finds another copy if there is one.
+            try:
+                self.repository.chunks.get(found.chunk)
+            except Damaged as error:
+                self._bad.setdefault(found.chunk, error.message)
+            else:
+                # A repair has marked this copy as bad already: a nightly scrub must not alarm for ever.
+                if self.repository.is_spent_copy(found):
+                    continue
+                reason = f"{where}; another copy of this chunk is good"
+                self.result.damages.append(Damage("pack", reason, chunk=found.chunk, file=file))
+
+    # -- what snapshots need
+
+    def _verify_snapshots(
+        self,
+        snapshots: list[Snapshot],
+        *,
+        read: bool,
+        goes_on: Callable[[SnapshotId], bool] = lambda id_: True,
+    ) -> None:
+        # Fingerprints take 11 to 16 bytes an id instead of 98; one false "seen" in 10^12 leaves a chunk unverified.
+        walker = Walker(self.repository, seen_data=ChunkSet())
+        self._pack_bytes = pack_sizes(self.repository)
+        if read:
+            self._bytes_total = sum(snapshot.size_bytes for snapshot in snapshots)
+        pool = Pool(self.repository.path)
+        with pool.deferring_interrupts(), closing(pool):
+            try:
+                for snapshot in snapshots:
+                    for reached in walker.walk(snapshot, on_damage=self._node_damaged):
+                        pool.check()
+                        self._verify_chunk(snapshot, reached, pool if read else None)
+                    if not goes_on(snapshot.id):
+                        break
+                self._read_batch(pool)
+                pool.wait(pool.idle)
+            except BaseException:
+                # Otherwise `close` would wait until every queued chunk is read.
+                pool.stop()
+                raise
+
+    def _node_damaged(self, reached: Reached, error: Damaged) -> None:
+        self._bad.setdefault(reached.id, error.message)
+
+    def _verify_chunk(self, snapshot: Snapshot, reached: Reached, pool: Pool | None) -> None:
+        self.result.chunks += 1
+        try:
+            if reached.kind in ("tree", "links"):
+                self._verify_node(snapshot, reached)
+            elif reached.kind == "xattrs" and reached.entry is not None:
+                self.repository.trees.xattrs(reached.entry)
+            elif reached.kind == "data" and reached.entry is not None:
+                self._verify_data(reached.id, self._length(reached), pool)
+        except Damaged as error:
+            self._bad.setdefault(getattr(error, "chunk", reached.id), error.message)
+
+    def _verify_node(self, snapshot: Snapshot, reached: Reached) -> None:
+        self._between()
+        trees, links = self.repository.trees, reached.kind == "links"
+        try:
+            node = trees.node(reached.id, links=links)
+        except Damaged:
+            # The walk reports the same node itself.
+            return
+        for ref in node.refs:
+            trees.child(node, ref, links=links)
+        for entry in node.entries:
+            if not entry.is_dir and not links:
+                self.result.files += 1
+            if entry.link and not links:
+                self._verify_link(snapshot, reached, entry)
+        self._show_progress(b"")
+
+    def _verify_link(self, snapshot: Snapshot, reached: Reached, entry: Entry) -> None:
+        """Check that the inode is in the link table of one of the roots; the walk does not say of which."""
+        problems = []
+        for root in snapshot.roots:
+            problem = self._link_problem(root, entry)
+            if not problem:
+                return
+            problems.append(problem)
+        self._bad.setdefault(reached.id, f"inode {entry.link}: {problems[-1]}")
+
+    def _link_problem(self, root: RootRecord, entry: Entry) -> str:
+        try:
+            resolve(self.repository, root, entry)
+        except Damaged as error:
+            # A damaged node of the table is reported by the walk; only missing inodes count here.
+            return "" if hasattr(error, "chunk") else error.message
+        return ""
+
+    def _length(self, reached: Reached) -> int:
+        assert reached.entry is not None
+        block_size = self.repository.block_size
+        if not 0 <= reached.block < blocks_of(reached.entry.size_bytes, block_size):
+            raise DamagedTree(reached.id, f"block {reached.block} lies beyond the end of the file")
+        return min(block_size, reached.entry.size_bytes - reached.block * block_size)
+
+    def _verify_data(self, chunk: ChunkId, length: int, pool: Pool | None) -> None:
+        if pool is None:
+            located = self.repository.chunks.locate_all(chunk)
+            raw_bytes = located[0].raw_bytes
+            if any(
+                location.offset + location.stored_bytes > self._pack_bytes.get(location.pack, 0)
+                for location in located
+            ):
+                # The index names a position beyond the end of a pack: only a search finds whether there is another copy.
+                raw_bytes = len(self.repository.chunks.get(chunk))
+            if raw_bytes != length:
+                raise DamagedTree(chunk, f"a block of {length} bytes has {raw_bytes}")
+            return
+        self._batch.append((chunk, length))
+        if len(self._batch) == _BATCH_CHUNKS:
+            self._read_batch(pool)
+
+    def _read_batch(self, pool: Pool) -> None:
+        batch, self._batch = self._batch, []
+        if batch:
+            pool.submit(partial(self._read, pool, batch))
+
+    def _read(self, pool: Pool, batch: list[tuple[ChunkId, int]], worker: BlockWorker) -> None:
+        for chunk, length in batch:
+            worker.check()
+            problem = ""
+            try:
+                data = worker.repository.chunks.get(chunk)
+                if len(data) != length:
+                    problem = f"a block of {length} bytes has {len(data)}"
+            except Damaged as error:
+                problem = error.message
+            # Several threads report here: the pool's lock guards the result.
+            with pool.changed:
+                self.result.bytes_read += length
+                if problem:
+                    self._bad.setdefault(chunk, problem)
+        with pool.changed:
+            self._show_progress(b"")
+
+    # -- names
+
+    def _report_damage(self) -> None:
+        """Turn bad chunks into damage: each reference once, with all snapshots of the repository that have it."""
+        if not self._bad:
+            return
+        finder = ReferenceFinder(self.repository, self._bad)
+        sharing: dict[ChunkReference, list[SnapshotId]] = {}
+        for id_ in self.repository.snapshots.ids():
+            try:
+                snapshot = self.repository.snapshots.load(id_)
+            except CiuicError:
+                # Reported already, or removed meanwhile.
+                continue
+            for place in self._places(finder, snapshot):
+                sharing.setdefault(place, []).append(id_)
+            if finder.cut_short:
+                reason = f"it refers to the same damaged nodes more than {MAX_REPEATS} times: not all affected files are listed"
+                self.result.damages.append(Damage("snapshot", reason, snapshots=(id_,)))
+        needed = set()
+        for (kind, root, path, block, chunk), ids in sharing.items():
+            needed.add(chunk)
+            offset = block * self.repository.block_size if block >= 0 else -1
+            self.result.damages.append(
+                Damage(
+                    _kind(kind),
+                    self._bad[chunk],
+                    path,
+                    root,
+                    block,
+                    offset,
+                    chunk,
+                    tuple(ids),
+                    self._file(chunk),
+                )
+            )
+        bases = {word for chunk in needed for word in _CHUNK.findall(self._bad[chunk])}
+        for chunk, reason in self._bad.items():
+            if chunk not in needed:
+                is_base = chunk.hex() in bases
+                whose = "others are stored as differences from it" if is_base else "no snapshot needs it"
+                reason = f"{reason}; {whose}"
+                self.result.damages.append(Damage("pack", reason, chunk=chunk, file=self._file(chunk)))
+
+    def _places(self, finder: ReferenceFinder, snapshot: Snapshot) -> list[ChunkReference]:
+        """Return the references in a snapshot. Damage met for the first time, in a snapshot not verified, joins the search."""
+        while True:
+            try:
+                return list(dict.fromkeys(finder.references(snapshot)))
+            except Damaged as error:
+                chunk = getattr(error, "chunk", None)
+                if chunk is None or chunk in self._bad:
+                    return []
+                self._bad[chunk] = error.message
+                finder.forget()
+
+    def _file(self, chunk: ChunkId) -> str:
+        """Return the pack file that should have the chunk; empty if there is none."""
+        known = self._files.get(chunk)
+        # Cached, because a missing chunk is searched for in all packs, and may be missing in many files.
+        if known is None:
+            try:
+                pack = self.repository.chunks.locate(chunk).pack
+                known = str(self.repository.path / "packs" / f"{pack:016x}.pack")
+            except CiuicError:
+                known = ""
+            self._files[chunk] = known
+        return known
+
+    def _show_progress(self, path: bytes) -> None:
+        if self._progress is not None:
+            result = self.result
+            total = max(self._bytes_total, result.bytes_read)
+            self._progress(VerifyProgress(result.bytes_read, total, result.files, path))
+
+
+def _kind(kind: str) -> DamageKind:
+    return next(name for name in get_args(DamageKind) if name == kind)

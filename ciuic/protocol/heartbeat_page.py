@@ -1,0 +1,153 @@
+"""Heartbeat page: shared memory in which a trainer shows that it is alive, and that others read without asking it.
+
+The page is an anonymous file (memfd) that cannot shrink. A beat is three stores and no system call. Guarantees for the reader: a
+descriptor that is no such page is refused, reading never waits and never faults, and every number is whole; two numbers may be
+of two beats. The trainer can write anything there: the content is its own claim.
+
+References:
+    memfd_create(2), fcntl(2) (F_ADD_SEALS)
+"""
+
+from __future__ import annotations
+
+import enum
+import fcntl
+import mmap
+import os
+import struct
+import time
+from typing import Final, NamedTuple
+
+_BYTES: Final = 4096
+# "ciubeat1" as a little-endian number.
+_MAGIC: Final = 0x31_74_61_65_62_75_69_63
+_BEATS, _STEP, _TIME, _GOODBYE = 1, 2, 3, 4
+_TEXT_AT: Final = 256
+_TEXT_BYTES: Final = 512
+# Python has these names only if it was built with headers that have them; the numbers are those of
+# linux/fcntl.h.
+_ADD_SEALS: Final = getattr(fcntl, "F_ADD_SEALS", 1033)
+_GET_SEALS: Final = getattr(fcntl, "F_GET_SEALS", 1034)
+_SEAL_SHRINK: Final = 2
+_WORDS: Final = struct.Struct("<5Q")
+
+
+class Goodbye(enum.IntEnum):
+    """End of the training, as the trainer reports it."""
+
+    NONE = 0
+    """Absence of a report: the training goes on, or the process was killed."""
+    CLOSED = 1
+    """The training is done."""
+    PREEMPTED = 2
+    """The training was told to end and has saved."""
+    FAILED = 3
+    """The training ended by an exception or with a failing status; the text says which."""
+
+
+class HeartbeatReading(NamedTuple):
+    """Content of a page at one moment."""
+
+    beats: int = 0
+    step: int = 0
+    beat_ns: int = 0
+    """Time of the last beat on the monotonic clock."""
+    goodbye: Goodbye = Goodbye.NONE
+    reason: str = ""
+
+
+# A page, not messages: a message could be lost, late, or forged at the end of a process, and sending one can wait. The last word of
+# a process that was killed is what its page says.
+class HeartbeatPage:
+    """The trainer's side of the page.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("ciuic-beat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, _BYTES)
+            # Sealed against shrinking: `check_page` refuses memory of which a reader could get less than it expects.
+            fcntl.fcntl(self.fd, _ADD_SEALS, _SEAL_SHRINK)
+            self._map = mmap.mmap(self.fd, _BYTES)
+        except BaseException:
+            self.close()
+            raise
+        # Not written by struct, which stores byte by byte: a reader could find half a number.
+        self._words = memoryview(self._map).cast("Q")
+        self._words[0] = _MAGIC
+        self._pid = os.getpid()
+
+    def beat(self, step: int | None = None) -> None:
+        """Advance the heartbeat."""
+        # 0.2 us a step, no system call and no lock: nothing in the training can wait for the daemon.
+        words = self._words
+        if step is not None and step >= 0:
+            words[_STEP] = step
+        words[_TIME] = time.monotonic_ns()
+        words[_BEATS] += 1
+
+    def say_goodbye(self, how: Goodbye, reason: str = "") -> None:
+        """Report the end of the training; NONE takes an earlier report back."""
+        # A forked child inherits the page and must not report the end of its parent.
+        if os.getpid() != self._pid:
+            return
+        # The text first, then the number that announces it.
+        # The cut may split a character, which the reader replaces.
+        text = reason.encode("utf-8", "replace")[: _TEXT_BYTES - 1]
+        self._map[_TEXT_AT : _TEXT_AT + _TEXT_BYTES] = text.ljust(_TEXT_BYTES, b"\0")
+        self._words[_GOODBYE] = how
+
+    def close(self) -> None:
+        """Close the descriptor. Later beats are seen through the descriptors of others."""
+        # The mapping stays, so that a beat after the close is still a store into memory.
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        if getattr(self, "fd", -1) >= 0:
+            self.close()
+
+    @property
+    def goodbye(self) -> Goodbye:
+        """The end that was reported last."""
+        return Goodbye(self._words[_GOODBYE])
+
+
+def check_page(fd: int) -> None:
+    """Check that a descriptor is a heartbeat page; reading a file of another kind could block for ever.
+
+    Raises:
+        ValueError: it is no heartbeat page.
+    """
+    try:
+        # Before fstat(2), which would ask the server of a file on the sender's own FUSE mount: seals exist on
+        # files of the kernel's memory only, and for everything else the kernel answers EINVAL by itself.
+        seals = fcntl.fcntl(fd, _GET_SEALS)
+    except OSError:
+        raise ValueError("the descriptor is not a memfd") from None
+    if not seals & _SEAL_SHRINK or os.fstat(fd).st_size < _TEXT_AT + _TEXT_BYTES:
+        raise ValueError("the memory is not sealed against shrinking")
+    read_page(fd)
+
+
+def read_page(fd: int) -> HeartbeatReading:
+    """Return the content of a page that `check_page` has accepted.
+
+    Raises:
+        ValueError: the page does not begin with the magic number.
+    """
+    # pread(2) instead of a mapping: no access of the reader can fault, whatever the trainer does with the memory.
+    data = os.pread(fd, _TEXT_AT + _TEXT_BYTES, 0)
+    magic, beats, step, beat_ns, goodbye = _WORDS.unpack_from(data)
+    if magic != _MAGIC:
+        raise ValueError("the memory does not begin like a heartbeat page")
+    text = data[_TEXT_AT:].partition(b"\0")[0].decode("utf-8", "replace")
+    # Shown in logs and alerts: any user may have written it.
+    reason = "".join(character if character.isprintable() else " " for character in text).strip()
+    # A newer trainer may report an end that this version does not know.
+    known = Goodbye(goodbye) if goodbye <= max(Goodbye) else Goodbye.NONE
+    return HeartbeatReading(beats, step, beat_ns, known, reason)

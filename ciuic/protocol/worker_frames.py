@@ -1,0 +1,208 @@
+"""Frames of the worker control channel: u32 little-endian length, then msgpack of a map (architecture.md section 3).
+
+Guarantees: a frame is read whole or not at all. A descriptor sent with a frame is received with that frame and with no other.
+Paths of any length can be bound and connected. The server (fuse_layer/control/server.py) and the client (worker_client.py)
+define what the maps mean.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Final
+
+import msgspec
+
+MAX_REQUEST_BYTES = 64 << 10
+MAX_REPLY_BYTES = 256 << 20
+"""Limit of a reply: ``writers`` names every file open for writing, and a hundred thousand long paths still fit."""
+
+USE_OF_HOLD_SECONDS: Final = 1.0
+"""Time for which a worker keeps holding after its cut, so that the other roots can be cut and all be released within it."""
+
+_LENGTH = struct.Struct("<I")
+# A frame carries one descriptor at most. The kernel closes those for which there is no room.
+_MAX_FDS = 4
+# Size of sun_path, unix(7); the last byte is the terminating null.
+_SUN_PATH_BYTES = 108
+
+
+class AbandonedEpochStatus(msgspec.Struct, frozen=True):
+    """A sealed epoch that was given up before it was captured."""
+
+    epoch: int
+    reason: str = ""
+    time_ns: int = 0
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Status of a worker; fields as in architecture.md section 3. Unknown fields are ignored."""
+
+    session: str = ""
+    epoch: int = 0
+    pending: tuple[int, ...] = ()
+    since: int = 0
+    dirty_bytes: int = 0
+    dirty_inodes: int = 0
+    undo_bytes: int = 0
+    open_files: int = 0
+    driver: str = ""
+    driver_why: str = ""
+    passthrough: bool = False
+    filtered: bool = False
+    """True if seccomp refuses system calls that a worker does not need (system/sandbox/profiles.py)."""
+    mounted_ns: int = 0
+    abandoned: tuple[AbandonedEpochStatus, ...] = ()
+    requests: int = 0
+    waited_us: int = 0
+    """Time during which at least one request was waiting (latency_gauge.py)."""
+    survives: bool = False
+    """True if a successor can continue its session."""
+    version: str = ""
+    """Version of ciuic."""
+    set_aside: tuple[bytes, ...] = ()
+    """New names, in the root, of files that had the reserved name and were not made by ciuic."""
+
+
+class CutReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Reply to ``cut``: the sealed epoch, its wall-clock time, and how long changing operations were held."""
+
+    epoch: int
+    cut_ns: int
+    hold_us: int = 0
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """Request to give a range of a file the extents of the descriptor that comes with it."""
+
+    device: str
+    """Device ("major:minor") of the mount through which the caller has the file open for writing."""
+    node: int
+    """Inode number of the file on that mount."""
+    source_offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    length: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class FrameError(Exception):
+    """The peer sent something that is not a frame, or closed the connection within a frame."""
+
+
+def send_frame(sock: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+    """Send one frame; ``fds`` are sent with its first byte. OSError when the peer has closed the connection."""
+    body = msgspec.msgpack.encode(dict(message))
+    data = memoryview(_LENGTH.pack(len(body)) + body)
+    sent = 0
+    # Descriptors go with the first sendmsg(2), which may send a part of the frame only.
+    if fds:
+        sent = socket.send_fds(sock, [data], list(fds))
+    sock.sendall(data[sent:])
+
+
+def receive_frame(
+    sock: socket.socket, limit_bytes: int, on_fd: Callable[[int], None] | None = None
+) -> dict[str, Any] | None:
+    """Receive the next frame; return None when the peer closed the connection between frames.
+
+    Args:
+        sock: connected stream socket.
+        limit_bytes: longest frame accepted.
+        on_fd: receives each descriptor that came with the frame, close-on-exec; without it they are closed.
+
+    Raises:
+        FrameError: the frame is too long, incomplete, or not a map.
+    """
+    fds: list[int] = []
+    try:
+        head = _receive_exactly(sock, _LENGTH.size, fds)
+        if head is None:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        # Checked before anything of that size is allocated.
+        if length > limit_bytes:
+            raise FrameError(f"frame of {length} bytes, the limit is {limit_bytes}")
+        body = _receive_exactly(sock, length, fds) if length else b""
+        if body is None:
+            raise FrameError("the peer closed the connection within a frame")
+        message = _decode(body)
+        while on_fd is not None and fds:
+            on_fd(fds.pop(0))
+        return message
+    finally:
+        # Descriptors of a frame that was refused, or that the caller did not ask for.
+        for fd in fds:
+            os.close(fd)
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.msgpack.decode(body, type=dict[str, Any])
+    # msgspec passes on UnicodeDecodeError and RecursionError as they are.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(f"not a msgpack map: {error}") from error
+
+
+def _receive_exactly(sock: socket.socket, size: int, fds: list[int]) -> bytes | None:
+    """Receive ``size`` bytes; return None when the peer closed before the first one."""
+    parts = bytearray()
+    while len(parts) < size:
+        # A megabyte at a time: recvmsg(2) of Python allocates the whole buffer before anything has arrived,
+        # and a frame may announce 256 MiB that never come.
+        data = _receive_some(sock, min(size - len(parts), 1 << 20), fds)
+        if not data:
+            if parts:
+                raise FrameError("the peer closed the connection within a frame")
+            return None
+        parts += data
+    return bytes(parts)
+
+
+def _receive_some(sock: socket.socket, size: int, fds: list[int]) -> bytes:
+    room = socket.CMSG_LEN(_MAX_FDS * array.array("i").itemsize)
+    # MSG_CMSG_CLOEXEC: a capture process forked at this moment must not inherit the descriptor.
+    data, ancillary, _, _ = sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received = array.array("i")
+            # A control message that was cut off may end within a number.
+            received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+            fds.extend(received)
+    return data
+
+
+@contextmanager
+def socket_address(path: str) -> Iterator[str]:
+    """Provide an address for bind and connect that leads to ``path``, even if it exceeds the 107 bytes of sun_path."""
+    if len(os.fsencode(path)) < _SUN_PATH_BYTES:
+        yield path
+        return
+    # A short path through a descriptor of the directory leads to the same socket.
+    directory = os.open(os.path.dirname(path) or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{os.path.basename(path)}"
+    finally:
+        os.close(directory)
+
+
+def connect(sock: socket.socket, path: str, timeout_seconds: float) -> None:
+    """Connect, waiting up to ``timeout_seconds`` for a listener whose queue is full; the timeout stays on the socket.
+
+    Raises:
+        TimeoutError: the queue stayed full.
+        OSError: no process listens, or the socket may not be opened.
+    """
+    # Python makes a socket with a timeout non-blocking, and the kernel refuses a non-blocking connect with EAGAIN at once when the
+    # queue is full. So the socket stays blocking while it connects, with a send timeout (socket(7), SO_SNDTIMEO).
+    # 0 would mean no timeout.
+    whole = max(1, int(timeout_seconds))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", whole, 0))
+    try:
+        with socket_address(path) as address:
+            sock.connect(address)
+    except BlockingIOError as error:
+        raise TimeoutError(error.errno, "the queue of the listening socket is full") from error
+    sock.settimeout(timeout_seconds)

@@ -1,0 +1,247 @@
+"""Arithmetic on many numbers of 2, 4 or 8 bytes at once, for the transformations of `byte_planes`.
+
+Guarantees: the same bytes with NumPy and without. With it a gigabyte takes about a tenth of a second for each
+step; without it Python's long integers carry all numbers side by side, at some 100 MB/s.
+
+A *turned* number is one whose bits are rotated left by one: the sign of a floating-point number becomes the
+lowest bit, and the exponent is alone in the highest byte (float32) or begins there. Data and base have the
+same length, a multiple of the width.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from ciuic.repository.ids import Bytes
+
+WIDTHS: Final = (2, 4, 8)
+# Codes in the head of planes (docs/format.md, section 4).
+BFLOAT16: Final = 1
+FLOAT16: Final = 2
+HALVES: Final = (BFLOAT16, FLOAT16)
+"""Kinds of numbers of 2 bytes that `widened` knows."""
+# Largest error of rounding to nearest, as an integer: with it added, no remainder is below zero.
+_HALF_A_STEP: Final = {BFLOAT16: 1 << 15, FLOAT16: 1 << 12}
+
+
+@functools.cache
+def _numpy() -> Any:
+    """Return the module, or None; imported on first use, because that takes a tenth of a second."""
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
+
+
+def turned(data: Bytes, width: int) -> bytes:
+    """Return the data with every number turned."""
+    numpy = _numpy()
+    return bytes(_turn_long(data, width)) if numpy is None else _turn(numpy, data, width).tobytes()
+
+
+def joined(planes: Sequence[Bytes], width: int) -> bytearray:
+    """Return the numbers made of these byte planes, lowest bytes first."""
+    numpy = _numpy()
+    data = bytearray(len(planes[0]) * width)
+    if numpy is None:
+        for place, plane in enumerate(planes):
+            data[place::width] = plane
+        return data
+    numbers = numpy.frombuffer(data, f"<u{width}")
+    numpy.copyto(numbers, numpy.frombuffer(planes[-1], "u1"))
+    # By shifts, in place and without the interpreter's lock: 1016 MB/s for a difference instead of 861.
+    for plane in reversed(planes[:-1]):
+        numpy.left_shift(numbers, _array_of(numpy, width, 8), out=numbers)
+        numpy.bitwise_or(numbers, numpy.frombuffer(plane, "u1"), out=numbers)
+    return data
+
+
+def turn_back(data: bytearray, width: int) -> None:
+    """Undo `turned`, in place."""
+    numpy = _numpy()
+    if numpy is None:
+        data[:] = _turn_back_long(data, width)
+    else:
+        _turn_back(numpy, numpy.frombuffer(data, f"<u{width}"), width)
+
+
+def differences(data: Bytes, base: Bytes, width: int) -> bytes:
+    """Return the differences of turned numbers, zigzag-encoded: small ones of either sign are small."""
+    numpy = _numpy()
+    if numpy is None:
+        return _differences_long(data, base, width)
+    change = _turn(numpy, data, width) - _turn(numpy, base, width)
+    # Zigzag: the sign becomes the lowest bit, so that small changes of either sign leave the high bytes 0.
+    sign = (change.view(f"<i{width}") >> (8 * width - 1)).view(change.dtype)
+    return bytes((change << _array_of(numpy, width, 1) ^ sign).tobytes())
+
+
+def undo(changes: bytearray, base: Bytes, width: int) -> None:
+    """Undo `differences`, in place."""
+    numpy = _numpy()
+    if numpy is None:
+        changes[:] = _undone_long(changes, base, width)
+        return
+    numbers = numpy.frombuffer(changes, f"<u{width}")
+    one = _array_of(numpy, width, 1)
+    sign = numbers & one
+    numpy.negative(sign, out=sign)
+    numpy.right_shift(numbers, one, out=numbers)
+    numpy.bitwise_xor(numbers, sign, out=numbers)
+    numpy.add(numbers, _turn(numpy, base, width), out=numbers)
+    _turn_back(numpy, numbers, width)
+
+
+def widened(base: Bytes, kind: int, start: int, count: int) -> bytes:
+    """Return ``count`` numbers of ``base`` from ``start`` on as float32; 0 outside of the base.
+
+    The bits are the same everywhere, also for NaN: floating-point arithmetic is not used.
+    """
+    before = min(count, max(0, -start))
+    first = max(0, start)
+    body = memoryview(base)[2 * first : 2 * min(len(base) // 2, first + count - before)]
+    behind = count - before - len(body) // 2
+    return b"".join((bytes(4 * before), _wide(body, kind), bytes(4 * behind)))
+
+
+def remainders(data: Bytes, wide: Bytes, kind: int) -> bytes:
+    """Return each number of 4 bytes minus that of ``wide``, as integers, plus half a step of this kind."""
+    numpy, half = _numpy(), _HALF_A_STEP[kind]
+    if numpy is None:
+        masks = _masks(4, len(data) // 4)
+        more = _minus_long(int.from_bytes(data, "little"), int.from_bytes(wide, "little"), masks)
+        return _plus_long(more, masks.lowest * half, masks).to_bytes(len(data), "little")
+    more = numpy.frombuffer(data, "<u4") - numpy.frombuffer(wide, "<u4")
+    return bytes((more + _array_of(numpy, 4, half)).tobytes())
+
+
+def put_back(numbers: bytearray, wide: Bytes, kind: int) -> None:
+    """Undo `remainders`, in place."""
+    numpy, half = _numpy(), _HALF_A_STEP[kind]
+    if numpy is None:
+        masks = _masks(4, len(numbers) // 4)
+        less = _minus_long(int.from_bytes(numbers, "little"), masks.lowest * half, masks)
+        whole = _plus_long(less, int.from_bytes(wide, "little"), masks)
+        numbers[:] = whole.to_bytes(len(numbers), "little")
+        return
+    array = numpy.frombuffer(numbers, "<u4")
+    numpy.add(array, numpy.frombuffer(wide, "<u4"), out=array)
+    numpy.subtract(array, _array_of(numpy, 4, half), out=array)
+
+
+def _wide(body: memoryview, kind: int) -> bytes:
+    numpy = _numpy()
+    if numpy is not None:
+        numbers = numpy.frombuffer(body, "<u2")
+        if kind == FLOAT16:
+            return bytes(numpy.frombuffer(_wide_halves(), "<u4")[numbers].tobytes())
+        return bytes((numbers.astype("<u4") << _array_of(numpy, 4, 16)).tobytes())
+    if kind == FLOAT16:
+        table = memoryview(_wide_halves())
+        return b"".join(table[4 * half : 4 * half + 4] for (half,) in struct.iter_unpack("<H", body))
+    wide = bytearray(2 * len(body))
+    wide[2::4], wide[3::4] = body[0::2], body[1::2]
+    return bytes(wide)
+
+
+@functools.cache
+def _wide_halves() -> bytes:
+    """Return every number of IEEE 754's binary16 as binary32, in the order of their bits."""
+    return struct.pack("<65536I", *map(_wide_half, range(1 << 16)))
+
+
+def _wide_half(half: int) -> int:
+    sign, exponent, mantissa = half >> 15 << 31, half >> 10 & 31, half & 1023
+    if exponent == 31:
+        return sign | 255 << 23 | mantissa << 13
+    if not exponent:
+        if not mantissa:
+            return sign
+        # Subnormal: normalise the mantissa, because binary32 has the number as a normal one.
+        shift = 11 - mantissa.bit_length()
+        mantissa, exponent = mantissa << shift & 1023, 1 - shift
+    return sign | exponent + 112 << 23 | mantissa << 13
+
+
+def _turn_back(numpy: Any, numbers: Any, width: int) -> None:
+    lowest = numbers << _array_of(numpy, width, 8 * width - 1)
+    numpy.right_shift(numbers, _array_of(numpy, width, 1), out=numbers)
+    numpy.bitwise_or(numbers, lowest, out=numbers)
+
+
+def _turn(numpy: Any, data: Bytes, width: int) -> Any:
+    numbers = numpy.frombuffer(data, f"<u{width}")
+    return numbers << _array_of(numpy, width, 1) | numbers >> _array_of(numpy, width, 8 * width - 1)
+
+
+def _array_of(numpy: Any, width: int, value: int) -> Any:
+    """Return the value as an array of one.
+
+    Scalar promotion differs between versions of NumPy, and some warn on wrap.
+    """
+    return numpy.array([value], f"<u{width}")
+
+
+class _Masks(NamedTuple):
+    """Bit masks of every number: the lowest bit; all but the highest; the highest."""
+
+    lowest: int
+    rest: int
+    highest: int
+
+
+@functools.lru_cache(maxsize=8)
+def _masks(width: int, count: int) -> _Masks:
+    lowest = int.from_bytes((b"\1" + bytes(width - 1)) * count, "little")
+    highest = lowest << (8 * width - 1)
+    return _Masks(lowest, highest - lowest, highest)
+
+
+def _turn_long(data: Bytes, width: int) -> bytes:
+    return _turned_long(data, width).to_bytes(len(data), "little")
+
+
+def _turned_long(data: Bytes, width: int) -> int:
+    lowest, rest, _ = _masks(width, len(data) // width)
+    all_ = int.from_bytes(data, "little")
+    return (all_ & rest) << 1 | all_ >> (8 * width - 1) & lowest
+
+
+def _turn_back_long(data: Bytes, width: int) -> bytes:
+    lowest, rest, _ = _masks(width, len(data) // width)
+    all_ = int.from_bytes(data, "little")
+    back = all_ >> 1 & rest | (all_ & lowest) << (8 * width - 1)
+    return back.to_bytes(len(data), "little")
+
+
+def _differences_long(data: Bytes, base: Bytes, width: int) -> bytes:
+    masks = lowest, rest, _ = _masks(width, len(data) // width)
+    change = _minus_long(_turned_long(data, width), _turned_long(base, width), masks)
+    sign = change >> (8 * width - 1) & lowest
+    folded = (change & rest) << 1 ^ ((sign << 8 * width) - sign)
+    return folded.to_bytes(len(data), "little")
+
+
+def _undone_long(changes: Bytes, base: Bytes, width: int) -> bytes:
+    masks = lowest, rest, _ = _masks(width, len(changes) // width)
+    folded = int.from_bytes(changes, "little")
+    sign = folded & lowest
+    change = folded >> 1 & rest ^ ((sign << 8 * width) - sign)
+    new = _plus_long(change, _turned_long(base, width), masks)
+    return _turn_back_long(new.to_bytes(len(changes), "little"), width)
+
+
+def _minus_long(new: int, old: int, masks: _Masks) -> int:
+    # No borrow leaves its number: the highest bits are set before and corrected after (Hacker's Delight,
+    # 2-18).
+    _, rest, highest = masks
+    return ((new | highest) - (old & rest)) ^ ((new ^ old ^ highest) & highest)
+
+
+def _plus_long(one: int, other: int, masks: _Masks) -> int:
+    _, rest, highest = masks
+    return ((one & rest) + (other & rest)) ^ ((one ^ other) & highest)

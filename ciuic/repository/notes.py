@@ -1,0 +1,82 @@
+"""Small files beside the format: one record each, replaced as a whole, with a checksum.
+
+A file is the record as JSON and, in a second line, the XXH3-64 of that JSON in hexadecimal. Guarantees: a
+reader sees a whole record or none; a record with a flipped bit is none. The caller decides what a missing
+record means.
+
+References:
+    XXH3: github.com/Cyan4973/xxHash, doc/xxhash_spec.md
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+
+from ciuic.repository.config import read_file
+
+_Note = TypeVar("_Note", bound=msgspec.Struct)
+
+
+def write_note(directory: str, name: str, note: msgspec.Struct, *, durable: bool) -> None:
+    """Replace the record ``name``; make the directory if it is missing.
+
+    With ``durable`` the record and its name survive a power cut after the return. Otherwise the file system's
+    writeback decides, and a record torn by a power cut reads as none.
+
+    Raises:
+        OSError: the disk failed.
+    """
+    with suppress(FileExistsError):
+        os.mkdir(directory, 0o700)
+        if durable:
+            # The name of the new directory.
+            _sync_directory(os.path.dirname(directory))
+    temporary = f"{directory}/{name}.tmp"
+    with suppress(FileNotFoundError):
+        # Left by a process that was killed before its rename.
+        os.unlink(temporary)
+    # In a repository of another user the name may lead elsewhere: nothing that exists is opened.
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    body = msgspec.json.encode(note)
+    with os.fdopen(fd, "wb") as file:
+        file.write(b"%b\n%b\n" % (body, _checksum(body)))
+        file.flush()
+        # Content first, then the name: after a crash the file is whole, or as it was before.
+        if durable:
+            os.fsync(file.fileno())
+    os.rename(temporary, f"{directory}/{name}")
+    if durable:
+        # The rename is durable only with its directory (fsync(2)).
+        _sync_directory(directory)
+
+
+def read_note(directory: str, name: str, kind: type[_Note]) -> _Note | None:
+    """Return the record; None if it is missing or damaged."""
+    try:
+        body, checksum, end = read_file(f"{directory}/{name}").split(b"\n")
+        if end or checksum != _checksum(body):
+            return None
+        return msgspec.json.decode(body, type=kind)
+    # The errors of msgspec and of UTF-8 decoding are ValueErrors.
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _checksum(body: bytes) -> bytes:
+    # Imported here because listing snapshots imports this module and must start quickly; it rarely has a note
+    # to read.
+    import xxhash
+
+    return xxhash.xxh3_64_hexdigest(body).encode()
+
+
+def _sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

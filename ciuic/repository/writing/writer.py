@@ -1,0 +1,420 @@
+"""The writer: chunks, trees and block maps in, a snapshot out; and the removal of what is not needed.
+
+Nothing is promised durable before `commit` returns. The next writer finds and repairs whatever a crash
+leaves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ciuic.errors import NotFound
+from ciuic.repository.codecs.codec import Pace
+from ciuic.repository.codecs.compression import Content
+from ciuic.repository.config import CODECS_VERSION, raise_format, repair_config
+from ciuic.repository.disk.extent_sharing import Stage
+from ciuic.repository.disk.lock import Lock
+from ciuic.repository.disk.operations import Disk
+from ciuic.repository.format.snapshot_format import encode_marks, encode_snapshot
+from ciuic.repository.format.tree_format import encode_xattrs
+from ciuic.repository.ids import Bytes
+from ciuic.repository.index.catalogue import info_of
+from ciuic.repository.index.database import INDEX_NAME
+from ciuic.repository.index.writer_index import WriterIndex
+from ciuic.repository.model import PackKind, Shortened
+from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.snapshots import SNAPSHOTS_DIR
+from ciuic.repository.trees.block_maps import BlockMaps, update_block_map
+from ciuic.repository.trees.tree_reader import Trees
+from ciuic.repository.trees.tree_updater import update_tree
+from ciuic.repository.writing import maintenance
+from ciuic.repository.writing.chunk_store import ChunkStore
+from ciuic.repository.writing.recovery import Tail, reconcile
+from ciuic.repository.writing.snapshot_records import changed_marks, committed_snapshot, read_marks
+from ciuic.repository.writing.writer_catalogue import WriterCatalogue
+from ciuic.types import (
+    FLAG_XATTRS_CHUNK,
+    ChunkId,
+    Entry,
+    MapRef,
+    Snapshot,
+    SnapshotDraft,
+    SnapshotId,
+    TreeRef,
+)
+
+if TYPE_CHECKING:
+    from ciuic.repository.writing.open_repository import OpenRepository
+
+XATTRS_INLINE_BYTES = 1024
+"""Size up to which extended attributes stand in the entry; a longer list gets a chunk, which equal lists
+share."""
+
+
+class Writer:
+    """The one writer, which holds the repository's lock until `close`. Not thread-safe.
+
+    Methods that store raise OSError (ENOSPC, EIO…) unchanged; after that only `close` and the removals are
+    useful, and nothing that was committed is lost.
+    """
+
+    def __init__(
+        self,
+        repository: OpenRepository,
+        lock: Lock,
+        disk: Disk,
+        packs: Packs,
+        seed: int,
+        *,
+        pack_bytes: int | None = None,
+    ) -> None:
+        """Open the writer for `Repository.writer`, which has taken the lock."""
+        self.repository = repository
+        self._lock = lock
+        self._disk = disk
+        self._path = str(repository.path)
+        self._index = WriterIndex(packs, f"{self._path}/{INDEX_NAME}")
+        try:
+            tails = reconcile(disk, packs, self._index)
+        except BaseException:
+            self._index.close()
+            raise
+        self._packs = packs
+        self._seed = seed
+        self._pack_bytes = pack_bytes
+        self._store = self._new_store(tails)
+        # Extent of what was there before, or was committed.
+        self._promised = self._store.extent()
+        self._gave_back = False
+        self._stage = Stage(packs.directory)
+        self._trees = Trees(self._store)
+        self._maps = BlockMaps(self._store)
+        self._committed_bytes = 0
+        self._catalogue = WriterCatalogue(disk, self._path, repository.snapshots, self._index)
+        self._open = True
+        self._catalogue.refresh()
+        self._catalogue.note_new_repository(packs)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close and release the lock. Chunks put but not committed may stay for the next writer."""
+        if not self._open:
+            return
+        self._open = False
+        with ExitStack() as last:
+            # Callbacks run in reverse, each one also if another raises: the lock is released last, in any case.
+            last.callback(self._lock.release)
+            last.callback(self._packs.close)
+            last.callback(self._index.close)
+            last.callback(self._store.close)
+            last.callback(self._stage.close)
+            last.callback(self._catalogue.close)
+            # Nothing of this was promised; an interrupted first capture can use it.
+            with suppress(OSError):
+                if not self._gave_back:
+                    self._store.sync()
+
+    def _new_store(self, tails: dict[PackKind, Tail]) -> ChunkStore:
+        def raise_config_format() -> None:
+            if self.repository.config.format < CODECS_VERSION:
+                self.repository.config = raise_format(self._disk, self._path, self.repository.config)
+
+        args = self._disk, self._packs, self._index, self._seed, tails
+        return ChunkStore(*args, pack_bytes=self._pack_bytes, before_planes=raise_config_format)
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes by which the packs have grown since the writer opened or last committed, without buffers."""
+        return self._store.grown_bytes - self._committed_bytes
+
+    # -- content
+
+    @property
+    def chunks(self) -> ChunkStore:
+        """Store that reads what is in the repository and what this writer has put (`get`, `has`)."""
+        return self._store
+
+    @property
+    def trees(self) -> Trees:
+        """Trees, including those that this writer has made."""
+        return self._trees
+
+    @property
+    def block_maps(self) -> BlockMaps:
+        """Block maps, including those that this writer has made."""
+        return self._maps
+
+    def put_chunk(self, data: Bytes) -> ChunkId:
+        """Store a block of file content unless it is there already, and return its id.
+
+        At most 16 MiB. Zeros are stored like other content: the caller uses HOLE instead.
+        """
+        return self._store.put(data, "data")
+
+    def put_chunks(self, blocks: Sequence[Content]) -> list[ChunkId]:
+        """Store blocks like `put_chunk`, but faster, and return their ids.
+
+        Views of `bytes` are kept until they are written, and staged content that is stored as it is shares
+        its extents; any other content is copied.
+        """
+        return self._store.put_all(blocks, "data")
+
+    def set_pace(self, pace: Callable[[], Pace]) -> None:
+        """Set the function that says how much time codecs may take (`Content.codec`); called often."""
+        self._store.packer.pace = pace
+
+    @property
+    def waited_seconds(self) -> float:
+        """Time for which everything else waited for patient codecs."""
+        return self._store.packer.waited_seconds
+
+    def keep_cached(self) -> None:
+        """Keep stored pages in the page cache instead of dropping them: they are read again soon."""
+        self._store.appenders["data"].keep_cached = True
+
+    @property
+    def stage(self) -> Stage:
+        """Staging area for content that may share its extents with the packs."""
+        return self._stage
+
+    def chunk_id(self, data: Bytes) -> ChunkId:
+        """Return the id that `put_chunk` would return; store nothing."""
+        return self._store.id_of(data)
+
+    def flush(self) -> None:
+        """Make what was put so far durable without a snapshot, for repair, which puts lost chunks back."""
+        self._store.sync()
+
+    def put_xattrs(self, pairs: Iterable[tuple[bytes, bytes]]) -> tuple[tuple[tuple[bytes, bytes], ...], int]:
+        """Return (Entry.xattrs, FLAG_XATTRS_CHUNK or 0): sorted, in the entry or in a chunk of their own.
+
+        ValueError when they are more than 16 MiB together.
+        """
+        # Sorted, so that equal attributes make equal entries and trees.
+        ordered = tuple(sorted(pairs))
+        if sum(len(key) + len(value) for key, value in ordered) <= XATTRS_INLINE_BYTES:
+            return ordered, 0
+        return ((b"", self._put_meta(encode_xattrs(ordered))),), FLAG_XATTRS_CHUNK
+
+    def update_tree(
+        self, base: bytes, changes: Mapping[bytes, Entry | None], *, links: bool = False
+    ) -> TreeRef:
+        """Return the tree ``base`` with these names set or removed.
+
+        Reads and writes only the nodes on the way to what changes.
+
+        Args:
+            base: Id of the tree, b"" for an empty one; so is that of the result when nothing is left.
+            changes: Entry by its name; None removes the name.
+            links: True for a link table, in which names are inode numbers, 8 bytes big-endian.
+
+        Raises:
+            ValueError: a name is impossible, or an entry is larger than 64 KiB (see `put_xattrs`).
+        """
+        return update_tree(self._trees, self._put_meta, self._seed, base, changes, links=links)
+
+    def update_block_map(
+        self, base: MapRef | tuple[bytes, int], n_blocks: int, changes: Mapping[int, ChunkId]
+    ) -> MapRef:
+        """Return the map ``base`` with these blocks replaced (HOLE removes), cut or grown to ``n_blocks``.
+
+        Large files may be given in several calls with ascending batches (multiples of 1024 blocks waste
+        nothing).
+        """
+        old = base if isinstance(base, MapRef) else MapRef(*base)
+        return update_block_map(self._maps, self._put_meta, old, n_blocks, changes)
+
+    def _put_meta(self, data: bytes) -> ChunkId:
+        return self._store.put(data, "meta")
+
+    # -- snapshots
+
+    def commit(self, draft: SnapshotDraft) -> Snapshot:
+        """Commit the snapshot: on return it is durable with everything in it; before, it does not exist.
+
+        Raises:
+            ValueError: a root's tree is not in the repository, or the id is taken.
+            OSError: the snapshot was not made.
+        """
+        path = self.repository.snapshots.path(draft.id)
+        if os.path.lexists(path):
+            raise ValueError(f"there is a snapshot {draft.id} already")
+        for root in draft.roots:
+            for tree in (root.entry.content, root.links):
+                # No snapshot may refer to a tree that is not stored, whatever mistake the caller made.
+                if tree and not self._store.has(ChunkId(tree)):
+                    raise ValueError(f"the tree {tree.hex()} of {root.path!r} is not in the repository")
+        # Everything the snapshot refers to is durable before its file gets a name.
+        self._store.sync()
+        self._catalogue.before_commit()
+        snapshot = self._snapshot_of(draft)
+        # A marks file of an earlier snapshot of this id, left by a crash, must not apply to this one.
+        self._remove_quietly(self.repository.snapshots.marks_path(draft.id))
+        self._disk.replace_file(path, encode_snapshot(snapshot, self.repository.id))
+        self._committed_bytes = self._store.grown_bytes
+        # From here on `give_back` keeps what this snapshot needs.
+        self._promised = self._store.extent()
+        # Added at close: SQLite syncs, and the caller of commit should not wait for a row of a cache.
+        self._catalogue.waiting[snapshot.id] = (info_of(snapshot), "")
+        return snapshot
+
+    def _snapshot_of(self, draft: SnapshotDraft) -> Snapshot:
+        return committed_snapshot(draft, self.new_bytes)
+
+    def set_marks(
+        self,
+        id_: SnapshotId,
+        *,
+        hold: bool | None = None,
+        reason: str | None = None,
+        tags: Iterable[str] | None = None,
+        hold_uid: int | None = None,
+    ) -> Snapshot:
+        """Change the given marks and keep the rest; durable on return. Releasing a hold clears its reason.
+
+        ``hold_uid`` is the ordinary user that ``hold`` is made for. Without it, the hold becomes that of the
+        repository's owner, even if it was a user's before. NotFound if there is no such snapshot.
+        """
+        snapshots = self.repository.snapshots
+        if id_ not in snapshots.names():
+            raise NotFound(f"there is no snapshot {id_}", hint="ciuic list shows those there are.")
+        old = read_marks(id_, snapshots.marks_path(id_))
+        marks = changed_marks(old, hold=hold, reason=reason, tags=tags, hold_uid=hold_uid)
+        self._catalogue.changed = True
+        self._disk.replace_file(snapshots.marks_path(id_), encode_marks(marks))
+        snapshot = snapshots.load(id_)
+        row = (info_of(snapshot), snapshots.signatures().get(id_, ""))
+        # The row of a snapshot of this writer is written at close, and must have the new marks then.
+        if id_ in self._catalogue.waiting:
+            self._catalogue.waiting[id_] = row
+        else:
+            self._index.catalogue_put([row])
+        return snapshot
+
+    def remove_snapshots(self, ids: Iterable[SnapshotId]) -> None:
+        """Delete these snapshots; durable on return. Needs no free space.
+
+        A held one is deleted too: the caller decides whether to refuse.
+
+        Raises:
+            NotFound: one does not exist; nothing was removed.
+        """
+        chosen = list(dict.fromkeys(ids))
+        snapshots = self.repository.snapshots
+        missing = [id_ for id_ in chosen if not os.path.lexists(snapshots.path(id_))]
+        if missing:
+            raise NotFound(f"there is no snapshot {', '.join(missing)}")
+        self._catalogue.changed = True
+        for id_ in chosen:
+            self._disk.unlink(snapshots.path(id_))
+        if chosen:
+            # Durable before the marks go: a snapshot that a power cut brings back must still be held.
+            self._disk.sync_dir(f"{self._path}/{SNAPSHOTS_DIR}")
+        for id_ in chosen:
+            self._remove_quietly(snapshots.marks_path(id_))
+        self._catalogue.removed(chosen)
+
+    def _remove_quietly(self, path: str) -> None:
+        if os.path.lexists(path):
+            self._disk.remove_file(path)
+
+    # -- packs
+
+    def rewrite_pack(
+        self, number: int, live: Container[ChunkId] | Callable[[ChunkId], bool], *, salvage: bool = False
+    ) -> int:
+        """Copy the live chunks of this pack elsewhere, make them durable, drop the pack.
+
+        Return the bytes freed. Every copied byte is checked first.
+
+        Args:
+            number: Number of the pack.
+            live: Chunks to keep.
+            salvage: Rewrite a damaged pack too. For a caller that has read every live chunk, and knows that
+                none is hidden in the damaged part.
+
+        Raises:
+            DamagedChunk: a live chunk has no good copy; the pack stays whole.
+            DamagedPack: the structure of the pack is damaged, so its content is unknown; it stays.
+        """
+        freed = maintenance.rewrite_pack(self._disk, self._store, number, live, salvage=salvage)
+        self.repository.forget_pack(number)
+        return freed
+
+    def shorten_pack(
+        self, number: int, live: Container[ChunkId] | Callable[[ChunkId], bool], room_bytes: int
+    ) -> Shortened:
+        """Copy what is live in the last segments elsewhere, make it durable, and cut these segments off.
+
+        A way to rewrite a pack with next to no free space. As many segments go as ``room_bytes`` allow;
+        nothing is done when there is no room for the last one (at most some 4 MiB). Checked as in
+        `rewrite_pack`; an empty pack is dropped.
+        """
+        shortened = maintenance.shorten_pack(self._disk, self._store, number, live, room_bytes)
+        self.repository.forget_pack(number)
+        return shortened
+
+    def give_back(self) -> int:
+        """Remove what was stored since the writer opened or last committed; return the bytes freed.
+
+        For a capture without enough disk space: what it has written would take that space from others until
+        the next prune. Needs no free space. After this only `close` is useful. Not after `rewrite_pack` and
+        the like, which store chunks of committed snapshots.
+        """
+        self._gave_back = True
+        self._store.close()
+        freed_bytes = maintenance.give_back(self._disk, self._store, self._promised)
+        # Its descriptors would keep the space of packs that are gone.
+        self.repository.close()
+        return freed_bytes
+
+    def drop_pack(self, number: int) -> int:
+        """Delete a pack with all its chunks; return its size in bytes. Needs no free space.
+
+        Raises:
+            NotFound: there is no such pack.
+        """
+        size_bytes = maintenance.drop_pack(self._disk, self._store, number)
+        self.repository.forget_pack(number)
+        return size_bytes
+
+    def mark_damaged(self, chunks: Iterable[ChunkId]) -> list[ChunkId]:
+        """Read every copy of these chunks and mark the bad ones, so that `put_chunk` stores the content anew.
+
+        Returns those of which no good copy is left.
+        """
+        return maintenance.mark_damaged(self._store, chunks)
+
+    def rebuild_index(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Rebuild index and catalogue from packs and snapshot files; ``progress(bytes done, bytes in all)``.
+
+        Damage marks are kept where they can be read.
+        """
+        self._store.sync()
+        self._store.close()
+        # Only the index knows these marks; the chunks are read again below, and marked again.
+        marked, none_missing = self._index.damaged(), self._index.has_no_snapshots
+        self._index.clear()
+        self._index.set_no_snapshots(holds=none_missing)
+        tails = reconcile(self._disk, self._packs, self._index, progress)
+        self._store = self._new_store(tails)
+        self._trees, self._maps = Trees(self._store), BlockMaps(self._store)
+        self._committed_bytes = 0
+        self._promised = self._store.extent()
+        self.mark_damaged({chunk for chunk, _, _ in marked})
+        self._catalogue.refresh()
+
+    def repair_config(self) -> list[str]:
+        """Rewrite a damaged copy of the configuration from the good one; return the names written."""
+        return repair_config(self._disk, self._path)

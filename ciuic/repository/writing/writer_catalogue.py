@@ -1,0 +1,122 @@
+"""Catalogue of a writer, made to agree with snapshots/ and marks/ when it opens and closes.
+
+It is read from the files again only where they may differ from it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from ciuic.repository import log
+from ciuic.repository.format.snapshot_format import StoredMarks, encode_marks
+from ciuic.repository.index.database import MARKS_SEEN, SNAPSHOTS_SEEN
+from ciuic.repository.index.directory_signature import changed_ns, settled_ns
+from ciuic.repository.index.writer_index import WriterIndex
+from ciuic.repository.model import SnapshotInfo
+from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, SnapshotStore
+from ciuic.types import SnapshotId
+
+if TYPE_CHECKING:
+    from ciuic.repository.disk.operations import Disk
+    from ciuic.repository.packs.pack_directory import Packs
+
+_CATALOGUED: Final = {SNAPSHOTS_SEEN: SNAPSHOTS_DIR, MARKS_SEEN: MARKS_DIR}
+
+
+class WriterCatalogue:
+    """Catalogue of one writer; an error in it is never a reason to fail."""
+
+    def __init__(self, disk: Disk, path: str, snapshots: SnapshotStore, index: WriterIndex) -> None:
+        self._disk = disk
+        self._path = path
+        self._snapshots = snapshots
+        self._index = index
+        self.waiting: dict[str, tuple[SnapshotInfo, str]] = {}
+        """Rows of snapshots made by this writer."""
+        self.changed = False
+        """True if this writer added, removed or replaced a snapshot or a mark."""
+
+    def note_new_repository(self, packs: Packs) -> None:
+        """Record that no snapshot is missing while there is nothing yet.
+
+        Leftovers of a first capture are then known as garbage.
+        """
+        # A number that the index remembers means that there were packs, and so perhaps snapshots.
+        if not self._index.last_pack() and not packs.numbers() and not self._snapshots.names():
+            self._index.set_no_snapshots(holds=True)
+
+    def before_commit(self) -> None:
+        """Record that snapshots may be missing from now on: the first one is about to be committed."""
+        self.changed = True
+        self._index.set_no_snapshots(holds=False)
+
+    def removed(self, ids: Iterable[SnapshotId]) -> None:
+        """Remove the rows of snapshots that were removed on purpose."""
+        chosen = list(ids)
+        self._index.catalogue_remove(chosen)
+        for id_ in chosen:
+            self.waiting.pop(id_, None)
+        if not self._snapshots.names():
+            self._index.set_no_snapshots(holds=True)
+
+    def close(self) -> None:
+        """Write the catalogue, and record that it matches the files, for the next writer or reader."""
+        if self.waiting:
+            self._index.catalogue_put(self.waiting.values())
+        if self.changed:
+            for name, directory in _CATALOGUED.items():
+                # Up to 10 ms of waiting cost nobody anything here: the snapshot was reported at commit.
+                self._index.set_seen(name, settled_ns(f"{self._path}/{directory}", wait=True))
+
+    def _restore_marks(self, ids: set[str]) -> None:
+        """Restore, from the catalogue, marks files that are gone although their snapshots are there.
+
+        Nothing deletes one alone, not even a release: without it the next prune would remove a held snapshot.
+        """
+        for info in self._index.catalogue_infos() if ids else ():
+            if info.id in ids:
+                marks = StoredMarks(id=info.id, held=info.held, hold_reason=info.hold_reason, tags=info.tags)
+                log.warning("marks_brought_back", snapshot=info.id, held=info.held)
+                # A full disk must not keep this writer from freeing space.
+                with suppress(OSError):
+                    self._disk.replace_file(self._snapshots.marks_path(info.id), encode_marks(marks))
+
+    def refresh(self) -> None:
+        """Make the catalogue agree with snapshots/ and marks/, and delete what a crash left there."""
+        # Read before the directories, so that a change meanwhile makes the recorded time too old, never too
+        # new.
+        before = {
+            name: settled_ns(f"{self._path}/{directory}", wait=False)
+            for name, directory in _CATALOGUED.items()
+        }
+        unchanged = all(
+            self._index.seen_ns(name) == changed_ns(f"{self._path}/{directory}")
+            for name, directory in _CATALOGUED.items()
+        )
+        for directory in (".",) if unchanged else (".", *_CATALOGUED.values()):
+            for name in os.listdir(f"{self._path}/{directory}"):
+                # Left by a crash: the lock excludes a writer that is about to rename it.
+                if name.endswith(".tmp"):
+                    self._disk.unlink(f"{self._path}/{directory}/{name}")
+        if unchanged:
+            return
+        snapshots = self._snapshots
+        if snapshots.names():
+            # A power cut may have restored an older fact.
+            self._index.set_no_snapshots(holds=False)
+        names, signatures, known = snapshots.names(), snapshots.signatures(), self._index.catalogued()
+        gone = known.keys() - names
+        if gone:
+            self._index.catalogue_remove(gone)
+        self._restore_marks({name for name in names - signatures.keys() if known.get(name)})
+        signatures = snapshots.signatures()
+        stale = {name for name in names if known.get(name) != signatures.get(name, "")}
+        if stale:
+            self._index.catalogue_put(
+                [(info, signatures.get(info.id, "")) for info in snapshots.read_infos(stale)]
+            )
+        for name, found_ns in before.items():
+            self._index.set_seen(name, found_ns)

@@ -1,0 +1,217 @@
+"""File operations below a directory descriptor, none of which follows a symbolic link.
+
+Guarantees: a link that another user plants in the destination cannot redirect what is written or removed, because every step
+starts from the descriptor of a directory that was itself opened with O_NOFOLLOW.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ciuic import STATE_DIR_NAME
+from ciuic.repository.lookup import join
+from ciuic.system.linked_path import LinkedPath
+
+TEMPORARY_PREFIX = b".ciuic-restore-"
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_RENAME_NOREPLACE = 1
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+
+# Temporary names need to differ, not to be secret: os.urandom for each name cost more than creating some of the files.
+_chosen = random.Random(os.urandom(32))
+# A forked child would otherwise choose the same names as its parent.
+os.register_at_fork(after_in_child=lambda: _chosen.seed(os.urandom(32)))
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def stat_at(folder: int, name: bytes) -> os.stat_result | None:
+    """Return the status of a name itself, None if there is no such name."""
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
+def open_directory(folder: int, name: bytes) -> int:
+    """Open a directory. NotADirectoryError for anything else, a symbolic link included."""
+    return os.open(name, OPEN_DIRECTORY, dir_fd=folder)
+
+
+def open_below(folder: int, names: Sequence[bytes]) -> int:
+    """Open the directory that these names lead to, step by step. OSError."""
+    fd = os.dup(folder)
+    for name in names:
+        try:
+            below = open_directory(fd, name)
+        finally:
+            os.close(fd)
+        fd = below
+    return fd
+
+
+def proc_path(fd: int) -> bytes:
+    """Return a path that leads to the inode of a descriptor, for system calls that take no O_PATH descriptor."""
+    return f"/proc/self/fd/{fd}".encode("ascii")
+
+
+def new_temporary_name(run: str) -> bytes:
+    """Return a hidden name that no other restore uses; names of one run share a prefix."""
+    # 48 random bits: the run's own 64 bits tell runs apart, these tell the names of one run apart.
+    return TEMPORARY_PREFIX + f"{run}-{_chosen.getrandbits(48):012x}".encode("ascii")
+
+
+def is_temporary(name: bytes, run: str) -> bool:
+    """Return whether the name was made by `new_temporary_name` for this run."""
+    return name.startswith(TEMPORARY_PREFIX + run.encode("ascii") + b"-")
+
+
+def rename_new(source: int, old: bytes, folder: int, new: bytes) -> None:
+    """Rename from one directory into another.
+
+    Raises:
+        FileExistsError: the new name is taken.
+        OSError: the rename failed.
+    """
+    # Python has no wrapper for renameat2(2), which alone refuses a taken name in one step.
+    if _libc.renameat2(source, old, folder, new, _RENAME_NOREPLACE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in _UNSUPPORTED:
+        raise OSError(code, os.strerror(code), new)
+    # A file system without RENAME_NOREPLACE (renameat2(2), NOTES): check first, and accept the race.
+    if stat_at(folder, new) is not None:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new)
+    os.rename(old, new, src_dir_fd=source, dst_dir_fd=folder)
+
+
+def unlink_if_there(folder: int, name: bytes) -> None:
+    """Remove a name if it exists. OSError."""
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return
+
+
+@dataclass
+class Remover:
+    """Removes trees, sparing what must be spared, and never across the boundary of a file system."""
+
+    spared_inodes: frozenset[tuple[int, int]] = frozenset()
+    """(device, inode) of directories that stay, with everything below."""
+    spared: Callable[[bytes, bool], bool] | None = None
+    """Function of (source path, is a directory) that returns True for what stays, with everything below."""
+    dry_run: bool = False
+    failures: list[tuple[bytes, str]] = field(default_factory=list)
+    """(path, reason) of each name that could not be removed."""
+
+    def remove(self, folder: int, name: bytes, path: bytes, source_path: bytes) -> bool:
+        """Remove ``name`` from ``folder``; return whether it is gone. The parents of what is spared stay, silently."""
+        st = stat_at(folder, name)
+        if st is None:
+            return True
+        if not stat.S_ISDIR(st.st_mode):
+            return self._leaf(folder, name, path, source_path)
+        device = os.fstat(folder).st_dev
+        # A stack instead of a recursion: directories may be thousands deep.
+        stack: list[_Level] = []
+        gone = self._descend(stack, folder, name, path, source_path, device)
+        try:
+            while stack:
+                gone = self._step(stack, device)
+        finally:
+            for level in stack:
+                level.close()
+        return gone
+
+    def _leaf(self, folder: int, name: bytes, path: bytes, source_path: bytes) -> bool:
+        if self.spared is not None and self.spared(source_path, False):
+            return False
+        if self.dry_run:
+            return True
+        try:
+            os.unlink(name, dir_fd=folder)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            self.failures.append((path, f"it could not be removed: {error.strerror}"))
+            return False
+        return True
+
+    def _descend(
+        self, stack: list[_Level], folder: int, name: bytes, path: bytes, source_path: bytes, device: int
+    ) -> bool:
+        """Push a directory on the stack; return False if it stays as it is."""
+        # The state of a root (undo log, tracking) is never the restore's to remove.
+        if name == STATE_DIR_NAME or (self.spared is not None and self.spared(source_path, True)):
+            return False
+        try:
+            fd = open_directory(folder, name)
+        except OSError as error:
+            self.failures.append((path, f"it could not be removed: {error.strerror}"))
+            return False
+        # Of the descriptor and not of the name, which may lead elsewhere by now.
+        st = os.fstat(fd)
+        if st.st_dev != device:
+            self.failures.append((path, "another file system is mounted there: it is left alone"))
+        elif (st.st_dev, st.st_ino) not in self.spared_inodes:
+            above = stack[-1] if stack else None
+            linked = LinkedPath(path, above.path if above is not None else None)
+            linked_source = LinkedPath(source_path, above.source_path if above is not None else None)
+            # Listed by a path of bytes: os.listdir(fd) would return text.
+            stack.append(_Level(fd, folder, name, linked, linked_source, iter(os.listdir(proc_path(fd)))))
+            return True
+        os.close(fd)
+        return False
+
+    def _step(self, stack: list[_Level], device: int) -> bool:
+        """Treat the next name; return whether it is gone."""
+        level = stack[-1]
+        name = next(level.names, None)
+        if name is not None:
+            path, source_path = join(bytes(level.path), name), join(bytes(level.source_path), name)
+            st = stat_at(level.fd, name)
+            if st is None:
+                return True
+            if stat.S_ISDIR(st.st_mode):
+                gone = self._descend(stack, level.fd, name, path, source_path, device)
+            else:
+                gone = self._leaf(level.fd, name, path, source_path)
+            level.empty = level.empty and gone
+            return gone
+        stack.pop().close()
+        gone = level.empty and self._rmdir(level)
+        if stack and not gone:
+            stack[-1].empty = False
+        return gone
+
+    def _rmdir(self, level: _Level) -> bool:
+        if self.dry_run:
+            return True
+        try:
+            os.rmdir(level.name, dir_fd=level.folder)
+        except OSError as error:
+            self.failures.append((bytes(level.path), f"it could not be removed: {error.strerror}"))
+            return False
+        return True
+
+
+@dataclass
+class _Level:
+    """A directory being emptied."""
+
+    fd: int
+    folder: int
+    name: bytes
+    path: LinkedPath
+    source_path: LinkedPath
+    names: Iterator[bytes]
+    empty: bool = True
+
+    def close(self) -> None:
+        os.close(self.fd)

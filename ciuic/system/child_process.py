@@ -1,0 +1,200 @@
+"""Command lines and environments of the interpreters and programs that ciuic starts.
+
+A new interpreter imports modules from its current directory and from directories that its environment names before it runs a line of
+ciuic. A process of root must not take either from its caller.
+
+Guarantees: an interpreter started with `module_command` and `environment` imports this very package, whatever its current directory
+is, and never looks for a module in the current directory. Where this process is privileged (effective user root, or another than its
+real user), the child runs in isolated mode, has an environment of known variables only, and gets those entries of the import path
+that no other user may write to. An ordinary user's child has the import path and environment of its parent: that user owns both, and
+its packages may be found in no other way (docs/decisions/children.md).
+
+This module is the only one that starts ``sys.executable``; `tests/security/test_environment.py` holds that.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ciuic.system.ownership import find_flaw
+
+SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/run/wrappers/bin:/run/current-system/sw/bin"
+"""PATH of privileged processes. The last two directories are those of NixOS."""
+_IMPORT_PATH: Final = "CIUIC_IMPORT_PATH"
+"""Variable that carries the import path. PYTHONPATH would not do: isolated mode ignores it."""
+_BOOTSTRAP: Final = (
+    "import sys;"
+    "from os import environ;"
+    "own=sys.path[:];"
+    f"sys.path[:]=environ.pop({_IMPORT_PATH!r}).split(':');"
+    "sys.path+=[p for p in own if p and p not in sys.path]if sys.flags.isolated else[];"
+    "from runpy import run_module;"
+    "del sys.argv[1];"
+    "run_module(sys.argv.pop(1),run_name='__main__',alter_sys=True)"
+)
+"""Program that sets the import path before the first import that is not loaded already.
+
+What the isolated interpreter has found by itself (its own site-packages, .pth files) goes behind the given entries, so that it can
+hide nothing.
+"""
+_SAFE_VARIABLES: Final = frozenset(
+    {
+        "HOME",
+        "INVOCATION_ID",
+        "JOURNAL_STREAM",
+        "LANG",
+        "LANGUAGE",
+        "LOGNAME",
+        "MALLOC_ARENA_MAX",
+        "NO_COLOR",
+        "TERM",
+        "TZ",
+        "USER",
+    }
+)
+"""Variables that a privileged child keeps, besides CIUIC_* and LC_*.
+
+The list names harmless variables, not dangerous ones: a list of dangerous ones would lack the next hook that a C library or an
+interpreter introduces.
+"""
+_HOOKS: Final = frozenset({"PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONBREAKPOINT", "BASH_ENV", "ENV"})
+"""Variables that an ordinary user's child does not get: they are meant for interactive programs."""
+
+
+def is_privileged() -> bool:
+    """Return whether this process may do more than the user who chose its environment and current directory."""
+    return os.geteuid() == 0 or os.geteuid() != os.getuid() or os.getegid() != os.getgid()
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs ``module`` as a program in a new interpreter.
+
+    Must be started with `environment`, and with ``cwd`` set to a directory of ciuic.
+    """
+    # "-m MODULE" is not read by the interpreter: it is there for operators who look at the list of processes.
+    # `-I` ignores PYTHON* variables and the user site, by which alone an ordinary user's packages may be
+    # found. The child of such a user leaves out the current directory only: by `-P` from Python 3.11 on, and
+    # by the bootstrap, which sets the import path before it imports a module that is not loaded.
+    flags = ["-I"] if is_privileged() else ["-P"] if sys.version_info >= (3, 11) else []
+    flags += ["-B"] if sys.dont_write_bytecode else []
+    return [interpreter(), *flags, "-c", _BOOTSTRAP, "-m", module, *arguments]
+
+
+def script_command(path: str, *arguments: str) -> list[str]:
+    """Return the command line that runs a file of ciuic that imports the standard library alone."""
+    # `-S`: nothing in it is imported from site-packages, whose .pth files would run first. Each cut waits for
+    # such a script.
+    return [interpreter(), "-I", "-S", path, *arguments]
+
+
+def interpreter() -> str:
+    """Return the interpreter that runs this process."""
+    # sys.executable is empty where Python is embedded in another program.
+    return sys.executable or "python3"
+
+
+def shown_command(module: str) -> list[str]:
+    """Return the words by which a process that runs ``module`` is shown in the list of processes."""
+    return [interpreter(), "-m", module]
+
+
+def environment(ours: Mapping[str, str] | None = None, *, of_trainer: bool = False) -> dict[str, str]:
+    """Return the environment of an interpreter started with `module_command`, derived from this process's or from ``ours``."""
+    found = program_environment(ours)
+    found[_IMPORT_PATH] = ":".join(import_path(of_trainer=of_trainer))
+    return found
+
+
+def program_environment(ours: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of a program that is not started by `module_command`."""
+    ours = os.environ if ours is None else ours
+    if not is_privileged():
+        return {name: value for name, value in ours.items() if name not in _HOOKS}
+    found = {
+        name: value
+        for name, value in ours.items()
+        if name in _SAFE_VARIABLES or name.startswith(("CIUIC_", "LC_"))
+    }
+    found["PATH"] = SYSTEM_PATH
+    # An interpreter of a module system or of conda may need LD_LIBRARY_PATH to start at all. The same rule as for the import path.
+    libraries = [entry for entry in ours.get("LD_LIBRARY_PATH", "").split(":") if _is_safe_entry(entry)]
+    if libraries:
+        found["LD_LIBRARY_PATH"] = ":".join(libraries)
+    return found
+
+
+def import_path(entries: Sequence[object] | None = None, *, of_trainer: bool = False) -> list[str]:
+    """Return the entries of ``sys.path`` (or ``entries``) that a child may have, and this package's directory in any case.
+
+    Relative entries would mean the current directory of each process, and are left out. An entry with a colon cannot be passed on,
+    as in PYTHONPATH.
+
+    Args:
+        entries: import path instead of ``sys.path``.
+        of_trainer: this process is a training, which has imported from all entries already. Its snapshots depend on packages in
+            directories of other users, such as a volume of its container. Of the entries that others may write, only the current
+            directory is left out.
+    """
+    found = [
+        entry
+        for entry in (sys.path if entries is None else entries)
+        if isinstance(entry, str) and entry.startswith("/") and ":" not in entry
+    ]
+    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    if is_privileged():
+        # The interpreter's own directories come from its installation; all others may come from its environment.
+        # A prefix of / would make every absolute entry one of its own.
+        own = tuple(
+            f"{prefix}/" for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix} if prefix != "/"
+        )
+        here = _current_directory()
+        found = [
+            entry
+            for entry in found
+            if entry == home
+            or entry.startswith(own)
+            or (of_trainer and os.path.realpath(entry) != here)
+            or _is_safe_entry(entry)
+        ]
+    if home in found:
+        return found
+    # This process runs from it already. A site-packages must hide no standard module; a checkout must not be hidden by an
+    # installed package.
+    last = os.path.basename(home) in ("site-packages", "dist-packages")
+    return [*found, home] if last else [home, *found]
+
+
+def find_program(name: str) -> str:
+    """Return the absolute path of a system program such as systemctl; ``name`` itself where there is none.
+
+    A privileged process searches `SYSTEM_PATH` alone, any other its PATH.
+    """
+    if "/" in name:
+        return name
+    # An absolute path even where the program is missing: a bare name would be searched for in the caller's
+    # PATH.
+    return shutil.which(name, path=SYSTEM_PATH if is_privileged() else None) or (
+        f"/usr/bin/{name}" if is_privileged() else name
+    )
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        # It was removed: nothing can be imported from it.
+        return ""
+
+
+def _is_safe_entry(entry: str) -> bool:
+    """Return whether no user but root and this one may put a file there."""
+    if not entry.startswith("/") or not os.path.exists(entry):
+        return False
+    try:
+        return find_flaw(entry) is None
+    except OSError:
+        return False

@@ -1,0 +1,66 @@
+"""Space of a file system: what other programs can still use of it, and the reserve that captures leave to them.
+
+Guarantees: "free" is what an ordinary process may still use (f_bavail, as df(1) shows it), never what root alone may use (f_bfree).
+ciuic.repository.disk.reserved_disk refuses writes, and ciuic.daemon.snapshots.space measures growth.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final, NamedTuple
+
+from ciuic.retention import MinFree
+from ciuic.units import human_size
+
+DEFAULT_RESERVE_SHARE: Final = 0.05
+"""Default reserve as a share of the file system.
+
+ext4 reserves the same share for root, and for the same reason: programs fail on a file system that is full to the last block.
+"""
+GROWTH_FACTOR: Final = 2
+"""Multiple of the growth of other files during the last interval: once for the next interval, once for a busier one."""
+
+
+class Reserve(NamedTuple):
+    """Space on the repository's file system that captures do not use."""
+
+    size_bytes: int = 0
+    reason: str = ""
+    """Source of the figure, for the operator."""
+
+
+def available_bytes(path: str | os.PathLike[str]) -> int:
+    """Return how many bytes an ordinary process may still write to the file system at ``path``. OSError."""
+    room = os.statvfs(path)
+    # Block counts are in units of f_frsize, which may be smaller than f_bsize (statvfs(3)).
+    return room.f_bavail * room.f_frsize
+
+
+def writable_bytes(path: str | os.PathLike[str]) -> int:
+    """Return how many bytes this process may still write there; for root including the file system's reserve for root. OSError."""
+    room = os.statvfs(path)
+    return (room.f_bfree if os.geteuid() == 0 else room.f_bavail) * room.f_frsize
+
+
+def total_bytes(path: str | os.PathLike[str]) -> int:
+    """Return the size of the file system at ``path``. OSError."""
+    room = os.statvfs(path)
+    return room.f_blocks * room.f_frsize
+
+
+def reserve_of(setting: MinFree | None, file_system_bytes: int, growth_bytes: int = 0) -> Reserve:
+    """Return the reserve on a file system of that size.
+
+    Args:
+        setting: `[repository] reserve`; None for the default.
+        file_system_bytes: Size of the file system.
+        growth_bytes: Growth of everything but the repository during the last interval.
+    """
+    if setting is not None:
+        share = f"{setting.share * 100:g}% of {human_size(file_system_bytes)}, " if setting.share else ""
+        return Reserve(setting.floor_bytes(file_system_bytes), f"{share}[repository] reserve")
+    share_bytes = int(DEFAULT_RESERVE_SHARE * file_system_bytes)
+    if GROWTH_FACTOR * growth_bytes > share_bytes:
+        reason = f"twice the {human_size(growth_bytes)} that others took during the last interval"
+        return Reserve(GROWTH_FACTOR * growth_bytes, reason)
+    return Reserve(share_bytes, f"{DEFAULT_RESERVE_SHARE * 100:g}% of {human_size(file_system_bytes)}")

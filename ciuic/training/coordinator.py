@@ -1,0 +1,321 @@
+"""Object graph of one `SnapshotManager`, and the reactions of its parts to steps, boundaries and messages.
+
+Guarantees: each part gets what it uses as constructor arguments, and only this module knows all of them.
+Events travel upward through `SaveEvents` and the two callbacks of `Boundaries`. Failures of saving are logged
+and counted, never raised into the training.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ciuic.training.device.device_streams import capturing
+from ciuic.training.format.results import State
+from ciuic.training.last_save import LastSave, Lifetime
+from ciuic.training.loading import list_snapshots, load_latest, load_on_all_ranks
+from ciuic.training.policy.boundaries import Boundaries
+from ciuic.training.policy.due import SaveSchedule
+from ciuic.training.policy.forecast import Forecast, forecast_for
+from ciuic.training.policy.policies import SaveRules
+from ciuic.training.policy.retention_rules import Keep
+from ciuic.training.preemption.last_moment import rule_of
+from ciuic.training.protocol.messages import COMPRESSIONS, Begin, PreemptionNotice, RetentionRules, Saved
+from ciuic.training.ranks.group import Ranks
+from ciuic.training.registered import Registered
+from ciuic.training.saving.saver import Saver
+from ciuic.training.saving.snapshot_spec import RunProgress, SnapshotSpec
+from ciuic.training.saving.snapshot_taker import SnapshotTaker
+from ciuic.training.state import validation
+from ciuic.training.util.logs import log, quietly
+from ciuic.training.util.name_lock import NameLock
+from ciuic.training.util.repository_dir import ensure_repository
+from ciuic.training.writer.filesystem import FilesystemPairing, Roots
+from ciuic.training.writer.heartbeat import TrainerHeartbeat
+
+
+@dataclass(frozen=True)
+class Options:
+    """Validated options of a manager; `SnapshotManager` documents each."""
+
+    save_dir: Path
+    name: str
+    rules: SaveRules
+    keeps: tuple[Keep, ...]
+    agree: Callable[[bool], bool] | None
+    nice: int
+    compression: str
+    distributed: bool | None
+    heartbeat_seconds: float | None
+    overlap: bool
+    filesystem: Roots
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a compression or a name that cannot be."""
+        validation.one_of(self.compression, COMPRESSIONS, "compression")
+        validation.file_name(self.name)
+
+
+class SaveCoordinator:
+    """Parts of one manager, wired to each other; implements `SaveEvents`."""
+
+    def __init__(self, options: Options) -> None:
+        """Create the repository if there is none, meet the other ranks, and install signal handlers.
+
+        Raises:
+            ValueError: An option is out of its range.
+            CiuicError: There can be no repository in ``save_dir``.
+            OSError: The same, as the file system says it.
+        """
+        self._options = options
+        # First: it may refuse the rules, and nothing has been created by then.
+        preempted = rule_of(options.rules)
+        ensure_repository(options.save_dir)
+        self.root = os.fsencode(f"/{options.name}")
+        self.run = RunProgress()
+        self.lifetime = Lifetime()
+        self.forecast: Forecast | None = None
+        self.last_save: LastSave | None = None
+        # Nothing calls these methods before the first object is registered, when all parts are there.
+        self.boundaries = Boundaries(self._stepped, self._at_boundary)
+        self.heartbeat = TrainerHeartbeat(options.name, str(options.save_dir), options.heartbeat_seconds)
+        begin = Begin(
+            repository=str(options.save_dir),
+            root=self.root,
+            rules=RetentionRules(keep=options.keeps),
+            nice=options.nice,
+            services=() if preempted is None else preempted.services,
+            compression=options.compression,
+            watched=self.heartbeat.hello,
+        )
+        self.saver = Saver(begin, self.heartbeat.fds, self, overlap=options.overlap)
+        self.registered = Registered(self.boundaries, self.saver.overlap.watch)
+        # Before anything that is collective: the ranks that make a manager are counted first, with a time
+        # limit.
+        ranks = Ranks.meet(options.name) if self._may_join else None
+        self.schedule = SaveSchedule(options.rules, None if ranks is None else ranks.vote())
+        self._filesystem = FilesystemPairing(options.filesystem, options.save_dir, self.saver.stats)
+        name_lock = NameLock(str(options.save_dir), options.name)
+        self.taker = SnapshotTaker(
+            self.run, self.registered, self.schedule, self.saver, ranks, self._filesystem, name_lock
+        )
+        if preempted is not None:
+            # Not the vote of the schedule: each has a message of its own under way from boundary to boundary.
+            agree = options.agree or (None if ranks is None else ranks.vote())
+            self.last_save = LastSave(
+                preempted,
+                agree,
+                lifetime=self.lifetime,
+                boundaries=self.boundaries,
+                registered=self.registered,
+                saver=self.saver,
+                taker=self.taker,
+                heartbeat=self.heartbeat,
+            )
+            # Only now: a handler that ran before `last_save` is set would find nobody to act on the signal.
+            self.last_save.watch.install()
+
+    @property
+    def _may_join(self) -> bool:
+        """True if the program left it open that this process is one of several ranks."""
+        return self._options.distributed is not False
+
+    # -- SaveEvents
+
+    def snapshot_saved(self, message: Saved) -> None:
+        """Count the file system snapshot that was asked for together with this one."""
+        self._filesystem.record_answer(message)
+
+    def preemption_noticed(self, message: PreemptionNotice) -> None:
+        """Prepare the last snapshot after the notice of a cloud."""
+        if self.last_save is not None:
+            self.last_save.notified(message)
+
+    def guard_released(self) -> None:
+        """Act on signals that arrived within the critical section."""
+        if self.last_save is not None:
+            self.last_save.guard_released()
+
+    # -- what the program registers, reports and resumes
+
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """Register objects by name, and start the writer process before the first save needs it."""
+        if self.last_save is not None:
+            self.last_save.forget_weight_sample()
+        for name, value in objects.items():
+            self.registered.add(name, value)
+        if self.taker.writes:
+            with quietly("the writer could not be started"):
+                self.saver.client.start()
+
+    def report(self, metrics: Mapping[str, float]) -> None:
+        """Give metrics to the rules, and save if that makes a snapshot due and the state is whole."""
+        self.schedule.report(metrics)
+        self.heartbeat.beat(self.run.step)
+        self.saver.advance()
+        if self.taker.ranks is not None:
+            return  # The others hear of it at the next boundary: this rank must not act on it alone.
+        saves = not self.lifetime.closed and self.registered.objects and self.saver.client.is_ours
+        if saves and self.boundaries.whole:
+            self._save_if_due()
+
+    def resume_from(self, state: State) -> None:
+        """Continue step count, rules and run id from a loaded state."""
+        self.saver.changed = False
+        self.run.step, self.run.epoch = state.facts.step or 0, state.facts.epoch
+        self.run.id = state.facts.run or self.run.id
+        self.schedule.begin_at(self.run.step)
+        if self.taker.writes:
+            self.taker.name_lock.acquire()
+        # Rules that look at metrics count from the best of the whole run, not of this process.
+        self._observe_earlier()
+
+    def load_to_resume(self, find: Callable[[], State | None] | None) -> State | None:
+        """Load the state to resume from; collective where there are several ranks."""
+        ranks, templates, save_dir = self.taker.ranks, self.registered.templates(), self._options.save_dir
+        if ranks is not None:
+            return load_on_all_ranks(ranks, save_dir, self.root, templates, find)
+        return find() if find is not None else load_latest(save_dir, self.root, templates)
+
+    def join_ranks(self, *, prepare: bool) -> None:
+        """Meet the other ranks if that has not happened yet and torch.distributed is initialized by now."""
+        if not self._may_join:
+            return
+        if self.taker.ranks is None and (ranks := Ranks.meet(self._options.name)) is not None:
+            self.taker.ranks = ranks
+            self.taker.prepared = self.taker.prepared or not ranks.saves
+            self.schedule.vote = ranks.vote()
+            if self.last_save is not None:
+                self.last_save.join_ranks(ranks)
+        if self.taker.ranks is not None and not prepare:
+            self.taker.prepared = True
+
+    def close(self, timeout_seconds: float, error: BaseException | None) -> None:
+        """Wait for staged saves, at most so long, and release the writer, the name and the process groups.
+
+        The caller has set ``lifetime.closed``.
+
+        Args:
+            timeout_seconds: Upper bound; less where preemption leaves less.
+            error: Exception because of which the program closes the manager.
+        """
+        # First the goodbye: waiting for the last saves may take longer than `heartbeat_seconds`, and a daemon
+        # takes a training without a goodbye and without beats for hung.
+        self.heartbeat.closing(error)
+        if self.last_save is not None:
+            self.last_save.watch.remove()
+        if self.lifetime.close_by is not None:
+            timeout_seconds = min(timeout_seconds, max(0.0, self.lifetime.close_by - time.monotonic()))
+        end = time.monotonic() + timeout_seconds
+        if self.taker.skipped is not None and error is None and self.lifetime.close_by is None:
+            self._take_skipped(timeout_seconds)
+        self.saver.close(max(0.0, end - time.monotonic()))
+        self.taker.name_lock.release()
+        if self.taker.ranks is not None:
+            self.taker.ranks.close()
+            self.taker.ranks = None
+
+    def _take_skipped(self, timeout_seconds: float) -> None:
+        # What is under way occupies the arenas.
+        if self.saver.is_ours and self.saver.wait(timeout_seconds):
+            with quietly("the last snapshot that was due could not be taken"):
+                self.taker.take_skipped(is_whole=self.boundaries.whole)
+
+    # -- steps and boundaries
+
+    def _stepped(self) -> None:
+        self.run.step += 1
+        self.heartbeat.beat(self.run.step)
+        self.saver.changed = True
+        if self.last_save is not None:
+            self.last_save.stepped()
+        self.schedule.warn_without_boundaries(self.boundaries)
+
+    def _at_boundary(self) -> None:
+        # While a CUDA graph is recorded nothing of a device may be queried or waited for: it would spoil the
+        # graph.
+        if self.lifetime.closed or not self.registered.objects or not self.saver.is_ours or capturing():
+            return
+        # Again, because a program without optimizers that report steps (Keras) comes here alone.
+        self.saver.changed = True
+        self.heartbeat.beat(self.run.step)
+        # An arena that the writer has returned is free for a snapshot that is due at this boundary.
+        if self.saver.pending:
+            with self.saver.guard:
+                self.saver.hear()
+        # Votes begin only when all ranks have come to a boundary, so that a rank that registers nothing stops
+        # no other.
+        if not self.taker.all_at_boundary():
+            self._leave_ranks()
+        # The last snapshot goes before any other that is due; this may raise SystemExit.
+        if self.last_save is not None:
+            self.last_save.at_boundary()
+        self.saver.costs.boundary(time.monotonic(), writing=self.saver.pending > 0)
+        # After the first step everything has its size: moments of optimizers, for example, do not exist
+        # before.
+        if not self._save_if_due() and not self.taker.prepared:
+            with quietly("the first snapshot could not be prepared"):
+                self._prepare()
+        # Last, because the snapshot needs to know which optimizers have reported this step.
+        self.saver.overlap.boundary()
+
+    def _prepare(self) -> None:
+        """Allocate the first arena and compute the forecast, now that the state has its size."""
+        self.taker.prepare()
+        size_bytes = self.saver.size_bytes
+        self.forecast = forecast_for(
+            self._options.save_dir,
+            self.root,
+            size_bytes,
+            write_seconds=self.saver.costs.write_estimate_seconds(size_bytes),
+            rules=self.schedule.rules,
+            keeps=self._options.keeps,
+            grace_seconds=None if self.last_save is None else self.last_save.grace_seconds,
+        )
+        for warning in self.forecast.warnings:
+            log.warning("ciuic: %s", warning)
+
+    def _leave_ranks(self) -> None:
+        log.error(
+            "ciuic: rank 0 saves alone from now on, without random generators and positions of the other ranks, "
+            "because not every rank has registered objects with its SnapshotManager; register them on every rank, "
+            "or pass distributed=False on rank 0 if this is meant"
+        )
+        self.taker.leave_ranks()
+        self.schedule.vote = None
+        if self.last_save is not None:
+            self.last_save.leave_ranks()
+
+    def _save_if_due(self) -> bool:
+        """Take a snapshot if a rule asks for one; return whether one was due."""
+        # A save that could not be staged is not tried again after every step. With several ranks all of them
+        # have to be asked all the same, because the vote is collective.
+        if self.schedule.vote is None and self.saver.is_backing_off:
+            return False
+        try:
+            reason = self.schedule.due(self.run.step, self.saver.costs)
+        except RuntimeError as error:
+            self.saver.failed(f"the ranks cannot agree any more: {error}")
+            return False
+        # A copy under which the program changed weights is no snapshot: it is taken again at once. Not with
+        # several ranks, of which only this one knows.
+        if self.schedule.vote is None and self.saver.pending_saves.changed:
+            reason = reason or "the one before it was changed while it was copied"
+        self.saver.pending_saves.changed = False
+        if reason:
+            with quietly("a snapshot could not be taken"):
+                self.taker.take(SnapshotSpec(reason), self.taker.gather_parts(may_wait=False))
+        return bool(reason)
+
+    def _observe_earlier(self) -> None:
+        """Show the rules the metrics of earlier snapshots of the run, whose best still has to be beaten."""
+        # Only where it matters: a file of each earlier snapshot is read.
+        if self.schedule.rules.look_at_metrics:
+            for saved in list_snapshots(self._options.save_dir, self.root):
+                if saved.facts.run == self.run.id:
+                    self.schedule.rules.observe(saved.facts.metrics)
+            self.schedule.rules.saved()

@@ -1,0 +1,140 @@
+"""Encode torch's `Metadata` of a checkpoint as JSON and decode it, without pickle.
+
+`dcp.json` in a snapshot:
+
+============  ========================================================================================
+``version``   1
+``tensors``   by full name: ``dtype`` (torch's), ``shape`` of the whole, ``requires_grad``, and ``chunks``, each with ``offsets``
+              and ``sizes`` in the whole, the ``file`` it lies in and the byte ``start`` of its first element there
+``objects``   by full name: the ``folder`` that the rank which saved it wrote
+``planner``   what the planner keeps (how nested states were flattened), as `structure.pack` writes it
+============  ========================================================================================
+
+Decoding creates the classes named here and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ciuic.training.format import structure
+from ciuic.training.format.tensors import Unsaveable
+from ciuic.training.util.documents import MALFORMED, decode_json
+
+METADATA_FILE: Final = "dcp.json"
+_VERSION: Final = 1
+_MAX_NUMBER: Final = 1 << 63
+
+
+class ItemLocation(NamedTuple):
+    """Location of one item of a checkpoint; `storage_data` of the metadata has one for each."""
+
+    path: str
+    """File of a tensor; of an object the folder of the rank that saved it."""
+    start: int = 0
+    """Offset of a tensor's first byte in its file."""
+
+
+def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, ItemLocation]) -> bytes:
+    """Encode the metadata.
+
+    Raises:
+        Unsaveable: the planner keeps what only pickle could store.
+        KeyError: an item has no location.
+    """
+    tensors: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    for name, one in metadata.state_dict_metadata.items():
+        if isinstance(one, TensorStorageMetadata):
+            tensors[name] = _encode_tensor(name, one, places)
+        else:
+            objects[name] = {"folder": places[MetadataIndex(name)].path}
+    packed = structure.pack(metadata.planner_data, "what the planner keeps")
+    # dcp.json has no file beside it for tensors.
+    if packed.leaves:
+        raise Unsaveable("planner_data contains tensors, which dcp.json cannot hold")
+    # Strict JSON (allow_nan=False): a NaN would make the document unreadable to other parsers.
+    document = {"version": _VERSION, "tensors": tensors, "objects": objects, "planner": packed.skeleton}
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def decode_metadata(data: bytes | bytearray) -> Metadata:
+    """Decode metadata, with an `ItemLocation` for every item.
+
+    Raises:
+        ValueError: `encode_metadata` did not write it.
+    """
+    document = decode_json(data, METADATA_FILE)
+    if not isinstance(document, dict) or document.get("version") != _VERSION:
+        raise ValueError(f"{METADATA_FILE} was written by a later version of ciuic")
+    found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, ItemLocation] = {}
+    try:
+        for name, one in document["tensors"].items():
+            found[name] = _decode_tensor(name, one, places)
+        for name, one in document["objects"].items():
+            found[name] = BytesStorageMetadata()
+            places[MetadataIndex(name)] = ItemLocation(str(one["folder"]))
+        planner = structure.unpack(document["planner"], _no_tensor)
+    except MALFORMED as error:
+        raise ValueError(f"{METADATA_FILE} is malformed: {error!r}") from None
+    return Metadata(state_dict_metadata=found, planner_data=planner, storage_data=places)
+
+
+def _encode_tensor(
+    name: str, one: TensorStorageMetadata, places: Mapping[MetadataIndex, ItemLocation]
+) -> dict[str, Any]:
+    chunks = []
+    for chunk in one.chunks:
+        place = places[MetadataIndex(name, chunk.offsets)]
+        chunks.append(
+            {
+                "offsets": list(chunk.offsets),
+                "sizes": list(chunk.sizes),
+                "file": place.path,
+                "start": place.start,
+            }
+        )
+    return {
+        "dtype": str(one.properties.dtype).removeprefix("torch."),
+        "shape": list(one.size),
+        "requires_grad": bool(one.properties.requires_grad),
+        "chunks": chunks,
+    }
+
+
+def _decode_tensor(
+    name: str, one: Mapping[str, Any], places: dict[MetadataIndex, ItemLocation]
+) -> TensorStorageMetadata:
+    # A name from the file is looked up and may be that of anything in torch, so what comes back is checked.
+    dtype = getattr(torch, one["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {one['dtype']}")
+    chunks = []
+    for chunk in one["chunks"]:
+        offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+        start = int(chunk["start"])
+        # Checked before any arithmetic: a damaged document must not make a reader allocate or seek beyond 63
+        # bits.
+        if any(not 0 <= number < _MAX_NUMBER for number in (start, *offsets, *sizes, *one["shape"])):
+            raise ValueError(f"{METADATA_FILE} has a number out of range for {name}")
+        places[MetadataIndex(name, offsets)] = ItemLocation(str(chunk["file"]), start)
+    properties = TensorProperties(dtype=dtype, requires_grad=bool(one["requires_grad"]))
+    return TensorStorageMetadata(properties, torch.Size(one["shape"]), chunks)
+
+
+def _no_tensor(name: str, _: object) -> Any:
+    raise ValueError(f"{METADATA_FILE} refers to a tensor {name} in planner_data, which cannot contain any")

@@ -1,0 +1,293 @@
+"""`StorageReader` of `torch.distributed.checkpoint` over a repository; see `dcp.storage`.
+
+Of a shard that is cut anew (saved by n ranks, loaded by m) a rank reads only the rows it needs.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.repository import Repository
+from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, decode_metadata
+from ciuic.training.dcp.part import OBJECTS_FILE, OBJECTS_VERSION
+from ciuic.training.format import structure
+from ciuic.training.format.arrays import arrays_of
+from ciuic.training.format.files import SnapshotRef
+from ciuic.training.format.layout import SUFFIX
+from ciuic.training.format.pieces import RangeReader
+from ciuic.training.format.reading import NothingGood, PassedOver
+from ciuic.training.ranks import rank_messages
+from ciuic.training.util.documents import decode_json
+from ciuic.training.writer.housekeeping import read_back
+
+log = logging.getLogger("ciuic")
+# Reads at a time; each holds a part of a shard in memory.
+_THREADS: Final = 4
+
+
+class CiuicStorageReader(StorageReader):
+    """Storage reader for any number of loads, one after the other, by any number of ranks."""
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        snapshot: str | None = None,
+        *,
+        name: str = "dcp",
+        process_group: Any = None,
+    ) -> None:
+        """Choose what to read.
+
+        With neither ``snapshot`` nor the ``checkpoint_id`` of `dcp.load`, the newest whole snapshot is read.
+        Rank 0 looks for it by reading it all, and every rank of the process group must load then.
+
+        Args:
+            save_dir: directory of the repository.
+            snapshot: a tag (the newest that has it), an id or its beginning, ``latest~2``, a time.
+            name: name of the run, as of the writer.
+            process_group: ranks that load together; None for torch's default group.
+        """
+        self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
+        self.id = ""
+        """Id of the snapshot that is read."""
+        self.passed_over: list[PassedOver] = []
+        """Newer snapshots that are damaged, and why; on rank 0."""
+        self._root = os.fsencode(f"/{name}")
+        self._given = self._wanted = snapshot or ""
+        self._group = process_group
+        self._metadata: Metadata | None = None
+
+    def find(self) -> str | None:
+        """Return the id of what the next load without a ``checkpoint_id`` will read. Collective.
+
+        Returns:
+            The id; None if there is no checkpoint, so that the run begins.
+
+        Raises:
+            NothingGood: there are checkpoints, and none is whole.
+        """
+        try:
+            # Kept for the next load, which must read this snapshot even if a newer one is made meanwhile.
+            self._given = self._wanted = self._find()
+        # dcp.load wraps every error in one of its own, so a run that begins could not be told from a damaged
+        # repository there.
+        except NotFound:
+            return None
+        return self._given
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether it is a non-empty text."""
+        return bool(os.fspath(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a load."""
+        self._wanted = os.fspath(checkpoint_id) if checkpoint_id else self._given
+        self._metadata, self.id = None, ""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the checkpoint's metadata.
+
+        Raises:
+            NotFound: there is no such snapshot.
+            Damaged: it cannot be read; `NothingGood` if none can.
+            ValueError: a later version wrote it.
+        """
+        if self._metadata is None:
+            self.id = self._find()
+            with Repository.open(self.save_dir) as repository:
+                self._metadata = decode_metadata(self._snapshot.files(repository).read(METADATA_FILE))
+            self._metadata.storage_meta = StorageMeta(checkpoint_id=self.id)
+        return self._metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the metadata from torch."""
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items into the planner's tensors.
+
+        Raises:
+            Damaged: content is not as it was saved; part of the target state may have been overwritten.
+        """
+        objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        wanted = [self._stored_shard(item) for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        with closing(RangeReader(self._snapshot)) as source:
+            for shard, tensor in _read_all(source, wanted):
+                _put(shard.item, tensor, planner)
+        self._load_objects(objects, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    # -- inside
+
+    @property
+    def _snapshot(self) -> SnapshotRef:
+        """Snapshot that is read."""
+        return SnapshotRef(str(self.save_dir), self.id)
+
+    def _find(self) -> str:
+        """Return the id of the snapshot to read."""
+        if self._wanted:
+            with Repository.open(self.save_dir) as repository:
+                # A checkpoint id is a tag; ids of snapshots and times come after.
+                tagged = repository.snapshots.list(root=self._root, tag=self._wanted, limit=1)
+                return tagged[0].id if tagged else repository.snapshots.resolve(self._wanted)
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self._group) == 1:
+            return self._newest_whole()
+        return self._agree_on_newest()
+
+    def _agree_on_newest(self) -> str:
+        """Return the id that rank 0 found; ranks must not read different snapshots."""
+        found: list[Any] = ["", "", False]
+        data = None
+        if dist.get_rank(self._group) == 0:
+            try:
+                # Rank 0 alone: reading a whole snapshot on every rank would cost as many times its size.
+                found[0] = self._newest_whole()
+            except (CiuicError, OSError) as error:
+                found = ["", str(error), isinstance(error, NotFound)]
+            data = rank_messages.encode(found)
+        try:
+            found = list(rank_messages.decode(rank_messages.broadcast(data, self._group)))
+        except (ValueError, TypeError) as error:
+            raise Damaged(f"rank 0 sent no valid id of a snapshot: {error}") from None
+        # Errors are told to all ranks too: one that raised alone would leave the others waiting.
+        if found[1]:
+            raise NotFound(found[1]) if found[2] else Damaged(found[1])
+        return str(found[0])
+
+    def _newest_whole(self) -> str:
+        passed_over: list[PassedOver] = []
+        with Repository.open(self.save_dir) as repository:
+            # Read through before anything is loaded: a damaged snapshot must be found before it overwrites a
+            # part of the state.
+            for info in repository.snapshots.list(root=self._root):
+                reason = read_back(repository, info.id)
+                if not reason:
+                    self.passed_over = passed_over
+                    return info.id
+                log.warning("ciuic: %s is damaged and passed over: %s", info.id, reason)
+                passed_over.append(PassedOver(info.id, reason))
+        if passed_over:
+            raise NothingGood(passed_over)
+        raise NotFound(f"there is no checkpoint of {os.fsdecode(self._root)[1:]} in {self.save_dir}")
+
+    def _stored_shard(self, item: ReadItem) -> _StoredShard:
+        """Return the stored shard of an item."""
+        assert self._metadata is not None
+        index = item.storage_index
+        tensor = self._metadata.state_dict_metadata[index.fqn]
+        assert isinstance(tensor, TensorStorageMetadata)
+        sizes = next(chunk.sizes for chunk in tensor.chunks if chunk.offsets == index.offset)
+        place: ItemLocation = self._metadata.storage_data[index]
+        return _StoredShard(item, place, tensor.properties.dtype, tuple(sizes))
+
+    def _load_objects(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        assert self._metadata is not None
+        folders: dict[str, dict[str, Any]] = {}
+        for item in items:
+            place: ItemLocation = self._metadata.storage_data[item.storage_index]
+            if place.path not in folders:
+                folders[place.path] = _read_objects(self._snapshot, place.path)
+            try:
+                value = folders[place.path][item.storage_index.fqn]
+            except KeyError:
+                raise Damaged(f"{item.storage_index.fqn} is not in {place.path}/{OBJECTS_FILE}") from None
+            # Planners take what torch.save writes. These bytes are made here from checked JSON: nothing that
+            # was stored is unpickled.
+            made = io.BytesIO()
+            torch.save(value, made)
+            made.seek(0)
+            planner.load_bytes(item, made)
+
+
+class _StoredShard(NamedTuple):
+    """Item to read, and the stored shard that holds it."""
+
+    item: ReadItem
+    place: ItemLocation
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    """Shape of the shard."""
+
+
+def _put(item: ReadItem, tensor: torch.Tensor, planner: LoadPlanner) -> None:
+    """Copy an item into the planner's tensor."""
+    # Detached: torch refuses to change a leaf that requires gradients in place.
+    target = planner.resolve_tensor(item).detach()
+    if target.size() != tensor.size():
+        raise ValueError(
+            f"{item.storage_index.fqn}: expected shape {tuple(tensor.size())} as saved, "
+            f"got {tuple(target.size())}"
+        )
+    target.copy_(tensor)
+    planner.commit_tensor(item, target)
+
+
+def _read_all(source: RangeReader, wanted: list[_StoredShard]) -> Iterator[tuple[_StoredShard, torch.Tensor]]:
+    """Yield all items with their content, verified; a few reads at a time keep memory small."""
+    with ThreadPoolExecutor(_THREADS, "ciuic-load") as pool:
+        for first in range(0, len(wanted), _THREADS):
+            some = wanted[first : first + _THREADS]
+            yield from zip(some, pool.map(partial(_read_item, source), some), strict=True)
+
+
+def _read_item(source: RangeReader, shard: _StoredShard) -> torch.Tensor:
+    """Return the item's part of a shard, verified."""
+    item, place = shard.item, shard.place
+    # Whole rows: these are contiguous in the file; other dimensions are cut in memory.
+    first, count = (item.storage_offsets[0], item.lengths[0]) if shard.sizes else (0, 1)
+    tensor: torch.Tensor = source.read_rows(place.path, place.start, shard.dtype, shard.sizes, first, count)
+    for dimension in range(1, tensor.dim()):
+        tensor = tensor.narrow(dimension, item.storage_offsets[dimension], item.lengths[dimension])
+    return tensor
+
+
+def _read_objects(snapshot: SnapshotRef, folder: str) -> dict[str, Any]:
+    """Return the objects that a rank stored, by full name.
+
+    Raises:
+        ValueError: a later version wrote them, or they are malformed.
+    """
+    with Repository.open(snapshot.path) as repository:
+        files = snapshot.files(repository)
+        document = decode_json(files.read(f"{folder}/{OBJECTS_FILE}"), f"{folder}/{OBJECTS_FILE}")
+        if not isinstance(document, dict) or document.get("version") != OBJECTS_VERSION:
+            raise ValueError(f"{folder}/{OBJECTS_FILE} was written by a later version of ciuic")
+        beside = f"{folder}_objects"
+        names = [name for name in files.names() if name.startswith(f"{beside}/") and name.endswith(SUFFIX)]
+        lookup = arrays_of(snapshot.path, files, names).lookup(beside)
+        found = structure.unpack(document["objects"], lookup)
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{folder}/{OBJECTS_FILE} is malformed: expected a mapping, got {type(found).__name__}"
+        )
+    return found

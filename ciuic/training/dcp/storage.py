@@ -1,0 +1,413 @@
+"""Storage of `torch.distributed.checkpoint` over a repository, for states that are sharded over ranks.
+
+Such states are those of FSDP2, DTensor and tensor parallelism.
+
+    from torch.distributed import checkpoint as dcp
+    from ciuic.training.dcp.storage import CiuicStorageReader, CiuicStorageWriter
+    writer = CiuicStorageWriter("./snapshots", max_snapshots=10)             # on every rank, once
+    dcp.save(state_dict, checkpoint_id="step-100", storage_writer=writer)    # or dcp.async_save
+    reader = CiuicStorageReader("./snapshots")
+    if reader.find() is not None:                                            # any number of ranks
+        dcp.load(state_dict, storage_reader=reader)
+
+Guarantees: a snapshot exists when every rank has stored its part, and not before: each rank's writer process
+stores in its turn, then the coordinator's makes one snapshot of all parts. A rank that dies in the middle
+leaves none. Nothing is pickled, and loading executes nothing that was stored: objects that are no tensors are
+JSON (`structure`), and what only pickle could store is refused. Loaded content was checked byte for byte.
+
+The directory must be the same for all ranks: one host's, or a shared file system with flock(2).
+
+References:
+    docs/decisions/ranks-in-turn.md
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ciuic.repository import Repository
+from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, encode_metadata
+from ciuic.training.dcp.part import RankFiles
+from ciuic.training.dcp.reading import CiuicStorageReader
+from ciuic.training.dcp.results import ItemResult, as_tensor, item_results, snapshot_message
+from ciuic.training.dcp.staging import ArenaPlacer, arena_bytes, copy_state, copy_to_heap
+from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts
+from ciuic.training.policy.retention_rules import Latest
+from ciuic.training.protocol.messages import (
+    COMPRESSIONS,
+    Begin,
+    FromWriter,
+    Manifest,
+    Measured,
+    Note,
+    NotSaved,
+    PreemptionNotice,
+    Put,
+    RetentionRules,
+    Saved,
+    StoredFile,
+    StoredFiles,
+)
+from ciuic.training.util.repository_dir import ensure_repository
+from ciuic.training.writer.client import GONE, WriterClient, manifest_files
+from ciuic.training.writer.slots import Slot
+
+__all__ = ["TAG", "CiuicStorageReader", "CiuicStorageWriter"]
+log = logging.getLogger("ciuic")
+
+TAG: Final = "dcp"
+_STATES: Final = slice(0, 2)
+"""Arenas for states and parts of states."""
+# Arena of the final commit; separate from `_STATES`, so that the end of one save does not wait for the start
+# of others.
+_METADATA: Final = slice(2, 3)
+_POLL_SECONDS: Final = 0.005
+"""Pause between two looks at the writer's messages."""
+_CLOSE_SECONDS: Final = 120.0
+"""Longest time for which `close` waits for the writer."""
+
+
+class _StagedState(NamedTuple):
+    """State in an arena that `write_data` will submit."""
+
+    slot: Slot
+    placed: ArenaPlacer
+
+
+class CiuicStorageWriter(StorageWriter, AsyncStager):
+    """Storage writer and stager of one rank, for all saves of a run."""
+
+    # torch need not call `synchronize_staging`: the copy is complete when `stage` returns.
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        *,
+        name: str = "dcp",
+        max_snapshots: int | None = None,
+        tags: tuple[str, ...] = (),
+        nice: int = 10,
+        compression: str = "none",
+    ) -> None:
+        """Open the repository at ``save_dir``, or create one there.
+
+        Args:
+            save_dir: directory of the repository.
+            name: name of the run, where several share a repository.
+            max_snapshots: number of newest snapshots that stay; None keeps all.
+            tags: tags of every snapshot.
+            nice: niceness of the writer process.
+            compression: as of `SnapshotManager`; codecs make a state a quarter smaller and take as long again
+                as writing it.
+
+        Raises:
+            ValueError: an option is out of its range.
+            CiuicError: there can be no repository at ``save_dir``.
+            OSError: the same, as the file system says it.
+        """
+        if compression not in COMPRESSIONS:
+            raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
+        self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
+        self.tags = tags
+        self.step: int | None = None
+        """Step of the training, set by the program like `epoch` and `metrics`; the coordinator's are stored
+        with the snapshot.
+        """
+        self.epoch: int | None = None
+        self.metrics: dict[str, float] = {}
+        self.last_id = ""
+        """Id of the last snapshot, on the coordinator."""
+        ensure_repository(self.save_dir)
+        rules = RetentionRules(keep=() if max_snapshots is None else (Latest(max_snapshots),))
+        begin = Begin(
+            repository=str(self.save_dir),
+            root=os.fsencode(f"/{name}"),
+            rules=rules,
+            nice=nice,
+            compression=compression,
+        )
+        # Two for states and one for the commit (`_STATES`, `_METADATA`).
+        self._client = WriterClient(begin, arenas=3)
+        # `dcp.async_save` writes on a thread of its own while the training stages the next state.
+        self._lock = threading.RLock()
+        self._answers: dict[int, list[FromWriter]] = {}
+        self._staged: list[_StagedState] = []
+        self._claim: Claim | None = None
+        self._checkpoint_id = ""
+        self._rank = 0
+
+    # -- torch's StorageWriter, in the order in which it is called
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether it is a non-empty text; it becomes a tag."""
+        return bool(os.fspath(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save."""
+        # torch calls no `finish` where a rank has failed: the claim of that save ends here.
+        self._checkpoint_id = os.fspath(checkpoint_id) if checkpoint_id else ""
+        self._release()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take the rank from torch.
+
+        Raises:
+            ValueError: `use_collectives=False`, with which no rank knows of the others' parts.
+        """
+        if not kwargs.get("use_collectives", True):
+            raise ValueError("use_collectives=False is not supported: a snapshot is made of all ranks' parts")
+        self._rank = kwargs.get("rank") or 0
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Claim the repository on the coordinator, before any rank stores.
+
+        Nothing is swept until the commit.
+        """
+        self._release()
+        # Until the commit no snapshot refers to what the ranks store, and a prune would free it.
+        with Repository.open(self.save_dir) as repository:
+            self._claim = repository.claim()
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Store this rank's part; it is durable when the returned future is done, which it is at once."""
+        try:
+            results = self._write(plan, planner)
+        except BaseException:
+            # A claim of a save that failed must not outlive it: nothing is swept while there is one.
+            self._release()
+            raise
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the snapshot, on the coordinator.
+
+        Raises:
+            OSError: there is no snapshot.
+        """
+        try:
+            self._commit(metadata, results)
+        finally:
+            self._release()
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return the checkpoint's id for torch's metadata."""
+        return StorageMeta(checkpoint_id=self._checkpoint_id or None)
+
+    # -- torch's AsyncStager
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state into memory that is shared with the writer process.
+
+        Waits while both arenas are being written.
+        """
+        size_bytes = arena_bytes(state_dict)
+        with self._lock:
+            # With room for headers, objects and the manifest. A guess: what does not fit goes to another
+            # arena (`_fits`).
+            slot = self._free_slot(2 * size_bytes if size_bytes < 1 << 20 else size_bytes + (size_bytes >> 4))
+            if slot is None:
+                # Both arenas hold states that were staged and not submitted: this copy will be copied once
+                # more.
+                return dict(copy_state(state_dict, copy_to_heap))
+            assert slot.arena is not None
+            memory = memoryview(slot.arena.map)
+            slot.layout = None  # a cached layout of `saving.staging` is not valid any more
+            # torch keeps the copy as long as it likes: the slot is free when nothing refers to this memory
+            # any more.
+            slot.staged = weakref.ref(memory)
+            placed = ArenaPlacer(memory, slot.arena)
+            self._staged.append(_StagedState(slot, placed))
+        try:
+            return dict(copy_state(state_dict, placed))
+        finally:
+            placed.wait()
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` returns when the copy is complete."""
+
+    def close(self) -> None:
+        """Wait for the writer process and let it end. Call it after the last save."""
+        self._release()
+        with self._lock:
+            self._client.close(_CLOSE_SECONDS)
+
+    # -- inside
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Store this rank's part and return what torch collects of it."""
+        if not isinstance(planner, DefaultSavePlanner):
+            raise TypeError(
+                f"the planner must derive from DefaultSavePlanner, got {type(planner).__name__}: "
+                "others encode objects so that only pickle could read them"
+            )
+        found = [(item, item.type == WriteItemType.BYTE_IO) for item in plan.items]
+        objects = {item.index.fqn: planner.lookup_object(item.index) for item, plain in found if plain}
+        values = [(item, as_tensor(planner.resolve_data(item))) for item, plain in found if not plain]
+        with self._lock:
+            # torch passes nothing from `stage` to `write_data` but the state: the addresses of its tensors
+            # tell where it is.
+            staged = self._staged_for([tensor.data_ptr() for _, tensor in values])
+            part, manifest = self._lay_out(values, objects, staged)
+            if staged and not _fits(staged.slot, part, manifest):
+                staged = None
+                part, manifest = self._lay_out(values, objects, None)
+            number = self._submit(part, manifest, staged.slot if staged else None, commit=False)
+        answers = self._wait(number)
+        if staged:
+            # Stored: references that torch still has to the copy no longer keep the arena from being filled.
+            staged.slot.staged = None
+        files = tuple(file for one in answers if isinstance(one, StoredFiles) for file in one.files)
+        return item_results(part, plan, files)
+
+    def _lay_out(
+        self,
+        values: list[tuple[WriteItem, torch.Tensor]],
+        objects: dict[str, Any],
+        staged: _StagedState | None,
+    ) -> tuple[RankFiles, Manifest]:
+        """Return this rank's files and their manifest, around a staged state if there is one."""
+        part = RankFiles(self._rank)
+        if staged is not None:
+            part = RankFiles(self._rank, staged.placed.end, staged.placed.starts)
+        part.add_tensors(values)
+        part.add_objects(objects)
+        return part, self._manifest("", part, [])
+
+    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the snapshot of all ranks' parts."""
+        places: dict[MetadataIndex, ItemLocation] = {}
+        stored: list[StoredFile] = []
+        for result in (one for of_rank in results for one in of_rank):
+            written: ItemResult = result.storage_data
+            places[result.index] = written.place
+            stored += written.files
+        facts = Facts(
+            step=self.step,
+            epoch=self.epoch,
+            metrics=self.metrics,
+            reason="torch.distributed.checkpoint",
+            objects=tuple(dict.fromkeys(name.partition(".")[0] for name in metadata.state_dict_metadata)),
+            world_size=len(results),
+            size_bytes=sum(file.size_bytes for file in stored),
+        )
+        part = RankFiles(self._rank)
+        part.add_file(METADATA_FILE, encode_metadata(metadata, places))
+        part.add_file(FACTS_FILE, encode_facts(facts))
+        with self._lock:
+            manifest = self._manifest(snapshot_message(self._checkpoint_id, facts), part, stored)
+            number = self._submit(part, manifest, None, commit=True)
+        for answer in self._wait(number):
+            if isinstance(answer, Saved):
+                self.last_id = answer.id
+        metadata.storage_data = places
+
+    def _manifest(self, message: str, part: RankFiles, stored: list[StoredFile]) -> Manifest:
+        own = (self._checkpoint_id,) if self._checkpoint_id else ()
+        return Manifest(
+            time_ns=time.time_ns(),
+            message=message,
+            tags=(TAG, *own, *self.tags),
+            files=manifest_files(part.files),
+            stored=stored,
+        )
+
+    def _submit(self, part: RankFiles, manifest: Manifest, slot: Slot | None, *, commit: bool) -> int:
+        """Fill an arena and hand it over.
+
+        Raises:
+            OSError: there is no memory, or no writer.
+        """
+        if slot is None:
+            slot = self._free_slot(_needed(part, manifest), _METADATA if commit else _STATES)
+            if slot is None:
+                raise OSError("both arenas hold states that were staged and are not being saved")
+            slot.layout = None
+        assert slot.arena is not None
+        part.fill(slot.arena.memory)
+        number = self._client.submit(slot, manifest, part.end, commit=commit)
+        self._answers[number] = []
+        return number
+
+    def _free_slot(self, size_bytes: int, among: slice = _STATES) -> Slot | None:
+        """Wait for a free arena; None if staged states hold all and nothing is being written."""
+        while (slot := self._client.free_slot(size_bytes, among)) is None and self._client.pending:
+            self._hear()
+            time.sleep(_POLL_SECONDS)
+        return slot
+
+    def _staged_for(self, addresses: list[int]) -> _StagedState | None:
+        """Return the staged state to which one of these tensors belongs."""
+        # States whose copies torch has dropped will not be submitted any more.
+        self._staged = [one for one in self._staged if one.slot.staged is not None and one.slot.staged()]
+        for one in self._staged:
+            if any(address in one.placed.starts for address in addresses):
+                return one
+        return None
+
+    def _wait(self, number: int) -> list[FromWriter]:
+        """Wait for the answer to a save and return all messages about it.
+
+        Raises:
+            OSError: it was not saved.
+        """
+        while True:
+            with self._lock:
+                self._hear()
+                answers = self._answers[number]
+                if answers and isinstance(answers[-1], (Saved, NotSaved, Put)):
+                    del self._answers[number]
+                    break
+            # Outside of the lock: the training may stage the next state meanwhile.
+            time.sleep(_POLL_SECONDS)
+        if isinstance(answers[-1], NotSaved):
+            raise OSError(f"not saved: {answers[-1].reason}")
+        return answers
+
+    def _hear(self) -> None:
+        for message in self._client.poll():
+            if isinstance(message, Note):
+                # A lost writer is reported by the saves that it failed.
+                if message.text != GONE:
+                    log.warning("ciuic: %s", message.text)
+            elif not isinstance(message, (PreemptionNotice, Measured)) and message.number in self._answers:
+                self._answers[message.number].append(message)
+
+    def _release(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.release()
+
+
+def _needed(part: RankFiles, manifest: Manifest) -> int:
+    """Return the bytes of arena that the files and the manifest take."""
+    return part.end + len(msgspec.msgpack.encode(manifest))
+
+
+def _fits(slot: Slot, part: RankFiles, manifest: Manifest) -> bool:
+    """Return whether the files and the manifest fit into the slot's arena."""
+    return slot.arena is not None and _needed(part, manifest) <= slot.arena.size_bytes

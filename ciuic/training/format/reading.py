@@ -1,0 +1,255 @@
+"""Reading of training states from a repository, and the search for the newest good one.
+
+Guarantees: every byte that becomes part of a state was read with its checksum; nothing that is stored is
+executed; a damaged or incomplete snapshot is passed over with the reason, never returned in part. Needs no
+writer, no daemon and no lock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from ciuic.errors import CiuicError, Damaged
+from ciuic.repository import DamagedChunk, Repository, SnapshotInfo, Walker
+from ciuic.training.format import structure, tensors
+from ciuic.training.format.arrays import arrays_of
+from ciuic.training.format.files import SnapshotRef
+from ciuic.training.format.layout import SUFFIX
+from ciuic.training.format.pieces import PiecewiseTensor, RangeReader
+from ciuic.training.format.shards import TemplateLookup, cut_to_templates
+from ciuic.training.util.documents import MALFORMED, decode_json
+from ciuic.types import ChunkId, Pair, SnapshotId
+
+STATE_FILE: Final = "state.json"
+FACTS_FILE: Final = "snapshot.json"
+STATE_VERSION: Final = 1
+_NONFINITE: Final = ("nan", "inf", "-inf")
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a snapshot that can be read without its state: the file `snapshot.json`.
+
+    Unknown fields are ignored.
+    """
+
+    version: int = STATE_VERSION
+    step: int | None = None
+    """Optimizer steps since the run began, restarts included."""
+    epoch: int | None = None
+    metrics: dict[str, float] = {}
+    nonfinite: dict[str, str] = {}
+    """Metrics that are not finite, as ``nan``, ``inf`` or ``-inf``, in the stored file alone.
+
+    JSON has no number for them. In memory they are in ``metrics`` with the others.
+    """
+    reason: str = ""
+    """Why the snapshot was taken."""
+    objects: tuple[str, ...] = ()
+    """Names of the saved objects."""
+    size_bytes: int = 0
+    """Size of all tensors."""
+    run: str = ""
+    """Id of the run, 32 hexadecimal digits; the same in all its snapshots, also after a resume."""
+    rank: int = 0
+    world_size: int = 1
+    framework: dict[str, str] = {}
+    """Versions of python, torch, numpy, …, and the name of the host."""
+
+
+class SavedSnapshot(NamedTuple):
+    """Entry of `SnapshotManager.list_snapshots`."""
+
+    id: str
+    time_ns: int
+    facts: Facts
+    tags: tuple[str, ...]
+    held: bool
+    size_bytes: int
+    new_bytes: int
+    """Growth of the repository."""
+    filesystem: Pair | None = None
+    """Snapshot of the files that was asked for together with this one, or why there is none."""
+
+
+class PassedOver(NamedTuple):
+    """A snapshot newer than the loaded one, and the reason why it was not loaded."""
+
+    id: str
+    reason: str
+
+
+@dataclass
+class Loaded:
+    """Content of a snapshot, and the newer ones that were passed over."""
+
+    id: str
+    facts: Facts
+    objects: dict[str, Any]
+    """States by registered name, as `state_dict` returned them, with tensors on the CPU."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Values of the manager itself: random generators, positions."""
+    passed_over: list[PassedOver] = field(default_factory=list)
+
+
+def saved_snapshots(repository: Repository, root: bytes | None) -> list[SavedSnapshot]:
+    """Return the snapshots of a training, newest first.
+
+    Snapshots that cannot be read are left out; `newest_good` names them.
+    """
+    found = []
+    for info in repository.snapshots.list(root=root):
+        # One damaged snapshot must not hide the others.
+        try:
+            pair = repository.snapshots.load(info.id).pair
+            found.append(_entry_of(info, read_facts(repository, info.id), pair))
+        except (CiuicError, ValueError):
+            continue
+    return found
+
+
+def newest_good(
+    path: str,
+    candidates: Sequence[SavedSnapshot | SnapshotInfo],
+    templates: Mapping[str, TemplateLookup] | None = None,
+) -> Loaded | None:
+    """Load the first snapshot that can be read whole.
+
+    Args:
+        path: Repository.
+        candidates: Snapshots, newest first.
+        templates: Templates of sharded objects; see `load`.
+
+    Returns:
+        The state, with the snapshots that were passed over; None if there are no candidates.
+
+    Raises:
+        NothingGood: None of them can be read whole.
+    """
+    passed_over: list[PassedOver] = []
+    for candidate in candidates:
+        try:
+            loaded = load(path, candidate.id, templates)
+        # Not OSError: it says nothing about the snapshot, and an older one must not be taken for the newest.
+        except (CiuicError, ValueError) as error:
+            passed_over.append(PassedOver(candidate.id, str(error)))
+            continue
+        loaded.passed_over = passed_over
+        return loaded
+    if passed_over:
+        raise NothingGood(passed_over)
+    return None
+
+
+class NothingGood(Damaged):
+    """Error: there are snapshots, and none can be read whole."""
+
+    def __init__(self, passed_over: list[PassedOver]) -> None:
+        """List the snapshots with the reasons in the message."""
+        reasons = "; ".join(f"{id_}: {reason}" for id_, reason in passed_over)
+        super().__init__(f"no snapshot can be read whole: {reasons}", hint="ciuic --repo DIR check")
+        self.passed_over = passed_over
+
+
+def damaged_chunks(repository: Repository, id_: SnapshotId) -> list[ChunkId]:
+    """Return the chunks of a snapshot of which no good copy can be read.
+
+    This reads the whole snapshot. The result is empty if the snapshot's own file is damaged.
+    """
+    bad: list[ChunkId] = []
+    try:
+        snapshot = repository.snapshots.load(id_)
+    except CiuicError:
+        return bad
+    for reached in Walker(repository).walk(snapshot, on_damage=lambda reached, _: bad.append(reached.id)):
+        if reached.kind == "data":
+            try:
+                repository.chunks.get(reached.id)
+            except DamagedChunk:
+                bad.append(reached.id)
+    return bad
+
+
+def load(path: str, id_: str, templates: Mapping[str, TemplateLookup] | None = None) -> Loaded:
+    """Load the state in one snapshot.
+
+    Args:
+        path: Repository.
+        id_: Snapshot.
+        templates: Templates of sharded objects by name, of which only this rank's part is loaded
+            (`shards.cut_to_templates`).
+
+    Raises:
+        NotFound: There is no such snapshot, or it holds no training state.
+        Damaged: Something is not as it was saved.
+        ValueError: This version of ciuic or of the framework does not know what was saved.
+    """
+    opened = SnapshotRef(path, id_)
+    source = RangeReader(opened)
+    try:
+        # Tensors that are created in torch's inference mode could not be trained afterwards.
+        with tensors.outside_inference_mode(), Repository.open(path) as repository:
+            files = opened.files(repository)
+            facts = _decode_facts(files.read(FACTS_FILE))
+            state = decode_json(files.read(STATE_FILE), STATE_FILE)
+            # A later version may mean something else by the same fields.
+            if not isinstance(state, dict) or state.get("version") != STATE_VERSION:
+                raise ValueError(f"{id_} was written by a later version of ciuic")
+            arrays = arrays_of(path, files, [name for name in files.names() if name.endswith(SUFFIX)], source)
+            objects = {}
+            for name, skeleton in state["objects"].items():
+                found = structure.unpack(skeleton, arrays.lookup(name))
+                template = (templates or {}).get(name)
+                if template is not None or arrays.has_pieces(name):
+                    # Without a template all of a tensor is loaded, from the pieces of all ranks.
+                    found = cut_to_templates(found, template or (lambda _: None), PiecewiseTensor)
+                objects[name] = found
+            values = structure.unpack(state["values"], arrays.lookup("values"))
+            return Loaded(id_, facts, objects, values)
+    # Any process that can write the repository may have written these documents: whatever making values of
+    # them raises is a ValueError, so that the snapshot is passed over and the one before it is tried.
+    except MALFORMED as error:
+        raise ValueError(f"the state is malformed: {error!r}") from None
+    except MemoryError:
+        raise ValueError("the state does not fit into memory") from None
+    finally:
+        source.close()
+
+
+def read_facts(repository: Repository, id_: SnapshotId) -> Facts:
+    """Read `snapshot.json`.
+
+    Raises:
+        NotFound: There is no such snapshot, or it holds no training state.
+        Damaged: The file cannot be read.
+        ValueError: The file is not as it should be.
+    """
+    return _decode_facts(SnapshotRef("", id_).files(repository).read(FACTS_FILE))
+
+
+def encode_facts(facts: Facts) -> bytes:
+    """Return the content of `snapshot.json`."""
+    # In a field of their own: readers that do not know it still read the snapshot, without these metrics.
+    finite = {name: value for name, value in facts.metrics.items() if math.isfinite(value)}
+    others = {name: repr(float(value)) for name, value in facts.metrics.items() if name not in finite}
+    stored = msgspec.structs.replace(facts, metrics=finite, nonfinite=others)
+    return msgspec.json.format(msgspec.json.encode(stored), indent=1)
+
+
+def _decode_facts(data: bytes | bytearray) -> Facts:
+    try:
+        facts = msgspec.json.decode(data, type=Facts)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"{FACTS_FILE} is malformed: {error}") from None
+    others = {name: float(kind) for name, kind in facts.nonfinite.items() if kind in _NONFINITE}
+    return msgspec.structs.replace(facts, metrics=facts.metrics | others, nonfinite={})
+
+
+def _entry_of(info: SnapshotInfo, facts: Facts, pair: Pair | None) -> SavedSnapshot:
+    return SavedSnapshot(
+        info.id, info.time_ns, facts, info.tags, info.held, info.size_bytes, info.new_bytes, pair
+    )

@@ -1,0 +1,418 @@
+"""Conversion of a state (dicts, lists, numbers, tensors) to JSON and tensors, and back, without pickle.
+
+Guarantees: what `pack` accepts comes back from `unpack` equal in type and value: integers of any size, floats
+to the last bit, NaN and infinities included, bytes, tuples, sets, dicts with keys that are no strings, in
+their order. `pack` refuses any other value and names its path; of a class derived from str or dict only the
+value comes back. Reading executes nothing: a kind that is not in the table below is an error.
+
+Plain JSON stands for itself. Any other value is an object with the key ``$``, which names the kind:
+
+=============  =======================================================================================
+``dict``       ``items``: [[key, value], …]; ``type``: ``ordered`` for an OrderedDict, ``counter``, or ``default`` with the name of its
+               ``factory``; ``metadata``: that of torch's state_dict
+``tuple``      ``items``; also ``set``, ``frozenset`` and ``size`` (torch.Size)
+``float``      ``bits``: 16 hexadecimal digits, big-endian; for values that JSON has no number for
+``complex``    ``real``, ``imag``
+``int``        ``hex``: for an integer that is too large for readers of JSON
+``bytes``      ``base64``; also ``bytearray``
+``scalar``     a NumPy scalar: ``dtype``, ``base64``
+``dtype``      torch's: ``name``; ``device``: ``name``
+``tensor``     ``name`` in its object's files; ``of``: ``numpy`` where it is not torch's; ``dtype``, ``shape``: where safetensors has
+               no name for the dtype; ``parameter``: ``requires_grad`` of a torch.nn.Parameter
+``sparse``     torch's: ``layout``, ``size``, ``parts``: tensors; ``coalesced``
+``value``      of a known class (`value_types`): ``type``: its name; ``value``: its content
+``sharded``    ``name``, ``dtype``, ``shape`` of a tensor that is stored in pieces (`shards`), also by other ranks
+=============  =======================================================================================
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
+
+from ciuic.training.format import shards, sparse, tensors, value_types
+from ciuic.training.format.tensors import Array, Unsaveable
+from ciuic.training.util.documents import MALFORMED
+
+KIND: Final = "$"
+Json = Any
+# Levels of nesting: far below the limits of Python and of JSON readers, however deep their caller is.
+_MAX_DEPTH: Final = 100
+# Python can be configured to read no more than 640 decimal digits (about 2126 bits).
+_LARGE_BITS: Final = 2000
+_FACTORIES: Final[dict[str, Any]] = {
+    kind.__name__: kind
+    for kind in (
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        list,
+        tuple,
+        dict,
+        set,
+        frozenset,
+        OrderedDict,
+        Counter,
+    )
+}
+"""Factories with which a defaultdict can be stored."""
+
+
+class Leaf(NamedTuple):
+    """A tensor of a packed state."""
+
+    name: str
+    """Name, unique in the state: the keys of its path, joined by dots."""
+    value: Any
+    """The tensor as `tensors.as_plain` returns it."""
+    array: Array
+    is_piece: bool = False
+    """True if other ranks have other pieces of the tensor."""
+
+
+class PackedState(NamedTuple):
+    """A state as JSON without its tensors, and the tensors."""
+
+    skeleton: Json
+    leaves: list[Leaf]
+
+
+def pack(value: object, where: str, *, with_shards: bool = False) -> PackedState:
+    """Convert a state to JSON and tensors. Copies no tensor.
+
+    Args:
+        value: The state.
+        where: What errors call it.
+        with_shards: Whether other ranks store their parts of sharded tensors; otherwise such tensors are
+            refused.
+
+    Raises:
+        Unsaveable: A value cannot be stored; the message names its path.
+    """
+    packer = Packer(where, with_shards)
+    return PackedState(packer.json(value, ()), packer.leaves)
+
+
+def unpack(skeleton: Json, tensor: Callable[[str, Json], Any]) -> Any:
+    """Convert JSON back to a state.
+
+    Args:
+        skeleton: What `pack` returned.
+        tensor: Returns a tensor, given its name and the object that stands for it.
+
+    Raises:
+        ValueError: `pack` did not write this.
+    """
+    try:
+        return _Unpacker(tensor).value(skeleton)
+    except RecursionError:
+        raise ValueError("a value is nested too deeply") from None
+
+
+class Packer:
+    """Conversion of one state, for `pack` and for what looks at values alone."""
+
+    def __init__(self, where: str, with_shards: bool) -> None:
+        """Begin without tensors; the arguments are those of `pack`."""
+        self.leaves: list[Leaf] = []
+        self._with_shards = with_shards
+        self._where = where
+        self._names: dict[object, str] = {}
+        self._names_taken: set[str] = set()
+
+    def json(self, value: Any, path: tuple[str, ...]) -> Json:
+        """Convert a value at a path; raises Unsaveable."""
+        # Before other kinds: a class that the program has registered may be derived from str, dict or Tensor.
+        if (found := value_types.type_of(value)) is not None:
+            return self._value(found, value, path)
+        if value is None or isinstance(value, (bool, str)) or type(value) is int:
+            return self._plain(value, path)
+        # JSON has no number for NaN and the infinities; the bits keep the payload of a NaN as well.
+        if type(value) is float:
+            return value if math.isfinite(value) else {KIND: "float", "bits": struct.pack(">d", value).hex()}
+        if tensors.is_array(value):
+            return self.tensor(value, path)
+        if isinstance(value, dict):
+            return self._dict(value, path)
+        if type(value) is list:
+            return self._items(value, path)
+        return self._special(value, path)
+
+    def _plain(self, value: Any, path: tuple[str, ...]) -> Json:
+        # A str or int with members is an Enum, of which only the value would come back.
+        if isinstance(value, enum.Enum):
+            raise self._unsaveable(value, path)
+        if type(value) is int and value.bit_length() > _LARGE_BITS:
+            return {KIND: "int", "hex": f"{value:x}"}
+        # NumPy's strings are strings of Python too, and would come back as those.
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.str_):
+            return {KIND: "scalar", "dtype": "U", "base64": _base64(value.encode("utf-8", "surrogatepass"))}
+        return value
+
+    def _items(self, values: Iterable[Any], path: tuple[str, ...]) -> list[Json]:
+        self._check_depth(path)
+        return [self.json(item, (*path, str(at))) for at, item in enumerate(values)]
+
+    def _dict(self, value: dict[Any, Any], path: tuple[str, ...]) -> Json:
+        self._check_depth(path)
+        kind = self._dict_kind(value, path)
+        # A plain JSON object unless keys are no strings, or one of them is the marker itself.
+        if not kind and all(type(key) is str for key in value) and KIND not in value:
+            return {key: self.json(item, (*path, key)) for key, item in value.items()}
+        items = [
+            [self.json(key, (*path, "(key)")), self.json(item, (*path, str(key)))]
+            for key, item in value.items()
+        ]
+        packed = {KIND: "dict", "items": items, **kind}
+        # torch keeps the versions of modules in this attribute of a state_dict; load_state_dict converts by
+        # them.
+        metadata = getattr(value, "_metadata", None)
+        if metadata is not None:
+            packed["metadata"] = self.json(metadata, (*path, "_metadata"))
+        return packed
+
+    def _dict_kind(self, value: dict[Any, Any], path: tuple[str, ...]) -> dict[str, Json]:
+        if isinstance(value, OrderedDict):
+            return {"type": "ordered"}
+        # A MultiStepLR keeps its milestones in a Counter, and cannot continue with a plain dict.
+        if isinstance(value, Counter):
+            return {"type": "counter"}
+        if not isinstance(value, defaultdict):
+            return {}
+        # A factory is a function; only those that can be named without a pickle are stored.
+        made = value.default_factory
+        name = getattr(made, "__name__", "")
+        if made is not None and _FACTORIES.get(name) is not made:
+            raise Unsaveable(
+                f"{self._path_text(path)} is a defaultdict with the factory {made!r}, which only pickle could store"
+            )
+        return {"type": "default", "factory": name}
+
+    def _check_depth(self, path: tuple[str, ...]) -> None:
+        # A list that holds itself would end in a RecursionError, which names no path.
+        if len(path) > _MAX_DEPTH:
+            raise Unsaveable(f"{self._path_text(path[:3])}… is nested too deeply, or holds itself")
+
+    def _special(self, value: Any, path: tuple[str, ...]) -> Json:
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+        if torch is not None and isinstance(value, torch.Size):
+            return {KIND: "size", "items": list(value)}
+        if torch is not None and isinstance(value, torch.dtype):
+            return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
+        if torch is not None and isinstance(value, torch.device):
+            return {KIND: "device", "name": str(value)}
+        # Apart from other scalars: as an element of an array it would end at the last byte that is not 0.
+        if numpy is not None and isinstance(value, numpy.bytes_):
+            return {KIND: "scalar", "dtype": "S", "base64": _base64(bytes(value))}
+        if numpy is not None and isinstance(value, numpy.generic):
+            if value.dtype.hasobject or value.dtype.names:
+                raise self._unsaveable(value, path)
+            name = tensors.numpy_name(value.dtype)
+            return {KIND: "scalar", "dtype": name, "base64": _base64(value.tobytes())}
+        # By exact type: of a subclass (a named tuple) only the values would come back.
+        if type(value) in (tuple, set, frozenset):
+            return {KIND: type(value).__name__, "items": self._items(value, path)}
+        if type(value) is complex:
+            return {KIND: "complex", "real": self.json(value.real, path), "imag": self.json(value.imag, path)}
+        if type(value) in (bytes, bytearray):
+            return {KIND: type(value).__name__, "base64": _base64(bytes(value))}
+        raise self._unsaveable(value, path)
+
+    def _value(self, kind: value_types.ValueType, value: Any, path: tuple[str, ...]) -> Json:
+        self._check_depth(path)
+        try:
+            plain = kind.to_plain(value)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise Unsaveable(f"{self._path_text(path)} cannot be stored as {kind.name}: {error}") from None
+        return {KIND: "value", "type": kind.name, "value": self.json(plain, path)}
+
+    def _sharded(self, value: Any, path: tuple[str, ...]) -> Json:
+        name = self._free_name(".".join(path) or "value")
+        try:
+            piece = shards.piece_of(value)
+            if piece is not None:
+                plain = shards.as_storable(tensors.as_plain(piece[1].detach()))
+                leaf = Leaf(shards.piece_name(name, piece[0]), plain, tensors.describe(plain), is_piece=True)
+                self.leaves.append(leaf)
+        except Unsaveable as error:
+            raise Unsaveable(f"{self._path_text(path)} is {error}") from None
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {KIND: "sharded", "name": name, "dtype": dtype, "shape": list(value.shape)}
+
+    def tensor(self, value: Any, path: tuple[str, ...]) -> Json:
+        """Convert an array of a framework."""
+        if shards.is_sharded(value) and (self._with_shards or shards.is_here_whole(value)):
+            return self._sharded(value, path)
+        if tensors.is_sparse(value):
+            whole = sparse.parts(value)
+            return {KIND: "sparse", **whole, "parts": self._items(whole["parts"], path)}
+        try:
+            plain = tensors.as_plain(value)
+        except Unsaveable as error:
+            raise Unsaveable(f"{self._path_text(path)} is {error}") from None
+        # Tied weights have one name in the files, and are tied again when they are loaded.
+        same = tensors.identity(plain)
+        array = tensors.describe(plain)
+        name = self._names.get(same)
+        if name is None:
+            name = self._names[same] = self._free_name(shards.plain_name(".".join(path) or "value"))
+            self.leaves.append(Leaf(name, plain, array))
+        packed: dict[str, Json] = {KIND: "tensor", "name": name}
+        if array.framework != "torch":
+            packed["of"] = array.framework
+        torch = sys.modules.get("torch")
+        if torch is not None and type(value) is torch.nn.Parameter:
+            packed["parameter"] = value.requires_grad
+        if array.true_dtype:
+            packed |= {"dtype": array.true_dtype, "shape": list(array.true_shape)}
+        return packed
+
+    def _free_name(self, name: str) -> str:
+        """Return the name, with a number if it is taken: keys may contain dots and look like indices."""
+        free, number = name, 2
+        while free in self._names_taken:
+            free, number = f"{name}#{number}", number + 1
+        self._names_taken.add(free)
+        return free
+
+    def _path_text(self, path: tuple[str, ...]) -> str:
+        return ".".join((self._where, *path))
+
+    def _unsaveable(self, value: object, path: tuple[str, ...]) -> Unsaveable:
+        kind = type(value)
+        if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            return Unsaveable(
+                f"{self._path_text(path)} is a {kind.__module__}.{kind.__qualname__} inside of a list or dict: "
+                "give it a name of its own, by save_snapshot(…, NAME=…) or register(NAME=…)"
+            )
+        if value_types.can_register(value):
+            return Unsaveable(
+                f"{self._path_text(path)} is a {kind.__module__}.{kind.__qualname__}: "
+                f"call ciuic.training.register_type({kind.__qualname__}) before saving and before loading"
+            )
+        return Unsaveable(
+            f"{self._path_text(path)} is a {kind.__module__}.{kind.__qualname__}, which only pickle could store; "
+            "give it state_dict() and load_state_dict(), or ciuic.training.register_type its class, "
+            "or store its parts"
+        )
+
+
+class _Unpacker:
+    def __init__(self, tensor: Callable[[str, Json], Any]) -> None:
+        self._tensor = tensor
+        self._parameters: dict[tuple[str, bool], Any] = {}
+        """Parameters by name: those that were one object are one again."""
+
+    def value(self, packed: Json) -> Any:
+        if isinstance(packed, list):
+            return [self.value(item) for item in packed]
+        if not isinstance(packed, dict):
+            return packed
+        if KIND not in packed:
+            return {key: self.value(item) for key, item in packed.items()}
+        try:
+            return self._kind(packed[KIND], packed)
+        except (*MALFORMED, struct.error) as error:
+            raise ValueError(f"a {packed[KIND]!r} is malformed: {error!r}") from None
+
+    def _kind(self, kind: Json, packed: dict[str, Json]) -> Any:
+        if kind in ("tensor", "sharded"):
+            found = self._tensor(packed["name"], packed)
+            return self._parameter(found, packed) if "parameter" in packed else found
+        if kind == "value":
+            return value_types.from_plain(packed["type"], self.value(packed["value"]))
+        if kind == "dict":
+            return self._dict(packed)
+        if kind in _COLLECTIONS:
+            return _COLLECTIONS[kind](self.value(item) for item in packed["items"])
+        if kind == "float":
+            return struct.unpack(">d", bytes.fromhex(packed["bits"]))[0]
+        if kind == "complex":
+            return complex(self.value(packed["real"]), self.value(packed["imag"]))
+        if kind == "int":
+            return int(packed["hex"], 16)
+        if kind == "bytes":
+            return base64.b64decode(packed["base64"])
+        if kind == "bytearray":
+            return bytearray(base64.b64decode(packed["base64"]))
+        if kind == "scalar":
+            return _scalar(packed["dtype"], base64.b64decode(packed["base64"]))
+        if kind == "sparse":
+            return sparse.from_parts({**packed, "parts": [self.value(part) for part in packed["parts"]]})
+        if kind in ("size", "dtype", "device"):
+            return self._torch(kind, packed)
+        raise ValueError(f"a value of kind {kind!r}, which this version of ciuic does not know")
+
+    def _parameter(self, found: Any, packed: dict[str, Json]) -> Any:
+        torch = sys.modules.get("torch")
+        # Without torch tensors are arrays of NumPy.
+        if torch is None or not isinstance(found, torch.Tensor):
+            return found
+        key = (packed["name"], bool(packed["parameter"]))
+        if key not in self._parameters:
+            self._parameters[key] = torch.nn.Parameter(found, requires_grad=key[1])
+        return self._parameters[key]
+
+    def _dict(self, packed: dict[str, Json]) -> dict[Any, Any]:
+        made = _empty_dict(packed.get("type", ""), packed.get("factory", ""))
+        for key, item in packed["items"]:
+            made[self.value(key)] = self.value(item)
+        if "metadata" in packed:
+            made._metadata = self.value(packed["metadata"])  # type: ignore[attr-defined]
+        return made
+
+    def _torch(self, kind: str, packed: dict[str, Json]) -> Any:
+        import torch  # type: ignore[import-not-found, unused-ignore]
+
+        if kind == "size":
+            return torch.Size(packed["items"])
+        if kind == "device":
+            return torch.device(packed["name"])
+        # Checked, because the name may be that of anything in torch.
+        dtype = getattr(torch, packed["name"], None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"this torch has no dtype {packed['name']}")
+        return dtype
+
+
+def _empty_dict(kind: str, factory: str) -> dict[Any, Any]:
+    if kind == "ordered":
+        return OrderedDict()
+    if kind == "counter":
+        return Counter()
+    if kind == "default":
+        # From the table alone: any other name is an error, and nothing is looked up by it.
+        return defaultdict(_FACTORIES[factory] if factory else None)
+    return {}
+
+
+def _scalar(dtype: str, data: bytes) -> Any:
+    import numpy
+
+    if dtype == "S":
+        return numpy.bytes_(data)
+    if dtype == "U":
+        return numpy.str_(data.decode("utf-8", "surrogatepass"))
+    # Whatever name was stored: frombuffer refuses dtypes that hold objects.
+    return numpy.frombuffer(data, tensors.numpy_dtype(dtype))[0]
+
+
+_COLLECTIONS: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -1,0 +1,242 @@
+"""Preemption notices of the large clouds, polled from the metadata services of the machine.
+
+Guarantees: each notice is reported once; a service that does not answer is reported once, and polled again
+less often; nothing here ends the process. The threads run in the writer, so the training's process does none
+of this.
+
+===== ==============================================================================================================
+aws   https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html and `rebalance-recommendations`,
+      with session tokens (IMDSv2)
+gcp   https://cloud.google.com/compute/docs/instances/create-use-preemptible: ``preempted`` and ``maintenance-event``, by long polling
+azure https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
+===== ==============================================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+Cloud = Literal["aws", "gcp", "azure"]
+_ENDPOINTS: Final[dict[str, str]] = {
+    "aws": "http://169.254.169.254",
+    "gcp": "http://metadata.google.internal",
+    "azure": "http://169.254.169.254",
+}
+_ANSWER_SECONDS: Final = 5.0
+# The first request turns scheduled events on for the machine, which takes up to two minutes.
+_FIRST_AZURE_SECONDS: Final = 130.0
+# Shortest pause after a failed request.
+_UNREACHABLE_SECONDS: Final = 60.0
+# Shortest notice of all three clouds; assumed where a notice has no time.
+_MIN_NOTICE_SECONDS: Final = 30.0
+_GCP_WAIT_SECONDS: Final = 60
+# Not Freeze, after which the machine goes on.
+_AZURE_ENDS: Final = ("Preempt", "Terminate", "Redeploy", "Reboot")
+# Another program at that address must not fill the memory of the writer.
+_MAX_ANSWER_BYTES: Final = 1 << 20
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """Metadata service to poll.
+
+    Args:
+        cloud: ``aws``, ``gcp`` or ``azure``.
+        endpoint: Address to use instead of the cloud's own, for tests and proxies.
+        poll_seconds: Pause between two requests.
+    """
+
+    cloud: Cloud
+    endpoint: str = ""
+    poll_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.cloud not in _ENDPOINTS:
+            raise ValueError(f"cloud must be one of {', '.join(_ENDPOINTS)}, got {self.cloud!r}")
+
+
+class CloudNotice(NamedTuple):
+    """A preemption notice."""
+
+    key: str
+    """Identity of the event; equal if the service reports it again."""
+    text: str
+    seconds: float
+    """Time until the machine goes."""
+    certain: bool
+    """False: the end has only become more likely."""
+
+
+def watch(
+    services: Sequence[Metadata], report: Callable[[CloudNotice], None], warn: Callable[[str], None]
+) -> None:
+    """Start a polling thread for each resource of each service.
+
+    Args:
+        services: Services to poll.
+        report: Called with each notice, once.
+        warn: Called with what is wrong with a service.
+    """
+    for service in services:
+        for poll in _POLLERS[service.cloud]:
+            thread = threading.Thread(
+                target=_poll_forever, args=(service, poll, report, warn), name="ciuic-notices", daemon=True
+            )
+            thread.start()
+
+
+def _poll_forever(
+    service: Metadata,
+    poll: Callable[[_MetadataClient], Iterator[CloudNotice]],
+    report: Callable[[CloudNotice], None],
+    warn: Callable[[str], None],
+) -> None:
+    client = _MetadataClient(service.endpoint or _ENDPOINTS[service.cloud])
+    told: set[str] = set()
+    reachable = True
+    while True:
+        try:
+            # A service reports the same event at every request until it has happened.
+            for event in poll(client):
+                if event.key not in told:
+                    told.add(event.key)
+                    report(event)
+            reachable = True
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            # Without what was remembered: the token or the etag may be what the service refuses.
+            client = _MetadataClient(client.endpoint)
+            if reachable:
+                warn(
+                    f"the metadata service of {service.cloud} cannot be used, so no notice will come: {error}"
+                )
+            reachable = False
+        time.sleep(service.poll_seconds if reachable else max(service.poll_seconds, _UNREACHABLE_SECONDS))
+
+
+class _MetadataClient:
+    """HTTP client for one resource, with what it has to remember between two requests."""
+
+    def __init__(self, endpoint: str) -> None:
+        """Connect to nothing yet."""
+        self.endpoint = endpoint.rstrip("/")
+        self.remembered: dict[str, str] = {}
+        # Imported here because the trainer imports this module too, and never makes a request.
+        import urllib.request
+
+        # The service is inside of the machine, a proxy named by the environment is not.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def ask(
+        self, path: str, headers: dict[str, str], *, method: str = "GET", seconds: float = _ANSWER_SECONDS
+    ) -> tuple[int, str, Mapping[str, str]]:
+        """Make a request.
+
+        Returns:
+            Status, text and headers; status 401 or 404 with an empty text.
+
+        Raises:
+            OSError: There is no service, or it answers with another error.
+        """
+        import urllib.error
+        import urllib.request
+
+        request = urllib.request.Request(self.endpoint + path, headers=headers, method=method)
+        try:
+            with self._opener.open(request, timeout=seconds) as answer:
+                text = answer.read(_MAX_ANSWER_BYTES).decode("utf-8", "replace")
+                return answer.status, text, dict(answer.headers)
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code in (401, 404):
+                    return error.code, "", {}
+            raise
+
+
+def _aws(client: _MetadataClient) -> Iterator[CloudNotice]:
+    if "token" not in client.remembered:
+        # Six hours, the longest that the service allows.
+        life = {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
+        status, client.remembered["token"], _ = client.ask("/latest/api/token", life, method="PUT")
+        if status != 200:
+            raise OSError(f"no token: {status}")
+    header = {"X-aws-ec2-metadata-token": client.remembered["token"]}
+    status, text, _ = client.ask("/latest/meta-data/spot/instance-action", header)
+    if status == 401:
+        # The token has expired after six hours; the next poll gets another.
+        del client.remembered["token"]
+        return
+    if status == 200:
+        action = json.loads(text)
+        seconds = _seconds_until(datetime.fromisoformat(action["time"].replace("Z", "+00:00")))
+        yield CloudNotice(
+            f"action {action['time']}", f"AWS: spot instance, {action['action']}", seconds, True
+        )
+    # A rebalance recommendation comes earlier than the notice, or without one: the program may go on after
+    # its snapshot.
+    status, text, _ = client.ask("/latest/meta-data/events/recommendations/rebalance", header)
+    if status == 200:
+        yield CloudNotice(f"rebalance {text}", "AWS: rebalance recommendation", 2 * 60.0, False)
+
+
+def _gcp_of(name: str) -> Callable[[_MetadataClient], Iterator[CloudNotice]]:
+    def poll(client: _MetadataClient) -> Iterator[CloudNotice]:
+        """Wait for a change, at most a minute, and yield it if it is a notice."""
+        # The first request, which has no etag, is answered at once with the value as it is; later ones wait
+        # for a change of it.
+        etag = client.remembered.get("etag", "")
+        wait = f"?wait_for_change=true&last_etag={etag}&timeout_sec={_GCP_WAIT_SECONDS}" if etag else ""
+        status, text, headers = client.ask(
+            f"/computeMetadata/v1/instance/{name}{wait}",
+            {"Metadata-Flavor": "Google"},
+            seconds=_GCP_WAIT_SECONDS + _ANSWER_SECONDS,
+        )
+        client.remembered["etag"] = next(
+            (value for name, value in headers.items() if name.lower() == "etag"), ""
+        )
+        value = text.strip().upper()
+        if status == 200 and value in ("TRUE", "TERMINATE_ON_HOST_MAINTENANCE"):
+            yield CloudNotice(f"{name} {value}", f"GCP: {name} is {value}", _MIN_NOTICE_SECONDS, True)
+
+    return poll
+
+
+def _azure(client: _MetadataClient) -> Iterator[CloudNotice]:
+    first = "name" not in client.remembered
+    if first:
+        path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+        client.remembered["name"] = client.ask(path, {"Metadata": "true"})[1].strip()
+    status, text, _ = client.ask(
+        "/metadata/scheduledevents?api-version=2020-07-01",
+        {"Metadata": "true"},
+        seconds=_FIRST_AZURE_SECONDS if first else _ANSWER_SECONDS,
+    )
+    if status != 200:
+        return
+    from email.utils import parsedate_to_datetime
+
+    for event in json.loads(text)["Events"]:
+        kind, name = event["EventType"], client.remembered["name"]
+        # The service reports events of other machines in the same scale set as well.
+        if kind in _AZURE_ENDS and (not name or name in event.get("Resources", [name])):
+            before = event.get("NotBefore", "")
+            seconds = _seconds_until(parsedate_to_datetime(before)) if before else _MIN_NOTICE_SECONDS
+            yield CloudNotice(event["EventId"], f"Azure: {kind}", seconds, True)
+
+
+_POLLERS: Final[dict[str, tuple[Callable[[_MetadataClient], Iterator[CloudNotice]], ...]]] = {
+    "aws": (_aws,),
+    "gcp": (_gcp_of("preempted"), _gcp_of("maintenance-event")),
+    "azure": (_azure,),
+}
+
+
+def _seconds_until(moment: datetime) -> float:
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    return max(0.0, (moment - datetime.now(timezone.utc)).total_seconds())

@@ -1,0 +1,376 @@
+"""Communication between the ranks that train one model (DDP), so that one of them can save.
+
+Rank 0 saves; the others send it what differs from rank to rank (`rank_state`), and all agree on the step.
+They use gloo process groups of their own with their own timeouts: a save that takes long trips no timeout of
+the training, and nothing of it is on the training's streams. Every rank creates the manager and registers the
+same objects.
+
+Exchanges that must not wait for ranks that may never come use the store with which torch.distributed was
+initialized: the count of ranks before the first message that needs all of them, and each rank's own state
+when the program asks for a snapshot, perhaps on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from types import FrameType
+from typing import Any, Final
+
+from ciuic.training.ranks import rank_messages
+
+log = logging.getLogger("ciuic")
+
+# Time for all ranks to create their managers.
+_MEET_SECONDS: Final = 10.0
+# Time after which a rank logs for what it waits.
+_LOG_WAIT_SECONDS: Final = 2.0
+# Time for all ranks to come to their first boundary; training itself keeps them within a step of each other.
+_BOUNDARY_SECONDS: Final = 30.0
+# Time for the other ranks to be asked for a snapshot too.
+_COME_SECONDS: Final = 5.0
+# Timeout of one save's messages: shorter than the timeout that training has for its own.
+_GATHER_SECONDS: Final = 300.0
+# Timeout of messages for which ranks wait as long as it takes: votes, and what rank 0 finds to load.
+_PATIENT_SECONDS: Final = 86400.0
+_POLL_SECONDS: Final = 0.02
+_managers_made: dict[str, int] = {}
+"""Number of managers that this process has created, by name.
+
+All ranks count alike, so the number names the same manager on each.
+"""
+
+
+class RanksApart(Exception):
+    """Error: the other ranks did not come, or are gone."""
+
+
+class Ranks:
+    """All ranks as seen by one of them. One thread at a time."""
+
+    def __init__(self, rank: int, world_size: int, quick: Any, patient: Any, prefix: str) -> None:
+        """Use two process groups that exist already.
+
+        Args:
+            rank: This rank.
+            world_size: Number of ranks.
+            quick: Group with the timeout of one save.
+            patient: Group whose messages may take long.
+            prefix: Prefix of keys in the store.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self._quick, self._patient = quick, patient
+        self._prefix = prefix
+        self._solo_call_sites: set[str] = set()
+        """Call sites of save_snapshot that are reached on rank 0 alone."""
+        self._asked: dict[str, tuple[int, int]] = {}
+        """Step of the last call and number of calls at that step, by call site."""
+        self._call = "", 0, 0
+        """Current call site with its step and number; the same on all ranks that are in the same call."""
+
+    @classmethod
+    def meet(cls, name: str) -> Ranks | None:
+        """Meet the other ranks. Collective.
+
+        Args:
+            name: Name of the manager.
+
+        Returns:
+            None if this process trains alone, or if the others create no manager, which is logged.
+        """
+        torch = sys.modules.get("torch")
+        dist = getattr(torch, "distributed", None)
+        if dist is None or not dist.is_available() or not dist.is_initialized():
+            return None
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if world_size == 1:
+            return None
+        # Keys in the store must differ between managers: a key of an earlier one would answer for the later.
+        number = _managers_made[name] = _managers_made.get(name, 0) + 1
+        prefix = f"ciuic/{name}/{number}"
+        if not _all_arrived(dist, prefix, rank, world_size, _MEET_SECONDS, "make a SnapshotManager"):
+            log.warning(
+                "ciuic: not every rank has created a SnapshotManager, so rank %d saves for itself alone, and a resume would "
+                "not be exact on the others: create it on every rank, or with distributed=False where that is meant",
+                rank,
+            )
+            return None
+        # Groups of our own: a save that takes long trips no timeout of the training. On gloo: nothing is
+        # queued on the training's streams.
+        quick = dist.new_group(backend="gloo", timeout=timedelta(seconds=_GATHER_SECONDS))
+        patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=_PATIENT_SECONDS))
+        return cls(rank, world_size, quick, patient, prefix)
+
+    @property
+    def saves(self) -> bool:
+        """True if this rank writes the snapshots."""
+        return self.rank == 0
+
+    def all_at_boundary(self) -> bool:
+        """Return whether all ranks come to a boundary; the same answer on every rank that asks.
+
+        This is asked once, before anything is agreed at boundaries.
+
+        Raises:
+            RanksApart: The store is gone.
+        """
+        seconds = _COME_SECONDS if self._solo_call_sites else _BOUNDARY_SECONDS
+        return self._all_arrive("boundary", seconds, "come to a boundary of two steps")
+
+    def all_closing(self) -> bool:
+        """Return whether all ranks close their managers, waiting a moment for them; the same on every rank.
+
+        Raises:
+            RanksApart: The store is gone.
+        """
+        return self._all_arrive("closing", _COME_SECONDS, "close the manager")
+
+    def begin_asked(self, step: int, call_site: str) -> None:
+        """Record that the program asks for a snapshot; call it before `all_asked`, `hand_in` and `durable`.
+
+        Args:
+            step: Step of the run.
+            call_site: Place of the call in the program.
+        """
+        before, number = self._asked.get(call_site, (step, 0))
+        self._asked[call_site] = step, number + 1 if before == step else 1
+        self._call = call_site, *self._asked[call_site]
+
+    def all_asked(self) -> bool:
+        """Return whether the program asks for the snapshot on all ranks.
+
+        Every rank that was asked gets the same answer.
+
+        Raises:
+            RanksApart: The store is gone.
+        """
+        return self._all_arrive(f"asked/{self._call}", _COME_SECONDS, "call save_snapshot")
+
+    def hand_in(self, mine: Any) -> list[Any] | None:
+        """Hand each rank's own state to rank 0, through the store.
+
+        Rank 0 waits for the others once for each call site; the others do not wait.
+
+        Returns:
+            On rank 0 the states by rank, or None if the others were not asked; [] on the others.
+
+        Raises:
+            RanksApart: The store is gone, or rank 0 cannot decode what it received.
+        """
+        call_site = self._call[0]
+        with _errors_as_ranks_apart():
+            store = self._store(f"{self._prefix}/own/{self._call}")
+            if not self.saves:
+                store.set(str(self.rank), rank_messages.encode(mine))
+                return []
+            names = [str(rank) for rank in range(1, self.world_size)]
+            # Each call site counts for itself: most programs save on rank 0 alone, and pay these
+            # seconds once.
+            end = time.monotonic() + (0.0 if call_site in self._solo_call_sites else _COME_SECONDS)
+            while not (here := bool(store.check(names))) and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+            if not here:
+                if call_site not in self._solo_call_sites:
+                    log.warning(
+                        "ciuic: save_snapshot is called on rank 0 alone at %s: the snapshot lacks generators and positions "
+                        "of the other ranks, which are not waited for there again; call it on every rank, or create the "
+                        "manager on rank 0 alone with distributed=False if this is meant",
+                        call_site,
+                    )
+                self._solo_call_sites.add(call_site)
+                return None
+            # Rank 0's own state is encoded and decoded too, so that it is compared with states that took the
+            # same way.
+            found = [
+                rank_messages.decode(one) for one in (rank_messages.encode(mine), *map(store.get, names))
+            ]
+            for name in names:
+                with suppress(RuntimeError):  # Not every store can delete keys.
+                    store.delete_key(name)
+            return found
+
+    def durable(self, seconds: float) -> bool:
+        """Report on rank 0 that the requested save has ended, durable or failed; wait for that on the others.
+
+        Args:
+            seconds: Longest time to wait.
+
+        Returns:
+            Whether the report came in time.
+
+        Raises:
+            RanksApart: The store is gone.
+        """
+        name = repr(self._call)
+        with _errors_as_ranks_apart():
+            store = self._store(f"{self._prefix}/durable")
+            if self.saves:
+                store.set(name, "1")
+                return True
+            end = time.monotonic() + seconds
+            while not store.check([name]):
+                if time.monotonic() > end:
+                    return False
+                time.sleep(_POLL_SECONDS)
+            return True
+
+    def _all_arrive(self, where: str, seconds: float, what: str) -> bool:
+        import torch.distributed as dist
+
+        with _errors_as_ranks_apart():
+            prefix = f"{self._prefix}/{where}"
+            return _all_arrived(dist, prefix, self.rank, self.world_size, seconds, what)
+
+    def _store(self, prefix: str) -> Any:
+        import torch.distributed as dist
+
+        # A private function, but the only way to the store with which the program initialized
+        # torch.distributed.
+        return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+
+    def vote(self) -> Vote:
+        """Return a new vote, which the ranks can use at each boundary."""
+        return Vote(self._patient)
+
+    def gather(self, mine: Any) -> list[Any] | None:
+        """Return what each rank gave, on rank 0; None on the others. Collective.
+
+        Raises:
+            RanksApart: A rank is gone, or has sent what cannot be decoded.
+        """
+        with _errors_as_ranks_apart():
+            everybody = rank_messages.gather(rank_messages.encode(mine), self._quick)
+            return None if everybody is None else [rank_messages.decode(one) for one in everybody]
+
+    def exchange(self, mine: Any) -> list[Any]:
+        """Return what each rank gave, on every rank. Collective.
+
+        Raises:
+            RanksApart: A rank is gone, or has sent what cannot be decoded.
+        """
+        with _errors_as_ranks_apart():
+            everybody = rank_messages.all_gather(rank_messages.encode(mine), self._quick)
+            return [rank_messages.decode(one) for one in everybody]
+
+    def tell(self, what: Any = None) -> Any:
+        """Return what rank 0 gave, on every rank; the others wait for it as long as it takes. Collective.
+
+        Raises:
+            RanksApart: Rank 0 is gone, or has sent what cannot be decoded.
+        """
+        with _errors_as_ranks_apart():
+            data = rank_messages.encode(what) if self.saves else None
+            return rank_messages.decode(rank_messages.broadcast(data, self._patient))
+
+    def first_problem(self, mine: str) -> str:
+        """Return the first text that is not empty, with its rank, on every rank; empty if there is none.
+
+        This is collective.
+
+        Raises:
+            RanksApart: A rank is gone, or has sent what cannot be decoded.
+        """
+        texts = enumerate(self.exchange(mine))
+        return next((f"rank {rank}: {text}" for rank, text in texts if text), "")
+
+    def close(self) -> None:
+        """Destroy the process groups, unless the training has ended all groups already."""
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            # Ranks end at different times, and gloo has several errors for a group whose other end is gone.
+            for group in (self._quick, self._patient):
+                with suppress(RuntimeError, ValueError, AssertionError):
+                    dist.destroy_process_group(group)
+
+
+class Vote:
+    """Vote of all ranks at each boundary, with the result of the boundary before.
+
+    The result is the largest number that a rank gave, 0 to 255. The messages travel during the step between
+    two boundaries, so the training does not wait for them.
+    """
+
+    def __init__(self, group: Any) -> None:
+        """Begin without a vote in flight."""
+        self._group = group
+        self._in_flight: tuple[Any, Any] | None = None
+
+    def __call__(self, wanted: int, again: bool = True) -> int:
+        """Return the result of the last vote and begin the next. Collective, at every boundary.
+
+        Args:
+            wanted: Vote of this rank.
+            again: False if every rank knows that no rank votes at this boundary.
+
+        Raises:
+            RuntimeError: The other ranks are gone.
+        """
+        import torch
+        import torch.distributed as dist
+
+        agreed = 0
+        if self._in_flight is not None:
+            (work, tensor), self._in_flight = self._in_flight, None
+            work.wait()
+            agreed = int(tensor.item())
+        # After an agreement every rank acts at this same boundary, so nothing is left to ask; the next
+        # boundary asks again.
+        if not agreed and again:
+            # Begun here and awaited at the next boundary, so that it travels during the step between.
+            tensor = torch.tensor([int(wanted)], dtype=torch.uint8)
+            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._in_flight = work, tensor
+        return agreed
+
+
+def call_site_of(frame: FrameType) -> str:
+    """Return file name and line of a call, which tell the calls of save_snapshot apart on all ranks."""
+    # By the place in the program, because each call may be reached on rank 0 alone: a plain count of calls
+    # would pair one that rank 0 makes alone with the next call that all ranks make.
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@contextmanager
+def _errors_as_ranks_apart() -> Iterator[None]:
+    """Raise RanksApart where the store or a rank is gone, or has sent what cannot be decoded."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise RanksApart(str(error)) from None
+
+
+def _all_arrived(dist: Any, prefix: str, rank: int, world_size: int, seconds: float, what: str) -> bool:
+    """Return whether all ranks come here in time; the same answer on every rank.
+
+    Rank 0 counts the ranks for so many seconds; the others wait for its answer.
+    """
+    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    store.set(f"here-{rank}", "1")
+    names = ["all"] if rank else [f"here-{one}" for one in range(world_size)]
+    # Rank 0 may come last, and then waits the full time itself before it answers.
+    if rank:
+        seconds *= 2
+    began, said = time.monotonic(), False
+    while not (here := bool(store.check(names))) and time.monotonic() < began + seconds:
+        if not said and time.monotonic() > began + _LOG_WAIT_SECONDS:
+            said = True
+            log.warning(
+                "ciuic: rank %d waits up to %.0f s for the other ranks to %s; if rank 0 alone is to save, create its "
+                "manager with distributed=False",
+                rank,
+                seconds,
+                what,
+            )
+        time.sleep(_POLL_SECONDS)
+    # A rank that arrives after rank 0 has answered gets that answer, so that all decide alike.
+    if rank:
+        return here and bool(store.get("all") == b"1")
+    store.set("all", "1" if here else "0")
+    return here

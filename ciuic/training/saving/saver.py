@@ -1,0 +1,327 @@
+"""Saves of one manager on their way: staged, handed to the writer, answered, counted.
+
+Guarantees: failures are logged, counted in `stats` and never raised into the training, except for errors of
+the program itself (`Unsaveable`). A failed save leaves `changed` set, so that the next boundary knows of
+something to save. While `guard` is entered, signal handlers only leave a flag, so that no method is entered
+twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol
+
+from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.training.device.async_copy import Overlap
+from ciuic.training.format.reading import Facts
+from ciuic.training.format.results import EXIT_SECONDS, Save, Stats
+from ciuic.training.protocol.messages import (
+    Begin,
+    FromWriter,
+    Manifest,
+    Measured,
+    Note,
+    NotSaved,
+    PreemptionNotice,
+    Put,
+    Saved,
+)
+from ciuic.training.saving.pending_saves import PendingSaves
+from ciuic.training.saving.staging import GatheredState, StagedSave, stage
+from ciuic.training.util.logs import log, warn_once
+from ciuic.training.util.save_costs import SaveCosts
+from ciuic.training.util.signal_guard import Guard
+from ciuic.training.writer.client import FORKED, WriterClient
+from ciuic.training.writer.filesystem import PairRequest
+
+POLL_SECONDS: Final = 0.2
+"""Longest pause between two looks at the writer's messages."""
+_MIN_BACK_OFF_SECONDS: Final = 1.0
+"""First pause after a state could not be staged; doubled with each failure up to `_MAX_BACK_OFF_SECONDS`."""
+_MAX_BACK_OFF_SECONDS: Final = 60.0
+# Factor of the expected write time after which a save stops waiting for an arena: a writer that hangs must
+# not hang the training.
+_WAIT_FACTOR: Final = 3.0
+_SIZE_MARGIN: Final = 1.01
+# Room for headers and documents beside the tensors: the arena is prepared before they are known.
+_SIZE_MARGIN_BYTES: Final = 1 << 20
+
+
+class SaveEvents(Protocol):
+    """Events that a `Saver` reports to the rest of its manager."""
+
+    def snapshot_saved(self, message: Saved) -> None:
+        """A snapshot is durable."""
+
+    def preemption_noticed(self, message: PreemptionNotice) -> None:
+        """A metadata service told the writer that the machine is going away."""
+
+    def guard_released(self) -> None:
+        """Signals may act again: the outermost critical section has ended without an exception."""
+
+
+class Saver:
+    """Staging and tracking of one manager's saves. Only one thread at a time may enter `guard`."""
+
+    def __init__(
+        self, begin: Begin, begin_fds: tuple[int, ...], events: SaveEvents, *, overlap: bool = True
+    ) -> None:
+        """Create the saver; the writer process starts with the first save.
+
+        Args:
+            begin: First message to the writer.
+            begin_fds: Descriptors that go with it.
+            events: Receiver of what the writer reports.
+            overlap: Whether device copies may run beside the next training step.
+        """
+        self.client = WriterClient(begin, begin_fds=begin_fds)
+        self.guard = Guard(events.guard_released)
+        self.stats = Stats()
+        self.costs = SaveCosts()
+        self.size_bytes = 0
+        """Size of the state, as far as it is known."""
+        self.changed = False
+        """True if the state changed since the last save that was staged, or if one failed since."""
+        self.overlap = Overlap(before_step=self.settle, enabled=overlap)
+        self._events = events
+        self.pending_saves = PendingSaves(self.overlap, self._record_failure)
+        self._saves: dict[int, Save] = {}
+        self._not_before, self._back_off_seconds = 0.0, _MIN_BACK_OFF_SECONDS
+
+    @property
+    def is_ours(self) -> bool:
+        """True if this process owns the writer; a forked child is warned once."""
+        if not self.client.is_ours:
+            warn_once(FORKED)
+        return self.client.is_ours
+
+    @property
+    def is_backing_off(self) -> bool:
+        """True if a state could not be staged so recently that another attempt would be wasted."""
+        return time.monotonic() < self._not_before
+
+    @property
+    def pending(self) -> int:
+        """Number of saves that were staged and not answered."""
+        return self.client.pending + len(self.pending_saves)
+
+    def estimate_seconds(self) -> float | None:
+        """Estimate the time until all unsaved changes are durable; None if nothing was measured."""
+        own = self.costs.write_estimate_seconds(self.size_bytes)
+        if own is None or not self.size_bytes:
+            return None
+        # One write for each pending save, and one for changes that are not staged yet.
+        return own * (self.pending + self.changed)
+
+    def prepare(self, state: GatheredState) -> None:
+        """Allocate memory for a state of this size before a save waits for it."""
+        self.size_bytes = state.size_bytes
+        lanes = {
+            self.overlap.device_stream_of(leaf.value) for leaves in state.leaves.values() for leaf in leaves
+        }
+        # Page-locking for devices happens once per arena, on the thread that faults its pages in.
+        prepared = [lane.prepare for lane in lanes if lane is not None]
+        self.client.prepare(int(self.size_bytes * _SIZE_MARGIN) + _SIZE_MARGIN_BYTES, prepared)
+
+    def stage(
+        self,
+        state: GatheredState,
+        facts: Facts,
+        manifest: Manifest,
+        *,
+        may_wait: bool,
+        beside: bool,
+        claim: Claim | None = None,
+        request_pair: Callable[[Manifest], PairRequest] | None = None,
+    ) -> tuple[Save | None, bool]:
+        """Copy the state and hand it over to the writer.
+
+        Args:
+            state: the gathered state.
+            facts: content of `snapshot.json`.
+            manifest: manifest without files.
+            may_wait: wait for an arena to become free.
+            beside: let copies from devices run on after the return; they are handed over when they arrive
+                (`settle`).
+            claim: claim on the repository; the writer owns it afterwards.
+            request_pair: called right before the copy, once it is certain that there will be one.
+
+        Returns:
+            The save, or None if it failed; and whether it was skipped because every arena is still being
+                written.
+        """
+        self.size_bytes = state.size_bytes
+        begin = partial(
+            stage,
+            self.client,
+            state,
+            facts,
+            manifest,
+            self.overlap,
+            beside=beside,
+            claim=claim,
+            request_pair=request_pair,
+        )
+        try:
+            staged = begin()
+            if may_wait:
+                staged = self._stage_when_free(staged, begin)
+        except OSError as error:
+            # Most often too little memory: attempts after every step would cost the training time.
+            self.failed(error.strerror or str(error))
+            self._back_off()
+            return None, False
+        if staged is None:
+            self._count_skip()
+            return None, True
+        return self._track(staged, beside=beside), False
+
+    def _track(self, staged: StagedSave, *, beside: bool) -> Save | None:
+        """Follow a staged save to the writer; None if its state did not arrive from the devices."""
+        # Registered before `add`, which may report a failure of it at once.
+        save = self._saves[staged.number] = Save(self, staged.number)
+        self.pending_saves.add(staged)
+        if not beside:
+            self.pending_saves.finish()
+        # Known at once only where nothing was left to copy from a device.
+        if save.error is not None:
+            self._back_off()
+            return None
+        self._back_off_seconds = _MIN_BACK_OFF_SECONDS
+        return save
+
+    def _stage_when_free(
+        self, staged: StagedSave | None, begin: Callable[[], StagedSave | None]
+    ) -> StagedSave | None:
+        """Stage again when an arena becomes free; None if that takes too long."""
+        end = time.monotonic() + self._max_wait_seconds()
+        # Bounded: a writer that hangs must not hang the training.
+        while staged is None and self.pending and time.monotonic() < end:
+            self.pending_saves.finish(max(0.0, end - time.monotonic()))
+            self.hear(POLL_SECONDS)
+            staged = begin()
+        return staged
+
+    def _count_skip(self) -> None:
+        self.stats.skipped += 1
+        # Logged for the 1st, 2nd, 4th, 8th ... skip: a writer that is too slow may go on so for days.
+        if self.stats.skipped.bit_count() == 1:
+            log.warning(
+                "ciuic: snapshot skipped: the writer is still storing the last two (%d skipped so far)",
+                self.stats.skipped,
+            )
+
+    def wait_for_room(self) -> None:
+        """Wait for an arena to become free, as long as a save that may wait does."""
+        end = time.monotonic() + self._max_wait_seconds()
+        while not self.client.can_take and self.pending and time.monotonic() < end:
+            self.pending_saves.finish(max(0.0, end - time.monotonic()))
+            self.hear(POLL_SECONDS)
+
+    def _max_wait_seconds(self) -> float:
+        """Return how long to wait for an arena: a writer that hangs must not hang the training."""
+        estimate = self.costs.write_estimate_seconds(self.size_bytes)
+        return max(EXIT_SECONDS, _WAIT_FACTOR * (estimate or 0.0))
+
+    def _back_off(self) -> None:
+        """Suspend attempts to stage for a while."""
+        # 1 s, 2 s, ... 60 s: what could not be staged must not cost every step.
+        self._not_before = time.monotonic() + self._back_off_seconds
+        self._back_off_seconds = min(2 * self._back_off_seconds, _MAX_BACK_OFF_SECONDS)
+
+    def advance(self) -> None:
+        """Hand over the states that have arrived from devices."""
+        if self.pending_saves and self.client.is_ours:
+            with self.guard:
+                self.pending_saves.advance()
+
+    def settle(self) -> None:
+        """Order the copies on devices before the program's next change of its weights."""
+        if self.pending_saves and self.client.is_ours:
+            with self.guard:
+                self.pending_saves.settle()
+                self.pending_saves.advance()
+
+    def stalled(self, seconds: float) -> None:
+        """Record that the training was stopped for a save."""
+        self.stats.last_stall_seconds = seconds
+        self.stats.stall_seconds += seconds
+        self.costs.stalled(seconds)
+
+    def wait(self, timeout_seconds: float, *, number: int | None = None) -> bool:
+        """Wait until what was staged is durable, or one save is; return whether it came in time."""
+        end = time.monotonic() + timeout_seconds
+        with self.guard:
+            if self.client.is_ours:
+                self.pending_saves.finish(timeout_seconds)
+            # The training stands still from here on: codecs may use its processors.
+            self.client.awaited()
+        while self.pending if number is None else number in self._saves:
+            left = end - time.monotonic()
+            if left <= 0 or not self.client.will_answer:
+                return False
+            # Waits outside of the guard: another thread may save meanwhile.
+            self.client.listen(min(left, POLL_SECONDS))
+            with self.guard:
+                self.hear()
+        with self.guard:
+            self.hear()
+        return True
+
+    def hurry(self) -> None:
+        """Tell the writer that only durability counts for what was staged: the process is about to end."""
+        with self.guard:
+            self.client.awaited(at_once=True)
+
+    def close(self, timeout_seconds: float) -> None:
+        """Wait for pending saves and close the connection; the writer finishes the rest by itself."""
+        with self.guard:
+            if self.client.is_ours:
+                self.pending_saves.finish(timeout_seconds)
+                # The arenas of what has not arrived stay: a device may still write to them.
+                self.pending_saves.abandon()
+            self._hear(self.client.close(timeout_seconds))
+
+    def hear(self, timeout_seconds: float = 0.0) -> None:
+        """Handle the writer's messages, waiting up to `timeout_seconds` for the first one."""
+        self.pending_saves.advance()
+        self._hear(self.client.poll(timeout_seconds))
+
+    def _hear(self, messages: list[FromWriter]) -> None:
+        for message in messages:
+            if isinstance(message, Saved):
+                self.stats.saved += 1
+                self.stats.last_id, self.stats.last_write_seconds = message.id, message.seconds
+                # Waiting for codecs is left out of the estimate: a save in a hurry does not wait for them.
+                self.costs.wrote(message.size_bytes, message.seconds - message.waited_seconds)
+                if (save := self._saves.pop(message.number, None)) is not None:
+                    save.id = message.id
+                    save.filesystem = message.pair.id or None if message.pair is not None else None
+                self._events.snapshot_saved(message)
+                log.debug("ciuic: saved %s, %d new bytes", message.id, message.new_bytes)
+            # A part of a snapshot that another rank's writer makes: nothing to count here.
+            elif isinstance(message, Put):
+                self._saves.pop(message.number, None)
+            elif isinstance(message, NotSaved):
+                self._record_failure(message.number, message.reason)
+            elif isinstance(message, Note):
+                log.warning("ciuic: %s", message.text)
+            elif isinstance(message, Measured):
+                self.costs.measured_bytes_per_second = message.bytes_per_second
+            elif isinstance(message, PreemptionNotice):
+                self._events.preemption_noticed(message)
+
+    def _record_failure(self, number: int, reason: str) -> None:
+        self.failed(reason)
+        if (save := self._saves.pop(number, None)) is not None:
+            save.error = reason
+
+    def failed(self, reason: str) -> None:
+        """Count and log a failed save."""
+        self.stats.failed += 1
+        # The state of this boundary is not saved: the next boundary tries again.
+        self.changed = True
+        self.stats.last_error = reason
+        log.error("ciuic: snapshot failed; earlier snapshots are unaffected: %s", reason)

@@ -1,0 +1,375 @@
+"""Take one snapshot of the registered objects, by this process alone or together with other ranks.
+
+Guarantees: on several ranks all count from the step of a snapshot, even if it fails. Failures are logged and
+counted (`Saver`), except for errors of the program itself.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from ciuic.training.format.description import floats, replaced, summary, versions
+from ciuic.training.format.reading import Facts
+from ciuic.training.format.results import Save
+from ciuic.training.format.shards import are_sharded
+from ciuic.training.policy.due import SaveSchedule
+from ciuic.training.protocol.messages import Manifest
+from ciuic.training.ranks import rank_state
+from ciuic.training.ranks.group import Ranks, RanksApart
+from ciuic.training.ranks.rank_state import RankState
+from ciuic.training.registered import Registered
+from ciuic.training.saving.saver import Saver
+from ciuic.training.saving.sharded_save import AgreedSave, agree, gather_part
+from ciuic.training.saving.snapshot_spec import (
+    BoundaryState,
+    RanksGone,
+    RunProgress,
+    SkippedSave,
+    SnapshotSpec,
+)
+from ciuic.training.saving.staging import gather
+from ciuic.training.state.completeness import missing
+from ciuic.training.util import randomness
+from ciuic.training.util.logs import log, quietly
+from ciuic.training.util.name_lock import NameLock
+from ciuic.training.writer.filesystem import FilesystemPairing, planned_id
+from ciuic.training.writer.rank_parts import report_failure
+
+_AT_END: Final = "skipped before the end"
+"""Reason in a snapshot that was due while the writer was busy, and is taken when the manager is closed."""
+TAG: Final = "training"
+"""Tag of every snapshot of a training state."""
+
+
+class SnapshotTaker:
+    """Taking of a manager's snapshots, alone or together with other ranks."""
+
+    def __init__(
+        self,
+        run: RunProgress,
+        registered: Registered,
+        pace: SaveSchedule,
+        saver: Saver,
+        ranks: Ranks | None,
+        filesystem: FilesystemPairing,
+        name_lock: NameLock,
+    ) -> None:
+        """Connect the parts of a manager that a snapshot needs.
+
+        Args:
+            run: progress of the run.
+            registered: objects to be saved.
+            pace: schedule that counts from the last snapshot.
+            saver: staging and tracking of saves.
+            ranks: connection to the other ranks; None if this process saves for itself.
+            filesystem: pairing with snapshots of files.
+            name_lock: lock on the name of the training in the repository.
+        """
+        self.run = run
+        self.name_lock = name_lock
+        self.ranks = ranks
+        """Connection to the other ranks; None if this process saves for itself."""
+        self.prepared = False
+        """True if memory for a first save was allocated, or none is needed."""
+        self.skipped: SkippedSave | None = None
+        """The last save that was due, if it was skipped and none was taken since."""
+        self._registered = registered
+        self._pace = pace
+        self._saver = saver
+        self._repository = saver.client.repository
+        self._filesystem = filesystem
+        self._checked_completeness = False
+        self._ranks_met = False
+        self._is_silent = False
+
+    @property
+    def writes(self) -> bool:
+        """True if this process writes snapshots."""
+        return not self._is_silent if self.ranks is None else self.ranks.saves
+
+    def prepare(self) -> None:
+        """Allocate memory for the first save, once the first step has given everything its size."""
+        self.prepared = True
+        is_sharded = self._is_sharded
+        if not self.writes and not is_sharded:
+            return
+        # Not earlier than the first step, in which optimizers create their state.
+        states = self._registered.states()
+        if self.ranks is not None and is_sharded:
+            self._saver.prepare(gather_part(self._registered.objects, states, self.ranks.rank))
+        else:
+            self._saver.prepare(gather(states, {}, {}))
+        self._saver.hear()
+
+    @property
+    def _is_sharded(self) -> bool:
+        """True if each rank has a part of the state."""
+        return self.ranks is not None and are_sharded(self._registered.objects.values())
+
+    def all_at_boundary(self) -> bool:
+        """Return whether the other ranks come to boundaries too."""
+        # Asked until they have come once: agreements at boundaries would wait for ranks that never come.
+        if self.ranks is not None and not self._ranks_met:
+            with quietly("the other ranks are gone"):
+                self._ranks_met = self.ranks.all_at_boundary()
+            return self._ranks_met
+        return True
+
+    def leave_ranks(self) -> None:
+        """Save without the other ranks from now on: rank 0 by itself, others nothing."""
+        self._is_silent = not self.writes
+        self.ranks = None
+
+    def parts_when_asked(self, place: str) -> list[RankState] | AgreedSave | None:
+        """Gather the ranks' states for a snapshot that the program asked for.
+
+        Args:
+            place: file and line of the call, to tell calls on several ranks apart.
+
+        Returns:
+            As `gather_parts`; None if this rank alone was asked.
+        """
+        if self.ranks is None:
+            return None
+        ranks = self.ranks
+        ranks.begin_asked(self.run.step, place)
+        try:
+            if not self._is_sharded:
+                return _decode_states(ranks.hand_in(rank_state.own_state(self._registered.objects).message()))
+            if not ranks.all_asked():
+                raise RanksApart(
+                    "save_snapshot must be called on every rank, because each has a part of the state"
+                )
+        except RanksApart as error:
+            self._saver.failed(str(error))
+            # Rank 0 alone still has a state to save, unless each rank has a part of it.
+            return [] if self._is_sharded else None
+        return self._agree(ranks, may_wait=True)
+
+    def wait_durable(self, save: Save | None, seconds: float) -> None:
+        """Wait for the end of a save that the program asked for, durable or failed, on all ranks."""
+        if save is not None:
+            save.wait()
+        if self.ranks is not None:
+            with quietly("the other ranks are gone"):
+                self.ranks.durable(seconds)
+
+    def gather_parts(self, *, may_wait: bool) -> list[RankState] | AgreedSave | RanksGone | None:
+        """Gather what each rank has of its own. Collective.
+
+        Args:
+            may_wait: wait for an arena to become free.
+
+        Returns:
+            None if this process saves for itself. The states of all ranks on rank 0, and [] on the others.
+            For a sharded state `AgreedSave` on all ranks, or [] on all if they do not save. `RanksGone` if
+            another rank has ended: no snapshot is taken then, since one without that rank's generators and
+            position would become the newest, and a resume from it would not be exact.
+        """
+        if self.ranks is None:
+            return None
+        # On all alike, whatever becomes of this one: they must find the next one due at the same step.
+        self._pace.begin_at(self.run.step)
+        if self._is_sharded:
+            return self._agree(self.ranks, may_wait=may_wait)
+        try:
+            return (
+                _decode_states(self.ranks.gather(rank_state.own_state(self._registered.objects).message()))
+                or []
+            )
+        except RanksApart as error:
+            return RanksGone(f"the other ranks are gone: {error}")
+
+    def _agree(self, ranks: Ranks, *, may_wait: bool) -> AgreedSave | list[RankState]:
+        """Agree on a sharded save; [] if there is none."""
+        client = self._saver.client
+        if may_wait:
+            self._saver.wait_for_room()
+        try:
+            states = self._registered.states()
+            found = agree(
+                ranks, self._repository, self._registered.objects, states, is_busy=not client.can_take
+            )
+            if found is None:
+                self._saver.stats.skipped += 1
+                self.skipped = SkippedSave(self.run.step, SnapshotSpec(_AT_END), None)
+            return found or []
+        except (RanksApart, OSError) as error:
+            self._saver.failed(str(error))
+            return []
+
+    def take(
+        self, request: SnapshotSpec, parts: list[RankState] | AgreedSave | RanksGone | None
+    ) -> Save | None:
+        """Take a snapshot.
+
+        Returns:
+            The save; None if it could not be staged, or if another rank writes.
+
+        Raises:
+            Unsaveable: a value cannot be stored.
+        """
+        if isinstance(parts, RanksGone):
+            self._saver.failed(parts.problem)
+            return None
+        if isinstance(parts, AgreedSave):
+            with self._saver.guard:
+                if self.writes:
+                    return self._stage_snapshot(request, parts.parts, parts)
+                self._stage_part(request, parts)
+                return None
+        # The ranks did not agree, and one rank's part alone is no snapshot.
+        if self._is_sharded:
+            return None
+        if not self.writes:
+            self._record_taken(request)
+            return None
+        with self._saver.guard:
+            return self._stage_snapshot(request, parts)
+
+    def _stage_part(self, request: SnapshotSpec, agreed: AgreedSave) -> None:
+        """Stage this rank's part of the snapshot that rank 0's writer makes."""
+        began = time.monotonic()
+        joint_save, self.prepared = agreed.joint_save, True
+        states = self._registered.states()
+        manifest = Manifest(time_ns=time.time_ns(), message="", tags=(), files=[], joint_save=joint_save)
+        state = gather_part(self._registered.objects, states, joint_save.rank)
+        # Not beside the next step: rank 0's writer waits for this part, so it is handed over before the step.
+        save, _ = self._saver.stage(state, Facts(), manifest, may_wait=False, beside=False)
+        if save is None:
+            # Otherwise rank 0's writer would wait for this part until its deadline.
+            with quietly("rank 0 could not be told that this rank has no part"):
+                report_failure(self._repository, joint_save, self._saver.stats.last_error or "no free arena")
+            return
+        self._saver.stalled(time.monotonic() - began)
+        self._record_taken(request)
+
+    def _stage_snapshot(
+        self, request: SnapshotSpec, parts: list[RankState] | None, agreed: AgreedSave | None = None
+    ) -> Save | None:
+        """Stage the state, with those of the other ranks."""
+        began = time.monotonic()
+        # Frees the arenas that the writer has returned since.
+        self._saver.hear()
+        self._warn_incomplete()
+        self.prepared = True
+        states, random = self._registered.states(), randomness.state()
+        if request.boundary_state is not None:
+            # Within an evaluation: the resumed run continues from the last boundary and evaluates again.
+            states, random = states | request.boundary_state.positions, request.boundary_state.random
+        values: dict[str, Any] = {"plain": list(request.plain), "random": random}
+        if parts:
+            values["ranks"] = rank_state.differing(parts)
+        facts = self._facts(request, world_size=len(parts) if parts else 1)
+        request_pair = self._filesystem.requester(request.filesystem)
+        manifest = Manifest(
+            time_ns=time.time_ns(),
+            message=summary(facts),
+            tags=(TAG, *request.tags),
+            hold_reason=request.hold,
+            files=[],
+            joint_save=None if agreed is None else agreed.joint_save,
+            # The snapshot of the files names this one, so its id is chosen before it exists.
+            id="" if request_pair is None else planned_id(),
+        )
+        claim = None if agreed is None else agreed.claim
+        try:
+            state = gather(states, request.plain, values, with_shards=agreed is not None)
+            facts = replaced(facts, size_bytes=state.size_bytes if agreed is None else agreed.size_bytes)
+            # What ranks have agreed on is handed over before they go on.
+            beside = agreed is None and not request.may_wait
+            save, skipped = self._saver.stage(
+                state,
+                facts,
+                manifest,
+                may_wait=request.may_wait,
+                beside=beside,
+                claim=claim,
+                request_pair=request_pair,
+            )
+        finally:
+            if claim is not None:
+                claim.release()  # does nothing if the claim was handed over
+        if save is not None:
+            self._saver.stalled(time.monotonic() - began)
+            self._record_taken(request)
+        elif skipped:
+            # A skipped save is not tried at every boundary: the next one is due as if it had been taken.
+            self._pace.begin_at(self.run.step)
+            at_boundary = BoundaryState(random, self._registered.positions(), facts.epoch)
+            self.skipped = SkippedSave(
+                self.run.step,
+                request._replace(reason=_AT_END, boundary_state=request.boundary_state or at_boundary),
+                parts,
+            )
+        return save
+
+    def take_skipped(self, *, is_whole: bool) -> None:
+        """Save what was skipped, at the end of the program. Collective where the state is sharded.
+
+        Args:
+            is_whole: whether the program is between two steps.
+        """
+        skipped, self.skipped = self.skipped, None
+        if skipped is None:
+            return
+        if self._is_sharded:
+            # Every rank knows of the skip, and comes here if it ends in order.
+            if self.ranks is not None and is_whole and self.ranks.all_closing():
+                self.take(skipped.request, self._agree(self.ranks, may_wait=False))
+        elif self.run.step == skipped.step:
+            self.take(skipped.request, skipped.parts)
+        elif self.ranks is None and is_whole:
+            # Steps were made since: the state of now is the better one.
+            self.take(SnapshotSpec(_AT_END), None)
+        # `_record_taken` has not been called, or another skip was noted.
+        if self.skipped is not None or self._saver.changed:
+            self.skipped = None
+            log.warning(
+                "ciuic: the snapshot that was due at step %d was skipped, and could not be taken at the end",
+                skipped.step,
+            )
+
+    def _record_taken(self, request: SnapshotSpec) -> None:
+        """Record that a snapshot of this boundary was taken, by this rank or by rank 0."""
+        self._saver.changed = False
+        self.skipped = None
+        # The others, which may not have been asked, must find the next one due at the same step.
+        alone = request.is_explicit and self.ranks is not None
+        self._pace.taken(None if alone else self.run.step)
+
+    def _facts(self, request: SnapshotSpec, world_size: int) -> Facts:
+        """Return the content of `snapshot.json`."""
+        epoch = request.epoch if request.boundary_state is None else request.boundary_state.epoch
+        return Facts(
+            step=self.run.step,
+            epoch=self._registered.epoch(self.run.epoch) if epoch is None else epoch,
+            metrics=self._pace.reported | floats(request.metrics),
+            reason=request.reason,
+            objects=tuple(self._registered.objects),
+            run=self.run.id,
+            framework=versions(),
+            world_size=world_size,
+        )
+
+    def _warn_incomplete(self) -> None:
+        """Warn once of what a resume would miss, and take the lock on the training's name."""
+        if not self._checked_completeness:
+            self._checked_completeness = True
+            # With the first save, or `resume`: a process that only loads is no second training.
+            self.name_lock.acquire()
+            for note in missing(self._registered.objects, has_position=self._registered.has_position):
+                log.warning("ciuic: a resume would not be exact: %s", note)
+
+
+def _decode_states(messages: list[Any] | None) -> list[RankState] | None:
+    """Decode the states that the other ranks sent.
+
+    Raises:
+        RanksApart: one of them sent something else.
+    """
+    try:
+        return None if messages is None else [RankState.of(message) for message in messages]
+    except ValueError as error:
+        raise RanksApart(str(error)) from None

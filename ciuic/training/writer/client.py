@@ -1,0 +1,415 @@
+"""Client of the writer process: start it on demand, restart it after a failure, hand arenas over.
+
+Guarantees: no call waits for the disk. The number of arenas is fixed (two by default); while the writer holds
+all of them, none can be filled, and the caller decides whether to wait. A save that the writer had not
+answered when it died counts as not saved.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from ciuic.repository.writing.shared_write_claim import Claim
+from ciuic.system.poll import readable
+from ciuic.training.device.arena import Arena
+from ciuic.training.protocol.messages import (
+    Attach,
+    Awaited,
+    Begin,
+    Finish,
+    FromTrainer,
+    FromWriter,
+    Manifest,
+    ManifestFile,
+    Note,
+    NotSaved,
+    Put,
+    Saved,
+    SaveRequest,
+    receive_from_writer,
+    send,
+)
+from ciuic.training.writer.filesystem import PairRequest
+from ciuic.training.writer.launching import detach, start_writer
+from ciuic.training.writer.slots import GROWTH_FACTOR, Slot, allocate_arena
+
+# Arenas of a manager: the writer stores one while the trainer fills the other.
+_ARENAS: Final = 2
+GONE: Final = "the writer process is gone"
+FORKED: Final = "this process was forked from the one that made the SnapshotManager: it needs one of its own"
+INTERRUPTED: Final = "interrupted while it was handed over"
+
+
+class WriterClient:
+    """Connection to one writer process. Not safe for use by several threads at once."""
+
+    def __init__(self, begin: Begin, arenas: int = _ARENAS, *, begin_fds: tuple[int, ...] = ()) -> None:
+        """Prepare a client without starting the process.
+
+        Args:
+            begin: first message to every writer that is started.
+            arenas: number of arenas.
+            begin_fds: descriptors that are sent with `begin`.
+        """
+        self._begin = begin
+        self._begin_fds = begin_fds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self.slots = [Slot(number) for number in range(arenas)]
+        self._number = self._awaited = 0
+        self._ended = False
+        """True once the writer was told to end."""
+        self._pid = os.getpid()
+        self._unread: list[FromWriter] = []
+        """Messages that were received or made up (for saves of a lost writer) and not yet returned by `poll`.
+        """
+
+    @property
+    def repository(self) -> str:
+        """Path of the repository."""
+        return self._begin.repository
+
+    @property
+    def is_ours(self) -> bool:
+        """True if this process created the client. A forked child must not use the parent's writer."""
+        return os.getpid() == self._pid
+
+    @property
+    def pending(self) -> int:
+        """Number of saves that were submitted and not answered."""
+        return sum(1 for slot in self.slots if slot.save)
+
+    @property
+    def can_take(self) -> bool:
+        """True if an arena is free to be filled."""
+        return any(slot.is_free for slot in self.slots)
+
+    @property
+    def will_answer(self) -> bool:
+        """True if a message can come: a writer is connected, or messages are unread."""
+        return self.is_ours and (self._sock is not None or bool(self._unread))
+
+    def start(self) -> None:
+        """Start the process unless it runs.
+
+        Raises:
+            OSError: the process could not be started, or this process is a forked child.
+        """
+        if not self.is_ours:
+            raise OSError(errno.EPERM, FORKED)
+        if self._sock is not None:
+            return
+        # SOCK_SEQPACKET: a message arrives whole or not at all, and carries descriptors.
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._process = start_writer(theirs, self._pid)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            # The child has a copy; with this one open, the end of the writer would never read as end of file.
+            theirs.close()
+        self._sock = ours
+        self._ended = False
+        for slot in self.slots:
+            # A new process has mapped no arena.
+            slot.known_to_writer = False
+        self._send(self._begin, self._begin_fds)
+
+    def free_slot(self, size_bytes: int, among: slice = slice(None)) -> Slot | None:
+        """Return a slot that may be filled with `size_bytes`, or None while the writer holds all of them.
+
+        Raises:
+            OSError: ENOMEM, there is no memory for an arena of that size.
+        """
+        free = [slot for slot in self.slots[among] if slot.is_free]
+        if not free:
+            return None
+        # Always the lowest free slot: a run whose saves are far apart then needs the memory of one arena.
+        return self._ensure_arena(free[0], size_bytes)
+
+    def reserve(self, size_bytes: int) -> Slot | None:
+        """Return a slot as `free_slot` does, reserved until it is submitted or released.
+
+        A signal handler of the program that saves in the middle of a save gets the other slot.
+
+        Raises:
+            OSError: ENOMEM, or EPERM in a forked child.
+        """
+        if not self.is_ours:
+            raise OSError(errno.EPERM, FORKED)
+        for slot in self.slots:
+            if not slot.is_free:
+                continue
+            # Reserved first and checked again: between any two bytecodes a signal handler of the program may
+            # run, and save.
+            slot.reserved = True
+            if slot.save:
+                slot.reserved = False
+                continue
+            try:
+                if (found := self._ensure_arena(slot, size_bytes)) is not None:
+                    return found
+            except BaseException:
+                slot.reserved = False
+                raise
+            slot.reserved = False
+        return None
+
+    def release(self, slot: Slot) -> None:
+        """Return a reserved slot that was not submitted."""
+        slot.reserved = False
+
+    def _ensure_arena(self, slot: Slot, size_bytes: int) -> Slot | None:
+        """Give the slot an arena of at least `size_bytes`.
+
+        Returns:
+            The slot; None if there is no memory until the writer returns another arena.
+        """
+        if slot.arena is None or slot.arena.size_bytes < size_bytes:
+            if slot.arena is not None:
+                slot.arena.close()
+            slot.arena, slot.layout, slot.known_to_writer = None, None, False
+            with_spare = int(size_bytes * GROWTH_FACTOR) if size_bytes >= 1 << 20 else 1 << 20
+            try:
+                slot.arena = allocate_arena(with_spare)
+            except OSError:
+                if self.pending:
+                    # Another arena exists and will be free again: the caller may wait instead of failing.
+                    return None
+                raise
+        return slot
+
+    def prepare(self, size_bytes: int, also: Sequence[Callable[[Arena], None]] = ()) -> None:
+        """Allocate an arena and fault its pages in on a background thread.
+
+        The first save then costs what later ones do. A failure is ignored: the first save then allocates. The
+        second arena is allocated when first needed, and that save stalls the training longer.
+
+        Args:
+            size_bytes: size of the arena.
+            also: further preparations of the arena, run on the same thread (page-locking for devices).
+        """
+        with suppress(OSError):
+            slot = self.reserve(size_bytes)
+            if slot is not None:
+                if slot.arena is not None:
+                    arguments = slot.arena, also
+                    threading.Thread(target=_prepare, args=arguments, name="ciuic-arena", daemon=True).start()
+                # Although the thread still works: populating and locking pages changes nothing in them.
+                self.release(slot)
+
+    def next_number(self) -> int:
+        """Return the number of a save that will be submitted later."""
+        self._number += 1
+        return self._number
+
+    def submit(
+        self,
+        slot: Slot,
+        manifest: Manifest,
+        at: int,
+        *,
+        commit: bool = True,
+        claim: Claim | None = None,
+        pair_request: PairRequest | None = None,
+        number: int | None = None,
+    ) -> int:
+        """Hand a filled arena over to the writer and return the number of the save.
+
+        From here on the snapshot is made even if this process dies.
+
+        Args:
+            slot: the filled arena.
+            manifest: files of the snapshot, by their position in the arena.
+            at: offset in the arena with room for the encoded manifest.
+            commit: False to store the files without making a snapshot.
+            claim: claim on the repository; the writer owns it afterwards.
+            pair_request: request to the daemon whose answer the writer reads.
+            number: number from `next_number`, if one was taken beforehand.
+
+        Raises:
+            OSError: there is no writer and none could be started.
+        """
+        arena = slot.arena
+        assert arena is not None
+        # In the arena and not in the message: a message has 64 KiB at most, a manifest of many tensors more.
+        packed = msgspec.msgpack.encode(manifest)
+        arena.memory[at : at + len(packed)] = packed
+        save = SaveRequest(
+            number=self.next_number() if number is None else number,
+            arena=slot.number,
+            manifest_offset=at,
+            manifest_bytes=len(packed),
+            commit=commit,
+            claim=claim is not None,
+            asking=None if pair_request is None else pair_request.asking,
+        )
+        fds = (
+            *(() if claim is None else (claim.fileno(),)),
+            *(() if pair_request is None else pair_request.fds),
+        )
+        try:
+            self._hand_over(slot, arena, save, fds)
+        except (BrokenPipeError, ConnectionResetError):
+            # The writer was killed just now; one retry starts another. The arena still has the content.
+            self._hand_over(slot, arena, save, fds)
+        if claim is not None:
+            claim.hand_over()
+        slot.reserved = False
+        return save.number
+
+    def _hand_over(self, slot: Slot, arena: Arena, save: SaveRequest, fds: tuple[int, ...]) -> None:
+        """Send the arena, if the writer does not know it, and the save."""
+        self.start()
+        if not slot.known_to_writer:
+            self._send(Attach(slot.number), (arena.fd,))
+            slot.known_to_writer = True
+        slot.save = save.number
+        try:
+            self._send(save, fds)
+        except OSError:
+            slot.save = 0
+            raise
+        except BaseException:
+            # A signal handler of the program raised inside sendmsg(2): the writer may have received the save
+            # or not. Disconnecting leaves the arena to it: nothing that it may be reading is overwritten.
+            self._unread.append(NotSaved(number=save.number, reason=INTERRUPTED))
+            self._disconnect()
+            raise
+
+    def awaited(self, *, at_once: bool = False) -> None:
+        """Tell the writer that the training waits for all it was handed, so that it need not yield.
+
+        Args:
+            at_once: True if the process is about to end, so that nothing but durability counts (no codecs).
+        """
+        newest = max(slot.save for slot in self.slots)
+        if newest and (newest > self._awaited or at_once):
+            self._awaited = newest
+            with suppress(OSError):  # a lost writer is reported by `poll`
+                self._send(Awaited(newest, at_once))
+
+    def listen(self, timeout_seconds: float) -> None:
+        """Wait until `poll` has something to return, at most `timeout_seconds`."""
+        sock = self._sock
+        if sock is not None and not self._unread and (fd := sock.fileno()) >= 0:
+            readable(fd, timeout_seconds)
+
+    def poll(self, timeout_seconds: float = 0.0) -> list[FromWriter]:
+        """Return the messages since the last call, waiting up to `timeout_seconds` for the first one."""
+        while self.is_ours and self._sock is not None:
+            # With something to return already, only what has arrived is added.
+            if not readable(self._sock.fileno(), 0 if self._unread else timeout_seconds):
+                break
+            message = receive_from_writer(self._sock)
+            if message is None:
+                self._handle_lost_writer()
+                break
+            # Kept in a member before anything else runs: an exception from a signal handler must not lose it.
+            self._unread.append(message)
+            if isinstance(message, (Saved, NotSaved, Put)):
+                self._answered(message.number)
+        messages, self._unread = self._unread, []
+        return messages
+
+    def close(self, timeout_seconds: float) -> list[FromWriter]:
+        """Tell the writer to end and wait for pending saves.
+
+        The writer finishes them and ends by itself if the time is not enough.
+
+        Returns:
+            The messages received meanwhile.
+        """
+        messages: list[FromWriter] = []
+        if not self.is_ours:
+            return messages
+        if self._sock is not None:
+            self._ended = True
+            with suppress(OSError):
+                self._send(Finish())
+            end = time.monotonic() + timeout_seconds
+            while self.pending and (left := end - time.monotonic()) > 0:
+                messages += self.poll(left)
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout_seconds)
+            self._detach_process()
+        for slot in self.slots:
+            # A reserved arena may still be written to by a device or by an outer frame; its memory stays.
+            if slot.arena is not None and not slot.reserved:
+                slot.arena.close()
+                slot.arena = None
+        return messages
+
+    def _send(self, message: FromTrainer, fds: tuple[int, ...] = ()) -> None:
+        if self._sock is None:
+            raise BrokenPipeError(GONE)
+        try:
+            send(self._sock, message, fds)
+        except (BrokenPipeError, ConnectionResetError):
+            if isinstance(message, SaveRequest):
+                # The caller sees the exception and still has the state: the save is not reported as lost.
+                self._answered(message.number)
+            self._handle_lost_writer()
+            raise
+
+    def _answered(self, number: int) -> None:
+        """Return the arena of an answered save to the free ones."""
+        for slot in self.slots:
+            if slot.save == number:
+                slot.save = 0
+
+    def _handle_lost_writer(self) -> None:
+        """Report what the writer still held as not saved."""
+        lost = [NotSaved(number=slot.save, reason=GONE) for slot in self.slots if slot.save]
+        self._unread.extend(lost or ([] if self._ended else [Note("writer_gone", GONE)]))
+        self._disconnect()
+
+    def _detach_process(self) -> None:
+        """Stop waiting for the process."""
+        if self._process is not None:
+            detach(self._process)
+            self._process = None
+
+    def _disconnect(self) -> None:
+        """Close the connection.
+
+        The writer finishes what it has, in arenas that this client no longer maps.
+        """
+        for slot in self.slots:
+            # The lost writer may still be reading these arenas; later saves get new ones.
+            if slot.save and slot.arena is not None:
+                slot.arena.close()
+                slot.arena, slot.layout = None, None
+            slot.save, slot.known_to_writer = 0, False
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        if not self._ended:  # otherwise `close` waits for the process
+            self._detach_process()
+
+
+def _prepare(arena: Arena, also: Sequence[Callable[[Arena], None]]) -> None:
+    """Fault the arena's pages in, then run the further preparations."""
+    arena.make_present()
+    for one in also:
+        one(arena)
+
+
+def manifest_files(files: Iterable[tuple[str, int, int, int]]) -> list[ManifestFile]:
+    """Return files as a manifest lists them."""
+    return [ManifestFile(*file) for file in files]

@@ -1,0 +1,261 @@
+"""Choose the codec of each file of a state, and whose processor time the choice may use.
+
+Guarantees: the content comes back the same whatever is chosen. With "auto", codecs run when no other process
+wants the processors, and not at all where the training keeps them all busy, unless the training waits for the
+snapshot. Blocks that were not coded when the next save waits, or when the snapshot has waited for codecs long
+enough, are stored as they are. Files whose elements have no known width are left to the repository's own
+choice.
+
+Bases of differences: every 16th snapshot of a writer is a *key* without a base. The next one is based on the
+key, two more each on their predecessor, the fourth on the key again, and so on. So at most three bases lie in
+a chain, and two in three are next to what they are a base of. Where few snapshots are kept, bases that
+outlive their snapshots take what differences save: differences are then used only until the first snapshot
+has to go. Numbers of 4 bytes that are also stored rounded to 2 (half_precision_pairs.py) may be stored as
+what rounding took from them, which needs no other snapshot.
+
+References:
+    docs/decisions/idle-codecs.md, docs/decisions/masters-beside-twins.md: the measurements behind the
+        constants.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, NamedTuple
+
+from ciuic.repository import Writer
+from ciuic.repository.codecs import codec as codec_module
+from ciuic.repository.codecs.byte_planes_math import WIDTHS
+from ciuic.repository.codecs.codec import Codec, Pace
+from ciuic.training.policy.retention_rules import Latest
+from ciuic.training.protocol.messages import ManifestFile, RetentionRules
+from ciuic.training.util.cpu_idle import CpuIdle
+from ciuic.training.writer.half_precision_pairs import HalfPrecisionCopy, find_copies, order_masters_last
+from ciuic.types import ChunkId
+
+Blocks = Mapping[int, ChunkId]
+"""Chunk ids of a file by block number."""
+
+_Kind = codec_module.Kind | Literal["best"]
+# Snapshots from one key to the next (docs/decisions/idle-codecs.md, Choice of bases).
+_KEY_EVERY: Final = 16
+# Differences in a row, each on the one before. Ten AdamW states take 0.750 of raw with three and 0.751 with
+# four, and with three reading takes one base less.
+_CHAIN_LENGTH: Final = 3
+# Commits after which all codecs are tried anew on a file: trials at every commit would take processor time.
+_RETRY_EVERY: Final = 8
+# Kept snapshots from which differences pay in the long run: up to three bases outlive theirs (break-even at
+# 20 to 30).
+_MIN_KEPT_SNAPSHOTS: Final = 32
+_MAX_WAIT_SECONDS: Final = 5.0
+# Size of a state for which a snapshot waits one second more for codecs; it is not durable meanwhile.
+_MAX_WAIT_BYTES_PER_SECOND: Final = 50e6
+# Idle share of the processors since the last commit below which no codecs run: there they would cost the
+# training 2 % of its steps, in spite of SCHED_IDLE.
+_IDLE_SHARE: Final = 0.15
+# Time for the message to arrive that the training waits for this snapshot.
+_AWAITED_GRACE_SECONDS: Final = 0.02
+
+
+def _base_of(number: int) -> int | None:
+    """Return the number of the snapshot that this one is based on; None for a key."""
+    after_key = number % _KEY_EVERY
+    if not after_key:
+        return None
+    return number - (after_key if after_key % _CHAIN_LENGTH == 1 else 1)
+
+
+def _worth_differences(rules: RetentionRules | None, there: int) -> bool:
+    """Return whether differences take less space in all, with `there` snapshots in the repository."""
+    return rules is not None and all(
+        isinstance(rule, Latest) and (rule.number >= _MIN_KEPT_SNAPSHOTS or there < rule.number)
+        for rule in rules.keep
+    )
+
+
+class _FileOutcome(NamedTuple):
+    """Result of the last trial of all codecs on a file."""
+
+    kind: _Kind
+    """Codec of all blocks; "best" where blocks differ in it."""
+    has_difference: bool
+    """True if some blocks were stored as differences."""
+    had_base: bool
+    had_copy: bool
+    age: int
+    """Commits since the trial."""
+
+
+class CodecChooser:
+    """Choice of codecs for all commits of one writer."""
+
+    def __init__(
+        self, compression: str, rules: RetentionRules | None, idleness: CpuIdle | None = None
+    ) -> None:
+        """Start without knowledge of any file.
+
+        Args:
+            compression: one of `messages.COMPRESSIONS`.
+            rules: retention rules of the snapshots; None if they are not known, which rules out differences.
+            idleness: idle time of the processors.
+        """
+        self.compression = compression
+        self._rules = rules
+        self._outcomes: dict[str, _FileOutcome] = {}
+        self._number = 0
+        self._idleness = CpuIdle() if idleness is None else idleness
+        self._blocks: dict[int, dict[str, Blocks]] = {}
+        """Blocks by path, of the snapshots that a later one may be based on."""
+
+    def begin(
+        self,
+        writer: Writer,
+        *,
+        size_bytes: int = 0,
+        in_a_hurry: Callable[[], bool] = lambda: False,
+        awaited: Callable[[], bool] = lambda: False,
+    ) -> CommitCodecs:
+        """Begin a commit.
+
+        Args:
+            writer: writer of the repository; its pace is set.
+            size_bytes: size of the state.
+            in_a_hurry: whether the next save is waiting.
+            awaited: whether the training waits for this snapshot.
+        """
+        idle = self._idleness.share()
+        max_wait_seconds = _MAX_WAIT_SECONDS + size_bytes / _MAX_WAIT_BYTES_PER_SECOND
+        # Where the training uses all processors, codecs slow it in spite of SCHED_IDLE: two cores, two torch
+        # threads, a save of 50 MB every 2.7 s: 5 % of the steps with codecs, 1 to 3 % without.
+        wait_seconds = max_wait_seconds if idle is None or idle >= _IDLE_SHARE else _AWAITED_GRACE_SECONDS
+        end = time.monotonic() + wait_seconds
+        latest = time.monotonic() + max_wait_seconds
+
+        def pace() -> Pace:
+            if self.compression != "auto":
+                return "soon"
+            # The next save waits for this arena: skipped saves cost more than uncoded bytes.
+            if in_a_hurry():
+                return "now"
+            # The training stands still, so its processors are free; only the total time is limited.
+            if awaited():
+                return "soon" if time.monotonic() < latest else "now"
+            # SCHED_IDLE threads: they get what no other process wants of the processors.
+            return "patient" if time.monotonic() < end else "now"
+
+        writer.set_pace(pace)
+        base = None
+        if self.compression != "none" and _worth_differences(self._rules, _snapshots(writer)):
+            # Stored chunks stay in memory: the next snapshot takes them as bases without reading them from
+            # disk.
+            writer.keep_cached()
+            base = _base_of(self._number)
+        bases = {} if base is None else self._blocks[base]
+        return CommitCodecs(self, bases, pace, writer.repository.block_size)
+
+    def done(self, chosen: CommitCodecs) -> None:
+        """Record a commit that was made."""
+        key = self._number - self._number % _KEY_EVERY
+        # Only the last snapshot and the key can be bases of later ones.
+        self._blocks = {self._number: chosen.blocks, key: self._blocks.get(key, chosen.blocks)}
+        self._number += 1
+        self._idleness.begin()
+        for path, outcome in chosen.outcomes():
+            self._outcomes[path] = outcome
+
+    def recent_outcome(self, path: str, has_base: bool, has_copy: bool) -> _FileOutcome | None:
+        """Return the last outcome for a file if it still holds.
+
+        It does for some commits, and until the file gets its first base or half-precision copy.
+        """
+        outcome = self._outcomes.get(path)
+        if outcome is None or outcome.age >= _RETRY_EVERY:
+            return None
+        if (has_base and not outcome.had_base) or (has_copy and not outcome.had_copy):
+            return None
+        self._outcomes[path] = outcome._replace(age=outcome.age + 1)
+        return outcome
+
+
+class CommitCodecs:
+    """Codecs of the files of one commit."""
+
+    def __init__(
+        self, chooser: CodecChooser, bases: Mapping[str, Blocks], pace: Callable[[], Pace], block_size: int
+    ) -> None:
+        self.blocks: dict[str, Blocks] = {}
+        """Stored blocks by path; filled by the caller that stores them."""
+        self._chooser = chooser
+        self._bases = bases
+        self._pace = pace
+        self._block_size = block_size
+        self._copies: dict[str, HalfPrecisionCopy] = {}
+        self._block_kinds: dict[str, _BlockKinds] = {}
+
+    def in_order(self, files: Sequence[ManifestFile], memory: memoryview) -> list[ManifestFile]:
+        """Return the files in the order in which they are to be stored. Call it before `codec`."""
+        if self._chooser.compression != "none":
+            self._copies = find_copies(files, memory)
+        return order_masters_last(files, self._copies)
+
+    def codec(self, file: ManifestFile) -> Callable[[int], Codec | None]:
+        """Return the codec of each block of a file, as a function of the block's number."""
+        if self._chooser.compression == "none":
+            return lambda _: Codec("raw")
+        # No numbers of a known width: the repository chooses.
+        if file.width not in WIDTHS:
+            return lambda _: None
+        base = self._bases.get(file.path, {})
+        copy = self._copies.get(file.path)
+        known = self._chooser.recent_outcome(file.path, bool(base), copy is not None)
+        kind: _Kind = known.kind if known is not None else "best"
+        if known is not None and not known.has_difference:
+            base = {}
+        told = _BlockKinds(bool(base), copy is not None)
+        if known is None:
+            # Only a trial of all codecs tells which one is best; a fixed choice would confirm itself.
+            self._block_kinds[file.path] = told
+
+        def of_block(number: int) -> Codec:
+            its_base = base.get(number)
+            # One base at most for a block: a difference that has its base needs no half-precision copy.
+            other = None if copy is None or (kind == "difference" and its_base) else copy
+            return Codec(kind, file.width, its_base, told=told, twin=self._codec_twin(other, number))
+
+        return of_block
+
+    def _codec_twin(self, copy: HalfPrecisionCopy | None, number: int) -> codec_module.TwinBase | None:
+        return copy and copy.of_block(number, self._block_size, self.blocks.get(copy.path, {}))
+
+    def outcomes(self) -> list[tuple[str, _FileOutcome]]:
+        """Return the outcomes of the files on which all codecs were tried."""
+        if self._pace() == "now":
+            return []  # blocks may have been stored uncoded for lack of time: not an outcome
+        return [(path, told.outcome()) for path, told in self._block_kinds.items() if told.kinds]
+
+
+class _BlockKinds:
+    """Collector of the codecs with which the blocks of one file were stored; called from several threads."""
+
+    def __init__(self, had_base: bool, had_copy: bool) -> None:
+        self.kinds: set[codec_module.Kind] = set()
+        self._had_base = had_base
+        self._had_copy = had_copy
+        self._lock = threading.Lock()
+
+    def __call__(self, kind: codec_module.Kind) -> None:
+        # The repository codes blocks on a pool of threads, and each reports here.
+        with self._lock:
+            self.kinds.add(kind)
+
+    def outcome(self) -> _FileOutcome:
+        """Return the outcome of the file."""
+        only = next(iter(self.kinds)) if len(self.kinds) == 1 else "best"
+        return _FileOutcome(only, "difference" in self.kinds, self._had_base, self._had_copy, 0)
+
+
+def _snapshots(writer: Writer) -> int:
+    """Return the number of snapshots in the repository."""
+    return len(writer.repository.snapshots.names())

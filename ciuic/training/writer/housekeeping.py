@@ -1,0 +1,249 @@
+"""Retention in the writer process: remove snapshots of this trainer that no rule keeps, and free their space.
+
+Guarantees: a snapshot that any rule keeps stays (retention_rules.py). Nothing is removed until one of the
+snapshots that stay was read back byte for byte since it was written, so the last good snapshot is never
+deleted, however many damaged ones follow it. A snapshot that was read back is tagged ``verified``. Snapshots
+of other roots in the repository are not touched. Every step may be interrupted at any point. The work yields
+to the next save, but only a limited number of times in a row: where saves come as fast as they are written,
+snapshots must not pile up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from ciuic.errors import CiuicError
+from ciuic.maintenance.sweep import HURRIED, USUAL, Thresholds
+from ciuic.repository import Repository, SnapshotInfo, Walker
+from ciuic.training.format.reading import Facts, read_facts
+from ciuic.training.policy.retention_rules import RetentionCandidate, kept, needs_facts
+from ciuic.training.protocol.messages import Note, RetentionRules
+from ciuic.training.writer.marks import DAMAGED, VERIFIED, mark_damage_of
+from ciuic.types import SnapshotId
+
+DAMAGE_NOTE: Final = "snapshot_damaged"
+"""Event of the note that one of the trainer's snapshots cannot be read back."""
+_STOP_CHECK_EVERY: Final = 64
+"""Objects of a snapshot that are read between two checks whether to stop."""
+# Time to wait for another holder of the repository's lock (the daemon, another trainer); the next save waits
+# behind it.
+_LOCK_WAIT_SECONDS: Final = 5.0
+_MAX_YIELDS: Final = 4
+"""Consecutive times that housekeeping yields to the next save before it runs to its end."""
+
+
+class WriterHousekeeping:
+    """Retention and sweep for one trainer's snapshots."""
+
+    def __init__(
+        self,
+        repository: str,
+        root: bytes,
+        rules: RetentionRules,
+        *,
+        should_stop: Callable[[], bool],
+        tell: Callable[[Note], None],
+    ) -> None:
+        """Prepare housekeeping.
+
+        Args:
+            repository: path of the repository.
+            root: path under which the trainer's snapshots keep their state.
+            rules: retention rules; without any, everything stays.
+            should_stop: whether the next save is waiting.
+            tell: called with a note for the trainer's log.
+        """
+        self._repository = repository
+        self._root = root
+        self._rules = rules
+        self._should_stop = should_stop
+        self._tell = tell
+        self._yields = 0
+        self._removal_due = False
+        """True while snapshots that are to be removed are still there."""
+        self._sweep_due = False
+        """True while the space of removed snapshots is not free yet."""
+        self._read: dict[str, Facts | None] = {}
+
+    def finish(self, seconds: float) -> None:
+        """Do what was left undone, for at most `seconds`: there will be no next save.
+
+        Raises:
+            CiuicError: as of `after`.
+            OSError: as of `after`.
+        """
+        end = time.monotonic() + seconds
+        # No further save will come: only the time limit stops the work.
+        self._yields, self._should_stop = 0, lambda: time.monotonic() > end
+        if self._removal_due or self._sweep_due:
+            self.after()
+
+    def make_room(self) -> None:
+        """Remove what is due and free everything unreferenced now, because the disk is full.
+
+        Raises:
+            CiuicError: as of `after`.
+            OSError: as of `after`.
+        """
+        # A full disk blocks every save: do not yield to one.
+        self._yields = _MAX_YIELDS
+        try:
+            self.after()
+            with Repository.open(self._repository) as repository:
+                self._free_space(repository, HURRIED)
+        finally:
+            self._yields = 0
+
+    def after(self) -> None:
+        """Apply the rules after a snapshot.
+
+        Raises:
+            CiuicError: the repository is locked or damaged.
+            OSError: the repository cannot be read or written.
+        """
+        if not self._rules.keep:
+            return
+        with Repository.open(self._repository) as repository:
+            known = repository.snapshots.list(root=self._root)
+            keep, drop = split_by_rules(known, self._rules, self._facts(repository, known))
+            self._removal_due = bool(drop)
+            # Verification before removal: otherwise the last good snapshot could go while only damaged ones
+            # stay.
+            if drop and not self._one_is_verified(repository, keep):
+                return
+            if not drop and not self._sweep_due:
+                return
+            if drop:
+                with repository.writer(
+                    wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: preservation"
+                ) as writer:
+                    writer.remove_snapshots(drop)
+            self._removal_due = False
+            self._free_space(repository, USUAL)
+
+    def _facts(self, repository: Repository, infos: Sequence[SnapshotInfo]) -> dict[str, Facts]:
+        """Return the facts that rules need, by id.
+
+        Snapshots that cannot be read are left out, and `split_by_rules` keeps them.
+        """
+        if not needs_facts(self._rules.keep):
+            return {}
+        for info in infos:
+            if info.id not in self._read:
+                try:
+                    self._read[info.id] = read_facts(repository, info.id)
+                except (CiuicError, ValueError):
+                    self._read[info.id] = None
+        # Facts of a snapshot never change; those of removed ones leave the cache.
+        self._read = {info.id: self._read[info.id] for info in infos}
+        return {id_: facts for id_, facts in self._read.items() if facts is not None}
+
+    def _one_is_verified(self, repository: Repository, keep: Sequence[SnapshotInfo]) -> bool:
+        """Verify the snapshots that stay, newest first, until one is good; return whether one is."""
+        for info in keep:
+            # The tag tells of the content; the snapshot's own file may have been damaged since.
+            if VERIFIED in info.tags and _is_readable(repository, info.id):
+                return True
+            reason = read_back(repository, info.id, self._should_yield)
+            if reason is None:
+                # Stopped by the next save: the removal waits for the next turn.
+                self._yields += 1
+                return False
+            if reason:
+                self._tell(Note(DAMAGE_NOTE, f"{info.id} cannot be read back: {reason}"))
+                continue
+            with repository.writer(
+                wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: verified"
+            ) as writer:
+                writer.set_marks(info.id, tags=(*info.tags, VERIFIED))
+            return True
+        return False
+
+    def _should_yield(self) -> bool:
+        """Return whether the next save waits and housekeeping may still yield to it."""
+        # Bounded: where saves come as fast as they are written, housekeeping would never finish and snapshots
+        # pile up.
+        return self._yields < _MAX_YIELDS and self._should_stop()
+
+    def _free_space(self, repository: Repository, thresholds: Thresholds) -> None:
+        """Sweep what nothing refers to."""
+        from ciuic.maintenance.prune import prune
+
+        report = prune(
+            repository,
+            None,
+            thresholds=thresholds,
+            wait_seconds=_LOCK_WAIT_SECONDS,
+            should_stop=self._should_yield,
+        )
+        self._sweep_due = report.stopped
+        self._yields = self._yields + 1 if report.stopped else 0
+
+
+def split_by_rules(
+    infos: Sequence[SnapshotInfo], rules: RetentionRules, facts: Mapping[str, Facts]
+) -> tuple[list[SnapshotInfo], list[SnapshotId]]:
+    """Return the snapshots that stay (newest first) and the ids of the others (oldest first).
+
+    A snapshot whose facts are needed and missing stays: a read error is no reason to delete. Damaged
+    snapshots take the place of no good one, and stay as long as if they were whole: a repair may still heal
+    them.
+
+    Args:
+        infos: all snapshots, newest first.
+        rules: retention rules.
+        facts: facts by id, where the rules need them.
+    """
+    needed = needs_facts(rules.keep)
+    good = [info for info in infos if DAMAGED not in info.tags]
+    stay = {
+        id_
+        # Counted twice, with and without the damaged ones: a damaged snapshot must not push a good one out of
+        # Latest(n).
+        for counted in (infos, good)
+        for id_ in kept([_candidate(info, facts.get(info.id), needed) for info in counted], rules.keep)
+    }
+    return [info for info in infos if info.id in stay], [
+        info.id for info in reversed(infos) if info.id not in stay
+    ]
+
+
+def _is_readable(repository: Repository, id_: SnapshotId) -> bool:
+    """Return whether the snapshot's own file can be read."""
+    try:
+        repository.snapshots.load(id_)
+    except CiuicError:
+        return False
+    return True
+
+
+def _candidate(info: SnapshotInfo, facts: Facts | None, needed: bool) -> RetentionCandidate:
+    """Return what the rules look at; a snapshot without the facts that are needed counts as held."""
+    if facts is None:
+        return RetentionCandidate(info.id, info.time_ns, info.held or needed)
+    return RetentionCandidate(info.id, info.time_ns, info.held, facts.run, facts.step, facts.metrics)
+
+
+def read_back(
+    repository: Repository, id_: SnapshotId, should_stop: Callable[[], bool] = lambda: False
+) -> str | None:
+    """Read and check every byte of a snapshot.
+
+    What is damaged is marked (`marks.mark_damage`).
+
+    Returns:
+        "" if all is right, else what is wrong; None if it was stopped.
+    """
+    try:
+        snapshot = repository.snapshots.load(id_)
+        for count, reached in enumerate(Walker(repository).walk(snapshot)):
+            if count % _STOP_CHECK_EVERY == 0 and should_stop():
+                return None
+            if reached.kind == "data":
+                repository.chunks.get(reached.id)
+    except CiuicError as error:
+        mark_damage_of(repository, id_, _LOCK_WAIT_SECONDS, "SnapshotManager: mark damage")
+        return error.message
+    return ""

@@ -1,1 +1,0 @@
-"""The overlay: a driver-neutral core that tracks changes and keeps sealed epochs readable, and its drivers."""

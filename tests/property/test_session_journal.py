@@ -1,0 +1,348 @@
+"""Tests that the session journal, replayed, gives a successor the tables that the kernel refers to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from ciuic.fuse_layer.core.core import ROOT_ID, OverlayCore
+from ciuic.fuse_layer.journal import journal_writer, session_journal
+from ciuic.fuse_layer.journal.handle_journal import HandleJournal
+from ciuic.fuse_layer.journal.inherited_session import InheritedSession
+from ciuic.fuse_layer.journal.journal_archive import JournalArchive
+from ciuic.fuse_layer.journal.journal_writer import JournalWriter
+from ciuic.fuse_layer.journal.session_journal import OpenedDirectory, OpenedFile
+from ciuic.fuse_layer.system.caller import ROOT
+
+NAMES = [b"a", b"b", b"c", b"d" * 255]
+KINDS = (
+    "create",
+    "mkdir",
+    "link",
+    "rename",
+    "exchange",
+    "unlink",
+    "rmdir",
+    "lookup",
+    "forget",
+    "open",
+    "close",
+)
+Step = tuple[str, int, bytes, int, bytes]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(KINDS),
+        st.integers(0, 5),
+        st.sampled_from(NAMES),
+        st.integers(0, 5),
+        st.sampled_from(NAMES),
+    ),
+    min_size=20,
+    max_size=80,
+)
+_EXCHANGE = 2
+
+
+class Session:
+    """A core with its journal, and what a kernel would remember of it."""
+
+    def __init__(
+        self, root: Path, base: Path, full_bytes: int, inherited: InheritedSession | None = None
+    ) -> None:
+        self._fd = os.open(root, os.O_PATH)
+        self._made = root, base, full_bytes
+        self._successor: Session | None = None
+        self.journal = JournalWriter(base, inherited=inherited, full_bytes=full_bytes)
+        self.journal.begin(45, 7, 1 << 20)
+        self.core = OverlayCore(self._fd, session="s", journal=self.journal, inherited=inherited)
+        self.book = HandleJournal(self.journal, inherited)
+        self.folders = [ROOT_ID]
+        self.known: dict[int, int] = {ROOT_ID: 1}
+        """Node to its number of lookups."""
+
+    def do(self, step: Step) -> None:
+        kind, one, name, other, other_name = step
+        folder, target = self.folders[one % len(self.folders)], self.folders[other % len(self.folders)]
+        with contextlib.suppress(OSError):
+            getattr(self, f"_{kind}")(folder, name, target, other_name)
+
+    def _learn(self, node: int) -> int:
+        self.known[node] = self.known.get(node, 0) + 1
+        return node
+
+    def _create(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
+        attr, handle = self.core.create(folder, name, 0o644, os.O_RDWR, ROOT)
+        self._learn(attr.node)
+        self.book.opened(OpenedFile(handle, attr.node, 2 * handle, os.O_RDWR, 0, 0))
+
+    def _mkdir(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
+        self.folders.append(self._learn(self.core.mkdir(folder, name, 0o755, ROOT).node))
+
+    def _link(self, folder: int, name: bytes, target: int, other: bytes) -> None:
+        node = self._learn(self.core.lookup(folder, name).node)
+        self._learn(self.core.link(node, target, other).node)
+
+    def _rename(self, folder: int, name: bytes, target: int, other: bytes) -> None:
+        self._learn(self.core.lookup(folder, name).node)
+        self.core.rename(folder, name, target, other, 0)
+
+    def _exchange(self, folder: int, name: bytes, target: int, other: bytes) -> None:
+        self.core.rename(folder, name, target, other, _EXCHANGE)
+
+    def _unlink(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
+        self.core.unlink(folder, name)
+
+    def _rmdir(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
+        self.core.rmdir(folder, name)
+
+    def _lookup(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
+        self._learn(self.core.lookup(folder, name).node)
+
+    def _forget(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
+        node = self.core.lookup(folder, name).node
+        self.core.forget(node, self.known.pop(node, 0) + 1)
+        self.folders = [known for known in self.folders if known != node]
+
+    def _open(self, folder: int, name: bytes, _target: int, _other: bytes) -> None:
+        found = self.core.lookup(folder, name)
+        node = self._learn(found.node)
+        if not stat.S_ISREG(found.st.st_mode):
+            # A kernel opens nothing else through its server.
+            return
+        handle = self.core.open(node, os.O_RDONLY)
+        self.book.opened(OpenedFile(handle, node, 2 * handle, os.O_RDONLY, 0, 0))
+
+    def _close(self, _folder: int, _name: bytes, target: int, _other: bytes) -> None:
+        handles = sorted(self.book.files)
+        handle = handles[target % len(handles)] if handles else 0
+        if self.book.closed(handle):
+            self.core.release(handle)
+
+    def succeeded(self, inherited: InheritedSession) -> Session:
+        """Kill the worker and return the session of its successor."""
+        after = Session(*self._made, inherited)
+        after.folders, after.known = self.folders, self.known
+        self._successor = after
+        return after
+
+    def answers(self) -> dict[int, tuple[int, int, int] | None]:
+        """Return the answer to a kernel for each node that it remembers."""
+        nodes = self.known.keys() | {opened.node for opened in self.book.files.values()}
+        return {node: answer(self.core, node) for node in nodes}
+
+    def end(self) -> None:
+        """Close every descriptor, those of all successors included."""
+        if self._successor is not None:
+            self._successor.end()
+        self.journal.remove()
+        # The archiving thread would otherwise write files while the directory is removed.
+        settle(self.journal)
+        self.core.close()
+        os.close(self._fd)
+
+
+def answer(core: OverlayCore, node: int) -> tuple[int, int, int] | None:
+    """Return inode number, mode and visible link count, or None when the node is stale."""
+    try:
+        attr = core.getattr(node)
+    except OSError:
+        return None
+    return attr.st.st_ino, attr.st.st_mode, attr.nlink
+
+
+@contextlib.contextmanager
+def session(full_bytes: int) -> Iterator[tuple[Session, Path, Path]]:
+    with tempfile.TemporaryDirectory() as top:
+        root, base = Path(top, "root"), Path(top, "ledger")
+        root.mkdir()
+        made = Session(root, base, full_bytes)
+        try:
+            yield made, root, base
+        finally:
+            made.end()
+
+
+def settle(written: JournalWriter) -> None:
+    """Wait until the running archiving is done."""
+    deadline = time.monotonic() + 30
+    while written.absorbing and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("full_bytes", [1 << 20, 600])
+@settings(max_examples=80, deadline=None)
+@given(lives=st.lists(STEPS, min_size=1, max_size=3))
+def test_a_successor_answers_as_its_predecessor(full_bytes: int, lives: list[list[Step]]) -> None:
+    """A successor, and a successor's successor, has every node the kernel remembers and every handle open.
+
+    This holds also when files of the journal are in the archive.
+    """
+    with session(full_bytes) as (made, _, base):
+        before = made
+        for steps in lives:
+            for step in steps:
+                before.do(step)
+            settle(before.journal)
+            expected, open_files = before.answers(), before.book.files
+            inherited = journal_writer.replay(base)
+            assert inherited is not None
+            assert (inherited.minor, inherited.flags) == (45, 7)
+            assert inherited.files == open_files
+            lost = {node for node in expected if _leads_nowhere(inherited, node)}
+            after = before.succeeded(inherited)
+            for node, facts in expected.items():
+                if facts is not None and node in lost and stat.S_ISDIR(facts[1]):
+                    assert after.core.getattr(node).nlink == 0
+                    assert list(after.core.readdir(after.core.opendir(node), 0)) == []
+                elif facts is not None and node not in lost:
+                    assert answer(after.core, node) == facts, node
+            for opened in open_files.values():
+                assert os.fstat(after.core.descriptor(opened.handle)).st_ino == expected[opened.node][0]  # type: ignore[index]
+            before = after
+
+
+def _leads_nowhere(inherited: InheritedSession, node: int) -> bool:
+    """Return whether the node was removed and is open in no handle that a successor reopens.
+
+    For a directory there is an empty one in its place.
+    """
+    facts = inherited.node(node)
+    return facts is not None and facts.gone and node not in {file.node for file in inherited.files.values()}
+
+
+@settings(max_examples=30, deadline=None, phases=[Phase.generate])
+@given(steps=STEPS, slices=st.integers(0, 6))
+def test_an_interrupted_archive_changes_no_result(steps: list[Step], slices: int) -> None:
+    """An archive interrupted between any two transactions gives, with its file, what the file alone says."""
+    with session(1 << 20) as (before, _, base):
+        for step in steps:
+            before.do(step)
+        base.with_name("ledger.2").write_bytes(session_journal.begin_record(45, 7, 1 << 20))
+        reference = journal_writer.replay(base)
+        archive = JournalArchive(base.with_name("ledger.archive-test"))
+        for _ in islice(archive.absorb(1, base.with_name("ledger.1").read_bytes()), slices):
+            pass
+        archive.close()
+        both = journal_writer.replay(base)
+        assert reference is not None
+        assert both is not None
+        for node in before.known:
+            assert _facts_of(both, node) == _facts_of(reference, node), node
+        assert (both.files, both.directories, both.intents) == (
+            reference.files,
+            reference.directories,
+            reference.intents,
+        )
+
+
+def _facts_of(inherited: InheritedSession, node: int) -> tuple[object, ...] | None:
+    facts = inherited.node(node)
+    return facts and (facts.key, facts.kind, facts.name, facts.aliases, facts.gone)
+
+
+def test_a_node_dropped_again_does_not_return_from_the_archive(tmp_path: Path) -> None:
+    """A node that this worker made and dropped again does not come back from the archive."""
+    first = JournalArchive(tmp_path / "l.archive-test")
+    list(first.absorb(1, session_journal.node_record(5, 1, 5, 1, 0o100000, b"old")))
+    first.close()
+    second = JournalArchive(tmp_path / "l.archive-test")
+    own = JournalArchive(tmp_path / "l.archive-test", generation=second.generation)
+    list(own.absorb(2, session_journal.node_record(6, 1, 6, 1, 0o100000, b"new")))
+    assert second.node(5) is not None
+    assert second.node(6) is None
+    third = JournalArchive(tmp_path / "l.archive-test")
+    assert third.node(6) is not None
+    for archive in (second, own, third):
+        archive.close()
+
+
+def test_inodes_of_nested_file_systems_and_reused_numbers_are_found(tmp_path: Path) -> None:
+    """Inodes on nested file systems and reused inode numbers are found in newest file and archive."""
+    data = session_journal.node_record(1 << 62, 9, 5, 1, 0o100000, b"elsewhere")
+    data += session_journal.node_record(7, 1, 7, 1, 0o100000, b"a") + session_journal.replaced_record(7, 1, 8)
+    newest = InheritedSession()
+    list(newest.apply(data))
+    archive = JournalArchive(tmp_path / "l.archive-test")
+    list(archive.absorb(1, data))
+    archive.close()
+    archive = JournalArchive(tmp_path / "l.archive-test")
+    for inherited in (newest, InheritedSession(archive)):
+        assert (inherited.odd(9, 5), inherited.odd(1, 8), inherited.odd(1, 7)) == (1 << 62, 7, None)
+        assert inherited.last_node == 1 << 62
+    archive.close()
+
+
+def test_an_inode_is_found_after_the_newest_file_went_into_the_archive(tmp_path: Path) -> None:
+    """An archived node that the newest file renames is found after that file was archived too."""
+    archive = JournalArchive(tmp_path / "l.archive-test")
+    list(archive.absorb(1, session_journal.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")))
+    archive.close()
+    inherited = InheritedSession(JournalArchive(tmp_path / "l.archive-test"))
+    newest = session_journal.renamed_record(1 << 62, 1, b"name", 1, b"new name")
+    list(inherited.apply(newest))
+    assert inherited.archive is not None
+    own = JournalArchive(tmp_path / "l.archive-test", generation=inherited.archive.generation)
+    list(own.absorb(2, newest))
+    assert inherited.odd(1, 5) == 1 << 62
+    for one in (own, inherited.archive):
+        one.close()
+
+
+def test_the_id_of_a_removed_node_is_not_given_out_again(tmp_path: Path) -> None:
+    """The id of a removed node that is still open is not reused: the kernel knows the file by that id."""
+    data = session_journal.node_record(1 << 62, 1, 5, 1, 0o100000, b"name")
+    data += session_journal.unlinked_record(1 << 62, 1, b"name", gone=True)
+    archive = JournalArchive(tmp_path / "l.archive-test")
+    list(archive.absorb(1, data))
+    archive.close()
+    archive = JournalArchive(tmp_path / "l.archive-test")
+    assert InheritedSession(archive).last_node == 1 << 62
+    archive.close()
+
+
+def test_torn_journal_is_read_up_to_its_last_whole_record(tmp_path: Path) -> None:
+    """A journal cut anywhere replays without an error, and what it says grows with its length."""
+    written = JournalWriter(tmp_path / "l")
+    written.begin(45, 0, 4096)
+    book = HandleJournal(written)
+    for number in range(1, 6):
+        written.append(
+            session_journal.node_record(number + 1, 1, number + 1, 1, 0o100000, b"name %d" % number)
+        )
+        book.opened(OpenedFile(number, number + 1, number, 0, 0, 0))
+    book.directory_opened(OpenedDirectory(9, 2, 9))
+    book.listed(9, [b"n%d" % number for number in range(64)])
+    book.intends(7, 12)
+    content = (tmp_path / "l.1").read_bytes()
+    seen = 0
+    for length in range(len(content) + 1):
+        (tmp_path / "l.1").write_bytes(content[:length])
+        inherited = journal_writer.replay(tmp_path / "l")
+        if inherited is not None:
+            size = (
+                len(inherited.nodes) + len(inherited.files) + len(inherited.listings) + len(inherited.intents)
+            )
+            assert size >= seen
+            seen = size
+    assert seen == 12
+
+
+def test_journal_that_cannot_be_written_is_abandoned(tmp_path: Path) -> None:
+    """A journal that cannot be written is abandoned, the job continues, and no successor trusts the rest."""
+    written = JournalWriter(tmp_path / "l")
+    written.begin(45, 0, 4096)
+    os.close(written._fd)
+    written._fd = os.open("/dev/full", os.O_WRONLY)
+    written.append(session_journal.dropped_record(5))
+    assert not written.kept
+    assert journal_writer.replay(tmp_path / "l") is None

@@ -1,0 +1,285 @@
+"""`ciuic restore` on real repositories and real directories."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from support.cli_repository import FIRST_NS, CliRepository
+
+from ciuic.cli.shared import safety_snapshot
+from ciuic.repository import Repository
+from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, not_held
+
+NOISE = os.urandom(300_000)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> CliRepository:
+    """Make one snapshot of root/ckpt/{a,b} and root/log; root exists and is empty."""
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    made.root.mkdir()
+    made.snapshot({b"ckpt": {b"a": NOISE, b"b": b"bbb"}, b"log": b"line\n"})
+    return made
+
+
+def test_restore_into_a_directory(repository: CliRepository, tmp_path: Path) -> None:
+    """PATH is restored as DEST/basename(PATH), with bytes and modes; DEST is made, and nothing else."""
+    dest = tmp_path / "new" / "dest"
+    result = repository.run("restore", "-s", "latest", "-p", str(repository.root / "ckpt"), "-d", str(dest))
+    assert result.exit_code == 0, result.stderr
+    assert (dest / "ckpt" / "a").read_bytes() == NOISE
+    assert (dest / "ckpt" / "b").stat().st_mode & 0o7777 == 0o644
+    assert (dest / "ckpt" / "b").stat().st_mtime_ns == FIRST_NS
+    assert sorted(path.name for path in dest.rglob("*")) == ["a", "b", "ckpt"]
+    assert list(repository.root.iterdir()) == []
+
+
+def test_restore_where_it_was(repository: CliRepository) -> None:
+    """Each path is restored to its own place without -d; -p may be given several times."""
+    root = repository.root
+    result = repository.run(
+        "restore", "-s", "latest", "-p", str(root / "ckpt" / "b"), "-p", str(root / "log")
+    )
+    assert result.exit_code == 0, result.stderr
+    assert (root / "ckpt" / "b").read_bytes() == b"bbb"
+    assert (root / "log").read_bytes() == b"line\n"
+    assert not (root / "ckpt" / "a").exists()
+
+
+def test_existing_files_stop_a_restore_before_any_change(repository: CliRepository) -> None:
+    """Existing files make restore exit with 6 and list them all, and nothing has been changed."""
+    (repository.root / "ckpt").mkdir()
+    (repository.root / "ckpt" / "a").write_bytes(b"mine")
+    (repository.root / "log").write_bytes(b"mine, too")
+    result = repository.run("restore", "-s", "latest", "-p", str(repository.root))
+    assert result.exit_code == 6
+    assert str(repository.root / "ckpt" / "a") in result.stderr
+    assert str(repository.root / "log") in result.stderr
+    assert "--overwrite" in result.stderr
+    assert (repository.root / "log").read_bytes() == b"mine, too"
+    assert not (repository.root / "ckpt" / "b").exists()
+
+
+def test_conflict_in_json(repository: CliRepository) -> None:
+    """A conflict with --json is one document with code 6."""
+    (repository.root / "log").write_bytes(b"mine")
+    result = repository.run("restore", "-s", "latest", "-p", str(repository.root), "--json")
+    assert json.loads(result.stdout)["code"] == 6
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--overwrite", b"line\n"),
+        ("--overwrite=always", b"line\n"),
+        ("--overwrite=if-changed", b"line\n"),
+        ("--overwrite=never", b"mine"),
+        ("--overwrite=if-newer", b"mine"),
+    ],
+)
+def test_overwrite_modes(repository: CliRepository, option: str, expected: bytes) -> None:
+    """Each overwrite mode treats an existing, newer file as documented."""
+    (repository.root / "log").write_bytes(b"mine")
+    result = repository.run("restore", "-s", "latest", option, "-p", str(repository.root / "log"))
+    assert result.exit_code == 0, result.stderr
+    assert (repository.root / "log").read_bytes() == expected
+
+
+def test_delete_removes_only_below_the_path(repository: CliRepository) -> None:
+    """--delete removes what the snapshot did not have below PATH, and nothing beside it."""
+    (repository.root / "ckpt").mkdir()
+    (repository.root / "ckpt" / "torn.tmp").write_bytes(b"x")
+    (repository.root / "other").write_bytes(b"x")
+    path = str(repository.root / "ckpt")
+    result = repository.run("restore", "-s", "latest", "-p", path, "--overwrite", "--delete", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert [item["path"] for item in json.loads(result.stdout)["removed"]] == [path + "/torn.tmp"]
+    assert not (repository.root / "ckpt" / "torn.tmp").exists()
+    assert (repository.root / "other").exists()
+
+
+def test_delete_keeps_excluded_files(repository: CliRepository, tmp_path: Path) -> None:
+    """--delete keeps excluded files, although no snapshot has them."""
+    (repository.root / "ckpt").mkdir()
+    (repository.root / "ckpt" / "keep.cache").write_bytes(b"x")
+    config = tmp_path / "c.toml"
+    config.write_text(f'exclude = ["*.cache"]\n[[root]]\npath = "{repository.root}"\n')
+    result = repository.run(
+        "--config",
+        str(config),
+        *(
+            "restore",
+            "-s",
+            "latest",
+            "-p",
+            str(repository.root / "ckpt"),
+            "--overwrite",
+            "--delete",
+            "--no-safety",
+        ),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert (repository.root / "ckpt" / "keep.cache").exists()
+
+
+def test_dry_run_changes_nothing_and_lists_the_conflicts(repository: CliRepository) -> None:
+    """--dry-run lists what would be done, and exits with the code of the real run where that would stop."""
+    result = repository.run("restore", "-s", "latest", "-p", str(repository.root), "--dry-run")
+    assert result.exit_code == 0, result.stderr
+    assert str(repository.root / "ckpt" / "a") in result.stdout
+    assert list(repository.root.iterdir()) == []
+    (repository.root / "log").write_bytes(b"mine")
+    assert repository.run("restore", "-s", "latest", "-p", str(repository.root), "--dry-run").exit_code == 6
+    assert (repository.root / "log").read_bytes() == b"mine"
+
+
+def test_a_dry_run_counts_an_existing_file_as_a_conflict_not_a_failure(repository: CliRepository) -> None:
+    """A dry run lists an existing file once, as a conflict, and counts no failure."""
+    (repository.root / "ckpt").mkdir()
+    (repository.root / "ckpt" / "a").write_bytes(b"mine")
+    (repository.root / "log").mkdir()
+    arguments = ("restore", "-s", "latest", "-p", str(repository.root), "--dry-run")
+    result = repository.run(*arguments)
+    assert result.exit_code == 6
+    assert "meanwhile" not in result.stderr
+    assert "restored in part" not in result.stderr
+    assert result.stderr.count(str(repository.root / "log")) == 1
+    document = json.loads(repository.run(*arguments, "--json").stdout)
+    existing = [str(repository.root / "ckpt" / "a"), str(repository.root / "log")]
+    assert [conflict["path"] for conflict in document["conflicts"]] == existing
+    assert document["failed"] == []
+    assert not document["complete"]
+    assert [item["path"] for item in document["items"] if item["action"] == "conflict"] == existing
+
+
+def test_a_destination_that_cannot_be_made_is_named(repository: CliRepository) -> None:
+    """A destination in /proc, where mkdir(2) answers ENOENT, is named, and nothing is restored in part."""
+    repository.snapshot({b"a": b"1"})
+    result = repository.run("restore", "-s", "latest", "-p", str(repository.root), "-d", "/proc/ciuic")
+    assert result.exit_code == 1
+    assert "/proc/ciuic cannot be made" in result.stderr
+    assert "descriptor" not in result.stderr
+
+
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_destination_that_is_a_file_is_named(repository: CliRepository, tmp_path: Path, below: str) -> None:
+    """`-d FILE` is wrong usage: the message names the file and says what -d wants."""
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    result = repository.run(
+        "restore", "-s", "latest", "-p", str(repository.root / "log"), "-d", str(file / below)
+    )
+    assert result.exit_code == 2
+    assert f"the destination must be a directory, and {file} is a file" in result.stderr
+    assert "name a directory with -d" in result.stderr
+
+
+def test_files_that_are_not_held_are_named(repository: CliRepository, tmp_path: Path) -> None:
+    """A restored file whose content may be later than the cut is named; one that was just open is not."""
+    opened = Entry(name=b"", mode=stat.S_IFREG | 0o600, flags=FLAG_OPEN_FOR_WRITING, mtime_ns=FIRST_NS)
+    later = msgspec.structs.replace(opened, flags=not_held(5))
+    repository.snapshot({b"model.pt": later, b"log": opened}, not_held=1)
+    result = repository.run(
+        "restore", "-s", "latest", "-p", str(repository.root), "-d", str(tmp_path / "out")
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "1 file not held at the cut" in result.stderr
+    assert "model.pt" in result.stderr
+    assert "/log" not in result.stderr
+
+
+def test_unknown_path_and_snapshot_are_3(repository: CliRepository) -> None:
+    """An unknown path or snapshot exits with 3, and the message says what exists."""
+    assert repository.run("restore", "-s", "cs-ffffff", "-p", str(repository.root)).exit_code == 3
+    result = repository.run("restore", "-s", "latest", "-p", str(repository.root / "chkpt"))
+    assert result.exit_code == 3
+    assert "ciuic show" in result.stderr
+
+
+def protect(repository: CliRepository, config: Path) -> None:
+    config.write_text(f'[control]\nsocket = "{config.parent}/s"\n[[root]]\npath = "{repository.root}"\n')
+
+
+def test_safety_snapshot_makes_a_restore_undoable(repository: CliRepository, tmp_path: Path) -> None:
+    """A safety snapshot is taken before a restore over a protected root, and restoring it undoes that."""
+    config = tmp_path / "c.toml"
+    protect(repository, config)
+    (repository.root / "log").write_bytes(b"newest work")
+    options = ["--config", str(config), "restore", "-p", str(repository.root / "log"), "--overwrite"]
+    result = repository.run(*options, "-s", "cs-000001", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert (repository.root / "log").read_bytes() == b"line\n"
+    taken = json.loads(result.stdout)["safety_snapshot"]
+    listed = json.loads(repository.run("list", "--tag", "safety", "--json").stdout)["snapshots"]
+    assert [snapshot["id"] for snapshot in listed] == [taken]
+    assert repository.run(*options, "-s", taken, "--no-safety").exit_code == 0
+    assert (repository.root / "log").read_bytes() == b"newest work"
+
+
+def test_restore_goes_on_without_a_safety_snapshot(
+    repository: CliRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore without a possible safety snapshot says so and restores the files all the same."""
+    monkeypatch.setattr(safety_snapshot, "LOCK_WAIT_SECONDS", 0.0)
+    config = tmp_path / "c.toml"
+    protect(repository, config)
+    with Repository.open(repository.path) as opened, opened.writer(command="another capture"):
+        result = repository.run(
+            "--config", str(config), "restore", "-s", "latest", "-p", str(repository.root / "log")
+        )
+    assert result.exit_code == 0, result.stderr
+    assert "no safety snapshot" in result.stderr
+    assert (repository.root / "log").read_bytes() == b"line\n"
+
+
+def test_no_safety_outside_protected_roots(repository: CliRepository, tmp_path: Path) -> None:
+    """Safety snapshots are not taken outside protected roots, with --dry-run or with --no-safety."""
+    config = tmp_path / "c.toml"
+    protect(repository, config)
+    path = str(repository.root / "log")
+    common = ["--config", str(config), "restore", "-s", "latest", "-p", path]
+    for options in (["-d", str(tmp_path / "out")], ["--dry-run"], ["--no-safety"]):
+        assert repository.run(*common, *options).exit_code == 0
+    assert json.loads(repository.run("list", "--tag", "safety", "--json").stdout)["snapshots"] == []
+
+
+def test_interrupted_restore_can_be_run_again(repository: CliRepository, tmp_path: Path) -> None:
+    """A restore interrupted at its first progress exits with 130, and run again it completes.
+
+    No temporary files are left.
+    """
+    files = {b"f%04d" % number: os.urandom(3000) for number in range(400)}
+    repository.snapshot({b"many": files})
+    dest = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "ciuic",
+        "restore",
+        "-s",
+        "latest",
+        "-p",
+        str(repository.root / "many"),
+        "-d",
+        str(dest),
+    ]
+    environment = {**os.environ, "CIUIC_REPO": str(repository.path), "CIUIC_CONFIG": "/dev/null"}
+    with subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as process:
+        while process.poll() is None and not (dest.exists() and any(dest.rglob("f*"))):
+            pass
+        process.send_signal(signal.SIGINT)
+        _, output = process.communicate(timeout=60)
+    assert process.returncode in (0, 130)
+    assert b"Traceback" not in output
+    subprocess.run([*command, "--overwrite"], env=environment, check=True, capture_output=True)
+    assert {path.name.encode(): path.read_bytes() for path in (dest / "many").iterdir()} == files

@@ -1,0 +1,74 @@
+"""`ciuic verify` on real repositories and real directories."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from support.cli_repository import CliRepository
+
+NOISE = os.urandom(300_000)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> CliRepository:
+    """Make one snapshot of root/ckpt/{a,b} and root/log; root exists and is empty."""
+    made = CliRepository(tmp_path / "repo", tmp_path / "root")
+    made.root.mkdir()
+    made.snapshot({b"ckpt": {b"a": NOISE, b"b": b"bbb"}, b"log": b"line\n"})
+    return made
+
+
+def test_verify_of_a_whole_snapshot(repository: CliRepository) -> None:
+    """Verifying an undamaged snapshot exits with 0, in both depths."""
+    assert repository.run("verify", "latest").exit_code == 0
+    result = repository.run("verify", "latest", "--checksum")
+    assert result.exit_code == 0, result.stdout
+    assert "every byte is right" in result.stdout
+    assert repository.run("verify", "--all", "--checksum").exit_code == 0
+
+
+def test_all_and_ids_exclude_one_another(repository: CliRepository) -> None:
+    """Ids together with --all, and neither, are wrong usage, with a message of their own each."""
+    both = repository.run("verify", "--all", "latest")
+    assert both.exit_code == 2
+    assert "--all verifies every snapshot, and latest was named besides" in both.stderr
+    neither = repository.run("verify")
+    assert neither.exit_code == 2
+    assert "give --all" in neither.stderr
+
+
+def flip(path: Path, needle: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[content.index(needle) + 5] ^= 0x40
+    path.chmod(0o600)
+    path.write_bytes(content)
+
+
+def test_verify_names_path_and_snapshots(repository: CliRepository) -> None:
+    """A flipped byte exits with 4 and names the path and every snapshot that shares it, and no other file."""
+    second = repository.snapshot({b"ckpt": {b"a": NOISE}})
+    pack = next(path for path in repository.path.rglob("*.pack") if NOISE[:1000] in path.read_bytes())
+    flip(pack, NOISE[:1000])
+    result = repository.run("verify", "cs-000001", "--checksum", "--json")
+    assert result.exit_code == 4
+    damages = [damage for damage in json.loads(result.stdout)["damages"] if damage["path"]]
+    assert {damage["path"] for damage in damages} == {str(repository.root / "ckpt" / "a")}
+    assert set(damages[0]["snapshots"]) == {second, "cs-000001"}
+    assert (damages[0]["block"], damages[0]["offset"]) == (0, 0)
+    text = repository.run("verify", "cs-000001", "--checksum")
+    assert str(repository.root / "ckpt" / "a") in text.stdout
+    assert second in text.stdout
+    restored = repository.run("restore", "-s", "cs-000001", "-p", str(repository.root))
+    assert restored.exit_code == 8
+    assert "ckpt/a" in restored.stderr
+    assert (repository.root / "ckpt" / "b").read_bytes() == b"bbb"
+    assert not (repository.root / "ckpt" / "a").exists()
+
+
+def test_verify_wants_ids_or_all(repository: CliRepository) -> None:
+    """Neither ids nor --all, or both, is wrong usage."""
+    assert repository.run("verify").exit_code == 2
+    assert repository.run("verify", "latest", "--all").exit_code == 2

@@ -1,0 +1,44 @@
+"""Tests that docs/cli.md says what the program does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ciuic.cli.app import COMMANDS
+from ciuic.cli.reference import rewritten
+from ciuic.errors import BY_EXIT_CODE
+
+PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    """Exit codes and options in the page are those of the code.
+
+    `python -m ciuic.cli.reference docs/cli.md` updates the page.
+    """
+    text = PAGE.read_text(encoding="utf-8")
+    assert rewritten(text) == text
+
+
+def test_every_exit_code_and_command_is_there() -> None:
+    """The page lists every exit code and every command."""
+    text = PAGE.read_text(encoding="utf-8")
+    for code in (0, 130, *BY_EXIT_CODE):
+        assert f"\n| {code} | " in text
+    for name in COMMANDS:
+        assert f"`ciuic {name} " in text
+
+
+def test_exit_codes_are_never_renumbered() -> None:
+    """The exit codes that scripts rely on are never renumbered."""
+    assert {code: kind.__name__ for code, kind in BY_EXIT_CODE.items()} == {
+        1: "CiuicError",
+        2: "UsageError",
+        3: "NotFound",
+        4: "Damaged",
+        5: "Unreachable",
+        6: "DestinationExists",
+        7: "NotPermitted",
+        8: "Partial",
+        75: "Busy",
+    }

@@ -1,0 +1,146 @@
+"""Tests of the daemon's control of background work: terms, priority and weight of the slice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+from support.fake_daemon import Bench, FakeOverlay, sleeping_process, until
+
+from ciuic.daemon.roots.priority_control import PriorityControl, RunningProcess
+from ciuic.daemon.roots.systemd_slice import SLICE, SliceWeight
+from ciuic.protocol.control_types import SnapshotRequest
+from ciuic.system.urgency import Urgency
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = sleeping_process()
+    yield process
+    process.kill()
+    process.wait()
+
+
+class Source:
+    """A source of work that runs or does not."""
+
+    def __init__(self) -> None:
+        self.running: RunningProcess | None = None
+        self.sent: list[Urgency] = []
+        self.takes = True
+
+    def send(self, urgency: Urgency) -> bool:
+        if self.takes:
+            self.sent.append(urgency)
+        return self.takes
+
+    def __call__(self) -> RunningProcess | None:
+        return self.running
+
+
+def test_terms_are_sent_once_and_again_when_they_change(child: subprocess.Popen[bytes]) -> None:
+    """Terms are sent once and again when they change; passing time is no change, as the process counts it."""
+    source = Source()
+    urging = PriorityControl([source, lambda: None], lambda: "idle")
+    assert urging.once() == 0
+    for terms in (
+        Urgency(min_share=0.01, finish_within_seconds=300),
+        Urgency(min_share=0.01, finish_within_seconds=300, elapsed_seconds=7),
+        Urgency(min_share=0.01, finish_within_seconds=300, elapsed_seconds=8, requested=True),
+        Urgency(min_share=0.02, finish_within_seconds=300, elapsed_seconds=9, requested=True),
+    ):
+        source.running = RunningProcess(child.pid, terms, source.send)
+        assert urging.once() == terms.least_share(0)
+    assert [(one.min_share, one.elapsed_seconds, one.requested) for one in source.sent] == [
+        (0.01, 0, False), (0.01, 8, True), (0.02, 9, True),
+    ]  # fmt: skip
+
+
+def test_terms_that_could_not_be_sent_are_sent_later(child: subprocess.Popen[bytes]) -> None:
+    """Terms that could not be sent are sent later, as a process without its job would take them for it."""
+    source = Source()
+    urging = PriorityControl([source], lambda: "none")
+    source.running = RunningProcess(child.pid, Urgency(requested=True), source.send)
+    for source.takes in (False, True, True):
+        urging.once()
+    assert source.sent == [Urgency(requested=True)]
+
+
+def test_a_process_is_put_in_its_place_from_outside(child: subprocess.Popen[bytes]) -> None:
+    """A process is given its priority from outside, as one that gets no processor cannot do it."""
+    source = Source()
+    urging = PriorityControl([source], lambda: "idle")
+    source.running = RunningProcess(child.pid, Urgency(min_share=0.1), source.send)
+    urging.once()
+    assert os.getpriority(os.PRIO_PROCESS, child.pid) == 10
+
+
+def test_waiting_request_speeds_up_a_scheduled_capture(tmp_path: Path) -> None:
+    """A scheduled capture gets half of the time as soon as a requested snapshot waits behind it."""
+    bench = Bench(tmp_path)
+    gate = trio.Event()
+    bench.gates = [None, gate]
+    bench.add_root("/a", FakeOverlay())
+    woken: list[bool] = []
+    bench.snapshots.capturing.on_urgency = lambda: woken.append(bench.snapshots.caller_waits)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bench.snapshots.capturing.run)
+            with trio.fail_after(30):
+                first = await bench.snapshots.take(SnapshotRequest(), scheduled=True)
+                # The first snapshot of a root counts as requested.
+                assert first.record.requested
+                await first.finished.wait()
+                await bench.snapshots.take(SnapshotRequest(), scheduled=True)
+                await until(lambda: len(bench.jobs) == 2)
+                running = bench.snapshots.capturing.running()
+                assert running is not None
+                assert not running.urgency.requested
+                assert not woken[-1]
+                await bench.snapshots.take(SnapshotRequest())
+                running = bench.snapshots.capturing.running()
+                assert running is not None
+                assert running.urgency.requested
+                assert woken[-1]
+                gate.set()
+            nursery.cancel_scope.cancel()
+
+    try:
+        trio.run(main)
+    finally:
+        bench.close()
+    assert [job.urgency.requested for job in bench.jobs[:2]] == [True, False]
+
+
+def test_the_slice_has_the_weight_of_the_share(tmp_path: Path) -> None:
+    """The slice's weight follows the share in steps of two, and is the least weight again at the end.
+
+    A nice value counts within the slice alone. Each change costs a process, hence the steps.
+    """
+    output = tmp_path / "said"
+    systemctl = tmp_path / "systemctl"
+    systemctl.write_text(f'#!/bin/sh\necho "$@" >> {output}\n')
+    systemctl.chmod(0o755)
+
+    async def main() -> None:
+        weight = SliceWeight(systemctl=str(systemctl))
+        for share in (0.0, 0.01, 0.012, 0.3, 0.31, 1.0, 0.0):
+            await weight.set(share)
+
+    trio.run(main)
+    assert output.read_text().splitlines() == [
+        f"set-property --runtime {SLICE} CPUWeight={weight} IOWeight={weight}"
+        for weight in (1, 2, 32, 100, 1)
+    ]
+
+
+@pytest.mark.parametrize("systemctl", ["/nonexistent/systemctl", "/bin/false", sys.executable])
+def test_a_weight_that_cannot_be_set_is_no_error(systemctl: str) -> None:
+    """The capture goes on without systemd, or when it refuses the weight."""
+    trio.run(SliceWeight(systemctl=systemctl).set, 0.5)

@@ -1,0 +1,381 @@
+"""Tests of one supervised root: mounted, remounted, given up with an alert, and unmounted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+import trio
+import trio.testing
+from support.fake_daemon import FakeOverlay, FakeWorker, NoMounts
+
+import ciuic.daemon.roots.supervisor as supervisor_module
+from ciuic.daemon.base.alerts import Alerts
+from ciuic.daemon.base.events import EventBus
+from ciuic.daemon.base.settings import RootSettings
+from ciuic.daemon.roots import bypass_watch
+from ciuic.daemon.roots.supervisor import RootSupervisor
+from ciuic.daemon.roots.worker_process import OverlayWorker
+from ciuic.errors import CiuicError, NotFound
+from ciuic.system.bypass import Bypasser, Use
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Poll for a condition: it depends on processes and threads of the worker, which raise no event here."""
+    with trio.fail_after(20):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.01)
+
+
+class Stage:
+    """A supervisor over prepared workers, and what it reported."""
+
+    def __init__(self) -> None:
+        self.events = EventBus(lambda: 0)
+        self.alerts = Alerts(self.events, lambda: 0)
+        self.sessions: list[str] = []
+        self.order: list[str] = []
+        self.made: list[FakeWorker] = []
+        self.busy = False
+        """True makes the handler of a new session never end."""
+
+    def worker(self, session: str) -> FakeWorker:
+        made = FakeWorker(FakeOverlay("/a"), session)
+        self.made.append(made)
+        return made
+
+    def supervisor(self, *workers: OverlayWorker | Exception) -> RootSupervisor:
+        self.mounts = NoMounts(workers)
+        original = self.mounts.detach_dead
+
+        async def detach(root: str) -> None:
+            # While any process has the session open the mount hangs, and a hanging mount is not detached.
+            assert self.mounts.forgotten > 0
+            self.order.append("detached")
+            await original(root)
+
+        self.mounts.detach_dead = detach  # type: ignore[method-assign]
+
+        async def started(path: str, worker: OverlayWorker) -> None:
+            await trio.lowlevel.checkpoint()
+            self.sessions.append(worker.session)
+            if self.busy:
+                await trio.sleep_forever()
+
+        return RootSupervisor(
+            RootSettings("/a"),
+            self.mounts,
+            alerts=self.alerts,
+            events=self.events,
+            on_session=started,
+            on_session_lost=lambda path, session: self.order.append(f"lost {session}"),
+        )
+
+    def run(
+        self, supervisor: RootSupervisor, script: Callable[[], Awaitable[None]], *, autojump: bool = False
+    ) -> None:
+        async def main() -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(supervisor.run)
+                await supervisor.settled()
+                await script()
+                nursery.cancel_scope.cancel()
+
+        clock = trio.testing.MockClock(autojump_threshold=0) if autojump else None
+        trio.run(main, clock=clock)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    for worker in made.made:
+        worker.kill()
+        worker.close()
+
+
+def test_a_dead_worker_is_replaced(stage: Stage) -> None:
+    """The captures of a dead worker end first, then its mount is removed, then a new worker starts."""
+    first, second = stage.worker("one"), stage.worker("two")
+    supervisor = stage.supervisor(first, second)
+
+    async def script() -> None:
+        await until(lambda: stage.sessions == ["one"])
+        first.kill()
+        await until(lambda: stage.sessions == ["one", "two"])
+        assert (supervisor.state, supervisor.restarts, supervisor.worker) == ("mounted", 1, second)
+
+    stage.run(supervisor, script)
+    assert stage.order == ["lost one", "detached"]
+    (alert,) = stage.alerts.standing()
+    assert (alert.key, alert.severity) == ("worker:/a", "warning")
+    assert "SIGKILL" in alert.message
+
+
+def test_a_worker_that_dies_while_its_session_is_taken_up_is_replaced(stage: Stage) -> None:
+    """A worker that dies while its new session is handled is replaced.
+
+    The handler may wait for a cut, and the cut for this root to be served, so the worker is watched
+    meanwhile.
+    """
+    stage.busy = True
+    first, second, third = (stage.worker(name) for name in ("one", "two", "three"))
+    supervisor = stage.supervisor(first, second, third)
+
+    async def script() -> None:
+        await until(lambda: stage.sessions == ["one"])
+        first.kill()
+        await until(lambda: stage.sessions == ["one", "two"])
+        second.kill()
+        await until(lambda: stage.sessions == ["one", "two", "three"])
+        assert (supervisor.state, supervisor.worker) == ("mounted", third)
+
+    stage.run(supervisor, script)
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["umount", "umount -l"])
+def test_unmounted_overlay_is_mounted_again(stage: Stage, ends: bool) -> None:
+    """A root whose overlay was unmounted by another process is mounted again, with an alert about open files.
+
+    A session that is over is not continued. A worker that lives on serves the open files, and has nothing
+    pending in the undo log that it shares with the next one.
+    """
+    first, second = stage.worker("one"), stage.worker("two")
+    supervisor = stage.supervisor(first, second)
+
+    async def script() -> None:
+        await until(lambda: stage.sessions == ["one"])
+        stage.mounts.mounted = False
+        if ends:
+            first.session_is_over = lambda: True  # type: ignore[method-assign]
+            await until(lambda: supervisor.state == "restarting")
+            first.kill()
+        await until(lambda: stage.sessions == ["one", "two"])
+        assert (supervisor.state, supervisor.worker) == ("mounted", second)
+        assert supervisor.lingers is not ends
+
+    stage.run(supervisor, script)
+    assert stage.order[0] == "lost one"
+    assert stage.mounts.successions == []
+    (alert,) = stage.alerts.standing()
+    assert alert.key == "unmounted:/a"
+    assert ("no file was open" if ends else "go on being served") in alert.message
+
+
+def test_a_root_that_cannot_be_mounted_is_tried_again(stage: Stage) -> None:
+    """A failed mount is retried; its alert says why and what to do, and is cleared when the mount works."""
+    supervisor = stage.supervisor(NotFound("/a does not exist", hint="make it"), stage.worker("one"))
+    seen = []
+
+    async def script() -> None:
+        seen.extend(stage.alerts.standing())
+        assert supervisor.state == "failed"
+        await until(lambda: supervisor.state == "mounted")
+
+    stage.run(supervisor, script, autojump=True)
+    assert [(alert.key, alert.hint) for alert in seen] == [("root:/a", "make it")]
+    assert stage.alerts.standing() == []
+
+
+def test_attempts_become_rarer(stage: Stage) -> None:
+    """Retries become rarer: within an hour fewer than two hundred attempts."""
+    failures = [NotFound("gone") for _ in range(1000)]
+    supervisor = stage.supervisor(*failures)
+
+    async def script() -> None:
+        await trio.sleep(3600)
+
+    stage.run(supervisor, script, autojump=True)
+    assert 100 < 1000 - len(stage.mounts.workers) < 200
+
+
+def test_a_worker_that_dies_while_it_is_stopped_leaves_no_session(stage: Stage) -> None:
+    """All descriptors of a session are closed before its mount is removed, which would hang otherwise."""
+    worker = stage.worker("one")
+    worker.session_fd = os.open("/dev/null", os.O_RDONLY)
+    worker.overlay.fail_on = {"status"}
+    supervisor = stage.supervisor(worker)
+    closed: list[bool] = []
+    original = stage.mounts.detach_dead
+
+    async def detach(root: str) -> None:
+        closed.append(worker.closed)
+        await original(root)
+
+    stage.mounts.detach_dead = detach  # type: ignore[method-assign]
+
+    async def script() -> None:
+        worker.is_alive = lambda: False  # type: ignore[method-assign]
+        await supervisor.stop()
+
+    stage.run(supervisor, script)
+    assert closed == [True]
+    assert supervisor.state == "unmounted"
+
+
+def test_stopping_detaches_and_waits_for_the_worker(stage: Stage) -> None:
+    """Pending epochs are given back before the worker is asked to stop, and nothing is mounted afterwards."""
+    worker = stage.worker("one")
+    worker.overlay.pending = [4]
+    supervisor = stage.supervisor(worker)
+
+    async def script() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(supervisor.stop)
+            await until(lambda: "stop /a" in worker.overlay.log)
+            assert worker.overlay.aborted == [4]
+            stage.mounts.mounted = False
+            worker.kill()
+        assert supervisor.state == "unmounted"
+
+    stage.run(supervisor, script)
+    assert stage.order == ["lost one"]
+
+
+def test_a_worker_with_open_handles_is_left_alive(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker with open handles is left alive, and its root counts as unmounted."""
+    monkeypatch.setattr(supervisor_module, "LINGER_NOTICE_SECONDS", 0.2)
+    worker = stage.worker("one")
+    supervisor = stage.supervisor(worker)
+
+    async def script() -> None:
+        stage.mounts.mounted = False
+        await supervisor.stop()
+        assert supervisor.state == "unmounted"
+        os.kill(worker.pid, 0)
+
+    stage.run(supervisor, script)
+    assert stage.alerts.standing() == []
+
+
+def test_a_worker_that_does_not_stop_is_an_alert(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mount that stays raises an alert that tells the operator how to remove it."""
+    monkeypatch.setattr(supervisor_module, "STOP_TIMEOUT_SECONDS", 0.3)
+    supervisor = stage.supervisor(stage.worker("one"))
+
+    async def script() -> None:
+        await supervisor.stop()
+        assert supervisor.state != "unmounted"
+
+    stage.run(supervisor, script)
+    (alert,) = stage.alerts.standing()
+    assert "umount -l /a" in alert.hint
+
+
+def test_writers_that_go_round_are_named_until_they_end(stage: Stage) -> None:
+    """Processes that can write past the overlay are named in an alert until they end."""
+    reader = Bypasser(1, "reader", 0, (Use("open", b"/a/f", False),))
+    writer = Bypasser(2, "python train.py", 0, (Use("open", b"/a/log", True),))
+    supervisor = stage.supervisor(stage.worker("one"))
+    stage.mounts.found = [reader, writer]
+
+    async def script() -> None:
+        assert supervisor.untrusted
+        # Wait for the scan that the mount has begun.
+        await supervisor.refresh_bypassing()
+        assert not supervisor.all_accounted
+        assert [process.pid for process in supervisor.bypassing] == [2]
+        (alert,) = stage.alerts.standing()
+        assert "2 (python train.py)" in alert.message
+        status = await supervisor.status()
+        assert [(report.pid, report.paths) for report in status.bypassing] == [(2, ["/a/log"])]
+        stage.mounts.found = [reader]
+        await supervisor.refresh_bypassing()
+        assert supervisor.bypassing == []
+
+    stage.run(supervisor, script)
+    assert stage.alerts.standing() == []
+
+
+def test_no_alert_names_a_worker_that_serves_open_files(stage: Stage) -> None:
+    """A worker that serves open files is not named, though it bypasses the overlay mounted after it.
+
+    Ending it would take the job's files away.
+    """
+    old = Bypasser(2, "python -m ciuic.fuse_layer.worker ", 0, (Use("open", b"/a/log", True),))
+    supervisor = stage.supervisor(stage.worker("one"))
+    stage.mounts.found = [old]
+
+    async def script() -> None:
+        await supervisor.refresh_bypassing()
+        (alert,) = stage.alerts.standing()
+        assert alert.hint.startswith("leave the overlay worker alone")
+
+    stage.run(supervisor, script)
+
+
+def test_a_look_that_does_not_end_delays_no_mount(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan of /proc that does not end delays no mount; captures compare everything, with an alert."""
+    monkeypatch.setattr(bypass_watch, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(bypass_watch, "PATIENCE_SECONDS", 0.01)
+    supervisor = stage.supervisor(stage.worker("one"))
+    free = trio.Event()
+
+    async def bypassing(root: str, ignore: object, only: object) -> list[Bypasser]:
+        await free.wait()
+        return []
+
+    monkeypatch.setattr(stage.mounts, "bypassing", bypassing)
+
+    async def script() -> None:
+        assert supervisor.state == "mounted"
+        await supervisor.refresh_bypassing()
+        assert supervisor.untrusted
+        assert not supervisor.all_accounted
+        await until(lambda: bool(stage.alerts.standing()))
+        (alert,) = stage.alerts.standing()
+        assert "not known" in alert.message
+        free.set()
+        await until(lambda: supervisor.all_accounted)
+
+    stage.run(supervisor, script)
+    assert stage.alerts.standing() == []
+
+
+def test_an_older_worker_hands_over_when_its_successor_can_be_forked(stage: Stage) -> None:
+    """An older worker hands over only when its successor can be forked, so the job need not wait."""
+    old = stage.worker("one")
+    old.adopted, old.session_fd, old.version = True, os.open("/dev/null", os.O_RDONLY), "0.0.1"
+    supervisor = stage.supervisor(old)
+
+    async def prepared() -> None:
+        await trio.lowlevel.checkpoint()
+        stage.order.append("ready to fork")
+
+    async def handed_over(worker: OverlayWorker) -> None:
+        await trio.lowlevel.checkpoint()
+        stage.order.append("handed over")
+
+    stage.mounts.prepare_successor = prepared  # type: ignore[method-assign]
+    supervisor.hand_over = handed_over  # type: ignore[method-assign]
+
+    async def script() -> None:
+        await trio.lowlevel.checkpoint()
+
+    stage.run(supervisor, script)
+    assert stage.order == ["ready to fork", "handed over"]
+
+
+def test_abandoned_session_is_removed_from_systemd(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor of a given-up session is removed from systemd, or its mount would hang for ever."""
+    first, later = stage.worker("one"), stage.worker("two")
+    first.session_fd = os.open("/dev/null", os.O_RDONLY)
+    monkeypatch.setattr("ciuic.fuse_layer.journal.succession.SUCCESSION_SECONDS", (0.0, 0.0))
+    refused = [CiuicError("no worker can be forked")] * 3
+    supervisor = stage.supervisor(first, *refused, later)
+    original = stage.mounts.forget
+
+    async def forget(root: str) -> None:
+        stage.order.append("forgotten")
+        await original(root)
+
+    stage.mounts.forget = forget  # type: ignore[method-assign]
+
+    async def script() -> None:
+        await until(lambda: stage.sessions == ["one"])
+        first.kill()
+        await until(lambda: stage.sessions == ["one", "two"])
+
+    stage.run(supervisor, script)
+    assert stage.order == ["lost one", "forgotten", "detached"]

@@ -1,0 +1,657 @@
+"""Snapshots from the cut to the commit: order, retries, lost sessions, successors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+import trio.testing
+from support.fake_daemon import Bench, FakeOverlay, done, sleeping_process
+
+import ciuic.daemon.snapshots.pending as pending_module
+import ciuic.daemon.snapshots.promises as promises_module
+from ciuic.daemon.base.runtime import CutRecord, PendingRecord
+from ciuic.daemon.capture.job import EXIT_UNDO_LOST, CaptureJob, CaptureProgress, Done, Failed
+from ciuic.daemon.snapshots.promises import MACHINE_ENDED
+from ciuic.daemon.snapshots.retaking import MAX_RETAKES, TAG_UNFLUSHED
+from ciuic.daemon.snapshots.snapshots import MAX_PENDING, ROOM_SECONDS
+from ciuic.errors import Busy, CiuicError, Damaged, NotFound
+from ciuic.protocol.control_types import SnapshotRequest
+from ciuic.repository.promised import Promise
+from ciuic.system.processes import start_ticks
+from ciuic.types import TAG_RETAKEN, LeftOut
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    # A clock that runs fast would end these limits before their thread has begun.
+    for limit in ("RECORD_SECONDS", "OUTCOME_SECONDS"):
+        monkeypatch.setattr(promises_module, limit, 1e6)
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+def run(bench: Bench, script: Callable[[], Awaitable[None]], *, speed: float = 1) -> None:
+    """Run ``script`` beside the capture task at ``speed`` times real time, and end the task afterwards.
+
+    A clock that jumps when all tasks wait would jump over the threads in which workers are asked.
+    """
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bench.snapshots.capturing.run)
+            with trio.fail_after(20 * speed):
+                await script()
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=trio.testing.MockClock(rate=speed) if speed != 1 else None)
+
+
+def test_snapshot_is_cut_captured_and_committed_at_the_worker(bench: Bench) -> None:
+    """The job names the sealed epoch, which is committed at the worker only after the capture's Done."""
+    overlay = FakeOverlay()
+    worker = bench.add_root("/a", overlay)
+    gate = trio.Event()
+    bench.gates = [gate]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest(message="m", tags=["t"], hold=True))
+        assert overlay.committed == []
+        assert list(bench.store.promises) == [pending.id]
+        gate.set()
+        await pending.finished.wait()
+        assert (pending.state.state, pending.state.new_bytes) == ("committed", 5)
+        while bench.runtime.read_pending():  # noqa: ASYNC110  it forgets the snapshot a moment after its commit
+            await trio.sleep(0.01)
+        assert bench.store.promises == {}
+
+    run(bench, script)
+    assert overlay.committed == [1]
+    (job,) = bench.jobs
+    assert (job.message, job.tags, job.hold, job.host) == ("m", ("t",), True, "host")
+    (root,) = job.roots
+    assert (root.path, root.session, root.epoch, root.worker_pid) == (b"/a", "s", 1, worker.pid)
+    assert root.trust_tracking
+    assert bench.flushed == ["/a"]
+    assert bench.runtime.read_pending() == []
+
+
+def test_snapshots_are_captured_one_at_a_time_in_the_order_of_their_cuts(bench: Bench) -> None:
+    """A second cut does not wait for the first capture, but its capture does."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    gate = trio.Event()
+    bench.gates = [gate]
+
+    async def script() -> None:
+        first = await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+        second = await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+        assert overlay.pending == [1, 2]
+        assert len(bench.jobs) == 1
+        assert [record.id for record in bench.runtime.read_pending()] == [first.id, second.id]
+        gate.set()
+        await second.finished.wait()
+        assert first.state.state == "committed"
+
+    run(bench, script)
+    assert [job.roots[0].epoch for job in bench.jobs] == [1, 2]
+    assert overlay.committed == [1, 2]
+
+
+def test_a_killed_capture_is_tried_again(bench: Bench) -> None:
+    """A capture that ended without a message is started again with the same epoch and id."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.behaviours = [lambda job: Failed(error="killed", code=-1), done]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await pending.finished.wait()
+        assert pending.state.state == "committed"
+        assert pending.state.attempts == 2
+        assert pending.state.error == ""
+
+    run(bench, script, speed=100)
+    assert len({job.id for job in bench.jobs}) == 1
+    assert overlay.committed == [1]
+    assert "capture" not in bench.alerts
+
+
+@pytest.mark.parametrize(("code", "kind"), [(4, Damaged), (2, CiuicError)])
+def test_damage_is_not_retried(bench: Bench, code: int, kind: type[CiuicError]) -> None:
+    """Damage is not retried: the epoch goes back to its worker with an alert, and the id is lost."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.behaviours = [lambda job: Failed(error="no", hint="do this", code=code)]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await pending.finished.wait()
+        assert pending.state.state == "failed"
+        assert isinstance(pending.failure, kind)
+
+    run(bench, script)
+    assert len(bench.jobs) == 1
+    assert overlay.aborted == [1]
+    (alert,) = bench.alerts.standing()
+    assert (alert.key, alert.severity, alert.hint) == ("capture", "problem", "do this")
+    assert [state.state for state in bench.snapshots.unfinished()] == ["failed"]
+    assert [promise.reason for promise in bench.store.promises.values()] == ["no"]
+
+
+def test_a_commit_ends_the_alert_of_an_earlier_failure(bench: Bench) -> None:
+    """The next snapshot, which has the changes, clears the alert of an earlier failure."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.behaviours = [lambda job: Failed(error="no", code=4), done]
+
+    async def script() -> None:
+        await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
+        await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
+
+    run(bench, script)
+    assert bench.alerts.standing() == []
+    assert bench.snapshots.unfinished() == []
+    assert (overlay.aborted, overlay.committed) == ([1], [2])
+
+
+def test_a_busy_repository_is_waited_for_but_not_for_ever(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy repository is waited for, and after a while the epoch is given back: waiting costs the job."""
+    monkeypatch.setattr(pending_module, "BUSY_PATIENCE_SECONDS", 60)
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.behaviours = [lambda job: Failed(error="busy", code=75)]
+
+    async def script() -> None:
+        began = trio.current_time()
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await pending.finished.wait()
+        assert trio.current_time() - began >= 60
+        assert isinstance(pending.failure, Busy)
+
+    run(bench, script, speed=200)
+    assert overlay.aborted == [1]
+    assert len(bench.jobs) > 2
+
+
+def test_a_lost_session_ends_the_running_capture_and_the_roots_are_cut_again(bench: Bench) -> None:
+    """A capture is killed when its worker dies, and all roots are cut again once there is a successor."""
+    ours, other = FakeOverlay("a"), FakeOverlay("b")
+    bench.add_root("/a", ours)
+    bench.add_root("/b", other)
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest(message="m"))
+        await trio.testing.wait_all_tasks_blocked()
+        bench.roots["/a"].worker = None
+        bench.snapshots.session_lost("/a", "s")
+        assert bench.captures[0].killed
+        ours.epoch, ours.pending = 1, []
+        bench.add_root("/a", ours, session="successor")
+        await pending.finished.wait()
+        assert (pending.state.state, pending.state.roots) == ("committed", ["/a", "/b"])
+        assert pending.state.retaken == "the overlay session of /a ended before the capture did"
+        while bench.store.promises:  # noqa: ASYNC110  the note goes a moment after the commit
+            await trio.sleep(0.01)
+
+    run(bench, script)
+    assert (ours.aborted, ours.committed) == ([], [1])
+    assert (other.aborted, other.committed) == ([1], [2])
+    first, second = bench.jobs
+    assert first.id == second.id
+    assert [(root.path, root.session, root.epoch) for root in second.roots] == [
+        (b"/a", "successor", 1),
+        (b"/b", "s", 2),
+    ]
+    assert TAG_RETAKEN in second.tags
+    assert "cut again: the overlay session of /a ended" in second.message
+
+
+def test_epoch_of_a_killed_worker_is_captured_through_its_successor(bench: Bench) -> None:
+    """A dead worker's sealed epoch is captured again through its successor, with the promised instant."""
+    overlay = FakeOverlay("a")
+    bench.add_root("/a", overlay)
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+        bench.roots["/a"].worker = None
+        bench.snapshots.session_lost("/a", "s")
+        assert bench.captures[0].killed
+        bench.add_root("/a", overlay)
+        await pending.finished.wait()
+        assert (pending.state.state, pending.state.retaken) == ("committed", "")
+
+    run(bench, script)
+    assert (overlay.aborted, overlay.committed) == ([], [1])
+    assert [job.roots[0].epoch for job in bench.jobs] == [1, 1]
+
+
+def test_a_root_that_does_not_come_back_is_left_out(bench: Bench) -> None:
+    """A root without a successor is left out, and the others are captured at the promised instant."""
+    other = FakeOverlay("b")
+    bench.add_root("/a", FakeOverlay("a"))
+    bench.add_root("/b", other)
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+        bench.roots["/a"].worker = None
+        bench.snapshots.session_lost("/a", "s")
+        await pending.finished.wait()
+        assert (pending.state.state, pending.state.roots) == ("committed", ["/b"])
+        assert list(pending.state.left_out) == ["/a"]
+
+    run(bench, script, speed=200)
+    assert (other.aborted, other.committed) == ([], [1])
+    assert [[root.path for root in job.roots] for job in bench.jobs] == [[b"/a", b"/b"], [b"/b"]]
+    assert "left-out:/a" in bench.alerts
+
+
+def test_worker_that_dies_again_before_its_turn_loses_nothing(bench: Bench) -> None:
+    """A snapshot survives a worker that dies again while it waits for another cut.
+
+    The root was back when the wait began, and is without a worker for a moment when the turn comes.
+    """
+    overlay = FakeOverlay("a")
+    bench.add_root("/a", overlay)
+    bench.behaviours = [lambda job: Failed(error="given up", code=EXIT_UNDO_LOST), done]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        async with bench.snapshots._cut_lock:
+            with trio.move_on_after(5):
+                while not pending.retakes:  # noqa: ASYNC110  announced on no event of ours
+                    await trio.sleep(0.01)
+            # The retake has found its root mounted, and waits for the lock.
+            await trio.sleep(0.2)
+            worker, bench.roots["/a"].worker = bench.roots["/a"].worker, None
+        await trio.sleep(0.2)
+        bench.roots["/a"].worker = worker
+        await pending.finished.wait()
+        assert (pending.state.state, pending.state.retaken) == ("committed", "given up")
+
+    run(bench, script)
+
+
+def test_an_abandoned_undo_log_causes_a_new_cut(bench: Bench) -> None:
+    """The same id gets what the root has now after a full disk took the sealed epoch."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.behaviours = [lambda job: Failed(error="given up", code=EXIT_UNDO_LOST), done]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await pending.finished.wait()
+        assert (pending.state.state, pending.state.retaken) == ("committed", "given up")
+
+    run(bench, script)
+    assert (overlay.aborted, overlay.committed) == ([1], [2])
+
+
+def test_snapshot_whose_new_cuts_fail_is_lost_with_a_reason(bench: Bench) -> None:
+    """A snapshot whose new cuts fail several times is noted as lost with the reason, which its waiters get."""
+    bench.add_root("/a", FakeOverlay())
+    bench.behaviours = [lambda job: Failed(error="given up", code=EXIT_UNDO_LOST)]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest(message="m", tags=["t"]))
+        await pending.finished.wait()
+        assert pending.state.state == "failed"
+
+    run(bench, script, speed=200)
+    assert len(bench.jobs) == MAX_RETAKES + 1
+    (promise,) = bench.store.promises.values()
+    assert (promise.message, promise.roots) == ("m", ("/a",))
+    assert promise.reason.startswith("given up; it could not be cut anew in")
+
+
+def test_every_waiting_snapshot_of_an_ended_session_is_cut_again_at_once(bench: Bench) -> None:
+    """All snapshots of an ended session are cut again at once, also those behind a long capture."""
+    ours, other = FakeOverlay("a"), FakeOverlay("b")
+    bench.add_root("/a", ours)
+    bench.add_root("/b", other)
+    gate = trio.Event()
+    bench.gates = [gate]
+
+    async def script() -> None:
+        first = await bench.snapshots.take(SnapshotRequest(roots=["/b"]))
+        await trio.testing.wait_all_tasks_blocked()
+        second = await bench.snapshots.take(SnapshotRequest(roots=["/a"]))
+        third = await bench.snapshots.take(SnapshotRequest(roots=["/b"]))
+        bench.roots["/a"].worker = None
+        bench.snapshots.session_lost("/a", "s")
+        ours.epoch, ours.pending = 1, []
+        bench.add_root("/a", ours, session="successor")
+        while not second.state.retaken:  # noqa: ASYNC110  it is announced on no event of ours
+            await trio.sleep(0.01)
+        assert first.state.state == "capturing"
+        assert [record.id for record in bench.runtime.read_pending()] == [first.id, third.id, second.id]
+        gate.set()
+        await second.finished.wait()
+
+    run(bench, script)
+    assert [job.roots[0].path for job in bench.jobs] == [b"/b", b"/b", b"/a"]
+
+
+def test_a_root_that_the_capture_left_out_gets_its_epoch_back(bench: Bench) -> None:
+    """A root left out of a snapshot gets its epoch back, and an alert stands until one has the root again."""
+    ours, other = FakeOverlay("a"), FakeOverlay("b")
+    bench.add_root("/a", ours)
+    bench.add_root("/b", other)
+    lost = LeftOut(path=b"/a", reason="its undo log was given up")
+    bench.behaviours = [lambda job: msgspec.structs.replace(done(job), left_out=(lost,)), done]
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await pending.finished.wait()
+        assert (pending.state.state, pending.state.roots) == ("committed", ["/b"])
+        assert pending.state.left_out == {"/a": "its undo log was given up"}
+        assert "left-out:/a" in bench.alerts
+        await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
+
+    run(bench, script)
+    assert (ours.aborted, ours.committed) == ([1], [2])
+    assert (other.aborted, other.committed) == ([], [1, 2])
+    assert "left-out:/a" not in bench.alerts
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_root_that_always_ends_the_capture_is_left_out(bench: Bench, by_name: bool) -> None:
+    """A root during which every attempt is killed or fails is left out of the last attempt."""
+    bench.add_root("/a", FakeOverlay("a"))
+    bench.add_root("/b", FakeOverlay("b"))
+
+    def fails(job: CaptureJob) -> Failed | Done:
+        if any(root.path == b"/a" for root in job.roots):
+            return Failed(error="killed", code=1 if by_name else -1, root=b"/a" if by_name else b"")
+        return done(job)
+
+    bench.behaviours = [fails]
+    if not by_name:
+        bench.progress = CaptureProgress(root=b"/a", entries=1, files_read=0, bytes_read=0, new_bytes=0)
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        await pending.finished.wait()
+        assert (pending.state.state, list(pending.state.left_out)) == ("committed", ["/a"])
+
+    run(bench, script, speed=100)
+    assert len(bench.jobs) == 4
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_a_scheduled_snapshot_that_was_lost_is_taken_again(bench: Bench, scheduled: bool) -> None:
+    """A scheduled snapshot lost with its worker is taken again; a requested one has been answered."""
+    bench.add_root("/a", FakeOverlay())
+    bench.gates = [trio.Event()]
+    retries: list[str] = []
+    bench.snapshots.capturing.on_scheduled_lost = lambda: retries.append("again")
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest(), scheduled=scheduled)
+        await trio.testing.wait_all_tasks_blocked()
+        bench.roots["/a"].worker = None
+        bench.snapshots.session_lost("/a", "s")
+        await pending.finished.wait()
+
+    run(bench, script, speed=200)
+    assert retries == (["again"] if scheduled else [])
+    assert len(bench.store.promises) == (not scheduled)
+
+
+def test_stopping_gives_every_epoch_back(bench: Bench) -> None:
+    """Stopping in the middle of a capture, with another waiting, returns both epochs to the worker."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        await bench.snapshots.take(SnapshotRequest())
+        await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+
+    run(bench, script)
+    assert sorted(overlay.aborted) == [1, 2]
+    assert overlay.pending == []
+    assert [promise.reason for promise in bench.store.promises.values()] == [
+        "the daemon stopped before it was captured"
+    ] * 2
+
+
+def test_a_restarting_daemon_leaves_waiting_snapshots_to_its_successor(bench: Bench) -> None:
+    """A daemon that restarts gives no epoch back, and its journal names what was promised."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.gates = [trio.Event()]
+    bench.snapshots.capturing.leaving = True
+
+    async def script() -> None:
+        await bench.snapshots.take(SnapshotRequest())
+        await bench.snapshots.take(SnapshotRequest())
+        await trio.testing.wait_all_tasks_blocked()
+
+    run(bench, script)
+    assert (overlay.aborted, overlay.pending) == ([], [1, 2])
+    assert [record.id for record in bench.runtime.read_pending()] == list(bench.store.promises)
+
+
+def test_a_root_that_is_not_mounted_is_named(bench: Bench) -> None:
+    """An unmounted root is left out of "all roots" and named; asked for by name it is an error."""
+    bench.add_root("/a", FakeOverlay())
+    bench.add_root("/b", FakeOverlay())
+    worker, bench.roots["/b"].worker, bench.roots["/b"].state = bench.roots["/b"].worker, None, "failed"
+
+    async def script() -> None:
+        pending = await bench.snapshots.take(SnapshotRequest())
+        assert pending.state.roots == ["/a"]
+        assert pending.state.left_out == {"/b": "it was not mounted"}
+        with pytest.raises(CiuicError, match="/b"):
+            await bench.snapshots.take(SnapshotRequest(roots=["/a", "/b"]))
+        with pytest.raises(NotFound):
+            await bench.snapshots.take(SnapshotRequest(roots=["/c"]))
+
+    run(bench, script)
+    assert worker is not None
+
+
+def test_too_many_waiting_snapshots_are_refused(bench: Bench) -> None:
+    """Cuts stop while too many sealed epochs wait, also after a minute."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay)
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        for _ in range(MAX_PENDING):
+            await bench.snapshots.take(SnapshotRequest())
+        before = trio.current_time()
+        with pytest.raises(Busy):
+            await bench.snapshots.take(SnapshotRequest())
+        assert trio.current_time() - before >= ROOM_SECONDS
+        assert len(overlay.pending) == MAX_PENDING
+
+    run(bench, script, speed=200)
+
+
+def test_unfinished_flush_gives_a_tag(bench: Bench) -> None:
+    """A snapshot whose flush did not finish has a tag that says cached writes may be missing."""
+    bench.add_root("/a", FakeOverlay())
+
+    async def fail_to_check(root: str, worker: object) -> bool:
+        await trio.lowlevel.checkpoint()
+        return False
+
+    bench.snapshots._context = bench.snapshots._context._replace(flush=fail_to_check)
+
+    async def script() -> None:
+        assert (await bench.snapshots.take(SnapshotRequest(tags=["x"]))).state.tags == ["x", TAG_UNFLUSHED]
+
+    run(bench, script)
+
+
+def test_tracking_counts_again_only_after_a_full_comparison_was_committed(bench: Bench) -> None:
+    """Tracking is trusted again after a bypass once a snapshot cut later has compared everything."""
+    from ciuic.system.bypass import Bypasser, Use
+
+    bench.add_root("/a", FakeOverlay())
+    supervisor, mounts = bench.roots["/a"], bench.mounts["/a"]
+    somebody = Bypasser(1, "x", 0, (Use("open", b"/a/f", True),))
+    supervisor.bypass.processes, supervisor.untrusted, mounts.found = [somebody], True, [somebody]
+    bench.behaviours = [done, lambda job: Failed(error="no", code=4), done, done]
+
+    async def take() -> None:
+        await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
+
+    async def script() -> None:
+        # The bypassing process is still there.
+        await take()
+        assert bench.runtime.read_untrusted() == {"/a"}
+        mounts.found = []
+        # The bypass has ended, but this capture fails.
+        await take()
+        # This capture compares everything.
+        await take()
+        assert bench.runtime.read_untrusted() == set()
+        await take()
+
+    run(bench, script)
+    assert [job.roots[0].trust_tracking for job in bench.jobs] == [False, False, False, True]
+
+
+def record(**changes: object) -> PendingRecord:
+    cuts = [CutRecord(path="/a", session="s", epoch=1)]
+    return PendingRecord(**{"id": "cs-00abcd", "time_ns": 5, "cuts": cuts, "attempts": 1, **changes})  # type: ignore[arg-type]
+
+
+def test_a_successor_goes_on_with_the_same_id(bench: Bench) -> None:
+    """A snapshot promised by a killed daemon is captured by its successor under the same id."""
+    overlay = FakeOverlay()
+    overlay.epoch, overlay.pending = 2, [1]
+    bench.add_root("/a", overlay)
+
+    async def script() -> None:
+        await bench.snapshots.resume([record()])
+        pending = bench.snapshots.state("cs-00abcd")
+        assert pending is not None
+        await pending.finished.wait()
+        assert pending.state.state == "committed"
+
+    run(bench, script)
+    assert [job.id for job in bench.jobs] == ["cs-00abcd"]
+    assert overlay.committed == [1]
+
+
+def test_a_successor_captures_no_committed_snapshot_again(bench: Bench) -> None:
+    """A successor tells the worker of a snapshot committed before, and captures nothing again."""
+    overlay = FakeOverlay()
+    overlay.epoch, overlay.pending = 2, [1]
+    bench.add_root("/a", overlay)
+    bench.store.epochs[("/a", "s", 1)] = "cs-00abcd"
+
+    async def script() -> None:
+        await bench.snapshots.resume([record()])
+        pending = bench.snapshots.state("cs-00abcd")
+        assert pending is not None
+        await pending.finished.wait()
+
+    run(bench, script)
+    assert bench.jobs == []
+    assert overlay.committed == [1]
+
+
+def test_a_successor_lets_a_running_capture_finish(bench: Bench) -> None:
+    """A capture that the predecessor started goes on and is waited for, not started twice."""
+    overlay = FakeOverlay()
+    overlay.epoch, overlay.pending = 2, [1]
+    bench.add_root("/a", overlay)
+    process = sleeping_process()
+
+    async def script() -> None:
+        await bench.snapshots.resume(
+            [record(capture_pid=process.pid, capture_started_ticks=start_ticks(process.pid))]
+        )
+        await trio.testing.wait_all_tasks_blocked()
+        assert bench.jobs == []
+        bench.store.epochs[("/a", "s", 1)] = "cs-00abcd"
+        process.kill()
+        pending = bench.snapshots.state("cs-00abcd")
+        assert pending is not None
+        await pending.finished.wait()
+        assert pending.state.state == "committed"
+
+    run(bench, script)
+    process.wait()
+    assert bench.jobs == []
+
+
+def test_a_successor_cuts_again_for_an_ended_session(bench: Bench) -> None:
+    """The successor cuts the current root for an ended session, and the snapshot says so."""
+    overlay = FakeOverlay()
+    bench.add_root("/a", overlay, session="new")
+
+    async def script() -> None:
+        await bench.snapshots.resume([record()])
+        pending = bench.snapshots.state("cs-00abcd")
+        assert pending is not None
+        await pending.finished.wait()
+        assert (pending.state.state, pending.state.tags) == ("committed", [TAG_RETAKEN])
+
+    run(bench, script)
+    assert [(job.id, job.roots[0].session) for job in bench.jobs] == [("cs-00abcd", "new")]
+
+
+def test_promise_without_a_journal_is_lost(bench: Bench) -> None:
+    """A promise in the repository without a journal, as after a reboot, is noted as lost."""
+    bench.store.promises = {id_: Promise(id=id_, time_ns=1) for id_ in ("cs-00abcd", "cs-00abce")}
+    overlay = FakeOverlay()
+    overlay.epoch, overlay.pending = 2, [1]
+    bench.add_root("/a", overlay)
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        await bench.snapshots.resume([record()])
+        assert [one.reason for one in bench.store.promises.values()] == ["", MACHINE_ENDED]
+
+    run(bench, script)
+
+
+def test_reconcile_settles_forgotten_epochs(bench: Bench) -> None:
+    """A pending epoch with a snapshot is committed, one without is aborted, a queued one is left alone."""
+    overlay = FakeOverlay()
+    overlay.epoch, overlay.pending = 3, [1, 2]
+    worker = bench.add_root("/a", overlay)
+    bench.store.epochs[("/a", "s", 1)] = "cs-000001"
+    bench.gates = [trio.Event()]
+
+    async def script() -> None:
+        # This is epoch 3.
+        await bench.snapshots.take(SnapshotRequest())
+        await bench.snapshots.reconcile("/a", worker)
+        assert (overlay.committed, overlay.aborted, overlay.pending) == ([1], [2], [3])
+
+    run(bench, script)
+
+
+def test_descriptors_do_not_leak(bench: Bench) -> None:
+    """Each attempt closes its duplicates of the backing descriptors, however it ends."""
+    bench.add_root("/a", FakeOverlay())
+    bench.behaviours = [lambda job: OSError("no such program"), done]
+
+    async def script() -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        await (await bench.snapshots.take(SnapshotRequest())).finished.wait()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    run(bench, script, speed=100)

@@ -1,0 +1,116 @@
+"""Tests of the reserve: what others wrote during the last interval, and no longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from ciuic.daemon.base.repository_store import Store
+from ciuic.daemon.base.settings import RootSettings, Settings
+from ciuic.daemon.snapshots import space
+from ciuic.daemon.snapshots.space import SpaceWatch
+from ciuic.protocol.control_types import RepositoryStatus
+from ciuic.retention import MinFree
+
+GIB = 1 << 30
+INTERVAL_SECONDS = 3600
+
+
+class Disk(Store):
+    """A repository on a file system of 1,000 GiB."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("/store"), block_bytes=4096)
+        self.others = 100 * GIB
+        self.own = 0
+
+    def status(self) -> RepositoryStatus:
+        return RepositoryStatus(
+            exists=True, size_bytes=self.own, used_bytes=self.own + self.others, total_bytes=1000 * GIB
+        )
+
+
+class Watched:
+    """A watch whose clock and disk the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, same_disk: bool = True) -> None:
+        self.at = 0.0
+        self.disk = Disk()
+        self.settings = Settings(
+            Path("/s"),
+            Path("/r"),
+            Path("/store"),
+            roots=(RootSettings("/root"),),
+            interval_seconds=INTERVAL_SECONDS,
+        )
+        self.watch = SpaceWatch(lambda: self.settings, lambda: self.disk, lambda: self.at)
+        monkeypatch.setattr(space, "_is_on", lambda root, home, mounts: same_disk)
+
+    def reserve_gib(self, after_seconds: float = 30) -> int:
+        self.at += after_seconds
+        return self.watch.measure().reserve_bytes // GIB
+
+
+def test_the_reserve_is_twice_the_writes_of_others_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reserve is twice what others wrote within an interval, and shrinks again by itself."""
+    watched = Watched(monkeypatch)
+    assert watched.reserve_gib() == 50
+    watched.disk.others += 60 * GIB
+    assert watched.reserve_gib() == 120
+    for _ in range(INTERVAL_SECONDS // 30 - 2):
+        assert watched.reserve_gib() == 120
+    assert [watched.reserve_gib() for _ in range(3)][-1] == 50
+    assert "5%" in watched.watch.measure().reserve_reason
+
+
+def test_writes_of_the_repository_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures and saves do not raise the reserve, nor does a root on another disk."""
+    watched = Watched(monkeypatch)
+    assert watched.reserve_gib() == 50
+    watched.disk.own += 300 * GIB
+    assert watched.reserve_gib() == 50
+    elsewhere = Watched(monkeypatch, same_disk=False)
+    assert elsewhere.reserve_gib() == 50
+    elsewhere.disk.others += 300 * GIB
+    assert elsewhere.reserve_gib() == 50
+
+
+def test_a_configured_reserve_is_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configured reserve is used whatever grows."""
+    watched = Watched(monkeypatch)
+    watched.settings = watched.settings._replace(reserve=MinFree(size_bytes=GIB))
+    watched.reserve_gib()
+    watched.disk.others += 300 * GIB
+    assert watched.reserve_gib() == 1
+
+
+def test_samples_stay_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frequent status requests add no samples beyond a bound, and the growth is still known."""
+    watched = Watched(monkeypatch)
+    for number in range(20_000):
+        watched.disk.others = 100 * GIB + number * (GIB // 100)
+        watched.reserve_gib(0.1)
+    assert len(watched.watch._samples) <= space._MAX_SAMPLES + 2
+    assert watched.reserve_gib(0.1) in (2 * 199, 2 * 199 + 1)
+
+
+def test_schedule_waits_for_space_after_a_full_disk() -> None:
+    """The schedule waits after a snapshot failed for space until as much is free, a day at most."""
+
+    async def main() -> None:
+        shortage = space.Shortage()
+        assert shortage.needed_bytes() == 0
+        # This one failed for another reason.
+        shortage.met(0)
+        shortage.met(7 * GIB)
+        shortage.met(3 * GIB)
+        assert shortage.needed_bytes() == 7 * GIB
+        await trio.sleep(86399)
+        assert shortage.needed_bytes() == 7 * GIB
+        await trio.sleep(1)
+        assert shortage.needed_bytes() == 0
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))

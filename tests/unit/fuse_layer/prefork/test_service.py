@@ -1,0 +1,169 @@
+"""Tests of the process started by systemd to fork workers: for any number of daemons, and for root only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.live import wait_for
+from support.second_user import MADE_UP, run_as
+
+from ciuic.daemon.roots.worker_process import WorkerDied, WorkerOptions, _become_worker
+from ciuic.fuse_layer.prefork import messages
+from ciuic.fuse_layer.prefork.client import SpareProcess
+from ciuic.fuse_layer.prefork.messages import WORKER
+from ciuic.fuse_layer.prefork.service import Forker
+from ciuic.system.child_process import environment
+
+_REFUSED = 2
+"""Exit status of a worker with a command line that it does not understand (argparse)."""
+# As systemd starts it: the listening socket is descriptor 3, LISTEN_PID is the process itself.
+_ACTIVATED = "import os, sys; os.environ['LISTEN_PID'] = str(os.getpid()); os.dup2(int(sys.argv[1]), 3); os.execv(sys.executable, [sys.executable, '-m', 'ciuic.fuse_layer.standby', sys.argv[2]])"
+
+
+@pytest.fixture
+def service(short_tmp: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    path, watchdog = (
+        short_tmp / "workers.sock",
+        {"NOTIFY_SOCKET": f"{short_tmp}/notify", "WATCHDOG_USEC": "300000"},
+    )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        process = subprocess.Popen(
+            [sys.executable, "-c", _ACTIVATED, str(listener.fileno()), WORKER],
+            pass_fds=(listener.fileno(),), env={**environment(), **watchdog}, cwd="/", stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    try:
+        yield path, process
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def _spare(path: Path) -> SpareProcess:
+    return SpareProcess(Path("/"), {}, service=str(path))
+
+
+def test_concurrent_daemons_get_their_own_workers(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """Daemons beside each other get their workers, whose ends are reported and descriptors not shared."""
+    path, _ = service
+    one, other = _spare(path), _spare(path)
+    for spare in (one, other, one):
+        reader, writer = os.pipe()
+        worker = spare.become(["--nonsense"], [writer])
+        os.close(writer)
+        assert worker is not None
+        assert os.read(reader, 1) == b""
+        os.close(reader)
+        assert worker.wait() == _REFUSED
+    one.close()
+    assert other.become(["--nonsense"], []) is not None
+    other.close()
+
+
+def test_a_worker_whose_daemon_is_gone_is_collected(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """A worker whose daemon has gone is reaped, and its exit status can still be asked.
+
+    As a zombie, it would count as alive for a daemon that adopted it.
+    """
+    path, process = service
+    gone = _spare(path)
+    worker = gone.become(["--nonsense"], [])
+    assert worker is not None
+    gone.close()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for("the end of the worker", lambda: str(worker.pid) not in children.read_text().split(), 30)
+    following = _spare(path)
+    following.prepare()
+    assert following.status_of(worker.pid) == _REFUSED
+    following.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")
+def test_only_root_is_answered(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """A connection of a user other than root is closed without a fork, whatever the socket's mode."""
+    path, process = service
+    path.chmod(0o666)
+    for parent in (path.parent, path.parent.parent):
+        parent.chmod(0o711)
+    script = (
+        "import socket; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(20); s.connect(sys.argv[1])\n"
+        "try:\n    s.send(b'[]'); print(s.recv(10))\nexcept (BrokenPipeError, ConnectionResetError):\n    print(b'')\n"
+    )
+    assert run_as(MADE_UP, script, str(path)).stdout.strip() == "b''"
+    assert Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text() == ""
+    assert process.poll() is None
+
+
+def test_garbage_and_a_vanished_asker_end_nothing(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """A message that is no request, and a connection closed before its answer, leave the others served."""
+    path, process = service
+    for message in (b"{", b'{"a": 1}', b"[1, 2]", b"null", b"\xff"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+            one.settimeout(20)
+            one.connect(str(path))
+            one.send(message)
+            assert one.recv(100) == b""
+    spare = _spare(path)
+    assert spare.become(["--nonsense"], []) is not None
+    assert process.poll() is None
+    spare.close()
+
+
+def test_no_worker_is_started_without_the_service(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """The daemon starts no worker itself without the service, and names the unit to look at.
+
+    The daemon may lack the privileges of a worker.
+    """
+    path, process = service
+    spare = _spare(path)
+    spare.prepare()
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    assert not spare.await_ready()
+    options = WorkerOptions("/nowhere", Path("/nowhere.sock"), "auto", 4096, 4096)
+    with pytest.raises(WorkerDied, match="does not answer") as refused:
+        _become_worker(spare, options, 0, 1, None)
+    assert "ciuic-workers.service" in refused.value.hint
+
+
+def test_abandoned_request_forks_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose daemon stopped waiting forks no worker, as a second of one session would do harm."""
+    monkeypatch.setattr(messages, "fork", lambda: pytest.fail("forked"))
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    daemon, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with listener, daemon, connection:
+        forker = Forker(listener)
+        forker._connections[connection.fileno()] = connection
+        forker._poll.register(connection)
+        daemon.send(json.dumps(["--nonsense"]).encode())
+        daemon.close()
+        assert forker._answer(connection) is None
+        assert forker._connections == {}
+
+
+def test_worker_whose_pid_cannot_be_reported_is_ended() -> None:
+    """A worker is ended when its daemon disconnected between fork and answer."""
+    process = subprocess.Popen(["sleep", "100"])
+    daemon, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    daemon.close()
+    with connection, pytest.raises(OSError, match="Broken pipe"):
+        messages.answer_or_end(connection, process.pid, forked=True)
+    assert process.wait(30) == -signal.SIGKILL
+
+
+def test_service_feeds_the_watchdog(service: tuple[Path, subprocess.Popen[bytes]]) -> None:
+    """The watchdog message is sent regularly, also without requests (WATCHDOG_USEC)."""
+    path, _ = service
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(path.with_name("notify")))
+        manager.settimeout(30)
+        assert [manager.recv(100) for _ in range(3)] == [b"WATCHDOG=1"] * 3

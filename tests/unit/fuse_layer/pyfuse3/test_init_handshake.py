@@ -1,0 +1,55 @@
+"""Tests of the changes to libfuse's answer to FUSE_INIT."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ciuic.fuse_layer.pyfuse3.init_handshake import HandshakeFailed, completed_reply
+
+KILLPRIV, SYMLINKS, KILLPRIV_V2 = 1 << 19, 1 << 23, 1 << 28
+FLAGS = st.integers(0, 2**32 - 1)
+
+
+def request(offered: int) -> bytes:
+    """Return a FUSE_INIT request: header, major, minor, max_readahead, flags."""
+    return struct.pack("<IIQQIIII", 56, 26, 1, 0, 0, 0, 0, 0) + struct.pack("<IIII", 7, 45, 1 << 17, offered)
+
+
+def reply(flags: int, error: int = 0, rest: bytes = bytes(40)) -> bytes:
+    """Return a FUSE_INIT reply of 64 bytes behind its header."""
+    return (
+        struct.pack("<IiQ", 80, error, 1)
+        + struct.pack("<IIII", 7, 38, 1 << 17, flags)
+        + b"\x0c\0\x09\0"
+        + rest[:44]
+    )
+
+
+@given(offered=FLAGS, flags=FLAGS, rest=st.binary(min_size=44, max_size=44))
+def test_only_flags_offered_by_the_kernel_are_added(offered: int, flags: int, rest: bytes) -> None:
+    """Only offered flags are added, and the two generations of killpriv are not combined."""
+    before = reply(flags, rest=rest)
+    after = completed_reply(request(offered), before)
+    (completed,) = struct.unpack_from("<I", after, 28)
+    assert completed & ~flags & ~offered == 0
+    assert completed & ~flags & ~(SYMLINKS | KILLPRIV_V2) == 0
+    assert flags & ~completed & ~KILLPRIV == 0
+    if offered & KILLPRIV_V2:
+        assert completed & KILLPRIV_V2
+        assert not completed & KILLPRIV
+    else:
+        assert completed & KILLPRIV == flags & KILLPRIV
+    background, congestion = struct.unpack_from("<HH", after, 32)
+    assert 0 < congestion < background
+    assert (after[:28], after[36:], len(after)) == (before[:28], before[36:], len(before))
+
+
+@pytest.mark.parametrize("answer", [reply(0, error=-71), reply(0)[:24]])
+def test_a_refusal_is_not_passed_off_as_an_answer(answer: bytes) -> None:
+    """An error or a reply of another shape ends the handshake."""
+    with pytest.raises(HandshakeFailed):
+        completed_reply(request(0), answer)

@@ -1,0 +1,86 @@
+"""Tests that the integrations refuse sharded states before the first step, and name the way to save them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+
+from ciuic.integrations import refusals  # noqa: E402
+
+INSTEAD = "torch.distributed.checkpoint and ciuic.training.dcp.storage"
+
+
+@pytest.fixture
+def single_process_group() -> Iterator[None]:
+    """Initialize torch.distributed for one process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_model_that_is_sharded(single_process_group: None) -> None:
+    """Models sharded by FSDP2, tensor parallelism or the older FSDP are refused, others are not."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 4)
+    refusals.refuse_sharded(model)
+    with pytest.raises(NotImplementedError, match=INSTEAD):
+        refusals.refuse_sharded(fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,))))
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_accelerate(kind: str) -> None:
+    """Accelerate's sharding types are refused by their DistributedType."""
+    pytest.importorskip("accelerate", reason="the extra `hf` is not installed")
+    from accelerate.utils import DistributedType
+
+    from ciuic.integrations.accelerate import register
+
+    accelerator: Any = SimpleNamespace(distributed_type=DistributedType[kind])
+    manager: Any = None
+    with pytest.raises(NotImplementedError, match=f"with {kind} each rank has a part.*{INSTEAD}"):
+        register(manager, accelerator)
+    refusals.refuse_kind(DistributedType.MULTI_GPU)
+
+
+def test_lightning() -> None:
+    """Sharding strategies are refused by class or base class, without the callback too."""
+    pytest.importorskip("lightning.pytorch", reason="the extra `lightning` is not installed")
+    from lightning.pytorch import strategies
+
+    from ciuic.integrations.lightning_parts import _calling_strategy
+
+    for name in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
+        kind = getattr(strategies, name)
+        own = object.__new__(type("Own", (kind,), {}))
+        with pytest.raises(NotImplementedError, match=f"with {name} each rank has a part.*{INSTEAD}"):
+            refusals.refuse_strategy(own)
+
+    class Strategy:
+        checkpoint_io, is_global_zero = None, True
+
+        def save_checkpoint(self) -> Any:
+            return _calling_strategy()
+
+    one = Strategy()
+    assert one.save_checkpoint() is one
+    refusals.refuse_strategy(one)
+
+
+def test_only_linux_has_what_the_manager_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import fails with the reason on systems other than Linux."""
+    import ciuic
+
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(
+        ImportError, match=r"ciuic.SnapshotManager runs on Linux alone \(on Windows: in WSL 2\)"
+    ):
+        _ = ciuic.SnapshotManager

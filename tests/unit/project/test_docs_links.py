@@ -1,0 +1,60 @@
+"""Tests that links and paths in the documentation exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[3]
+PAGES = sorted(
+    str(page.relative_to(CHECKOUT))
+    for page in (*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md"), *CHECKOUT.glob("examples/*.md"))
+)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+_PATH = re.compile(r"`((?:ciuic|tests|docs|etc|benchmarks)/[\w/.\-]+)`")
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as forges make them."""
+    headings = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_leads_somewhere(name: str) -> None:
+    """Files and headings that links name exist."""
+    page = CHECKOUT / name
+    text = _CODE.sub("", page.read_text(encoding="utf-8"))
+    for target in _LINK.findall(text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), f"{name}: {target}"
+        if anchor and found.suffix == ".md":
+            assert anchor in _anchors(found), f"{name}: {target}"
+
+
+@pytest.mark.parametrize("name", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_every_file_that_is_named_exists(name: str) -> None:
+    """A path below a folder of the checkout that the documentation names exists."""
+    text = (CHECKOUT / name).read_text(encoding="utf-8")
+    for path in _PATH.findall(text):
+        # The wheel has systemd/ and etc/ below ciuic/data.
+        in_checkout = path.replace("ciuic/data/", "")
+        assert (CHECKOUT / in_checkout).exists() or "NAME" in path, f"{name}: {path}"
+
+
+def test_the_code_map_answers_fifteen_questions() -> None:
+    """CONTRIBUTING says where things are decided, with at most two files for each question."""
+    text = (CHECKOUT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.partition("## Where is")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and "?" in line]
+    assert len(rows) >= 15
+    for row in rows:
+        files = re.findall(r"`([^`]+\.py)`", row)
+        assert 1 <= len(files) <= 2, row
+        assert all((CHECKOUT / file).is_file() for file in files), row

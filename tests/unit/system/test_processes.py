@@ -1,0 +1,62 @@
+"""Tests of facts about processes that choose their own names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.second_user import MADE_UP
+
+from ciuic.system import processes
+from ciuic.system.service_manager import unit_of
+
+
+@contextmanager
+def named(name: bytes) -> Iterator[int]:
+    """Run a process of another user under a name of its choice, and keep it until the block ends."""
+    code = (
+        f"import ctypes, os, sys\nos.setgroups([]); os.setresgid({MADE_UP.gid}, {MADE_UP.gid}, {MADE_UP.gid})\n"
+        f"os.setresuid({MADE_UP.uid}, {MADE_UP.uid}, {MADE_UP.uid})\n"
+        f"ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)\nprint('ready', flush=True)\nsys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            assert child.stdout.readline() == b"ready\n"
+            yield child.pid
+        finally:
+            child.stdin.close()
+
+
+@pytest.mark.mount
+@pytest.mark.parametrize("end", [b"\r", b"\x0b", b"\x0c", b"\x1c", b"\x85", "\u2028".encode(), b"\n"])
+def test_no_process_gets_another_owner_by_its_name(end: bytes) -> None:
+    """A process that has a line of /proc/PID/status in its name keeps its owner."""
+    with named(b"x" + end + b"Uid: 0") as pid:
+        assert processes.owner(pid) == MADE_UP.uid
+
+
+def test_the_pid_of_a_descriptor_is_read_from_whole_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A name of a file in the description of a descriptor does not count as its pid."""
+    described = tmp_path / "fdinfo"
+    described.write_bytes(b"pos:\t0\nUserFiles:\t1\n    0: /srv/\xff\rPid:\t1\nPid:\t77\n")
+    monkeypatch.setattr(
+        processes, "open", lambda path, *how, **more: open(described, *how, **more), raising=False
+    )
+    assert processes.pid_of(3) == 77
+
+
+def test_a_service_is_found_whatever_its_groups_are_named() -> None:
+    """The service of a process in a group below it is found whatever characters the group's name has."""
+    for end in ("\r", "\x0b", "\x0c", "\x1c", "\x85", "\u2028", ":"):
+        assert unit_of(f"1:cpu:/system.slice/a.service/x{end}0::/y\n0::/b.service\n") == "a.service"
+        assert unit_of(f"0::/user.slice/user@7.service/x{end}y.service0\n") is None

@@ -1,0 +1,115 @@
+"""Staging of `dcp.async_save`: one copy, which the writer process reads where it stands."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+from torch.distributed import checkpoint as dcp  # noqa: E402
+
+from ciuic.training.dcp.part import HEADER_BYTES  # noqa: E402
+from ciuic.training.dcp.staging import ArenaPlacer, arena_bytes, copy_state  # noqa: E402
+from ciuic.training.dcp.storage import CiuicStorageReader, CiuicStorageWriter  # noqa: E402
+from ciuic.training.device.arena import Arena  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _state() -> dict[str, object]:
+    big = torch.arange(100_000, dtype=torch.float32)
+    return {
+        "big": big,
+        "tied": big,
+        "small": torch.tensor([1, 2], dtype=torch.int8),
+        "odd": torch.arange(3, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "strided": torch.arange(80_000.0).view(200, 400).t(),
+        "ordered": OrderedDict(x=[torch.ones(2), (3, None)]),
+        "bf16": torch.full((70_001,), 1.5, dtype=torch.bfloat16),
+    }
+
+
+def test_the_copy_is_equal_and_independent(tmp_path: Path) -> None:
+    """A copy keeps tied tensors tied, copies other values too, and fits the room that was calculated."""
+    state = _state()
+    memory = memoryview(bytearray(arena_bytes(state)))
+    placed = ArenaPlacer(memory)
+    copy = copy_state(state, placed)
+    assert placed.end == len(memory)
+    assert copy["tied"] is copy["big"]
+    assert type(copy["ordered"]) is OrderedDict
+    for name in ("big", "small", "odd", "empty", "strided", "bf16"):
+        assert copy[name].dtype == state[name].dtype
+        assert torch.equal(copy[name], state[name])
+    state["big"].zero_()
+    state["ordered"]["x"][0].zero_()
+    assert copy["big"].sum() > 0
+    assert copy["ordered"]["x"][0].sum() == 2
+    assert sorted(size for _, size in placed.starts.values()) == [140_002, 320_000, 400_000]
+    assert all(offset % HEADER_BYTES == 0 and offset >= HEADER_BYTES for offset, _ in placed.starts.values())
+
+
+def test_large_staged_tensors_are_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors are not copied again, and the loaded state is that of the time of staging."""
+    from ciuic.training.dcp import part
+
+    copies = []
+    place = part.tensors.ArrayBuffer
+
+    class Counted(place):
+        def fill(self, value: object) -> None:
+            copies.append(value.nbytes)
+            super().fill(value)
+
+    monkeypatch.setattr(part.tensors, "ArrayBuffer", Counted)
+    writer = CiuicStorageWriter(tmp_path / "snapshots")
+    for number in range(4):  # as often as the arenas are used again
+        copies.clear()
+        state = {"big": torch.full((100_000,), float(number)), "small": torch.tensor([number])}
+        upload = dcp.async_save(state, checkpoint_id=f"n{number}", storage_writer=writer, no_dist=True)
+        state["big"].zero_()
+        upload.result()
+        assert copies == [8]
+    writer.close()
+    for number in range(4):
+        loaded = {"big": torch.zeros(100_000), "small": torch.tensor([-1])}
+        reader = CiuicStorageReader(tmp_path / "snapshots", f"n{number}")
+        dcp.load(loaded, storage_reader=reader, no_dist=True)
+        assert loaded["big"].eq(number).all()
+        assert loaded["small"] == number
+
+
+def test_a_device_copy_is_complete_when_staging_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from a device follows what the program has queued, and is complete when staging returns."""
+    calls: list[str] = []
+
+    class Recording:
+        def follow(self) -> None:
+            calls.append("follow")
+
+        def copy(self, arena: object, target: torch.Tensor, value: torch.Tensor) -> None:
+            calls.append("copy")
+            target.copy_(value)
+
+        def mark(self) -> Recording:
+            return self
+
+        def wait(self) -> None:
+            calls.append("wait")
+
+    lane = Recording()
+    monkeypatch.setattr("ciuic.training.dcp.staging.device_stream_of", lambda tensor: lane)
+    state = {"a": torch.arange(5.0), "b": torch.arange(3)}
+    arena = Arena(1 << 20)
+    placed = ArenaPlacer(memoryview(arena.map), arena)
+    found = copy_state(state, placed)
+    placed.wait()
+    arena.close()
+    assert calls == ["follow", "copy", "copy", "wait"]
+    assert all(found[name].equal(value) for name, value in state.items())

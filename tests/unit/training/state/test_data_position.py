@@ -1,0 +1,173 @@
+"""Position in the data: a counted loader continues after the last batch, whatever draws its order."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ciuic.training.format.structure import pack, unpack
+from ciuic.training.state.data_position import Position
+from ciuic.training.util import randomness
+
+torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+data = torch.utils.data
+_SIZE = 11
+
+
+class Shuffled:
+    """A sampler with a generator of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(_SIZE).tolist())
+
+    def __len__(self) -> int:
+        return _SIZE
+
+
+class Noisy(data.Dataset):  # type: ignore[misc, name-defined, unused-ignore]
+    """Data set whose items are drawn while they are read."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(3)
+
+    def __len__(self) -> int:
+        return _SIZE
+
+    def __getitem__(self, at: int) -> float:
+        return at + self.rng.random()
+
+
+def _generator() -> Any:
+    return torch.Generator().manual_seed(5)
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "in order": lambda: data.DataLoader(range(_SIZE), batch_size=2),
+    "shuffled": lambda: data.DataLoader(range(_SIZE), batch_size=2, shuffle=True),
+    "a generator": lambda: data.DataLoader(range(_SIZE), batch_size=2, shuffle=True, generator=_generator()),
+    "a sampler's": lambda: data.DataLoader(
+        range(_SIZE), batch_size=2, sampler=data.RandomSampler(range(_SIZE), True, 40, generator=_generator())
+    ),
+    "weighted": lambda: data.DataLoader(
+        range(_SIZE),
+        batch_size=2,
+        sampler=data.WeightedRandomSampler([1.0] * _SIZE, 9, generator=_generator()),
+    ),
+    "batches": lambda: data.DataLoader(
+        range(_SIZE),
+        batch_sampler=data.BatchSampler(data.RandomSampler(range(_SIZE), generator=_generator()), 3, True),
+    ),
+    "numpy's": lambda: data.DataLoader(range(_SIZE), batch_size=2, sampler=Shuffled(7)),
+    "noisy data": lambda: data.DataLoader(Noisy(), batch_size=2, shuffle=True),
+}
+
+
+class Run:
+    """Takes batches, and leaves passes after so many of them."""
+
+    def __init__(self, kind: str, leave_after: int) -> None:
+        torch.manual_seed(1)
+        self.loader = LOADERS[kind]()
+        self.taken: list[list[float]] = []
+        self.saved: Any = None
+        self.position = Position(self.loader, self._boundary)
+        self._leave_after = leave_after
+        self._save_at = -1
+
+    def go(self, until: int, save_at: int = -1) -> None:
+        self._save_at = save_at
+        while True:
+            for number, batch in enumerate(self.loader, self.position.taken):
+                self.taken.append(batch.tolist())
+                torch.rand(1)
+                if len(self.taken) == until:
+                    return
+                if number + 1 == self._leave_after:
+                    break
+
+    def _boundary(self) -> None:
+        if len(self.taken) == self._save_at:
+            self.saved = _round_trip({"position": self.position.state_dict(), "random": randomness.state()})
+
+
+def _round_trip(value: Any) -> Any:
+    packed = pack(value, "state")
+    arrays = {
+        leaf.name: leaf.value.clone() if hasattr(leaf.value, "clone") else leaf.value.copy()
+        for leaf in packed.leaves
+    }
+    return unpack(json.loads(json.dumps(packed.skeleton)), lambda name, _: arrays[name])
+
+
+@given(st.sampled_from(sorted(LOADERS)), st.integers(1, 12), st.sampled_from([2, 3, 100]))
+def test_a_resumed_run_continues_after_the_last_saved_batch(
+    kind: str, save_at: int, leave_after: int
+) -> None:
+    """A resumed run takes the same batches as an uninterrupted one, also with own generators and broken-off passes."""
+    run = Run(kind, leave_after)
+    run.go(save_at + 8, save_at)
+    again = Run(kind, leave_after)
+    again.position.load_state_dict(run.saved["position"])
+    randomness.restore(run.saved["random"])
+    again.go(8)
+    assert again.taken == run.taken[save_at:]
+
+
+def test_workers_that_persist_change_nothing_of_it() -> None:
+    """Persistent workers, which a resumed run creates again, do not change the order of batches."""
+    # A process of its own: workers inherit whatever the tests before have left.
+    done = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _with_workers() -> None:
+    for generator, (save_at, leave_after) in ((None, (8, 100)), (_generator, (3, 2)), (_generator, (6, 100))):
+        LOADERS["workers"] = lambda make=generator: data.DataLoader(  # type: ignore[misc]
+            range(_SIZE),
+            batch_size=2,
+            shuffle=True,
+            num_workers=1,
+            persistent_workers=True,
+            generator=make and make(),
+        )
+        run = Run("workers", leave_after)
+        run.go(save_at + 3, save_at)
+        again = Run("workers", leave_after)
+        again.position.load_state_dict(run.saved["position"])
+        randomness.restore(run.saved["random"])
+        again.go(3)
+        assert again.taken == run.taken[save_at:], (save_at, leave_after, again.taken, run.taken)
+
+
+def test_an_earlier_pass_decides_whether_an_abandoned_one_is_over() -> None:
+    """Before the next pass begins, an earlier pass decides whether one that was left is over."""
+    run = Run("in order", 100)
+    is_over = []
+    for _ in range(3):
+        for _ in run.loader:
+            break
+        is_over.append(run.position.state_dict()["at_begin"] is None)
+    assert is_over == [False, True, True]
+    try:
+        for _ in run.loader:
+            raise ValueError("the training fails")
+    except ValueError:
+        assert run.position.state_dict()["at_begin"] is not None
+
+
+if __name__ == "__main__":
+    _with_workers()

@@ -1,0 +1,216 @@
+"""Mistakes in calls of SnapshotManager: each raises one sentence, before anything wrong is saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ciuic import SnapshotManager
+from ciuic.errors import UsageError
+from ciuic.training import Latest, Steps
+from ciuic.training.format.reading import encode_facts
+
+torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+
+
+def _model() -> tuple[Any, Any]:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.rand(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+class _Own:
+    """Object of a program whose state has a value that cannot be stored."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"path": Path("a"), "made_by": _model}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"interval": "1 lightyear"}, ValueError, "not a duration: '1 lightyear'"),
+        ({"max_snapshots": "10"}, TypeError, "max_snapshots must be an integer, got '10'"),
+        ({"max_snapshots": 0}, ValueError, "max_snapshots must be at least 1, got 0"),
+        ({"every_steps": 2.5}, TypeError, "the number of steps must be an integer, got 2.5"),
+        ({"save_when": 5}, TypeError, "save_when must be rules"),
+        ({"save_dir": None}, TypeError, "save_dir must be the path of a directory"),
+    ],
+)
+def test_options_that_cannot_be_meant(
+    options: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    """Impossible options raise an error that names them as the program wrote them."""
+    with pytest.raises(kind, match=message):
+        SnapshotManager(**{"save_dir": tmp_path / "snapshots", **options})
+
+
+def test_a_single_rule_stands_for_itself(tmp_path: Path) -> None:
+    """A single rule is accepted where several are."""
+    SnapshotManager(tmp_path / "snapshots", save_when=Steps(5), keep=Latest(2)).close()
+
+
+def test_a_directory_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    """A directory with other files is refused and left alone, and so is a file."""
+    (tmp_path / "data.txt").write_text("mine")
+    for place in (tmp_path, tmp_path / "data.txt"):
+        with pytest.raises(UsageError, match="give save_dir a directory that is empty, or is not there yet"):
+            SnapshotManager(place)
+
+
+@pytest.mark.parametrize(
+    ("save", "kind", "message"),
+    [
+        (lambda manager, model, optimizer: manager.save_snapshot(), ValueError, "there is nothing to save"),
+        (
+            lambda manager, model, optimizer: manager.save_snapshot(torch.nn.Linear),
+            TypeError,
+            "model must be an object, got the class Linear",
+        ),
+        (
+            lambda manager, model, optimizer: manager.save_snapshot(5),
+            TypeError,
+            r"model must have state_dict\(\) and load_state_dict\(\), got an object of type int",
+        ),
+        (
+            lambda manager, model, optimizer: manager.save_snapshot("hello"),
+            TypeError,
+            r"model must have .* got an object of type str: .* such as save_snapshot\(note='hello'\)",
+        ),
+        (
+            lambda manager, model, optimizer: manager.register(settings={"a": [object()]}),
+            TypeError,
+            r"settings\.a\.0 is a builtins\.object, which only pickle could store",
+        ),
+        (
+            lambda manager, model, optimizer: manager.register(own=_Own()),
+            TypeError,
+            r"own\.made_by is a builtins\.function, which only pickle could store",
+        ),
+        (
+            lambda manager, model, optimizer: manager.save_snapshot(optimizer, model),
+            TypeError,
+            "model and optimizer are swapped",
+        ),
+        (
+            lambda manager, model, optimizer: manager.save_snapshot([model, model], optimizer),
+            TypeError,
+            "model.0 is a .*Linear inside of a list or dict: give it a name of its own",
+        ),
+        (
+            lambda manager, model, optimizer: manager.save_snapshot(model, optimizer, "3"),
+            TypeError,
+            "epoch must be an integer, got '3'",
+        ),
+        (
+            lambda manager, model, optimizer: manager.save_snapshot(model, metrics={"loss": "low"}),
+            TypeError,
+            "the metric loss must be a number, got 'low'",
+        ),
+        (
+            lambda manager, model, optimizer: manager.register(model=None),
+            TypeError,
+            r"model must have state_dict\(\) and load_state_dict\(\), got an object of type NoneType",
+        ),
+    ],
+)
+def test_saves_that_cannot_be_meant(
+    save: Callable[[SnapshotManager, Any, Any], object], kind: type[Exception], message: str, tmp_path: Path
+) -> None:
+    """Impossible arguments of save_snapshot raise, and nothing is stored."""
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        with pytest.raises(kind, match=message):
+            save(manager, *_model())
+        assert manager.list_snapshots() == []
+
+
+def test_a_model_may_be_given_by_its_state(tmp_path: Path) -> None:
+    """A state_dict may be saved in place of its object, and resume loads it into the object.
+
+    The other arguments of a save may be numbers of NumPy or torch, and single strings.
+    """
+    model, optimizer = _model()
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.save_snapshot(
+            model.state_dict(),
+            optimizer.state_dict(),
+            torch.tensor(3),
+            metrics={"loss": torch.tensor(0.5)},
+            tags="best",
+            hold=True,
+            wait=True,
+        )
+        state = manager.load_latest_snapshot()
+        assert state is not None
+        assert (state["epoch"], state["metrics"]) == (3, {"loss": 0.5})
+        assert manager.list_snapshots()[0].held
+        other, its_optimizer = _model()
+        manager.register(model=other, optimizer=its_optimizer)
+        assert manager.resume() is not None
+    for mine in (state["model_state_dict"]["weight"], other.weight):
+        assert torch.equal(mine, model.weight)
+    assert its_optimizer.state_dict()["state"][0]["exp_avg"].equal(optimizer.state[model.weight]["exp_avg"])
+
+
+def test_a_resume_into_another_model_or_optimizer_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model of another shape is an error; an optimizer of another kind, which torch would take, is warned of."""
+    model, optimizer = _model()
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.save_snapshot(model, optimizer, wait=True)
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.register(model=torch.nn.Linear(4, 5))
+        with pytest.raises(ValueError, match=r"model cannot load its state from snapshot cs-"):
+            manager.resume()
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.register(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+        with caplog.at_level(logging.WARNING):
+            manager.resume()
+    assert (
+        "optimizer is a SGD with dampening, momentum, nesterov, but another kind of optimizer was saved, with amsgrad"
+        in caplog.text
+    )
+
+
+def test_objects_whose_state_is_not_there_yet_are_registered(tmp_path: Path) -> None:
+    """A lazy module, one on the meta device, and an object that has no state before its first step."""
+
+    class Later:
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("not yet")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        manager.register(lazy=torch.nn.LazyLinear(2), later=Later())
+        manager.register(meta=torch.nn.Linear(2, 2, device="meta"))
+
+
+def test_metrics_that_are_not_finite_are_kept(tmp_path: Path) -> None:
+    """NaN and the infinities come back as floats; readers that know finite ones alone read the rest."""
+    metrics = {"loss": float("nan"), "most": float("inf"), "least": float("-inf"), "rate": 0.5}
+    with SnapshotManager(tmp_path / "snapshots") as manager:
+        save = manager.save_snapshot(*_model(), metrics=metrics, wait=True)
+        assert save is not None
+        assert repr(save) == f"<Save 1: durable as {save.id}>"
+        state = manager.load_latest_snapshot()
+        assert state is not None
+        [listed] = manager.list_snapshots()
+        for found in (state["metrics"], listed.facts.metrics):
+            assert {name: repr(value) for name, value in found.items()} == {
+                name: repr(value) for name, value in metrics.items()
+            }
+        assert listed.facts.nonfinite == {}
+    assert json.loads(encode_facts(listed.facts))["metrics"] == {"rate": 0.5}

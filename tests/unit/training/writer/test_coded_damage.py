@@ -1,0 +1,89 @@
+"""States that are stored with codecs, and what a flipped bit in one of them costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ciuic import SnapshotManager
+from ciuic.repository import Repository
+from ciuic.repository.checking.walk import Walker
+from ciuic.repository.format import pack_format as pf
+
+_SAVES = 4
+
+
+def _state(number: int) -> dict[str, np.ndarray]:
+    """Return weights that change a little from one save to the next."""
+    weights = np.random.default_rng(1).normal(0, 0.02, 1 << 17).astype(np.float32)
+    for step in range(number):
+        weights *= 1 + np.random.default_rng(2 + step).normal(0, 1e-4, len(weights)).astype(np.float32)
+    return {"weights": weights}
+
+
+class _Model:
+    def __init__(self) -> None:
+        self.state = _state(0)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, np.ndarray]) -> None:
+        self.state = state
+
+
+def _flip(where: Path, pack: int, at: int) -> None:
+    with open(where / f"packs/{pack:016x}.pack", "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+@pytest.mark.parametrize(("damaged", "good"), [("newest difference", 2), ("first base", None)])
+def test_snapshots_that_rest_on_a_damaged_chunk_are_skipped(
+    tmp_path: Path, damaged: str, good: int | None
+) -> None:
+    """Damage of a difference costs one snapshot, of a base all that rest on it; the next save is whole."""
+    where = tmp_path / "snapshots"
+    model = _Model()
+    with SnapshotManager(where, compression="small") as manager:
+        manager.register(model=model)
+        ids = []
+        for number in range(_SAVES):
+            model.state = _state(number)
+            save = manager.save_snapshot(epoch=number, wait=True)
+            assert save is not None
+            assert save.id is not None
+            ids.append(save.id)
+    with Repository.open(where) as repository:
+        newest = [
+            repository.chunks.locate_all(chunk.id)
+            for chunk in Walker(repository).walk(repository.snapshots.load(ids[-1]))
+            if repository.chunks.locate(chunk.id).flags & pf.FLAG_PLANES
+        ]
+        chain = max(newest, key=len)
+        assert len(chain) == _SAVES  # three differences and what they rest on
+        place = chain[0] if damaged == "newest difference" else chain[-1]
+    _flip(where, place.pack, place.offset + place.stored_bytes // 2)
+    with SnapshotManager(where, compression="small") as manager:
+        resuming = _Model()
+        manager.register(model=resuming)
+        if good is None:
+            with pytest.raises(Exception, match="whole"):
+                manager.resume()
+        else:
+            resumed = manager.resume()
+            assert resumed is not None
+            assert resumed.id == ids[good]
+            assert [one.id for one in resumed.passed_over] == ids[good + 1 :][::-1]
+            assert resuming.state["weights"].tobytes() == _state(good)["weights"].tobytes()
+        resuming.state = _state(_SAVES)
+        manager.save_snapshot(epoch=_SAVES, wait=True)
+        resuming.state = {}
+        resumed = manager.resume()
+        assert resumed is not None
+        assert resumed.epoch == _SAVES
+        assert resuming.state["weights"].tobytes() == _state(_SAVES)["weights"].tobytes()
