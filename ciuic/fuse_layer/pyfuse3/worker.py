@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +23,9 @@ from ciuic.fuse_layer.pyfuse3.init_handshake import Handshake
 from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.worker_parts import SIGNAL_GRACE_SECONDS, STOP_SIGNALS, WorkerContext, detach_own
 from ciuic.system.io_throttle import WAITS_SUFFIX
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
 
 log = structlog.get_logger(__name__)
 
@@ -95,9 +99,7 @@ class Pyfuse3Worker:
             nursery.start_soon(_collect_garbage)
             nursery.start_soon(self._driver.dispatch.turns.watch)
             nursery.start_soon(self._driver.dispatch.watch)
-            # A task ends only with the session: one that ended for idleness would end without handing its
-            # turn on.
-            await pyfuse3.main(min_tasks=_SESSION_TASKS, max_tasks=_SESSION_TASKS)
+            await serve_requests()
             nursery.cancel_scope.cancel()
 
     def _announce(self) -> None:
@@ -145,6 +147,29 @@ class Pyfuse3Worker:
 
     def _detach(self) -> None:
         detach_own(self._root, self._device, has_served=self._has_served)
+
+
+async def serve_requests() -> None:
+    """Serve requests with libfuse until the mount is gone.
+
+    Raises:
+        BaseExceptionGroup: reading or answering requests failed otherwise.
+    """
+    try:
+        # A task ends only with the session: one that ended for idleness would end without handing its turn
+        # on.
+        await pyfuse3.main(min_tasks=_SESSION_TASKS, max_tasks=_SESSION_TASKS)
+    except (ConnectionAbortedError, BaseExceptionGroup) as error:
+        # fuse_dev_do_read (fs/fuse/dev.c) answers ENODEV after the unmount, which libfuse takes for the end,
+        # but ECONNABORTED where the unmount comes while it hands a request over (a late RELEASE or FORGET).
+        if not _is_abort(error):
+            raise
+
+
+def _is_abort(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_abort(one) for one in error.exceptions)
+    return isinstance(error, ConnectionAbortedError)
 
 
 async def _collect_garbage() -> None:
