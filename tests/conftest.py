@@ -22,6 +22,8 @@ from support import leftovers
 from support.ci import IN_CI, needs
 from support.small_disks import sharing_disk as sharing_disk
 
+from ciuic.system import mountinfo
+
 _QUIET = (hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture)
 # No deadlines: on a machine with two busy cores they say nothing about the code; benchmarks measure time.
 hypothesis.settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_QUIET)
@@ -84,6 +86,35 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     is_unit_test = "unit" in item.path.parts
     if left := inside.left(*([leftovers.MAX_KEPT_IN_UNIT_TESTS] if is_unit_test else [])):
         pytest.fail(f"{item.nodeid} left behind: " + "; ".join(left), pytrace=False)
+
+
+_MAX_LOGS = 8
+_LOG_TAIL_BYTES = 6000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[pytest.TestReport | None]:
+    """Report a failed test with the ends of the logs that its processes wrote: their directories are removed."""
+    report: pytest.TestReport = yield
+    run_dir = getattr(item, "funcargs", {}).get("run_dir")
+    if report.failed and run_dir is not None:
+        for log in sorted(_logs_below(run_dir, written_since=call.start))[:_MAX_LOGS]:
+            tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+            report.sections.append((f"log {log.relative_to(run_dir)}", tail))
+    return report
+
+
+def _logs_below(top: Path, written_since: float) -> Iterator[Path]:
+    # Not into mounts: what serves one may hang, perhaps for the defect that failed the test.
+    mounted = {mount.mount_point for mount in mountinfo.read()}
+    for directory, below, files in os.walk(os.fsencode(top)):
+        below[:] = [name for name in below if os.path.join(directory, name) not in mounted]
+        for name in files:
+            path = Path(os.fsdecode(os.path.join(directory, name)))
+            if path.suffix == ".log" and path.lstat().st_mtime >= written_since and path.is_file():
+                yield path
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
