@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -60,19 +60,40 @@ def test_the_bytes_are_the_same_without_numpy(pair: tuple[bytes, bytes], width: 
     data, base = pair
 
     def all_of() -> tuple[Any, ...]:
-        changes = byte_planes_math.differences(data, base, width)
-        turned = byte_planes_math.turned(data, width)
-        back, undone = bytearray(turned), bytearray(changes)
-        byte_planes_math.turn_back(back, width)
-        byte_planes_math.undo(undone, base, width)
-        joined_planes = byte_planes_math.joined([turned[at::width] for at in range(width)], width)
-        return turned, back, changes, undone, joined_planes
+        planes = [bytes(plane) for plane in byte_planes_math.planes_of(data, width)]
+        changes = [bytes(plane) for plane in byte_planes_math.planes_of_differences(data, base, width)]
+        turned, undone = bytearray(len(data)), bytearray(len(data))
+        byte_planes_math.join(planes, width, memoryview(turned))
+        joined = bytes(turned)
+        byte_planes_math.turn_back(memoryview(turned), width)
+        byte_planes_math.join(changes, width, memoryview(undone))
+        byte_planes_math.undo(memoryview(undone), base, width)
+        return planes, changes, joined, turned, undone
 
     with_it = all_of()
     with _without_numpy():
         assert all_of() == with_it
-    assert with_it[1] == with_it[3] == data
-    assert with_it[4] == with_it[0]
+    assert with_it[3] == with_it[4] == data
+
+
+@given(
+    width=_WIDTHS,
+    pair=st.integers(0, 40).flatmap(lambda n: st.tuples(*[st.binary(min_size=n, max_size=n)] * 2)),
+    has_base=st.booleans(),
+    around=st.binary(min_size=4, max_size=4),
+)
+def test_content_is_decoded_into_given_memory_and_nowhere_else(
+    width: int, pair: tuple[bytes, bytes], has_base: bool, around: bytes
+) -> None:
+    """Content is decoded into the caller's memory, at any alignment, and no byte beside it changes."""
+    data, base = pair
+    stored = byte_planes.encode(data, width, base if has_base else None)
+    for decode_in in (nullcontext, _without_numpy):
+        room = bytearray(around[:3] + bytes(len(data)) + around[3:])
+        into = memoryview(room)[3 : 3 + len(data)]
+        with decode_in():
+            assert byte_planes.decode(stored, len(data), base if has_base else None, into) is into
+        assert room == around[:3] + data + around[3:]
 
 
 _ODD = (

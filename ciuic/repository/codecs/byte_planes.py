@@ -24,12 +24,12 @@ import zstandard
 from ciuic.repository.codecs.byte_planes_math import (
     HALVES,
     WIDTHS,
-    differences,
-    joined,
+    join,
+    planes_of,
+    planes_of_differences,
+    planes_of_remainders,
     put_back,
-    remainders,
     turn_back,
-    turned,
     undo,
     widened,
 )
@@ -74,28 +74,40 @@ def encode(data: Bytes, width: int, base: Bytes | None = None) -> bytes:
     # The last bytes, which are less than a number, are stored as they are.
     whole = len(data) - len(data) % width
     body = memoryview(data)[:whole]
-    numbers = turned(body, width) if base is None else differences(body, memoryview(base)[:whole], width)
-    return _put_together(numbers, width, data)
+    if base is None:
+        return _put_together(planes_of(body, width), width, memoryview(data)[whole:])
+    planes = planes_of_differences(body, memoryview(base)[:whole], width)
+    return _put_together(planes, width, memoryview(data)[whole:])
 
 
 def encode_beside(data: Bytes, wide: Bytes, widening: Widening) -> bytes:
     """Return ``data`` as planes of its differences to ``wide``, the base as `wide_base` returns it."""
     whole = len(data) - len(data) % WIDE
-    numbers = remainders(memoryview(data)[:whole], memoryview(wide)[:whole], widening.kind)
-    return _put_together(numbers, WIDE, data, widening)
+    planes = planes_of_remainders(memoryview(data)[:whole], memoryview(wide)[:whole], widening.kind)
+    return _put_together(planes, WIDE, memoryview(data)[whole:], widening)
 
 
-def _put_together(numbers: bytes, width: int, data: Bytes, widening: Widening | None = None) -> bytes:
+def _put_together(
+    raw_planes: list[Bytes], width: int, rest: memoryview, widening: Widening | None = None
+) -> bytes:
     unmatched, matched = _compressors()
-    planes = [_packed(numbers[at::width], unmatched, matched) for at in range(width)]
+    planes = [_packed(plane, unmatched, matched) for plane in raw_planes]
     head = _head(width).pack(width, 0 if widening is None else widening.kind, *map(len, planes))
     if widening is not None:
         head += _WIDENING.pack(widening.start)
-    return b"".join((head, *planes, bytes(memoryview(data)[len(numbers) :])))
+    return b"".join((head, *planes, rest))
 
 
-def decode(stored: Bytes, size_bytes: int, base: Bytes | None = None) -> bytearray:
-    """Return the content of ``size_bytes`` bytes; ``base`` is as long unless it is widened.
+def decode(
+    stored: Bytes, size_bytes: int, base: Bytes | None = None, into: memoryview | None = None
+) -> bytearray | memoryview:
+    """Return the content of ``size_bytes`` bytes.
+
+    Args:
+        stored: what `encode` or `encode_beside` returned.
+        size_bytes: length of the content.
+        base: content of the base, as long as the content unless it is widened.
+        into: memory of ``size_bytes`` bytes for the content, which is returned then; undefined after an error.
 
     Raises:
         ValueError: the bytes cannot be decoded.
@@ -119,7 +131,9 @@ def decode(stored: Bytes, size_bytes: int, base: Bytes | None = None) -> bytearr
     for length in lengths:
         planes.append(_plane(view[at : at + length], count, decompressor))
         at += length
-    numbers = joined(planes, width)
+    content: bytearray | memoryview = bytearray(size_bytes) if into is None else into
+    numbers = memoryview(content)[: count * width]
+    join(planes, width, numbers)
     if base is None:
         turn_back(numbers, width)
     elif kind:
@@ -127,11 +141,11 @@ def decode(stored: Bytes, size_bytes: int, base: Bytes | None = None) -> bytearr
     else:
         undo(numbers, memoryview(base)[: count * width], width)
     if rest:
-        numbers += view[at:]
-    return numbers
+        content[count * width :] = view[at:]
+    return content
 
 
-def _packed(plane: bytes, unmatched: zstandard.ZstdCompressor, matched: zstandard.ZstdCompressor) -> bytes:
+def _packed(plane: Bytes, unmatched: zstandard.ZstdCompressor, matched: zstandard.ZstdCompressor) -> Bytes:
     """Return the plane in the shortest form that is worth it."""
     # Most planes have no repetitions; the second compressor is tried only where the first one shows that
     # there may be some.

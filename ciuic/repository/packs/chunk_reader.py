@@ -211,12 +211,17 @@ def unpacked(
     flags: int,
     decompressor: zstandard.ZstdDecompressor | None = None,
     base: Bytes | None = None,
+    into: memoryview | None = None,
 ) -> Bytes:
-    """Return the same as `unpack`, without a copy where none is needed."""
+    """Return the same as `unpack`, without a copy where none is needed.
+
+    With ``into``, memory of ``raw_bytes`` bytes, the result may be this memory; it is undefined otherwise, and
+    after an error.
+    """
     if not flags & CODED_FLAGS:
         return data
     if flags & FLAG_PLANES:
-        return _unpack_planes(data, raw_bytes, flags, base)
+        return _unpack_planes(data, raw_bytes, flags, base, into)
     try:
         # The declared size first: a crafted frame may decompress to gigabytes.
         if raw_bytes > MAX_CHUNK_BYTES or zstandard.get_frame_parameters(data).content_size != raw_bytes:
@@ -226,12 +231,14 @@ def unpacked(
         raise BadCopyError(f"it cannot be decompressed: {error}") from None
 
 
-def _unpack_planes(data: Bytes, raw_bytes: int, flags: int, base: Bytes | None) -> bytearray:
+def _unpack_planes(
+    data: Bytes, raw_bytes: int, flags: int, base: Bytes | None, into: memoryview | None
+) -> bytearray | memoryview:
     # The flags come from the index, and must agree with the base that it names.
     if raw_bytes > MAX_CHUNK_BYTES or bool(flags & FLAG_DIFFERENCE) != (base is not None):
         raise BadCopyError("the index has impossible flags or lengths for it")
     try:
-        return byte_planes.decode(data, raw_bytes, base)
+        return byte_planes.decode(data, raw_bytes, base, into)
     except ValueError as error:
         raise BadCopyError(str(error)) from None
 
