@@ -49,7 +49,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/training/protocol/messages.py": ("message of a trainer to its writer",),
     "ciuic/training/ranks/rank_messages.py": ("message of a rank",),
     "ciuic/training/format/reading.py": ("state of a training", "facts of a training"),
-    "ciuic/training/format/structure.py": ("state of a training",),
+    "ciuic/training/format/unpacking.py": ("state of a training",),
     "ciuic/training/writer_process.py": ("manifest of a save",),
     "ciuic/protocol/heartbeat_page.py": ("heartbeat page",),
     "ciuic/daemon/api/api.py": ("request for a snapshot",),

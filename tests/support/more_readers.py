@@ -40,7 +40,7 @@ from ciuic.repository.promised import Promise
 from ciuic.restore.files.attributes import denied_to_nobody
 from ciuic.retention import RetentionPolicy
 from ciuic.system import mountinfo
-from ciuic.training.format import structure
+from ciuic.training.format import unpacking
 from ciuic.training.format.layout import decode_header
 from ciuic.training.format.reading import _decode_facts
 from ciuic.training.protocol import messages
@@ -226,7 +226,7 @@ def _state(data: bytes) -> object:
 
     if not isinstance(document, dict) or not isinstance(document.get("objects"), dict):
         raise ValueError("no state")
-    return {name: structure.unpack(value, tensor) for name, value in document["objects"].items()}
+    return {name: unpacking.unpack(value, tensor) for name, value in document["objects"].items()}
 
 
 def _dcp(data: bytes) -> object:

@@ -26,7 +26,7 @@ from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, decode_metadata
 from ciuic.training.dcp.part import OBJECTS_FILE, OBJECTS_VERSION
-from ciuic.training.format import structure
+from ciuic.training.format import unpacking
 from ciuic.training.format.arrays import arrays_of
 from ciuic.training.format.files import SnapshotRef
 from ciuic.training.format.layout import SUFFIX
@@ -285,7 +285,7 @@ def _read_objects(snapshot: SnapshotRef, folder: str) -> dict[str, Any]:
         beside = f"{folder}_objects"
         names = [name for name in files.names() if name.startswith(f"{beside}/") and name.endswith(SUFFIX)]
         lookup = arrays_of(snapshot.path, files, names).lookup(beside)
-        found = structure.unpack(document["objects"], lookup)
+        found = unpacking.unpack(document["objects"], lookup)
     if not isinstance(found, dict):
         raise ValueError(
             f"{folder}/{OBJECTS_FILE} is malformed: expected a mapping, got {type(found).__name__}"

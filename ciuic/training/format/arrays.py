@@ -109,7 +109,7 @@ class Arrays:
         return any(of == object_name for of, _ in self._pieces)
 
     def lookup(self, object_name: str) -> Any:
-        """Return the function that finds tensors of one object, for `structure.unpack`."""
+        """Return the function that finds tensors of one object, for `unpacking.unpack`."""
 
         def tensor(name: str, packed: dict[str, Any]) -> Any:
             key = object_name, name

@@ -16,7 +16,7 @@ import msgspec
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository import DamagedChunk, Repository, SnapshotInfo, Walker
-from ciuic.training.format import structure, tensors
+from ciuic.training.format import tensors, unpacking
 from ciuic.training.format.arrays import arrays_of
 from ciuic.training.format.files import SnapshotRef
 from ciuic.training.format.layout import SUFFIX
@@ -202,13 +202,13 @@ def load(path: str, id_: str, templates: Mapping[str, TemplateLookup] | None = N
             arrays = arrays_of(path, files, [name for name in files.names() if name.endswith(SUFFIX)], source)
             objects = {}
             for name, skeleton in state["objects"].items():
-                found = structure.unpack(skeleton, arrays.lookup(name))
+                found = unpacking.unpack(skeleton, arrays.lookup(name))
                 template = (templates or {}).get(name)
                 if template is not None or arrays.has_pieces(name):
                     # Without a template all of a tensor is loaded, from the pieces of all ranks.
                     found = cut_to_templates(found, template or (lambda _: None), PiecewiseTensor)
                 objects[name] = found
-            values = structure.unpack(state["values"], arrays.lookup("values"))
+            values = unpacking.unpack(state["values"], arrays.lookup("values"))
             return Loaded(id_, facts, objects, values)
     # Any process that can write the repository may have written these documents: whatever making values of
     # them raises is a ValueError, so that the snapshot is passed over and the one before it is tried.

@@ -18,7 +18,7 @@ import pathlib
 import sys
 import uuid
 import zoneinfo
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, TypeVar
 
 from ciuic.training.util.documents import MALFORMED
@@ -105,6 +105,11 @@ def type_of(value: object) -> ValueType | None:
     if found is None and torch is not None and type(value) is torch.Generator:
         return _BY_NAME["torch.Generator"]
     return found
+
+
+def are_registered(types: Iterable[type]) -> bool:
+    """Return whether any of these classes is known."""
+    return not _BY_CLASS.keys().isdisjoint(types)
 
 
 def from_plain(name: str, plain: Any) -> Any:

@@ -9,7 +9,6 @@ and little else. The arena holds the files of the snapshot as they will be resto
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
@@ -23,6 +22,7 @@ from ciuic.training.format.reading import FACTS_FILE, STATE_FILE, STATE_VERSION,
 from ciuic.training.format.structure import Leaf, pack
 from ciuic.training.format.tensors import Array, ArrayBuffer, outside_inference_mode
 from ciuic.training.protocol.messages import Manifest
+from ciuic.training.util.documents import encode_json
 from ciuic.training.writer.client import WriterClient, manifest_files
 from ciuic.training.writer.filesystem import PairRequest
 from ciuic.training.writer.slots import Slot
@@ -80,14 +80,13 @@ def gather(
         packed = pack(value, name, with_shards=with_shards)
         leaves[name] = packed.leaves
         skeletons[name] = packed.skeleton
-    # Strict JSON (allow_nan=False): a NaN would make the whole snapshot unreadable to other parsers.
     document = {
         "version": STATE_VERSION,
         "plain": list(plain),
         "values": skeletons.pop(VALUES),
         "objects": skeletons,
     }
-    return GatheredState(leaves, json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii"))
+    return GatheredState(leaves, encode_json(document))
 
 
 def rank_pieces(objects: Mapping[str, Any], rank: int) -> GatheredState:
