@@ -193,6 +193,7 @@ class _Writer:
             begin.root,
             begin.rules,
             should_stop=trainer.waiting,
+            is_busy=lambda: self._chooser.is_busy,
             tell=self._on_housekeeping_note,
         )
 

@@ -108,6 +108,8 @@ class CodecChooser:
         self._idleness = CpuIdle() if idleness is None else idleness
         self._blocks: dict[int, dict[str, Blocks]] = {}
         """Blocks by path, of the snapshots that a later one may be based on."""
+        self.is_busy = False
+        """True if other processes kept the processors busy before the last commit."""
 
     def begin(
         self,
@@ -126,10 +128,11 @@ class CodecChooser:
             awaited: whether the training waits for this snapshot.
         """
         idle = self._idleness.share()
+        self.is_busy = idle is not None and idle < _IDLE_SHARE
         max_wait_seconds = _MAX_WAIT_SECONDS + size_bytes / _MAX_WAIT_BYTES_PER_SECOND
         # Where the training uses all processors, codecs slow it in spite of SCHED_IDLE: two cores, two torch
         # threads, a save of 50 MB every 2.7 s: 5 % of the steps with codecs, 1 to 3 % without.
-        wait_seconds = max_wait_seconds if idle is None or idle >= _IDLE_SHARE else _AWAITED_GRACE_SECONDS
+        wait_seconds = _AWAITED_GRACE_SECONDS if self.is_busy else max_wait_seconds
         end = time.monotonic() + wait_seconds
         latest = time.monotonic() + max_wait_seconds
 

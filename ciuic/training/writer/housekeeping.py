@@ -1,15 +1,20 @@
 """Retention in the writer process: remove snapshots of this trainer that no rule keeps, and free their space.
 
-Guarantees: a snapshot that any rule keeps stays (retention_rules.py). Nothing is removed until one of the
+Guarantees: a snapshot that any rule keeps stays (retention_rules.py). Nothing is removed unless one of the
 snapshots that stay was read back byte for byte since it was written, so the last good snapshot is never
 deleted, however many damaged ones follow it. A snapshot that was read back is tagged ``verified``. Snapshots
 of other roots in the repository are not touched. Every step may be interrupted at any point. The work yields
 to the next save, but only a limited number of times in a row: where saves come as fast as they are written,
 snapshots must not pile up.
+
+Where the training uses all processors, reading a snapshot back slows it. There a sample of the newest one is
+read, and the newest that was read back wholly stays beside those that the rules keep; every
+``FULL_READ_EVERY``-th snapshot is read back wholly all the same.
 """
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -30,6 +35,10 @@ _STOP_CHECK_EVERY: Final = 64
 # Time to wait for another holder of the repository's lock (the daemon, another trainer); the next save waits
 # behind it.
 _LOCK_WAIT_SECONDS: Final = 5.0
+FULL_READ_EVERY: Final = 16
+"""Number of removals on a busy machine of which one reads the newest snapshot wholly."""
+_SAMPLE_EVERY: Final = 16
+"""Number of chunks of which one is read, from a random one on, in a sample."""
 _MAX_YIELDS: Final = 4
 """Consecutive times that housekeeping yields to the next save before it runs to its end."""
 
@@ -44,6 +53,7 @@ class WriterHousekeeping:
         rules: RetentionRules,
         *,
         should_stop: Callable[[], bool],
+        is_busy: Callable[[], bool] = lambda: False,
         tell: Callable[[Note], None],
     ) -> None:
         """Prepare housekeeping.
@@ -53,14 +63,18 @@ class WriterHousekeeping:
             root: path under which the trainer's snapshots keep their state.
             rules: retention rules; without any, everything stays.
             should_stop: whether the next save is waiting.
+            is_busy: whether the training uses all processors.
             tell: called with a note for the trainer's log.
         """
         self._repository = repository
         self._root = root
         self._rules = rules
         self._should_stop = should_stop
+        self._is_busy = is_busy
         self._tell = tell
         self._yields = 0
+        self._samples = 0
+        """Number of removals since a snapshot was last read back wholly."""
         self._removal_due = False
         """True while snapshots that are to be removed are still there."""
         self._sweep_due = False
@@ -77,6 +91,8 @@ class WriterHousekeeping:
         end = time.monotonic() + seconds
         # No further save will come: only the time limit stops the work.
         self._yields, self._should_stop = 0, lambda: time.monotonic() > end
+        # The training waits, so its processors are free.
+        self._is_busy = lambda: False
         if self._removal_due or self._sweep_due:
             self.after()
 
@@ -87,14 +103,15 @@ class WriterHousekeeping:
             CiuicError: as of `after`.
             OSError: as of `after`.
         """
-        # A full disk blocks every save: do not yield to one.
-        self._yields = _MAX_YIELDS
+        # A full disk blocks every save: do not yield to one, and keep none only because a sample is cheaper.
+        self._yields, is_busy = _MAX_YIELDS, self._is_busy
+        self._is_busy = lambda: False
         try:
             self.after()
             with Repository.open(self._repository) as repository:
                 self._free_space(repository, HURRIED)
         finally:
-            self._yields = 0
+            self._yields, self._is_busy = 0, is_busy
 
     def after(self) -> None:
         """Apply the rules after a snapshot.
@@ -111,8 +128,13 @@ class WriterHousekeeping:
             self._removal_due = bool(drop)
             # Verification before removal: otherwise the last good snapshot could go while only damaged ones
             # stay.
-            if drop and not self._one_is_verified(repository, keep):
-                return
+            spared: set[SnapshotId] = set()
+            if drop:
+                verified = self._verified(repository, known, keep)
+                if verified is None:
+                    return
+                spared = {verified} & set(drop)
+                drop = [id_ for id_ in drop if id_ not in spared]
             if not drop and not self._sweep_due:
                 return
             if drop:
@@ -120,7 +142,7 @@ class WriterHousekeeping:
                     wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: preservation"
                 ) as writer:
                     writer.remove_snapshots(drop)
-            self._removal_due = False
+            self._removal_due = bool(spared)
             self._free_space(repository, USUAL)
 
     def _facts(self, repository: Repository, infos: Sequence[SnapshotInfo]) -> dict[str, Facts]:
@@ -140,17 +162,31 @@ class WriterHousekeeping:
         self._read = {info.id: self._read[info.id] for info in infos}
         return {id_: facts for id_, facts in self._read.items() if facts is not None}
 
-    def _one_is_verified(self, repository: Repository, keep: Sequence[SnapshotInfo]) -> bool:
-        """Verify the snapshots that stay, newest first, until one is good; return whether one is."""
+    def _verified(
+        self, repository: Repository, known: Sequence[SnapshotInfo], keep: Sequence[SnapshotInfo]
+    ) -> SnapshotId | None:
+        """Return a snapshot that was read back wholly and is to stay; None if there is none yet.
+
+        It is one of those that stay, or, on a busy machine, the newest one that was read back.
+
+        Args:
+            repository: the opened repository.
+            known: all snapshots, newest first.
+            keep: those that stay, newest first.
+        """
+        if self._is_busy() and self._samples < FULL_READ_EVERY:
+            earlier = next((info.id for info in known if _is_verified(repository, info)), None)
+            if earlier is not None and self._read_sample(repository, keep[0]):
+                self._samples += 1
+                return earlier
         for info in keep:
-            # The tag tells of the content; the snapshot's own file may have been damaged since.
-            if VERIFIED in info.tags and _is_readable(repository, info.id):
-                return True
+            if _is_verified(repository, info):
+                return info.id
             reason = read_back(repository, info.id, self._should_yield)
             if reason is None:
                 # Stopped by the next save: the removal waits for the next turn.
                 self._yields += 1
-                return False
+                return None
             if reason:
                 self._tell(Note(DAMAGE_NOTE, f"{info.id} cannot be read back: {reason}"))
                 continue
@@ -158,8 +194,19 @@ class WriterHousekeeping:
                 wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: verified"
             ) as writer:
                 writer.set_marks(info.id, tags=(*info.tags, VERIFIED))
+            self._samples = 0
+            return info.id
+        return None
+
+    def _read_sample(self, repository: Repository, info: SnapshotInfo) -> bool:
+        """Read a sample of a snapshot; return whether it is good, as far as that tells."""
+        if VERIFIED in info.tags or DAMAGED in info.tags:
             return True
-        return False
+        # Not interrupted by the next save: it takes a sixteenth of a second for a gigabyte.
+        reason = read_back(repository, info.id, one_in=_SAMPLE_EVERY)
+        if reason:
+            self._tell(Note(DAMAGE_NOTE, f"{info.id} cannot be read back: {reason}"))
+        return not reason
 
     def _should_yield(self) -> bool:
         """Return whether the next save waits and housekeeping may still yield to it."""
@@ -210,10 +257,13 @@ def split_by_rules(
     ]
 
 
-def _is_readable(repository: Repository, id_: SnapshotId) -> bool:
-    """Return whether the snapshot's own file can be read."""
+def _is_verified(repository: Repository, info: SnapshotInfo) -> bool:
+    """Return whether a snapshot was read back wholly, and its own file can still be read."""
+    # The tag tells of the content; the snapshot's own file may have been damaged since.
+    if VERIFIED not in info.tags:
+        return False
     try:
-        repository.snapshots.load(id_)
+        repository.snapshots.load(info.id)
     except CiuicError:
         return False
     return True
@@ -227,21 +277,31 @@ def _candidate(info: SnapshotInfo, facts: Facts | None, needed: bool) -> Retenti
 
 
 def read_back(
-    repository: Repository, id_: SnapshotId, should_stop: Callable[[], bool] = lambda: False
+    repository: Repository,
+    id_: SnapshotId,
+    should_stop: Callable[[], bool] = lambda: False,
+    *,
+    one_in: int = 1,
 ) -> str | None:
     """Read and check every byte of a snapshot.
 
     What is damaged is marked (`marks.mark_damage`).
+
+    Args:
+        repository: the opened repository.
+        id_: the snapshot.
+        should_stop: whether to stop, asked again and again.
+        one_in: number of chunks of which one is read, from a random one on; its trees are read wholly.
 
     Returns:
         "" if all is right, else what is wrong; None if it was stopped.
     """
     try:
         snapshot = repository.snapshots.load(id_)
-        for count, reached in enumerate(Walker(repository).walk(snapshot)):
+        for count, reached in enumerate(Walker(repository).walk(snapshot), start=random.randrange(one_in)):
             if count % _STOP_CHECK_EVERY == 0 and should_stop():
                 return None
-            if reached.kind == "data":
+            if reached.kind == "data" and count % one_in == 0:
                 repository.chunks.get(reached.id)
     except CiuicError as error:
         mark_damage_of(repository, id_, _LOCK_WAIT_SECONDS, "SnapshotManager: mark damage")

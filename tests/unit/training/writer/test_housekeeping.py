@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
-from hypothesis import given
-from hypothesis.strategies import builds, integers, lists, sets
+import pytest
+from hypothesis import given, settings
+from hypothesis.strategies import booleans, builds, integers, lists, sets, tuples
 
 from ciuic import SnapshotManager
 from ciuic.daemon.base.repository_store import Store
 from ciuic.maintenance.prune import prune
 from ciuic.repository import Repository, SnapshotInfo, Walker
+from ciuic.repository.packs.chunk_reader import ChunkReader
 from ciuic.retention import RetentionPolicy
 from ciuic.training import EverySeconds, EverySteps, Latest
 from ciuic.training.format.reading import read_facts
 from ciuic.training.policy.policies import Moment, Rule
 from ciuic.training.protocol.messages import RetentionRules
-from ciuic.training.writer.housekeeping import split_by_rules
-from ciuic.training.writer.marks import DAMAGED
+from ciuic.training.writer.housekeeping import FULL_READ_EVERY, WriterHousekeeping, read_back, split_by_rules
+from ciuic.training.writer.marks import DAMAGED, VERIFIED
 from ciuic.types import ChunkId, RootRecord, SnapshotDraft, SnapshotId
 
 
@@ -39,7 +43,7 @@ def test_a_snapshot_with_an_unreadable_step_stays(tmp_path: Path) -> None:
 
 
 def test_damaged_snapshots_take_the_place_of_no_good_one(tmp_path: Path) -> None:
-    """With one damaged, once verified snapshot per run, the good one that all runs resumed from stays."""
+    """The good snapshot stays from which all runs resumed, each of which left one that was damaged later."""
     for step in range(5):
         with SnapshotManager(tmp_path / "s", max_snapshots=2) as manager:
             state = manager.load_latest_snapshot()
@@ -157,6 +161,122 @@ def test_no_retention_but_its_own_removes_states(tmp_path: Path) -> None:
             *(save.id for save in saves if save is not None),
         }
         assert not store.wants_upkeep(policy, None, now_ns=10**18)
+
+
+class _Trainer:
+    """Saves of one training, and the housekeeping of its writer."""
+
+    def __init__(self, save_dir: Path) -> None:
+        self.save_dir = save_dir
+        self.manager = SnapshotManager(save_dir, compression="none")
+        self.is_busy = False
+        self.steps = 0
+        self.housekeeping = WriterHousekeeping(
+            str(save_dir),
+            b"/training",
+            RetentionRules(keep=(Latest(2),)),
+            should_stop=lambda: False,
+            is_busy=lambda: self.is_busy,
+            tell=lambda note: None,
+        )
+
+    def save(self) -> None:
+        self.steps += 1
+        # 9 blocks that no other snapshot has.
+        value = numpy.random.default_rng(self.steps).integers(0, 255, 9 << 18, "u1")
+        save = self.manager.save_snapshot(value=value, step=self.steps, wait=True)
+        assert save is not None
+        assert save.id is not None
+
+    def infos(self) -> list[SnapshotInfo]:
+        with Repository.open(self.save_dir) as repository:
+            return repository.snapshots.list()
+
+    def verified(self) -> list[str]:
+        return [info.id for info in self.infos() if VERIFIED in info.tags]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[_Trainer]:
+    trainer = _Trainer(tmp_path / "s")
+    with trainer.manager:
+        yield trainer
+
+
+def test_on_a_busy_machine_the_newest_that_was_read_wholly_stays(trainer: _Trainer) -> None:
+    """On a busy machine the newest snapshot that was read back wholly stays beside those that rules keep.
+
+    Once the machine has idle time again, or at the sixteenth removal, the newest is read wholly, and replaces
+    it.
+    """
+    for _ in range(3):
+        trainer.save()
+    trainer.housekeeping.after()
+    (first,) = trainer.verified()
+    assert trainer.infos()[0].id == first
+    trainer.is_busy = True
+    for _ in range(FULL_READ_EVERY):
+        trainer.save()
+        trainer.housekeeping.after()
+        assert trainer.verified() == [first]
+        assert len(trainer.infos()) <= 3
+    trainer.save()
+    trainer.housekeeping.after()
+    newest, before = trainer.infos()
+    assert trainer.verified() == [newest.id]
+    trainer.save()
+    trainer.save()
+    trainer.housekeeping.after()
+    assert trainer.verified() == [newest.id]
+    trainer.is_busy = False
+    trainer.housekeeping.after()
+    assert before.id not in [info.id for info in trainer.infos()]
+    assert trainer.verified() == [trainer.infos()[0].id]
+
+
+def test_a_sample_reads_other_chunks_each_time(trainer: _Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample reads every fourth chunk, from a random one on, and finds damage there."""
+    trainer.save()
+    with Repository.open(trainer.save_dir) as repository:
+        id_ = repository.snapshots.ids()[0]
+        snapshot = repository.snapshots.load(id_)
+        data = {one.id for one in Walker(repository).walk(snapshot) if one.kind == "data"}
+        reads: list[ChunkId] = []
+        get = ChunkReader.get
+        monkeypatch.setattr(
+            ChunkReader,
+            "get",
+            lambda self, chunk: (chunk in data and reads.append(chunk)) or get(self, chunk),
+        )
+        read: set[ChunkId] = set()
+        while read != data:
+            reads.clear()
+            assert read_back(repository, id_, one_in=4) == ""
+            assert len(reads) <= -(-len(data) // 4) + 1
+            read |= set(reads)
+    _damage_own_content(trainer.save_dir, id_)
+    with Repository.open(trainer.save_dir) as repository:
+        assert read_back(repository, id_, one_in=4)
+
+
+@given(saves=lists(tuples(booleans(), booleans()), min_size=1, max_size=12))
+@settings(max_examples=6)
+def test_a_snapshot_that_was_read_wholly_and_is_good_always_stays(saves: list[tuple[bool, bool]]) -> None:
+    """Whatever is damaged, and whenever the machine is busy, a good snapshot that was read wholly stays."""
+    with tempfile.TemporaryDirectory() as place:
+        trainer = _Trainer(Path(place) / "s")
+        with trainer.manager:
+            for _ in range(2):
+                trainer.save()
+            damaged: set[str] = set()
+            for is_damaged, trainer.is_busy in saves:
+                trainer.save()
+                if is_damaged:
+                    damaged.add(trainer.infos()[0].id)
+                    _damage_own_content(trainer.save_dir, trainer.infos()[0].id)
+                trainer.housekeeping.after()
+                assert set(trainer.verified()) - damaged
+                assert damaged.isdisjoint(trainer.verified())
 
 
 class _Broken(Rule):
