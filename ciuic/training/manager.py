@@ -62,8 +62,8 @@ class SnapshotManager(TrainingSnapshots):
             returns whether any rank was. None: the manager asks the other ranks itself.
         name: Name of the run, for several runs in one repository.
         nice: Niceness of the writer process.
-        compression: ``auto`` finds out for each tensor what makes it smaller, in processor time that
-            nobody else wants; ``small`` takes what time it needs; ``none`` compresses nothing.
+        compression: ``auto`` chooses a codec for each tensor and runs it while processors are idle; ``small``
+            runs it in any case; ``none`` compresses nothing.
         distributed: Whether this process is one of several ranks that train one model; then all ranks
             create a manager and call the same methods. None: yes, if torch.distributed is initialized for
             several ranks.

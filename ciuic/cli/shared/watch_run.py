@@ -57,7 +57,7 @@ def run(
         child = _start(words, before)
         try:
             page = HeartbeatPage()
-            # Until the child is reaped, at the end, its pid is nobody else's.
+            # The kernel gives the pid to no other process before the child is reaped, at the end.
             life = processes.life_of(child.pid)
             hello = _hello(child.pid, name, where, heartbeat_seconds)
         except OSError as error:  # no memory, an old kernel, no /proc: it runs all the same

@@ -151,7 +151,7 @@ def test_no_batch_comes_twice_or_never(stops: tuple[int, ...], seedable: bool) -
 
 
 def test_a_save_right_after_a_resume_keeps_the_position() -> None:
-    """Until it has read a batch the loader tells the position that it was given."""
+    """A loader that has read no batch since the resume tells the position that it was given."""
     snapshot: dict[str, Any] = {}
     first = _run(snapshot, 8, seedable=False)
     _run(snapshot, -1, seedable=False, resave=True)

@@ -97,7 +97,7 @@ def hanging_root(tmp_path: Path) -> Iterator[Path]:
         end.set()
         if server.ident is not None:
             server.join()
-        # The end of the connection lets go of whoever waits.
+        # Callers that still wait get an error when the connection ends.
         os.close(fd)
         subprocess.run(["umount", "-l", root], check=True, timeout=30)
 

@@ -87,7 +87,7 @@ def test_a_scheduler_that_follows_epochs_is_not_waited_for() -> None:
 
 
 def test_a_watched_loader_sets_the_boundary_at_the_next_batch() -> None:
-    """With a watched loader the boundary is the request of the next batch; a batch without a step has none."""
+    """A watched loader's request of the next batch is the boundary; a batch without a step has none."""
     loader = Loader()
     run = Run(Scheduler())
     assert run.boundaries.watch_loader(loader)
@@ -99,7 +99,7 @@ def test_a_watched_loader_sets_the_boundary_at_the_next_batch() -> None:
 
 
 def test_with_two_optimizers_only_explicit_closes_a_step() -> None:
-    """With two optimizers and no loader only `explicit` closes a step."""
+    """A step of two optimizers without a loader is closed by `explicit` alone."""
     run = Run()
     second = Optimizer()
     run.boundaries.watch_optimizer(second)
