@@ -42,3 +42,12 @@ def test_saved_by_two_ranks_it_is_resumed_by_three_by_one_and_by_none(tmp_path: 
     assert state["model_state_dict"]["0.weight"].shape == (1026, 16)
     with Repository.open(save_dir) as repository:
         assert not read_back(repository, saved["id"])
+
+
+def test_a_sharded_state_goes_through_a_compiled_model(tmp_path: Path) -> None:
+    """Ranks resume their parts of a compiled model from a plain one, and the other way round, to the bit."""
+    result = tmp_path / "result"
+    Ranks(
+        tmp_path / "ranks", 2, sharded_training.through_a_compiled_model, str(tmp_path / "s"), str(result)
+    ).check()
+    assert len(set(json.loads(result.read_text()))) == 1

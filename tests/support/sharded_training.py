@@ -156,7 +156,9 @@ def die_in_the_middle(rank: int, world: int, save_dir: str) -> None:
 class Managed:
     """Training under `SnapshotManager`, with batch statistics per rank, dropout and a counting loader."""
 
-    def __init__(self, rank: int, world: int, save_dir: str, **options: Any) -> None:
+    def __init__(
+        self, rank: int, world: int, save_dir: str, *, compiled: bool = False, **options: Any
+    ) -> None:
         torch.manual_seed(5)
         inner = torch.nn.Sequential(
             torch.nn.Linear(16, 1026),
@@ -164,7 +166,9 @@ class Managed:
             torch.nn.Dropout(0.2),
             torch.nn.Linear(1026, 77),
         )
-        self.model = fully_shard(inner, mesh=init_device_mesh("cpu", (world,))) if world else inner
+        self.model: Any = fully_shard(inner, mesh=init_device_mesh("cpu", (world,))) if world else inner
+        if compiled:
+            self.model = torch.compile(self.model)  # type: ignore[arg-type, unused-ignore]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
         torch.manual_seed(50 + rank)
@@ -189,7 +193,8 @@ class Managed:
     def digest(self) -> str:
         """Return a digest of whole tensors, which all ranks compute together."""
         hasher = hashlib.sha256()
-        _add(hasher, {key: one for key, one in self.model.state_dict().items() if "running" not in key})
+        plain = getattr(self.model, "_orig_mod", self.model)
+        _add(hasher, {key: one for key, one in plain.state_dict().items() if "running" not in key})
         _add(hasher, self.optimizer.state_dict()["state"])
         return hasher.hexdigest()
 
@@ -222,6 +227,24 @@ def save_managed(rank: int, world: int, save_dir: str, result: str) -> None:
         assert save is not None
         found = {"id": save.id, "digest": digest, "world": newest.world_size, "size": newest.size_bytes}
         Path(result).write_text(json.dumps(found))
+
+
+def through_a_compiled_model(rank: int, world: int, save_dir: str, result: str) -> None:
+    """Save a plain model, resume and save it compiled, and resume it plain; RESULT gets the digests."""
+    digests = []
+    for compiled in (False, True, False):
+        run = Managed(rank, world, save_dir, compiled=compiled)
+        if digests:
+            run.manager.resume()
+        else:
+            run.train(1)
+        digests.append(run.digest())
+        local = [one.to_local().shape for one in run.model.parameters() if hasattr(one, "to_local")]
+        assert any(shape[0] in (513, 8) for shape in local), local
+        run.manager.save_snapshot(wait=True)
+        run.manager.close()
+    if rank == 0:
+        Path(result).write_text(json.dumps(digests))
 
 
 def resume_managed(rank: int, world: int, save_dir: str, result: str) -> None:

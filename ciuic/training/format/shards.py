@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any, Final, Protocol
 
 from ciuic.training.format.tensors import Unsaveable, describe
+from ciuic.training.util.wrapper_names import bare_names, by_bare_name
 
 _THREADS: Final = 4
 TemplateLookup = Callable[[tuple[Any, ...]], Any]
@@ -168,6 +169,9 @@ def template_lookup(value: Any, current: Any) -> TemplateLookup:
         current: Its state now.
     """
     parameters = parameters_of(value) if hasattr(value, "param_groups") else []
+    # The saved model may have been compiled and this one not, or the other way round.
+    keys = list(current) if isinstance(current, dict) else []
+    renamed = (by_bare_name(keys) or {}) if all(isinstance(key, str) for key in keys) else {}
 
     def template(path: tuple[Any, ...]) -> Any:
         # An optimizer that has not stepped has no state yet; its moments will be sharded as their parameters
@@ -175,6 +179,8 @@ def template_lookup(value: Any, current: Any) -> TemplateLookup:
         if parameters and len(path) == 3 and path[0] == "state" and path[1] in range(len(parameters)):
             return parameters[path[1]]
         found = current
+        if keys and path and isinstance(path[0], str) and path[0] not in current:
+            path = (renamed.get(bare_names(path[:1])[path[0]], path[0]), *path[1:])
         for key in path:
             try:
                 found = found[key]

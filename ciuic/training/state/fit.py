@@ -5,8 +5,7 @@ reason for which their own loading raises, and those for which it would silently
 dtype, moments of another shape, parameters on the meta device. For any other object only its own loading can
 tell, so `Undo` keeps what the object was and restores it.
 
-Names of tensors are compared without the prefixes of wrappers: torch.compile adds ``_orig_mod``, and
-DistributedDataParallel a leading ``module``.
+Names of tensors are compared without the prefixes of wrappers (wrapper_names.py).
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from typing import Any, Final
 
 from ciuic.training.state.stateful import is_keras_model, load_into, state_of
 from ciuic.training.util.logs import log, quietly
+from ciuic.training.util.wrapper_names import bare_names, by_bare_name
 
-_COMPILED: Final = "_orig_mod"
-_PARALLEL: Final = "module"
 # State of torch's optimizers that has the shape of its parameter; others (Adafactor's rows and columns) have
 # shapes of their own.
 _LIKE_PARAMETER: Final = (
@@ -54,8 +52,8 @@ def renamed_as(value: Any, saved: Any) -> Any:
     own = value.state_dict()
     if own.keys() == saved.keys():
         return saved
-    own_of = _by_bare_name(own)
-    saved_of = _by_bare_name(saved)
+    own_of = by_bare_name(own)
+    saved_of = by_bare_name(saved)
     if own_of is None or saved_of is None or own_of.keys() != saved_of.keys():
         return saved
     made: Any = type(saved)()
@@ -66,8 +64,8 @@ def renamed_as(value: Any, saved: Any) -> Any:
     if versions is not None and own_versions is not None:
         # A wrapper and what it wraps have one bare path; the wrapper comes first, and its version matters to
         # nobody.
-        found = {bare: versions[path] for path, bare in _bare_names(versions).items()}
-        wanted = _bare_names(own_versions)
+        found = {bare: versions[path] for path, bare in bare_names(versions).items()}
+        wanted = bare_names(own_versions)
         made._metadata = {path: found[bare] for path, bare in wanted.items() if bare in found}
     return made
 
@@ -244,22 +242,6 @@ def _shapes_problem(own: Iterable[Any], saved: Any, what: str) -> str:
         if shape != tuple(getattr(array, "shape", ()))
     ]
     return _named(wrong)
-
-
-def _by_bare_name(keys: Iterable[str]) -> dict[str, str] | None:
-    """Return the keys by their names without wrappers; None where two have the same."""
-    bare = _bare_names(keys)
-    made = {name: key for key, name in bare.items()}
-    return made if len(made) == len(bare) else None
-
-
-def _bare_names(keys: Iterable[str]) -> dict[str, str]:
-    """Return the name without wrappers of each key."""
-    parts = {key: [part for part in key.split(".") if part != _COMPILED] for key in keys}
-    # A leading ``module`` is a wrapper's only if every key has it: an AveragedModel has ``n_averaged`` beside.
-    if all(own[:1] == [_PARALLEL] for own in parts.values() if own and own != [""]):
-        parts = {key: own[1:] for key, own in parts.items()}
-    return {key: ".".join(own) for key, own in parts.items()}
 
 
 def _restore_attributes(value: Any, attributes: dict[str, Any]) -> None:
