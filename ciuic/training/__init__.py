@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ciuic.training.check_resume import Difference, check_resume
 from ciuic.training.format.reading import Facts, NothingGood, PassedOver, SavedSnapshot
-from ciuic.training.format.results import Resumed, Save, State, Stats
+from ciuic.training.format.results import Resumed, Save, SaveResult, State, Stats
 from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.format.value_types import UnknownType, register_type
 from ciuic.training.manager import SnapshotManager
@@ -37,6 +37,7 @@ __all__ = [
     "Resumed",
     "Rule",
     "Save",
+    "SaveResult",
     "SavedSnapshot",
     "SnapshotManager",
     "State",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ciuic.training.device.device_streams import capturing
-from ciuic.training.format.results import State
+from ciuic.training.format.results import SaveResult, State
 from ciuic.training.last_save import LastSave, Lifetime
 from ciuic.training.loading import list_snapshots, load_latest, load_on_all_ranks
 from ciuic.training.policy.boundaries import Boundaries
@@ -27,6 +27,7 @@ from ciuic.training.preemption.last_moment import rule_of
 from ciuic.training.protocol.messages import COMPRESSIONS, Begin, PreemptionNotice, RetentionRules, Saved
 from ciuic.training.ranks.group import Ranks
 from ciuic.training.registered import Registered
+from ciuic.training.saving.save_callbacks import SaveCallbacks
 from ciuic.training.saving.saver import Saver
 from ciuic.training.saving.snapshot_spec import RunProgress, SnapshotSpec
 from ciuic.training.saving.snapshot_taker import SnapshotTaker
@@ -80,6 +81,7 @@ class SaveCoordinator:
         self.lifetime = Lifetime()
         self.forecast: Forecast | None = None
         self.last_save: LastSave | None = None
+        self.callbacks = SaveCallbacks()
         # Nothing calls these methods before the first object is registered, when all parts are there.
         self.boundaries = Boundaries(self._stepped, self._at_boundary)
         self.heartbeat = TrainerHeartbeat(options.name, str(options.save_dir), options.heartbeat_seconds)
@@ -129,6 +131,10 @@ class SaveCoordinator:
     def snapshot_saved(self, message: Saved) -> None:
         """Count the file system snapshot that was asked for together with this one."""
         self._filesystem.record_answer(message)
+
+    def save_ended(self, result: SaveResult) -> None:
+        """Queue the end of a save for the callbacks of `SnapshotManager.on_saved`."""
+        self.callbacks.notify(result)
 
     def preemption_noticed(self, message: PreemptionNotice) -> None:
         """Prepare the last snapshot after the notice of a cloud."""
@@ -218,6 +224,8 @@ class SaveCoordinator:
         if self.taker.ranks is not None:
             self.taker.ranks.close()
             self.taker.ranks = None
+        # Last: a callback may take its time, and nobody else waits for it.
+        self.callbacks.close(max(0.0, end - time.monotonic()))
 
     def _take_skipped(self, timeout_seconds: float) -> None:
         # What is under way occupies the arenas.
@@ -308,7 +316,7 @@ class SaveCoordinator:
         self.saver.pending_saves.changed = False
         if reason:
             with quietly("a snapshot could not be taken"):
-                self.taker.take(SnapshotSpec(reason), self.taker.gather_parts(may_wait=False))
+                self.taker.take_due(SnapshotSpec(reason))
         return bool(reason)
 
     def _observe_earlier(self) -> None:

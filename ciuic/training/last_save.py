@@ -201,7 +201,7 @@ class LastSave:
         boundary_state = None if at_boundary or not self._boundaries.unchanged else self._remembered
         with quietly("the last snapshot could not be taken"):
             wanted = SnapshotSpec(reason, may_wait=True, boundary_state=boundary_state)
-            save = self._taker.take(wanted, self._taker.gather_parts(may_wait=True))
+            save = self._taker.take_due(wanted)
             return save is not None or not self._taker.writes
         return False
 

@@ -25,6 +25,7 @@ from ciuic.training.policy.policies import Rule
 from ciuic.training.policy.retention_rules import Keep, Latest
 from ciuic.training.ranks.group import call_site_of
 from ciuic.training.ranks.rank_state import RankState
+from ciuic.training.saving.save_callbacks import SaveCallback
 from ciuic.training.saving.sharded_save import AgreedSave
 from ciuic.training.saving.snapshot_spec import RanksGone, SnapshotSpec, explicit_request
 from ciuic.training.snapshots import TrainingSnapshots
@@ -242,6 +243,27 @@ class SnapshotManager(TrainingSnapshots):
         next boundary.
         """
         self._coordinator.report(validation.numbers({**(metrics or {}), **more}))
+
+    def on_saved(self, callback: SaveCallback) -> SaveCallback:
+        """Call a function with the `SaveResult` of each save: durable, or failed with the reason.
+
+        Each save that ends from now on counts, automatic ones too, once; not one that was skipped because the
+        writer was busy. The calls come one after another on one thread of the manager (``ciuic-on-saved``),
+        beside the training, as soon as the manager has heard of the end: at the next boundary, save, `wait` or
+        `close`. What a callback raises is logged. `close` waits for calls that are due, within its time, and
+        none begins after it. Of several ranks rank 0, which writes, calls.
+
+        Returns:
+            The function, so that this can be a decorator.
+
+        Raises:
+            TypeError: It cannot be called.
+            ValueError: The manager is closed.
+        """
+        if self._coordinator.lifetime.closed:
+            raise ValueError("the manager is closed")
+        self._coordinator.callbacks.add(callback)
+        return callback
 
     # -- loading and resuming
 

@@ -259,3 +259,21 @@ def resume_managed(rank: int, world: int, save_dir: str, result: str) -> None:
     if rank == 0:
         assert resumed is not None
         Path(result).write_text(json.dumps({"id": resumed.id, "step": resumed.step, "digest": digest}))
+
+
+def note_saves(rank: int, world: int, save_dir: str, result: str) -> None:
+    """Save twice by a rule and once when asked; RESULT-RANK gets the ids that callbacks were told of."""
+    run = Managed(rank, world, save_dir, every_steps=4)
+    told: list[str | None] = []
+    run.manager.on_saved(lambda saved: told.append(saved.id))
+    for number, (x,) in enumerate(run.loader, 1):
+        run.model(x).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.scheduler.step()
+        run.manager.wait()
+        if number == 9:
+            break
+    run.manager.save_snapshot(wait=True)
+    run.manager.close()
+    Path(f"{result}-{rank}").write_text(json.dumps(told))

@@ -64,9 +64,13 @@ class Optimizer:
             weight -= self.param_groups[0]["lr"] * self.momentum[name]
             loss += float((weight**2).sum())
         self.steps += 1
+        self.announce()
+        return loss
+
+    def announce(self) -> None:
+        """Tell the hooks of a step."""
         for hook in self._hooks:
             hook(self, (), {})
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         return {"momentum": self.momentum, "steps": self.steps, "groups": self.param_groups}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from ciuic.training.format.reading import Loaded, PassedOver
+from ciuic.training.format.reading import Facts, Loaded, PassedOver
 
 EXIT_SECONDS: Final = 120.0
 """Default timeout for callers that wait for the writer."""
@@ -88,6 +89,30 @@ class Stats:
     """Durable snapshots without the snapshot of the files that was asked for."""
     last_filesystem_id: str = ""
     last_filesystem_error: str = ""
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """End of one save, for callbacks of `SnapshotManager.on_saved`."""
+
+    id: str | None
+    """Id of the snapshot, which is durable; None if the save failed."""
+    step: int | None
+    """Optimizer steps of the run at the save."""
+    epoch: int | None
+    metrics: Mapping[str, float]
+    error: str | None = None
+    """Why the save failed; None if it has not."""
+
+    @property
+    def durable(self) -> bool:
+        """True if there is a snapshot, False if the save failed."""
+        return self.id is not None
+
+    @classmethod
+    def of(cls, facts: Facts, *, id_: str | None = None, error: str | None = None) -> SaveResult:
+        """Return the end of a save with these facts."""
+        return cls(id_, facts.step, facts.epoch, dict(facts.metrics), error)
 
 
 class Save:

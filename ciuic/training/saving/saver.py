@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from ciuic.repository.writing.shared_write_claim import Claim
 from ciuic.training.device.async_copy import Overlap
 from ciuic.training.format.reading import Facts
-from ciuic.training.format.results import EXIT_SECONDS, Save, Stats
+from ciuic.training.format.results import EXIT_SECONDS, Save, SaveResult, Stats
 from ciuic.training.protocol.messages import (
     Begin,
     FromWriter,
@@ -55,6 +55,9 @@ class SaveEvents(Protocol):
     def snapshot_saved(self, message: Saved) -> None:
         """A snapshot is durable."""
 
+    def save_ended(self, result: SaveResult) -> None:
+        """A save of this rank's snapshots is durable, or has failed."""
+
     def preemption_noticed(self, message: PreemptionNotice) -> None:
         """A metadata service told the writer that the machine is going away."""
 
@@ -88,6 +91,8 @@ class Saver:
         self._events = events
         self.pending_saves = PendingSaves(self.overlap, self._record_failure)
         self._saves: dict[int, Save] = {}
+        self._facts: dict[int, Facts] = {}
+        """Facts of the saves whose end is still to be told. Parts for a snapshot of rank 0 have none."""
         self._not_before, self._back_off_seconds = 0.0, _MIN_BACK_OFF_SECONDS
 
     @property
@@ -153,6 +158,9 @@ class Saver:
                 written.
         """
         self.size_bytes = state.size_bytes
+        joint = manifest.joint_save
+        # The end of a sharded save is told by rank 0 alone, whose writer makes the snapshot.
+        told = facts if joint is None or joint.rank == 0 else None
         begin = partial(
             stage,
             self.client,
@@ -170,17 +178,21 @@ class Saver:
                 staged = self._stage_when_free(staged, begin)
         except OSError as error:
             # Most often too little memory: attempts after every step would cost the training time.
-            self.failed(error.strerror or str(error))
+            reason = error.strerror or str(error)
+            self.failed(reason)
+            self.tell_failed(told, reason)
             self._back_off()
             return None, False
         if staged is None:
             self._count_skip()
             return None, True
-        return self._track(staged, beside=beside), False
+        return self._track(staged, told, beside=beside), False
 
-    def _track(self, staged: StagedSave, *, beside: bool) -> Save | None:
+    def _track(self, staged: StagedSave, told: Facts | None, *, beside: bool) -> Save | None:
         """Follow a staged save to the writer; None if its state did not arrive from the devices."""
         # Registered before `add`, which may report a failure of it at once.
+        if told is not None:
+            self._facts[staged.number] = told
         save = self._saves[staged.number] = Save(self, staged.number)
         self.pending_saves.add(staged)
         if not beside:
@@ -300,6 +312,8 @@ class Saver:
                     save.id = message.id
                     save.filesystem = message.pair.id or None if message.pair is not None else None
                 self._events.snapshot_saved(message)
+                if (facts := self._facts.pop(message.number, None)) is not None:
+                    self._events.save_ended(SaveResult.of(facts, id_=message.id))
                 log.debug("ciuic: saved %s, %d new bytes", message.id, message.new_bytes)
             # A part of a snapshot that another rank's writer makes: nothing to count here.
             elif isinstance(message, Put):
@@ -317,6 +331,13 @@ class Saver:
         self.failed(reason)
         if (save := self._saves.pop(number, None)) is not None:
             save.error = reason
+        # A save that was interrupted is reported twice: by the hand-over and by the client.
+        self.tell_failed(self._facts.pop(number, None), reason)
+
+    def tell_failed(self, facts: Facts | None, reason: str) -> None:
+        """Tell the manager that the save with these facts failed; None: a save that another rank tells of."""
+        if facts is not None:
+            self._events.save_ended(SaveResult.of(facts, error=reason))
 
     def failed(self, reason: str) -> None:
         """Count and log a failed save."""

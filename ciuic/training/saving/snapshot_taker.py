@@ -121,7 +121,7 @@ class SnapshotTaker:
         self._is_silent = not self.writes
         self.ranks = None
 
-    def parts_when_asked(self, place: str) -> list[RankState] | AgreedSave | None:
+    def parts_when_asked(self, place: str) -> list[RankState] | AgreedSave | RanksGone | None:
         """Gather the ranks' states for a snapshot that the program asked for.
 
         Args:
@@ -142,9 +142,11 @@ class SnapshotTaker:
                     "save_snapshot must be called on every rank, because each has a part of the state"
                 )
         except RanksApart as error:
-            self._saver.failed(str(error))
             # Rank 0 alone still has a state to save, unless each rank has a part of it.
-            return [] if self._is_sharded else None
+            if self._is_sharded:
+                return RanksGone(str(error))
+            self._saver.failed(str(error))
+            return None
         return self._agree(ranks, may_wait=True)
 
     def wait_durable(self, save: Save | None, seconds: float) -> None:
@@ -163,9 +165,9 @@ class SnapshotTaker:
 
         Returns:
             None if this process saves for itself. The states of all ranks on rank 0, and [] on the others.
-            For a sharded state `AgreedSave` on all ranks, or [] on all if they do not save. `RanksGone` if
-            another rank has ended: no snapshot is taken then, since one without that rank's generators and
-            position would become the newest, and a resume from it would not be exact.
+            For a sharded state `AgreedSave` on all ranks, or [] on all if they skip this one. `RanksGone` if
+            another rank has ended or they cannot agree: no snapshot is taken then, since one without that
+            rank's generators and position would become the newest, and a resume from it would not be exact.
         """
         if self.ranks is None:
             return None
@@ -181,8 +183,8 @@ class SnapshotTaker:
         except RanksApart as error:
             return RanksGone(f"the other ranks are gone: {error}")
 
-    def _agree(self, ranks: Ranks, *, may_wait: bool) -> AgreedSave | list[RankState]:
-        """Agree on a sharded save; [] if there is none."""
+    def _agree(self, ranks: Ranks, *, may_wait: bool) -> AgreedSave | RanksGone | list[RankState]:
+        """Agree on a sharded save; [] if it is skipped."""
         client = self._saver.client
         if may_wait:
             self._saver.wait_for_room()
@@ -196,8 +198,28 @@ class SnapshotTaker:
                 self.skipped = SkippedSave(self.run.step, SnapshotSpec(_AT_END), None)
             return found or []
         except (RanksApart, OSError) as error:
-            self._saver.failed(str(error))
-            return []
+            return RanksGone(str(error))
+
+    def take_due(self, request: SnapshotSpec) -> Save | None:
+        """Gather what each rank has of its own, and take a snapshot that a rule asks for. Collective.
+
+        Returns:
+            As `take`.
+
+        Raises:
+            Unsaveable: a value cannot be stored.
+        """
+        try:
+            return self.take(request, self.gather_parts(may_wait=request.may_wait))
+        except Exception as error:
+            # The program does not see the exception of a save that it did not ask for.
+            self._tell_failed(request, str(error))
+            raise
+
+    def _tell_failed(self, request: SnapshotSpec, reason: str) -> None:
+        """Tell of a save that failed before it was staged, on the rank that would have written it."""
+        if self.writes:
+            self._saver.tell_failed(self._facts(request, world_size=1), reason)
 
     def take(
         self, request: SnapshotSpec, parts: list[RankState] | AgreedSave | RanksGone | None
@@ -212,6 +234,7 @@ class SnapshotTaker:
         """
         if isinstance(parts, RanksGone):
             self._saver.failed(parts.problem)
+            self._tell_failed(request, parts.problem)
             return None
         if isinstance(parts, AgreedSave):
             with self._saver.guard:
