@@ -30,6 +30,7 @@ from ciuic.training.state.stateful import load_into
 from ciuic.training.util import randomness
 from ciuic.training.util.logs import log, quietly
 from ciuic.training.writer import marks
+from ciuic.types import SnapshotId
 
 # Attempts while a training that saves meanwhile removes snapshots that are being read.
 _TRIES: Final = 5
@@ -84,8 +85,8 @@ def _any_removed(save_dir: Path, passed_over: Iterable[PassedOver]) -> bool:
         return not repository.snapshots.names().issuperset(one.id for one in passed_over)
 
 
-def load_by_name(save_dir: Path, snapshot: str) -> State:
-    """Load the snapshot with this id, prefix of an id, or name such as ``latest~2``.
+def load_one(save_dir: Path, find: Callable[[Repository], SnapshotId]) -> State:
+    """Load the snapshot that ``find`` chooses in the opened repository.
 
     Raises:
         NotFound: There is no such snapshot.
@@ -93,8 +94,13 @@ def load_by_name(save_dir: Path, snapshot: str) -> State:
         ValueError: This version of ciuic or of the framework does not know what was saved.
     """
     with Repository.open(save_dir) as repository:
-        id_ = repository.snapshots.resolve(snapshot)
+        id_ = find(repository)
     return State(load(str(save_dir), id_))
+
+
+def load_by_name(save_dir: Path, snapshot: str) -> State:
+    """Load the snapshot with this id, prefix of an id, or name such as ``latest~2``; raises as `load_one`."""
+    return load_one(save_dir, lambda repository: repository.snapshots.resolve(snapshot))
 
 
 def load_on_all_ranks(

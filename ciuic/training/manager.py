@@ -22,7 +22,7 @@ from ciuic.training.format.results import EXIT_SECONDS, Resumed, Save, State, St
 from ciuic.training.policy import policies
 from ciuic.training.policy.forecast import Forecast
 from ciuic.training.policy.policies import Rule
-from ciuic.training.policy.retention_rules import Keep, Latest
+from ciuic.training.policy.retention_rules import Best, Keep, Latest
 from ciuic.training.ranks.group import call_site_of
 from ciuic.training.ranks.rank_state import RankState
 from ciuic.training.saving.save_callbacks import SaveCallback
@@ -119,6 +119,7 @@ class SnapshotManager(TrainingSnapshots):
             overlap=overlap,
             filesystem=filesystem,
         )
+        self._best_rules = tuple(rule for rule in options.keeps if isinstance(rule, Best))
         self._coordinator = SaveCoordinator(options)
         self._run = self._coordinator.run
         self._heartbeat = self._coordinator.heartbeat

@@ -14,6 +14,11 @@ from typing import Any, TypeVar
 from ciuic.training import loading
 from ciuic.training.format.reading import SavedSnapshot
 from ciuic.training.format.results import State
+from ciuic.training.listing import choice
+from ciuic.training.listing.snapshot_table import SnapshotTable
+from ciuic.training.policy.policies import Mode
+from ciuic.training.policy.retention_rules import Best
+from ciuic.training.state import validation
 from ciuic.training.writer import marks
 
 _Self = TypeVar("_Self", bound="TrainingSnapshots")
@@ -36,6 +41,8 @@ class TrainingSnapshots:
         """
         self.save_dir = Path(save_dir)
         self.name = name
+        self._best_rules: tuple[Best, ...] = ()
+        """Rules of the manager that keep the best snapshots."""
 
     @property
     def _root(self) -> bytes:
@@ -50,18 +57,64 @@ class TrainingSnapshots:
         """
         return loading.load_latest(self.save_dir, self._root)
 
-    def load_snapshot(self, snapshot: str) -> State:
-        """Return the state of one snapshot.
+    def load_snapshot(
+        self, snapshot: str | None = None, *, step: int | None = None, epoch: int | None = None
+    ) -> State:
+        """Return the state of one snapshot, named in one way: by ``snapshot``, or by step, epoch or both.
 
         Args:
-            snapshot: An id, an unambiguous prefix of one, ``latest``, ``latest~2``, or a time.
+            snapshot: An id, an unambiguous prefix of one, ``latest``, ``latest~2``, a time, or ``best``, as
+                `load_best()` finds it.
+            step: Optimizer steps of the run at the snapshot.
+            epoch: Epoch that was recorded with it.
 
         Raises:
-            NotFound: There is no such snapshot.
-            Damaged: The snapshot is not as it was saved.
-            ValueError: This version of ciuic or of the framework does not know what was saved.
+            NotFound: There is no such snapshot, or there are several; the message names what is there.
+            Damaged: The snapshot is not as it was saved. No other is loaded in its place.
+            ValueError: This version of ciuic or of the framework does not know what was saved, or it is named
+                in no way or in two.
         """
-        return loading.load_by_name(self.save_dir, snapshot)
+        if (snapshot is None) == (step is None and epoch is None):
+            raise ValueError("load_snapshot must get an id or name, or step= and epoch=")
+        if snapshot == choice.BEST:
+            return self.load_best()
+        step = None if step is None else validation.whole_number(step, "step")
+        epoch = None if epoch is None else validation.whole_number(epoch, "epoch")
+        return loading.load_one(
+            self.save_dir,
+            lambda repository: (
+                choice.by_facts(repository, self._root, step=step, epoch=epoch)
+                if snapshot is None
+                else choice.by_name(repository, snapshot)
+            ),
+        )
+
+    def load_best(self, metric: str | None = None, mode: Mode | None = None) -> State:
+        """Return the state of the snapshot whose metric is best, as the rule `Best` understands it.
+
+        Snapshots without the metric, or with NaN or an infinity, do not count; of equally good ones the
+        oldest is the best.
+
+        Args:
+            metric: Name of the metric; None: that of the manager's rule ``keep=[Best(…)]``.
+            mode: ``min`` if smaller is better, ``max`` if larger is; None: as that rule says, else ``min``.
+
+        Raises:
+            NotFound: No snapshot has the metric, or neither the caller nor the manager's rules name one, or
+                the rules name several; the message names what is there.
+            Damaged: The best snapshot is not as it was saved. No other is loaded in its place.
+            ValueError: This version of ciuic or of the framework does not know what was saved, or the mode is
+                neither, or has no metric.
+        """
+        rule = choice.best_rule(self._best_rules, metric, mode)
+        return loading.load_one(self.save_dir, lambda repository: choice.best(repository, self._root, rule))
+
+    def snapshots(self) -> SnapshotTable:
+        """Return the snapshots of this training, newest first, as a sequence that prints as a table.
+
+        Those that cannot be read are left out, as in `list_snapshots`.
+        """
+        return SnapshotTable(self.list_snapshots())
 
     def list_snapshots(self) -> list[SavedSnapshot]:
         """Return the snapshots of this training, newest first; those that cannot be read are left out."""

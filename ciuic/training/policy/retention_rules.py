@@ -143,7 +143,7 @@ def _kept_by(rule: Keep, oldest_first: Sequence[RetentionCandidate]) -> Sequence
         every_ns = int(rule.seconds * NS_PER_SECOND)
         return _first_of_each((one, one.time_ns // every_ns) for one in oldest_first)
     if isinstance(rule, Best):
-        return _best(rule, oldest_first)
+        return best_of(rule, oldest_first)
     return []
 
 
@@ -155,7 +155,8 @@ def _first_of_each(found: Iterable[tuple[RetentionCandidate, object]]) -> list[R
     return list(first.values())
 
 
-def _best(rule: Best, oldest_first: Sequence[RetentionCandidate]) -> list[RetentionCandidate]:
+def best_of(rule: Best, oldest_first: Sequence[RetentionCandidate]) -> list[RetentionCandidate]:
+    """Return the snapshots that a rule keeps, the best first."""
     sign = 1.0 if rule.mode == "min" else -1.0
     # A snapshot without the metric, or with NaN or an infinity, is no candidate.
     with_it = [one for one in oldest_first if math.isfinite(one.metrics.get(rule.metric, math.nan))]
