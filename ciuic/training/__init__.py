@@ -6,6 +6,9 @@ Imports no framework; each is used when the program has imported it.
 from __future__ import annotations
 
 from ciuic.training.check_resume import Difference, check_resume
+from ciuic.training.compare.figures import Figures
+from ciuic.training.compare.state_diff import StateDiff
+from ciuic.training.compare.tensor_changes import TensorChange
 from ciuic.training.format.reading import Facts, NothingGood, PassedOver, SavedSnapshot
 from ciuic.training.format.results import Resumed, Save, SaveResult, State, Stats
 from ciuic.training.format.tensors import Unsaveable
@@ -27,6 +30,7 @@ __all__ = [
     "EverySeconds",
     "EverySteps",
     "Facts",
+    "Figures",
     "Held",
     "Interval",
     "Latest",
@@ -43,8 +47,10 @@ __all__ = [
     "SnapshotManager",
     "SnapshotTable",
     "State",
+    "StateDiff",
     "Stats",
     "Steps",
+    "TensorChange",
     "UnknownType",
     "Unsaveable",
     "again",

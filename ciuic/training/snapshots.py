@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ciuic.repository import Repository
 from ciuic.training import loading
+from ciuic.training.compare.state_diff import StateDiff, diff_states
 from ciuic.training.format.reading import SavedSnapshot
 from ciuic.training.format.results import State
 from ciuic.training.listing import choice
@@ -20,6 +22,7 @@ from ciuic.training.policy.policies import Mode
 from ciuic.training.policy.retention_rules import Best
 from ciuic.training.state import validation
 from ciuic.training.writer import marks
+from ciuic.types import SnapshotId
 
 _Self = TypeVar("_Self", bound="TrainingSnapshots")
 
@@ -76,8 +79,6 @@ class TrainingSnapshots:
         """
         if (snapshot is None) == (step is None and epoch is None):
             raise ValueError("load_snapshot must get an id or name, or step= and epoch=")
-        if snapshot == choice.BEST:
-            return self.load_best()
         step = None if step is None else validation.whole_number(step, "step")
         epoch = None if epoch is None else validation.whole_number(epoch, "epoch")
         return loading.load_one(
@@ -85,7 +86,7 @@ class TrainingSnapshots:
             lambda repository: (
                 choice.by_facts(repository, self._root, step=step, epoch=epoch)
                 if snapshot is None
-                else choice.by_name(repository, snapshot)
+                else self._named(repository, snapshot)
             ),
         )
 
@@ -115,6 +116,34 @@ class TrainingSnapshots:
         Those that cannot be read are left out, as in `list_snapshots`.
         """
         return SnapshotTable(self.list_snapshots())
+
+    def diff(self, old: str, new: str, *, whole: bool = True) -> StateDiff:
+        """Return how the tensors of two snapshots differ: norm of the change, largest change, cosine, NaN, Inf.
+
+        Tensors whose files are the same are not read. Of others the blocks that differ are read on both
+        sides, and the blocks that are the same once, for the norm of the whole tensor.
+
+        Args:
+            old: The snapshot before; an id or name, as for `load_snapshot`.
+            new: The snapshot after.
+            whole: False: never read a block that is the same on both sides. Tensors with such blocks then have
+                no relative change and no cosine.
+
+        Raises:
+            NotFound: There is no such snapshot, or it holds no training state.
+            Damaged: Something is not as it was saved.
+            CiuicError: NumPy is not installed.
+        """
+        with Repository.open(self.save_dir) as repository:
+            return diff_states(
+                repository, self._named(repository, old), self._named(repository, new), whole=whole
+            )
+
+    def _named(self, repository: Repository, name: str) -> SnapshotId:
+        """Return the id of a snapshot that is named by an id, in a way of `choice.by_name`, or as the best."""
+        if name == choice.BEST:
+            return choice.best(repository, self._root, choice.best_rule(self._best_rules, None, None))
+        return choice.by_name(repository, name)
 
     def list_snapshots(self) -> list[SavedSnapshot]:
         """Return the snapshots of this training, newest first; those that cannot be read are left out."""

@@ -42,6 +42,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/restore/files/attributes.py": ("access ACL",),
     "ciuic/restore/files/journal.py": ("mark of a restore",),
     "ciuic/maintenance/scrub_state.py": ("pass of a scrub",),
+    "ciuic/training/compare/stored_tensors.py": ("tensors of a training", "safetensors header"),
     "ciuic/training/dcp/metadata.py": ("DCP metadata",),
     "ciuic/training/dcp/reading.py": ("state of a training",),
     "ciuic/training/util/documents.py": ("state of a training", "safetensors header", "DCP metadata"),

@@ -40,6 +40,7 @@ from ciuic.repository.promised import Promise
 from ciuic.restore.files.attributes import denied_to_nobody
 from ciuic.retention import RetentionPolicy
 from ciuic.system import mountinfo
+from ciuic.training.compare.stored_tensors import described_tensors
 from ciuic.training.format import unpacking
 from ciuic.training.format.layout import decode_header
 from ciuic.training.format.reading import _decode_facts
@@ -277,6 +278,11 @@ def _json(kind: Any) -> Callable[[bytes], object]:
     return _refusing(lambda data: msgspec.json.decode(data, type=kind), UnicodeDecodeError, RecursionError)
 
 
+def _tensors(data: bytes) -> object:
+    """Read the names of tensors as `SavedState` does."""
+    return described_tensors(data, lambda name: {"c": f"{name}/c", "d@0,1": f"{name}/d"})
+
+
 def _owner(data: bytes) -> object:
     """Read the owner of a lock as shown to a program that finds the repository locked."""
     fd = _memfd(data)
@@ -330,6 +336,7 @@ def more_readers() -> list[Reader]:
         Reader("access ACL", denied_to_nobody, acl),
         Reader("safetensors header", _refusing(_header, ValueError), struct.pack("<Q", len(text)) + text + bytes(16)),
         Reader("state of a training", _refusing(_state, ValueError), json.dumps(_STATE).encode()),
+        Reader("tensors of a training", _refusing(_tensors, ValueError), json.dumps({"version": 1, **_STATE}).encode()),
         Reader("facts of a training", _refusing(_decode_facts, ValueError), b'{"version":1,"step":5,"metrics":{"loss":0.5},"objects":["model"]}'),
         Reader("request for a snapshot", _json(control_types.SnapshotRequest), b'{"message":"m","tags":["a"],"hold":true}'),
         Reader("job of upkeep", _json(upkeep_process.UpkeepJob), msgspec.json.encode(upkeep_process.UpkeepJob(repository="/r", policy=RetentionPolicy()))),

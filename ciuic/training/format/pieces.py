@@ -136,7 +136,7 @@ class PiecewiseTensor:
         self._dtype = dtype
         regions = [(piece.offsets, self._sizes(piece)) for piece in self._pieces]
         # A piece that reaches out of the tensor counts as missing.
-        inside = [region for region in regions if _is_inside(*region, self.shape)]
+        inside = [region for region in regions if is_inside(*region, self.shape)]
         here = sum(prod(sizes) for _, sizes in inside)
         if len(inside) < len(regions) or here != prod(self.shape):
             raise Damaged(f"of the tensor {name} there are {here} elements of {prod(self.shape)}")
@@ -200,7 +200,7 @@ class PiecewiseTensor:
         return sizes
 
 
-def _is_inside(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+def is_inside(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Return whether a block lies within a tensor of this shape."""
     return len(offsets) == len(sizes) == len(shape) and all(
         offset >= 0 and size >= 0 and offset + size <= whole

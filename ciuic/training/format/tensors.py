@@ -349,6 +349,11 @@ def is_dtype(name: str) -> bool:
     return name in _TORCH_DTYPES.values()
 
 
+def safetensors_name(own: str) -> str | None:
+    """Return the name in safetensors of a dtype of torch; None if it has none there."""
+    return _TORCH_DTYPES.get(own)
+
+
 def dtype_bytes(name: str) -> int:
     """Return the size of one element.
 
