@@ -1,7 +1,11 @@
-"""``ciuic diff``: what was added, changed, removed or retyped between two snapshots, or a snapshot and now."""
+"""``ciuic diff``: what was added, changed, removed or retyped between two snapshots, or a snapshot and now.
+
+With ``--tensors``: how the tensors of two training states differ.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +14,15 @@ import click
 from ciuic.cli.shared import times
 from ciuic.cli.shared.contents import as_recorded
 from ciuic.cli.shared.messages import warn
-from ciuic.cli.shared.names import json_name, shown
+from ciuic.cli.shared.names import json_name, shown, shown_text
 from ciuic.cli.shared.options import ID, SNAPSHOT_PATH, FrameCommand
-from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.output import json_option, note, out, out_json, out_prose
 from ciuic.cli.shared.session import Session, current
 
 if TYPE_CHECKING:
     from ciuic.compare.diff import PathChange
+    from ciuic.training.compare.state_diff import StateDiff
+    from ciuic.training.compare.tensor_changes import TensorChange
     from ciuic.types import Entry
 
 _SIGNS = {"added": "+", "removed": "-", "changed": "M", "retyped": "T"}
@@ -27,13 +33,50 @@ _COLOURS = {"added": "green", "removed": "red", "changed": "yellow", "retyped": 
 @click.argument("snapshot_id", metavar="ID", type=ID)
 @click.argument("other", metavar="[ID2]", required=False, type=ID)
 @click.option("-p", "--path", type=SNAPSHOT_PATH, metavar="PATH", help="Only at and below this path.")
+@click.option(
+    "--tensors",
+    is_flag=True,
+    help="Compare the numbers in two states that SnapshotManager saved, tensor by tensor.",
+)
+@click.option(
+    "--skip-identical",
+    is_flag=True,
+    help="With --tensors: never read blocks that are the same in both. Tensors with such blocks then have "
+    "neither a relative change nor a cosine.",
+)
+@click.option(
+    "--machine-readable",
+    is_flag=True,
+    help="With --tensors, one line a tensor: kind|relative change|largest change|cosine|NaN|Inf|name.",
+)
 @json_option
-def command(snapshot_id: str, other: str | None, path: bytes | None, as_json: bool) -> None:
+def command(
+    snapshot_id: str,
+    other: str | None,
+    path: bytes | None,
+    tensors: bool,
+    skip_identical: bool,
+    machine_readable: bool,
+    as_json: bool,
+) -> None:
     """Compare two snapshots, or a snapshot with the files as they are now.
 
     + added, - removed, M changed (in brackets what: content, size, mode, owner, mtime, xattrs …), T another type.
+
+    With --tensors: the norm of the change by the norm before, the largest change of a number, the cosine of the
+    angle between old and new, and how many numbers are now NaN or infinite. Largest changes first.
     """
     session = current()
+    if machine_readable and as_json:
+        raise click.UsageError("--machine-readable and --json exclude one another")
+    if tensors:
+        if other is None:
+            raise click.UsageError("--tensors compares two snapshots: name a second one")
+        diff = _tensors(session, snapshot_id, other, path, whole=not skip_identical)
+        _print_tensors(diff, as_json=as_json, machine_readable=machine_readable)
+        return
+    if skip_identical or machine_readable:
+        raise click.UsageError("--skip-identical and --machine-readable need --tensors")
     changes = _changes(session, snapshot_id, other, path)
     if as_json:
         out_json({"changes": [_document(change) for change in changes]})
@@ -69,6 +112,84 @@ def _changes(
         for root in snapshot.left_out:
             warn(f"{shown(root.path)} is not compared: {snapshot.id} was made without it")
     return diff_snapshots(session.repository, old, new, path)
+
+
+def _tensors(session: Session, snapshot_id: str, other: str, path: bytes | None, *, whole: bool) -> StateDiff:
+    # Imported here: the library of trainings takes longer than all of a comparison of files.
+    from ciuic.training.compare.state_diff import diff_states
+
+    store = session.repository.snapshots
+    old, new = (store.resolve(text) for text in (snapshot_id, other))
+    below = b"" if path is None else as_recorded(store.load(old), path)
+    return diff_states(session.repository, old, new, below=below, whole=whole)
+
+
+def _print_tensors(diff: StateDiff, *, as_json: bool, machine_readable: bool) -> None:
+    from ciuic.cli.shared.tables import Column, show_table
+    from ciuic.training.compare.state_diff import HEADERS, row
+
+    if as_json:
+        out_json(
+            {
+                "old": diff.old,
+                "new": diff.new,
+                "identical": diff.identical,
+                "read_bytes": diff.read_bytes,
+                "size_bytes": diff.size_bytes,
+                "tensors": [_tensor_document(change) for change in diff],
+            }
+        )
+        return
+    if machine_readable:
+        # The name last: it may contain the separator.
+        out("".join(f"{'|'.join(_fields(change))}\n" for change in diff), newline=False)
+        return
+    if diff:
+        columns = [
+            Column(header.upper(), right=header != HEADERS[0], shrink=header == HEADERS[0])
+            for header in HEADERS
+        ]
+        show_table(columns, [list(map(shown_text, row(change))) for change in diff])
+    for change in diff:
+        name = shown_text(change.name)
+        if change.kind == "reshaped":
+            out_prose(f"{name}: shape {_shape(change.new_shape)}, was {_shape(change.old_shape)}", 2)
+        elif change.kind == "retyped":
+            out_prose(shown_text(f"{name}: dtype {change.new_dtype}, was {change.old_dtype}"), 2)
+    note(diff.summary())
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "x".join(map(str, shape or ())) or "scalar"
+
+
+def _fields(change: TensorChange) -> list[str]:
+    figures = change.figures
+    name = shown_text(change.name)
+    if figures is None:
+        return [change.kind, "", "", "", "", "", name]
+    numbers = (figures.relative_change, figures.largest_change, figures.cosine)
+    return [
+        change.kind,
+        *("" if number is None else f"{number:.6g}" for number in numbers),
+        str(figures.new_nan),
+        str(figures.new_inf),
+        name,
+    ]
+
+
+def _tensor_document(change: TensorChange) -> dict[str, Any]:
+    figures = {} if change.figures is None else change.figures._asdict()
+    return {
+        "name": change.name,
+        "kind": change.kind,
+        "old_dtype": change.old_dtype,
+        "new_dtype": change.new_dtype,
+        "old_shape": change.old_shape,
+        "new_shape": change.new_shape,
+        # JSON has no number for infinity.
+        **{key: value if value is None or math.isfinite(value) else None for key, value in figures.items()},
+    }
 
 
 def _document(change: PathChange) -> dict[str, Any]:

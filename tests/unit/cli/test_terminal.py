@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.cli_repository import CliRepository
 from support.fake_http_daemon import FakeDaemon
+from support.terminal import on_terminal
 
 from ciuic.cli.shared.progress import _TerminalLine
 from ciuic.protocol.control_types import Alert, RepositoryStatus, RootStatus, SnapshotSummary, StatusDocument
@@ -25,45 +23,9 @@ def repository(tmp_path: Path) -> CliRepository:
     return made
 
 
-def on_terminal(
-    repository: CliRepository, *arguments: str, code: int | None = 0, **environment: str
-) -> bytes:
-    """Return what the program writes to a terminal of 100 columns that is its stdout and stderr."""
-    ours, theirs = pty.openpty()
-    variables = {
-        **os.environ,
-        "CIUIC_CONFIG": "/dev/null",
-        "TERM": "xterm-256color",
-        "COLUMNS": "100",
-        **environment,
-    }
-    if "NO_COLOR" not in environment:
-        variables.pop("NO_COLOR", None)
-    with subprocess.Popen(
-        [sys.executable, "-m", "ciuic", "--repo", str(repository.path), *arguments],
-        stdout=theirs,
-        stderr=theirs,
-        env=variables,
-    ) as process:
-        os.close(theirs)
-        output = b""
-        while True:
-            try:
-                piece = os.read(ours, 65536)
-            # EIO: the program has ended.
-            except OSError:
-                break
-            if not piece:
-                break
-            output += piece
-    os.close(ours)
-    assert code is None or process.returncode == code, output
-    return output
-
-
 def test_table_on_a_terminal_is_drawn_in_colour(repository: CliRepository) -> None:
     """The list on a terminal is a coloured table, and markup in names is text."""
-    output = on_terminal(repository, "list")
+    output = on_terminal(repository.path, "list")
     assert b"\x1b[" in output
     assert b"[bold]nightly" in output
     assert b"cs-000001" in output
@@ -71,7 +33,7 @@ def test_table_on_a_terminal_is_drawn_in_colour(repository: CliRepository) -> No
 
 def test_a_narrow_terminal_cuts_nothing(repository: CliRepository) -> None:
     """Ids and times are whole on a terminal too narrow for the table."""
-    output = on_terminal(repository, "list", COLUMNS="50")
+    output = on_terminal(repository.path, "list", COLUMNS="50")
     assert b"cs-000001" in output
     assert b"committed" in output
     assert "…".encode() not in output
@@ -93,7 +55,7 @@ def too_long(lines: list[str], width: int) -> list[str]:
 def test_list_fits_a_narrow_terminal(repository: CliRepository, width: int) -> None:
     """Lines are never longer than the terminal is wide, and every id, time and number is in one line."""
     repository.snapshot({b"b": os.urandom(123_456)}, tags=("a-rather-long-tag", "another"), message="m")
-    lines = lines_of(on_terminal(repository, "list", COLUMNS=str(width)))
+    lines = lines_of(on_terminal(repository.path, "list", COLUMNS=str(width)))
     assert too_long(lines, width) == []
     text = "\n".join(lines)
     for cell in ("cs-000001", "cs-000002", "2023-06-15 ", "121 KiB", "a-rather-long-tag", "committed"):
@@ -107,7 +69,7 @@ def test_list_fits_a_narrow_terminal(repository: CliRepository, width: int) -> N
 def test_facts_fit_a_narrow_terminal(repository: CliRepository, command: list[str], width: int) -> None:
     """Sentences among the facts are broken between words."""
     repository.snapshot({b"b": os.urandom(123_456)}, message="before the learning rate is changed " * 3)
-    assert too_long(lines_of(on_terminal(repository, *command, COLUMNS=str(width))), width) == []
+    assert too_long(lines_of(on_terminal(repository.path, *command, COLUMNS=str(width))), width) == []
 
 
 @pytest.mark.parametrize("width", [40, 60])
@@ -130,8 +92,8 @@ def test_status_and_doctor_fit_a_narrow_terminal(
     daemon.answers["GET /v1/status"] = lambda _: (200, document)
     try:
         environment = {"CIUIC_CONFIG": str(config), "COLUMNS": str(width)}
-        status = lines_of(on_terminal(repository, "status", **environment))
-        doctor = lines_of(on_terminal(repository, "doctor", code=None, **environment))
+        status = lines_of(on_terminal(repository.path, "status", **environment))
+        doctor = lines_of(on_terminal(repository.path, "doctor", code=None, **environment))
     finally:
         daemon.stop()
     assert too_long(status, width) == []
@@ -156,7 +118,7 @@ def test_status_of_a_repository_that_is_gone_names_the_remedy(
     )  # fmt: skip
     daemon.answers["GET /v1/status"] = lambda _: (200, document)
     try:
-        text = "\n".join(lines_of(on_terminal(repository, "status", CIUIC_CONFIG=str(config))))
+        text = "\n".join(lines_of(on_terminal(repository.path, "status", CIUIC_CONFIG=str(config))))
     finally:
         daemon.stop()
     assert "none yet" not in text
@@ -167,7 +129,7 @@ def test_status_of_a_repository_that_is_gone_names_the_remedy(
 def test_no_color_is_respected(repository: CliRepository) -> None:
     """Colours are off with NO_COLOR, on a terminal either."""
     for arguments in (["list"], ["show", "latest"], ["verify", "latest"], ["diff", "latest", "latest"]):
-        assert b"\x1b[3" not in on_terminal(repository, *arguments, NO_COLOR="1"), arguments
+        assert b"\x1b[3" not in on_terminal(repository.path, *arguments, NO_COLOR="1"), arguments
 
 
 def test_progress_as_json_lines(repository: CliRepository) -> None:
