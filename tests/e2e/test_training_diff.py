@@ -148,3 +148,46 @@ def test_a_narrow_terminal_gets_lines_that_fit(tmp_path: Path) -> None:
     assert "model.d: dtype F32, was F64" in lines
     assert any(line.split() == ["model.b", "2.0e+00", "2.0e+00", "-1.000"] for line in lines)
     assert any(line.split()[-1] == "2k" for line in lines if line)
+
+
+class _Holder:
+    """Object with the state that was loaded."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_states_of_several_ranks_are_compared_with_whole_ones(tmp_path: Path) -> None:
+    """What two ranks saved in parts is identical to the same state saved whole, and one number shows."""
+    torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    from support import sharded_training
+    from support.ranks import Ranks
+
+    save_dir, result = tmp_path / "snapshots", tmp_path / "result"
+    Ranks(tmp_path / "save", 2, sharded_training.save_managed, str(save_dir), str(result)).check()
+    with SnapshotManager(save_dir, distributed=False) as manager:
+        state = manager.load_latest_snapshot()
+        assert state is not None
+        objects = {name: _Holder(state[f"{name}_state_dict"]) for name in ("model", "optimizer")}
+        whole = manager.save_snapshot(**objects, wait=True)
+        assert whole is not None
+        same = manager.diff(state.id, str(whole.id))
+        assert {one.kind for one in same} <= {"removed"}, "loader and scheduler are not in the second"
+        assert same.identical >= 18
+        objects["model"].state["0.weight"][7, 3] += 2.0
+        changed = manager.save_snapshot(wait=True)
+        assert changed is not None
+        (change,) = [one for one in manager.diff(state.id, str(changed.id)) if one.kind != "removed"]
+    assert (change.name, change.new_shape) == ("model.0.weight", (1026, 16))
+    assert change.figures is not None
+    assert change.figures.changed_elements == 1
+    assert change.figures.largest_change == pytest.approx(2.0)
