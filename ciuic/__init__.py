@@ -12,7 +12,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ciuic.training import SnapshotManager, check_resume
+    from ciuic.training.check_resume import check_resume
+    from ciuic.training.manager import SnapshotManager
 
 __version__ = "0.2.0"
 __all__ = ["STATE_DIR_NAME", "SnapshotManager", "__version__", "check_resume"]

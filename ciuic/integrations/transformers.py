@@ -30,11 +30,14 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from ciuic.integrations.manager_option import ManagerOrDir, open_manager
+from ciuic.integrations.model_files import configuration_files
 from ciuic.integrations.refusals import refusal, refuse_kind, refuse_sharded
+from ciuic.training.export.hugging_face import CONFIGURATION
 from ciuic.training.format.results import State
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.ranks import rank_state
 from ciuic.training.util import randomness
+from ciuic.training.util.logs import quietly
 
 log = logging.getLogger("ciuic")
 
@@ -99,6 +102,9 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         optimizer = kwargs["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         self._progress.state = state
+        with quietly("the model's configuration is not saved: `ciuic export --to hf` will not have it"):
+            processing = kwargs.get("processing_class") or kwargs.get("tokenizer")
+            self._progress.files = configuration_files(kwargs["model"], processing)
         objects = {
             "model": kwargs["model"],
             "optimizer": optimizer,
@@ -170,12 +176,14 @@ class SnapshotCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 
 class _Progress:
-    """Object with the `TrainerState`, and the states of callbacks that have one."""
+    """Object with the `TrainerState`, the states of callbacks that have one, and the model's configuration."""
 
     alike_on_ranks = True
 
     def __init__(self) -> None:
         self.state = TrainerState()
+        self.files: dict[str, torch.Tensor] = {}
+        """Configuration files of the model by name (`configuration_files`)."""
         self._trainer: Callable[[], Trainer | None] = lambda: None
 
     def attach(self, trainer: Trainer) -> None:
@@ -183,7 +191,7 @@ class _Progress:
         self._trainer = weakref.ref(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the Trainer's state."""
+        """Return the Trainer's state and the configuration files."""
         trainer = self._trainer()
         state = dataclasses.asdict(self.state)
         if trainer is not None:
@@ -191,7 +199,7 @@ class _Progress:
             state["stateful_callbacks"] = TrainerState(
                 stateful_callbacks=_stateful(trainer)
             ).stateful_callbacks
-        return {"state": state}
+        return {"state": state, CONFIGURATION: self.files}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the state of this object; the Trainer reads its own."""

@@ -9,6 +9,7 @@ from ciuic.training.check_resume import Difference, check_resume
 from ciuic.training.compare.figures import Figures
 from ciuic.training.compare.state_diff import StateDiff
 from ciuic.training.compare.tensor_changes import TensorChange
+from ciuic.training.export.exporting import Exported
 from ciuic.training.format.reading import Facts, NothingGood, PassedOver, SavedSnapshot
 from ciuic.training.format.results import Resumed, Save, SaveResult, State, Stats
 from ciuic.training.format.tensors import Unsaveable
@@ -29,6 +30,7 @@ __all__ = [
     "Difference",
     "EverySeconds",
     "EverySteps",
+    "Exported",
     "Facts",
     "Figures",
     "Held",

@@ -7,13 +7,14 @@ checked byte for byte.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ciuic.repository import Repository
 from ciuic.training import loading
 from ciuic.training.compare.state_diff import StateDiff, diff_states
+from ciuic.training.export import exporting
 from ciuic.training.format.reading import SavedSnapshot
 from ciuic.training.format.results import State
 from ciuic.training.listing import choice
@@ -148,6 +149,45 @@ class TrainingSnapshots:
     def list_snapshots(self) -> list[SavedSnapshot]:
         """Return the snapshots of this training, newest first; those that cannot be read are left out."""
         return loading.list_snapshots(self.save_dir, self._root)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        to: str,
+        snapshot: str | None = None,
+        only: Sequence[str] = (),
+        ranks: int = 1,
+        overwrite: bool = False,
+    ) -> exporting.Exported:
+        """Write a state in a format of others, durably on return (docs/export.md).
+
+        The state is read into memory as a whole. A save that is not durable yet is not seen.
+
+        Args:
+            path: Destination, in a directory that exists.
+            to: ``torch`` or ``safetensors`` or ``npz`` (a file), ``hf`` or ``dcp`` (a folder).
+            snapshot: As in `load_snapshot`; None: the newest of this training that can be read whole.
+            only: Names of the objects to export; none: all.
+            ranks: Number of ranks for which ``dcp`` cuts the tensors.
+            overwrite: Whether to replace what an earlier export has written there.
+
+        Raises:
+            UsageError: An argument is wrong, or a package is not installed.
+            NotFound: There is no such snapshot or object.
+            Damaged: The snapshot is not as it was saved.
+            DestinationExists: There is something at ``path`` that may not be replaced.
+        """
+        return exporting.export(
+            self.save_dir,
+            Path(path),
+            to,
+            root=self._root,
+            snapshot=snapshot,
+            only=only,
+            ranks=ranks,
+            overwrite=overwrite,
+        )
 
     def tag(self, snapshot: str, *tags: str) -> None:
         """Add tags to a snapshot, durably on return.

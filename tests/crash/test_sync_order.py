@@ -28,6 +28,7 @@ from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.promised import Promise, record_loss
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.restore.files.journal import JOURNAL_NAME
+from ciuic.training.export.destination import new_directory, new_file
 from ciuic.types import SnapshotId
 
 CACHE = (INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal", "lock")
@@ -249,3 +250,15 @@ def test_a_checkpoint_file_of_lightning_is_durable(watch: SyncWatch, tmp_path: P
     watch.trust_all()
     write_pointer(tmp_path / "last.ckpt", Pointer("checkpoint-1", "/snapshots"))
     assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
+
+
+def test_an_export_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
+    """Content and names of an exported file and folder are durable, new ones and those that replace others."""
+    (tmp_path / "folder").mkdir()
+    for overwrite in (False, True):
+        watch.trust_all()
+        with new_file(tmp_path / "state.pt", overwrite=overwrite) as file:
+            file.write(b"state")
+        with new_directory(tmp_path / "folder/dcp", overwrite=overwrite, names=["a"]) as made:
+            (made / "a").write_bytes(b"part")
+        assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])

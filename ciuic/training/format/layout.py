@@ -112,10 +112,12 @@ def file_name(tensor: str) -> str:
     return quoted + SUFFIX
 
 
-def encode_header(leaves: Sequence[Leaf], *, of_torch: bool) -> bytes:
+def encode_header(
+    leaves: Sequence[Leaf], *, of_torch: bool, metadata: Mapping[str, str] | None = None
+) -> bytes:
     """Return the header of a file whose tensors follow in the order of ``leaves``, without gaps."""
     # Without `format` in the metadata Hugging Face's loaders refuse the file.
-    header: dict[str, object] = {"__metadata__": {"format": "pt" if of_torch else "np"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt" if of_torch else "np", **(metadata or {})}}
     at = 0
     for leaf in leaves:
         stop = at + leaf.array.size_bytes

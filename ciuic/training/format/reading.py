@@ -8,7 +8,7 @@ writer, no daemon and no lock.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -174,7 +174,12 @@ def damaged_chunks(repository: Repository, id_: SnapshotId) -> list[ChunkId]:
     return bad
 
 
-def load(path: str, id_: str, templates: Mapping[str, TemplateLookup] | None = None) -> Loaded:
+def load(
+    path: str,
+    id_: str,
+    templates: Mapping[str, TemplateLookup] | None = None,
+    prepare: Callable[[Any], Any] | None = None,
+) -> Loaded:
     """Load the state in one snapshot.
 
     Args:
@@ -182,6 +187,7 @@ def load(path: str, id_: str, templates: Mapping[str, TemplateLookup] | None = N
         id_: Snapshot.
         templates: Templates of sharded objects by name, of which only this rank's part is loaded
             (`shards.cut_to_templates`).
+        prepare: Applied to what stands for a state in `state.json` before values are made of it.
 
     Raises:
         NotFound: There is no such snapshot, or it holds no training state.
@@ -201,14 +207,15 @@ def load(path: str, id_: str, templates: Mapping[str, TemplateLookup] | None = N
                 raise ValueError(f"{id_} was written by a later version of ciuic")
             arrays = arrays_of(path, files, [name for name in files.names() if name.endswith(SUFFIX)], source)
             objects = {}
+            prepare = prepare or (lambda skeleton: skeleton)
             for name, skeleton in state["objects"].items():
-                found = unpacking.unpack(skeleton, arrays.lookup(name))
+                found = unpacking.unpack(prepare(skeleton), arrays.lookup(name))
                 template = (templates or {}).get(name)
                 if template is not None or arrays.has_pieces(name):
                     # Without a template all of a tensor is loaded, from the pieces of all ranks.
                     found = cut_to_templates(found, template or (lambda _: None), PiecewiseTensor)
                 objects[name] = found
-            values = unpacking.unpack(state["values"], arrays.lookup("values"))
+            values = unpacking.unpack(prepare(state["values"]), arrays.lookup("values"))
             return Loaded(id_, facts, objects, values)
     # Any process that can write the repository may have written these documents: whatever making values of
     # them raises is a ValueError, so that the snapshot is passed over and the one before it is tried.

@@ -133,6 +133,11 @@ def from_plain(name: str, plain: Any) -> Any:
         raise ValueError(f"a value of the class {name} cannot be made: {error!r}") from None
 
 
+def is_standard(name: str) -> bool:
+    """Return whether a name in snapshots is that of a class which needs no registration."""
+    return name in _STANDARD_NAMES
+
+
 def can_register(value: object) -> bool:
     """Return whether `register_type` with the class alone would make a value storable."""
     return _conversions(type(value)) is not None
@@ -294,3 +299,4 @@ _BY_NAME: Final[dict[str, ValueType]] = {one.name: one for one in _STANDARD} | {
         _generator,
     )
 }
+_STANDARD_NAMES: Final = frozenset(_BY_NAME)
