@@ -43,6 +43,8 @@ COMMANDS: Final = (
     "show",
     "verify",
     "restore",
+    "export",
+    "import",
     "diff",
     "hold",
     "release",
@@ -57,8 +59,9 @@ COMMANDS: Final = (
     "stop",
     "completion",
 )
-# A module whose commands do not have the name `command`, because there are several of them.
-_SHARED_MODULES: Final = {"hold": "hold_release", "release": "hold_release"}
+# Modules with another name than their command: of two commands, which are not called `command`, or named by a
+# word of the language.
+_MODULES: Final = {"hold": "hold_release", "release": "hold_release", "import": "import_state"}
 
 
 class CommandGroup(FrameGroup):
@@ -74,9 +77,8 @@ class CommandGroup(FrameGroup):
         if cmd_name not in COMMANDS:
             return None
         # Imported when it runs: all of them take 30 ms of processor time, which only the help needs to spend.
-        shared = _SHARED_MODULES.get(cmd_name)
-        module = importlib.import_module(f"ciuic.cli.commands.{shared or cmd_name}")
-        command: click.Command = getattr(module, cmd_name if shared else "command")
+        module = importlib.import_module(f"ciuic.cli.commands.{_MODULES.get(cmd_name, cmd_name)}")
+        command: click.Command = getattr(module, "command", None) or getattr(module, cmd_name)
         return command
 
     def resolve_command(

@@ -64,3 +64,20 @@ def _read_files(folder: str) -> dict[str, torch.Tensor]:
         if content:
             found[entry.name] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return found
+
+
+def with_ties(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's state with every name of a tied weight.
+
+    Folders of `save_pretrained`, which `ciuic import` reads, have one name of each.
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    filled = copy.copy(state)
+    for tied in names.values():
+        there = [name for name in tied if name in state]
+        for name in tied:
+            if there and name not in state:
+                filled[name] = state[there[0]]
+    return filled

@@ -30,7 +30,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from ciuic.integrations.manager_option import ManagerOrDir, open_manager
-from ciuic.integrations.model_files import configuration_files
+from ciuic.integrations.model_files import configuration_files, with_ties
 from ciuic.integrations.refusals import refusal, refuse_kind, refuse_sharded
 from ciuic.training.export.hugging_face import CONFIGURATION
 from ciuic.training.format.results import State
@@ -305,7 +305,8 @@ class _StoredCheckpoint:
         setattr(self._trainer, name, answered)
 
     def _load_model(self) -> None:
-        self._trainer.model.load_state_dict(self.state["model_state_dict"])
+        model = self._trainer.model
+        model.load_state_dict(with_ties(model, self.state["model_state_dict"]))
         # Buffers that DistributedDataParallel leaves different are each process's own.
         rank_state.load_buffers(
             {"model": self._trainer.model}, self.state.ranks, self._trainer.args.process_index

@@ -15,6 +15,7 @@ from ciuic.training.format.results import Resumed, Save, SaveResult, State, Stat
 from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.format.value_types import UnknownType, register_type
 from ciuic.training.listing.snapshot_table import SnapshotTable
+from ciuic.training.importing.state_import import Imported, import_state
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.policy.policies import AfterIf, Automatic, Interval, OnImprovement, Rule, Steps
 from ciuic.training.policy.retention_rules import Best, EverySeconds, EverySteps, Held, Latest
@@ -34,6 +35,7 @@ __all__ = [
     "Facts",
     "Figures",
     "Held",
+    "Imported",
     "Interval",
     "Latest",
     "Metadata",
@@ -57,6 +59,7 @@ __all__ = [
     "Unsaveable",
     "again",
     "check_resume",
+    "import_state",
     "register_type",
     "requeue_slurm",
 ]

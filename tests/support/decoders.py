@@ -13,7 +13,7 @@ from typing import Final
 TOP: Final = Path(__file__).parents[2]
 _CALL: Final = re.compile(
     r"msgspec\.(json|msgpack)\.(decode|Decoder)|json\.loads?\(|\.unpack(_from)?\(|iter_unpack\(|int\.from_bytes\("
-    r"|tomllib\.|decode_json\(|sqlite3\.connect\("
+    r"|pickletools\.genops\(|tomllib\.|decode_json\(|sqlite3\.connect\("
 )
 
 READERS: Final[dict[str, tuple[str, ...]]] = {
@@ -48,6 +48,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/training/util/documents.py": ("state of a training", "safetensors header", "DCP metadata"),
     "ciuic/training/format/layout.py": ("safetensors header",),
     "ciuic/training/protocol/messages.py": ("message of a trainer to its writer",),
+    "ciuic/training/importing/inert_pickle.py": ("pickle that is read as data",),
     "ciuic/training/ranks/rank_messages.py": ("message of a rank",),
     "ciuic/training/format/reading.py": ("state of a training", "facts of a training"),
     "ciuic/training/format/unpacking.py": ("state of a training",),
@@ -76,6 +77,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/protocol/control.py": "answers of the daemon, which is root",
     "ciuic/compare/diff.py": "numbers of names that treeformat has checked",
     "ciuic/integrations/lightning_pointer.py": "a pointer file that the user of the training names",
+    "ciuic/training/importing/foreign_files.py": "documents of a folder that the user imports, as far as they are no safetensors",
     "ciuic/system/io_throttle.py": "a figure that a worker, which is root, has published",
     "ciuic/protocol/peer_socket.py": "credentials, written by the kernel",
     "ciuic/system/processes.py": "an answer of the kernel",

@@ -135,29 +135,53 @@ def _read(save_dir: Path, repository: Repository, id_: SnapshotId) -> ExportStat
 
 
 def _read_dcp(save_dir: Path, id_: str) -> dict[str, Any]:
-    from torch.distributed.checkpoint import default_planner, state_dict_loader
+    from torch.distributed.checkpoint import default_planner
 
     from ciuic.training.dcp.reading import CiuicStorageReader
 
+    planner: Any = vars(default_planner)["_EmptyStateDictLoadPlanner"]
+    return load_everything(CiuicStorageReader(save_dir, id_), planner())
+
+
+def load_everything(reader: Any, planner: Any) -> dict[str, Any]:
+    """Load a checkpoint of `torch.distributed.checkpoint` without a state to fill, in this process alone.
+
+    Args:
+        reader: Storage reader.
+        planner: Planner that makes the state of the metadata.
+
+    Raises:
+        CiuicError: What the reader raised; so with ValueError and OSError.
+    """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
+
     found: dict[str, Any] = {}
-    # As torch's own dcp_to_torch_save does it: there is no public way to load without a state to fill.
-    planner: Any = default_planner._EmptyStateDictLoadPlanner
-    reader = CiuicStorageReader(save_dir, id_)
-    state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner(), no_dist=True)
+    try:
+        # As torch's own dcp_to_torch_save does it: there is no public way.
+        state_dict_loader._load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
+    # A BaseException, with what each rank raised and its traceback in the text.
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
     return {name: with_optimizer_numbers(value) for name, value in found.items()}
 
 
 def with_optimizer_numbers(found: Any) -> Any:
     """Return a state that torch's planner has unflattened, with optimizers' states by number again.
 
-    The planner makes a list of whatever has integers for keys.
+    The planner makes texts or places in a list of integers that are keys, and nothing of an empty dict.
     """
     if not isinstance(found, dict):
         return found
     made = {key: with_optimizer_numbers(value) for key, value in found.items()}
-    states = made.get("state")
-    if "param_groups" in made and isinstance(states, list):
+    groups = made.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(one, dict) and "params" in one for one in groups):
+        return made
+    states = made.setdefault("state", {})
+    if isinstance(states, list):
         made["state"] = {number: one for number, one in enumerate(states) if one is not None}
+    elif isinstance(states, dict) and all(type(one) is int for group in groups for one in group["params"]):
+        made["state"] = {int(key) if str(key).isdecimal() else key: one for key, one in states.items()}
     return made
 
 

@@ -84,6 +84,11 @@ def file_name(name: str) -> None:
         raise ValueError(f"name must be usable as the name of a directory, got {name!r}")
 
 
+def is_value_name(name: str) -> bool:
+    """Return whether a value or an object can have this name in a state."""
+    return name.isidentifier() and name not in _RESERVED_NAMES
+
+
 def several(value: Any, what: str) -> tuple[Any, ...]:
     """Return rules as a tuple; a single rule may be given without one.
 
@@ -156,6 +161,6 @@ def objects_and_values(
         elif value is not None:
             objects[name] = value
     for name in values:
-        if not name.isidentifier() or name in _RESERVED_NAMES or name.removesuffix("_state_dict") in objects:
+        if not is_value_name(name) or name.removesuffix("_state_dict") in objects:
             raise ValueError(f"a value must have a name that no state uses itself, got {name!r}")
     return objects, values

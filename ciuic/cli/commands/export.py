@@ -1,0 +1,84 @@
+"""``ciuic export``: the state of a training in a format of others.
+
+Guarantees: what is at PATH is whole and durable, or as it was; nothing stored is executed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from ciuic.cli.shared.messages import warn
+from ciuic.cli.shared.names import json_name, shown, shown_text
+from ciuic.cli.shared.options import HOST_PATH, ID, FrameCommand
+from ciuic.cli.shared.output import json_option, out, out_json
+from ciuic.cli.shared.session import current
+
+# `exporting.FORMATS`; written down, because importing it takes as long as the rest of the command line.
+_FORMATS = ("torch", "safetensors", "hf", "dcp", "npz")
+
+
+@click.command("export", cls=FrameCommand)
+@click.argument("snapshot", metavar="ID", type=ID)
+@click.argument("path", metavar="PATH", type=HOST_PATH)
+@click.option(
+    "--to",
+    required=True,
+    type=click.Choice(_FORMATS),
+    help="Format: torch, safetensors and npz are files; hf (for from_pretrained) and dcp"
+    " (torch.distributed.checkpoint) are folders.",
+)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="Only this object, such as model; may be given several times.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    show_default=True,
+    help="For dcp: cut the tensors as N ranks would have written them.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace what an earlier export has written at PATH.")
+@json_option
+def command(
+    snapshot: str, path: bytes, to: str, only: tuple[str, ...], ranks: int, overwrite: bool, as_json: bool
+) -> None:
+    """Write the state of a training for programs without ciuic.
+
+    The state is one that SnapshotManager, an integration or CiuicStorageWriter has saved, sharded or not. Values
+    that are no tensors become plain ones (docs/export.md).
+    """
+    from ciuic.training.export.exporting import export
+
+    session = current()
+    done = export(
+        session.repository_dir,
+        Path(os.fsdecode(path)),
+        to,
+        snapshot=session.repository.snapshots.resolve(snapshot),
+        only=only,
+        ranks=ranks,
+        overwrite=overwrite,
+    )
+    if as_json:
+        out_json(
+            {
+                "snapshot": done.id,
+                **json_name("path", path),
+                "format": done.format,
+                "size_bytes": done.size_bytes,
+                "left_out": list(done.left_out),
+            }
+        )
+        return
+    from ciuic.units import human_size
+
+    out(f"{done.id}, {human_size(done.size_bytes)} → {shown(path)}")
+    if done.left_out and not only:
+        warn(f"{to} does not hold {shown_text(', '.join(done.left_out))}", hint="--to torch holds everything")

@@ -1,0 +1,226 @@
+"""Import of a state in a format of others: what its parts are called in a snapshot, and the snapshot itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ciuic.errors import CiuicError, NotFound, UsageError
+from ciuic.training.export.state_source import LOOPS, RANDOM, missing_package
+from ciuic.training.format.results import EXIT_SECONDS
+from ciuic.training.manager import SnapshotManager
+from ciuic.training.state.validation import is_value_name
+from ciuic.training.util import randomness
+from ciuic.training.util.documents import MALFORMED
+
+TAG: Final = "imported"
+"""Tag of every snapshot that was imported."""
+_SUFFIX: Final = "_state_dict"
+_STEPS: Final = ("step", "global_step", "iteration")
+_FACTS: Final = ("epoch", "metrics", RANDOM, *_STEPS)
+_LIGHTNING: Final = "pytorch-lightning_version"
+
+
+class Imported(NamedTuple):
+    """Result of an import."""
+
+    id: str
+    """Id of the snapshot, which is durable."""
+    objects: tuple[str, ...]
+    """Names of the objects; `SnapshotManager.resume` restores those that are registered under them."""
+    values: tuple[str, ...]
+    """Names of the plain values."""
+    left_out: tuple[str, ...]
+    """Names of what could not become part of the snapshot."""
+
+
+@dataclass
+class ForeignState:
+    """A state as the parts of a snapshot."""
+
+    objects: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    epoch: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    random: dict[str, Any] | None = None
+    left_out: list[str] = field(default_factory=list)
+
+
+def import_state(
+    path: str | os.PathLike[str],
+    save_dir: str | os.PathLike[str],
+    *,
+    name: str = "training",
+    tags: Sequence[str] = (),
+) -> Imported:
+    """Make a snapshot of a state that another program has written; it is durable on return.
+
+    Nothing that is read is executed. ``manager.resume()`` in that directory then restores the objects whose
+    names fit.
+
+    Args:
+        path: A file of `torch.save` (also a checkpoint of Lightning) or safetensors, a directory of
+            `torch.distributed.checkpoint`, a folder of `save_pretrained`, or a checkpoint of the Trainer.
+        save_dir: Directory of the repository, created if it is missing.
+        name: Name of the run.
+        tags: Further tags of the snapshot.
+
+    Raises:
+        NotFound: There is nothing at ``path``.
+        UsageError: It is of no known format, has what only pickle could load, or needs a package that is not
+            installed.
+        ValueError: It is malformed.
+        TypeError: A value cannot be stored; the message names it.
+    """
+    try:
+        found = _read(Path(path).absolute())
+    except ModuleNotFoundError as error:
+        raise missing_package(str(error.name), f"importing {path}") from None
+    if not found.objects:
+        raise UsageError(f"{path} has no state of an object: no tensors by name")
+    before = randomness.state()
+    try:
+        # A snapshot has the generators of its process: those of the state, if they came with it.
+        if found.random is not None and not _restore_generators(found.random):
+            found.left_out.append(RANDOM)
+        return _save(found, save_dir, name, tags)
+    finally:
+        randomness.restore(before)
+
+
+def _save(found: ForeignState, save_dir: str | os.PathLike[str], name: str, tags: Sequence[str]) -> Imported:
+    with SnapshotManager(save_dir, name=name, distributed=False) as manager:
+        manager.take({key: _Given(state) for key, state in found.objects.items()})
+        save = manager.save_snapshot(
+            epoch=found.epoch,
+            step=found.step,
+            metrics=found.metrics,
+            tags=(TAG, *tags),
+            wait=True,
+            **found.values,
+        )
+        error = manager.stats.last_error if save is None else save.error
+        id_ = None if save is None else save.id
+    if id_ is None:
+        raise CiuicError(f"the state was not stored: {error or f'not within {EXIT_SECONDS:.0f} seconds'}")
+    return Imported(id_, tuple(found.objects), tuple(found.values), tuple(found.left_out))
+
+
+class _Given:
+    """Object with a state that was read."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        raise NotImplementedError("an imported state is only saved")
+
+
+def _read(path: Path) -> ForeignState:
+    if not path.exists():
+        raise NotFound(f"{path} is not there")
+    # Imports torch, which is a package that may be missing.
+    from ciuic.training.importing import foreign_files
+
+    if not path.is_dir():
+        if path.suffix == ".safetensors":
+            return ForeignState({"model": foreign_files.read_safetensors(path)})
+        return sort_state(foreign_files.read_torch(path))
+    if (path / ".metadata").exists():
+        from ciuic.training.importing.dcp_directory import read_dcp
+
+        return sort_state(read_dcp(path))
+    objects, step, epoch = foreign_files.read_hugging_face(path)
+    return ForeignState(objects, step=step, epoch=epoch)
+
+
+def sort_state(found: Any) -> ForeignState:
+    """Sort what a program has saved into objects, values and facts.
+
+    =====================================  =================================================================
+    in the state                           in the snapshot
+    =====================================  =================================================================
+    tensors alone, by name                 the object ``model``
+    checkpoint of Lightning                the objects of its integration
+    ``NAME_state_dict``                    the object ``NAME``; ``state_dict``: the object ``model``
+    a dict under any other name            the object of that name, unless others are marked by ``_state_dict``
+    ``epoch``; ``step``, ``global_step``,  facts
+    ``iteration``; ``metrics``
+    ``random_state`` of `export`           the random generators
+    any other value                        a plain value under its name
+    =====================================  =================================================================
+
+    Raises:
+        UsageError: It is no dict.
+    """
+    if not isinstance(found, Mapping):
+        raise UsageError(f"the state must be a dict, got a {type(found).__name__}")
+    state = ForeignState(step=_step(found), epoch=_count(found.get("epoch")), metrics=_metrics(found))
+    if found and all(_is_tensor(value) for value in found.values()):
+        state.objects["model"] = dict(found)
+        return state
+    if _LIGHTNING in found and LOOPS in found:
+        checkpoint = {key: value for key, value in found.items() if key != LOOPS}
+        of_rank = {LOOPS: found[LOOPS], "buffers": {}, "results": {}}
+        state.objects = {"checkpoint": checkpoint, "of_rank": of_rank}
+        return state
+    random = found.get(RANDOM)
+    state.random = dict(random) if isinstance(random, Mapping) else None
+    # Where states are marked as such, other dicts are values.
+    are_marked = any(str(key).endswith(_SUFFIX) for key in found)
+    for key, value in found.items():
+        if key not in _FACTS:
+            _add(state, str(key), value, are_marked=are_marked)
+    return state
+
+
+def _add(state: ForeignState, key: str, value: Any, *, are_marked: bool) -> None:
+    name = "model" if key == "state_dict" else key.removesuffix(_SUFFIX)
+    is_object = key.endswith("state_dict") or (isinstance(value, Mapping) and not are_marked)
+    if not is_value_name(name) or name in state.objects or name in state.values:
+        state.left_out.append(key)
+    elif is_object:
+        state.objects[name] = value
+    else:
+        state.values[name] = value
+
+
+def _step(found: Mapping[Any, Any]) -> int | None:
+    return next((count for key in _STEPS if (count := _count(found.get(key))) is not None), None)
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < 1 << 62 else None
+
+
+def _metrics(found: Mapping[Any, Any]) -> dict[str, float]:
+    metrics = found.get("metrics")
+    if not isinstance(metrics, Mapping):
+        return {}
+    return {str(key): float(value) for key, value in metrics.items() if isinstance(value, (int, float))}
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch  # type: ignore[import-not-found, unused-ignore]
+
+    return isinstance(value, torch.Tensor)
+
+
+def _restore_generators(random: dict[str, Any]) -> bool:
+    """Set the generators of this process; return whether they could be set."""
+    numpy = random.get("numpy")
+    try:
+        if numpy is not None:
+            # The export has made a tensor of the array in it.
+            inner = {**numpy["state"], "key": numpy["state"]["key"].numpy()}
+            random = {**random, "numpy": {**numpy, "state": inner}}
+        return not randomness.restore(random)
+    except (*MALFORMED, ValueError):
+        return False
