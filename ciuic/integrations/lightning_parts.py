@@ -9,25 +9,23 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
 
-from ciuic.errors import CiuicError
+from ciuic.errors import Damaged, NotFound
+from ciuic.integrations.lightning_files import CheckpointFiles, parse_kinds
 from ciuic.integrations.lightning_pointer import Pointer, load_pointed, read_pointer, write_pointer
+from ciuic.integrations.lightning_removal import RemovedCheckpoints, hold_reason
 from ciuic.integrations.lightning_results import ContinuedResults
-from ciuic.integrations.lightning_state import LOOPS, RESULTS, RankLocalState, TrainerCheckpoint
+from ciuic.integrations.lightning_state import RESULTS, RankLocalState, TrainerCheckpoint
 from ciuic.integrations.manager_option import ManagerOrDir, open_manager
 from ciuic.integrations.refusals import refuse_sharded, refuse_strategy
-from ciuic.repository import Repository
+from ciuic.training.export.state_source import LOOPS
 from ciuic.training.format.results import State
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.state.data_position import Position
 from ciuic.training.util import randomness
 from ciuic.training.util.logs import quietly
-from ciuic.types import SnapshotId
 
 log = logging.getLogger("ciuic")
 
-_HOLD: Final = "checkpoint "
-"""Beginning of a hold's reason; the path of the checkpoint follows."""
-_LOCK_WAIT_SECONDS: Final = 60.0
 # Private attributes of Lightning are read for that: a version that has changed them must not end a training.
 _NOT_CONTINUED: Final = "values that were logged before the resume are not continued"
 
@@ -39,14 +37,23 @@ class SnapshotIOBase:
     left.
     """
 
-    def __init__(self, where: ManagerOrDir = "./snapshots", **options: Any) -> None:
+    def __init__(
+        self, where: ManagerOrDir = "./snapshots", *, materialize: str = "best,last", **options: Any
+    ) -> None:
         """Open the manager.
 
         Args:
             where: a manager, or the directory of one that is opened with ``options``.
+            materialize: which checkpoints are files that torch and Lightning open without ciuic when `fit`
+                has ended: ``best,last``, one of these, ``all`` or ``none``. Until then, and for the others, the
+                file names the snapshot, and this plugin loads it.
             options: arguments of `SnapshotManager`.
+
+        Raises:
+            ValueError: ``materialize`` is anything else.
         """
         super().__init__()
+        parse_kinds(materialize)
         self.manager: SnapshotManager = open_manager(where, options)
         self.checkpoint = TrainerCheckpoint()
         self.of_rank = RankLocalState(self.checkpoint)
@@ -61,7 +68,8 @@ class SnapshotIOBase:
         self._parts: Any = None
         """States of all processes for the save that the first one is about to make."""
         self._latest: State | None = None
-        self._to_remove: list[str] = []
+        self._files = CheckpointFiles(self.manager.save_dir, materialize)
+        self._removed = RemovedCheckpoints(self.manager)
 
     @property
     def has_latest(self) -> bool:
@@ -76,14 +84,14 @@ class SnapshotIOBase:
         """
         # Before the Trainer exists only the environment tells the first process.
         if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
-            self._release_removed()
+            self._removed.release_lost()
         self._latest = self.manager.load_latest_snapshot()
         return None if self._latest is None else self._path_of(self._latest.id)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Store a checkpoint as a snapshot; the file at ``path`` names it.
+        """Store a checkpoint as a snapshot; the file at ``path`` names it until `teardown`.
 
         The snapshot is held until the checkpoint is removed through this object.
 
@@ -93,7 +101,7 @@ class SnapshotIOBase:
         if storage_options is not None:
             raise TypeError(f"storage_options is not supported, got {storage_options!r}")
         refuse_strategy(_calling_strategy())
-        self._remove_waiting()
+        self._removed.remove()
         tag = f"checkpoint-{os.urandom(6).hex()}"
         parts, self._parts = self._parts, None
         self.checkpoint.given = checkpoint
@@ -103,7 +111,7 @@ class SnapshotIOBase:
                 epoch=checkpoint.get("epoch"),
                 step=checkpoint.get("global_step"),
                 tags=(tag,),
-                hold=_HOLD + os.path.abspath(path),
+                hold=hold_reason(path),
             )
         finally:
             self.checkpoint.forget()
@@ -111,13 +119,15 @@ class SnapshotIOBase:
         if save is None:
             return  # logged by the manager; a failed save does not end the training
         write_pointer(path, Pointer(tag, str(self.manager.save_dir)))
+        self._files.wrote(path)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Return the checkpoint of a snapshot, verified, on the CPU.
 
-        A file that names a snapshot of another repository is read from there.
+        A file that names a snapshot of another repository is read from there. One that has the checkpoint itself
+        is read where its snapshot is not there any more; random generators are not restored then.
 
         Args:
             path: file that `save_checkpoint` or `export` wrote, or path that `latest` returned.
@@ -132,7 +142,16 @@ class SnapshotIOBase:
             # A file of torch.save, for the framework's own plugin (the next base class).
             own: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)  # type: ignore[misc]
             return own
-        state = self.manager.load_to_resume(find) if self.loads_together else find()
+        try:
+            state = self.manager.load_to_resume(find) if self.loads_together else find()
+        except (NotFound, Damaged) as error:
+            pointer = read_pointer(path)
+            # The same on all processes: they see the same file, and what fails on one is raised on all.
+            if pointer is None or not pointer.is_whole:
+                raise
+            log.warning("ciuic: %s is read instead of its snapshot: %s", os.fspath(path), error)
+            whole: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)  # type: ignore[misc]
+            return whole
         assert state is not None
         self.manager.goes_on_from(state)
         self.random = state["random_state"]
@@ -160,14 +179,19 @@ class SnapshotIOBase:
             super().remove_checkpoint(path)  # type: ignore[misc]
             return
         os.unlink(path)
+        self._files.removed(path)
         if self._is_own(pointer):
-            self._to_remove.append(pointer.tag)
-        self._remove_waiting()
+            self._removed.add(pointer.tag)
+        self._removed.remove()
 
     def teardown(self) -> None:
-        """Wait until everything that was staged is durable."""
+        """Wait until everything that was staged is durable, and write the chosen checkpoints as files."""
         self.manager.wait()
-        self._remove_waiting()
+        self._removed.remove()
+        strategy = _calling_strategy()
+        if strategy is None or strategy.is_global_zero:
+            module = getattr(strategy, "lightning_module", None)
+            self._files.write_chosen(getattr(module, "_trainer", None))
         super().teardown()  # type: ignore[misc]
 
     # -- inside
@@ -198,44 +222,6 @@ class SnapshotIOBase:
             # It may still be on its way to the disk.
             self.manager.wait()
         return load_pointed(path, pointer, self.manager.save_dir)
-
-    def _ids(self, tag: str) -> list[str]:
-        with Repository.open(self.manager.save_dir) as repository:
-            return [info.id for info in repository.snapshots.list() if tag in info.tags]
-
-    def _release_removed(self) -> None:
-        """Release the holds of checkpoints whose file is gone."""
-        # A run that was killed removed the file and not the snapshot, to which retention rules apply now.
-        with Repository.open(self.manager.save_dir) as repository:
-            held = [
-                info
-                for info in repository.snapshots.list()
-                if info.held and info.hold_reason.startswith(_HOLD)
-            ]
-        for info in held:
-            path = info.hold_reason.removeprefix(_HOLD)
-            # Without the directory (not mounted now?) nothing tells whether the checkpoint was removed: the
-            # hold stays.
-            pointer = read_pointer(path)
-            if os.path.isdir(os.path.dirname(path)) and (pointer is None or pointer.tag not in info.tags):
-                self.manager.release(info.id)
-
-    def _remove_waiting(self) -> None:
-        """Remove the snapshots of removed checkpoints, unless a save is pending."""
-        # Lightning removes a checkpoint right after it has saved the next one, which may still fail.
-        if not self._to_remove or not self.manager.wait(0):
-            return
-        tags, self._to_remove = self._to_remove, []
-        try:
-            ids = [SnapshotId(id_) for tag in tags for id_ in self._ids(tag)]
-            with (
-                Repository.open(self.manager.save_dir) as repository,
-                repository.writer(wait_seconds=_LOCK_WAIT_SECONDS, command="remove checkpoint") as writer,
-            ):
-                writer.remove_snapshots(ids)
-        except (CiuicError, OSError) as error:
-            # Logged only: a checkpoint that stays does not end a training.
-            log.error("ciuic: checkpoints could not be removed: %s", error)
 
 
 class SnapshotCallbackBase:

@@ -1,4 +1,4 @@
-"""Files at the paths of Lightning's checkpoints that name a snapshot.
+"""Files at the paths of Lightning's checkpoints that name a snapshot, alone or as a part of the checkpoint itself.
 
 Guarantees: a file is there whole or not at all; loading one returns the snapshot that it names, from the
 repository that it names, or raises. No other snapshot is taken for it.
@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from ciuic.errors import NotFound
 from ciuic.repository import Repository
+from ciuic.training.export.torch_files import read_record
 from ciuic.training.format.results import EXIT_SECONDS, State
 from ciuic.training.loading import load_by_name
 
@@ -37,6 +38,8 @@ class Pointer(NamedTuple):
     """Tag of the snapshot: its id is not known before the writer commits it."""
     repository: str
     """Absolute path of the repository."""
+    is_whole: bool = False
+    """True if the file has the checkpoint itself as well."""
 
     def is_in(self, save_dir: Path) -> bool:
         """Return whether the snapshot is in this repository."""
@@ -49,8 +52,8 @@ class Pointer(NamedTuple):
 def write_pointer(path: str | os.PathLike[str], pointer: Pointer) -> None:
     """Write a file, parents included, durably on return."""
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(f"{os.fspath(path)}.part", "w") as file:
-        json.dump({_MARK: pointer.tag, _REPOSITORY: pointer.repository}, file)
+    with open(f"{os.fspath(path)}.part", "wb") as file:
+        file.write(encode_pointer(pointer))
         file.flush()
         # Without it a power failure could leave an empty file beside a durable snapshot.
         os.fsync(file.fileno())
@@ -63,15 +66,31 @@ def write_pointer(path: str | os.PathLike[str], pointer: Pointer) -> None:
         os.close(directory)
 
 
+def encode_pointer(pointer: Pointer) -> bytes:
+    """Return the content of such a file."""
+    return json.dumps({_MARK: pointer.tag, _REPOSITORY: pointer.repository}).encode("ascii")
+
+
 def read_pointer(path: str | os.PathLike[str]) -> Pointer | None:
-    """Return the content of such a file; None for any other file."""
+    """Return the pointer in a file, or in a checkpoint that was written from one; None for any other file."""
     try:
-        if os.path.getsize(path) > _MAX_BYTES:
-            return None
         with open(path, "rb") as file:
-            content = json.loads(file.read())
-        return Pointer(str(content[_MARK]), str(content[_REPOSITORY]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            if os.path.getsize(path) <= _MAX_BYTES and (
+                found := _decode(file.read(_MAX_BYTES), is_whole=False)
+            ):
+                return found
+            file.seek(0)
+            record = read_record(file)
+    except OSError:
+        return None
+    return None if record is None else _decode(record, is_whole=True)
+
+
+def _decode(data: bytes, *, is_whole: bool) -> Pointer | None:
+    try:
+        content = json.loads(data)
+        return Pointer(str(content[_MARK]), str(content[_REPOSITORY]), is_whole)
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -91,7 +110,8 @@ def load_pointed(path: str | os.PathLike[str], pointer: Pointer, save_dir: Path)
     where = Path(pointer.repository)
     if not where.is_dir():
         where = save_dir
-    deadline = time.monotonic() + _arrival_seconds(path)
+    # A checkpoint that has become a file was durable before.
+    deadline = time.monotonic() + (0.0 if pointer.is_whole else _arrival_seconds(path))
     while True:
         with Repository.open(where) as repository:
             infos = repository.snapshots.list()

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ciuic.integrations.lightning_results import results_state
+from ciuic.training.export.state_source import LOOPS
 from ciuic.training.ranks import rank_state
 
-LOOPS: Final = "loops"
-"""Key of the loops in a checkpoint."""
 RESULTS: Final = "results"
 """Key of what was logged, in the state of `RankLocalState`."""
 

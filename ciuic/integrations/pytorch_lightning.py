@@ -5,7 +5,8 @@
     trainer.fit(model, resumable(DataLoader(…)), ckpt_path=io.latest())
 
 Guarantees: a checkpoint that any `ModelCheckpoint` saves is a snapshot, and the file at its path names it;
-the snapshot is held until Lightning removes the checkpoint. The callback's own snapshots are taken after a
+the snapshot is held until Lightning removes the checkpoint. When `fit` has ended the best and the last one are
+files that torch and Lightning open without ciuic (``materialize``). The callback's own snapshots are taken after a
 step, or after an epoch with its validation, and include the random generators. With a loader that has a state
 (`resumable`, `StatefulDataLoader`) a run that is resumed within an epoch is the same to the bit.
 

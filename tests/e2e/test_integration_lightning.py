@@ -21,7 +21,7 @@ TWO_DEVICES = {
 WITH_MODEL_CHECKPOINT = """
 from pathlib import Path
 from lightning.pytorch.callbacks import ModelCheckpoint
-io = SnapshotCheckpointIO(save_dir)
+io = SnapshotCheckpointIO(save_dir, materialize="none")
 files = ModelCheckpoint(f"{save_dir}-files", every_n_train_steps=4, save_top_k=2, monitor="step", mode="max", save_last="link")
 trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", plugins=[io], callbacks=[files, SnapshotCallback(io)], logger=False,
                             enable_progress_bar=False, enable_model_summary=False)
@@ -166,7 +166,7 @@ class Line(lightning.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 def trainer(name):
-    io = SnapshotCheckpointIO(top / f"{name}-s")
+    io = SnapshotCheckpointIO(top / f"{name}-s", materialize="none")
     best = ModelCheckpoint(top / f"{name}-files")
     options = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
     return lightning.Trainer(max_epochs=2, accelerator="cpu", plugins=[io], callbacks=[best, SnapshotCallback(io)], **options), io, best

@@ -19,6 +19,7 @@ from ciuic.errors import DestinationExists, UsageError
 
 # Of a long name, so that the temporary name fits into NAME_MAX (255 bytes).
 _MAX_STEM_BYTES: Final = 200
+_PART: Final = ".part"
 # File systems without hard links answer link(2) so.
 _NO_LINKS: Final = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -83,6 +84,17 @@ def new_directory(path: Path, *, overwrite: bool, names: Sequence[str]) -> Itera
         raise
 
 
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporary files that killed processes have left beside this destination.
+
+    For a destination that one process alone writes.
+    """
+    start = _temporary_start(path)
+    for name in os.listdir(path.parent):
+        if name.startswith(start) and name.endswith(_PART) and len(name) == len(start) + 12 + len(_PART):
+            os.unlink(path.parent / name)
+
+
 def _refuse(path: Path, overwrite: bool) -> None:
     if not path.name:
         raise UsageError(f"the destination must have a name, got {path}")
@@ -106,8 +118,11 @@ def _check_replaceable(path: Path, names: Sequence[str]) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    stem = os.fsdecode(os.fsencode(path.name)[:_MAX_STEM_BYTES])
-    return path.parent / f".{stem}.{os.urandom(6).hex()}.part"
+    return path.parent / f"{_temporary_start(path)}{os.urandom(6).hex()}{_PART}"
+
+
+def _temporary_start(path: Path) -> str:
+    return f".{os.fsdecode(os.fsencode(path.name)[:_MAX_STEM_BYTES])}."
 
 
 def _link(temporary: Path, path: Path) -> None:
