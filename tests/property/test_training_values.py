@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import datetime
 import enum
+import io
 import json
 import pathlib
 import sys
@@ -278,3 +279,14 @@ def test_subclasses_of_tensors_are_refused_by_name_or_registered() -> None:
     found = _through({"x": image})["x"]
     assert type(found) is Image
     assert found.equal(image)
+
+
+@given(st.binary(max_size=300), st.integers(0, 400))
+def test_a_file_in_memory_keeps_content_and_position(content: bytes, position: int) -> None:
+    """A BytesIO comes back with its bytes and its position, also one behind its end."""
+    value = io.BytesIO(content)
+    value.seek(position)
+    packed = pack({"losses": value}, "state")
+    found = unpack(json.loads(json.dumps(packed.skeleton)), lambda *_: None)["losses"]
+    assert type(found) is io.BytesIO
+    assert (found.getvalue(), found.tell()) == (content, position)

@@ -44,6 +44,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/maintenance/scrub_state.py": ("pass of a scrub",),
     "ciuic/training/compare/stored_tensors.py": ("tensors of a training", "safetensors header"),
     "ciuic/training/dcp/metadata.py": ("DCP metadata",),
+    "ciuic/training/dcp/pointer.py": ("pointer to a DCP checkpoint",),
     "ciuic/training/dcp/reading.py": ("state of a training",),
     "ciuic/training/util/documents.py": ("state of a training", "safetensors header", "DCP metadata"),
     "ciuic/training/format/layout.py": ("safetensors header",),

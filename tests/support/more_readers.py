@@ -42,6 +42,8 @@ from ciuic.retention import RetentionPolicy
 from ciuic.system import mountinfo
 from ciuic.training.compare.stored_tensors import described_tensors
 from ciuic.training.format import unpacking
+from ciuic.training.dcp.pointer import decode_checkpoint_pointer
+from ciuic.training.format import structure
 from ciuic.training.format.layout import decode_header
 from ciuic.training.format.reading import _decode_facts
 from ciuic.training.importing.inert_pickle import read_pickle
@@ -255,7 +257,9 @@ _DCP = {
     },
     "objects": {"lr": {"folder": "_rank_0"}},
     "planner": None,
+    "storage": {"checkpoint_id": "/a", "save_id": "0f", "modules": [], "version": "1.0.0"},
 }  # fmt: skip
+_DCP_POINTER = {"version": 1, "repository": "ciuic", "name": "dcp", "tag": "0f", "path": "/a"}
 _STATE = {
     "objects": {
         "model": {
@@ -349,6 +353,13 @@ def more_readers() -> list[Reader]:
         Reader("mounts of a process", _refusing(mountinfo.parse, ValueError, IndexError), _MOUNTS),
         Reader("marks file", lambda data: snapshot_format.decode_marks("cs-abcdef", data), snapshot_format.encode_marks(snapshot_format.StoredMarks(id="cs-abcdef"))),
     ]  # fmt: skip
+    readers.append(
+        Reader(
+            "pointer to a DCP checkpoint",
+            _refusing(decode_checkpoint_pointer, ValueError),
+            json.dumps(_DCP_POINTER).encode(),
+        )
+    )
     if _has_dcp():
         readers.append(Reader("DCP metadata", _refusing(_dcp, ValueError), json.dumps(_DCP).encode()))
     return readers

@@ -81,6 +81,7 @@ MUTATIONS = (
     Mutation("the name of a checkpoint file", "ciuic/integrations/lightning_pointer.py", "os.fsync(directory)", (_ORDER,)),
     Mutation("an exported file", "ciuic/training/export/destination.py", "os.fsync(file", (_ORDER,)),
     Mutation("the names of an export, and files of a folder", "ciuic/training/export/destination.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("the name of a checkpoint's directory", "ciuic/training/dcp/pointer.py", "disk.sync_dir(", (_ORDER,)),
     Mutation("what a root remembers", "ciuic/config/repository_mark.py", "os.fsync(file", (_ORDER,)),
     Mutation("the name of what a root remembers", "ciuic/config/repository_mark.py", "os.fsync(directory)", (_ORDER,)),
 )  # fmt: skip

@@ -8,6 +8,7 @@
               and ``sizes`` in the whole, the ``file`` it lies in and the byte ``start`` of its first element there
 ``objects``   by full name: the ``folder`` that the rank which saved it wrote
 ``planner``   what the planner keeps (how nested states were flattened), as `structure.pack` writes it
+``storage``   not always there: ``checkpoint_id``, ``save_id``, ``modules`` and ``version``, as torch's metadata has them
 ============  ========================================================================================
 
 Decoding creates the classes named here and nothing else.
@@ -16,6 +17,7 @@ Decoding creates the classes named here and nothing else.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -67,6 +70,8 @@ def encode_metadata(metadata: Metadata, places: Mapping[MetadataIndex, ItemLocat
         raise Unsaveable("planner_data contains tensors, which dcp.json cannot hold")
     # Strict JSON (allow_nan=False): a NaN would make the document unreadable to other parsers.
     document = {"version": _VERSION, "tensors": tensors, "objects": objects, "planner": packed.skeleton}
+    if metadata.storage_meta is not None:
+        document["storage"] = _encode_storage(metadata, metadata.storage_meta)
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
@@ -88,9 +93,38 @@ def decode_metadata(data: bytes | bytearray) -> Metadata:
             found[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = ItemLocation(str(one["folder"]))
         planner = unpacking.unpack(document["planner"], _no_tensor)
+        planner = structure.unpack(document["planner"], _no_tensor)
+        metadata = Metadata(state_dict_metadata=found, planner_data=planner, storage_data=places)
+        _decode_storage(document.get("storage", {}), metadata)
     except MALFORMED as error:
         raise ValueError(f"{METADATA_FILE} is malformed: {error!r}") from None
-    return Metadata(state_dict_metadata=found, planner_data=planner, storage_data=places)
+    return metadata
+
+
+def _encode_storage(metadata: Metadata, meta: StorageMeta) -> dict[str, Any]:
+    return {
+        "checkpoint_id": None if meta.checkpoint_id is None else os.fspath(meta.checkpoint_id),
+        "save_id": meta.save_id,
+        "modules": list(meta.modules),
+        # torch before 2.8 has no such field.
+        "version": getattr(metadata, "version", None),
+    }
+
+
+def _decode_storage(storage: Mapping[str, Any], metadata: Metadata) -> None:
+    """Set the storage's part of the metadata.
+
+    Raises:
+        ValueError: a value is no text.
+    """
+    texts = [storage.get(key) for key in ("checkpoint_id", "save_id", "version")]
+    modules = list(storage.get("modules", ()))
+    if not all(text is None or isinstance(text, str) for text in texts) or not all(
+        isinstance(one, str) for one in modules
+    ):
+        raise ValueError(f"{METADATA_FILE} is malformed: expected texts in storage")
+    metadata.storage_meta = StorageMeta(checkpoint_id=texts[0], save_id=texts[1], modules=modules)
+    metadata.version = texts[2]
 
 
 def _encode_tensor(

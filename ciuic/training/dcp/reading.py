@@ -113,7 +113,9 @@ class CiuicStorageReader(StorageReader):
             self.id = self._find()
             with Repository.open(self.save_dir) as repository:
                 self._metadata = decode_metadata(self._snapshot.files(repository).read(METADATA_FILE))
-            self._metadata.storage_meta = StorageMeta(checkpoint_id=self.id)
+            meta = self._metadata.storage_meta or StorageMeta()
+            meta.checkpoint_id = meta.checkpoint_id or self.id
+            self._metadata.storage_meta = meta
         return self._metadata
 
     def set_up_storage_reader(

@@ -315,6 +315,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
             world_size=len(results),
             size_bytes=sum(file.size_bytes for file in stored),
         )
+        metadata.storage_meta = metadata.storage_meta or self.storage_meta()
         part = RankFiles(self._rank)
         part.add_file(METADATA_FILE, encode_metadata(metadata, places))
         part.add_file(FACTS_FILE, encode_facts(facts))

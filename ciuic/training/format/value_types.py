@@ -13,6 +13,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import io
 import os
 import pathlib
 import sys
@@ -224,6 +225,13 @@ def _deque(plain: dict[str, Any]) -> collections.deque[Any]:
     return collections.deque(plain["items"], plain["maxlen"])
 
 
+def _bytes_io(plain: list[Any]) -> io.BytesIO:
+    content, position = plain
+    made = io.BytesIO(content)
+    made.seek(position)
+    return made
+
+
 def _generator(plain: dict[str, Any]) -> Any:
     import torch  # type: ignore[import-not-found, unused-ignore]
 
@@ -283,6 +291,7 @@ _STANDARD: Final = (
     ),
     ValueType(decimal.Decimal, "Decimal", str, decimal.Decimal),
     ValueType(uuid.UUID, "UUID", str, uuid.UUID),
+    ValueType(io.BytesIO, "BytesIO", lambda value: [value.getvalue(), value.tell()], _bytes_io),
     ValueType(
         collections.deque,
         "deque",
