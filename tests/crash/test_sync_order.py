@@ -28,8 +28,8 @@ from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.promised import Promise, record_loss
 from ciuic.restore import Overwrite, execute, plan_restore
 from ciuic.restore.files.journal import JOURNAL_NAME
-from ciuic.training.export.destination import new_directory, new_file
 from ciuic.training.dcp.pointer import CheckpointPointer, pointer_path, write_checkpoint_pointer
+from ciuic.training.export.destination import new_directory, new_file
 from ciuic.types import SnapshotId
 
 CACHE = (INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal", "lock")
@@ -263,6 +263,8 @@ def test_an_export_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
         with new_directory(tmp_path / "folder/dcp", overwrite=overwrite, names=["a"]) as made:
             (made / "a").write_bytes(b"part")
         assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
+
+
 def test_a_new_directory_of_a_checkpoint_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
     """A power cut after a checkpoint was saved leaves its directory, and the whole file in it that names the snapshot."""
     watch.trust_all()

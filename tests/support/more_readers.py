@@ -41,9 +41,8 @@ from ciuic.restore.files.attributes import denied_to_nobody
 from ciuic.retention import RetentionPolicy
 from ciuic.system import mountinfo
 from ciuic.training.compare.stored_tensors import described_tensors
-from ciuic.training.format import unpacking
 from ciuic.training.dcp.pointer import decode_checkpoint_pointer
-from ciuic.training.format import structure
+from ciuic.training.format import unpacking
 from ciuic.training.format.layout import decode_header
 from ciuic.training.format.reading import _decode_facts
 from ciuic.training.importing.inert_pickle import read_pickle

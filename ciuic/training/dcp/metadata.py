@@ -93,7 +93,6 @@ def decode_metadata(data: bytes | bytearray) -> Metadata:
             found[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = ItemLocation(str(one["folder"]))
         planner = unpacking.unpack(document["planner"], _no_tensor)
-        planner = structure.unpack(document["planner"], _no_tensor)
         metadata = Metadata(state_dict_metadata=found, planner_data=planner, storage_data=places)
         _decode_storage(document.get("storage", {}), metadata)
     except MALFORMED as error:
