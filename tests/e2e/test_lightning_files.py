@@ -41,7 +41,7 @@ def digest(tensor):
     return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()
 
 top = Path(sys.argv[1])
-quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
+quiet = dict(default_root_dir=top, logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
 torch.manual_seed(1)
 loader = DataLoader(TensorDataset(torch.randn(32, 4)), 4)
 """
