@@ -93,7 +93,8 @@ class SnapshotIOBase:
     ) -> None:
         """Store a checkpoint as a snapshot; the file at ``path`` names it until `teardown`.
 
-        The snapshot is held until the checkpoint is removed through this object.
+        The snapshot is held until the checkpoint is removed, or saved again at the same path, through this
+        object.
 
         Raises:
             TypeError: a value cannot be stored; the text names it.
@@ -118,8 +119,12 @@ class SnapshotIOBase:
         # No pointer is written then: a checkpoint without a snapshot could not be loaded.
         if save is None:
             return  # logged by the manager; a failed save does not end the training
+        # A link's target is a checkpoint of its own.
+        replaced = None if os.path.islink(path) else read_pointer(path)
         write_pointer(path, Pointer(tag, str(self.manager.save_dir)))
         self._files.wrote(path)
+        if replaced is not None and self._is_own(replaced):
+            self._removed.add(replaced.tag)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None

@@ -210,3 +210,37 @@ def test_a_checkpoint_is_never_another_snapshot_than_the_one_it_names(tmp_path: 
         [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=250, check=False
     )
     assert (done.returncode, done.stdout[-5:]) == (0, "done\n"), done.stderr
+
+
+SAVED_AGAIN = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+import torch
+from ciuic.integrations.lightning import SnapshotCheckpointIO
+
+top = Path(sys.argv[1])
+io = SnapshotCheckpointIO(top / "snapshots", materialize="none")
+def save(step, path):
+    io.save_checkpoint({"epoch": 0, "global_step": step, "state_dict": {"x": torch.full((9,), step)}}, path)
+    io.manager.wait()
+save(0, top / "best.ckpt")
+os.symlink(top / "best.ckpt", top / "last.ckpt")
+for step in range(1, 5):
+    save(step, top / "other.ckpt")
+save(5, top / "last.ckpt")
+io.teardown()
+held = sorted(one.facts.step for one in io.manager.list_snapshots() if one.held)
+assert held == [0, 4, 5], held
+print("done")
+"""
+
+
+def test_a_checkpoint_that_is_saved_again_keeps_its_last_snapshot_alone(tmp_path: Path) -> None:
+    """The snapshot of a checkpoint that is replaced at the same path goes; that of a link's target stays."""
+    script = tmp_path / "again.py"
+    script.write_text(SAVED_AGAIN)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert (done.returncode, done.stdout[-5:]) == (0, "done\n"), done.stderr
