@@ -170,13 +170,14 @@ class SnapshotStore:
         finally:
             index.close()
 
-    def resolve(self, text: str) -> SnapshotId:
+    def resolve(self, text: str, root: bytes | None = None) -> SnapshotId:
         """Return the id of the snapshot that ``text`` names.
 
         ``text`` is an id, an unambiguous prefix (with or without cs-), `latest`, `latest~N` or a time. A time
         is local unless it carries an offset: "2023-06-15 15:00" or RFC 3339. It names the newest snapshot not
         after it, where seconds count whole; a date alone means the end of that day. Safety snapshots are
-        found by id alone: what a restore replaced is not the newest state that anybody wants back.
+        found by id alone: what a restore replaced is not the newest state that anybody wants back. With
+        ``root`` the names that are no ids mean snapshots that have this root.
 
         Raises:
             NotFound: no snapshot fits, or it was promised and lost.
@@ -187,7 +188,7 @@ class SnapshotStore:
         if text in names:
             return SnapshotId.parse(text)
         try:
-            return resolve(text, names, lambda: self.list(safety=False))
+            return resolve(text, names, lambda: self.list(root=root, safety=False))
         except NotFound:
             self._refuse_lost(text)
             raise

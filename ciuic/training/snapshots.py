@@ -67,8 +67,8 @@ class TrainingSnapshots:
         """Return the state of one snapshot, named in one way: by ``snapshot``, or by step, epoch or both.
 
         Args:
-            snapshot: An id, an unambiguous prefix of one, ``latest``, ``latest~2``, a time, or ``best``, as
-                `load_best()` finds it.
+            snapshot: An id, an unambiguous prefix of one, or, of this training alone, ``latest``,
+                ``latest~2``, a time, or ``best``, as `load_best()` finds it.
             step: Optimizer steps of the run at the snapshot.
             epoch: Epoch that was recorded with it.
 
@@ -144,7 +144,11 @@ class TrainingSnapshots:
         """Return the id of a snapshot that is named by an id, in a way of `choice.by_name`, or as the best."""
         if name == choice.BEST:
             return choice.best(repository, self._root, choice.best_rule(self._best_rules, None, None))
-        return choice.by_name(repository, name)
+        return choice.by_name(repository, name, self._root)
+
+    def _id_of(self, name: str) -> str:
+        with Repository.open(self.save_dir) as repository:
+            return str(self._named(repository, name))
 
     def list_snapshots(self) -> list[SavedSnapshot]:
         """Return the snapshots of this training, newest first; those that cannot be read are left out."""
@@ -183,28 +187,28 @@ class TrainingSnapshots:
             Path(path),
             to,
             root=self._root,
-            snapshot=snapshot,
+            snapshot=None if snapshot is None else self._id_of(snapshot),
             only=only,
             ranks=ranks,
             overwrite=overwrite,
         )
 
     def tag(self, snapshot: str, *tags: str) -> None:
-        """Add tags to a snapshot, durably on return.
+        """Add tags to a snapshot, named as in `load_snapshot`, durably on return.
 
         Raises:
             NotFound: There is no such snapshot.
             Busy: Another process holds the lock of the repository for longer than a minute.
         """
-        marks.tag(self.save_dir, snapshot, tags)
+        marks.tag(self.save_dir, self._id_of(snapshot), tags)
 
     def hold(self, snapshot: str, reason: str = "held") -> None:
         """Keep a snapshot until `release`, whatever the rules say, durably on return; raises as `tag`."""
-        marks.hold(self.save_dir, snapshot, reason)
+        marks.hold(self.save_dir, self._id_of(snapshot), reason)
 
     def release(self, snapshot: str) -> None:
         """Undo `hold`, durably on return; raises as `tag`."""
-        marks.release(self.save_dir, snapshot)
+        marks.release(self.save_dir, self._id_of(snapshot))
 
     def __copy__(self: _Self) -> _Self:
         """Return the object itself."""

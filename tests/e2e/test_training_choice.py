@@ -200,3 +200,22 @@ def test_a_long_table_shows_the_newest(tmp_path: Path) -> None:
     assert len(repr(table).splitlines()) == 62
     assert repr(table).endswith("\n… and 40 earlier")
     assert table._repr_html_().count("<tr>") == 61
+
+
+def test_names_that_are_no_ids_mean_snapshots_of_this_training(tmp_path: Path) -> None:
+    """`latest` and times never name a snapshot of another training in the same repository; ids do."""
+    ids = {}
+    for name in ("mine", "other"):
+        with SnapshotManager(tmp_path / "snapshots", name=name) as manager:
+            save = manager.save_snapshot(Model(), step=1, wait=True)
+            assert save is not None
+            ids[name] = save.id
+    mine = TrainingSnapshots(tmp_path / "snapshots", name="mine")
+    assert mine.load_snapshot("latest").id == ids["mine"]
+    assert mine.load_snapshot("2100-01-01").id == ids["mine"]
+    assert mine.load_snapshot(str(ids["other"])).id == ids["other"]
+    with pytest.raises(NotFound):
+        mine.load_snapshot("latest~1")
+    mine.hold("latest", "mine")
+    with Repository.open(tmp_path / "snapshots") as repository:
+        assert [info.id for info in repository.snapshots.list() if info.held] == [ids["mine"]]

@@ -25,14 +25,16 @@ BEST: Final = "best"
 _SHOWN: Final = 8
 
 
-def by_name(repository: Repository, name: str) -> SnapshotId:
+def by_name(repository: Repository, name: str, root: bytes) -> SnapshotId:
     """Return the id for an id, an unambiguous prefix of one, ``latest``, ``latest~2``, or a time.
+
+    The last three name snapshots of the training with this root alone.
 
     Raises:
         NotFound: There is no such snapshot, or there are several.
     """
     try:
-        return repository.snapshots.resolve(name)
+        return repository.snapshots.resolve(name, root)
     except UsageError as error:
         raise NotFound(error.message, hint=error.hint) from None
 
