@@ -20,7 +20,8 @@ def refusal(what: str) -> NotImplementedError:
     return NotImplementedError(
         f"with {what} each rank has a part of the state, and these hooks can only save whole states: use "
         "torch.distributed.checkpoint and ciuic.training.dcp.storage.CiuicStorageWriter "
-        "(docs/snapshot-manager.md, Sharded states), or train with DistributedDataParallel"
+        "(docs/snapshot-manager.md, Sharded states), ciuic.integrations.deepspeed for what DeepSpeed saves, "
+        "or train with DistributedDataParallel"
     )
 
 

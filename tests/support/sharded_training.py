@@ -143,13 +143,13 @@ def die_in_the_middle(rank: int, world: int, save_dir: str) -> None:
     dcp.save(trained.state(0), checkpoint_id="whole", storage_writer=writer)
     trained.step(1)
     if rank == 1:
-        wait = writer._wait
+        wait = writer._parts.wait_stored
 
         def wait_and_die(number: int) -> Any:
             wait(number)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        writer._wait = wait_and_die  # type: ignore[method-assign]
+        writer._parts.wait_stored = wait_and_die  # type: ignore[method-assign]
     dcp.save(trained.state(1), checkpoint_id="torn", storage_writer=writer)
 
 

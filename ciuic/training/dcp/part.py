@@ -84,8 +84,12 @@ class RankFiles:
             small.sort(key=lambda one: (-one[1].array.element_bytes, one[1].name))
             self._add_file(f"_rank_{self._rank}/{SMALL_FILE}{SUFFIX}", small)
 
-    def add_objects(self, objects: Mapping[str, Any]) -> None:
+    def add_objects(self, objects: Mapping[str, Any], folder: str = "") -> None:
         """Add objects by full name.
+
+        Args:
+            objects: objects by full name.
+            folder: folder of their files; by default that of the rank. Each can be used once.
 
         Raises:
             Unsaveable: only pickle could store an object; the text names it.
@@ -94,7 +98,7 @@ class RankFiles:
             return
         # Packed as `SnapshotManager` packs a state: tensors inside of objects become safetensors files.
         packed = structure.pack(dict(objects), "the state")
-        folder = f"_rank_{self._rank}"
+        folder = folder or f"_rank_{self._rank}"
         for name in objects:
             self.places[MetadataIndex(name)] = ItemLocation(folder)
         # JSON and tensors only: what pickle alone could store is refused, so that loading executes nothing.

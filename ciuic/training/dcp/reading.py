@@ -218,7 +218,7 @@ class CiuicStorageReader(StorageReader):
         for item in items:
             place: ItemLocation = self._metadata.storage_data[item.storage_index]
             if place.path not in folders:
-                folders[place.path] = _read_objects(self._snapshot, place.path)
+                folders[place.path] = read_objects(self._snapshot, place.path)
             try:
                 value = folders[place.path][item.storage_index.fqn]
             except KeyError:
@@ -273,8 +273,8 @@ def _read_item(source: RangeReader, shard: _StoredShard) -> torch.Tensor:
     return tensor
 
 
-def _read_objects(snapshot: SnapshotRef, folder: str) -> dict[str, Any]:
-    """Return the objects that a rank stored, by full name.
+def read_objects(snapshot: SnapshotRef, folder: str) -> dict[str, Any]:
+    """Return the objects that `RankFiles.add_objects` stored in a folder, by full name.
 
     Raises:
         ValueError: a later version wrote them, or they are malformed.

@@ -23,15 +23,11 @@ References:
 
 from __future__ import annotations
 
-import logging
 import os
-import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -40,47 +36,19 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ciuic.repository import Repository
-from ciuic.repository.writing.shared_write_claim import Claim
 from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, encode_metadata
 from ciuic.training.dcp.part import RankFiles
+from ciuic.training.dcp.parts import PartsWriter, fits
 from ciuic.training.dcp.reading import CiuicStorageReader
 from ciuic.training.dcp.results import ItemResult, as_tensor, item_results, snapshot_message
 from ciuic.training.dcp.staging import ArenaPlacer, arena_bytes, copy_state, copy_to_heap
 from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts
-from ciuic.training.policy.retention_rules import Latest
-from ciuic.training.protocol.messages import (
-    COMPRESSIONS,
-    Begin,
-    FromWriter,
-    Manifest,
-    Measured,
-    Note,
-    NotSaved,
-    PreemptionNotice,
-    Put,
-    RetentionRules,
-    Saved,
-    StoredFile,
-    StoredFiles,
-)
-from ciuic.training.util.repository_dir import ensure_repository
-from ciuic.training.writer.client import GONE, WriterClient, manifest_files
+from ciuic.training.protocol.messages import StoredFile
 from ciuic.training.writer.slots import Slot
 
 __all__ = ["TAG", "CiuicStorageReader", "CiuicStorageWriter"]
-log = logging.getLogger("ciuic")
 
 TAG: Final = "dcp"
-_STATES: Final = slice(0, 2)
-"""Arenas for states and parts of states."""
-# Arena of the final commit; separate from `_STATES`, so that the end of one save does not wait for the start
-# of others.
-_METADATA: Final = slice(2, 3)
-_POLL_SECONDS: Final = 0.005
-"""Pause between two looks at the writer's messages."""
-_CLOSE_SECONDS: Final = 120.0
-"""Longest time for which `close` waits for the writer."""
 
 
 class _StagedState(NamedTuple):
@@ -122,8 +90,6 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
             CiuicError: there can be no repository at ``save_dir``.
             OSError: the same, as the file system says it.
         """
-        if compression not in COMPRESSIONS:
-            raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
         self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
         self.tags = tags
         self.step: int | None = None
@@ -134,22 +100,8 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         self.metrics: dict[str, float] = {}
         self.last_id = ""
         """Id of the last snapshot, on the coordinator."""
-        ensure_repository(self.save_dir)
-        rules = RetentionRules(keep=() if max_snapshots is None else (Latest(max_snapshots),))
-        begin = Begin(
-            repository=str(self.save_dir),
-            root=os.fsencode(f"/{name}"),
-            rules=rules,
-            nice=nice,
-            compression=compression,
-        )
-        # Two for states and one for the commit (`_STATES`, `_METADATA`).
-        self._client = WriterClient(begin, arenas=3)
-        # `dcp.async_save` writes on a thread of its own while the training stages the next state.
-        self._lock = threading.RLock()
-        self._answers: dict[int, list[FromWriter]] = {}
+        self._parts = PartsWriter(self.save_dir, name, max_snapshots, nice, compression)
         self._staged: list[_StagedState] = []
-        self._claim: Claim | None = None
         self._checkpoint_id = ""
         self._rank = 0
 
@@ -164,7 +116,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         """Begin a save."""
         # torch calls no `finish` where a rank has failed: the claim of that save ends here.
         self._checkpoint_id = os.fspath(checkpoint_id) if checkpoint_id else ""
-        self._release()
+        self._parts.release()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take the rank from torch.
@@ -185,10 +137,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
 
         Nothing is swept until the commit.
         """
-        self._release()
-        # Until the commit no snapshot refers to what the ranks store, and a prune would free it.
-        with Repository.open(self.save_dir) as repository:
-            self._claim = repository.claim()
+        self._parts.claim()
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -197,7 +146,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
             results = self._write(plan, planner)
         except BaseException:
             # A claim of a save that failed must not outlive it: nothing is swept while there is one.
-            self._release()
+            self._parts.release()
             raise
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -212,7 +161,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         try:
             self._commit(metadata, results)
         finally:
-            self._release()
+            self._parts.release()
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the checkpoint's id for torch's metadata."""
@@ -226,10 +175,12 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         Waits while both arenas are being written.
         """
         size_bytes = arena_bytes(state_dict)
-        with self._lock:
+        with self._parts.lock:
             # With room for headers, objects and the manifest. A guess: what does not fit goes to another
             # arena (`_fits`).
-            slot = self._free_slot(2 * size_bytes if size_bytes < 1 << 20 else size_bytes + (size_bytes >> 4))
+            slot = self._parts.free_slot(
+                2 * size_bytes if size_bytes < 1 << 20 else size_bytes + (size_bytes >> 4)
+            )
             if slot is None:
                 # Both arenas hold states that were staged and not submitted: this copy will be copied once
                 # more.
@@ -252,9 +203,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
 
     def close(self) -> None:
         """Wait for the writer process and let it end. Call it after the last save."""
-        self._release()
-        with self._lock:
-            self._client.close(_CLOSE_SECONDS)
+        self._parts.close()
 
     # -- inside
 
@@ -268,20 +217,19 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         found = [(item, item.type == WriteItemType.BYTE_IO) for item in plan.items]
         objects = {item.index.fqn: planner.lookup_object(item.index) for item, plain in found if plain}
         values = [(item, as_tensor(planner.resolve_data(item))) for item, plain in found if not plain]
-        with self._lock:
-            # torch passes nothing from `stage` to `write_data` but the state: the addresses of its tensors
-            # tell where it is.
+        # torch passes nothing from `stage` to `write_data` but the state: the addresses of its tensors tell
+        # where it is.
+        with self._parts.lock:
             staged = self._staged_for([tensor.data_ptr() for _, tensor in values])
-            part, manifest = self._lay_out(values, objects, staged)
-            if staged and not _fits(staged.slot, part, manifest):
+            part = self._lay_out(values, objects, staged)
+            if staged and not fits(staged.slot, part):
                 staged = None
-                part, manifest = self._lay_out(values, objects, None)
-            number = self._submit(part, manifest, staged.slot if staged else None, commit=False)
-        answers = self._wait(number)
+                part = self._lay_out(values, objects, None)
+            number = self._parts.begin(part, staged.slot if staged else None)
+        files = self._parts.wait_stored(number)
         if staged:
             # Stored: references that torch still has to the copy no longer keep the arena from being filled.
             staged.slot.staged = None
-        files = tuple(file for one in answers if isinstance(one, StoredFiles) for file in one.files)
         return item_results(part, plan, files)
 
     def _lay_out(
@@ -289,14 +237,14 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         values: list[tuple[WriteItem, torch.Tensor]],
         objects: dict[str, Any],
         staged: _StagedState | None,
-    ) -> tuple[RankFiles, Manifest]:
-        """Return this rank's files and their manifest, around a staged state if there is one."""
+    ) -> RankFiles:
+        """Return this rank's files, around a staged state if there is one."""
         part = RankFiles(self._rank)
         if staged is not None:
             part = RankFiles(self._rank, staged.placed.end, staged.placed.starts)
         part.add_tensors(values)
         part.add_objects(objects)
-        return part, self._manifest("", part, [])
+        return part
 
     def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the snapshot of all ranks' parts."""
@@ -319,47 +267,10 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         part = RankFiles(self._rank)
         part.add_file(METADATA_FILE, encode_metadata(metadata, places))
         part.add_file(FACTS_FILE, encode_facts(facts))
-        with self._lock:
-            manifest = self._manifest(snapshot_message(self._checkpoint_id, facts), part, stored)
-            number = self._submit(part, manifest, None, commit=True)
-        for answer in self._wait(number):
-            if isinstance(answer, Saved):
-                self.last_id = answer.id
-        metadata.storage_data = places
-
-    def _manifest(self, message: str, part: RankFiles, stored: list[StoredFile]) -> Manifest:
         own = (self._checkpoint_id,) if self._checkpoint_id else ()
-        return Manifest(
-            time_ns=time.time_ns(),
-            message=message,
-            tags=(TAG, *own, *self.tags),
-            files=manifest_files(part.files),
-            stored=stored,
-        )
-
-    def _submit(self, part: RankFiles, manifest: Manifest, slot: Slot | None, *, commit: bool) -> int:
-        """Fill an arena and hand it over.
-
-        Raises:
-            OSError: there is no memory, or no writer.
-        """
-        if slot is None:
-            slot = self._free_slot(_needed(part, manifest), _METADATA if commit else _STATES)
-            if slot is None:
-                raise OSError("both arenas hold states that were staged and are not being saved")
-            slot.layout = None
-        assert slot.arena is not None
-        part.fill(slot.arena.memory)
-        number = self._client.submit(slot, manifest, part.end, commit=commit)
-        self._answers[number] = []
-        return number
-
-    def _free_slot(self, size_bytes: int, among: slice = _STATES) -> Slot | None:
-        """Wait for a free arena; None if staged states hold all and nothing is being written."""
-        while (slot := self._client.free_slot(size_bytes, among)) is None and self._client.pending:
-            self._hear()
-            time.sleep(_POLL_SECONDS)
-        return slot
+        message = snapshot_message(self._checkpoint_id, facts)
+        self.last_id = self._parts.commit(part, stored, message, (TAG, *own, *self.tags))
+        metadata.storage_data = places
 
     def _staged_for(self, addresses: list[int]) -> _StagedState | None:
         """Return the staged state to which one of these tensors belongs."""
@@ -369,46 +280,3 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
             if any(address in one.placed.starts for address in addresses):
                 return one
         return None
-
-    def _wait(self, number: int) -> list[FromWriter]:
-        """Wait for the answer to a save and return all messages about it.
-
-        Raises:
-            OSError: it was not saved.
-        """
-        while True:
-            with self._lock:
-                self._hear()
-                answers = self._answers[number]
-                if answers and isinstance(answers[-1], (Saved, NotSaved, Put)):
-                    del self._answers[number]
-                    break
-            # Outside of the lock: the training may stage the next state meanwhile.
-            time.sleep(_POLL_SECONDS)
-        if isinstance(answers[-1], NotSaved):
-            raise OSError(f"not saved: {answers[-1].reason}")
-        return answers
-
-    def _hear(self) -> None:
-        for message in self._client.poll():
-            if isinstance(message, Note):
-                # A lost writer is reported by the saves that it failed.
-                if message.text != GONE:
-                    log.warning("ciuic: %s", message.text)
-            elif not isinstance(message, (PreemptionNotice, Measured)) and message.number in self._answers:
-                self._answers[message.number].append(message)
-
-    def _release(self) -> None:
-        claim, self._claim = self._claim, None
-        if claim is not None:
-            claim.release()
-
-
-def _needed(part: RankFiles, manifest: Manifest) -> int:
-    """Return the bytes of arena that the files and the manifest take."""
-    return part.end + len(msgspec.msgpack.encode(manifest))
-
-
-def _fits(slot: Slot, part: RankFiles, manifest: Manifest) -> bool:
-    """Return whether the files and the manifest fit into the slot's arena."""
-    return slot.arena is not None and _needed(part, manifest) <= slot.arena.size_bytes
