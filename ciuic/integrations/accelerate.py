@@ -6,12 +6,17 @@
     register(manager, accelerator)
     resumed = manager.resume()
 
+For a program that calls `save_state` and `load_state` itself, one line, and these calls stay as they are:
+
+    store_states("./snapshots", accelerator, max_snapshots=10)
+
 Guarantees: saves and resumes as with objects that were registered one by one, at the boundaries of optimizer
 steps (not of the batches that are accumulated for one), at the position in the data, with the shuffled order
 of `prepare`'s loaders. Models are saved unwrapped, so that a snapshot of several processes resumes on one;
 every process calls `register`, and gets its own generators and position back. Not repeated: what a data set
-draws from the global generators, because the loaders read one batch ahead. A loader that torchdata makes stateful is asked for its own position. Not supported: DeepSpeed, FSDP and
-Megatron-LM, which shard the state.
+draws from the global generators, because the loaders read one batch ahead. A loader that torchdata makes
+stateful is asked for its own position. Not supported: FSDP and Megatron-LM, which shard the state, and
+DeepSpeed, for which there is `ciuic.integrations.deepspeed`.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from ciuic.integrations.accelerate_states import StateDirectories
+from ciuic.integrations.manager_option import ManagerOrDir, open_manager
 from ciuic.integrations.refusals import refuse_kind, refuse_sharded
 from ciuic.training.manager import SnapshotManager
 from ciuic.training.state.data_position import Position, own_generators
@@ -37,19 +44,8 @@ def register(manager: SnapshotManager, accelerator: Accelerator) -> None:
     Raises:
         NotImplementedError: the state is sharded.
     """
-    refuse_kind(accelerator.distributed_type)
-    # Attributes that are not public: Accelerate has no other list of what `prepare` was given.
-    for model in accelerator._models:
-        refuse_sharded(model)
+    objects = _prepared(accelerator)
     manager.join_ranks()
-    objects: dict[str, Any] = {"accelerator": _StepCount(accelerator)}
-    objects |= _numbered("model", [accelerator.unwrap_model(model) for model in accelerator._models])
-    # The wrapped torch optimizer, whose hooks report its steps.
-    objects |= _numbered("optimizer", [one.optimizer for one in accelerator._optimizers])
-    objects |= _numbered("scheduler", accelerator._schedulers)
-    objects |= _numbered("custom", accelerator._custom_objects)
-    if accelerator.scaler is not None:
-        objects["scaler"] = accelerator.scaler
     # The first loader is taken for the training's; others are for evaluations, which a resumed run repeats
     # from their beginning.
     for loader in accelerator._dataloaders[:1]:
@@ -58,6 +54,56 @@ def register(manager: SnapshotManager, accelerator: Accelerator) -> None:
         else:
             objects["loader"] = _LoaderPosition(loader)
     manager.register(**objects)
+
+
+def store_states(where: ManagerOrDir, accelerator: Accelerator, **options: Any) -> SnapshotManager:
+    """Let `accelerator.save_state` save to a repository, and `load_state` load what it saved. Every process calls it.
+
+    Directories, automatic names, `total_limit` and hooks work as before, and `load_state` also loads directories that
+    Accelerate has written by itself. The position in the data is not restored, as by Accelerate: a program skips
+    batches itself. `save_state` returns when the state is copied; `manager.wait()` waits until it is durable.
+
+    Args:
+        where: a manager with nothing registered, or a directory in which to open one.
+        accelerator: the accelerator.
+        **options: arguments of `SnapshotManager`; with `total_limit`, give a `max_snapshots` that is no smaller.
+
+    Returns:
+        The manager.
+
+    Raises:
+        NotImplementedError: the state is sharded.
+    """
+    refuse_kind(accelerator.distributed_type)
+    manager = open_manager(where, options)
+
+    def objects() -> dict[str, Any]:
+        loaders = [one for one in accelerator._dataloaders if getattr(one, "use_stateful_dataloader", False)]
+        return _prepared(accelerator) | _numbered("loader", loaders)
+
+    StateDirectories(manager, accelerator, objects).install()
+    return manager
+
+
+def _prepared(accelerator: Accelerator) -> dict[str, Any]:
+    """Return what `prepare` and `register_for_checkpointing` know, by name, without loaders.
+
+    Raises:
+        NotImplementedError: the state is sharded.
+    """
+    refuse_kind(accelerator.distributed_type)
+    # Attributes that are not public: Accelerate has no other list of what `prepare` was given.
+    for model in accelerator._models:
+        refuse_sharded(model)
+    objects: dict[str, Any] = {"accelerator": _StepCount(accelerator)}
+    objects |= _numbered("model", [accelerator.unwrap_model(model) for model in accelerator._models])
+    # The wrapped torch optimizer, whose hooks report its steps.
+    objects |= _numbered("optimizer", [one.optimizer for one in accelerator._optimizers])
+    objects |= _numbered("scheduler", accelerator._schedulers)
+    objects |= _numbered("custom", accelerator._custom_objects)
+    if accelerator.scaler is not None:
+        objects["scaler"] = accelerator.scaler
+    return objects
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:

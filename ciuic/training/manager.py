@@ -294,8 +294,12 @@ class SnapshotManager(TrainingSnapshots):
                 groups, or a model on the meta device; nothing has been changed.
         """
         state = self.load_to_resume()
-        if state is None:
-            return None
+        return None if state is None else self.put_back(state)
+
+    # -- for integrations of frameworks
+
+    def put_back(self, state: State) -> Resumed:
+        """Put a state of `load_to_resume` into every registered object; as `resume`, which it is the end of."""
         loading.check_fits(state, self._registered.objects, self._taker.ranks)
         # A copy from a device may still read the weights that are about to be overwritten.
         self._saver.settle()
@@ -307,8 +311,6 @@ class SnapshotManager(TrainingSnapshots):
         epoch, batch = (self.epoch, 0) if position is None else (position.epoch, position.taken)
         log.info("ciuic: resumed from %s, step %d", state.id, self.step)
         return Resumed(state.id, self.step, epoch, batch, tuple(state.passed_over))
-
-    # -- for integrations of frameworks
 
     def take(self, objects: Mapping[str, Any], *, with_position: bool = False) -> None:
         """Register objects for explicit saves only: none of them is watched.
