@@ -72,18 +72,18 @@ if rank == 0:
 """
 
 
-def run(script: Path, *arguments: str) -> None:
-    """Run the script on two ranks, and fail with what they printed."""
+def run(script: Path, *arguments: str, ranks: int = 2) -> None:
+    """Run the script on all ranks, and fail with what they printed."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     given = {
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
     }
-    ranks = [
+    processes = [
         subprocess.Popen(
             [sys.executable, str(script), *arguments],
             env={**os.environ, **given, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -91,10 +91,10 @@ def run(script: Path, *arguments: str) -> None:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
-    printed = [rank.communicate(timeout=280)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(printed)[-6000:]
+    printed = [process.communicate(timeout=280)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(printed)[-6000:]
 
 
 @pytest.mark.parametrize(
@@ -117,3 +117,47 @@ def test_a_run_resumes_to_the_same_bits(stage: int, dtype: str, tmp_path: Path) 
 
         weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "exported"), tag="global_step3")
         assert weights["2.weight"].shape == (7, 1024)
+
+
+TRAINER = """
+import json, os, sys
+directory, phase = sys.argv[3], sys.argv[4]
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+from ciuic.integrations.deepspeed import snapshot_checkpoints
+set_seed(1)
+config = {
+    "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+}
+run = os.path.join(directory, "run")
+args = TrainingArguments(run, num_train_epochs=2, per_device_train_batch_size=4, save_steps=3, save_strategy="steps",
+                         report_to="none", disable_tqdm=True, deepspeed=config, save_total_limit=2, logging_steps=1)
+model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0))
+counted = []
+model.register_forward_hook(lambda *_: counted.append(1))
+tokens = torch.arange(16)[:, None] % 16 + torch.zeros(8, dtype=torch.long)
+trainer = Trainer(model, args, train_dataset=[{"input_ids": row, "labels": row} for row in tokens])
+with snapshot_checkpoints(os.path.join(directory, "snapshots"), max_snapshots=2):
+    trainer.train(resume_from_checkpoint=os.path.join(run, "checkpoint-6") if phase == "resume" else None)
+engine = trainer.model_wrapped.checkpoint_engine
+assert type(engine).__name__ == "SnapshotCheckpointEngine" and engine.last_id
+if int(os.environ["RANK"]) == 0:
+    total = [float(one.detach().double().sum()) for one in trainer.model.parameters()]
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    with open(os.path.join(directory, phase), "w") as file:
+        json.dump([len(counted), trainer.state.global_step, losses, total], file)
+"""
+
+
+def test_hugging_face_trainer_with_deepspeed(tmp_path: Path) -> None:
+    """The Trainer saves and resumes ZeRO 2 by its own calls, takes the last steps alone, and ends with the same bits."""
+    pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER)
+    for phase in ("save", "resume"):
+        # One process: without an accelerator the Trainer does not distribute over several.
+        run(script, "2", "fp32", str(tmp_path), phase, ranks=1)
+    saved, resumed = (json.loads((tmp_path / phase).read_text()) for phase in ("save", "resume"))
+    assert (saved[0], resumed[0]) == (8, 2)
+    assert saved[1:] == resumed[1:]
