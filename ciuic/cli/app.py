@@ -59,9 +59,15 @@ COMMANDS: Final = (
     "stop",
     "completion",
 )
-# Modules with another name than their command: of two commands, which are not called `command`, or named by a
-# word of the language.
-_MODULES: Final = {"hold": "hold_release", "release": "hold_release", "import": "import_state"}
+# Modules with another name than their command: of two commands, which are not called `command`, in a room of
+# their own, or named by a word of the language.
+_MODULES: Final = {
+    "hold": "hold_release",
+    "release": "hold_release",
+    "watch": "training.watch",
+    "export": "training.export",
+    "import": "training.import_state",
+}
 
 
 class CommandGroup(FrameGroup):
