@@ -2,7 +2,7 @@
 
     engine, *_ = deepspeed.initialize(model=model, config=config)
     save_in(engine, "./snapshots", max_snapshots=10)
-    engine.save_checkpoint("checkpoints")              # as before; ZeRO 1 to 3, pipeline, experts
+    engine.save_checkpoint("checkpoints")              # as before; ZeRO 0 to 3
     engine.load_checkpoint("checkpoints")
 
 Where a framework creates the engine (Hugging Face `Trainer`, Accelerate's `save_state` and `load_state`):
@@ -17,7 +17,7 @@ only pickle could store is refused by its path.
 
 Not supported: tools that read those files with torch.load (`zero_to_fp32.py`, `ds_to_universal`), before
 `export_checkpoint` has written them; checkpoints that DeepSpeed's own engines have saved; offload to NVMe, whose files
-DeepSpeed copies by itself.
+DeepSpeed copies by itself. Pipelines and experts were not tried.
 """
 
 from __future__ import annotations
