@@ -6,6 +6,7 @@ import os
 import random
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -180,9 +181,13 @@ def test_codecs_run_on_idle_threads_unless_awaited(repository: Repository, is_aw
     saves = Saves(repository, "auto")
     states = weights(2)
     saves.save(next(states))
+    # The kernel may list a thread for a moment after Python has joined it.
+    earlier = set(os.listdir("/proc/self/task"))
 
     def awaited() -> bool:
-        classes.update(os.sched_getscheduler(int(id_)) for id_ in os.listdir("/proc/self/task"))
+        for id_ in set(os.listdir("/proc/self/task")) - earlier:
+            with suppress(ProcessLookupError):
+                classes.add(os.sched_getscheduler(int(id_)))
         return is_awaited
 
     made = saves.save(next(states), awaited=awaited)
