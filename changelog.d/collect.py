@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 TYPES = ("security", "removed", "changed", "fixed", "added")
-"""In the order of the section: what may need action first."""
+"""Sections of the changelog in their order: first what users may have to act on."""
 WIDTH = 150
 
 

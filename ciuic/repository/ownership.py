@@ -1,7 +1,7 @@
 """Ownership of a repository: who may have written it, and so how far its content is believed.
 
 Guarantees: a repository counts as the caller's own only if root or the caller owns its directory, all that is
-read first in it and every directory on the way to it, and if nobody else may write there. The callers decide
+read first in it and every directory on the way to it, and if no other user may write there. The callers decide
 what to do with another one: a restore leaves special files out, a repair reads no live files.
 """
 

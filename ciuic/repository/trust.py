@@ -1,6 +1,6 @@
 """Decide whether root may store all users' files in a repository, by owner and mode of the directories.
 
-The owner of a repository, and whoever may replace it, can read every file of every snapshot, and write what a
+The owner of a repository, and users who may replace it, can read every file of every snapshot, and write what a
 restore brings back. Guarantees: the check applies to root alone, because other users can disclose only what
 is theirs; nothing is opened or changed. Reading such a repository is not refused, for the sake of rescue.
 Commands and daemon ask before they write.

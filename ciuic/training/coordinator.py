@@ -224,7 +224,7 @@ class SaveCoordinator:
         if self.taker.ranks is not None:
             self.taker.ranks.close()
             self.taker.ranks = None
-        # Last: a callback may take its time, and nobody else waits for it.
+        # Last: a callback may be slow, and must delay no other step of the end.
         self.callbacks.close(max(0.0, end - time.monotonic()))
 
     def _take_skipped(self, timeout_seconds: float) -> None:

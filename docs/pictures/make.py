@@ -53,7 +53,7 @@ def on_terminal(command: list[str]) -> str:
 
 
 class Recording:
-    """What the picture shows, line by line."""
+    """Lines of the picture."""
 
     def __init__(self) -> None:
         self._console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)

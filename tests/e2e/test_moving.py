@@ -76,7 +76,7 @@ RESULT = "\nprint('counted', len(counted))\n"
 
 
 class Section(NamedTuple):
-    """What the blocks of a section need, and how often they count."""
+    """Needs of the blocks of a section, and the steps that they count."""
 
     prelude: str
     modules: tuple[str, ...]

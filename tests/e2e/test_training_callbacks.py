@@ -103,7 +103,7 @@ def test_a_save_without_memory_is_told(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_callback_that_raises_is_logged_and_ends_nothing(
     broken: Callable[[SaveResult], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a callback raises is logged; the other callback gets this result and later ones."""
+    """An exception of a callback is logged; the other callback gets this result and later ones."""
     told: list[SaveResult] = []
     with caplog.at_level(logging.ERROR, "ciuic"), SnapshotManager(tmp_path / "snapshots") as manager:
         manager.on_saved(broken)
@@ -171,7 +171,7 @@ def test_what_cannot_be_called_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_of_several_ranks_rank_0_calls(tmp_path: Path) -> None:
-    """Of the ranks that store a sharded state only rank 0 calls, once for each snapshot."""
+    """Rank 0 alone of the ranks that store a sharded state calls, once for each snapshot."""
     torch = pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")

@@ -122,7 +122,7 @@ def test_a_checkpoint_is_overwritten_by_one_step(tmp_path: Path, monkeypatch: py
 
 
 def test_a_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:
-    """With overwrite=False a second save fails with torch's error, and the checkpoint stays as it was."""
+    """A second save with overwrite=False fails with torch's error, and the checkpoint stays as it was."""
     save(tmp_path / "run", 1)
     with pytest.raises(dcp.CheckpointException, match=r"Checkpoint already exists and self.overwrite=False"):
         save(tmp_path / "run", 2, overwrite=False)

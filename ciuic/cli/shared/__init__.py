@@ -1,4 +1,4 @@
-"""What several commands use: options, output, progress, tables, the session with daemon or repository.
+"""Code that several commands share: options, output, progress, tables, the session with daemon or repository.
 
 The package imports no command.
 """

@@ -360,7 +360,7 @@ def _number(request: Mapping[str, Any], field: str) -> float:
 
 def _is_ours(sock: socket.socket) -> bool:
     """Return whether root or our own user connected."""
-    # The socket's mode allows nobody else; modes can be changed by mistake.
+    # The socket's mode refuses other users already; modes can be changed by mistake.
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return uid in (0, os.geteuid())

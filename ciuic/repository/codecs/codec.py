@@ -39,7 +39,7 @@ _MIN_GAIN_SHARE: Final = 0.02
 
 
 Kind = Literal["raw", "zstd", "planes", "difference", "twin"]
-"""How content is stored."""
+"""Form in which content is stored."""
 _FLAGS: Final[dict[Kind, int]] = {
     "raw": 0,
     "zstd": pf.FLAG_ZSTD,

@@ -1,6 +1,6 @@
 """Copy content into packs by sharing extents with the file instead of writing (FICLONERANGE: XFS, btrfs).
 
-A range of the file is first *staged*: cloned into an unnamed file that nobody else can change. It is read and
+A range of the file is first *staged*: cloned into an unnamed file that no other process can change. It is read and
 hashed there, and content that is to be stored as it is is cloned on into a pack. So the id of a chunk and its
 stored bytes agree, whatever becomes of the file meanwhile, and the file's own pages in the page cache are
 left alone. A range that is in the page cache may be read from the file all the same, if `Stage.is_unchanged`

@@ -48,7 +48,7 @@ def open_to_write(path: str | os.PathLike[str], flags: int, mode: int = 0o600) -
 def who_else_writes(path: str) -> str:
     """Return why another user than root and the caller may write here.
 
-    Empty if nobody else may, or if it is missing. Only the file or directory itself is checked, for what is
+    Empty if no other user may, or if it is missing. Only the file or directory itself is checked, for what is
     opened often; `ciuic.system.ownership` also checks the way to it.
     """
     try:

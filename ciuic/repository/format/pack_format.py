@@ -42,7 +42,7 @@ FLAG_BASE = 8
 """Record that is no chunk, but the id of the base of the record before."""
 KNOWN_FLAGS = FLAG_ZSTD | FLAG_PLANES | FLAG_DIFFERENCE | FLAG_BASE
 CODED_FLAGS = FLAG_ZSTD | FLAG_PLANES | FLAG_DIFFERENCE
-"""With any of these flags the content is not stored as it is."""
+"""Flags of content that is coded."""
 _CHUNK_FLAGS = (0, FLAG_ZSTD, FLAG_PLANES, FLAG_PLANES | FLAG_DIFFERENCE)
 # Trees and maps lie in packs of their own, so that walking them reads little.
 KINDS: dict[PackKind, int] = {"data": 1, "meta": 2}

@@ -54,7 +54,7 @@ def changed_marks(
     """Return ``old`` with the given marks changed; see `Writer.set_marks`."""
     held = old.held if hold is None else hold
     kept_reason = old.hold_reason if reason is None else reason
-    # A new hold without a uid is that of the repository's owner, whoever held the snapshot before.
+    # A new hold without a uid is that of the repository's owner, not of the user who held the snapshot before.
     kept_uid: int | msgspec.UnsetType = old.hold_uid if hold is None else msgspec.UNSET
     return StoredMarks(
         id=old.id,

@@ -35,7 +35,7 @@ _EIGHT_BITS: Final = {"F8_E4M3": (4, 3, False), "F8_E5M2": (5, 2, True)}
 
 
 class NumberKind(NamedTuple):
-    """How the bytes of one dtype are read as numbers."""
+    """Conversion of the bytes of one dtype to numbers."""
 
     name: str
     """Name in safetensors, or the framework's own where safetensors has none."""

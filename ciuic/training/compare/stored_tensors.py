@@ -47,11 +47,11 @@ class StoredTensor(NamedTuple):
     kind: NumberKind
     shape: tuple[int, ...]
     ranges: tuple[FileRange, ...]
-    """In the order of their offsets."""
+    """Ranges of files, sorted by offset."""
 
 
 class TensorSource(Protocol):
-    """Tensors by name, of whatever they are stored in; `SavedState` is those of a `SnapshotManager`.
+    """Tensors by name, from any kind of storage; `SavedState` is those of a `SnapshotManager`.
 
     Files with tensors that programs wrote themselves would be another.
     """
@@ -129,7 +129,7 @@ class BlockReader:
 
 
 class DescribedTensor(NamedTuple):
-    """What the documents of a state say of a tensor."""
+    """Description of a tensor in the documents of a state."""
 
     own: dict[str, Any]
     """Object that stands for the tensor in `state.json` (`structure`)."""

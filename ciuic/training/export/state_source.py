@@ -1,4 +1,4 @@
-"""The state of a snapshot as it is exported: whole tensors by object, whoever saved it and by how many ranks.
+"""State of a snapshot for exports: whole tensors by object, saved by any integration and number of ranks.
 
 Guarantees: every byte was read with its checksum; nothing stored is executed, and classes of the program need
 not be there.
