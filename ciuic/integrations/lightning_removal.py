@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Final
 
 from ciuic.errors import CiuicError
@@ -22,6 +23,16 @@ _LOCK_WAIT_SECONDS: Final = 60.0
 def hold_reason(path: str | os.PathLike[str]) -> str:
     """Return the reason for which the snapshot of a checkpoint at this path is held."""
     return _HOLD + os.path.abspath(path)
+
+
+def _is_lost(path: str, tags: Sequence[str]) -> bool:
+    """Return whether the checkpoint with one of these tags is certainly no longer at this path."""
+    # The hold stays where nothing tells that the checkpoint was removed: without the directory (not mounted
+    # now?), and where a file is there that cannot be read as a checkpoint, perhaps because it is damaged.
+    if not os.path.isdir(os.path.dirname(path)):
+        return False
+    pointer = read_pointer(path)
+    return pointer.tag not in tags if pointer is not None else not os.path.lexists(path)
 
 
 class RemovedCheckpoints:
@@ -47,10 +58,7 @@ class RemovedCheckpoints:
             ]
         for info in held:
             path = info.hold_reason.removeprefix(_HOLD)
-            # Without the directory (not mounted now?) nothing tells whether the checkpoint was removed: the
-            # hold stays.
-            pointer = read_pointer(path)
-            if os.path.isdir(os.path.dirname(path)) and (pointer is None or pointer.tag not in info.tags):
+            if _is_lost(path, info.tags):
                 self._manager.release(info.id)
 
     def remove(self) -> None:
