@@ -66,8 +66,9 @@ def test_the_bytes_are_the_same_without_numpy(pair: tuple[bytes, bytes], width: 
         byte_planes_math.join(planes, width, memoryview(turned))
         joined = bytes(turned)
         byte_planes_math.turn_back(memoryview(turned), width)
-        byte_planes_math.join(changes, width, memoryview(undone))
-        byte_planes_math.undo(memoryview(undone), base, width)
+        byte_planes_math.turn(base, width, memoryview(undone))
+        byte_planes_math.add_differences(changes, width, memoryview(undone))
+        byte_planes_math.turn_back(memoryview(undone), width)
         return planes, changes, joined, turned, undone
 
     with_it = all_of()

@@ -41,18 +41,21 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._buffers: dict[str, Any] = {}
 
-    def array(self, purpose: str, like: Any) -> Any:
-        """Return an array with the length and dtype of ``like``, whose content is undefined.
+    def array(self, purpose: str, like: Any, width: int | None = None) -> Any:
+        """Return an array with the length of ``like``, whose content is undefined.
 
-        The same memory is returned for the same purpose until the thread ends.
+        The same memory is returned for the same purpose until the thread ends. The dtype is that of ``like``,
+        or an unsigned integer of ``width`` bytes.
         """
         numpy = _numpy()
-        if like.nbytes > _MAX_SCRATCH_BYTES:
-            return numpy.empty_like(like)
+        dtype = like.dtype if width is None else numpy.dtype(f"<u{width}")
+        size_bytes = like.size * dtype.itemsize
+        if size_bytes > _MAX_SCRATCH_BYTES:
+            return numpy.empty(like.size, dtype)
         buffer = self._buffers.get(purpose)
-        if buffer is None or buffer.nbytes < like.nbytes:
-            buffer = self._buffers[purpose] = numpy.empty(like.nbytes, "u1")
-        return buffer[: like.nbytes].view(like.dtype)
+        if buffer is None or buffer.nbytes < size_bytes:
+            buffer = self._buffers[purpose] = numpy.empty(size_bytes, "u1")
+        return buffer[:size_bytes].view(dtype)
 
 
 _scratch = _Scratch()
@@ -83,12 +86,17 @@ def join(planes: Sequence[Bytes], width: int, into: memoryview) -> None:
         for place, plane in enumerate(planes):
             into[place::width] = plane
         return
-    numbers = numpy.frombuffer(into, f"<u{width}")
-    numpy.copyto(numbers, numpy.frombuffer(planes[-1], "u1"))
-    # By shifts, in place and without the interpreter's lock: 1016 MB/s for a difference instead of 861.
-    for plane in reversed(planes[:-1]):
-        numpy.left_shift(numbers, _array_of(numpy, width, 8), out=numbers)
-        numpy.bitwise_or(numbers, numpy.frombuffer(plane, "u1"), out=numbers)
+    arrays = [numpy.frombuffer(plane, "u1") for plane in planes]
+    _join(numpy, arrays, numpy.frombuffer(into, f"<u{width}"))
+
+
+def turn(data: Bytes, width: int, into: memoryview) -> None:
+    """Write the data's turned numbers to ``into``, which may be the same memory."""
+    numpy = _numpy()
+    if numpy is None:
+        into[:] = _turn_long(data, width)
+    else:
+        numpy.copyto(numpy.frombuffer(into, f"<u{width}"), _turn(numpy, data, width, "turned"))
 
 
 def turn_back(data: memoryview, width: int) -> None:
@@ -118,21 +126,29 @@ def planes_of_differences(data: Bytes, base: Bytes, width: int) -> list[Bytes]:
     return _planes(numpy, change)
 
 
-def undo(changes: memoryview, base: Bytes, width: int) -> None:
-    """Undo the differences of `planes_of_differences`, in place."""
+def add_differences(planes: Sequence[Bytes], width: int, numbers: memoryview) -> None:
+    """Add the differences of `planes_of_differences` to turned numbers, in place."""
     numpy = _numpy()
     if numpy is None:
-        changes[:] = _undone_long(changes, base, width)
+        changes = bytearray(len(numbers))
+        join(planes, width, memoryview(changes))
+        numbers[:] = _changed_long(changes, numbers, width)
         return
-    numbers = numpy.frombuffer(changes, f"<u{width}")
-    one = _array_of(numpy, width, 1)
-    sign = _scratch.array("sign", numbers)
-    numpy.bitwise_and(numbers, one, out=sign)
+    turned = numpy.frombuffer(numbers, f"<u{width}")
+    lowest, *higher = (numpy.frombuffer(plane, "u1") for plane in planes)
+    # Zigzag is undone while the planes are joined: halving and the sign take arrays of bytes instead of
+    # numbers. 98 us for 64 Ki numbers of 4 bytes, where joining them first took 131.
+    sign, half = _scratch.array("sign", lowest), _scratch.array("half", lowest)
+    one = _array_of(numpy, 1, 1)
+    numpy.bitwise_and(lowest, one, out=sign)
     numpy.negative(sign, out=sign)
-    numpy.right_shift(numbers, one, out=numbers)
-    numpy.bitwise_xor(numbers, sign, out=numbers)
-    numpy.add(numbers, _turn(numpy, base, width, "turned base"), out=numbers)
-    _turn_back(numpy, numbers, width)
+    numpy.right_shift(lowest, one, out=half)
+    change = _scratch.array("turned", turned)
+    _join(numpy, [half, *higher], change, 7)
+    # Cast to the width with its sign: all bits are set where the difference is negative.
+    signed = change.view(f"<i{width}")
+    numpy.bitwise_xor(signed, sign.view("i1"), out=signed)
+    numpy.add(turned, change, out=turned)
 
 
 def widened(base: Bytes, kind: int, start: int, count: int) -> bytes:
@@ -176,6 +192,23 @@ def put_back(numbers: memoryview, wide: Bytes, kind: int) -> None:
     array = numpy.frombuffer(numbers, "<u4")
     numpy.add(array, numpy.frombuffer(wide, "<u4"), out=array)
     numpy.subtract(array, _array_of(numpy, 4, half), out=array)
+
+
+def _join(numpy: Any, planes: Sequence[Any], out: Any, lowest_bits: int = 8) -> None:
+    """Write the numbers made of these byte planes to ``out``; the lowest plane has that many bits.
+
+    By halves of numbers, and by shifts that cast: 40 us for 64 Ki numbers of 4 bytes, where shifting whole
+    numbers once for each plane takes 49, and writing bytes with a step 76. Without the interpreter's lock.
+    """
+    half = len(planes) // 2
+    low, high = planes[0], planes[-1]
+    if half > 1:
+        low, high = (_scratch.array(f"{side} {half}", out, half) for side in ("low", "high"))
+        _join(numpy, planes[:half], low, lowest_bits)
+        _join(numpy, planes[half:], high)
+    shift = _array_of(numpy, out.itemsize, 8 * (half - 1) + lowest_bits)
+    numpy.left_shift(high, shift, out=out, dtype=out.dtype)
+    numpy.bitwise_or(out, low, out=out)
 
 
 def _planes(numpy: Any, numbers: Any) -> list[Bytes]:
@@ -294,13 +327,12 @@ def _differences_long(data: Bytes, base: Bytes, width: int) -> bytes:
     return folded.to_bytes(len(data), "little")
 
 
-def _undone_long(changes: Bytes, base: Bytes, width: int) -> bytes:
+def _changed_long(changes: Bytes, turned: Bytes, width: int) -> bytes:
     masks = lowest, rest, _ = _masks(width, len(changes) // width)
     folded = int.from_bytes(changes, "little")
     sign = folded & lowest
     change = folded >> 1 & rest ^ ((sign << 8 * width) - sign)
-    new = _plus_long(change, _turned_long(base, width), masks)
-    return _turn_back_long(new.to_bytes(len(changes), "little"), width)
+    return _plus_long(change, int.from_bytes(turned, "little"), masks).to_bytes(len(changes), "little")
 
 
 def _minus_long(new: int, old: int, masks: _Masks) -> int:

@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import Final
 
 from ciuic.errors import NotFound
-from ciuic.repository.format.pack_format import CODED_FLAGS, MAX_CHUNK_BYTES
+from ciuic.repository.codecs import byte_planes
+from ciuic.repository.format.pack_format import CODED_FLAGS, FLAG_DIFFERENCE, FLAG_PLANES, MAX_CHUNK_BYTES
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation
 from ciuic.repository.packs.bulk_reader import ManyFinder
@@ -78,7 +79,7 @@ class IntoMemory:
             for position in some:
                 target = targets[position]
                 with suppress(BadCopyError):
-                    content = _content(chunks[position], found, stored, into=target)
+                    content = _content(chunks[position], found, stored, target)
                     if chunk_id(content, self._seed) == chunks[position]:
                         if content is not target:
                             target[:] = content
@@ -156,19 +157,48 @@ def _content(
     chunk: bytes,
     found: dict[bytes, ChunkLocation],
     stored: dict[bytes, memoryview],
-    depth: int = 0,
     into: memoryview | None = None,
+    depth: int = 0,
 ) -> Bytes:
-    """Return the content of a chunk, decoding its bases first; see `unpacked` for ``into``.
+    """Return the content of a chunk, decoding its bases too; see `unpacked` for ``into``.
 
     Raises:
-        BadCopyError: the copy cannot be used.
+        BadCopyError: The copy cannot be used.
+    """
+    location = _read_location(chunk, found, stored, depth)
+    raw_bytes = location.raw_bytes
+    if not location.flags & FLAG_PLANES or raw_bytes > MAX_CHUNK_BYTES:
+        return unpacked(stored[chunk], raw_bytes, location.flags)
+    # Bases that are planes of the same length are decoded with the chunk: none of them becomes content.
+    chain = [stored[chunk]]
+    base: Bytes | None = None
+    while location.flags & FLAG_DIFFERENCE or location.base:
+        if not location.flags & FLAG_DIFFERENCE or not location.base:
+            raise BadCopyError("the index has impossible flags for it")
+        depth += 1
+        at = location.base
+        location = _read_location(at, found, stored, depth)
+        if not location.flags & FLAG_PLANES or location.raw_bytes != raw_bytes:
+            base = _content(at, found, stored, depth=depth)
+            break
+        chain.append(stored[at])
+    try:
+        return byte_planes.decode_chain(reversed(chain), raw_bytes, base, into)
+    except ValueError as error:
+        raise BadCopyError(str(error)) from None
+
+
+def _read_location(
+    chunk: bytes, found: dict[bytes, ChunkLocation], stored: dict[bytes, memoryview], depth: int
+) -> ChunkLocation:
+    """Return the position of a chunk whose stored bytes were read.
+
+    Raises:
+        BadCopyError: They were not, or the chain of bases is too long.
     """
     if chunk not in stored or depth > MAX_READ_BASE_DEPTH:
         raise BadCopyError("its base cannot be read")
-    location = found[chunk]
-    base = _content(location.base, found, stored, depth + 1) if location.base else None
-    return unpacked(stored[chunk], location.raw_bytes, location.flags, base=base, into=into)
+    return found[chunk]
 
 
 def _possible(location: ChunkLocation) -> bool:
