@@ -15,6 +15,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 import struct
 import threading
 from collections.abc import Iterable
@@ -150,12 +151,12 @@ def decode_chain(
             put_back(numbers, memoryview(wide)[: len(numbers)], layer.widening.kind)
             base = view
         else:
-            if turned or base is not None:
+            if base is None:
+                join(layer.planes, width, numbers)
+            else:
                 if not turned:
                     turn(memoryview(base)[: len(numbers)], width, numbers)
                 add_differences(layer.planes, width, numbers)
-            else:
-                join(layer.planes, width, numbers)
             turned, base = width, view
         view[len(numbers) :] = layer.rest
     if turned:
@@ -246,5 +247,6 @@ def _widening(view: memoryview, kind: int, base: Bytes | None) -> Widening:
     return Widening(kind, *_WIDENING.unpack_from(view, at))
 
 
+@functools.cache
 def _head(width: int) -> struct.Struct:
     return struct.Struct(f"<BB2x{width}I")

@@ -279,8 +279,9 @@ def _turn(numpy: Any, data: Bytes, width: int, purpose: str) -> Any:
     return turned
 
 
+@functools.cache
 def _array_of(numpy: Any, width: int, value: int) -> Any:
-    """Return the value as an array of one.
+    """Return the value as an array of one, not to be written to.
 
     Scalar promotion differs between versions of NumPy, and some warn on wrap.
     """

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -28,7 +28,7 @@ from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, decode_meta
 from ciuic.training.dcp.part import OBJECTS_FILE, OBJECTS_VERSION
 from ciuic.training.format import unpacking
 from ciuic.training.format.arrays import arrays_of
-from ciuic.training.format.files import SnapshotRef
+from ciuic.training.format.files import SnapshotRef, reader_count
 from ciuic.training.format.layout import SUFFIX
 from ciuic.training.format.pieces import RangeReader
 from ciuic.training.format.reading import NothingGood, PassedOver
@@ -38,7 +38,6 @@ from ciuic.training.writer.housekeeping import read_back
 
 log = logging.getLogger("ciuic")
 # Reads at a time; each holds a part of a shard in memory.
-_THREADS: Final = 4
 
 
 class CiuicStorageReader(StorageReader):
@@ -256,9 +255,10 @@ def _put(item: ReadItem, tensor: torch.Tensor, planner: LoadPlanner) -> None:
 
 def _read_all(source: RangeReader, wanted: list[_StoredShard]) -> Iterator[tuple[_StoredShard, torch.Tensor]]:
     """Yield all items with their content, verified; a few reads at a time keep memory small."""
-    with ThreadPoolExecutor(_THREADS, "ciuic-load") as pool:
-        for first in range(0, len(wanted), _THREADS):
-            some = wanted[first : first + _THREADS]
+    threads = reader_count()
+    with ThreadPoolExecutor(threads, "ciuic-load") as pool:
+        for first in range(0, len(wanted), threads):
+            some = wanted[first : first + threads]
             yield from zip(some, pool.map(partial(_read_item, source), some), strict=True)
 
 

@@ -5,21 +5,37 @@ Of tensors in pieces (from several ranks) only the parts that are needed are rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
 from ciuic.repository import Repository
 from ciuic.training.format import tensors
-from ciuic.training.format.files import Files, read_file
+from ciuic.training.format.files import CHUNKS_AT_ONCE, Files, read_file, reader_count
 from ciuic.training.format.layout import TensorInFile, decode_header
 from ciuic.training.format.pieces import PiecewiseTensor, RangeReader, StoredPiece
 from ciuic.training.format.shards import parse_piece
 from ciuic.types import Entry
 
-_THREADS: Final = 4
 _PIECE_MARK: Final = "@"
 """Character in the name of a file that holds one piece of a tensor."""
+
+
+class _Buffer(NamedTuple):
+    """Memory for a file."""
+
+    entry: Entry
+    owner: Any
+    """Owner of the memory, as `tensors.empty_buffer` returns it; None: of the header alone."""
+    memory: memoryview
+
+
+class _Range(NamedTuple):
+    """Part of a file, and where it is to be read to."""
+
+    entry: Entry
+    memory: memoryview
+    first_block: int
 
 
 class _Found(NamedTuple):
@@ -70,15 +86,42 @@ class Arrays:
             NotFound: There is no such file.
             Damaged: A file cannot be read.
         """
-        entries = [(name, self._files.entry(name)) for name in names]
-        # Largest first and dealt out in turn, so that the threads have about as much to read each.
-        entries.sort(key=lambda entry: -entry[1].size_bytes)
-        shares = [entries[number::_THREADS] for number in range(min(_THREADS, len(entries)))]
+        buffers = [self._allocated(name) for name in names]
+        # Ranges instead of files, so that the threads have about as much to read each; in the order in which
+        # the files were stored, and so of positions in the packs.
+        size_bytes = CHUNKS_AT_ONCE * self._files.block_size
+        ranges = [
+            _Range(buffer.entry, buffer.memory[start : start + size_bytes], start // self._files.block_size)
+            for buffer in buffers
+            for start in range(0, len(buffer.memory), size_bytes)
+        ]
+        queue, threads = iter(ranges), reader_count()
         # Each thread opens the repository itself: its index and its caches are for one thread.
-        with ThreadPoolExecutor(max(1, len(shares)), "ciuic-load") as pool:
-            for found in pool.map(self._read_share, shares):
-                for name, owner, held in found:
-                    self._note(name, owner, held)
+        with ThreadPoolExecutor(threads, "ciuic-load") as pool:
+            for done in [pool.submit(self._read_ranges, queue) for _ in range(threads)]:
+                done.result()
+        for name, (entry, owner, memory) in zip(names, buffers, strict=True):
+            self._note(name, owner, _header(memory, entry.size_bytes, name))
+
+    def _allocated(self, name: str) -> _Buffer:
+        """Return memory for what is read of a file at first."""
+        entry = self._files.entry(name)
+        # Of a large piece only the block with the header: which rows of it are needed is known later.
+        if self._source is not None and _PIECE_MARK in name and entry.size_bytes > self._files.block_size:
+            return _Buffer(entry, None, memoryview(bytearray(self._files.block_size)))
+        return _Buffer(entry, *tensors.empty_buffer(entry.size_bytes))
+
+    def _read_ranges(self, queue: Iterator[_Range]) -> None:
+        """Read ranges until the queue, which the threads share, is empty."""
+        try:
+            with Repository.open(self._path) as repository:
+                for entry, memory, first_block in queue:
+                    read_file(repository, entry, memory, first_block)
+        except BaseException:
+            # The other threads end too.
+            for _ in queue:
+                pass
+            raise
 
     def _note(self, path: str, owner: Any, held: Mapping[str, TensorInFile]) -> None:
         object_name = path.partition("/")[0]
@@ -89,20 +132,6 @@ class Arrays:
                 self._pieces.setdefault((object_name, piece[0]), []).append(
                     StoredPiece(piece[1], path, facts)
                 )
-
-    def _read_share(self, share: list[tuple[str, Entry]]) -> list[tuple[str, Any, dict[str, TensorInFile]]]:
-        done = []
-        with Repository.open(self._path) as repository:
-            for name, entry in share:
-                of_one_piece = self._source is not None and _PIECE_MARK in name
-                # Of a large piece only the block with the header: which rows of it are needed is known later.
-                if of_one_piece and entry.size_bytes > repository.block_size:
-                    owner, view = None, memoryview(bytearray(repository.block_size))
-                else:
-                    owner, view = tensors.empty_buffer(entry.size_bytes)
-                read_file(repository, entry, view)
-                done.append((name, owner, _header(view, entry.size_bytes, name)))
-        return done
 
     def has_pieces(self, object_name: str) -> bool:
         """Return whether any tensor of an object is in pieces."""

@@ -15,10 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, Final, Protocol
 
+from ciuic.training.format.files import reader_count
 from ciuic.training.format.tensors import Unsaveable, describe
 from ciuic.training.util.wrapper_names import bare_names, by_bare_name
 
-_THREADS: Final = 4
 TemplateLookup = Callable[[tuple[Any, ...]], Any]
 """Template of a state: maps a path to the value that stands, or will stand, there."""
 # DOTALL: a key of a state may contain line breaks.
@@ -203,7 +203,7 @@ def cut_to_templates(state: Any, template: TemplateLookup, whole: type[Any]) -> 
         Damaged: A tensor cannot be read.
     """
     # Two passes: the first begins to read all tensors, the second collects them.
-    with ThreadPoolExecutor(_THREADS, "ciuic-load") as pool:
+    with ThreadPoolExecutor(reader_count(), "ciuic-load") as pool:
 
         def fit(value: Any, path: tuple[Any, ...]) -> Any:
             if isinstance(value, whole) or type(value).__name__ == "Tensor":
