@@ -53,6 +53,36 @@ def test_any_chain_of_differences_comes_back(width: int, chain: list[bytes]) -> 
         assert content == data
 
 
+_LINK = st.tuples(_WIDTHS, st.sampled_from((0, *byte_planes_math.HALVES)), st.integers(-5, 20))
+"""How a chunk is stored: the width of its numbers, and where the kind is not 0, the twin it is relative to."""
+
+
+@given(
+    links=st.lists(_LINK, min_size=1, max_size=5),
+    contents=st.integers(0, 40).flatmap(
+        lambda n: st.lists(st.binary(min_size=n, max_size=n), min_size=6, max_size=6)
+    ),
+    has_base=st.booleans(),
+)
+def test_a_chain_is_decoded_as_its_chunks_are_one_by_one(
+    links: list[tuple[int, int, int]], contents: list[bytes], has_base: bool
+) -> None:
+    """Chains of any widths, relative to twins or not, come out as when each chunk is decoded by itself."""
+    base = contents[0] if has_base else None
+    before, chain = base, []
+    for (width, kind, start), data in zip(links, contents[1:], strict=False):
+        if kind and before is not None:
+            chain.append(_encoded(data, before, byte_planes.Widening(kind, start)))
+        else:
+            chain.append(byte_planes.encode(data, width, before))
+        before = data
+    for decode_in in (nullcontext, _without_numpy):
+        with decode_in():
+            room = memoryview(bytearray(len(contents[0])))
+            assert byte_planes.decode_chain(chain, len(room), base, room) is room
+            assert room == before
+
+
 @given(pair=_WHOLE, width=_WIDTHS)
 def test_the_bytes_are_the_same_without_numpy(pair: tuple[bytes, bytes], width: int) -> None:
     """Encoding with and without NumPy gives the same bytes, so such machines can share a repository."""

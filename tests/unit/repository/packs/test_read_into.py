@@ -24,7 +24,7 @@ def repository(tmp_path: Path) -> Iterator[Repository]:
 
 
 def _filled(repository: Repository) -> dict[ChunkId, bytes]:
-    """Store chunks of every kind: raw, compressed, planes, and differences three deep."""
+    """Store chunks of every kind: raw, compressed, planes, and differences three deep and from any of these."""
     drawn = random.Random(5)
     values = [drawn.gauss(0, 0.02) for _ in range(BLOCK // 4)]
     made: dict[ChunkId, bytes] = {}
@@ -44,8 +44,19 @@ def _filled(repository: Repository) -> dict[ChunkId, bytes]:
         data = struct.pack(f"<{len(values)}f", *values)
         base = put(data, Codec("difference", 4, base) if base else Codec("planes", 4))
         values = [value * (1 + drawn.gauss(0, 1e-4)) for value in values]
+    raw, damaged, *_, keyed = list(made)[:8]
+    base = keyed
+    for width in (8, 2, 4):
+        base = put(_changed(made[base], width), Codec("difference", width, base))
+    put(_changed(made[raw], 4), Codec("difference", 4, raw))
+    put(_changed(made[damaged], 4), Codec("difference", 4, damaged))
     repository.close()
     return made
+
+
+def _changed(data: bytes, at: int) -> bytes:
+    """Return data that differs in one byte."""
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
 def _read(repository: Repository, chunks: list[ChunkId], sizes: list[int]) -> tuple[list[bytes], list[int]]:
@@ -78,7 +89,7 @@ def test_damaged_and_unknown_chunks_are_named(repository: Repository) -> None:
     sizes = [len(made[chunk]) for chunk in chunks]
     sizes[2] -= 1
     found, failed = _read(repository, [*chunks, ChunkId(b"unknown" + bytes(9))], [*sizes, 5])
-    assert sorted(failed) == [1, 2, 6, 8, 9, 10, 11]
+    assert sorted(failed) == [1, 2, 6, 8, 9, 10, 15, 16]
     assert all(found[position] == made[chunks[position]] for position in (0, 3, 4, 5, 7))
 
 
