@@ -1,0 +1,65 @@
+"""Run Lightning's own tests of checkpoints, with its file storage and with `SnapshotCheckpointIO` in its place.
+
+    python tests/peers/lightning.py CHECKOUT/tests/tests_pytorch/checkpointing …
+
+The tests are those of a checkout of Lightning that the operator has made, of a version near the installed one; they
+also need jsonargparse, cloudpickle, psutil and tensorboard. They run three times: as they are, with
+`materialize="all"`, and with the default, which leaves files in place that name a snapshot. Differences are printed,
+and the exit status is 1 if a test passes without the plugin and not with it. Tests that count the calls of
+`torch.save`, or open a file that is no checkpoint of torch by the option's definition, do so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from outcomes import Suite
+
+# Lightning makes a TorchCheckpointIO for each strategy that was given no plugin.
+_HOOKS: Final = """
+import tempfile
+
+def _ours(module):
+    def snapshot_io():
+        from ciuic.integrations.lightning import SnapshotCheckpointIO
+        return SnapshotCheckpointIO(os.path.join(tempfile.mkdtemp(), "snapshots"), materialize=VARIANT)
+    module.TorchCheckpointIO = snapshot_io
+
+if VARIANT:
+    after_import({"lightning.pytorch.strategies.strategy": _ours})
+# TensorBoard uses TensorFlow where it is installed, which knows no memory://.
+sys.modules["tensorboard.compat.notf"] = type(sys)("notf")
+# h5py sets it when it is imported, and a test fails that finds a new variable.
+os.environ.setdefault("HDF5_PLUGIN_PATH", "")
+"""
+_VARIANTS: Final = ("all", "best,last")
+
+
+def main() -> int:
+    """Compare the outcomes of the files and directories that are named on the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tests", nargs="+", type=Path)
+    parser.add_argument("-k", dest="select", default="", help="as of pytest")
+    parser.add_argument("--keep", type=Path, help="directory in which the logs stay")
+    chosen = parser.parse_args()
+    tests = [one.resolve() for one in chosen.tests]
+    root = next(one for one in tests[0].parents if one.name == "tests")
+    # Checkpoints of old versions have to be downloaded.
+    options = [
+        "--ignore-glob=*/test_legacy_checkpoints.py",
+        *(("-k", chosen.select) if chosen.select else ()),
+    ]
+    with tempfile.TemporaryDirectory() as temporary:
+        logs = (chosen.keep or Path(temporary)).resolve()
+        logs.mkdir(parents=True, exist_ok=True)
+        return int(Suite("lightning", tests, root, _HOOKS, options=options).compare(_VARIANTS, logs) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
