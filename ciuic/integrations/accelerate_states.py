@@ -21,9 +21,11 @@ import accelerate.accelerator as accelerate_module
 
 from ciuic.integrations.lightning_pointer import Pointer, load_pointed, read_pointer, write_pointer
 from ciuic.training.manager import SnapshotManager
+from ciuic.training.util.method_hooks import override
 
 POINTER_FILE: Final = "ciuic.json"
 _CUSTOM_FILE: Final = "custom_checkpoint_{}.pkl"
+_MAP_LOCATIONS: Final = (None, "cpu", "on_device")
 
 
 class StateDirectories:
@@ -37,33 +39,38 @@ class StateDirectories:
         Args:
             manager: Manager that saves and loads.
             accelerator: The accelerator.
-            objects: Returns the objects to save by name; called at the first save or load.
+            objects: Returns the objects to save by name; called at each save and load.
         """
         self._manager = manager
         self._accelerator = accelerator
         self._objects = objects
-        self._taken = False
+        self._joined = False
         self._originals: dict[str, Any] = {}
 
     def install(self) -> None:
-        """Replace the two methods of the accelerator, which keep their arguments."""
+        """Replace the two methods of the accelerator, which keep their arguments.
+
+        A pickle or a copy of the accelerator has Accelerate's own.
+        """
         for name in ("save_state", "load_state"):
-            setattr(self._accelerator, name, self._wrapped(getattr(self._accelerator, name)))
+            override(self._accelerator, name, self._wrapped)
 
     def _wrapped(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+            _check_map_location(kwargs.get("map_location"))
             self._take()
             with self._replaced():
-                return method(*args, **kwargs)
+                return method(accelerator, *args, **kwargs)
 
         return call
 
     def _take(self) -> None:
         # At the first call: a program may prepare objects after it has called `store_states`.
-        if not self._taken:
+        if not self._joined:
             self._manager.join_ranks()
-            self._manager.take(self._objects())
-            self._taken = True
+            self._joined = True
+        # At each call, as Accelerate looks: it may prepare and register more between two of them.
+        self._manager.take(self._objects())
 
     @contextmanager
     def _replaced(self) -> Iterator[None]:
@@ -122,3 +129,15 @@ class StateDirectories:
         # Restored by `_load` with everything else.
         if read_pointer(Path(path) / POINTER_FILE) is None:
             self._originals["load_custom_state"](obj, path, index)
+
+
+def _check_map_location(place: object) -> None:
+    """Refuse what Accelerate refuses; states are restored where the objects are, whichever of the others it is.
+
+    Raises:
+        TypeError: The place is none of those.
+    """
+    if place not in _MAP_LOCATIONS:
+        raise TypeError(
+            f"Unsupported optimizer map location passed, expected one of {_MAP_LOCATIONS}, got {place!r}"
+        )

@@ -313,7 +313,7 @@ class SnapshotManager(TrainingSnapshots):
         return Resumed(state.id, self.step, epoch, batch, tuple(state.passed_over))
 
     def take(self, objects: Mapping[str, Any], *, with_position: bool = False) -> None:
-        """Register objects for explicit saves only: none of them is watched.
+        """Register objects for explicit saves only, in place of those of an earlier call: none of them is watched.
 
         Args:
             objects: Objects by name.

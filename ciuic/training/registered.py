@@ -29,6 +29,8 @@ class Registered:
         """Position of the loader that cannot tell its own."""
         self.has_position = False
         """True if any object knows where the run is in its data."""
+        self._taken: set[str] = set()
+        """Names of the objects that are not watched."""
         self._boundaries = boundaries
         self._watch_optimizer = watch_optimizer
         self._originals: dict[str, Any] = {}
@@ -58,14 +60,17 @@ class Registered:
         self._originals[name] = value
 
     def take(self, objects: Mapping[str, Any], *, with_position: bool) -> None:
-        """Register objects without watching them.
+        """Register objects without watching them, in place of those that an earlier call has registered.
 
         Raises:
             TypeError: An object has no state.
         """
         for name, value in objects.items():
             state_access(value, name)
+        for name in self._taken - objects.keys():
+            del self.objects[name]
         self.objects.update(objects)
+        self._taken = set(objects)
         self.has_position = self.has_position or with_position
 
     def states(self) -> dict[str, Any]:

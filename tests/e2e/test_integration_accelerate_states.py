@@ -134,3 +134,68 @@ def test_directories_of_accelerate_are_loaded_too(script: Path, tmp_path: Path) 
     """A state that Accelerate has saved by itself is loaded by the same call after the program has moved."""
     saved = run(script, tmp_path / "run", "save", "accelerate", 1)
     assert run(script, tmp_path / "run", "newest", "ciuic", 1)["end"] == saved["end"]
+
+
+PREPARED_LATER = """
+import pickle, sys
+import torch
+from accelerate import Accelerator
+from ciuic.integrations.accelerate import store_states
+
+class Count:
+    value = 0
+    def state_dict(self): return {"value": self.value}
+    def load_state_dict(self, state): self.value = state["value"]
+
+top, how = sys.argv[1], sys.argv[2]
+accelerator = Accelerator(cpu=True)
+manager = store_states(top + "/snapshots", accelerator)
+first = accelerator.prepare(torch.nn.Linear(2, 2))
+accelerator.save_state(top + "/one")
+if how == "more":
+    second, count = accelerator.prepare(torch.nn.Linear(3, 3)), Count()
+    accelerator.register_for_checkpointing(count)
+    count.value = 7
+else:
+    accelerator.free_memory()
+    second, count = accelerator.prepare(torch.nn.Linear(2, 2)), Count()
+    count.value = 7
+weights = second.weight.detach().clone()
+accelerator.save_state(top + "/two")
+torch.nn.init.zeros_(second.weight)
+if how == "more":
+    count.value = 0
+accelerator.load_state(top + "/two")
+assert torch.equal(second.weight, weights)
+assert count.value == 7
+# Fewer than in the snapshot before.
+if how == "more":
+    accelerator.free_memory()
+    accelerator._custom_objects.clear()
+    third = accelerator.prepare(torch.nn.Linear(5, 5))
+    accelerator.save_state(top + "/three")
+    accelerator.load_state(top + "/three")
+copied = pickle.loads(pickle.dumps(accelerator))
+assert type(copied) is Accelerator
+assert len(copied._models) == 1
+try:
+    accelerator.load_state(top + "/two", map_location="nowhere")
+except TypeError as error:
+    assert "nowhere" in str(error)
+else:
+    raise SystemExit("an unknown place was accepted")
+manager.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["more", "others"])
+def test_what_is_prepared_between_two_saves_is_saved(how: str, tmp_path: Path) -> None:
+    """A save has what the accelerator knows at that moment; the accelerator pickles, and checks its arguments."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PREPARED_LATER, str(tmp_path), how],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
