@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Final
 
 from ciuic.errors import Damaged, NotFound
+from ciuic.integrations.lightning_caller import calling_strategy, calling_trainer, is_outside_run
 from ciuic.integrations.lightning_files import CheckpointFiles, parse_kinds
 from ciuic.integrations.lightning_pointer import Pointer, load_pointed, read_pointer, write_pointer
 from ciuic.integrations.lightning_removal import RemovedCheckpoints, hold_reason
 from ciuic.integrations.lightning_results import ContinuedResults
 from ciuic.integrations.lightning_state import RESULTS, RankLocalState, TrainerCheckpoint
 from ciuic.integrations.manager_option import ManagerOrDir, open_manager
-from ciuic.integrations.refusals import refuse_sharded, refuse_strategy
+from ciuic.integrations.refusals import refuse_remote, refuse_sharded, refuse_strategy
 from ciuic.training.export.state_source import LOOPS
 from ciuic.training.format.results import State
 from ciuic.training.manager import SnapshotManager
@@ -93,15 +92,18 @@ class SnapshotIOBase:
     ) -> None:
         """Store a checkpoint as a snapshot; the file at ``path`` names it until `teardown`.
 
-        The snapshot is held until the checkpoint is removed, or saved again at the same path, through this
+        Outside of a run of the Trainer, as after `fit`, it is durable on return, and a file if ``materialize`` has
+        ``last`` or ``all``. The snapshot is held until the checkpoint is removed, or saved again at the same path, through this
         object.
 
         Raises:
             TypeError: a value cannot be stored; the text names it.
+            ValueError: ``path`` is a URL.
         """
         if storage_options is not None:
             raise TypeError(f"storage_options is not supported, got {storage_options!r}")
-        refuse_strategy(_calling_strategy())
+        refuse_remote(path)
+        refuse_strategy(calling_strategy())
         self._removed.remove()
         tag = f"checkpoint-{os.urandom(6).hex()}"
         parts, self._parts = self._parts, None
@@ -125,6 +127,9 @@ class SnapshotIOBase:
         self._files.wrote(path)
         if replaced is not None and self._is_own(replaced):
             self._removed.add(replaced.tag)
+        if is_outside_run(trainer := calling_trainer()):
+            # No teardown follows that would write the file.
+            self._finish(trainer)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -191,15 +196,19 @@ class SnapshotIOBase:
 
     def teardown(self) -> None:
         """Wait until everything that was staged is durable, and write the chosen checkpoints as files."""
-        self.manager.wait()
-        self._removed.remove()
-        strategy = _calling_strategy()
-        if strategy is None or strategy.is_global_zero:
-            module = getattr(strategy, "lightning_module", None)
-            self._files.write_chosen(getattr(module, "_trainer", None))
+        strategy = calling_strategy()
+        module = getattr(strategy, "lightning_module", None)
+        self._finish(getattr(module, "_trainer", None), is_first=strategy is None or strategy.is_global_zero)
         super().teardown()  # type: ignore[misc]
 
     # -- inside
+
+    def _finish(self, trainer: Any, *, is_first: bool = True) -> None:
+        """Wait until everything is durable, and let the first process write the chosen checkpoints as files."""
+        self.manager.wait()
+        self._removed.remove()
+        if is_first:
+            self._files.write_chosen(trainer)
 
     def _finder(self, path: str | os.PathLike[str]) -> Callable[[], State] | None:
         """Return the function that reads the snapshot at ``path``; None for another kind of file.
@@ -377,18 +386,6 @@ def resumable(loader: Any) -> Any:
     own.state_dict = state_dict
     own.load_state_dict = lambda self, state: position.load_state_dict(state)
     return loader
-
-
-def _calling_strategy() -> Any:
-    """Return the Trainer's strategy from the call stack."""
-    # A plugin has no other way to know which strategy it serves.
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if hasattr(caller, "checkpoint_io") and hasattr(caller, "is_global_zero"):
-            return caller
-        frame = frame.f_back
-    return None
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:

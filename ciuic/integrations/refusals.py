@@ -6,6 +6,7 @@ way to save them.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any, Final
 
@@ -46,6 +47,19 @@ def refuse_strategy(strategy: object) -> None:
     for kind in type(strategy).__mro__:
         if kind.__name__ in _STRATEGIES:
             raise refusal(kind.__name__)
+
+
+def refuse_remote(path: str | os.PathLike[str]) -> None:
+    """Refuse the URL of a checkpoint: a name in an object store would lead to a repository that only this machine has.
+
+    Raises:
+        ValueError: The path is a URL.
+    """
+    if "://" in os.fspath(path):
+        raise ValueError(
+            f"the path of a checkpoint must be one of a local file system, got {os.fspath(path)}: set `dirpath` of "
+            "ModelCheckpoint or `default_root_dir` of the Trainer, or save without SnapshotCheckpointIO"
+        )
 
 
 def refuse_sharded(model: Any) -> None:

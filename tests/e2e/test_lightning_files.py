@@ -77,6 +77,13 @@ print(json.dumps(found))
 """
 )
 
+OPENED_WEIGHTS = (
+    LINE
+    + """
+print(json.dumps({path: digest(Line.load_from_checkpoint(path).layer.weight) for path in sys.argv[1:]}))
+"""
+)
+
 
 def _fit(source: str, *arguments: object) -> Any:
     done = subprocess.run(
@@ -170,6 +177,51 @@ print(json.dumps([expected == alone, going_on.global_step, sorted(done.objects),
 def test_a_file_without_its_snapshot_is_loaded_and_imported(tmp_path: Path) -> None:
     """The plugin reads the file where the snapshot is gone, and `ciuic import` makes a snapshot of it again."""
     assert _fit(ALONE, tmp_path) == [True, 40, ["checkpoint", "of_rank"], 40, 5]
+
+
+OUTSIDE = """
+kind = sys.argv[2]
+class Last(lightning.Callback):
+    def on_train_end(self, trainer, module):
+        trainer.save_checkpoint(top / "within.ckpt")
+        sizes["within.ckpt"] = os.path.getsize(top / "within.ckpt")
+    def on_fit_end(self, trainer, module):
+        trainer.save_checkpoint(top / "end.ckpt")
+    def teardown(self, trainer, module, stage):
+        trainer.save_checkpoint(top / "teardown.ckpt")
+sizes = {}
+io = SnapshotCheckpointIO(top / "snapshots", materialize=kind)
+trainer = lightning.Trainer(max_epochs=1, plugins=[io], callbacks=[Last()], enable_checkpointing=False, **quiet)
+model = Line(3, Path("/data"))
+trainer.strategy.connect(model)
+trainer.save_checkpoint(top / "before.ckpt", weights_only=True)
+sizes["before.ckpt"] = os.path.getsize(top / "before.ckpt")
+trainer.fit(model, loader)
+trainer.save_checkpoint(top / "after.ckpt")
+paths = [str(top / f"{name}.ckpt") for name in ("before", "end", "teardown", "after")]
+print(json.dumps({"within": sizes["within.ckpt"], "before": sizes["before.ckpt"], "sizes": list(map(os.path.getsize, paths)),
+                  "paths": paths, "weights": digest(model.layer.weight), "held": sum(one.held for one in io.manager.list_snapshots())}))
+"""
+
+
+@pytest.mark.parametrize("kind", ["all", "best,last"])
+def test_a_checkpoint_saved_outside_of_fit_is_a_file_at_once(tmp_path: Path, kind: str) -> None:
+    """`trainer.save_checkpoint` before and after `fit`, and in hooks after the teardown, leaves a file on return.
+
+    A checkpoint that is saved while the Trainer runs is a pointer at first: the training does not wait for a file.
+    """
+    found = _fit(OUTSIDE, tmp_path, kind)
+    assert found["within"] < 1000
+    assert min(found["before"], *found["sizes"]) > 1000
+    assert found["held"] == 5
+    opened = run_without_ciuic(OPENED_WEIGHTS, *found["paths"])
+    assert [opened[path] == found["weights"] for path in found["paths"]] == [False, True, True, True]
+
+
+def test_no_file_is_written_where_none_is_wanted(tmp_path: Path) -> None:
+    """With materialize="none" a checkpoint that is saved outside of `fit` is a pointer like any other."""
+    found = _fit(OUTSIDE, tmp_path, "none")
+    assert max(found["within"], found["before"], *found["sizes"]) < 1000
 
 
 KILLED = """

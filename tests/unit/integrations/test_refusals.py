@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_lightning() -> None:
     pytest.importorskip("lightning.pytorch", reason="the extra `lightning` is not installed")
     from lightning.pytorch import strategies
 
-    from ciuic.integrations.lightning_parts import _calling_strategy
+    from ciuic.integrations.lightning_caller import calling_strategy
 
     for name in ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy"):
         kind = getattr(strategies, name)
@@ -68,7 +69,7 @@ def test_lightning() -> None:
         checkpoint_io, is_global_zero = None, True
 
         def save_checkpoint(self) -> Any:
-            return _calling_strategy()
+            return calling_strategy()
 
     one = Strategy()
     assert one.save_checkpoint() is one
@@ -84,3 +85,18 @@ def test_only_linux_has_what_the_manager_needs(monkeypatch: pytest.MonkeyPatch) 
         ImportError, match=r"ciuic.SnapshotManager runs on Linux alone \(on Windows: in WSL 2\)"
     ):
         _ = ciuic.SnapshotManager
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/last.ckpt", "memory://last.ckpt", "file:///tmp/last.ckpt"])
+def test_checkpoints_at_urls_are_refused(path: str) -> None:
+    """The plugin refuses to save a checkpoint at a URL before it saves anything, and names the path."""
+    from ciuic.integrations.lightning_parts import SnapshotIOBase
+
+    with pytest.raises(ValueError, match=f"local file system, got {path}"):
+        SnapshotIOBase.save_checkpoint(object.__new__(SnapshotIOBase), {}, path)
+
+
+def test_local_paths_are_accepted(tmp_path: Path) -> None:
+    """Paths of files are accepted, as text and as Path."""
+    refusals.refuse_remote(tmp_path / "a:b" / "last.ckpt")
+    refusals.refuse_remote("checkpoints/last.ckpt")
