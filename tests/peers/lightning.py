@@ -19,14 +19,21 @@ from typing import Final
 
 from outcomes import Suite
 
-# Lightning makes a TorchCheckpointIO for each strategy that was given no plugin.
+# Lightning makes a TorchCheckpointIO for each strategy that was given no plugin. The managers of one test are closed when
+# the next one begins: each has a process.
 _HOOKS: Final = """
 import tempfile
 
 def _ours(module):
+    plugins, of_test = [], [None]
     def snapshot_io():
         from ciuic.integrations.lightning import SnapshotCheckpointIO
-        return SnapshotCheckpointIO(os.path.join(tempfile.mkdtemp(), "snapshots"), materialize=VARIANT)
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+        while test != of_test[0] and plugins:
+            plugins.pop().manager.close()
+        of_test[0] = test
+        plugins.append(SnapshotCheckpointIO(os.path.join(tempfile.mkdtemp(), "snapshots"), materialize=VARIANT))
+        return plugins[-1]
     module.TorchCheckpointIO = snapshot_io
 
 if VARIANT:
