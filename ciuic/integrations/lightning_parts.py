@@ -288,6 +288,7 @@ class SnapshotCallbackBase:
         self._first_step = self._checked_step = trainer.global_step
         self.io.of_rank.trainer = trainer
         self._continued, self.io.results = ContinuedResults(self.io.results), {}
+        self.io.of_rank.continued = self._continued
         with quietly(_NOT_CONTINUED):
             self._continued.start(trainer)
         found, self.io.random = self.io.random, None

@@ -12,6 +12,7 @@ because the sums continue in the same order. Reads private attributes of Lightni
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any, Final
 
 from ciuic.training.util.logs import log
@@ -25,8 +26,13 @@ _OPTIONS: Final = (
 """Arguments of `log` that an entry keeps."""
 
 
-def results_state(trainer: Any) -> dict[str, Any]:
-    """Return what was logged, as plain values and tensors: this process's own."""
+def results_state(trainer: Any, pending: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was logged, as plain values and tensors: this process's own.
+
+    Args:
+        trainer: Trainer that fits.
+        pending: sums of before a resume that the Trainer has not got back yet (`ContinuedResults.pending`).
+    """
     try:
         connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
         latest = {name: dict(getattr(connector, name)) for name in _CONNECTOR_METRICS}
@@ -40,7 +46,10 @@ def results_state(trainer: Any) -> dict[str, Any]:
                 "metrics": {},
                 "plateau": progress.processed > progress.completed,
             }
-        sums = {key: _sum_of(item) for key, item in results.items() if item.is_tensor and not item.has_reset}
+        # A key that is logged in the first batches only stays pending to the end of the epoch. Without it here
+        # a second resume in the same epoch would lose it.
+        sums = dict(pending)
+        sums |= {key: _sum_of(item) for key, item in results.items() if item.is_tensor and not item.has_reset}
         metrics = {path: _metric_state(one) for path, one in _metrics_of(trainer.lightning_module)}
     except AttributeError as error:
         log.warning("ciuic: a resume would not continue what was logged in the epoch: %s", error)
@@ -56,6 +65,11 @@ class ContinuedResults:
         self._state = state
         self._sums: dict[str, dict[str, Any]] = dict(state.get("sums", {}))
         self._made: list[str] = []
+
+    @property
+    def pending(self) -> Mapping[str, Any]:
+        """Sums of the keys that were logged before the resume and not since."""
+        return self._sums
 
     def start(self, trainer: Any) -> None:
         """Restore the newest values and the metrics of the model, before the first batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from ciuic.integrations.lightning_results import results_state
+from ciuic.integrations.lightning_results import ContinuedResults, results_state
 from ciuic.training.export.state_source import LOOPS
 from ciuic.training.ranks import rank_state
 
@@ -75,6 +75,8 @@ class RankLocalState:
         """Model, if there are several processes."""
         self.trainer: Any = None
         """Trainer that fits, while it does."""
+        self.continued = ContinuedResults({})
+        """What was logged before the resume and the Trainer has not got back yet."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return an object that is attached to no Trainer: programs pickle and copy Trainers."""
@@ -83,7 +85,7 @@ class RankLocalState:
     def state_dict(self) -> dict[str, Any]:
         """Return the loops, what was logged, and the small buffers."""
         buffers = {} if self.model is None else rank_state.small_buffers(self.model)
-        logged = {} if self.trainer is None else results_state(self.trainer)
+        logged = {} if self.trainer is None else results_state(self.trainer, self.continued.pending)
         return {LOOPS: self._checkpoint.whole().get(LOOPS, {}), "buffers": buffers, RESULTS: logged}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

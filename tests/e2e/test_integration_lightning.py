@@ -136,13 +136,21 @@ def test_what_is_logged_over_an_epoch_is_as_in_the_uninterrupted_run(tmp_path: P
         f"parts:9@{script}",
         f"parts:10@{script}",
         f"parts@{script}",
+        # Twice in one epoch: what was logged in its first three batches alone waits for the end of the epoch.
+        f"twice:5@{script}",
+        f"twice:5@{script}",
+        f"twice@{script}",
     )
-    whole, *_, last = run("torch lightning torchmetrics ciuic.integrations.lightning", *names, where=tmp_path)
+    whole, _, _, _, last, _, _, twice = run(
+        "torch lightning torchmetrics ciuic.integrations.lightning", *names, where=tmp_path
+    )
     assert last["digest"] == whole["digest"]
     assert last["facts"]["epochs"] == {
         epoch: whole["facts"]["epochs"][epoch] for epoch in last["facts"]["epochs"]
     }
     assert last["facts"]["epochs"]
+    assert 0 in twice["facts"]["epochs"], "the first epoch did not end in the last process"
+    assert twice["facts"] == whole["facts"]
     assert {**last["facts"], "epochs": 0} == {**whole["facts"], "epochs": 0}
 
 
