@@ -207,7 +207,7 @@ class _Progress:
 
 
 class _UnloggedLoss:
-    """Loss since the last line of the log, of this process.
+    """Loss and operations since the last line of the log, of this process.
 
     It is read, and restored, where the Trainer asks whether the loss is to be logged.
     """
@@ -241,7 +241,9 @@ class _UnloggedLoss:
         trainer = self._trainer()
         if self._saved or self._loss is None or trainer is None:
             return self._saved
-        return {"loss": self._loss, "since_step": trainer._globalstep_last_logged}
+        # The Trainer adds the operations to its state only when it logs or saves a checkpoint of its own.
+        flos = float(trainer.current_flos)
+        return {"loss": self._loss, "since_step": trainer._globalstep_last_logged, "flos": flos}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the state, so that the next line of the log is a mean over the usual number of steps."""
@@ -256,6 +258,7 @@ class _UnloggedLoss:
             trainer._total_loss_scalar -= float(saved["loss"])
             # The mean of the next line of the log covers the steps before the resume as well.
             trainer._globalstep_last_logged = saved["since_step"]
+            trainer.current_flos += saved.get("flos", 0.0)
 
 
 def _stateful(trainer: Trainer) -> list[Any]:

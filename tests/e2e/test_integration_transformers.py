@@ -30,7 +30,7 @@ RICHER = {
     'save_strategy="no"': "save_strategy='steps', save_steps=4",
 }
 FACTS = """
-TIMES = ("runtime", "per_second", "train_loss", "total_flos")
+TIMES = ("runtime", "per_second", "train_loss")
 FACTS = [{key: value for key, value in line.items() if not key.endswith(TIMES)} for line in trainer.state.log_history]
 FACTS += [one.evaluations for one in trainer.callback_handler.callbacks if isinstance(one, Counting)]
 """
