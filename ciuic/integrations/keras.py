@@ -23,6 +23,7 @@ from typing import Any
 
 import keras
 
+from ciuic.integrations.keras_callbacks import OtherCallbacks, other_callbacks
 from ciuic.integrations.manager_option import ManagerOrDir, open_manager
 from ciuic.training.format.results import State
 from ciuic.training.manager import SnapshotManager
@@ -70,6 +71,13 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         self._to_skip = 0
         self._at_begin: dict[str, Any] = {}
         """Random generators when the epoch began."""
+        self._others = OtherCallbacks([])
+        self._resumed_optimizer: Sequence[Any] = ()
+        """Optimizer in the middle of the epoch that is resumed."""
+        self._stops = False
+        """True if a callback had stopped the run in the middle of the epoch that is resumed."""
+        self._first_step = 0
+        """Step at which this `fit` began."""
 
     # -- Keras' hooks
 
@@ -90,11 +98,13 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         if optimizer is not None:
             objects["optimizer"] = optimizer
         self._epoch, self._batches, self._since_save, self._to_skip = 0, 0, 0, 0
+        self._others, self._resumed_optimizer, self._stops = other_callbacks(self), (), False
         # take and not register: Keras optimizers have no hooks that could be watched.
         self.manager.take(objects, with_position=True)
         state = self.manager.load_latest_snapshot()
         if state is not None:
             self._resume(state)
+        self._first_step = self.manager.step
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reset the position, or prepare the resumed epoch.
@@ -102,8 +112,12 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         The random generators of a resumed epoch are restored, so that the data come in the same order.
         """
         self._epoch = epoch
+        self._others.load()
         if self._to_skip:
             randomness.restore(self._at_begin)
+            # Set again: a schedule of epochs has changed the learning rate, as it did when the epoch began.
+            if self._resumed_optimizer:
+                _assign(self.model.optimizer.variables, self._resumed_optimizer, "the optimizer")
         else:
             self._batches, self._at_begin = 0, randomness.state()
 
@@ -112,6 +126,8 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         if self._to_skip:
             # Batches that are skipped are part of the resumed state already.
             self._to_skip -= 1
+            if not self._to_skip:
+                self.model.stop_training |= self._stops
             return
         # With `steps_per_execution` Keras calls this once for several batches.
         done = batch + 1 - self._batches
@@ -135,7 +151,9 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Save the final state and wait until it is durable."""
-        if self._since_save:
+        self._others.end()
+        has_other_weights = self._others.change_weights_at_end and self.manager.step > self._first_step
+        if self._since_save or has_other_weights:
             self._save(logs)
         self.manager.wait()
 
@@ -158,11 +176,17 @@ class SnapshotCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         self.manager.goes_on_from(state)
         self.manager.step = progress["step"]
         self._since_save = progress["since_save"]
+        self._others.load_later(progress.get("callbacks", {}))
         model._initial_epoch = self._epoch = progress["epoch"]  # as BackupAndRestore does
+        self._stops = progress.get("stops", False)
+        if self._stops and not progress["batches"]:
+            # The run was stopped early: nothing is left to do, as after the last epoch.
+            model._initial_epoch = max(self.params["epochs"], self._epoch)
         log.info("ciuic: fit resumes from %s, epoch %d, batch %d", state.id, self._epoch, progress["batches"])
         if progress["batches"]:
             self._batches = progress["batches"]
             self._at_begin = progress["at_begin"]
+            self._resumed_optimizer = state.get("optimizer_state_dict", ())
             self._to_skip = _skip(model, self._batches, progress["metrics"], state["random_state"])
 
 
@@ -181,6 +205,8 @@ class _Progress:
             "since_save": callback._since_save,
             "at_begin": callback._at_begin if callback._batches else {},
             "step": callback.manager.step,
+            "callbacks": callback._others.state(),
+            "stops": bool(callback.model.stop_training),
             "seeds": [variable.numpy() for variable in _seeds(callback.model)],
             "metrics": [variable.numpy() for variable in callback.model.metrics_variables],
         }
@@ -227,11 +253,18 @@ def _skip(model: Any, batches: int, metrics: Sequence[Any], random: dict[str, An
         last = is_last()
         # JAX passes the state from call to call.
         if backend == "jax":
+            if not last:
+                return {}, given[0]
             metrics_now = [keras.ops.convert_to_tensor(value) for value in metrics]
-            return {}, (*given[0][:-1], metrics_now) if last else given[0]
-        if last:
-            _put_metrics(model, batch, metrics)
-        return {}
+            # Not assigned to the variables: while JAX trains, they have no values.
+            with keras.StatelessScope(zip(model.metrics_variables, metrics_now, strict=True)):
+                logs = model.get_metrics_result()
+            return logs, (*given[0][:-1], metrics_now)
+        if not last:
+            return {}
+        _put_metrics(model, batch, metrics)
+        # If this was the last batch of the epoch, Keras takes the names in the logs of the epoch from here.
+        return model.get_metrics_result()
 
     # In place of training, `fit` now only takes the batches from the data.
     model.train_function = pass_by

@@ -26,6 +26,24 @@ BY_EPOCHS = {
     "save_freq=4": "double_checkpoint=True",
     'metrics=["accuracy"]': 'metrics=["accuracy"], steps_per_execution=5',
 }
+CALLBACKS = """
+history = model.fit(
+    x,
+    y,
+    batch_size=8,
+    epochs=12,
+    validation_data=(x[:16], y[:16]),
+    callbacks=[
+        SnapshotCallback(save_dir, save_freq=5),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.98 * rate),
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=0.05),
+        keras.callbacks.EarlyStopping("loss", patience=2, min_delta=0.05, restore_best_weights=True),
+    ],
+    verbose=0,
+)
+FACTS = {"epochs": history.epoch, "history": history.history}
+"""
+
 AS_WRITTEN = """
 from ciuic import SnapshotManager
 optimizer = model.optimizer
@@ -67,9 +85,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     (where / "epochs.py").write_text(source)
     (where / "damage.py").write_text(DAMAGE)
     _write_lines(where)
+    (where / "callbacks.py").write_text(EXAMPLE.read_text().partition("history = model.fit(")[0] + CALLBACKS)
     runs = {
         "steps": tuple(f"{name}@{EXAMPLE}" for name in ("a", "b:9", "b:7", "b", "b")),
         "epochs": ("c@epochs.py", "d:6@epochs.py", "d@damage.py", "d@epochs.py"),
+        # Snapshots after the last batch of the second epoch, and in the middle of the fourth.
+        "callbacks": tuple(f"{name}@callbacks.py" for name in ("g", "h:21", "h:17", "h", "h")),
         "lines": ("e@all_epochs.py", "f@two_epochs.py", "f@two_epochs.py"),
     }
     results = iter(run(MODULES, *(name for names in runs.values() for name in names), where=where))
@@ -98,6 +119,22 @@ def test_fit_goes_on_between_epochs_with_two_snapshots_kept(found: dict[str, lis
     assert last["digest"] == uninterrupted["digest"]
 
 
+def test_other_callbacks_decide_as_if_fit_had_not_been_interrupted(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    """Rates, the early end, the best weights and `History` are those of a `fit` that was not killed.
+
+    After the end there is nothing left to do, also where it came early.
+    """
+    uninterrupted, _, _, last, again = found["callbacks"]
+    assert len(uninterrupted["facts"]["epochs"]) < 12, "it was not stopped early"
+    assert len(set(uninterrupted["facts"]["history"]["learning_rate"])) > 1
+    assert last["facts"] == again["facts"] == uninterrupted["facts"]
+    assert last["digest"] == again["digest"] == uninterrupted["digest"]
+    assert 0 < last["steps"] < uninterrupted["steps"]
+    assert again["steps"] == 0
+
+
 def test_the_lines_that_users_write_run_as_they_stand(found: dict[str, list[dict[str, Any]]]) -> None:
     """The documented lines for SnapshotManager with a Keras model and optimizer run without a callback."""
     uninterrupted, _, last = found["lines"]
@@ -113,7 +150,13 @@ def test_other_backends_go_on_to_the_same_bits(
         pytest.skip(f"{backend} is not installed")
     monkeypatch.setenv("KERAS_BACKEND", backend)
     _write_lines(tmp_path)
+    (tmp_path / "callbacks.py").write_text(
+        EXAMPLE.read_text().partition("history = model.fit(")[0] + CALLBACKS
+    )
     names = (
+        "g@callbacks.py",
+        "h:21@callbacks.py",
+        "h@callbacks.py",
         f"a@{EXAMPLE}",
         f"b:16@{EXAMPLE}",
         f"b@{EXAMPLE}",
@@ -121,7 +164,7 @@ def test_other_backends_go_on_to_the_same_bits(
         "f@two_epochs.py",
         "f@two_epochs.py",
     )
-    uninterrupted, _, last, lines, _, last_lines = run(
+    called, _, last_called, uninterrupted, _, last, lines, _, last_lines = run(
         # By these Keras batches arrays, whatever the backend.
         f"{backend} tensorflow keras ciuic.integrations.keras",
         *names,
@@ -129,4 +172,5 @@ def test_other_backends_go_on_to_the_same_bits(
     )
     assert (uninterrupted["steps"], last["steps"]) == (30, 30 - 12)
     assert last["digest"] == uninterrupted["digest"]
+    assert (last_called["facts"], last_called["digest"]) == (called["facts"], called["digest"])
     assert last_lines["digest"] == lines["digest"]
