@@ -36,7 +36,7 @@ from ciuic.training.util.logs import log, quietly
 from ciuic.training.util.name_lock import NameLock
 from ciuic.training.util.repository_dir import ensure_repository
 from ciuic.training.writer.filesystem import FilesystemPairing, Roots
-from ciuic.training.writer.heartbeat import TrainerHeartbeat
+from ciuic.training.writer.heartbeat import TrainerHeartbeat, uncaught
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,9 @@ class SaveCoordinator:
         end = time.monotonic() + timeout_seconds
         if self.taker.skipped is not None and error is None and self.lifetime.close_by is None:
             self._take_skipped(timeout_seconds)
-        self.saver.close(max(0.0, end - time.monotonic()))
+        # No failure: SystemExit, by which all ranks end alike after a preemption.
+        failed = isinstance(uncaught() if error is None else error, Exception)
+        self.saver.close(max(0.0, end - time.monotonic()), failed=failed)
         self.taker.name_lock.release()
         if self.taker.ranks is not None:
             self.taker.ranks.close()

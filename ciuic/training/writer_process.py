@@ -134,20 +134,30 @@ class _Trainer:
     def waiting(self) -> bool:
         """Return whether a message is there, or the trainer is gone."""
         while not self._received and not self._ended and readable(self._sock.fileno()):
-            got = receive_from_trainer(self._sock)
-            if got is None:
-                self._ended = True
-            elif isinstance(got[0], Awaited):
-                # Acted on at once: it is about a save that is being stored now.
-                self.awaited = got[0].number
-                self.at_once = got[0].number if got[0].at_once else self.at_once
-            else:
-                self._received.append(got)
+            self._receive()
         return bool(self._received) or self._ended
+
+    def _receive(self) -> None:
+        got = receive_from_trainer(self._sock)
+        if got is None:
+            self._ended = True
+        elif isinstance(got[0], Awaited):
+            # Acted on at once: it is about a save that is being stored now.
+            self.awaited = got[0].number
+            self.at_once = got[0].number if got[0].at_once else self.at_once
+        else:
+            self._received.append(got)
 
     def is_gone(self) -> bool:
         """Return whether the trainer's process has ended; False where the kernel does not tell."""
         return self.pidfd >= 0 and readable(self.pidfd)
+
+    def has_failed(self) -> bool:
+        """Return whether the trainer has ended, or said that it ends by an error."""
+        # The last message may stand behind a further save.
+        while not self._ended and readable(self._sock.fileno()):
+            self._receive()
+        return self.is_gone() or any(isinstance(one, Finish) and one.failed for one, _ in self._received)
 
     @property
     def closing(self) -> bool:
@@ -327,9 +337,9 @@ class _Writer:
         if joint_save is None:
             return manifest
         try:
-            # If this rank's trainer has ended, the others may have ended before their parts: they get seconds
-            # to begin, not minutes.
-            stored = rank_parts.collect(self._begin.repository, joint_save, self._trainer.is_gone)
+            # If this rank's trainer has ended, or fails and waits for this writer, the others may have ended
+            # before their parts: they get seconds to begin, not minutes.
+            stored = rank_parts.collect(self._begin.repository, joint_save, self._trainer.has_failed)
         finally:
             rank_parts.clear(self._begin.repository, joint_save.token)
         return msgspec.structs.replace(manifest, stored=[*manifest.stored, *stored])

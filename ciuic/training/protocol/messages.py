@@ -103,6 +103,9 @@ class Awaited(msgspec.Struct, tag=True, frozen=True):
 class Finish(msgspec.Struct, tag=True, frozen=True):
     """Last message of a trainer: finish what was given, and exit."""
 
+    failed: bool = False
+    """True if the trainer ends by an error, as it does when another rank is gone."""
+
 
 # `array_like`, because a manifest has one of these for each of thousands of tensors.
 class ManifestFile(msgspec.Struct, frozen=True, array_like=True):

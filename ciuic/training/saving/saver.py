@@ -287,14 +287,19 @@ class Saver:
         with self.guard:
             self.client.awaited(at_once=True)
 
-    def close(self, timeout_seconds: float) -> None:
-        """Wait for pending saves and close the connection; the writer finishes the rest by itself."""
+    def close(self, timeout_seconds: float, *, failed: bool) -> None:
+        """Wait for pending saves and close the connection; the writer finishes the rest by itself.
+
+        Args:
+            timeout_seconds: longest wait.
+            failed: True if the program ends by an error.
+        """
         with self.guard:
             if self.client.is_ours:
                 self.pending_saves.finish(timeout_seconds)
                 # The arenas of what has not arrived stay: a device may still write to them.
                 self.pending_saves.abandon()
-            self._hear(self.client.close(timeout_seconds))
+            self._hear(self.client.close(timeout_seconds, failed=failed))
 
     def hear(self, timeout_seconds: float = 0.0) -> None:
         """Handle the writer's messages, waiting up to `timeout_seconds` for the first one."""

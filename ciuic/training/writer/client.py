@@ -323,10 +323,14 @@ class WriterClient:
         messages, self._unread = self._unread, []
         return messages
 
-    def close(self, timeout_seconds: float) -> list[FromWriter]:
+    def close(self, timeout_seconds: float, *, failed: bool = False) -> list[FromWriter]:
         """Tell the writer to end and wait for pending saves.
 
         The writer finishes them and ends by itself if the time is not enough.
+
+        Args:
+            timeout_seconds: longest wait.
+            failed: True if the program ends by an error.
 
         Returns:
             The messages received meanwhile.
@@ -337,7 +341,7 @@ class WriterClient:
         if self._sock is not None:
             self._ended = True
             with suppress(OSError):
-                self._send(Finish())
+                self._send(Finish(failed))
             end = time.monotonic() + timeout_seconds
             while self.pending and (left := end - time.monotonic()) > 0:
                 messages += self.poll(left)

@@ -95,7 +95,7 @@ class TrainerHeartbeat:
         # After a preemption the exit status is whatever the platform wants, so the page keeps saying it.
         if self._page is None or self._page.goodbye is Goodbye.PREEMPTED:
             return
-        failure = _failure(_uncaught() if error is None else error)
+        failure = _failure(uncaught() if error is None else error)
         self._set_goodbye(Goodbye.FAILED if failure else Goodbye.CLOSED, failure)
         if not failure:
             # Kept after a failure: at exit it is known whether the exception was caught.
@@ -105,7 +105,7 @@ class TrainerHeartbeat:
         """Record the end of the interpreter, when it is known whether an exception was caught."""
         if self._page is None or self._page.goodbye is Goodbye.PREEMPTED:
             return
-        failure = _failure(_uncaught())
+        failure = _failure(uncaught())
         self._set_goodbye(Goodbye.FAILED if failure else Goodbye.CLOSED, failure)
 
     def _set_goodbye(self, how: Goodbye, reason: str = "") -> None:
@@ -114,7 +114,7 @@ class TrainerHeartbeat:
             self._page.say_goodbye(how, reason)
 
 
-def _uncaught() -> BaseException | None:
+def uncaught() -> BaseException | None:
     """Return the exception by which the program ended, if any; the manager may be closed after that."""
     # An interactive session keeps the last exception for hours; it says nothing about the end.
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
