@@ -7,6 +7,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,9 @@ class Run:
             self.sampler.set_epoch(epoch)
             self.one_epoch(step_seconds)
 
-    def one_epoch(self, step_seconds: float = 0.0) -> None:
+    def one_epoch(
+        self, step_seconds: float = 0.0, on_step: Callable[[int, Any], None] = lambda step, loss: None
+    ) -> None:
         for x, y in self.loader:
             time.sleep(step_seconds)
             self.optimizer.zero_grad()
@@ -73,6 +76,7 @@ class Run:
             self.optimizer.step()
             self.scheduler.step()
             self.seen.append(float(x.sum()) + random.random() + float(loss.detach()))
+            on_step(len(self.seen), loss.detach())
 
     def digest(self) -> str:
         hasher = hashlib.sha256(

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,15 +181,19 @@ class Managed:
         self.objects = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
         self.manager.register(**self.objects, loader=self.loader)
 
-    def train(self, epochs: int, step_seconds: float = 0.0) -> None:
+    def train(
+        self, epochs: int, step_seconds: float = 0.0, on_step: Callable[[Any], None] = lambda loss: None
+    ) -> None:
         resumed = self.manager.resume()
         for _ in range((resumed.epoch or 0) if resumed else 0, epochs):
             for (x,) in self.loader:
                 time.sleep(step_seconds)
                 self.optimizer.zero_grad()
-                self.model(x).square().mean().backward()
+                loss = self.model(x).square().mean()
+                loss.backward()
                 self.optimizer.step()
                 self.scheduler.step()
+                on_step(loss.detach())
 
     def digest(self) -> str:
         """Return a digest of whole tensors, which all ranks compute together."""

@@ -65,6 +65,7 @@ TORTURES = [
     Torture("syncs", 0.5),
     Torture("fuzz", 1),
     Torture("training", 1),
+    Torture("resumes", 1),
     Torture("ranks", 1),
 ]
 

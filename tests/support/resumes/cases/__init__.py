@@ -1,0 +1,19 @@
+"""Trainings that resume by themselves, one module per framework.
+
+Each has ``MODULES`` (imported before the first fork), ``WORLD`` (number of processes), ``BY_DESIGN`` (reported
+values that a resume does not give back, with the reason that the documentation gives) and ``train``.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+NEEDED: Final = {
+    "cnn": "torch",
+    "hugging_face": "transformers",
+    "lightning_fit": "lightning",
+    "keras_fit": "keras",
+    "ddp": "torch",
+    "fsdp": "torch",
+}
+"""The module of the framework that each case needs, by case."""
