@@ -217,10 +217,13 @@ class SaveCoordinator:
         if self.lifetime.close_by is not None:
             timeout_seconds = min(timeout_seconds, max(0.0, self.lifetime.close_by - time.monotonic()))
         end = time.monotonic() + timeout_seconds
-        if self.taker.skipped is not None and error is None and self.lifetime.close_by is None:
-            self._take_skipped(timeout_seconds)
         # No failure: SystemExit, by which all ranks end alike after a preemption.
         failed = isinstance(uncaught() if error is None else error, Exception)
+        # Not after a failure, which may have come within a step: the forward pass has changed the batch
+        # statistics then, and no optimizer has told of a step.
+        may_take = error is None and not failed and self.lifetime.close_by is None
+        if self.taker.skipped is not None and may_take:
+            self._take_skipped(timeout_seconds)
         self.saver.close(max(0.0, end - time.monotonic()), failed=failed)
         self.taker.name_lock.release()
         if self.taker.ranks is not None:

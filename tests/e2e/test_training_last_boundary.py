@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -69,6 +70,17 @@ def test_an_error_in_the_training_saves_nothing_more(tmp_path: Path) -> None:
     _train(manager, 20)
     with pytest.raises(ZeroDivisionError), manager:
         raise ZeroDivisionError
+    with SnapshotManager(tmp_path / "s") as manager:
+        assert [one.facts.step for one in manager.list_snapshots()] == [10, 5]
+
+
+def test_an_uncaught_error_saves_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager that is closed at the exit of a program that failed within a step does not save that state."""
+    manager = SnapshotManager(tmp_path / "s", every_steps=5)
+    _train(manager, 20)
+    # What the interpreter leaves for functions that are called at its exit.
+    monkeypatch.setattr(sys, "last_value", ZeroDivisionError(), raising=False)
+    manager.close()
     with SnapshotManager(tmp_path / "s") as manager:
         assert [one.facts.step for one in manager.list_snapshots()] == [10, 5]
 
