@@ -149,7 +149,7 @@ def test_what_is_logged_over_an_epoch_is_as_in_the_uninterrupted_run(tmp_path: P
         epoch: whole["facts"]["epochs"][epoch] for epoch in last["facts"]["epochs"]
     }
     assert last["facts"]["epochs"]
-    assert 0 in twice["facts"]["epochs"], "the first epoch did not end in the last process"
+    assert "0" in twice["facts"]["epochs"], "the first epoch did not end in the last process"
     assert twice["facts"] == whole["facts"]
     assert {**last["facts"], "epochs": 0} == {**whole["facts"], "epochs": 0}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import hashlib
 import importlib
 import json
@@ -169,6 +170,8 @@ def run_child(case: str, where: Path, ranks: tuple[int, int, int], progress: Sha
         _redirect_output(where / f"output-{rank}")
         module = importlib.import_module(f"support.resumes.cases.{case}")
         _watch(progress)
+        # Where a process does not end after a kill of its partner, its stacks are asked for.
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
         # Python seeds `random` anew in each forked process.
         random.seed(rank)
         if world > 1:

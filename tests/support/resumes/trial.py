@@ -24,10 +24,12 @@ from typing import Final, NamedTuple
 from support.resumes.child import COPY_PARTS, SharedProgress, run_child
 from support.resumes.judge import compare
 
-_LONGEST_LIFE_SECONDS: Final = 120.0
-_LONGEST_ORPHAN_SECONDS: Final = 60.0
+_LONGEST_LIFE_SECONDS: Final = 180.0
+_LONGEST_ORPHAN_SECONDS: Final = 150.0
+"""More than the two minutes that a manager waits for its last snapshot when it is closed."""
 _MAX_STEPS_TO_SAVE: Final = 12
 """Steps after which a process is killed that should be killed in a save and has not begun one."""
+_STACK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.0005
 _PR_SET_CHILD_SUBREAPER: Final = 36
 
@@ -161,7 +163,7 @@ class CaseRunner:
             _reap(children, statuses)
             time.sleep(_POLL_SECONDS)
         # Of a kill in a copy, which the process does itself, the listing is not needed.
-        problem = "" if len(statuses) == self.world else f"ranks still ran after the kill {kill}"
+        problem = "" if len(statuses) == self.world else self._stuck(where, kill, children, statuses)
         for rank, child in enumerate(children):
             if rank not in statuses:
                 os.kill(child, signal.SIGKILL)
@@ -232,6 +234,14 @@ class CaseRunner:
         # A snapshot that was removed since cannot be asked for its step: it counts as complete.
         is_complete = any(steps.get(id_, first.staged_step) == first.staged_step for id_ in new)
         return "" if is_complete else "writing"
+
+    def _stuck(self, where: Path, kill: Kill | None, children: list[int], statuses: dict[int, int]) -> str:
+        """Return where the ranks are that do not end."""
+        left = [rank for rank in range(self.world) if rank not in statuses]
+        for rank in left:
+            os.kill(children[rank], signal.SIGUSR2)
+        time.sleep(_STACK_SECONDS)
+        return f"ranks {left} still ran after {kill}:\n{_output(where, self.world)[-3000:]}"
 
     def _wait_for_writers(self) -> None:
         """Reap the writers of killed processes, which this process has adopted."""

@@ -25,8 +25,8 @@ def train(run: ResumedRun) -> None:
         torch.distributed.all_reduce(total)
         run.report(f"epoch {epoch}", {"total": total, "rate": training.scheduler.get_last_lr()[0]})
     training.manager.close()
-    state = {
-        name: getattr(training, name).state_dict() for name in ("model", "optimizer", "scheduler")
-    } | generators()
+    state = {name: getattr(training, name).state_dict() for name in ("optimizer", "scheduler")}
+    state |= {f"model, {name}": value for name, value in training.model.state_dict().items()}
+    state |= generators()
     torch.distributed.destroy_process_group()
     run.finish(state, {"seen": training.seen})

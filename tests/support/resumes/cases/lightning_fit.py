@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 import lightning
@@ -119,7 +120,8 @@ def train(run: ResumedRun) -> None:
         "early stopping": {name: str(one) for name, one in stopping.state_dict().items()},
         "best score": kept["best_model_score"],
         "current score": kept["current_score"],
-        "files": sorted(path.rpartition("/")[2] for path in kept["best_k_models"]),
+        # Lightning gives a checkpoint another version if a process that was killed has left one of its name.
+        "files": sorted(re.sub(r"(.*/|-v\d+)", "", path) for path in kept["best_k_models"]),
         **{f"metric {name}": one for name, one in trainer.callback_metrics.items()},
     }
     run.finish(state | generators(), values)
