@@ -38,6 +38,7 @@ def run(seconds: float, seed: int) -> list[Figure]:
     cases = [case for case, framework in NEEDED.items() if importlib.util.find_spec(framework) is not None]
     failures: dict[str, list[str]] = {case: [] for case in cases}
     rounds = 0
+    _print_head()
     while not rounds or time.monotonic() < until:
         for case in cases:
             try:
@@ -46,9 +47,9 @@ def run(seconds: float, seed: int) -> list[Figure]:
                 failures[case].append(f"seed {seed + rounds} did not end: {error}")
                 continue
             trials.append(trial)
+            _print_trial(trial)
             failures[case] += [f"seed {seed + rounds}: {text}" for text in _broken(trial)]
         rounds += 1
-    _print_table(trials)
     for case in cases:
         own = [trial for trial in trials if trial.case == case]
         in_saves = sum(trial.kills_copying + trial.kills_writing for trial in own)
@@ -96,19 +97,28 @@ def _broken(trial: Trial) -> list[str]:
     return found
 
 
-def _print_table(trials: list[Trial]) -> None:
-    lines = [
-        "| case | kills | while copied; while written | resumed from step | state | reported values | differ by design |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for trial in trials:
-        steps = ", ".join("-" if step is None else str(step) for step in trial.resumed_steps)
-        state = "differs: " + ", ".join(trial.states) if trial.states else "equal"
-        values = "differ: " + ", ".join(trial.values) if trial.values else "equal"
-        lines.append(
-            f"| {trial.case} | {trial.kills} | {trial.kills_copying}; {trial.kills_writing} |"
-            f" {steps} of {trial.steps} | {state} | {values} | {', '.join(trial.by_design) or '-'} |"
-        )
+def _print_head() -> None:
+    _print_row(
+        "case", "kills", "while copied; while written", "resumed from step", "state", "reported values"
+    )
+    _print_row(*["---"] * 6)
+
+
+def _print_trial(trial: Trial) -> None:
+    """Print a row at once: a later case that does not end must not take it along."""
+    steps = ", ".join("-" if step is None else str(step) for step in trial.resumed_steps)
+    values = "differ: " + ", ".join(trial.values) if trial.values else "equal"
+    _print_row(
+        trial.case,
+        str(trial.kills),
+        f"{trial.kills_copying}; {trial.kills_writing}",
+        f"{steps} of {trial.steps}",
+        "differs: " + ", ".join(trial.states) if trial.states else "equal",
+        values + (f"; by design: {', '.join(trial.by_design)}" if trial.by_design else ""),
+    )
+
+
+def _print_row(*cells: str) -> None:
     # Standard output belongs to the operator; the figures go into a file.
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write(f"| {' | '.join(cells)} |\n")
     sys.stdout.flush()

@@ -27,7 +27,7 @@ from support.resumes.judge import compare
 _LONGEST_LIFE_SECONDS: Final = 180.0
 _LONGEST_ORPHAN_SECONDS: Final = 150.0
 """More than the two minutes that a manager waits for its last snapshot when it is closed."""
-_MAX_STEPS_TO_SAVE: Final = 12
+_MAX_STEPS_TO_SAVE: Final = 8
 """Steps after which a process is killed that should be killed in a save and has not begun one."""
 _STACK_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.0005
@@ -124,8 +124,8 @@ class CaseRunner:
         # Half of them anywhere, the others while a snapshot is being made.
         kinds = [("anywhere", "copying", "anywhere", "writing")[number % 4] for number in range(kills)]
         choose.shuffle(kinds)
-        # No kill in the last steps: a snapshot must follow in which it can be.
-        targets = sorted(choose.randrange(max(1, steps - 8)) for _ in range(kills))
+        # No kill in the last steps: a snapshot must follow in which it can be, and a step after that.
+        targets = sorted(choose.randrange(max(1, steps - _MAX_STEPS_TO_SAVE - 4)) for _ in range(kills))
         sets: list[tuple[int, ...]] = [(rank,) for rank in range(self.world)]
         if self.world > 1:
             sets.append(tuple(range(self.world)))
