@@ -14,10 +14,10 @@ pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
 
 
 def test_a_killed_training_ends_with_the_state_and_the_log_of_an_undisturbed_one(tmp_path: Path) -> None:
-    """A training killed within a step and within a copy of its state resumes to the same bits and values."""
+    """A training that is killed three times at random resumes to the same bits and values."""
     tests = Path(__file__).parents[1]
     result = tmp_path / "result.json"
-    command = [sys.executable, "-m", "support.resumes.trial", "cnn", str(tmp_path), "5", "2", str(result)]
+    command = [sys.executable, "-m", "support.resumes.trial", "cnn", str(tmp_path), "5", "3", str(result)]
     done = subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": str(tests), "PYTHONHASHSEED": "0"},
@@ -29,5 +29,5 @@ def test_a_killed_training_ends_with_the_state_and_the_log_of_an_undisturbed_one
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())
     assert (found["states"], found["values"], found["problems"]) == ([], [], [])
-    assert (found["kills"], found["kills_copying"]) == (2, 1)
+    assert found["kills"] == 3
     assert any(step for step in found["resumed_steps"]), "no run was resumed"
