@@ -24,7 +24,6 @@ from ciuic.maintenance.sweep import add_bases, all_listed
 from ciuic.repository import Repository, Walker, Writer
 from ciuic.repository import log as _log
 from ciuic.repository.checking.walk import Reached
-from ciuic.repository.ownership import foreign_reason
 from ciuic.repository.writing.shared_write_claim import is_claimed
 from ciuic.types import ChunkId, SnapshotId
 from ciuic.units import human_size, plural
@@ -60,7 +59,7 @@ def check(
     """
     # The paths come from the repository. Another user's repository could have root read any file, and would learn from what is
     # healed whether the content was guessed right.
-    live_files = live_files and not foreign_reason(repository.path)
+    live_files = live_files and not repository.foreign_reason()
     run = _Check(repository, read_data, live_files, progress, CheckReport(data_read=read_data))
     # Before the lock is taken: a writer begins by updating the catalogue to the files that exist, which hides what vanished.
     run.find_vanished_files()

@@ -28,9 +28,9 @@ def index_problems(repository: Repository) -> list[str] | None:
     for _ in range(_MAX_ATTEMPTS):
         if _writer_at_work(repository):
             return None
-        before = pack_sizes(repository)
+        before = repository.pack_sizes()
         problems = repository.check_index()
-        if not problems or (not _writer_at_work(repository) and pack_sizes(repository) == before):
+        if not problems or (not _writer_at_work(repository) and repository.pack_sizes() == before):
             return problems
     return None
 
@@ -53,18 +53,3 @@ def _writer_at_work(repository: Repository) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def pack_sizes(repository: Repository) -> dict[int, int]:
-    """Return the size in bytes of every pack file by its number, damaged ones included."""
-    sizes = {}
-    with os.scandir(repository.path / "packs") as found:
-        for item in found:
-            number, dot, suffix = item.name.partition(".")
-            if (dot, suffix) == (".", "pack"):
-                try:
-                    sizes[int(number, 16)] = item.stat(follow_symlinks=False).st_size
-                except (ValueError, FileNotFoundError):
-                    # Not a pack's name, or removed meanwhile.
-                    continue
-    return sizes

@@ -13,20 +13,23 @@ Guarantees, in this order:
   node of trees and block maps, of which there are few.
 * Removing snapshots and dropping dead packs need no free space.
 
-ciuic.retention decides which snapshots are kept, except that ``min_free`` may go further (``_Run.make_room``).
+ciuic.retention decides which snapshots are kept, except that ``min_free`` may go further (``_Run.make_room``), and that snapshots
+which only wait for a remote yield when space becomes short.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import tzinfo
 from functools import partial
+from types import MappingProxyType
 
 from ciuic.compare.restore_records import undoes_newest_change
 from ciuic.errors import Busy, CiuicError, Damaged, NotFound
 from ciuic.maintenance.live_chunks import LiveChunks
+from ciuic.maintenance.space_order import space_order
 from ciuic.maintenance.sweep import (
     HURRIED,
     USUAL,
@@ -43,9 +46,6 @@ from ciuic.maintenance.sweep import (
 from ciuic.repository import Repository, Writer
 from ciuic.repository.writing.shared_write_claim import is_claimed
 from ciuic.retention import (
-    NEWEST,
-    TRAINING,
-    UNDOES,
     Decision,
     MinFree,
     RetentionPlan,
@@ -53,7 +53,7 @@ from ciuic.retention import (
     plan_retention,
     snapshots_having,
 )
-from ciuic.system.disk_space import available_bytes, total_bytes
+from ciuic.system.disk_space import available_bytes, total_bytes, unstored_floor_bytes
 from ciuic.types import Snapshot, SnapshotId
 from ciuic.units import human_size
 
@@ -75,6 +75,8 @@ class _Options:
     thresholds: Thresholds
     now_ns: int
     tz: tzinfo | None
+    remotes: Mapping[str, Container[str] | None]
+    reserve_bytes: int
 
 
 @dataclass
@@ -84,7 +86,9 @@ class PruneResult:
     plan: RetentionPlan
     removed: list[SnapshotId] = field(default_factory=list)
     removed_for_space: list[SnapshotId] = field(default_factory=list)
-    """Removed snapshots that a rule kept and that were given up for ``min_free``."""
+    """Removed snapshots that a rule kept and that were given up for free space."""
+    removed_unstored: list[Decision] = field(default_factory=list)
+    """Those of ``removed_for_space`` that some remote had not stored yet."""
     dropped_packs: int = 0
     rewritten_packs: int = 0
     freed_bytes: int = 0
@@ -116,6 +120,8 @@ def prune(
     should_stop: StopCheck | None = None,
     now_ns: int | None = None,
     tz: tzinfo | None = None,
+    remotes: Mapping[str, Container[str] | None] = MappingProxyType({}),
+    reserve_bytes: int = 0,
 ) -> PruneResult:
     """Remove the snapshots that the policy does not keep, and free their space. Removals are durable on return.
 
@@ -130,15 +136,23 @@ def prune(
         should_stop: called often; True ends the work early and cleanly (`PruneResult.stopped`).
         now_ns: present time; None: the clock's.
         tz: time zone of the rules; None: the machine's.
+        remotes: what each remote needs no more (`plan_retention`); the other snapshots stay for it while there is space.
+        reserve_bytes: free space that captures leave to others.
 
     Raises:
         CollectionRefused: something cannot be read.
         Busy: the lock could not be taken, or several processes are storing one snapshot.
         OSError: a file cannot be removed.
     """
-    moment_ns = time.time_ns() if now_ns is None else now_ns
     options = _Options(
-        policy=policy, min_free=min_free, dry_run=dry_run, thresholds=thresholds, now_ns=moment_ns, tz=tz
+        policy=policy,
+        min_free=min_free,
+        dry_run=dry_run,
+        thresholds=thresholds,
+        now_ns=time.time_ns() if now_ns is None else now_ns,
+        tz=tz,
+        remotes=remotes,
+        reserve_bytes=reserve_bytes,
     )
     run = _Run(repository, options, progress, should_stop)
     report = PruneResult(run.plan(), dry_run=dry_run)
@@ -232,6 +246,7 @@ class _Run:
                 [root.path for snapshot in snapshots for root in snapshot.left_out],
             ),
             undoes=partial(undoes_newest_change, self.repository, snapshots),
+            remotes=self.options.remotes,
         )
 
     def mark_ahead(self, ids: Sequence[SnapshotId]) -> None:
@@ -272,11 +287,11 @@ class _Run:
         report.freed_bytes = sum(use.size_bytes for use in dead) + _dead_bytes(chosen)
         report.garbage_bytes = _dead_bytes(uses) - _dead_bytes(dead) - _dead_bytes(chosen)
         # Without the harder sweep of `make_room`, so more snapshots may be named than would be removed.
-        missing_bytes = self.missing_bytes() - report.freed_bytes
+        missing_bytes = self.missing_bytes(report.plan) - report.freed_bytes
         if missing_bytes > 0:
-            for id_ in self.choose_for_space(report.plan, missing_bytes)[0]:
-                report.removed_for_space.append(id_)
-                report.removed.append(id_)
+            given_up = self.choose_for_space(report.plan, missing_bytes)[0]
+            self.note_given_up(report, given_up)
+            report.removed += given_up
 
     def collect(self, writer: Writer, report: PruneResult) -> None:
         """Decide again under the lock, mark snapshots that were added since, remove, and sweep."""
@@ -316,38 +331,45 @@ class _Run:
 
     # --- min_free
 
-    def missing_bytes(self) -> int:
+    def missing_bytes(self, plan: RetentionPlan) -> int:
         """Return how many bytes of free space are missing; 0 or less if none are."""
-        if self.options.min_free is None:
+        path, min_free = self.repository.path, self.options.min_free
+        # Without min_free, only snapshots that wait for a remote and for nothing else ever yield.
+        if min_free is None and not any(d.remotes and not d.local_reasons for d in plan.kept):
             return 0
-        path = self.repository.path
-        return self.options.min_free.floor_bytes(total_bytes(path)) - available_bytes(path)
+        floor_bytes = unstored_floor_bytes(min_free, total_bytes(path), self.options.reserve_bytes)
+        return floor_bytes - available_bytes(path)
 
     def make_room(self, writer: Writer, report: PruneResult) -> None:
         """Reach ``min_free``: rewrite more packs first, then give up the oldest snapshots that only rules of time keep.
 
-        The newest snapshot of each root, held and tagged ones and states of trainings stay even if ``min_free`` cannot be
-        reached; the report says so. Snapshots held for an ordinary user may go, and go first if nothing else keeps them.
+        `space_order` says which snapshots stay even if ``min_free`` cannot be reached; the report says so.
         """
         # Garbage before snapshots: copying costs time, a removed snapshot is gone.
-        if self.missing_bytes() > 0 and report.garbage_bytes > 0:
+        if self.missing_bytes(report.plan) > 0 and report.garbage_bytes > 0:
             report.add(self.sweep(writer, HURRIED))
-        if report.stopped or self.missing_bytes() <= 0:
+        if report.stopped or self.missing_bytes(report.plan) <= 0:
             return
-        chosen, marks = self.choose_for_space(report.plan, self.missing_bytes())
+        chosen, marks = self.choose_for_space(report.plan, self.missing_bytes(report.plan))
         # The set of live chunks has no removal, so a new one is marked without the snapshots to be given up.
         if chosen:
             self.marks = marks
             self.remove(writer, report, chosen)
-            report.removed_for_space += chosen
-            report.notes += [self._yielded(id_) for id_ in chosen if id_ in self.held_for_users()]
+            self.note_given_up(report, chosen)
             report.add(self.sweep(writer, HURRIED))
-        still_missing = self.missing_bytes()
-        if still_missing > 0 and not report.stopped:
+        still_missing = self.missing_bytes(report.plan)
+        if still_missing > 0 and not report.stopped and self.options.min_free is not None:
             report.notes.append(
                 f"{human_size(still_missing)} more would have to be free for min_free; "
                 "the remaining snapshots are the newest, held or tagged ones, and other files use the rest"
             )
+
+    def note_given_up(self, report: PruneResult, chosen: Sequence[SnapshotId]) -> None:
+        """Add snapshots that are given up for space to the report."""
+        report.removed_for_space += chosen
+        report.notes += [self._yielded(id_) for id_ in chosen if id_ in self.held_for_users()]
+        decisions = {decision.id: decision for decision in report.plan.kept}
+        report.removed_unstored += [decisions[id_] for id_ in chosen if decisions[id_].remotes]
 
     def held_for_users(self) -> frozenset[SnapshotId]:
         """Return the snapshots held for ordinary users: such a hold stands against the rules, and yields to ``min_free``."""
@@ -361,22 +383,16 @@ class _Run:
     ) -> tuple[list[SnapshotId], LiveChunks]:
         """Return the fewest oldest snapshots that free ``missing_bytes``, oldest first, and the live chunks of all others.
 
-        The snapshots are walked newest first, so each one's count is what it adds to those before it: the bytes freed when it
+        The snapshots are walked in `space_order`, so each one's count is what it adds to those before it: the bytes freed when it
         and everything after it in that order are removed.
         """
-        users = self.held_for_users()
-        safe = [decision.id for decision in plan.kept if _stays(decision, users)]
-        others = [decision.id for decision in plan.kept if not _stays(decision, users)]
-        # Snapshots that only a user's hold keeps come last, so that they go first: holds must not cost other users what the
-        # rules keep for them.
-        alone_held = {decision.id for decision in plan.kept if decision.reasons == ("held",)}
-        others.sort(key=lambda id_: id_ in alone_held)
+        safe, others = space_order(plan, self.held_for_users(), only_unstored=self.options.min_free is None)
         marks = LiveChunks(self.repository)
         for id_ in safe:
             self.mark_one(marks, id_)
         alone = [self.mark_one(marks, id_, measure=True) for id_ in others]
         freed_bytes, first = 0, len(others)
-        # From the last, the oldest, on: each count is right only if everything after it goes too.
+        # From the last on: each count is right only if everything after it goes too.
         while first > 0 and freed_bytes < missing_bytes:
             first -= 1
             freed_bytes += alone[first]
@@ -384,15 +400,6 @@ class _Run:
         for id_ in (*safe, *others[:first]):
             self.mark_one(rest, id_)
         return others[first:][::-1], rest
-
-
-def _stays(decision: Decision, held_for_users: Container[SnapshotId]) -> bool:
-    return any(
-        reason in (TRAINING, UNDOES)
-        or reason.startswith((NEWEST, "tag "))
-        or (reason == "held" and decision.id not in held_for_users)
-        for reason in decision.reasons
-    )
 
 
 def _dead_bytes(uses: Iterable[PackUse]) -> int:

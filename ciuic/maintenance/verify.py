@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, get_args
 
 from ciuic.errors import CiuicError, Damaged, NotFound
 from ciuic.maintenance.chunkset import ChunkSet
-from ciuic.maintenance.index_check import NOT_COVERED, index_problems, pack_sizes
+from ciuic.maintenance.index_check import NOT_COVERED, index_problems
 from ciuic.maintenance.references import MAX_REPEATS, ChunkReference, ReferenceFinder
 from ciuic.repository import Repository, Walker
 from ciuic.repository.checking.walk import Reached
@@ -188,7 +188,7 @@ class Verification:
 
     def _scrub(self, *, after: int = -1, goes_on: Callable[[int], bool] = lambda number: True) -> None:
         """Read every byte of every pack. A bad chunk with a good copy elsewhere is damage of the pack alone."""
-        skipped = sum(size for number, size in pack_sizes(self.repository).items() if number <= after)
+        skipped = sum(size for number, size in self.repository.pack_sizes().items() if number <= after)
 
         def progress(done: int, total: int) -> None:
             self.result.bytes_read, self._bytes_total = max(0, done - skipped), max(0, total - skipped)
@@ -197,7 +197,7 @@ class Verification:
         scrub = self.repository.scrub(progress, after=after, goes_on=goes_on, between=self._between)
         for found in scrub:
             where = f"at offset {found.offset}: {found.reason}"
-            file = str(self.repository.path / "packs" / f"{found.pack:016x}.pack")
+            file = self.repository.pack_path(found.pack)
             if found.chunk is None:
                 self.result.damages.append(Damage("pack", where, file=file))
                 continue
@@ -224,10 +224,10 @@ class Verification:
     ) -> None:
         # Fingerprints take 11 to 16 bytes an id instead of 98; one false "seen" in 10^12 leaves a chunk unverified.
         walker = Walker(self.repository, seen_data=ChunkSet())
-        self._pack_bytes = pack_sizes(self.repository)
+        self._pack_bytes = self.repository.pack_sizes()
         if read:
             self._bytes_total = sum(snapshot.size_bytes for snapshot in snapshots)
-        pool = Pool(self.repository.path)
+        pool = Pool(self.repository)
         with pool.deferring_interrupts(), closing(pool):
             try:
                 for snapshot in snapshots:
@@ -403,7 +403,7 @@ class Verification:
         if known is None:
             try:
                 pack = self.repository.chunks.locate(chunk).pack
-                known = str(self.repository.path / "packs" / f"{pack:016x}.pack")
+                known = self.repository.pack_path(pack)
             except CiuicError:
                 known = ""
             self._files[chunk] = known

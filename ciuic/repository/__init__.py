@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RepositoryExists,
         UnsupportedFormat,
     )
+    from ciuic.repository.identity import Identity
     from ciuic.repository.ids import is_zero, new_snapshot_id
     from ciuic.repository.model import (
         ChunkLocation,
@@ -56,6 +57,7 @@ _HOME = {
     "MissingChunk": "errors",
     "RepositoryExists": "errors",
     "UnsupportedFormat": "errors",
+    "Identity": "identity",
     "is_zero": "ids",
     "new_snapshot_id": "ids",
     "ChunkLocation": "model",
@@ -81,6 +83,7 @@ __all__ = [
     "DamagedSnapshot",
     "DamagedTree",
     "Disk",
+    "Identity",
     "MissingChunk",
     "PackDamage",
     "PackInfo",

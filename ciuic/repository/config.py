@@ -1,15 +1,15 @@
-"""The repository's own configuration: identity, hash seed, block size.
+"""The repository's own configuration: identity, block size, format.
 
-Written once, in two copies, mode 0600. Without the seed no chunk can be checked or found again by content, so
-one flipped bit must not lose it: either copy is enough. The seed is a secret of the host (docs/format.md says
-what for).
+Written once, in two copies, mode 0600. Without seed and key no chunk can be checked or found again by content,
+so one flipped bit must not lose them: either copy is enough. Both are secrets (docs/format.md says what for).
 """
 
 from __future__ import annotations
 
 import os
+import re
+import time
 import zlib
-from typing import Literal
 
 import msgspec
 
@@ -17,13 +17,18 @@ from ciuic.errors import NotFound, NotPermitted
 from ciuic.repository.disk.opening import open_regular
 from ciuic.repository.disk.operations import Disk
 from ciuic.repository.errors import DamagedRepository, UnsupportedFormat
+from ciuic.repository.identity import BLAKE3, KEY_BYTES, XXH3, HashName, Identity
 
 CONFIG_NAMES = ("config", "config.copy")
 FORMAT_VERSION = 1
-"""Format of a new repository."""
+"""Format of a new repository whose chunks are named by XXH3."""
 CODECS_VERSION = 2
 """Format from the first chunk that is stored as planes or a difference, so that an earlier ciuic refuses to
 read it."""
+KEYED_VERSION = 3
+"""Format of a new repository whose chunks are named by keyed BLAKE3. It may have all that format 2 has. None is
+raised to it: its chunks would need other ids."""
+_VERSIONS = (FORMAT_VERSION, CODECS_VERSION, KEYED_VERSION)
 MAX_FILE_BYTES = 16 << 20
 """Limit for a configuration, snapshot or marks file: ten thousand roots take 4 MiB. Decoded, a file takes
 twenty times as much."""
@@ -31,17 +36,37 @@ twenty times as much."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4096, 8 << 20
 
 
-class StoredConfig(msgspec.Struct, frozen=True, kw_only=True):
+class StoredConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Content of the configuration file."""
 
     format: int
     id: str
     """32 hexadecimal digits."""
-    hash: Literal["xxh3-128"]
+    hash: HashName
     seed: str
-    """64-bit seed of every chunk id, as 16 hexadecimal digits."""
+    """64-bit seed of tree borders and of XXH3's chunk ids, as 16 hexadecimal digits."""
+    key: str = ""
+    """Key of BLAKE3, as 64 hexadecimal digits; empty with XXH3."""
     block_size: int
     created_ns: int
+
+    def identity(self) -> Identity:
+        """Return the identity. MissingHash if its hash function is not installed."""
+        return Identity(self.hash, bytes.fromhex(self.key) or None, int(self.seed, 16))
+
+
+def new_config(identity: Identity | None, block_size: int) -> StoredConfig:
+    """Return the configuration of a new repository; see `Repository.create`."""
+    keyed = identity is not None and identity.key is not None
+    return StoredConfig(
+        format=KEYED_VERSION if keyed else FORMAT_VERSION,
+        id=os.urandom(16).hex(),
+        hash=BLAKE3 if keyed else XXH3,
+        seed=os.urandom(8).hex() if identity is None else f"{identity.seed:016x}",
+        key=(identity.key or b"").hex() if identity is not None else "",
+        block_size=block_size,
+        created_ns=time.time_ns(),
+    )
 
 
 def encode_config(config: StoredConfig) -> bytes:
@@ -64,18 +89,33 @@ def decode_config(data: bytes) -> StoredConfig:
         # The format before everything else: a later one may have other fields, and must be named as what it
         # is instead of as damage.
         version = msgspec.json.decode(body, type=dict[str, object]).get("format")
-        if version not in (FORMAT_VERSION, CODECS_VERSION):
+        if version not in _VERSIONS:
             raise UnsupportedFormat(
-                f"the repository has format {version}; this ciuic reads formats up to {CODECS_VERSION}",
+                f"the repository has format {version}; this ciuic reads formats up to {_VERSIONS[-1]}",
                 hint="Use the version of ciuic that wrote it, or a later one.",
             )
         config = msgspec.json.decode(body, type=StoredConfig)
-        if len(bytes.fromhex(config.id)) != 16 or len(bytes.fromhex(config.seed)) != 8:
-            raise ValueError("id or seed has the wrong length")
+        _check_identity(config)
         check_block_size(config.block_size)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise DamagedRepository(f"its content is invalid: {error}") from None
     return config
+
+
+def _check_identity(config: StoredConfig) -> None:
+    """Raise ValueError if id, hash, seed and key are not those of a repository of this format."""
+    if not _is_hex(config.id, 16) or not _is_hex(config.seed, 8):
+        raise ValueError("id or seed has the wrong length")
+    keyed = config.format == KEYED_VERSION
+    if config.hash != (BLAKE3 if keyed else XXH3):
+        raise ValueError(f"format {config.format} has no hash {config.hash}")
+    if not _is_hex(config.key, KEY_BYTES if keyed else 0):
+        raise ValueError("key has the wrong length")
+
+
+def _is_hex(text: str, size_bytes: int) -> bool:
+    # Not bytes.fromhex, which skips blanks.
+    return re.fullmatch("[0-9a-fA-F]*", text) is not None and len(text) == 2 * size_bytes
 
 
 def check_block_size(block_size: int) -> None:

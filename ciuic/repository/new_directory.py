@@ -12,18 +12,71 @@ from contextlib import suppress
 
 from ciuic.errors import NotFound, NotPermitted
 from ciuic.repository.config import CONFIG_NAMES
-from ciuic.repository.disk.lock import LOCK_NAME
+from ciuic.repository.disk.lock import LOCK_NAME, Lock
 from ciuic.repository.disk.operations import Disk
 from ciuic.repository.errors import RepositoryExists
+from ciuic.repository.index.database import INDEX_NAME
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR
 from ciuic.repository.writing.shared_write_claim import CLAIM_NAME
 
 PACKS_DIR = "packs"
+# All that a crashed `create` may have left, which is taken up again.
+_OWN = {
+    PACKS_DIR,
+    SNAPSHOTS_DIR,
+    MARKS_DIR,
+    LOCK_NAME,
+    CLAIM_NAME,
+    "config.tmp",
+    "config.copy.tmp",
+    "config.copy",
+}
+# The index of packs that are not there; SQLite's own files beside it.
+_REBUILT = {INDEX_NAME, *(f"{INDEX_NAME}{suffix}" for suffix in ("-journal", "-wal", "-shm"))}
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
     """Return whether there is a repository at this path, healthy or not."""
     return any(os.path.lexists(os.path.join(path, name)) for name in CONFIG_NAMES)
+
+
+def unmake_empty(where: str, disk: Disk | None = None) -> bool:
+    """Take the configuration away from a repository that holds nothing, so that `create` can make another one there.
+
+    A crash leaves the repository as it was, or a directory that `create` takes up.
+
+    Args:
+        where: Absolute path of the repository.
+        disk: Durable operations; None for the real disk.
+
+    Returns:
+        False if it holds, or may hold, snapshots, promises or chunks; then nothing was changed.
+
+    Raises:
+        Busy: a writer is at work.
+        NotPermitted: the directory cannot be written.
+    """
+    disk = disk or Disk()
+    try:
+        # Against a writer that stores the first chunks just now.
+        lock = Lock.acquire(where, command="ciuic: replacing an empty repository")
+        try:
+            found = set(os.listdir(where))
+            if found - _OWN - set(CONFIG_NAMES) - _REBUILT:
+                return False
+            if any(os.listdir(f"{where}/{name}") for name in found & {PACKS_DIR, SNAPSHOTS_DIR, MARKS_DIR}):
+                return False
+            # The configuration first, and durably: without it the rest is nothing.
+            for name in CONFIG_NAMES:
+                if name in found:
+                    disk.remove_file(f"{where}/{name}")
+            for name in found & _REBUILT:
+                disk.remove_file(f"{where}/{name}")
+        finally:
+            lock.release()
+    except PermissionError as error:
+        raise NotPermitted(f"cannot change {where}: {error.strerror}", hint="Run as root.") from None
+    return True
 
 
 def _make_dir(disk: Disk, path: str) -> None:
@@ -56,19 +109,8 @@ def make_directories(disk: Disk, where: str, refuse_foreign: bool) -> None:
 
 def _make_parts(disk: Disk, where: str, fd: int) -> None:
     found = set(os.listdir(fd))
-    # All that a crashed `create` may have left, which is taken up again.
-    own = {
-        PACKS_DIR,
-        SNAPSHOTS_DIR,
-        MARKS_DIR,
-        LOCK_NAME,
-        CLAIM_NAME,
-        "config.tmp",
-        "config.copy.tmp",
-        "config.copy",
-    }
     # Packs are data, even where the configuration is lost: nothing is made over them.
-    if found - own or any(os.listdir(f"{where}/{PACKS_DIR}") for _ in found & {PACKS_DIR}):
+    if found - _OWN or any(os.listdir(f"{where}/{PACKS_DIR}") for _ in found & {PACKS_DIR}):
         what = "is a repository already" if exists(where) else "is not empty"
         raise RepositoryExists(f"{where} {what}")
     # By descriptor, like the check of the owner: another user may exchange what the name means.

@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ciuic.errors import CiuicError, Damaged, NotFound, NotPermitted
+from ciuic.repository.committed_snapshots import CommittedSnapshots
 from ciuic.repository.config import (
     CODECS_VERSION,
     CONFIG_NAMES,
-    FORMAT_VERSION,
     StoredConfig,
     check_block_size,
     config_problems,
     encode_config,
+    new_config,
     read_config,
 )
 from ciuic.repository.disk.lock import Lock
 from ciuic.repository.disk.operations import Disk
 from ciuic.repository.errors import RepositoryExists
+from ciuic.repository.identity import Identity
 from ciuic.repository.index.database import DAMAGED, INDEX_NAME
 from ciuic.repository.model import PackDamage, PackInfo, PackRecord
 from ciuic.repository.new_directory import PACKS_DIR, exists, make_directories
+from ciuic.repository.ownership import foreign_reason
 from ciuic.repository.snapshots import SnapshotStore
 from ciuic.repository.writing.shared_write_claim import Claim
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from ciuic.repository.packs.bulk_reader import BulkReader
     from ciuic.repository.packs.chunk_reader import ChunkReader
     from ciuic.repository.packs.pack_directory import Packs
+    from ciuic.repository.packs.pack_source import ChunkLookup, PackSource
     from ciuic.repository.packs.read_into import IntoMemory
     from ciuic.repository.trees.block_maps import BlockMaps
     from ciuic.repository.trees.tree_reader import Trees
@@ -52,17 +55,24 @@ _MAKING_SECONDS = 10.0
 
 
 class Repository:
-    """Repository that is open for reading; context manager. Not thread-safe: open one in each thread."""
+    """Repository that is open for reading; context manager. Not thread-safe: `reopen` it in each thread.
 
-    def __init__(self, path: Path, config: StoredConfig, disk: Disk) -> None:
-        """Make the object for `create` and `open`."""
+    A subclass may read from elsewhere: it gives its snapshots to `__init__`, and replaces `reopen`, `close`,
+    `_pack_source`, `_chunk_lookup`, `writer`, `claim`, and what is said of packs (`packs` to `config_damage`).
+    """
+
+    def __init__(
+        self, path: Path, config: StoredConfig, disk: Disk, snapshots: CommittedSnapshots | None = None
+    ) -> None:
+        """Make the object for `create`, `open` and subclasses."""
         self.path = path
         self.id = config.id
         """Id chosen at creation, 32 hexadecimal digits."""
         self.block_size = config.block_size
         """Bytes in a block of a file; a power of two from 4 KiB to 8 MiB."""
         self.config = config
-        self.snapshots = SnapshotStore(str(path), config.id)
+        self.snapshots: CommittedSnapshots = snapshots or SnapshotStore(str(path), config.id)
+        self._identity: Identity | None = None
         self._disk = disk
         # Readers are made on first use: `ciuic list` opens a repository and reads no chunk.
         self._packs: Packs | None = None
@@ -79,6 +89,7 @@ class Repository:
         path: str | os.PathLike[str],
         *,
         block_size: int = DEFAULT_BLOCK_SIZE,
+        identity: Identity | None = None,
         disk: Disk | None = None,
         refuse_foreign: bool = False,
     ) -> Repository:
@@ -89,6 +100,8 @@ class Repository:
         Args:
             path: Directory of the repository; missing, or empty.
             block_size: Bytes in a block of a file.
+            identity: Hash, key and seed, to share chunks with a remote; None for XXH3 and a random seed. With a
+                key the repository has format 3, which no repository is raised to later.
             disk: Durable operations; None for the real disk.
             refuse_foreign: Refuse a directory that another user owns or may write to, also if it was made
                 just now and where ``path`` is a link.
@@ -106,14 +119,7 @@ class Repository:
             # Links above it are resolved once, here; the directory itself is opened without following one.
             where = os.path.realpath(where)
         make_directories(disk, where, refuse_foreign)
-        config = StoredConfig(
-            format=FORMAT_VERSION,
-            id=os.urandom(16).hex(),
-            hash="xxh3-128",
-            seed=os.urandom(8).hex(),
-            block_size=block_size,
-            created_ns=time.time_ns(),
-        )
+        config = new_config(identity, block_size)
         # The lock file is made here, so that later a full disk cannot stop the first writer from freeing
         # space. And of several processes that were told to use this directory, only one makes the repository.
         lock = Lock.acquire(where, wait_seconds=_MAKING_SECONDS, command="ciuic: making the repository")
@@ -142,6 +148,10 @@ class Repository:
         where = os.path.abspath(os.fspath(path))
         return cls(Path(where), read_config(where), disk or Disk())
 
+    def reopen(self) -> Repository:
+        """Return the same repository open once more, for another thread; may be called from any thread."""
+        return Repository.open(self.path, disk=self._disk)
+
     @staticmethod
     def exists(path: str | os.PathLike[str]) -> bool:
         """Return whether there is a repository at this path, healthy or not."""
@@ -165,12 +175,27 @@ class Repository:
         self.close()
 
     @property
+    def identity(self) -> Identity:
+        """Hash, key and seed. MissingHash if the hash function is not installed."""
+        if self._identity is None:
+            self._identity = self.config.identity()
+        return self._identity
+
+    def _pack_source(self) -> PackSource:
+        """Return the packs that readers of chunks read from."""
+        return self._pack_files()
+
+    def _chunk_lookup(self) -> ChunkLookup:
+        """Return the lookup that they use."""
+        return self._find()
+
+    @property
     def chunks(self) -> ChunkReader:
         """Reader of chunks by id. What a writer has put and not committed may be invisible here."""
         if self._chunks is None:
             from ciuic.repository.packs.chunk_reader import ChunkReader
 
-            self._chunks = ChunkReader(self._pack_files(), self._find(), self._seed)
+            self._chunks = ChunkReader(self._pack_source(), self._chunk_lookup(), self.identity)
         return self._chunks
 
     @property
@@ -179,7 +204,7 @@ class Repository:
         if self._bulk is None:
             from ciuic.repository.packs.bulk_reader import BulkReader
 
-            self._bulk = BulkReader(self._pack_files(), self._find(), self._seed)
+            self._bulk = BulkReader(self._pack_source(), self._chunk_lookup(), self.identity)
         return self._bulk
 
     @property
@@ -188,7 +213,7 @@ class Repository:
         if self._into_memory is None:
             from ciuic.repository.packs.read_into import IntoMemory
 
-            self._into_memory = IntoMemory(self._pack_files(), self._find(), self._seed)
+            self._into_memory = IntoMemory(self._pack_source(), self._chunk_lookup(), self.identity)
         return self._into_memory
 
     @property
@@ -236,9 +261,9 @@ class Repository:
             if error.errno != errno.EROFS:
                 raise
             raise NotPermitted(f"cannot write to {self.path}: {error.strerror}") from None
-        packs = Packs(f"{self.path}/{PACKS_DIR}", bytes.fromhex(self.id))
+        packs = Packs(f"{self.path}/{PACKS_DIR}", bytes.fromhex(self.id), self.config.hash)
         try:
-            return Writer(self, lock, self._disk, packs, self._seed, pack_bytes=pack_bytes)
+            return Writer(self, lock, self._disk, packs, self.identity, pack_bytes=pack_bytes)
         except BaseException:
             packs.close()
             lock.release()
@@ -296,19 +321,30 @@ class Repository:
         except CiuicError:
             return True
 
-    def misses_no_snapshot(self) -> bool:
-        """Return whether there is no snapshot and none is missing.
+    def foreign_reason(self) -> str:
+        """Return why a user other than root and the caller may have written this; empty if none may."""
+        return foreign_reason(self.path)
 
-        None was ever made, or the last was removed on purpose. False also if that is not known any more (the
-        index was lost).
+    def misses_no_snapshot(self) -> bool:
+        """Return whether none was ever made, or the last was removed on purpose.
+
+        False also if that is not known any more (the index was lost).
         """
         from ciuic.repository.index.chunk_lookup import known_without_snapshots
 
         return not self.snapshots.names() and known_without_snapshots(f"{self.path}/{INDEX_NAME}")
 
+    def pack_path(self, number: int) -> str:
+        """Return where a pack is stored, for messages."""
+        return self._pack_files().path(number)
+
+    def pack_sizes(self) -> dict[int, int]:
+        """Return the size in bytes of every pack by its number, damaged ones included."""
+        return self._pack_files().sizes()
+
     def stored_bytes(self) -> int:
         """Return the size of all packs together."""
-        return sum(self._pack_files().sizes().values())
+        return sum(self.pack_sizes().values())
 
     def scrub(
         self,
@@ -331,7 +367,7 @@ class Repository:
         from ciuic.repository.checking.scrub import scrub
 
         return scrub(
-            self._pack_files(), f"{self.path}/{INDEX_NAME}", self._seed, progress, after, goes_on, between
+            self._pack_files(), f"{self.path}/{INDEX_NAME}", self.identity, progress, after, goes_on, between
         )
 
     def check_index(self) -> list[str]:
@@ -355,7 +391,7 @@ class Repository:
             return False
         marked = any(
             (where.pack, where.offset) == (damage.pack, damage.offset) and where.flags & DAMAGED
-            for where in self._find().find(damage.chunk)
+            for where in self._chunk_lookup().find(damage.chunk)
         )
         if not marked:
             return False
@@ -369,10 +405,6 @@ class Repository:
         """Return what is wrong with either copy of the configuration, in words; empty when both are good."""
         return config_problems(str(self.path))
 
-    @property
-    def _seed(self) -> int:
-        return int(self.config.seed, 16)
-
     def _find(self) -> ReaderFinder:
         if self._finder is None:
             from ciuic.repository.index.chunk_lookup import ReaderFinder
@@ -384,5 +416,5 @@ class Repository:
         if self._packs is None:
             from ciuic.repository.packs.pack_directory import Packs
 
-            self._packs = Packs(f"{self.path}/{PACKS_DIR}", bytes.fromhex(self.id))
+            self._packs = Packs(f"{self.path}/{PACKS_DIR}", bytes.fromhex(self.id), self.config.hash)
         return self._packs

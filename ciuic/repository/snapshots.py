@@ -1,4 +1,4 @@
-"""Committed snapshots: list, resolve and load them.
+"""Committed snapshots as files of a directory: names, catalogue lines, and the snapshots themselves.
 
 The files in snapshots/ are the truth; the catalogue in SQLite is only a faster way to list them. A snapshot
 is listed if and only if its file is there. Nothing here takes a lock or writes, so it works on read-only
@@ -10,20 +10,18 @@ from __future__ import annotations
 import os
 import re
 import sqlite3
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from ciuic.errors import CiuicError, NotFound
-from ciuic.repository import log
+from ciuic.repository import log, promised
+from ciuic.repository.committed_snapshots import CommittedSnapshots
 from ciuic.repository.config import read_file
 from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
-from ciuic.repository.ids import new_snapshot_id
 from ciuic.repository.index.catalogue import Catalogue, info_of
 from ciuic.repository.index.database import INDEX_NAME, MARKS_SEEN, SNAPSHOTS_SEEN, IndexDatabase
 from ciuic.repository.index.directory_signature import changed_ns
 from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
-from ciuic.repository.promised import lost, promised_names
-from ciuic.repository.resolve import resolve
-from ciuic.types import Snapshot, SnapshotId, is_safety
+from ciuic.types import Snapshot, SnapshotId
 
 SNAPSHOTS_DIR = "snapshots"
 MARKS_DIR = "marks"
@@ -31,16 +29,10 @@ UNREADABLE_MARKS = "its marks file is damaged, so it counts as held"
 _NAME = re.compile(r"cs-[0-9a-f]{6,32}\Z")
 # Rows that `newest_first` reads: most callers need one.
 _FEW = 8
-# Inside the class, `list` is the method.
-_Infos = list[SnapshotInfo]
-_Ids = list[SnapshotId]
-_Texts = list[str]
-_Snapshots = list[Snapshot]
-_Unreadables = list[UnreadableSnapshot]
 
 
-class SnapshotStore:
-    """Committed snapshots of one repository."""
+class SnapshotStore(CommittedSnapshots):
+    """Committed snapshots of one repository, as files of its directory."""
 
     def __init__(self, directory: str, repository_id: str) -> None:
         self._directory = directory
@@ -57,48 +49,6 @@ class SnapshotStore:
     def names(self) -> set[str]:
         """Return the ids of all snapshot files, readable or not."""
         return set(filter(_NAME.match, os.listdir(f"{self._directory}/{SNAPSHOTS_DIR}")))
-
-    def ids(self) -> _Ids:
-        """Return all ids, newest first."""
-        return [info.id for info in self.list()]
-
-    def list(
-        self,
-        *,
-        root: bytes | None = None,
-        tag: str | None = None,
-        since_ns: int | None = None,
-        until_ns: int | None = None,
-        limit: int | None = None,
-        safety: bool = True,
-    ) -> _Infos:
-        """List snapshots, newest first; ``since_ns`` and ``until_ns`` inclusive.
-
-        1,000 snapshots take a few milliseconds. ``safety`` False leaves safety snapshots out. A snapshot that
-        the catalogue does not know and whose file cannot be read is left out; `unreadable` names it.
-        """
-        infos = self._all()
-        # The order of `Catalogue.rows`, which `newest_first` relies on.
-        infos.sort(key=lambda info: (-info.time_ns, info.id))
-        chosen = [
-            info
-            for info in infos
-            if (root is None or root in info.roots)
-            and (tag is None or tag in info.tags)
-            and (since_ns is None or info.time_ns >= since_ns)
-            and (until_ns is None or info.time_ns <= until_ns)
-            and (safety or not is_safety(info.tags, info.message))
-        ]
-        return chosen if limit is None else chosen[: max(0, limit)]
-
-    def info(self, id_: SnapshotId) -> SnapshotInfo:
-        """Return one line of `list`.
-
-        Raises:
-            NotFound: there is no such snapshot.
-            DamagedSnapshot: the file is damaged.
-        """
-        return info_of(self.load(id_))
 
     def load(self, id_: SnapshotId) -> Snapshot:
         """Return the snapshot with its marks applied.
@@ -130,27 +80,8 @@ class SnapshotStore:
             marks = snapshot_format.StoredMarks(id=id_, held=True, hold_reason=UNREADABLE_MARKS)
         return snapshot_format.apply_marks(stored, marks)
 
-    def latest(self, root: bytes | None = None) -> SnapshotInfo | None:
-        """Return the newest snapshot, or the newest that has ``root``."""
-        return next(self.newest_first(root), None)
-
-    def newest_first(self, root: bytes | None = None) -> Iterator[SnapshotInfo]:
-        """Yield the snapshots in the order of `list`, for a caller that needs only the first few.
-
-        Where the catalogue is known to match the files, only its newest rows are read at first. A snapshot
-        may be gone when the caller loads it, as with `list`.
-        """
-        given = set()
-        # Finding the base of a capture among 1,000 snapshots takes 0.6 ms so; with all rows it took 8.
-        for info in self._newest_catalogued():
-            if root is None or root in info.roots:
-                given.add(info.id)
-                yield info
-        for info in self.list(root=root):
-            if info.id not in given:
-                yield info
-
-    def _newest_catalogued(self) -> _Infos:
+    def newest_known(self) -> list[SnapshotInfo]:
+        """Return the newest rows of the catalogue if it is known to match the files, else []."""
         seen = {
             SNAPSHOTS_SEEN: changed_ns(f"{self._directory}/{SNAPSHOTS_DIR}"),
             MARKS_SEEN: changed_ns(f"{self._directory}/{MARKS_DIR}"),
@@ -170,47 +101,18 @@ class SnapshotStore:
         finally:
             index.close()
 
-    def resolve(self, text: str, root: bytes | None = None) -> SnapshotId:
-        """Return the id of the snapshot that ``text`` names.
-
-        ``text`` is an id, an unambiguous prefix (with or without cs-), `latest`, `latest~N` or a time. A time
-        is local unless it carries an offset: "2023-06-15 15:00" or RFC 3339. It names the newest snapshot not
-        after it, where seconds count whole; a date alone means the end of that day. Safety snapshots are
-        found by id alone: what a restore replaced is not the newest state that anybody wants back. With
-        ``root`` the names that are no ids mean snapshots that have this root.
-
-        Raises:
-            NotFound: no snapshot fits, or it was promised and lost.
-            UsageError: ``text`` is ambiguous.
-        """
-        names = self.names()
-        # Also if its file is damaged: the caller must be told that.
-        if text in names:
-            return SnapshotId.parse(text)
-        try:
-            return resolve(text, names, lambda: self.list(root=root, safety=False))
-        except NotFound:
-            self._refuse_lost(text)
-            raise
-
-    def _refuse_lost(self, text: str) -> None:
-        """Raise NotFound with the reason if ``text`` is the id of a promised snapshot that was given up."""
-        for promise in lost(self._directory, ()):
+    def lost(self, text: str) -> NotFound | None:
+        """Return the error with the reason if ``text`` is the id of a promised snapshot that was given up."""
+        for promise in promised.lost(self._directory, ()):
             if text in (promise.id, promise.id.removeprefix("cs-")):
-                raise NotFound(
+                return NotFound(
                     f"the snapshot {promise.id} was lost: {promise.reason}",
                     hint="ciuic list shows those there are; "
                     f"ciuic forget {promise.id} ends its mention there",
                 )
+        return None
 
-    def unreadable(self) -> _Unreadables:
-        """Return the files in snapshots/ that cannot be read; reads them all. Never raises for their content.
-
-        Names that are no snapshot ids are reported too, temporary files (*.tmp) excepted.
-        """
-        return self.load_all()[1]
-
-    def load_all(self) -> tuple[_Snapshots, _Unreadables]:
+    def load_all(self) -> tuple[list[Snapshot], list[UnreadableSnapshot]]:
         """Return every snapshot from its own file, newest first, and `unreadable`; each file is read once."""
         loaded, unreadable = [], []
         for name in sorted(os.listdir(f"{self._directory}/{SNAPSHOTS_DIR}")):
@@ -237,7 +139,7 @@ class SnapshotStore:
 
     def new_id(self, taken: Collection[str] = ()) -> SnapshotId:
         """Return a new id, neither in use nor promised nor in ``taken`` (cut but not yet committed)."""
-        return new_snapshot_id(self.names().union(taken, promised_names(self._directory)))
+        return super().new_id([*taken, *promised.promised_names(self._directory)])
 
     def signatures(self) -> dict[str, str]:
         """Return for each marks file what tells it from an earlier one of the same snapshot."""
@@ -254,7 +156,8 @@ class SnapshotStore:
                     signatures[item.name] = f"{facts.st_ino}-{facts.st_mtime_ns}-{facts.st_size}"
         return signatures
 
-    def _all(self) -> _Infos:
+    def infos(self) -> list[SnapshotInfo]:
+        """Return all lines: from the catalogue where it matches the files, else from the files."""
         names = self.names()
         signatures = self.signatures()
         infos = {
@@ -278,10 +181,10 @@ class SnapshotStore:
             except (DamagedSnapshot, UnsupportedFormat) as error:
                 log.warning("snapshot_unreadable", snapshot=name, error=error.message)
 
-    def catalogue_problems(self) -> _Texts:
+    def catalogue_problems(self) -> list[str]:
         """Return where the catalogue differs from the snapshot files, in words. Reads all of them."""
         problems = []
-        for listed in self._all():
+        for listed in self.infos():
             try:
                 if listed != self.info(listed.id):
                     problems.append(f"the catalogue differs from the file of {listed.id}")
@@ -290,7 +193,7 @@ class SnapshotStore:
                 continue
         return problems
 
-    def vanished(self) -> _Texts:
+    def vanished(self) -> list[str]:
         """Return files that the catalogue was made from and that are gone, in words.
 
         They are known until the next writer begins. An interrupted removal leaves such, and so does a file

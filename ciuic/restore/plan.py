@@ -12,7 +12,6 @@ import msgspec
 from ciuic.errors import Damaged, DestinationExists
 from ciuic.repository import Repository
 from ciuic.repository.lookup import join, readable, resolve
-from ciuic.repository.ownership import foreign_reason
 from ciuic.repository.trees.tree_reader import Lineage
 from ciuic.restore.files import journal
 from ciuic.restore.files.destination import open_directory, stat_at
@@ -73,7 +72,7 @@ def plan_restore(
         raise _exists(conflicts)
     # A repository that lies in a restored directory is no part of the snapshot, and --delete must not remove it.
     own = os.stat(repository.path)
-    foreign = foreign_reason(repository.path) if special is None else ""
+    foreign = repository.foreign_reason() if special is None else ""
     return RestorePlan(
         repository=repository,
         snapshot=snapshot,

@@ -69,7 +69,7 @@ class RestoreRun:
     ) -> None:
         self._plan = plan
         self._dry_run = dry_run
-        self._pool = Pool(plan.repository.path, runtime_dir=runtime_dir)
+        self._pool = Pool(plan.repository, runtime_dir=runtime_dir)
         self._counter = ResultCounter(plan, dry_run, progress, report)
         self._outcomes = Outcomes(
             self._pool, self._counter, dry_run=dry_run, conflicts=frozenset(plan.conflicts)

@@ -3,6 +3,8 @@
 Run once, commit the result, and never run again for that version:
 
     python tests/format/make_golden.py tests/format/golden-<version>
+
+Version 3 and later have an identity (`golden_recipe.IDENTITY`); earlier ones a random seed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from ciuic.types import SnapshotId
 
 
 def main(target: str) -> None:
-    with Repository.create(target, block_size=recipe.BLOCK) as repository:
+    identity = recipe.IDENTITY if int(target.rpartition("-")[2]) >= 3 else None
+    with Repository.create(target, block_size=recipe.BLOCK, identity=identity) as repository:
         with repository.writer(pack_bytes=20_000) as writer:
             # The snapshots then find this content stored already.
             recipe.put_coded(writer)

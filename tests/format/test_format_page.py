@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import xxhash
 import zstandard
+from blake3 import blake3
 from support import golden_recipe as recipe
 
 HOLE = bytes(16)
@@ -98,7 +99,9 @@ class Golden:
         first, second = (self.top / "config").read_bytes().split(b"\n")[:2]
         assert second == b"crc32 %08x" % zlib.crc32(first)
         found: dict[str, Any] = json.loads(first)
-        assert found["format"] in (1, 2)
+        assert found["format"] in (1, 2, 3)
+        assert found["hash"] == ("blake3-128" if found["format"] == 3 else "xxh3-128")
+        assert len(found.get("key", "")) == (64 if found["format"] == 3 else 0)
         return found
 
     def content(self, id_: bytes) -> bytes:
@@ -108,8 +111,14 @@ class Golden:
         else:
             content = zstandard.ZstdDecompressor().decompress(payload) if flags == 1 else payload
         assert len(content) == length
-        assert xxhash.xxh3_128_digest(content, seed=self.seed) == id_
+        assert self.name_of(content) == id_
         return content
+
+    def name_of(self, content: bytes) -> bytes:
+        """Return the chunk id of this content."""
+        if self.config["hash"] == "blake3-128":
+            return blake3(content, key=bytes.fromhex(self.config["key"])).digest(16)
+        return xxhash.xxh3_128_digest(content, seed=self.seed)
 
     def records(self, pack: bytes, at: int, count: int) -> Iterator[tuple[bytes, Stored]]:
         """Return (id, stored bytes) of the records at an offset."""
@@ -137,6 +146,7 @@ class Golden:
             pack = path.read_bytes()
             assert pack[:8] == b"CIUICPAK"
             assert struct.unpack_from("<HBBIQ", pack, 8)[4] == int(path.stem, 16)
+            assert pack[11] == (2 if self.config["format"] == 3 else 1)
             assert pack[24:40].hex() == self.config["id"]
             assert u64(pack, 56) == xxhash.xxh3_64_intdigest(pack[:56])
             at = 4096
@@ -217,9 +227,10 @@ def enveloped(path: Path, magic: bytes) -> dict[str, Any]:
     return payload
 
 
-def test_the_second_format_has_planes_and_differences() -> None:
-    """The golden repository of format 2 has byte planes and differences, so its tests cover them."""
-    found = Golden(Path(__file__).parent / "golden-2")
+@pytest.mark.parametrize("name", ["golden-2", "golden-3"])
+def test_later_formats_have_planes_and_differences(name: str) -> None:
+    """The golden repositories from format 2 on have byte planes and differences, so their tests cover them."""
+    found = Golden(Path(__file__).parent / name)
     assert {stored.flags for stored in found.stored.values()} == {0, 1, 2, 6}
     assert {stored.payload[1] for stored in found.stored.values() if stored.flags == 6} == {0, 1, 2}
     assert {recipe.MASTERS, recipe.WIDE_HALVES} <= set(found.chunks.values())

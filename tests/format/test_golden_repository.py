@@ -10,6 +10,7 @@ import pytest
 from support import golden_recipe as recipe
 
 from ciuic.repository import Repository, Walker
+from ciuic.repository.config import read_config
 from ciuic.types import Entry, SnapshotId
 
 GOLDEN = sorted(Path(__file__).parent.glob("golden-*"))
@@ -31,9 +32,10 @@ def _content(repository: Repository, entry: Entry) -> bytes:
     return bytes(data)
 
 
-def test_there_is_a_golden_repository() -> None:
-    """The folder has a golden repository, so the other tests of this file run."""
-    assert GOLDEN
+def test_there_is_a_golden_repository_of_each_format() -> None:
+    """The folder has a golden repository of each format, so the other tests of this file cover them."""
+    assert [read_config(str(path)).format for path in GOLDEN] == [1, 2, 3]
+    assert read_config(str(GOLDEN[2])).identity() == recipe.IDENTITY
 
 
 def test_every_byte_is_sound(golden: Repository) -> None:

@@ -12,7 +12,7 @@ import tomli
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ciuic.config import RootConfig, add_roots, parse_config, remove_roots
+from ciuic.config import RemoteConfig, RootConfig, add_roots, parse_config, remove_roots, write_remote
 from ciuic.config.toml_source import line_numbers, quote, statements
 from ciuic.errors import ConfigError
 
@@ -40,6 +40,24 @@ def root_table(draw: st.DrawFn, path: str) -> str:
 
 
 @st.composite
+def remote_blocks(draw: st.DrawFn) -> list[str]:
+    """Generate the texts of some remotes: none, one [remote], or several [[remote]]; each with tables of its own."""
+    number = draw(st.integers(0, 3))
+    header = "[remote]" if number == 1 and draw(st.booleans()) else "[[remote]]"
+    blocks = []
+    for index in range(number):
+        lines = [header, f'name = "r{index}"', f'url = "s3://bucket-{index}" # [[root]]']
+        inner = [
+            '[remote.keep]\nkeep_last = 2\nkeep_tags = [\n  "a", # ]\n]',
+            "[ remote . schedule ] # x\nwindow = '22:00-06:00'",
+            "[remote.price]\ngb_month = 0.02",
+        ]
+        lines += draw(st.lists(st.sampled_from(inner), unique=True))
+        blocks.append("\n".join(lines) + "\n")
+    return blocks
+
+
+@st.composite
 def toml_files(draw: st.DrawFn) -> tuple[str, list[str], list[str]]:
     """Generate a text, its roots in order, and its comment lines between statements."""
     names = draw(st.lists(NAMES, unique=True, max_size=4))
@@ -48,6 +66,8 @@ def toml_files(draw: st.DrawFn) -> tuple[str, list[str], list[str]]:
     for table in ('[schedule]\ninterval = "5m"\n', "[retention]\nkeep_last = 9 # nine\n", "[control]\n"):
         if draw(st.booleans()):
             blocks.insert(draw(st.integers(0, len(blocks))), table)
+    for remote in draw(remote_blocks()):
+        blocks.insert(draw(st.integers(0, len(blocks))), remote)
     text, comments = "", []
     for block in blocks:
         comment = draw(COMMENT) + f" {len(comments)}"
@@ -93,7 +113,25 @@ def test_positions_of_statements_are_right(made: tuple[str, list[str], list[str]
     for path, line in line_numbers(found).items():
         name = path[-1] if isinstance(path[-1], str) else path[-2]
         assert str(name) in lines[line - 1]
-    assert sum(s.kind == "array" for s in found) == len(roots)
+    assert sum(s.kind == "array" and s.path[0] == "root" for s in found) == len(roots)
+
+
+@settings(max_examples=60, deadline=None)
+@given(made=toml_files())
+def test_each_key_of_a_remote_knows_its_line(made: tuple[str, list[str], list[str]]) -> None:
+    """The origin of each value of each remote is the line on which that remote has it, whatever stands around."""
+    text, _, _ = made
+    lines = text.split("\n")
+    # Each URL is in the file once; what follows it up to the next header of a remote is of that remote.
+    for remote in parse_config(text, Path("/etc/ciuic/ciuic.toml")).remotes:
+        at = next(number for number, line in enumerate(lines, 1) if f'"{remote.url}"' in line)
+        following = (n for n, line in enumerate(lines[at:], at + 1) if line.startswith(("[[", "[remote]")))
+        end = next(following, len(lines) + 1)
+        assert remote.origins["url"].line == at
+        assert remote.origin.line == at - 2
+        for name, origin in remote.origins.items():
+            assert at - 2 < origin.line < end
+            assert lines[origin.line - 1].startswith(name.rpartition(".")[2])
 
 
 def test_crlf_line_ends() -> None:
@@ -193,3 +231,48 @@ def test_two_editors_at_once_lose_nothing(tmp_path: Path) -> None:
     assert {str(root.path) for root in parse_config(file.read_text(), file).roots} == {
         f"/r{n}" for n in range(8)
     }
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(made=toml_files(), name=st.sampled_from(["remote", "r0", "r1", "new"]), sealed=st.booleans())
+def test_write_remote_changes_nothing_else(
+    made: tuple[str, list[str], list[str]], name: str, sealed: bool, tmp_path: Path
+) -> None:
+    """A remote that is written is read back; comments and everything else stay; or the file stays as it was."""
+    text, _, comments = made
+    file = tmp_path / "ciuic.toml"
+    file.write_bytes(text.encode())
+    before = parse_config(text, file)
+    known = {remote.name: remote for remote in before.remotes}
+    url = known[name].url if name in known else "gs://another"
+    remote = RemoteConfig(
+        name=name,
+        url=url,
+        region="eu-1",
+        encryption=sealed,
+        key_file=Path("/etc/k ey") if sealed else None,
+    )
+    try:
+        write_remote(file, remote)
+    except ConfigError:
+        assert file.read_bytes() == text.encode()
+        # Only a single [remote], which must become one of several by hand, is refused.
+        assert len(known) == 1
+        assert name not in known
+        return
+    after = parse_config(file.read_text(), file)
+    # Without their lines, which a new one above them moves.
+    assert [(root.path, root.driver, root.exclude) for root in after.roots] == [
+        (root.path, root.driver, root.exclude) for root in before.roots
+    ]
+    assert after.retention == before.retention
+    assert [one for one in after.remotes if one.name != name] == [
+        one for one in before.remotes if one.name != name
+    ]
+    written = next(one for one in after.remotes if one.name == name)
+    assert written.url == url
+    assert written.key_file == remote.key_file
+    if name not in known:
+        assert (written.encryption, written.region) == (sealed, "eu-1")
+    assert all(comment in file.read_text() for comment in comments)
+    assert not write_remote(file, remote)

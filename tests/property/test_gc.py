@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.identities import IDENTITIES
 from support.stored import Tree, read_back, store
 
 from ciuic.errors import Busy, CiuicError, NotFound
@@ -21,7 +22,7 @@ from ciuic.maintenance import prune as gc
 from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import CollectionRefused, forget, prune
 from ciuic.maintenance.sweep import HURRIED, Thresholds
-from ciuic.repository import Repository, Writer
+from ciuic.repository import Identity, Repository, Writer
 from ciuic.repository.packs.chunk_reader import ChunkReader
 from ciuic.retention import MinFree, RetentionPolicy
 from ciuic.types import ChunkId, SnapshotId
@@ -68,17 +69,22 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@pytest.mark.parametrize("identity", IDENTITIES)
+@settings(max_examples=20)
 @given(history=st.lists(trees, min_size=1, max_size=6), keep=st.integers(1, 4), data=st.data())
 def test_kept_snapshots_read_back_exactly(
-    tmp_path_factory: pytest.TempPathFactory, history: list[dict[bytes, Any]], keep: int, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    history: list[dict[bytes, Any]],
+    keep: int,
+    data: st.DataObject,
+    identity: Identity | None,
 ) -> None:
     """Each kept snapshot reads back as stored after prune, and a second prune finds nothing to do.
 
     This holds for any history, policy and set of held snapshots; the others are gone.
     """
     path = tmp_path_factory.mktemp("gc") / "repo"
-    with Repository.create(path, block_size=BLOCK) as repository:
+    with Repository.create(path, block_size=BLOCK, identity=identity) as repository:
         ids = commit(repository, *history)
         held = data.draw(st.sets(st.sampled_from(ids)))
         with repository.writer() as writer:

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from ciuic.repository.errors import DamagedTree
 from ciuic.repository.format.tree_format import name_level
-from ciuic.repository.packs.chunk_reader import chunk_id
+from ciuic.repository.identity import Identity
 from ciuic.repository.trees.block_maps import BlockMaps, update_block_map
 from ciuic.repository.trees.tree_reader import Trees
 from ciuic.repository.trees.tree_updater import update_tree
 from ciuic.types import HOLE, ChunkId, Entry, MapRef, TreeRef
 
 SEED = 7
+chunk_id = Identity("xxh3-128", None, SEED).chunk_id
 
 
 class MemoryChunks:
@@ -33,7 +34,7 @@ class MemoryChunks:
         return self.stored[chunk]
 
     def put(self, data: bytes) -> ChunkId:
-        id_ = chunk_id(data, SEED)
+        id_ = chunk_id(data)
         self.writes += id_ not in self.stored
         self.stored[id_] = data
         return id_

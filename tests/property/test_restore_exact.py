@@ -9,17 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import trees
+from support.identities import IDENTITIES
 from support.random_trees import STEPS, play
 from support.restoring import take
 
-from ciuic.repository import Repository
+from ciuic.repository import Identity, Repository
 from ciuic.restore import Overwrite, execute, plan_restore
 
 
-@settings(max_examples=30)
+@pytest.mark.parametrize("identity", IDENTITIES)
+@settings(max_examples=15)
 @given(before=STEPS, after=STEPS, mode=st.sampled_from((Overwrite.ALWAYS, Overwrite.IF_CHANGED)))
 def test_restore_in_place_with_delete_is_exactly_the_snapshot(
-    tmp_path_factory: pytest.TempPathFactory, before: list, after: list, mode: Overwrite
+    tmp_path_factory: pytest.TempPathFactory,
+    before: list,
+    after: list,
+    mode: Overwrite,
+    identity: Identity | None,
 ) -> None:
     """An in-place restore with overwrite and delete gives exactly the snapshot, hard links included.
 
@@ -30,7 +36,7 @@ def test_restore_in_place_with_delete_is_exactly_the_snapshot(
     root.mkdir()
     play(root, before)
     wanted = trees.manifest(root)
-    with Repository.create(base / "repository", block_size=4096) as repository:
+    with Repository.create(base / "repository", block_size=4096, identity=identity) as repository:
         snapshot = take(repository, root)
         play(root, [step for step in after if step[0] != "utime"])
         plan = plan_restore(repository, snapshot, [os.fsencode(root)], overwrite=mode, delete=True)

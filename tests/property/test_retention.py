@@ -112,6 +112,80 @@ def test_states_of_trainings_stay_and_count_in_no_rule(
     assert tuple(one for one in plan.decisions if one.id not in states) == alone.decisions
 
 
+@st.composite
+def remotes_of(draw: st.DrawFn, history: list[Snapshot]) -> dict[str, frozenset[str] | None]:
+    """Generate what some remotes need no more: nothing yet, or any part of the history."""
+    some = st.frozensets(st.sampled_from([one.id for one in history])) if history else st.just(frozenset())
+    return draw(st.dictionaries(st.sampled_from(["nas", "backup", "cold"]), st.none() | some))
+
+
+@given(history=histories(), policy=policies(), data=st.data())
+def test_remotes_only_add(history: list[Snapshot], policy: RetentionPolicy, data: st.DataObject) -> None:
+    """Remotes keep what they have not stored, name it, and change nothing about the reasons of other rules."""
+    remotes = data.draw(remotes_of(history))
+    plain = plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN)
+    plan = plan_retention(history, policy, now_ns=NOW_NS, tz=BERLIN, remotes=remotes)
+    assert [(one.id, one.local_reasons) for one in plan.decisions] == [
+        (one.id, one.reasons) for one in plain.decisions
+    ]
+    for decision in plan.decisions:
+        assert decision.reasons[len(decision.local_reasons) :] == tuple(
+            f"not on remote {name} yet" for name in decision.remotes
+        )
+        for name, done in remotes.items():
+            if done is not None:
+                assert (name in decision.remotes) is (decision.id not in done)
+    assert kept_ids(plan) == kept_ids(plain) | {one.id for one in plan.decisions if one.remotes}
+
+
+@given(history=histories(), policy=policies(), data=st.data())
+def test_a_remote_that_stores_more_keeps_less(
+    history: list[Snapshot], policy: RetentionPolicy, data: st.DataObject
+) -> None:
+    """What a remote has stored in addition never keeps a further snapshot; one that has all keeps none."""
+    remotes = {name: done for name, done in data.draw(remotes_of(history)).items() if done is not None}
+    more = {
+        name: done
+        | (data.draw(st.frozensets(st.sampled_from([s.id for s in history]))) if history else set())
+        for name, done in remotes.items()
+    }
+    plans = [
+        kept_ids(plan_retention(history, policy, now_ns=NOW_NS, tz=UTC, remotes=one))
+        for one in ({}, {name: {s.id for s in history} for name in remotes}, more, remotes)
+    ]
+    assert plans[0] == plans[1]
+    assert plans[1] <= plans[2] <= plans[3]
+
+
+@given(history=histories(), data=st.data())
+def test_states_of_trainings_wait_for_no_remote(history: list[Snapshot], data: st.DataObject) -> None:
+    """Training states stay for their training alone: a remote adds nothing to them."""
+    states = data.draw(st.sets(st.sampled_from([one.id for one in history]))) if history else set()
+    plan = plan_retention(
+        history, NOTHING, now_ns=NOW_NS, tz=UTC, states=states, remotes={"nas": frozenset()}
+    )
+    assert all(bool(one.remotes) is (one.id not in states) for one in plan.decisions)
+
+
+def test_a_remote_that_never_stored_anything_keeps_a_week() -> None:
+    """A remote without any snapshot keeps those of the last seven days, one that has some all that it lacks."""
+    history = snapshots_at(*(NOW - timedelta(hours=12 * n) for n in range(40)))
+    never = plan_retention(history, NOTHING, now_ns=NOW_NS, tz=UTC, remotes={"nas": None})
+    assert {one.id for one in never.decisions if one.remotes} == {s.id for s in history[: 2 * 7 + 1]}
+    assert never.decisions[1].reasons == ("not on remote nas yet",)
+    stalled = plan_retention(history, NOTHING, now_ns=NOW_NS, tz=UTC, remotes={"nas": frozenset()})
+    assert all(one.remotes == ("nas",) for one in stalled.decisions)
+
+
+@given(ahead=st.timedeltas(timedelta(0), timedelta(days=20000)))
+def test_a_clock_that_jumps_ahead_does_not_empty_the_week(ahead: timedelta) -> None:
+    """A clock that jumps ahead releases at most a quarter of the week that stays for a new remote."""
+    history = snapshots_at(*_hourly(7 * 24, NOW))
+    now_ns = int((NOW + ahead).timestamp()) * 10**9
+    plan = plan_retention(history, NOTHING, now_ns=now_ns, tz=UTC, remotes={"nas": None})
+    assert {s.id for s in history[: 7 * 24 * 3 // 4]} <= {one.id for one in plan.decisions if one.remotes}
+
+
 @given(history=histories(), policy=policies(), data=st.data())
 def test_order_of_listing_is_no_matter(
     history: list[Snapshot], policy: RetentionPolicy, data: st.DataObject

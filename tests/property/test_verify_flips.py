@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.identities import IDENTITIES
 from support.restoring import take, write
 
 from ciuic.errors import CiuicError, Damaged
@@ -29,8 +30,8 @@ class Made(NamedTuple):
     second: Snapshot
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+@pytest.fixture(scope="module", params=IDENTITIES)
+def made(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Made]:
     base = tmp_path_factory.mktemp("verify")
     root = base / "root"
     write(root / "shared.bin", bytes(range(256)) * 100)
@@ -39,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     write(root / "changes", b"first content")
     write(root / "two names", os.urandom(9000))
     os.link(root / "two names", root / "deep" / "other name")
-    with Repository.create(base / "repository", block_size=4096) as repository:
+    with Repository.create(base / "repository", block_size=4096, identity=request.param) as repository:
         first = take(repository, root)
         write(root / "changes", b"second content")
         second = take(repository, root)

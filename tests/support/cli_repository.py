@@ -72,8 +72,9 @@ def directory(name: bytes, below: TreeRef) -> Entry:
 class CliRepository:
     """Repository, and the program run on it."""
 
-    def __init__(self, path: Path, root: Path) -> None:
-        Repository.create(path).close()
+    def __init__(self, path: Path, root: Path, *, make: bool = True) -> None:
+        if make:
+            Repository.create(path).close()
         self.path = path
         self.root = root
         """The one protected directory; it need not exist."""

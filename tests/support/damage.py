@@ -25,7 +25,7 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.check import check
 from ciuic.maintenance.prune import CollectionRefused, prune
 from ciuic.maintenance.verify import verify_snapshots
-from ciuic.repository import Repository, Walker
+from ciuic.repository import Identity, Repository, Walker
 from ciuic.repository.codecs.byte_planes import Widening
 from ciuic.repository.codecs.byte_planes_math import BFLOAT16
 from ciuic.repository.codecs.codec import Codec, TwinBase
@@ -72,9 +72,11 @@ class Made:
     snapshots: list[SnapshotId] = field(default_factory=list)
     manifests: dict[SnapshotId, trees.Manifest] = field(default_factory=dict)
     structures: list[Structure] = field(default_factory=list)
+    keyed: bool = False
+    """True if chunks are named by keyed BLAKE3."""
 
 
-def make(top: Path) -> Made:
+def make(top: Path, identity: Identity | None = None) -> Made:
     """Make two snapshots that share most of their content; the first is marked."""
     root = top / "root"
     dice = random.Random(7)
@@ -89,8 +91,8 @@ def make(top: Path) -> Made:
     os.link(root / "two names", root / "many" / "another")
     os.setxattr(root / "noise", "trusted.long", dice.randbytes(3000))
     os.symlink("noise", root / "symlink")
-    made = Made(top, top / "repository", root, top / "older-index")
-    with Repository.create(made.repository, block_size=BLOCK) as repository:
+    made = Made(top, top / "repository", root, top / "older-index", keyed=identity is not None)
+    with Repository.create(made.repository, block_size=BLOCK, identity=identity) as repository:
         for name in _names_with_borders(int(read_config(str(made.repository)).seed, 16)):
             os.symlink(b"nowhere", os.fsencode(root / "many") + b"/" + name)
         bases = _store_numbers(repository, root, dice)
@@ -176,7 +178,7 @@ def _structures(made: Made) -> Iterator[Structure]:
         yield Structure("snapshot file", Path("snapshots") / id_)
         yield Structure("marks", Path("marks") / id_)
     with Repository.open(made.repository) as repository:
-        packs = Packs(str(made.repository / "packs"), bytes.fromhex(repository.id))
+        packs = Packs(str(made.repository / "packs"), bytes.fromhex(repository.id), repository.config.hash)
         for pack in repository.packs():
             yield from _pack_structures(packs, pack.number, pack.sealed)
         yield from _chunk_structures(made, repository)
@@ -500,15 +502,21 @@ class Tally:
     failures: list[str] = field(default_factory=list)
 
 
-def judge_all(made: Made, dice: random.Random, go_on: Callable[[], bool] = lambda: True) -> Tally:
-    """Plant each damage of each kind of structure once, in a place chosen by `dice`, and judge it."""
+def judge_all(
+    made: Made, dice: random.Random, go_on: Callable[[], bool] = lambda: True, *, one_each: bool = False
+) -> Tally:
+    """Plant each damage of each kind of structure once, in a place chosen by `dice`, and judge it.
+
+    With ``one_each`` only one damage of each kind of structure, chosen by `dice`.
+    """
     by_kind: dict[str, list[Structure]] = {}
     for structure in made.structures:
         by_kind.setdefault(structure.kind, []).append(structure)
     tally = Tally()
     copy = made.top / "copy" / "repository"
     for structures in by_kind.values():
-        for damage in damages(structures[0]):
+        possible = list(damages(structures[0]))
+        for damage in [dice.choice(possible)] if one_each else possible:
             if not go_on():
                 return tally
             structure = dice.choice(structures)

@@ -18,7 +18,7 @@ _CALL: Final = re.compile(
 
 READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/protocol/pairing.py": ("question of a trainer", "answer to a trainer"),
-    "ciuic/repository/config.py": ("config",),
+    "ciuic/repository/config.py": ("config", "config with a key"),
     "ciuic/repository/index/database.py": ("index",),
     "ciuic/repository/disk/lock.py": ("owner of a lock",),
     "ciuic/repository/format/pack_format.py": (
@@ -55,6 +55,7 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/training/format/unpacking.py": ("state of a training",),
     "ciuic/training/writer_process.py": ("manifest of a save",),
     "ciuic/protocol/heartbeat_page.py": ("heartbeat page",),
+    "ciuic/protocol/stored_remotely.py": ("record of a remote",),
     "ciuic/daemon/api/api.py": ("request for a snapshot",),
     "ciuic/daemon/capture/job.py": ("capture job", "capture message"),
     "ciuic/daemon/upkeep_process.py": ("job of upkeep",),
@@ -69,10 +70,24 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/fuse_layer/journal/name_changes.py": ("session journal of a worker",),
     "ciuic/fuse_layer/formats/sealed_format.py": ("sealed file",),
     "ciuic/fuse_layer/formats/undo_format.py": ("undo log",),
+    "ciuic/remote/format/document.py": (
+        "log entry of a remote",
+        "manifest of a remote",
+        "round of a remote",
+    ),
+    "ciuic/remote/format/pack.py": ("pack of a remote", "table of a remote's pack"),
+    "ciuic/remote/format/remote_json.py": ("remote.json", "remote.json of a repository"),
+    "ciuic/remote/sealing/key_slot.py": ("key slot",),
+    "ciuic/remote/sealing/recovery_key.py": ("recovery key",),
+    "ciuic/remote/sealing/sealer.py": ("object of a remote",),
 }
 """Map from module to the readers that reach its decoders."""
 
 OURS: Final[dict[str, str]] = {
+    "ciuic/remote/access/remote.py": "random bytes of this process",
+    "ciuic/training/remote/upload_process.py": "an argument that the trainer gives its own process",
+    "ciuic/remote/log/writer_state.py": "a file in a directory of the uploader's own",
+    "ciuic/remote/log/log_reader.py": "a cache in a directory of the uploader's own",
     "ciuic/maintenance/references.py": "numbers of names that treeformat has checked",
     "ciuic/maintenance/chunkset.py": "ids of chunks",
     "ciuic/protocol/control.py": "answers of the daemon, which is root",
@@ -81,6 +96,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/training/importing/foreign_files.py": "documents of a folder that the user imports, as far as they are no safetensors",
     "ciuic/system/io_throttle.py": "a figure that a worker, which is root, has published",
     "ciuic/protocol/peer_socket.py": "credentials, written by the kernel",
+    "ciuic/remote/sealing/master_key.py": "a number that is derived from the master key",
     "ciuic/system/processes.py": "an answer of the kernel",
     "ciuic/repository/disk/extent_sharing.py": "an answer of the kernel",
     "ciuic/repository/checking/walk.py": "numbers of names that treeformat has checked",
@@ -90,6 +106,7 @@ OURS: Final[dict[str, str]] = {
     "ciuic/training/protocol/cloud_notices.py": "the machine's provider, whose word ends the machine anyway",
     "ciuic/training/writer/rank_parts.py": "files of the user's own other ranks",
     "ciuic/training/writer/half_precision_pairs.py": "the trainer's own memory",
+    "ciuic/remote/objects/credentials.py": "files and programs of the operator, and the metadata of the machine's provider",
     "ciuic/protocol/watch_client.py": "answers of the daemon, which is root",
     "ciuic/cli/doctor/inquiry.py": "what our own child has encoded",
     "ciuic/cli/fast_snapshot.py": "answers of the daemon, which is root",

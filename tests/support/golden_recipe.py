@@ -11,8 +11,11 @@ from ciuic.repository.codecs.byte_planes import Widening
 from ciuic.repository.codecs.byte_planes_math import BFLOAT16, FLOAT16
 from ciuic.repository.codecs.codec import Codec, TwinBase
 from ciuic.repository.codecs.compression import Content
+from ciuic.repository.identity import Identity
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
 
+IDENTITY = Identity("blake3-128", bytes(range(32)), 0x0123456789ABCDEF)
+"""Identity of the golden repositories from format 3 on."""
 BLOCK = 65536
 TIME_NS = 1_686_841_200_123_456_789
 XATTRS_SHORT = ((b"user.note", b"short"),)

@@ -70,6 +70,11 @@ interval = "1h"
 [[root]]
 path = "/a"
 exclude = ["*.tmp", "/x/**"]
+[[remote]]
+url = "s3://bucket/x"
+endpoint = "https://[::1]:9000"
+[remote.schedule]
+window = "22:00-06:00"
 """
 _FLAT = b"protected_directories = /opt/a, /opt/b\n"
 DEEP = b"\x91" * 100_000 + b"\x90"
@@ -204,12 +209,14 @@ def readers() -> list[Reader]:
     config = StoredConfig(
         format=1, id="ab" * 16, hash="xxh3-128", seed="cd" * 8, block_size=4096, created_ns=5
     )
+    keyed = msgspec.structs.replace(config, format=3, hash="blake3-128", key="ef" * 32)
     log = b"".join(
         undo.encode(record)
         for record in (undo.BlocksRecord(5, 2, 0, 9), undo.NameRecord(5, 1, b"n", 7, 8, -1))
     )
     footer = bytes(pf.encode_footer(8192 - 80, _RECORDS))
     from support.more_readers import more_readers
+    from support.remote_readers import remote_readers
 
     known = [
         Reader("tree leaf", _body("leaf", False), encode_leaf([_ENTRY], False)),
@@ -221,7 +228,8 @@ def readers() -> list[Reader]:
         Reader("snapshot payload", _snapshot_payload, snapshot_format.encode_snapshot(_SNAPSHOT, "r")[36:]),
         Reader("marks payload", _marks_payload, snapshot_format.encode_marks(snapshot_format.StoredMarks(id=_NAME, held=True))[36:]),
         Reader("config", decode_config, encode_config(config)),
-        Reader("pack header", lambda data: pf.decode_header(data, 1, ID), pf.encode_header(pf.PackHeader(1, "data", ID))),
+        Reader("config with a key", decode_config, encode_config(keyed)),
+        Reader("pack header", lambda data: pf.decode_header(data, 1, ID, "xxh3-128"), pf.encode_header(pf.PackHeader(1, "data", ID, "xxh3-128"))),
         Reader("segment table", _table, pf.encode_table(4096, _RECORDS, 10)),
         Reader("footer", _footer, footer),
         Reader("undo log", _from_file(_log), log),
@@ -240,7 +248,7 @@ def readers() -> list[Reader]:
         Reader("message of a rank", _rank_message, rank_messages.encode({"states": {"a": (1, b"x", float("nan"))}, "n": numpy.arange(3)})),
         Reader("sealed file", _from_file(_sealed), _valid_sealed()),
     ]  # fmt: skip
-    return known + more_readers()
+    return known + more_readers() + remote_readers()
 
 
 def refused_or_read(reader: Reader, data: bytes) -> bool:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from ciuic.errors import NotFound
 from ciuic.repository.checking.segment_check import Checker, check_record
 from ciuic.repository.errors import DamagedPack, UnsupportedFormat
+from ciuic.repository.identity import Identity
 from ciuic.repository.index.database import ForeignIndexError, IndexDatabase
 from ciuic.repository.model import PackDamage, PackRecord
 from ciuic.repository.packs.chunk_reader import location_of
@@ -22,7 +23,7 @@ Progress = Callable[[int, int], None]
 def scrub(
     packs: Packs,
     index_path: str,
-    seed: int,
+    identity: Identity,
     progress: Progress | None,
     after: int,
     goes_on: Callable[[int], bool],
@@ -32,14 +33,14 @@ def scrub(
     sizes = packs.sizes()
     covered, newest = _covered(index_path)
     total, done = sum(sizes.values()), 0
-    with Checker(packs, seed, index_path) as checker:
+    with Checker(packs, identity, index_path) as checker:
         for number, size_bytes in sizes.items():
             if number > after:
                 facts = covered.get(number, (-1, False))
                 # NotFound: prune may drop the pack meanwhile.
                 with suppress(NotFound), packs.page_cache_preserved(number):
                     for damage in _scrub_pack(
-                        packs, checker, number, seed, facts, fresh=number > newest, between=between
+                        packs, checker, number, identity, facts, fresh=number > newest, between=between
                     ):
                         if packs.size(number) < size_bytes:
                             # Prune moves chunks elsewhere from the pack's end on; they are checked there.
@@ -73,7 +74,7 @@ def _scrub_pack(
     packs: Packs,
     checker: Checker,
     number: int,
-    seed: int,
+    identity: Identity,
     covered: tuple[int, bool],
     *,
     fresh: bool,
@@ -114,7 +115,7 @@ def _scrub_pack(
         # Records in a segment whose table is damaged are still found through the footer.
         for record in listed:
             if record not in found:
-                yield from check_record(packs, number, seed, record, checker.bases)
+                yield from check_record(packs, number, identity, record, checker.bases)
 
 
 def _segments(packs: Packs, number: int, covered: tuple[int, bool] | None) -> Iterator[Segment]:

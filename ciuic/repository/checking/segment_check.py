@@ -21,6 +21,7 @@ from typing import NamedTuple
 import zstandard
 
 from ciuic.repository.format import pack_format as pf
+from ciuic.repository.identity import Identity
 from ciuic.repository.ids import is_zero
 from ciuic.repository.index.chunk_lookup import ReaderFinder
 from ciuic.repository.model import PackDamage, PackRecord
@@ -28,7 +29,6 @@ from ciuic.repository.packs.chunk_reader import (
     READ_ERRORS,
     BadCopyError,
     ChunkReader,
-    chunk_id,
     location_of,
     read_base,
     read_copy,
@@ -57,9 +57,9 @@ class _Run(NamedTuple):
 class Checker:
     """Parallel checker of segments for one caller; context manager."""
 
-    def __init__(self, packs: Packs, seed: int, index_path: str) -> None:
+    def __init__(self, packs: Packs, identity: Identity, index_path: str) -> None:
         self._packs = packs
-        self._seed = seed
+        self._identity = identity
         self._index_path = index_path
         # Packs, lookup and decompressor of each thread.
         self._mine = threading.local()
@@ -79,7 +79,7 @@ class Checker:
         if self._reader is None:
             finder = ReaderFinder(self._packs, self._index_path)
             self._finders.append(finder)
-            self._reader = ChunkReader(self._packs, finder, self._seed)
+            self._reader = ChunkReader(self._packs, finder, self._identity)
         return self._reader
 
     def __enter__(self) -> Checker:
@@ -154,11 +154,13 @@ class Checker:
         mine = self._mine
         if not hasattr(mine, "packs"):
             # Each thread has its own descriptors, index connection and decompressor: none is thread-safe.
-            mine.packs = Packs(self._packs.directory, self._packs.repository_id)
+            mine.packs = self._packs.reopen()
             self._opened.append(mine.packs)
             finder = ReaderFinder(mine.packs, self._index_path)
             self._finders.append(finder)
-            mine.checked = _Segments(mine.packs, self._seed, ChunkReader(mine.packs, finder, self._seed))
+            mine.checked = _Segments(
+                mine.packs, self._identity, ChunkReader(mine.packs, finder, self._identity)
+            )
         checked: _Segments = mine.checked
         found = list(checked.damages(number, segment, footer, read))
         if read is not None:
@@ -170,9 +172,9 @@ class Checker:
 class _Segments:
     """Checker of segments for one thread."""
 
-    def __init__(self, packs: Packs, seed: int, bases: ChunkReader) -> None:
+    def __init__(self, packs: Packs, identity: Identity, bases: ChunkReader) -> None:
         self._packs = packs
-        self._seed = seed
+        self._identity = identity
         self._bases = bases
         self._buffer = bytearray(_RUN_BYTES)
         self._decompressor = zstandard.ZstdDecompressor()
@@ -223,20 +225,20 @@ class _Segments:
             start = record.offset - run.start
             # Read once more, alone: that says whether the disk, the checksum or the content is wrong.
             if not whole or not self._is_good(record, data[start : start + record.stored_bytes]):
-                yield from check_record(self._packs, number, self._seed, record, self._bases)
+                yield from check_record(self._packs, number, self._identity, record, self._bases)
             at = record.offset + record.stored_bytes
 
     def _is_good(self, record: PackRecord, stored: memoryview) -> bool:
         if pf.checksum(stored) != record.checksum:
             return False
         if not record.flags:
-            return chunk_id(stored, self._seed) == record.id
+            return self._identity.chunk_id(stored) == record.id
         try:
             base = read_base(record.base, self._bases.get)
             content = unpack(stored, record.raw_bytes, record.flags, self._decompressor, base)
         except BadCopyError:
             return False
-        return chunk_id(content, self._seed) == record.id
+        return self._identity.chunk_id(content) == record.id
 
 
 def _runs(at: int, records: list[PackRecord]) -> Iterator[_Run]:
@@ -263,13 +265,13 @@ def check_padding(packs: Packs, number: int, start: int, end: int) -> Iterator[P
 
 
 def check_record(
-    packs: Packs, number: int, seed: int, record: PackRecord, bases: ChunkReader
+    packs: Packs, number: int, identity: Identity, record: PackRecord, bases: ChunkReader
 ) -> Iterator[PackDamage]:
     """Check one payload alone, and say in words what is wrong."""
     location = location_of(number, record)
     try:
         if pf.checksum(read_stored(packs, location)) != record.checksum:
             raise BadCopyError("its bytes do not match their checksum")
-        read_copy(packs, location, record.id, seed, bases.get)
+        read_copy(packs, location, record.id, identity, bases.get)
     except BadCopyError as error:
         yield PackDamage(number, record.offset, record.id, str(error))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 from ciuic.repository.errors import DamagedPack, UnsupportedFormat
+from ciuic.repository.identity import HashName
 from ciuic.repository.model import DIFFERENCE, PackKind, PackRecord
 from ciuic.types import CHUNK_ID_BYTES, ChunkId
 
@@ -65,7 +66,7 @@ HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 SEGMENT_HEAD_BYTES = _SEGMENT.size
 RECORD_BYTES = _RECORD.size
 TRAILER_BYTES = _TRAILER.size
-HASH_XXH3_128 = 1
+_HASHES: dict[HashName, int] = {"xxh3-128": 1, "blake3-128": 2}
 _EMPTY_CHECKSUM = xxhash.xxh3_64_intdigest(b"")
 
 
@@ -75,6 +76,8 @@ class PackHeader(NamedTuple):
     number: int
     kind: PackKind
     repository_id: bytes
+    hash: HashName
+    """Hash that names the chunks of the pack."""
 
 
 class SegmentHead(NamedTuple):
@@ -102,12 +105,12 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
 
 def encode_header(header: PackHeader) -> bytes:
     """Return the first 4096 bytes of a pack."""
-    fields = (_HEADER_MAGIC, VERSION, KINDS[header.kind], HASH_XXH3_128, 0, header.number)
+    fields = (_HEADER_MAGIC, VERSION, KINDS[header.kind], _HASHES[header.hash], 0, header.number)
     raw = _HEADER.pack(*fields, header.repository_id, bytes(16))
     return (raw + _CHECKSUM.pack(checksum(raw))).ljust(ALIGN_BYTES, b"\0")
 
 
-def decode_header(data: bytes, number: int, repository_id: bytes) -> PackHeader:
+def decode_header(data: bytes, number: int, repository_id: bytes, hash_name: HashName) -> PackHeader:
     """Return the header of pack ``number``. DamagedPack unless it is whole and of this repository."""
     if len(data) < ALIGN_BYTES:
         raise DamagedPack(number, 0, "the header is cut short")
@@ -121,14 +124,17 @@ def decode_header(data: bytes, number: int, repository_id: bytes) -> PackHeader:
     ):
         raise DamagedPack(number, 0, "the header does not match its checksum")
     # After the checksum: a damaged version number must not look like a later format.
-    if version != VERSION or hash_code != HASH_XXH3_128:
+    found_hash = next((name for name, code in _HASHES.items() if code == hash_code), None)
+    if version != VERSION or found_hash is None:
         raise UnsupportedFormat(
-            f"pack {number:016x} has format {version}, hash {hash_code}: this ciuic reads 1, 1"
+            f"pack {number:016x} has format {version}, hash {hash_code}: this ciuic reads format 1 with hash 1 or 2"
         )
     kind: PackKind | None = next((k for k, code in KINDS.items() if code == kind_code), None)
     if kind is None or found != number or owner != repository_id:
         raise DamagedPack(number, 0, f"the header is that of pack {found:016x} of repository {owner.hex()}")
-    return PackHeader(number, kind, owner)
+    if found_hash != hash_name:
+        raise DamagedPack(number, 0, f"the header says {found_hash}, the repository {hash_name}")
+    return PackHeader(number, kind, owner, found_hash)
 
 
 def encode_table(offset: int, records: Sequence[PackRecord], payload_bytes: int) -> bytes:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import zstandard
 
 from ciuic.errors import NotFound
 from ciuic.repository.format.pack_format import CODED_FLAGS, FLAG_DIFFERENCE, MAX_CHUNK_BYTES
+from ciuic.repository.identity import Identity
 from ciuic.repository.model import ChunkLocation
-from ciuic.repository.packs.chunk_reader import READ_ERRORS, BadCopyError, chunk_id, unpack
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.packs.chunk_reader import READ_ERRORS, BadCopyError, unpack
+from ciuic.repository.packs.pack_source import ManyFinder, PackSource
 from ciuic.types import ChunkId
 
 RUN_BYTES = 1 << 20
@@ -45,23 +46,16 @@ class ReadChunk(NamedTuple):
         return self.location is not None and not self.location.flags & CODED_FLAGS
 
 
-class ManyFinder(Protocol):
-    """Lookup of many chunks at once."""
-
-    def find_many(self, chunks: Sequence[bytes]) -> dict[bytes, ChunkLocation]:
-        """Return the copy to read first for each chunk that is known."""
-
-
 _Wanted = tuple[ChunkLocation, int]
 
 
 class BulkReader:
     """Reader of many chunks, for one thread and one `read` at a time."""
 
-    def __init__(self, packs: Packs, finder: ManyFinder, seed: int) -> None:
+    def __init__(self, packs: PackSource, finder: ManyFinder, identity: Identity) -> None:
         self._packs = packs
         self._finder = finder
-        self._seed = seed
+        self._chunk_id = identity.chunk_id
         # Used again for every run; a caller that keeps content has to copy it.
         self._buffer = bytearray(RUN_BYTES)
         self._decompressor = zstandard.ZstdDecompressor()
@@ -116,7 +110,9 @@ class BulkReader:
         if end - start > len(self._buffer):
             self._buffer = bytearray(end - start)
         try:
-            length = self._packs.read_into(run[0][0].pack, start, memoryview(self._buffer)[: end - start])
+            records = (location for location, _ in run)
+            target = memoryview(self._buffer)[: end - start]
+            length = self._packs.read_run(run[0][0].pack, records, start, target)
         except NotFound:
             length = 0
         except OSError as error:
@@ -138,11 +134,11 @@ class BulkReader:
     ) -> ReadChunk:
         stored = memoryview(self._buffer)[at:upto]
         if not location.flags & CODED_FLAGS:
-            if chunk_id(stored, self._seed) != chunk:
+            if self._chunk_id(stored) != chunk:
                 raise BadCopyError("its bytes do not match their id")
             return ReadChunk(position, self._buffer, at, upto, location)
         content = unpack(stored, location.raw_bytes, location.flags, self._decompressor)
-        if chunk_id(content, self._seed) != chunk:
+        if self._chunk_id(content) != chunk:
             raise BadCopyError("its bytes do not match their id")
         return ReadChunk(position, content, 0, len(content), location)
 

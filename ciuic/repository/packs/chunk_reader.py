@@ -10,9 +10,8 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
-import xxhash
 import zstandard
 
 from ciuic.errors import Damaged, NotFound
@@ -24,9 +23,10 @@ from ciuic.repository.format.pack_format import (
     FLAG_PLANES,
     MAX_CHUNK_BYTES,
 )
+from ciuic.repository.identity import Identity
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation, PackRecord
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.packs.pack_source import Finder, PackSource
 from ciuic.types import ChunkId
 
 READ_ERRORS = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EOVERFLOW, errno.EINVAL)
@@ -43,16 +43,6 @@ after an interrupted collection. Where each of n copies is a difference from a c
 without this limit tries n**8."""
 
 
-class Finder(Protocol):
-    """Lookup of chunks."""
-
-    def find(self, chunk: bytes) -> list[ChunkLocation]:
-        """Return known copies, the best first."""
-
-    def search(self, chunk: bytes, failed: list[ChunkLocation]) -> list[ChunkLocation]:
-        """Search harder, after `find` gave nothing good. May return the failed ones again."""
-
-
 class BadCopyError(Exception):
     """Stored copy that cannot be used; the text says why."""
 
@@ -60,10 +50,10 @@ class BadCopyError(Exception):
 class ChunkReader:
     """Chunks by id. Takes no lock; safe beside a writer and prune. Not thread-safe."""
 
-    def __init__(self, packs: Packs, finder: Finder, seed: int) -> None:
+    def __init__(self, packs: PackSource, finder: Finder, identity: Identity) -> None:
         self._packs = packs
         self._finder = finder
-        self._seed = seed
+        self._identity = identity
 
     def get(self, chunk: ChunkId) -> bytes:
         """Return the content, checked against its id.
@@ -93,7 +83,7 @@ class ChunkReader:
                         chunk, location.pack, location.offset, f"none of {MAX_COPIES_READ} copies is good"
                     )
                 try:
-                    return read_copy(self._packs, location, chunk, self._seed, base)
+                    return read_copy(self._packs, location, chunk, self._identity, base)
                 except BadCopyError as error:
                     failed.append(location)
                     reason = reason or str(error)
@@ -145,16 +135,11 @@ class ChunkReader:
 
     def id_of(self, data: Bytes) -> ChunkId:
         """Return the id of this content in the repository, to compare a file without a writer."""
-        return chunk_id(data, self._seed)
+        return self._identity.chunk_id(data)
 
 
 def _too_deep(base: ChunkId) -> bytes:
     raise MissingChunk(base)
-
-
-def chunk_id(data: Bytes, seed: int) -> ChunkId:
-    """Return the id of this content."""
-    return ChunkId(xxhash.xxh3_128_digest(data, seed=seed))
 
 
 def location_of(number: int, record: PackRecord) -> ChunkLocation:
@@ -164,7 +149,7 @@ def location_of(number: int, record: PackRecord) -> ChunkLocation:
     )
 
 
-def read_stored(packs: Packs, location: ChunkLocation) -> bytes:
+def read_stored(packs: PackSource, location: ChunkLocation) -> bytes:
     """Return the stored bytes of a copy, unchecked. BadCopyError when they cannot be read."""
     # The index is not trusted: a length in it must not decide how much is allocated.
     if not 0 <= location.stored_bytes <= MAX_CHUNK_BYTES or location.offset < 0:
@@ -258,7 +243,11 @@ def read_base(base: ChunkId | Literal[b""], get: Callable[[ChunkId], bytes]) -> 
 
 
 def read_copy(
-    packs: Packs, location: ChunkLocation, chunk: bytes, seed: int, get: Callable[[ChunkId], bytes]
+    packs: PackSource,
+    location: ChunkLocation,
+    chunk: bytes,
+    identity: Identity,
+    get: Callable[[ChunkId], bytes],
 ) -> bytes:
     """Return the content of one copy, checked; ``get`` reads the content of a base.
 
@@ -267,6 +256,6 @@ def read_copy(
     """
     stored = read_stored(packs, location)
     data = unpack(stored, location.raw_bytes, location.flags, base=read_base(location.base, get))
-    if chunk_id(data, seed) != chunk:
+    if identity.chunk_id(data) != chunk:
         raise BadCopyError("its bytes do not match its id")
     return data

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from ciuic.errors import NotFound
 from ciuic.repository.disk.opening import open_regular
 from ciuic.repository.errors import DamagedPack
 from ciuic.repository.format import pack_format as pf
-from ciuic.repository.model import PackInfo, PackKind, PackRecord
+from ciuic.repository.identity import HashName
+from ciuic.repository.model import ChunkLocation, PackInfo, PackKind, PackRecord
 from ciuic.system import page_cache
 
 _NAME = re.compile(r"([0-9a-f]{16})\.pack\Z")
@@ -42,16 +43,22 @@ class Segment(NamedTuple):
 
 
 class Packs:
-    """Packs of one repository.
+    """Packs of one repository: the `PackSource` of a directory.
 
     Keeps a few descriptors open, so that a pack just deleted can still be read to its end.
     """
 
-    def __init__(self, directory: str, repository_id: bytes) -> None:
+    def __init__(self, directory: str, repository_id: bytes, hash_name: HashName) -> None:
         self.directory = directory
         self.repository_id = repository_id
+        self.hash_name: HashName = hash_name
         # The least recently used first.
         self._fds: OrderedDict[int, int] = OrderedDict()
+        self._dropped = bytearray(pf.ALIGN_BYTES)
+
+    def reopen(self) -> Packs:
+        """Return the same packs with descriptors of their own, for another thread."""
+        return Packs(self.directory, self.repository_id, self.hash_name)
 
     def path(self, number: int) -> str:
         """Return the path of a pack."""
@@ -93,7 +100,9 @@ class Packs:
             UnsupportedFormat: a later version of ciuic wrote it.
             NotFound: the pack is gone.
         """
-        return pf.decode_header(self.read(number, 0, pf.ALIGN_BYTES), number, self.repository_id)
+        return pf.decode_header(
+            self.read(number, 0, pf.ALIGN_BYTES), number, self.repository_id, self.hash_name
+        )
 
     def kind(self, number: int) -> PackKind:
         """Return the kind in the header; "data" if it is damaged: only the layout depends on it."""
@@ -140,10 +149,31 @@ class Packs:
             done += got
         return done
 
-    def read_scattered(self, number: int, offset: int, targets: Sequence[memoryview]) -> None:
-        """Fill one target after the other, as far as the file goes. NotFound when the pack is gone."""
+    def read_run(self, number: int, records: Iterable[ChunkLocation], start: int, target: memoryview) -> int:
+        """Read like `read_into`: records lie in the file as they are."""
+        return self.read_into(number, start, target)
+
+    def read_scattered(self, number: int, records: Sequence[tuple[ChunkLocation, memoryview]]) -> None:
+        """Read each record into its target, as far as the file goes. NotFound when the pack is gone."""
+        offset = end = records[0][0].offset
+        left: list[memoryview] = []
+        for location, target in records:
+            if location.offset > end:
+                left.append(self._gap(location.offset - end))
+            if len(target):
+                left.append(target)
+            end = location.offset + len(target)
+        self._fill(number, offset, left)
+
+    def _gap(self, length: int) -> memoryview:
+        """Return a buffer for bytes that are read and dropped."""
+        if length > len(self._dropped):
+            self._dropped = bytearray(length)
+        return memoryview(self._dropped)[:length]
+
+    def _fill(self, number: int, offset: int, left: list[memoryview]) -> None:
+        """Fill one buffer after the other."""
         fd = self._fd(number)
-        left = [target for target in targets if len(target)]
         while left:
             got = os.preadv(fd, left[:_MAX_IOVECS], offset)
             if not got:

@@ -14,17 +14,16 @@ from typing import Final
 from ciuic.errors import NotFound
 from ciuic.repository.codecs import byte_planes
 from ciuic.repository.format.pack_format import CODED_FLAGS, FLAG_DIFFERENCE, FLAG_PLANES, MAX_CHUNK_BYTES
+from ciuic.repository.identity import Identity
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation
-from ciuic.repository.packs.bulk_reader import ManyFinder
 from ciuic.repository.packs.chunk_reader import (
     MAX_READ_BASE_DEPTH,
     READ_ERRORS,
     BadCopyError,
-    chunk_id,
     unpacked,
 )
-from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.packs.pack_source import ManyFinder, PackSource
 from ciuic.types import ChunkId
 
 _RUN_BYTES: Final = 4 << 20
@@ -40,12 +39,10 @@ _Place = tuple[ChunkLocation, memoryview]
 class IntoMemory:
     """Reader into buffers of the caller, for one thread."""
 
-    def __init__(self, packs: Packs, finder: ManyFinder, seed: int) -> None:
+    def __init__(self, packs: PackSource, finder: ManyFinder, identity: Identity) -> None:
         self._packs = packs
         self._finder = finder
-        self._seed = seed
-        # Gaps between payloads are read into this, and dropped.
-        self._rest = bytearray(_GAP_BYTES)
+        self._chunk_id = identity.chunk_id
         self._stored = bytearray()
 
     def read(self, chunks: Sequence[ChunkId], targets: Sequence[memoryview]) -> list[int]:
@@ -70,9 +67,7 @@ class IntoMemory:
         # Read to where the content is to stand, without a copy: a load of 202 MB takes 1.25 of torch.load's
         # processor time, and took 1.73.
         self._read_places([place for place in places if len(place[1]) == place[0].stored_bytes])
-        failed += [
-            position for position in plain if chunk_id(targets[position], self._seed) != chunks[position]
-        ]
+        failed += [position for position in plain if self._chunk_id(targets[position]) != chunks[position]]
         for first in range(0, len(coded), _CODED_AT_ONCE):
             some = coded[first : first + _CODED_AT_ONCE]
             stored = self._stored_of([chunks[position] for position in some], found)
@@ -80,7 +75,7 @@ class IntoMemory:
                 target = targets[position]
                 with suppress(BadCopyError):
                     content = _content(chunks[position], found, stored, target)
-                    if chunk_id(content, self._seed) == chunks[position]:
+                    if self._chunk_id(content) == chunks[position]:
                         if content is not target:
                             target[:] = content
                         continue
@@ -137,15 +132,8 @@ class IntoMemory:
     def _read_places(self, places: list[_Place]) -> None:
         """Read each position into its buffer; an unreadable one keeps its old bytes, which match no id."""
         for run in _runs(places):
-            views: list[memoryview] = []
-            at = start = run[0][0].offset
-            for location, view in run:
-                if location.offset > at:
-                    views.append(memoryview(self._rest)[: location.offset - at])
-                views.append(view)
-                at = location.offset + len(view)
             try:
-                self._packs.read_scattered(run[0][0].pack, start, views)
+                self._packs.read_scattered(run[0][0].pack, run)
             except NotFound:
                 continue
             except OSError as error:

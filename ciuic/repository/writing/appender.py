@@ -218,7 +218,9 @@ class Appender:
         self._fd = self._disk.create(self._packs.path(number))
         self.number, self._named = number, False
         self._end = self._written_end = self._synced_end = 0
-        header = pf.encode_header(pf.PackHeader(number, self._kind, self._packs.repository_id))
+        header = pf.encode_header(
+            pf.PackHeader(number, self._kind, self._packs.repository_id, self._packs.hash_name)
+        )
         self._end = len(header)
         self._write([header], 0, self._grow)
 

@@ -15,10 +15,11 @@ from typing import NamedTuple
 from ciuic.repository.codecs.compression import Content, Job, PackedChunk, Packer
 from ciuic.repository.disk.operations import Disk
 from ciuic.repository.format import pack_format as pf
+from ciuic.repository.identity import Identity
 from ciuic.repository.ids import Bytes
 from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.model import ChunkLocation, PackKind, PackRecord
-from ciuic.repository.packs.chunk_reader import ChunkReader, chunk_id, location_of, read_base, unpack
+from ciuic.repository.packs.chunk_reader import ChunkReader, location_of, read_base, unpack
 from ciuic.repository.packs.pack_directory import Packs
 from ciuic.repository.writing.appender import Appender
 from ciuic.repository.writing.delta_bases import Bases, BufferedChunk
@@ -62,7 +63,7 @@ class ChunkStore:
         disk: Disk,
         packs: Packs,
         index: WriterIndex,
-        seed: int,
+        identity: Identity,
         tails: dict[PackKind, Tail],
         *,
         pack_bytes: int | None = None,
@@ -71,7 +72,9 @@ class ChunkStore:
         """Open the store; ``before_planes`` is called before a record of format 2 is written."""
         self.packs = packs
         self.index = index
-        self.seed = seed
+        self.identity = identity
+        self.id_of: Callable[[Bytes], ChunkId] = identity.chunk_id
+        """Function that returns the id of this content, stored or not."""
         # Chunks not yet written.
         self._buffered: dict[bytes, BufferedChunk] = {}
         # Written and not yet durable, so the index does not have them.
@@ -84,8 +87,8 @@ class ChunkStore:
         self._before_planes = before_planes
         self._pending: deque[_Pending] = deque()
         self._pending_bytes = 0
-        self._reader = ChunkReader(packs, self, seed)
-        self._bases = Bases(packs, self._buffered_chunk, self.find, seed)
+        self._reader = ChunkReader(packs, self, identity)
+        self._bases = Bases(packs, self._buffered_chunk, self.find, identity)
         self.appenders: dict[PackKind, Appender] = {
             kind: Appender(
                 disk, packs, kind, tails.get(kind), self._new_number, self._durable, pack_bytes=pack_bytes
@@ -102,10 +105,6 @@ class ChunkStore:
         """Return how far the packs reach now. Call it when everything is durable."""
         ends = {appender.number: appender.end for appender in self.appenders.values() if appender.number}
         return Extent(self._last_number, ends)
-
-    def id_of(self, data: Bytes) -> ChunkId:
-        """Return the id of this content, stored or not."""
-        return chunk_id(data, self.seed)
 
     def put(self, data: Bytes, kind: PackKind) -> ChunkId:
         """Store the content unless it is there, and return its id.
@@ -143,7 +142,8 @@ class ChunkStore:
                 raise ValueError(
                     f"a chunk must have at most {pf.MAX_CHUNK_BYTES} bytes, got {memoryview(data).nbytes}"
                 )
-        ids = [self.id_of(content.data) for content in contents]
+        id_of = self.id_of
+        ids = [id_of(content.data) for content in contents]
         new = {
             id_: content
             for id_, content in zip(ids, contents, strict=True)

@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple
 from ciuic.repository.codecs.byte_planes import WIDE
 from ciuic.repository.codecs.codec import MAX_WRITTEN_BASE_DEPTH, Codec
 from ciuic.repository.format.pack_format import FLAG_DIFFERENCE
+from ciuic.repository.identity import Identity
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation
-from ciuic.repository.packs.chunk_reader import BadCopyError, chunk_id, read_stored, unpack
+from ciuic.repository.packs.chunk_reader import BadCopyError, read_stored, unpack
 from ciuic.repository.packs.pack_directory import Packs
 from ciuic.types import ChunkId
 
@@ -46,12 +47,12 @@ class Bases:
         packs: Packs,
         buffered: Callable[[ChunkId], BufferedChunk | None],
         find: Callable[[ChunkId], list[ChunkLocation]],
-        seed: int,
+        identity: Identity,
     ) -> None:
         self._packs = packs
         self._buffered = buffered
         self._find = find
-        self._seed = seed
+        self._identity = identity
         self._local = threading.local()
         self._all_packs: list[Packs] = []
 
@@ -115,13 +116,13 @@ class Bases:
         except (BadCopyError, OSError):
             return None
         # A difference from damaged content could never be undone.
-        return content if content is not None and chunk_id(content, self._seed) == base else None
+        return content if content is not None and self._identity.chunk_id(content) == base else None
 
     def _packs_of_thread(self) -> Packs:
         """Return the packs of this thread, which open files of their own."""
         # `Packs` closes the descriptor used longest ago, which another thread could be reading from.
         packs: Packs | None = getattr(self._local, "packs", None)
         if packs is None:
-            packs = self._local.packs = Packs(self._packs.directory, self._packs.repository_id)
+            packs = self._local.packs = self._packs.reopen()
             self._all_packs.append(packs)
         return packs

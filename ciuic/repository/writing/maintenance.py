@@ -186,7 +186,7 @@ def mark_damaged(store: ChunkStore, chunks: Iterable[ChunkId]) -> list[ChunkId]:
         good = False
         for location in store.index.find(chunk):
             try:
-                read_copy(store.packs, _plain(location), chunk, store.seed, store.get)
+                read_copy(store.packs, _plain(location), chunk, store.identity, store.get)
                 bad = False
             except BadCopyError:
                 bad = True
@@ -236,7 +236,7 @@ def _good_elsewhere(store: ChunkStore, number: int, chunk: ChunkId) -> bool:
     for location in store.find(chunk):
         if location.pack != number:
             try:
-                read_copy(store.packs, _plain(location), chunk, store.seed, store.get)
+                read_copy(store.packs, _plain(location), chunk, store.identity, store.get)
                 return True
             except BadCopyError:
                 continue

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from ciuic.repository.committed_snapshots import CommittedSnapshots
 from ciuic.repository.config import StoredConfig
 from ciuic.repository.model import PackInfo, PackRecord
-from ciuic.repository.snapshots import SnapshotStore
 
 
 class OpenRepository(Protocol):
@@ -21,7 +21,7 @@ class OpenRepository(Protocol):
     id: str
     block_size: int
     config: StoredConfig
-    snapshots: SnapshotStore
+    snapshots: CommittedSnapshots
 
     @property
     def may_have_bases(self) -> bool:

@@ -21,13 +21,14 @@ from ciuic.repository.disk.lock import Lock
 from ciuic.repository.disk.operations import Disk
 from ciuic.repository.format.snapshot_format import encode_marks, encode_snapshot
 from ciuic.repository.format.tree_format import encode_xattrs
+from ciuic.repository.identity import Identity
 from ciuic.repository.ids import Bytes
 from ciuic.repository.index.catalogue import info_of
 from ciuic.repository.index.database import INDEX_NAME
 from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.model import PackKind, Shortened
 from ciuic.repository.packs.pack_directory import Packs
-from ciuic.repository.snapshots import SNAPSHOTS_DIR
+from ciuic.repository.snapshots import SNAPSHOTS_DIR, SnapshotStore
 from ciuic.repository.trees.block_maps import BlockMaps, update_block_map
 from ciuic.repository.trees.tree_reader import Trees
 from ciuic.repository.trees.tree_updater import update_tree
@@ -68,7 +69,7 @@ class Writer:
         lock: Lock,
         disk: Disk,
         packs: Packs,
-        seed: int,
+        identity: Identity,
         *,
         pack_bytes: int | None = None,
     ) -> None:
@@ -77,6 +78,7 @@ class Writer:
         self._lock = lock
         self._disk = disk
         self._path = str(repository.path)
+        self._snapshots = SnapshotStore(self._path, repository.id)
         self._index = WriterIndex(packs, f"{self._path}/{INDEX_NAME}")
         try:
             tails = reconcile(disk, packs, self._index)
@@ -84,7 +86,7 @@ class Writer:
             self._index.close()
             raise
         self._packs = packs
-        self._seed = seed
+        self._identity = identity
         self._pack_bytes = pack_bytes
         self._store = self._new_store(tails)
         # Extent of what was there before, or was committed.
@@ -94,7 +96,7 @@ class Writer:
         self._trees = Trees(self._store)
         self._maps = BlockMaps(self._store)
         self._committed_bytes = 0
-        self._catalogue = WriterCatalogue(disk, self._path, repository.snapshots, self._index)
+        self._catalogue = WriterCatalogue(disk, self._path, self._snapshots, self._index)
         self._open = True
         self._catalogue.refresh()
         self._catalogue.note_new_repository(packs)
@@ -130,7 +132,7 @@ class Writer:
             if self.repository.config.format < CODECS_VERSION:
                 self.repository.config = raise_format(self._disk, self._path, self.repository.config)
 
-        args = self._disk, self._packs, self._index, self._seed, tails
+        args = self._disk, self._packs, self._index, self._identity, tails
         return ChunkStore(*args, pack_bytes=self._pack_bytes, before_planes=raise_config_format)
 
     @property
@@ -222,7 +224,7 @@ class Writer:
         Raises:
             ValueError: a name is impossible, or an entry is larger than 64 KiB (see `put_xattrs`).
         """
-        return update_tree(self._trees, self._put_meta, self._seed, base, changes, links=links)
+        return update_tree(self._trees, self._put_meta, self._identity.seed, base, changes, links=links)
 
     def update_block_map(
         self, base: MapRef | tuple[bytes, int], n_blocks: int, changes: Mapping[int, ChunkId]
@@ -247,7 +249,7 @@ class Writer:
             ValueError: a root's tree is not in the repository, or the id is taken.
             OSError: the snapshot was not made.
         """
-        path = self.repository.snapshots.path(draft.id)
+        path = self._snapshots.path(draft.id)
         if os.path.lexists(path):
             raise ValueError(f"there is a snapshot {draft.id} already")
         for root in draft.roots:
@@ -260,7 +262,7 @@ class Writer:
         self._catalogue.before_commit()
         snapshot = self._snapshot_of(draft)
         # A marks file of an earlier snapshot of this id, left by a crash, must not apply to this one.
-        self._remove_quietly(self.repository.snapshots.marks_path(draft.id))
+        self._remove_quietly(self._snapshots.marks_path(draft.id))
         self._disk.replace_file(path, encode_snapshot(snapshot, self.repository.id))
         self._committed_bytes = self._store.grown_bytes
         # From here on `give_back` keeps what this snapshot needs.
@@ -286,15 +288,14 @@ class Writer:
         ``hold_uid`` is the ordinary user that ``hold`` is made for. Without it, the hold becomes that of the
         repository's owner, even if it was a user's before. NotFound if there is no such snapshot.
         """
-        snapshots = self.repository.snapshots
-        if id_ not in snapshots.names():
+        if id_ not in self._snapshots.names():
             raise NotFound(f"there is no snapshot {id_}", hint="ciuic list shows those there are.")
-        old = read_marks(id_, snapshots.marks_path(id_))
+        old = read_marks(id_, self._snapshots.marks_path(id_))
         marks = changed_marks(old, hold=hold, reason=reason, tags=tags, hold_uid=hold_uid)
         self._catalogue.changed = True
-        self._disk.replace_file(snapshots.marks_path(id_), encode_marks(marks))
-        snapshot = snapshots.load(id_)
-        row = (info_of(snapshot), snapshots.signatures().get(id_, ""))
+        self._disk.replace_file(self._snapshots.marks_path(id_), encode_marks(marks))
+        snapshot = self._snapshots.load(id_)
+        row = (info_of(snapshot), self._snapshots.signatures().get(id_, ""))
         # The row of a snapshot of this writer is written at close, and must have the new marks then.
         if id_ in self._catalogue.waiting:
             self._catalogue.waiting[id_] = row
@@ -311,18 +312,17 @@ class Writer:
             NotFound: one does not exist; nothing was removed.
         """
         chosen = list(dict.fromkeys(ids))
-        snapshots = self.repository.snapshots
-        missing = [id_ for id_ in chosen if not os.path.lexists(snapshots.path(id_))]
+        missing = [id_ for id_ in chosen if not os.path.lexists(self._snapshots.path(id_))]
         if missing:
             raise NotFound(f"there is no snapshot {', '.join(missing)}")
         self._catalogue.changed = True
         for id_ in chosen:
-            self._disk.unlink(snapshots.path(id_))
+            self._disk.unlink(self._snapshots.path(id_))
         if chosen:
             # Durable before the marks go: a snapshot that a power cut brings back must still be held.
             self._disk.sync_dir(f"{self._path}/{SNAPSHOTS_DIR}")
         for id_ in chosen:
-            self._remove_quietly(snapshots.marks_path(id_))
+            self._remove_quietly(self._snapshots.marks_path(id_))
         self._catalogue.removed(chosen)
 
     def _remove_quietly(self, path: str) -> None:

@@ -33,7 +33,7 @@ class Pool:
     """Threads and their queue. ``changed`` guards all state that tasks and the caller share; notified at the end of each task."""
 
     def __init__(
-        self, repository: Path, threads: int | None = None, *, runtime_dir: Path | None = None
+        self, repository: Repository, threads: int | None = None, *, runtime_dir: Path | None = None
     ) -> None:
         # Reentrant: outcomes are recorded from code that holds the lock already.
         self.changed = threading.Condition(threading.RLock())
@@ -137,7 +137,7 @@ class Pool:
                     # Opened by the thread itself: connections to the index belong to one thread.
                     if worker is None:
                         worker = BlockWorker(
-                            Repository.open(self._repository), self.check, self._runtime_dir, self._turns
+                            self._repository.reopen(), self.check, self._runtime_dir, self._turns
                         )
                     with suppress(RunStopped):
                         task(worker)

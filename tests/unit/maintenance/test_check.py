@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.identities import IDENTITIES
 from support.stored import read_back, store
 
 from ciuic.errors import Busy, Damaged
@@ -31,9 +32,9 @@ def noise(seed: int, size: int) -> bytes:
 CONTENT = noise(1, 40 * BLOCK + 17)
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.create(tmp_path / "repo", block_size=BLOCK) as made:
+@pytest.fixture(params=IDENTITIES)
+def repository(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Repository]:
+    with Repository.create(tmp_path / "repo", block_size=BLOCK, identity=request.param) as made:
         yield made
 
 

@@ -8,6 +8,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from support.identities import IDENTITIES
 from support.small_repository import BLOCK, content, make_snapshot, read_files
 
 from ciuic.errors import CiuicError, Damaged
@@ -21,11 +22,11 @@ from ciuic.types import ChunkId, SnapshotId
 FILES = {b"a": content(2, 5), b"b": content(3, 40), b"empty": b"", b"c": content(4, 17)}
 
 
-@pytest.fixture
-def top(tmp_path: Path) -> Path:
+@pytest.fixture(params=IDENTITIES)
+def top(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Make a repository with a snapshot, a marked one, sealed packs and unsealed ones."""
     path = tmp_path / "r"
-    with Repository.create(path, block_size=BLOCK) as repository:
+    with Repository.create(path, block_size=BLOCK, identity=request.param) as repository:
         with repository.writer(pack_bytes=60_000) as writer:
             make_snapshot(writer, "cs-000001", FILES)
         with repository.writer() as writer:
@@ -69,6 +70,8 @@ def test_a_full_check_of_an_undamaged_repository_finds_nothing(top: Path) -> Non
         assert repository.check_index() == []
 
 
+# Half a minute with one identity; tests/property/test_verify_flips.py flips bytes of the other, too.
+@pytest.mark.parametrize("top", [None], indirect=True)
 def test_every_flipped_byte_is_found(top: Path) -> None:
     """A flipped bit in any file but the index is found, and no read gives wrong bytes or a crash."""
     dice = random.Random(1)

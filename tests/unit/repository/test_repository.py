@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.identities import IDENTITIES
 from support.small_repository import BLOCK, content, make_snapshot, put_file, read_files
 
 from ciuic.errors import Busy, NotFound, UsageError
@@ -23,9 +24,9 @@ from ciuic.repository.writing import appender
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.create(tmp_path / "r", block_size=BLOCK) as made:
+@pytest.fixture(params=IDENTITIES)
+def repository(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Repository]:
+    with Repository.create(tmp_path / "r", block_size=BLOCK, identity=request.param) as made:
         yield made
 
 

@@ -178,10 +178,10 @@ def test_a_crash_between_the_copies_of_the_configuration_is_no_damage(repository
 
 def test_unknown_formats_are_refused(repository: Repository) -> None:
     """Unknown formats are refused."""
-    text = encode_config(msgspec.structs.replace(repository.config, format=3))
+    text = encode_config(msgspec.structs.replace(repository.config, format=4))
     for name in ("config", "config.copy"):
         (repository.path / name).write_bytes(text)
-    with pytest.raises(UnsupportedFormat, match="format 3"):
+    with pytest.raises(UnsupportedFormat, match="format 4"):
         Repository.open(repository.path)
 
 
@@ -432,7 +432,7 @@ def test_undecided_chunk_is_no_base(repository: Repository) -> None:
     """A chunk that may still be stored relative to one of two others is no base, as its depth is unknown."""
     data = states(1)[0]
     base, chunk = ChunkId(b"b" * 16), ChunkId(b"c" * 16)
-    packs = Packs(str(repository.path / "packs"), b"")
+    packs = Packs(str(repository.path / "packs"), b"", "xxh3-128")
     for undecided in (False, True):
         held = BufferedChunk(data, BLOCK, 0, b"", undecided)
         bases = Bases(packs, {base: held}.get, lambda _: [], 0)

@@ -100,6 +100,6 @@ def test_a_crafted_place_reads_nothing(tmp_path: Path, monkeypatch: pytest.Monke
                 def find_many(self, wanted_ids: list[ChunkId]) -> dict[ChunkId, object]:
                     return {chunk: good[chunk]._replace(**change) for chunk in wanted_ids}  # noqa: B023
 
-            reader = BulkReader(repository._pack_files(), Lying(), repository._seed)
+            reader = BulkReader(repository._pack_files(), Lying(), repository.identity)
             raw = [chunk for chunk in chunks if not good[chunk].flags]
             assert [piece.source for piece in reader.read(raw)] == [None] * len(raw), change

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.identities import IDENTITIES
 
 from ciuic.repository import Repository
 from ciuic.repository.codecs.codec import Codec
@@ -17,9 +18,9 @@ from ciuic.types import ChunkId
 BLOCK = 65536
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.create(tmp_path / "r", block_size=BLOCK) as made:
+@pytest.fixture(params=IDENTITIES)
+def repository(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Repository]:
+    with Repository.create(tmp_path / "r", block_size=BLOCK, identity=request.param) as made:
         yield made
 
 

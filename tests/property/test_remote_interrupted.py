@@ -1,0 +1,196 @@
+"""A collection of a real remote that is killed at any request: what is kept verifies, and another collector ends it."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.remote_host import BLOCK, RemoteHost, new_remote, reading
+from support.restoring import write
+
+from ciuic.maintenance.verify import verify_snapshots
+from ciuic.remote.access.remote import Remote
+from ciuic.remote.collection.collector import CollectionPolicy
+from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.objects.model import ObjectInfo, Objects
+from ciuic.remote.upkeep.collect import collect_remote
+from ciuic.remote.upkeep.give_up import give_up_snapshots, resolve_snapshots
+from ciuic.remote.upload.uploader import Labels
+from ciuic.repository import Repository
+from ciuic.repository.ids import Bytes
+from ciuic.types import Snapshot
+
+POLICY = CollectionPolicy(young_ns=0, repack_share=0.6)
+
+
+class Killed(BaseException):
+    """SIGKILL. Not an Exception: no handler may catch it."""
+
+
+class DyingObjects:
+    """Objects of a process that is killed after a number of requests: no later one is carried out."""
+
+    def __init__(self, objects: Objects, requests: int) -> None:
+        self._objects = objects
+        self._lock = threading.Lock()
+        self._left = requests
+
+    @property
+    def url(self) -> str:
+        return self._objects.url
+
+    def _live(self) -> Objects:
+        with self._lock:
+            if not self._left:
+                raise Killed
+            self._left -= 1
+        return self._objects
+
+    def put(self, name: str, data: Sequence[Bytes]) -> None:
+        self._live().put(name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self._live().create(name, data)
+
+    def get(self, name: str) -> bytes:
+        return self._live().get(name)
+
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Bytes]:
+        return self._live().get_ranges(name, ranges)
+
+    def tail(self, name: str, length: int) -> tuple[int, bytes]:
+        return self._live().tail(name, length)
+
+    def info(self, name: str) -> ObjectInfo | None:
+        return self._live().info(name)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return self._live().list(prefix, after=after)
+
+    def delete(self, names: Iterable[str]) -> None:
+        # Some stores delete one at a time, and a bulk request may be carried out in part.
+        for name in names:
+            self._live().delete([name])
+
+    def close(self) -> None:
+        pass
+
+
+class World(NamedTuple):
+    """A remote from which a snapshot was given up whose host is about to upload one with the same content."""
+
+    remote: Remote
+    host: RemoteHost
+    objects: dict[str, bytes]
+    kept: frozenset[str]
+    given_up: str
+
+
+def files(seed: str, root: Path, names: Iterable[int]) -> None:
+    rng = random.Random(seed)
+    for number in names:
+        write(root / f"{number}", rng.randbytes(5 * BLOCK + 3))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    place = tmp_path_factory.mktemp("interrupted")
+    name = f"interrupted-{os.urandom(6).hex()}"
+    remote = new_remote(MemoryObjects(name))
+    host, other = (RemoteHost(place / name, remote, name=name) for name in ("alpha", "beta"))
+    files("common", host.root, range(2))
+    files("common", other.root, range(2))
+    files("old", host.root, range(2, 6))
+    given_up = host.snapshot().id
+    host.upload()
+    files("new", host.root, range(2, 5))
+    kept = {host.snapshot().id}
+    host.upload()
+    kept.add(other.snapshot().id)
+    other.upload()
+    with reading(remote, place / "cache") as opened:
+        give_up_snapshots(opened, resolve_snapshots(opened, [given_up]), host="operator")
+    # The host has it no more; what it uploads next refers to the same chunks.
+    with host.repository.writer() as writer:
+        writer.remove_snapshots([given_up])
+    files("old", host.root, range(2, 6))
+    later = host.snapshot().id
+    objects = {info.name: bytes(remote.objects.get(info.name)) for info in remote.objects.list("")}
+    yield World(remote, host, objects, frozenset(map(str, {*kept, later})), str(given_up))
+    forget_bucket(name)
+
+
+class Trial:
+    """A copy of the world in which a collector is killed after a number of requests."""
+
+    def __init__(self, world: World, place: Path, requests: int) -> None:
+        self.bucket = f"trial-{os.urandom(6).hex()}"
+        self.world = world
+        self.place = place
+        objects = MemoryObjects(self.bucket)
+        for name, data in world.objects.items():
+            objects.put(name, [data])
+        self.remote = world.remote._replace(objects=objects)
+        self.host = world.host.copy(place / "host", self.remote)
+        self._dying = world.remote._replace(objects=DyingObjects(objects, requests))
+        self.survived = False
+
+    def killed_collection(self) -> None:
+        """Collect until killed."""
+        try:
+            with reading(self._dying, self.place / "killed") as opened:
+                collect_remote(opened, host="killed", policy=POLICY)
+        except Killed:
+            return
+        self.survived = True
+
+    def judge(self) -> None:
+        """Have another collector end the work; assert that all kept snapshots verify before and after."""
+        kept = set(self.world.kept)
+        for cache in ("before", "after"):
+            with reading(self.remote, self.place / cache) as opened:
+                assert set(opened.snapshots.ids()) == kept
+                assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
+            if cache == "before":
+                with reading(self.remote, self.place / "second") as opened:
+                    collect_remote(opened, host="second", policy=POLICY)
+        # Nothing waits for a dead collector.
+        rounds = {info.name for info in self.remote.objects.list("gc/")}
+        assert {name for name in rounds if "." not in name} == {
+            name.removesuffix(".done") for name in rounds if name.endswith(".done")
+        }
+        manifests = {info.name for info in self.remote.objects.list("manifests/")}
+        assert len(manifests) == len(kept)
+        self.host.repository.close()
+        forget_bucket(self.bucket)
+
+
+@pytest.mark.parametrize("way", ["between the runs", "beside an upload"])
+def test_a_collection_killed_at_any_request(world: World, tmp_path: Path, way: str) -> None:
+    """For each n: killed after n requests, then or meanwhile an upload of what it condemns, then another collector."""
+    requests = 0
+    while True:
+        trial = Trial(world, tmp_path / str(requests), requests)
+        if way == "between the runs":
+            trial.killed_collection()
+            trial.host.upload()
+        else:
+
+            def collect_now(repository: Repository, snapshot: Snapshot, trial: Trial = trial) -> Labels:
+                # The chunks were looked up and found, and nothing commits them yet.
+                if not trial.survived and not (trial.place / "killed").exists():
+                    trial.killed_collection()
+                return Labels()
+
+            trial.host.upload(collect_now)
+        trial.judge()
+        if trial.survived:
+            break
+        requests += 1
+    # It had begun, decided, deleted and ended.
+    assert requests > 30

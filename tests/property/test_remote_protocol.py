@@ -1,0 +1,249 @@
+"""Tests that no order of requests, lost replies, pauses and kills costs a remote a chunk that a snapshot needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from support.remote_bucket import Bucket
+from support.remote_mutations import MORE, THE_NINE
+from support.remote_search import Contents, Search
+from support.remote_storm import Storm, Violation, WriterMachine
+from support.remote_world import (
+    BucketJudge,
+    Ids,
+    MemoryState,
+    Uploader,
+    chunk,
+    make_collector,
+    record,
+    sealer,
+    store_pack,
+)
+
+from ciuic.remote.collection.collector import CollectionPolicy
+from ciuic.remote.format.log_entry import LogRemove
+from ciuic.remote.format.names import PackRef
+from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.log.bounded import create_entry
+from ciuic.remote.objects.model import Objects
+
+WANTED = chunk(1)
+OLD_PACK = PackRef("d" + "11" * 16)
+SECOND_PACK = PackRef("d" + "22" * 16)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_operations_keep_every_snapshot(seed: int) -> None:
+    """After each request of three writers and two collectors every snapshot has its chunks, whatever fails."""
+    storm = Storm(seed, switch_share=(1.0, 0.3, 0.1)[seed % 3])
+    storm.run(150, max_steps=200_000)
+    assert storm.operations >= 150
+    # A run that deleted nothing would prove nothing.
+    assert storm.bucket.deleted
+
+
+@pytest.mark.slow
+def test_ten_thousand_operations_keep_every_snapshot() -> None:
+    """The same for ten thousand snapshots, removals and rounds, in twenty buckets."""
+    done = 0
+    for seed in range(1000, 1020):
+        storm = Storm(seed, switch_share=(1.0, 0.3, 0.1)[seed % 3])
+        storm.run(500, max_steps=1_000_000)
+        done += storm.operations
+    assert done >= 10_000
+
+
+# These lose a chunk in few orders of requests: chance takes long to meet one, and the search below meets all.
+RARE = {"list_before_hello", "overlapping_rounds"}
+
+
+@pytest.mark.parametrize("name", sorted(set(THE_NINE) - RARE))
+def test_mutation_of_one_step_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Random operations lose a chunk within 100,000 requests with each mutation that is not rare."""
+    THE_NINE[name](monkeypatch)
+    assert first_violation(100_000), f"{name}: nothing was lost"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["every_final_counts", "bases_not_marked", "manifest_name_reused", "entry_before_not_read"]
+)
+def test_further_mutation_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """So does each of these, of what the model does not have, within 300,000 requests."""
+    MORE[name](monkeypatch)
+    assert first_violation(300_000), f"{name}: nothing was lost"
+
+
+def first_violation(max_requests: int) -> str:
+    """Return what storms find wrong, one after the other, until they have sent so many requests."""
+    requests = 0
+    for seed in range(max_requests):
+        storm = Storm(seed, switch_share=(1.0, 0.3, 0.1)[seed % 3])
+        try:
+            # Short ones: what goes wrong does so while there are few copies of anything.
+            storm.run(60, max_steps=20_000)
+        except Violation as violation:
+            return str(violation)
+        requests += len(storm.history)
+        if requests > max_requests:
+            break
+    return ""
+
+
+def first_bucket(*more_packs: PackRef) -> tuple[Contents, str]:
+    """Return a bucket with one snapshot of one chunk, in one pack and these, and its manifest."""
+    bucket = Bucket()
+    index = RemoteIndex.open(None, threads=1)
+    uploader = Uploader(bucket, Ids("first"), MemoryState(), index)
+    uploader.begin()
+    index.add(OLD_PACK, 0, store_pack(bucket, uploader.sealer, OLD_PACK, [record(WANTED)]))
+    manifest = uploader.upload({WANTED: None}, "cs-abcdef")
+    for ref in more_packs:
+        store_pack(bucket, uploader.sealer, ref, [record(WANTED)])
+    index.close()
+    return frozenset((name, data) for name, (data, _) in bucket.objects.items()), manifest
+
+
+def known_index(*packs: PackRef) -> RemoteIndex:
+    """Return an index that was complete while the first bucket was as it is, and met its packs in this order."""
+    index = RemoteIndex.open(None, threads=1)
+    for ref in packs or (OLD_PACK,):
+        index.add(ref, 0, [record(WANTED)[0]])
+    index.mark_complete(-1)
+    return index
+
+
+def writer(number: int) -> Callable[[Objects, Callable[[Any], None]], None]:
+    def run(objects: Objects, say: Callable[[Any], None]) -> None:
+        index = known_index()
+        try:
+            uploader = Uploader(objects, Ids(f"writer {number}"), MemoryState(), index, list_packs=False)
+            uploader.begin()
+            say(uploader.upload({WANTED: None}, "cs-abcdef"))
+        finally:
+            index.close()
+
+    return run
+
+
+def collector(number: int, *packs: PackRef) -> Callable[[Objects, Callable[[Any], None]], None]:
+    def run(objects: Objects, say: Callable[[Any], None]) -> None:
+        index = known_index(*packs)
+        policy = CollectionPolicy(young_ns=-1, repack_share=0)
+        try:
+            make_collector(
+                objects, Ids(f"collector {number}"), MemoryState(), index, max_entries=1000, policy=policy
+            ).run()
+        finally:
+            index.close()
+
+    return run
+
+
+def remover(manifest: str) -> Callable[[Objects, Callable[[Any], None]], None]:
+    def run(objects: Objects, say: Callable[[Any], None]) -> None:
+        ids = Ids("remover")
+        entry = LogRemove(nonce=ids.hex(), manifests=(manifest,))
+        create_entry(objects, sealer(ids), "ef" * 16, 0, entry)
+
+    return run
+
+
+def search_all(
+    contents: Contents, parties: Sequence[Callable[[Objects, Callable[[Any], None]], None]], max_states: int
+) -> tuple[str, int]:
+    """Search all orders of requests; return what is wrong, and the number of states."""
+    bucket = Bucket()
+    judge = BucketJudge(bucket)
+
+    def problem(contents: Contents, said: frozenset[Any]) -> str:
+        bucket.objects = {name: (data, 0) for name, data in contents}
+        judge.acknowledged = set(said)
+        return judge.problem()
+
+    found = Search(parties, problem)
+    return found.run(contents, max_states), found.states
+
+
+def writer_and_collector(max_states: int) -> tuple[str, int]:
+    """Search with a commit, a round, and a removal of the only snapshot."""
+    contents, manifest = first_bucket()
+    return search_all(contents, [writer(0), collector(0), remover(manifest)], max_states)
+
+
+def two_collectors(max_states: int) -> tuple[str, int]:
+    """Search with two collectors of which each would rather delete another of two packs with one chunk."""
+    contents, _ = first_bucket(SECOND_PACK)
+    parties = [collector(0, OLD_PACK, SECOND_PACK), collector(1, SECOND_PACK, OLD_PACK)]
+    return search_all(contents, parties, max_states)
+
+
+def test_every_order_of_one_writer_and_one_collector_is_safe() -> None:
+    """All 5,610 states of a commit, a round and a removal that run at once are right."""
+    problem, states = writer_and_collector(100_000)
+    assert problem == ""
+    assert 1_000 < states < 100_000
+
+
+@pytest.mark.slow
+def test_every_order_of_two_collectors_is_safe() -> None:
+    """All states of two collectors that disagree on what to delete are right."""
+    problem, states = two_collectors(1_000_000)
+    assert problem == ""
+    assert 1_000 < states < 1_000_000
+
+
+@pytest.mark.parametrize("name", THE_NINE)
+def test_search_finds_mutation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A search finds a lost chunk for each of the nine mutations of the protocol, within 20,000 states."""
+    THE_NINE[name](monkeypatch)
+    problem, _ = (two_collectors if name == "overlapping_rounds" else writer_and_collector)(20_000)
+    assert "is in no pack" in problem
+
+
+class StormMachine(RuleBasedStateMachine):
+    """Hypothesis chooses whose request is next, and what happens to it."""
+
+    @initialize(seed=st.integers(0, 1 << 16))
+    def begin(self, seed: int) -> None:
+        self.storm = Storm(seed, universe=3)
+
+    @rule(
+        at=st.integers(0, 4),
+        fate=st.sampled_from(
+            ["go", "go", "go", "lose reply", "lose request", "late", "kill after", "kill before"]
+        ),
+        more=st.integers(0, 40),
+    )
+    def request(self, at: int, fate: str, more: int) -> None:
+        self.storm.let(self.storm.machines[at], fate)
+        for _ in range(more):
+            self.storm.let(self.storm.machines[at], "go")
+
+    @precondition(lambda self: any(machine.party.objects.late for machine in self.storm.machines))
+    @rule()
+    def late_requests_arrive(self) -> None:
+        for machine in self.storm.machines:
+            self.storm.deliver_late(machine)
+
+    @rule(one=st.integers(0, 2), other=st.integers(0, 2))
+    def clone_disk(self, one: int, other: int) -> None:
+        source, target = self.storm.machines[one], self.storm.machines[other]
+        assert isinstance(source, WriterMachine)
+        if not target.party.running:
+            target.state = MemoryState(source.state.position)
+
+    def teardown(self) -> None:
+        if hasattr(self, "storm"):
+            self.storm.close()
+
+
+StormMachine.TestCase.settings = settings(
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestStormMachine = StormMachine.TestCase

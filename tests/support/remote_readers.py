@@ -1,0 +1,84 @@
+"""Decoders of a remote's objects, which anybody who can write to the bucket may have made."""
+
+from __future__ import annotations
+
+import struct
+
+import xxhash
+from support import remote_recipe as recipe
+from support.readers import Reader
+
+from ciuic.remote.format import log_entry, manifest, names, remote_json
+from ciuic.remote.format.pack_reader import RemotePackReader
+from ciuic.remote.format.round import decode_round
+from ciuic.remote.sealing import key_slot, recovery_key, slot_secret
+from ciuic.remote.sealing.check_field import add_check, xxh3_check
+from ciuic.remote.sealing.sealer import Sealer
+
+# In clear, so that what is fuzzed is the decoder and not the seal.
+_CLEAR = Sealer(recipe.REMOTE_ID, None)
+_PACK = RemotePackReader(_CLEAR, recipe.META_PACK)
+_ENTRY = names.log_entry_name(recipe.WRITER, 0)
+_ROUND = names.round_name(0)
+
+
+def _log_entry(data: bytes) -> object:
+    return log_entry.decode_log_entry(_CLEAR, recipe.WRITER, 0, _CLEAR.seal(_ENTRY, data))
+
+
+def _manifest(data: bytes) -> object:
+    return manifest.decode_manifest(_CLEAR, recipe.MANIFEST, _CLEAR.seal(recipe.MANIFEST, data))
+
+
+def _round(data: bytes) -> object:
+    return decode_round(_CLEAR, 0, "begun", _CLEAR.seal(_ROUND, data))
+
+
+def _table(data: bytes) -> object:
+    """Decode the table of a pack with a trailer and checksum that fit."""
+    header = _PACK.layout.header
+    count = len(data) // 64
+    trailer = struct.pack("<8sIIQ", b"CIUICRPT", count, 0, 564)
+    tail = data[: 64 * count] + trailer
+    tail += struct.pack("<Q", xxhash.xxh3_64_intdigest(header + tail))
+    found = _PACK.layout.decode_trailer(tail, 564 + len(tail))
+    return _PACK.layout.decode_table(found, tail[:-32])
+
+
+def _remote_json(data: bytes) -> object:
+    """Decode remote.json with a check that fits."""
+    return remote_json.open_remote(add_check(data, xxh3_check), None)
+
+
+def _slot(data: bytes) -> object:
+    """Decode a key slot with a check that fits."""
+    return key_slot.decode_slot("main", add_check(data, xxh3_check))
+
+
+def _without_check(data: bytes) -> bytes:
+    return data.rpartition(b',"check":')[0] + b"}"
+
+
+def remote_readers() -> list[Reader]:
+    """Return the decoders of a remote."""
+    clear, sealed = recipe.objects(sealed=False), recipe.objects(sealed=True)
+    commit = clear[names.log_entry_name(recipe.WRITER, 1)]
+    pack = clear[_PACK.name]
+    own = clear[f"repositories/{recipe.OLD_REPOSITORY_ID.hex()}/remote.json"]
+    return [
+        Reader("object of a remote", lambda data: _CLEAR.open(_ENTRY, data), clear[_ENTRY]),
+        Reader("log entry of a remote", _log_entry, commit[48:]),
+        Reader("manifest of a remote", _manifest, clear[recipe.MANIFEST][48:]),
+        Reader("round of a remote", _round, clear[_ROUND][48:]),
+        Reader("pack of a remote", _PACK.check, pack),
+        Reader("table of a remote's pack", _table, pack[564:-32]),
+        Reader("remote.json", _remote_json, _without_check(clear[names.REMOTE_JSON])),
+        Reader("remote.json of a repository", _remote_json, _without_check(own)),
+        Reader("key slot", _slot, _without_check(sealed["keys/main"])),
+        Reader("text of a key", lambda data: slot_secret.parse_key_text(data, "a file"), recipe.KEY_FILE.hex().encode()),
+        Reader(
+            "recovery key",
+            lambda data: recovery_key.parse_recovery_key(data.decode("utf-8", "replace")),
+            recipe.RECOVERY_TEXT.encode(),
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,202 @@
+"""Objects of a small remote whose every random bit is fixed: known answers for docs/remote-format.md.
+
+`objects` gives the same bytes at each call. They are stored in tests/format/remote-vectors-1, where a reader
+written from the page alone reads them; `make` writes them there, once for each version of the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from ciuic.remote.format import log_entry, manifest, names, remote_json
+from ciuic.remote.format.pack_writer import RemotePackWriter
+from ciuic.remote.format.round import StoredRound, encode_round
+from ciuic.remote.sealing import key_slot, slot_secret
+from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.recovery_key import show_recovery_key
+from ciuic.remote.sealing.sealer import Sealer
+from ciuic.repository.identity import Identity
+from ciuic.repository.model import PackRecord
+from ciuic.types import ChunkId
+
+VECTORS: Final = Path(__file__).parents[1] / "format" / "remote-vectors-1"
+TIME_NS: Final = 1_800_000_000_000_000_000
+BLOCK: Final = 65536
+PASSPHRASE: Final = "grüne Äpfel im Mai"
+MASTER: Final = bytes(range(32))
+REMOTE_ID: Final = bytes(range(100, 116))
+NAMING_KEY: Final = bytes(range(50, 82))
+BORDER_SEED: Final = 0xFEDCBA9876543210
+KEY_FILE: Final = bytes(range(200, 232))
+COMMAND_KEY: Final = bytes(range(150, 182))
+RECOVERY: Final = bytes(range(10, 42))
+RECOVERY_TEXT: Final = show_recovery_key(RECOVERY)
+REPOSITORY_ID: Final = bytes(range(60, 76))
+OLD_REPOSITORY_ID: Final = bytes(range(80, 96))
+OLD_SEED: Final = 0x0123456789ABCDEF
+SNAPSHOT_FILE: Final = b"CIUICSNP: not a real one, the page reader compares bytes"
+MARKS_FILE: Final = b"CIUICMRK: likewise"
+WRITER: Final = "0a" * 16
+RETIRED_WRITER: Final = "0b" * 16
+SNAPSHOT: Final = "cs-0a0b0c"
+COST: Final = key_slot.Argon2Cost(memory_kib=19 << 10, passes=1, lanes=2)
+"""Cheapest cost that readers accept: these tests are no place to wait."""
+
+
+def fixed_random(label: str) -> Callable[[int], bytes]:
+    """Return a source of bytes that look random and are the same at each call."""
+    count = 0
+
+    def take(length: int) -> bytes:
+        nonlocal count
+        count += 1
+        return hashlib.shake_256(f"{label} {count}".encode()).digest(length)
+
+    return take
+
+
+def chunk(number: int, length: int) -> bytes:
+    """Return the stored bytes of chunk ``number``."""
+    return hashlib.shake_256(b"chunk %d" % number).digest(length)
+
+
+def record(
+    number: int, length: int, *, raw: int | None = None, flags: int = 0, base: int | None = None
+) -> PackRecord:
+    """Return the record of a chunk as a local pack has it."""
+    return PackRecord(
+        chunk_id(number),
+        4096,
+        length,
+        length if raw is None else raw,
+        flags,
+        xxhash.xxh3_64_intdigest(chunk(number, length)),
+        b"" if base is None else chunk_id(base),
+    )
+
+
+def chunk_id(number: int) -> ChunkId:
+    """Return the id of chunk ``number``; it is not that of its content, which these tests do not decode."""
+    return ChunkId(hashlib.shake_256(b"id %d" % number).digest(16))
+
+
+DATA_RECORDS: Final = (record(1, 5000), record(2, 1), record(3, 777, raw=BLOCK, flags=1))
+META_RECORDS: Final = (record(4, 300, raw=900, flags=2), record(5, 200, raw=900, flags=6, base=4))
+DATA_PACK: Final = names.pack_ref("data", bytes(range(16)))
+META_PACK: Final = names.pack_ref("meta", bytes(range(16, 32)))
+MANIFEST: Final = names.manifest_name(
+    job="große job", epoch=3, step=12000, host="..node-1", random="0123456789abcdef" * 2
+)
+
+
+def secrets() -> dict[str, slot_secret.SlotSecret]:
+    """Return the secret of each key slot."""
+    return {
+        "main": slot_secret.passphrase_secret(PASSPHRASE),
+        "file": slot_secret.SlotSecret("key-file", KEY_FILE),
+        "kms": slot_secret.SlotSecret("command", COMMAND_KEY),
+        "paper": slot_secret.recovery_secret(RECOVERY_TEXT),
+    }
+
+
+def identity() -> Identity:
+    """Return the identity of the remote that is not sealed."""
+    return Identity("blake3-128", NAMING_KEY, BORDER_SEED)
+
+
+def entries(digest: str) -> list[log_entry.LogEntry]:
+    """Return one entry of each kind, in the order of the log."""
+    nonces = fixed_random("nonces")
+    live = log_entry.LiveManifest(
+        repository=REPOSITORY_ID.hex(), snapshot=SNAPSHOT, manifest=MANIFEST, digest=digest
+    )
+    return [
+        log_entry.LogHello(nonce=nonces(16).hex(), host="node-1", repository=REPOSITORY_ID.hex()),
+        log_entry.LogCommit(
+            nonce=nonces(16).hex(),
+            repository=REPOSITORY_ID.hex(),
+            snapshot=SNAPSHOT,
+            manifest=MANIFEST,
+            digest=digest,
+            packs=(META_PACK, DATA_PACK),
+        ),
+        log_entry.LogFence(nonce=nonces(16).hex(), round=0),
+        log_entry.LogRemove(nonce=nonces(16).hex(), manifests=(MANIFEST.replace("12000", "11000"),)),
+        log_entry.LogState(
+            nonce=nonces(16).hex(), live=(live,), removed=(MANIFEST.replace("12000", "11000"),)
+        ),
+    ]
+
+
+def pack(sealer: Sealer, ref: str, records: tuple[PackRecord, ...]) -> bytes:
+    """Return the bytes of a pack with these records of `chunk`."""
+    writer = RemotePackWriter(sealer, ref, capacity_bytes=1 << 20)
+    for one in records:
+        number = next(n for n in range(10) if chunk_id(n) == one.id)
+        assert writer.add(one, chunk(number, one.stored_bytes)) is not None
+    return b"".join(writer.finish())
+
+
+def objects(*, sealed: bool) -> dict[str, bytes]:
+    """Return the bytes of every object by its name."""
+    master = MasterKey(MASTER) if sealed else None
+    source = fixed_random("sealed" if sealed else "clear")
+    sealer = Sealer(REMOTE_ID, master, random_bytes=source)
+    found = {
+        names.REMOTE_JSON: remote_json.encode_remote(
+            remote_id=REMOTE_ID,
+            master=master,
+            block_size=BLOCK,
+            created_ns=TIME_NS,
+            identity=None if sealed else identity(),
+        )
+    }
+    for slot, secret in secrets().items():
+        if master is None:
+            break
+        found[names.slot_name(slot)] = key_slot.wrap_master_key(
+            master, REMOTE_ID, slot, secret, created_ns=TIME_NS, cost=COST, random_bytes=source
+        )
+    found[names.pack_name(DATA_PACK)] = pack(sealer, DATA_PACK, DATA_RECORDS)
+    found[names.pack_name(META_PACK)] = pack(sealer, META_PACK, META_RECORDS)
+    stored = manifest.RemoteManifest(
+        snapshot=SNAPSHOT_FILE,
+        marks=MARKS_FILE,
+        packs=(META_PACK, DATA_PACK),
+        writer=WRITER,
+        host="..node-1",
+        job="große job",
+        epoch=3,
+        step=12000,
+        previous="ab" * 32,
+    )
+    found[MANIFEST] = manifest.encode_manifest(sealer, MANIFEST, stored)
+    digest = manifest.object_digest(found[MANIFEST])
+    for number, entry in enumerate(entries(digest)):
+        name = names.log_entry_name(WRITER, number)
+        found[name] = log_entry.encode_log_entry(sealer, WRITER, number, entry)
+    retired = log_entry.LogRetired(nonce="0c" * 16, live=(), removed=())
+    found[names.log_entry_name(RETIRED_WRITER, 0)] = log_entry.encode_log_entry(
+        sealer, RETIRED_WRITER, 0, retired
+    )
+    condemned = StoredRound(nonce="0d" * 16, condemned=("d" + "ee" * 16,), manifests=(MANIFEST,))
+    for part in ("begun", "final", "done"):
+        content = StoredRound(nonce="0e" * 16) if part == "done" else condemned
+        found[names.round_name(0, part)] = encode_round(sealer, 0, part, content)
+    own = names.repository_prefix(OLD_REPOSITORY_ID.hex())
+    found[own + names.REMOTE_JSON] = remote_json.encode_repository(
+        repository_id=OLD_REPOSITORY_ID,
+        master=master,
+        block_size=BLOCK,
+        created_ns=TIME_NS,
+        identity=Identity("xxh3-128", None, OLD_SEED),
+        random_bytes=source,
+    )
+    inner = Sealer(OLD_REPOSITORY_ID, master, random_bytes=source)
+    found[own + names.pack_name(DATA_PACK)] = pack(inner, DATA_PACK, DATA_RECORDS[:1])
+    return found

@@ -1,0 +1,102 @@
+"""Trainings with a remote, for tests: their processes, found by a mark in the environment, and an end to all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+_MARK = "CIUIC_TEST_MARK"
+_SUPPORT = Path(__file__).parent
+PASSPHRASE = "correct horse battery staple"
+WAIT_SECONDS = 120
+
+
+class RemoteHost:
+    """A host with directories of its own, and the processes of its trainings."""
+
+    def __init__(self, place: Path, variables: dict[str, str]) -> None:
+        self.place = place
+        self.mark = uuid.uuid4().hex
+        self.environment = {
+            **os.environ,
+            **variables,
+            _MARK: self.mark,
+            "XDG_STATE_HOME": str(place / "state"),
+            "XDG_CACHE_HOME": str(place / "cache"),
+            "CIUIC_REMOTE_PASSPHRASE": PASSPHRASE,
+            "PYTHONPATH": str(_SUPPORT.parent),
+        }
+        place.mkdir(parents=True, exist_ok=True)
+
+    def run(self, script: str | Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a program to its end, which must be good."""
+        done = subprocess.run(
+            self._command(script, *arguments),
+            env=self.environment,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=WAIT_SECONDS,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done
+
+    def start(self, script: str | Path, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a program."""
+        return subprocess.Popen(
+            self._command(script, *arguments), env=self.environment, cwd="/", start_new_session=True
+        )
+
+    def kill(self, module: str = "") -> list[int]:
+        """Kill the host's processes at once, or those that run a module; return their ids."""
+        killed = []
+        for pid in self.processes(module):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+        wait_until(lambda: not set(killed) & set(self.processes(module)))
+        return killed
+
+    def processes(self, module: str = "") -> list[int]:
+        """Return the ids of the host's processes, or of those that run a module."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            with suppress(OSError):
+                ours = f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0")
+                if ours and module.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+        return found
+
+    def _command(self, script: str | Path, *arguments: str) -> list[str]:
+        program = ["-c", script] if isinstance(script, str) else [str(script)]
+        return [sys.executable, *program, *arguments]
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Return when the condition holds."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RemoteHost]:
+    """Provide a host whose environment this process has too; its processes are killed at the end."""
+    made = RemoteHost(tmp_path / "host", {})
+    for name in (_MARK, "XDG_STATE_HOME", "XDG_CACHE_HOME", "CIUIC_REMOTE_PASSPHRASE"):
+        monkeypatch.setenv(name, made.environment[name])
+    yield made
+    made.kill()
