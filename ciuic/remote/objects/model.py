@@ -1,15 +1,26 @@
 """Interface of an object store, as the remote uses it, and its errors.
 
-A name is relative to the remote's prefix, never empty, without a leading slash. Every operation of an
-implementation may be called from several threads at once.
+A name is relative to the remote's prefix: parts of ``A-Z a-z 0-9 . _ -`` separated by single slashes, none
+of which begins with a dot (`check_name`). A name is never the directory of another one: some stores keep
+directories. Every operation of an implementation may be called from several threads at once. What comes from
+a store may be hostile: no object of more than MAX_OBJECT_BYTES is read whole.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from ciuic.errors import CiuicError, NotFound, NotPermitted
+from ciuic.errors import CiuicError, Damaged, NotFound, NotPermitted
+from ciuic.repository.ids import Bytes
+
+MAX_OBJECT_BYTES = 128 << 20
+"""Largest object that `Objects.get` returns; a pack has 64 MiB and a table."""
+# Stores take 1,024 bytes with the prefix; file systems 255 a part.
+_MAX_NAME_BYTES = 768
+_MAX_PART_BYTES = 200
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(?:/[A-Za-z0-9_-][A-Za-z0-9._-]*)*\Z")
 
 
 class RemoteUnreachable(CiuicError):
@@ -26,6 +37,34 @@ class NoSuchObject(NotFound):
     def __init__(self, name: str) -> None:
         super().__init__(f"the remote has no object {name}")
         self.name = name
+
+
+class NoSuchBucket(NotFound):
+    """There is no bucket of this name; nothing can be stored or read."""
+
+
+class TooLargeObject(Damaged):
+    """An object is larger than any that ciuic writes."""
+
+    def __init__(self, name: str, size_bytes: int) -> None:
+        super().__init__(
+            f"the remote's object {name} has {size_bytes} bytes, at most {MAX_OBJECT_BYTES} are expected"
+        )
+
+
+def is_name(name: str) -> bool:
+    """Return whether the name may be an object's."""
+    return (
+        len(name) <= _MAX_NAME_BYTES
+        and _NAME.match(name) is not None
+        and all(len(part) <= _MAX_PART_BYTES for part in name.split("/"))
+    )
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError unless the name may be an object's."""
+    if not is_name(name):
+        raise ValueError(f"not the name of an object: {name[:100]!r}")
 
 
 class ObjectInfo(NamedTuple):
@@ -48,7 +87,7 @@ class Objects(Protocol):
     def url(self) -> str:
         """URL of the prefix for messages, without credentials."""
 
-    def put(self, name: str, data: Sequence[bytes | memoryview]) -> None:
+    def put(self, name: str, data: Sequence[Bytes]) -> None:
         """Store the parts as one object, in place of one that is there. Durable on return."""
 
     def create(self, name: str, data: bytes) -> bool:
@@ -63,10 +102,14 @@ class Objects(Protocol):
 
         Raises:
             NoSuchObject: there is none.
+            TooLargeObject: it has more than MAX_OBJECT_BYTES.
         """
 
-    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes of each (offset, length); a range may be cut at the end of the object.
+    def get_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> Sequence[Bytes]:
+        """Return the bytes of each (offset, length); a range is cut at the end of the object.
+
+        Ranges that lie close together are read in one request, so a result may be a view that keeps its
+        neighbours in memory.
 
         Raises:
             NoSuchObject: there is none.
@@ -80,17 +123,21 @@ class Objects(Protocol):
         """
 
     def info(self, name: str) -> ObjectInfo | None:
-        """Return size and time of an object; None if there is none."""
+        """Return size and time of an object; None if there is none (or no bucket: HEAD does not tell)."""
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Yield the objects whose names begin with ``prefix``, ascending by the bytes of their names.
+        """Yield the objects whose names begin with ``prefix``, ascending.
 
-        With ``after`` only names that are greater. What is created meanwhile may be missing; what was
-        there before the call is not.
+        Names are compared by their bytes, or part by part (SeaweedFS): both are the same within a directory,
+        and wherever the names of directories have one length. With ``after`` only names that are greater by
+        the same comparison. What is created meanwhile may be missing; what was there before the call is not.
         """
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete these objects; those that are not there are no error."""
+        """Delete these objects; those that are not there are no error.
+
+        After an error any of them may be deleted.
+        """
 
     def close(self) -> None:
         """Close connections."""

@@ -1,0 +1,140 @@
+"""Failures of an object store: turn what obstore raises into the errors of `Objects`.
+
+An error's text has the operation, the HTTP status and the store's own code, never the body of the reply or a
+URL's query: bodies repeat signed requests with their session tokens, and queries of Azure are signatures.
+Raise what is returned here ``from None``, so that no traceback shows the original.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ciuic.errors import CiuicError
+from ciuic.remote.objects.model import NoSuchBucket, NoSuchObject, RemoteRefused, RemoteUnreachable
+
+_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
+_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
+_REGION = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>|expecting '([a-z0-9-]{1,40})'")
+_MESSAGE = re.compile(r"<Message>([^<]{1,300})")
+# Signatures, keys and tokens are longer; host names, ARNs and bucket names are mostly not.
+_LONG_WORD = re.compile(r"[A-Za-z0-9+/=_-]{30,}")
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+# Codes with a status below 500 of requests that succeed later.
+_PASSING_CODES = frozenset(
+    {
+        "RequestTimeout",
+        "SlowDown",
+        "OperationAborted",
+        "ConditionalRequestConflict",
+        "ServerBusy",
+        "Throttling",
+    }
+)
+_PASSING_STATUS = frozenset({408, 409, 425, 429})
+# Hosts and paths of the services that hand out credentials to instances.
+_METADATA = ("169.254.169.254", "169.254.170.", "metadata.google.internal", "fd00:ec2", "token request")
+
+
+def code_of(exc: BaseException) -> str:
+    """Return the store's own code for an error, such as ``SlowDown``; empty if it gave none."""
+    match = _CODE.search(str(exc))
+    return match[1] if match else ""
+
+
+def status_of(exc: BaseException) -> int:
+    """Return the HTTP status of the last reply; 0 if there was none."""
+    match = _STATUS.search(str(exc))
+    return int(match[1]) if match else 0
+
+
+def is_conflict(exc: BaseException) -> bool:
+    """True if the store refused a create because another one was under way: the name may still be free.
+
+    References: Amazon S3 API, PutObject: 409 ConditionalRequestConflict, "the upload should be retried".
+    """
+    return code_of(exc) in ("ConditionalRequestConflict", "OperationAborted")
+
+
+def failure(exc: Exception, doing: str, name: str, *, writes: bool = False) -> CiuicError:
+    """Return the error of `Objects` that stands for one of obstore.
+
+    Args:
+        exc: what obstore raised.
+        doing: operation for the message, such as ``store``.
+        name: object or prefix that it concerned.
+        writes: whether the request was to store something, so that 404 means that there is no bucket.
+    """
+    # By name, so that this module does not import obstore.
+    kind = type(exc).__name__
+    text, status, code = str(exc), status_of(exc), code_of(exc)
+    what = f"cannot {doing} {name}" if name else f"cannot {doing}"
+    if any(mark in text for mark in _NO_BUCKET) or (status == 404 and writes):
+        return NoSuchBucket(
+            f"{what}: the bucket does not exist", hint="make the bucket first, then try again"
+        )
+    if isinstance(exc, FileNotFoundError) or status == 404:
+        return NoSuchObject(name)
+    if any(mark in text for mark in _METADATA):
+        return RemoteRefused(
+            f"{what}: no credentials in the environment or the shared files, and the instance's metadata has none"
+        )
+    if "External AWS credential provider" in text:
+        return RemoteRefused(f"{what}: {_provider_message(text)}")
+    answer = f"{what}: the store answered {' '.join(filter(None, (str(status or ''), code))) or 'nothing'}"
+    if kind in ("PermissionDeniedError", "UnauthenticatedError"):
+        return RemoteRefused(f"{answer}{_message(text, code)}", hint=_hint(code))
+    if status in (301, 307, 308) or code in ("AuthorizationHeaderMalformed", "PermanentRedirect"):
+        region = _REGION.search(text)
+        known = f"; it is in {region[1] or region[2]}" if region else ""
+        return RemoteRefused(f"{answer}{known}", hint="set the region of the bucket")
+    if status == 501 or kind in ("NotSupportedError", "InvalidPathError", "UnknownConfigurationKeyError"):
+        return RemoteRefused(f"{answer}: the store or its client does not support this")
+    if 400 <= status < 500 and status not in _PASSING_STATUS and code not in _PASSING_CODES:
+        return RemoteRefused(f"{answer}{_message(text, code)}", hint=_hint(code))
+    if not status:
+        return RemoteUnreachable(f"{what}: no answer from the store ({_transport(text)})")
+    return RemoteUnreachable(answer)
+
+
+def _message(text: str, code: str) -> str:
+    """Return the store's sentence where it helps to mend a policy; without anything like a key."""
+    match = _MESSAGE.search(text)
+    if code not in ("AccessDenied", "InvalidStorageClass", "InvalidRequest") or not match:
+        return ""
+    plain = "".join(char if char.isprintable() else " " for char in match[1])
+    return f" ({_LONG_WORD.sub('…', plain)[:200]})"
+
+
+def _hint(code: str) -> str:
+    return {
+        "RequestTimeTooSkewed": "set the clock of this machine",
+        "SignatureDoesNotMatch": "check the secret key, and that no proxy changes requests",
+        "InvalidAccessKeyId": "check the access key, and that it belongs to this store",
+        "ExpiredToken": "renew the session token",
+        "InvalidStorageClass": "storage_class must be one that the store has",
+    }.get(code, "")
+
+
+def _provider_message(text: str) -> str:
+    """Return the message of our own provider, which shows no key."""
+    match = re.search(r"NoCredentials: ([^\n]{1,400})", text)
+    return match[1] if match else "the credentials could not be read"
+
+
+def _transport(text: str) -> str:
+    """Return what broke, in a few words."""
+    lower = text.lower()
+    for mark, words in (
+        ("certificate", "its TLS certificate is not trusted"),
+        ("dns error", "its host name has no address"),
+        ("connection refused", "connection refused"),
+        ("timed out", "timed out"),
+        ("timeout", "timed out"),
+        ("connection reset", "connection reset"),
+        ("incompletemessage", "connection closed"),
+        ("end of file before message length", "connection closed within a body"),
+        ("network unreachable", "network unreachable"),
+    ):
+        if mark in lower:
+            return words
+    return "connection failed"

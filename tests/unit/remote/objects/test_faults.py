@@ -1,0 +1,272 @@
+"""Faults between client and store: lost replies, errors for a time, cut bodies, and what the messages say."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.object_servers import (
+    ACCESS_KEY,
+    SECRET_KEY,
+    Fault,
+    FaultProxy,
+    Request,
+    SeaweedFS,
+    connect_s3,
+    environment_for_s3,
+)
+
+from ciuic.errors import CiuicError
+from ciuic.remote.objects import clients
+from ciuic.remote.objects.model import (
+    NoSuchBucket,
+    NoSuchObject,
+    RemoteRefused,
+    RemoteUnreachable,
+    TooLargeObject,
+)
+from ciuic.remote.objects.obstore_objects import ObstoreObjects
+
+Connect = Callable[[], ObstoreObjects]
+
+
+@pytest.fixture
+def connect(seaweedfs: SeaweedFS, fault_proxy: FaultProxy) -> Connect:
+    url = seaweedfs.new_url()
+    return lambda: fault_proxy.connect(url)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clients give up at once: what comes after that is not obstore's to do."""
+    monkeypatch.setitem(clients._RETRY, "max_retries", 0)
+
+
+def on(method: str, *faults: Fault | None) -> Callable[[Request], Fault | None]:
+    """Return a plan that gives the requests of a method these faults in turn, then none."""
+    left = iter(faults)
+    return lambda request: next(left, None) if request.method == method else None
+
+
+def test_a_put_whose_reply_is_lost_is_done_again(connect: Connect, fault_proxy: FaultProxy) -> None:
+    """A PUT whose reply is lost twice is sent again, and the object is there."""
+    objects = connect()
+    fault_proxy.fault = on("PUT", Fault(drops_reply=True), Fault(drops_reply=True))
+    objects.put("name", [b"content"])
+    assert objects.get("name") == b"content"
+    assert fault_proxy.methods()["PUT"] == 3
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_create_whose_reply_is_lost_has_created(connect: Connect, fault_proxy: FaultProxy) -> None:
+    """A create whose reply is lost raises; asked again it returns False, and the object is the caller's own."""
+    objects = connect()
+    fault_proxy.fault = on("PUT", Fault(drops_reply=True))
+    with pytest.raises(RemoteUnreachable, match="cannot create name"):
+        objects.create("name", b"nonce of mine")
+    assert not objects.create("name", b"nonce of mine")
+    assert objects.get("name") == b"nonce of mine"
+
+
+def test_a_create_that_is_sent_again_does_not_overwrite(connect: Connect, fault_proxy: FaultProxy) -> None:
+    """Whatever the client does after a lost reply, the first object of the name stays."""
+    objects, other = connect(), connect()
+    assert other.create("name", b"other")
+    fault_proxy.fault = on("PUT", Fault(drops_reply=True), Fault(drops_reply=True))
+    try:
+        assert not objects.create("name", b"mine")
+    except RemoteUnreachable:
+        assert not objects.create("name", b"mine")
+    assert objects.get("name") == b"other"
+
+
+def test_errors_for_a_time_are_waited_for(connect: Connect, fault_proxy: FaultProxy) -> None:
+    """Three answers of 503 are waited for in every operation; nothing is lost or seen twice."""
+    objects = connect()
+    objects.put("there", [b"0123456789"])
+
+    def three_in_a_row() -> Callable[[Request], Fault | None]:
+        answers = itertools.count()
+        return lambda _request: Fault(status=503) if next(answers) < 3 else None
+
+    operations: list[Callable[[], object]] = [
+        lambda: objects.put("new", [b"x"]),
+        lambda: objects.create("created", b"x"),
+        lambda: objects.get("there") == b"0123456789",
+        lambda: objects.get_ranges("there", [(1, 3)])[0] == b"123",
+        lambda: objects.tail("there", 2) == (10, b"89"),
+        lambda: objects.info("there") is not None,
+        lambda: [info.name for info in objects.list("")] == ["created", "new", "there"],
+        lambda: objects.delete(["new", "created"]),
+    ]
+    for operation in operations:
+        fault_proxy.fault = three_in_a_row()
+        assert operation() is not False
+    assert [info.name for info in objects.list("")] == ["there"]
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_errors_that_may_pass_are_told_as_such(
+    connect: Connect, fault_proxy: FaultProxy, status: int
+) -> None:
+    """A store that answers 429 or 5xx all the time is unreachable in every operation: waiting may help."""
+    objects = connect()
+    objects.put("there", [b"x"])
+    fault_proxy.fault = lambda _request: Fault(status=status)
+    for operation in _operations(objects):
+        with pytest.raises(RemoteUnreachable, match=f"answered {status}"):
+            operation()
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("status", [400, 401, 403, 405, 501])
+def test_errors_that_stay_are_told_as_such(connect: Connect, fault_proxy: FaultProxy, status: int) -> None:
+    """A store that refuses with 4xx, or has no such operation, is told as a refusal: waiting changes nothing."""
+    objects = connect()
+    objects.put("there", [b"x"])
+    fault_proxy.fault = lambda _request: Fault(status=status, body=b"")
+    for operation in _operations(objects):
+        with pytest.raises(RemoteRefused, match=f"answered {status}|answered nothing"):
+            operation()
+
+
+def _operations(objects: ObstoreObjects) -> Iterator[Callable[[], object]]:
+    yield lambda: objects.put("name", [b"x"])
+    yield lambda: objects.create("name", b"x")
+    yield lambda: objects.get("there")
+    yield lambda: objects.get_ranges("there", [(0, 1)])
+    yield lambda: objects.tail("there", 1)
+    yield lambda: objects.info("there")
+    yield lambda: list(objects.list(""))
+    yield lambda: objects.delete(["there"])
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_body_that_is_cut_is_never_returned(connect: Connect, fault_proxy: FaultProxy) -> None:
+    """A reply that ends in the middle of its body is read again from there, or an error; never part of an object."""
+    objects = connect()
+    body = os.urandom(3 << 20)
+    objects.put("name", [body])
+    reads: list[Callable[[], bytes]] = [
+        lambda: objects.get("name"),
+        lambda: bytes(objects.get_ranges("name", [(0, 2 << 20)])[0]),
+        lambda: objects.tail("name", 2 << 20)[1],
+    ]
+    for read, expected in zip(reads, [body, body[: 2 << 20], body[-2 << 20 :]], strict=True):
+        fault_proxy.fault = on("GET", Fault(cuts_reply_at=1_000_000))
+        try:
+            assert read() == expected
+        except RemoteUnreachable:
+            assert read() == expected
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_put_that_is_cut_leaves_nothing(connect: Connect, fault_proxy: FaultProxy) -> None:
+    """A PUT whose connection breaks before the store has it leaves no object."""
+    objects = connect()
+    fault_proxy.fault = lambda request: Fault(drops_request=True) if request.method == "PUT" else None
+    with pytest.raises(RemoteUnreachable, match="cannot store name"):
+        objects.put("name", [bytes(1 << 20)])
+    assert objects.info("name") is None
+
+
+def test_an_object_is_one_request(connect: Connect, fault_proxy: FaultProxy) -> None:
+    """Objects of any size take one PUT, and a pack's ranges that lie close one GET; no multipart, no LIST."""
+    objects = connect()
+    body = memoryview(bytes(12 << 20))
+    objects.put("packs/large", [body[: 5 << 20], body[5 << 20 :]])
+    objects.create("w/a/0", b"entry")
+    objects.get_ranges("packs/large", [(number * 70_000, 60_000) for number in range(100)])
+    objects.tail("packs/large", 4096)
+    assert fault_proxy.methods() == {"PUT": 2, "GET": 2}
+    assert not [request for request in fault_proxy.requests if "uploads" in request.path]
+
+
+def test_a_conflict_of_two_creates_is_tried_again(connect: Connect, fault_proxy: FaultProxy) -> None:
+    """409 for another create under way is no answer about the name: the create is sent again."""
+    objects = connect()
+    conflict = b"<Error><Code>ConditionalRequestConflict</Code></Error>"
+    fault_proxy.fault = on("PUT", Fault(status=409, body=conflict), Fault(status=409, body=conflict))
+    assert objects.create("name", b"mine")
+    assert fault_proxy.methods()["PUT"] == 3
+    assert objects.get("name") == b"mine"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_object_that_is_too_large_is_not_read(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object that is larger than any of ciuic's is refused before its body is in memory."""
+    monkeypatch.setattr("ciuic.remote.objects.obstore_objects.MAX_OBJECT_BYTES", 1000)
+    objects = connect()
+    objects.put("name", [bytes(1001)])
+    with pytest.raises(TooLargeObject, match="1001 bytes"):
+        objects.get("name")
+    assert objects.tail("name", 4) == (1001, bytes(4))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_bucket_that_is_missing_is_not_a_missing_object(seaweedfs: SeaweedFS) -> None:
+    """Reading and listing a bucket that does not exist says so."""
+    objects = seaweedfs.connect("s3://not-there-at-all/x")
+    for read in (
+        lambda: objects.get("name"),
+        lambda: list(objects.list("")),
+        lambda: objects.tail("name", 1),
+    ):
+        with pytest.raises(NoSuchBucket, match="the bucket does not exist") as error:
+            read()
+        assert not isinstance(error.value, NoSuchObject)
+
+
+def _error_of(operation: Callable[[], object]) -> CiuicError | None:
+    try:
+        operation()
+    except CiuicError as exc:
+        return exc
+    return None
+
+
+@pytest.mark.usefixtures("impatient")
+def test_no_message_shows_a_credential(seaweedfs: SeaweedFS, fault_proxy: FaultProxy) -> None:
+    """No message, hint or cause of an error has a key, a token or a signature, whatever the store answers."""
+    token = "session-token-" + "x" * 200
+    good = {**environment_for_s3(""), "AWS_SESSION_TOKEN": token}
+    bad = {**good, "AWS_SECRET_ACCESS_KEY": "wrong-secret-key-of-these-tests"}
+    echo = f"<Error><Code>AccessDenied</Code><Message>{token} {SECRET_KEY} no\n</Message></Error>".encode()
+    secrets = {token, SECRET_KEY, ACCESS_KEY, bad["AWS_SECRET_ACCESS_KEY"]}
+    seen = 0
+    for environment, fault in itertools.product(
+        (good, bad),
+        (
+            None,
+            Fault(status=403, body=echo),
+            Fault(status=400, body=echo),
+            Fault(status=500, body=echo),
+            Fault(drops_reply=True),
+        ),
+    ):
+        fault_proxy.fault = lambda _request, fault=fault: fault  # type: ignore[misc]
+        objects = connect_s3(seaweedfs.new_url(), fault_proxy.endpoint, environment=environment)
+        for operation in _operations(objects):
+            error = _error_of(operation)
+            if error is None:
+                continue
+            seen += 1
+            text = f"{error} {error.hint} {error!r} {error.__cause__!r}"
+            assert error.__suppress_context__
+            assert not [secret for secret in secrets if secret in text]
+            assert "Signature=" not in text
+            assert "\n" not in str(error)
+    assert seen > 60
+
+
+def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does not answer is unreachable, and the message says what failed."""
+    monkeypatch.setitem(clients._RETRY, "max_retries", 1)
+    objects = connect_s3("s3://bucket/x", "http://127.0.0.1:1")
+    with pytest.raises(
+        RemoteUnreachable, match=r"cannot read name: no answer from the store \(connection refused\)"
+    ):
+        objects.get("name")
