@@ -1,0 +1,203 @@
+"""Seal and open objects and packs of one remote.
+
+Guarantees: an object opens under its own name, in its own remote, as a whole and unaltered, or not at all
+(DamagedRemote). Without a master key nothing is encrypted, and the same calls only guard against decay. An
+object that is not sealed never opens in a sealed remote, nor the other way round.
+
+References:
+    docs/remote-format.md, sections 4 and 5; AES-256-GCM: NIST SP 800-38D
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+from collections.abc import Callable
+from typing import Final
+
+from blake3 import blake3
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.sealing.master_key import REMOTE_ID_BYTES, MasterKey
+from ciuic.repository.errors import UnsupportedFormat
+from ciuic.repository.ids import Bytes
+
+TAG_BYTES: Final = 16
+"""Bytes by which AES-GCM lengthens what it seals; also the size of the checksum of an object in clear."""
+OBJECT_VERSION: Final = 1
+_MAGIC: Final = b"CIUICOBJ"
+# Magic, version, sealed, 0, salt.
+_ENVELOPE: Final = struct.Struct("<8sHHI16s")
+ENVELOPE_BYTES: Final = _ENVELOPE.size
+_SALT_BYTES: Final = 16
+_NONCE_BYTES: Final = 12
+_OBJECT_INFO: Final = b"ciuic object v1"
+_PACK_INFO: Final = b"ciuic pack v1"
+
+
+class PackSeal:
+    """Seals of the records and the table of one pack; may be used by several threads at once.
+
+    With a key each piece is AES-256-GCM with its offset as the nonce and `tag_bytes` longer; without one it
+    is stored as it is.
+    """
+
+    __slots__ = ("_aead", "_header", "_name", "tag_bytes")
+
+    def __init__(self, name: str, header: bytes, key: bytes | None) -> None:
+        self._name = name
+        self._header = header
+        self._aead = None if key is None else AESGCM(key)
+        self.tag_bytes: Final = 0 if key is None else TAG_BYTES
+
+    def seal_into(self, offset: int, data: Bytes, out: memoryview, *, bound: bytes = b"") -> None:
+        """Write the sealed ``data``, which will lie at ``offset`` of the pack, to ``out``.
+
+        A pack must never have two contents for one offset: the offset is the nonce.
+
+        Args:
+            offset: position in the pack.
+            data: stored bytes.
+            out: view of ``len(data) + tag_bytes`` bytes.
+            bound: bytes that are authenticated together with the header.
+        """
+        if self._aead is None:
+            out[:] = data
+        else:
+            self._aead.encrypt_into(_nonce(offset), data, self._header + bound, out)
+
+    def open(self, offset: int, data: Bytes, *, bound: bytes = b"") -> bytes:
+        """Return what was sealed at ``offset``.
+
+        Without a key these are the bytes themselves, not verified: the caller checks them.
+
+        Raises:
+            DamagedRemote: it was altered or moved, or belongs to another pack.
+        """
+        if self._aead is None:
+            return bytes(data)
+        try:
+            return self._aead.decrypt(_nonce(offset), data, self._header + bound)
+        except InvalidTag:
+            raise self._refused(offset) from None
+
+    def open_into(self, offset: int, data: Bytes, out: memoryview) -> None:
+        """Write what was sealed at ``offset`` to ``out``, which is ``tag_bytes`` shorter than ``data``.
+
+        Raises:
+            DamagedRemote: as `open`; what ``out`` then has is undefined.
+        """
+        if len(out) != len(data) - self.tag_bytes:
+            raise DamagedRemote(self._name, f"the record at offset {offset} is cut short")
+        if self._aead is None:
+            out[:] = data
+            return
+        try:
+            self._aead.decrypt_into(_nonce(offset), data, self._header, out)
+        except InvalidTag:
+            raise self._refused(offset) from None
+
+    def _refused(self, offset: int) -> DamagedRemote:
+        return DamagedRemote(self._name, f"what lies at offset {offset} is not what was sealed there")
+
+
+class Sealer:
+    """Seals of one remote; may be used by several threads at once.
+
+    Args:
+        remote_id: id in remote.json, 16 bytes.
+        master: master key; None for a remote that is not sealed.
+        random_bytes: source of salts.
+    """
+
+    __slots__ = ("_master", "_random_bytes", "remote_id")
+
+    def __init__(
+        self,
+        remote_id: bytes,
+        master: MasterKey | None,
+        *,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        if len(remote_id) != REMOTE_ID_BYTES:
+            raise ValueError(f"the id of a remote must have {REMOTE_ID_BYTES} bytes, got {len(remote_id)}")
+        self.remote_id: Final = remote_id
+        self._master = master
+        self._random_bytes = random_bytes
+
+    @property
+    def sealed(self) -> bool:
+        """True if objects and packs are encrypted."""
+        return self._master is not None
+
+    def seal(self, name: str, content: bytes) -> bytes:
+        """Return the bytes of the object ``name``, which is relative to the directory of remote.json.
+
+        Each call gives other bytes, so that one object is never sealed twice with one key.
+        """
+        salt = self._random_bytes(_SALT_BYTES)
+        envelope = _ENVELOPE.pack(_MAGIC, OBJECT_VERSION, int(self.sealed), 0, salt)
+        bound = self._bound(name, envelope)
+        if self._master is None:
+            return b"".join((envelope, _digest(bound, content), content))
+        key = self._master.derive(salt, _OBJECT_INFO)
+        return envelope + AESGCM(key).encrypt(bytes(_NONCE_BYTES), content, bound)
+
+    def open(self, name: str, data: bytes) -> bytes:
+        """Return the content of the object ``name``.
+
+        Raises:
+            DamagedRemote: it was altered, cut or moved, is of another remote or not sealed as this remote is.
+            UnsupportedFormat: a later version of ciuic wrote it.
+        """
+        if len(data) < ENVELOPE_BYTES + TAG_BYTES:
+            raise DamagedRemote(name, "it is cut short")
+        envelope = data[:ENVELOPE_BYTES]
+        magic, version, sealed, zero, salt = _ENVELOPE.unpack(envelope)
+        if magic != _MAGIC:
+            raise DamagedRemote(name, "it does not begin as an object of ciuic")
+        if version != OBJECT_VERSION:
+            raise UnsupportedFormat(
+                f"{name} in the remote has version {version}; this ciuic reads version {OBJECT_VERSION}"
+            )
+        # Whoever can write to the bucket could otherwise put objects in clear, which need no key, in place
+        # of sealed ones.
+        if sealed != int(self.sealed) or zero:
+            kind = "sealed" if self.sealed else "not sealed"
+            raise DamagedRemote(name, f"the remote is {kind}, but this object is not marked so")
+        bound = self._bound(name, envelope)
+        body = memoryview(data)[ENVELOPE_BYTES:]
+        if self._master is None:
+            content = bytes(body[TAG_BYTES:])
+            if not hmac.compare_digest(_digest(bound, content), body[:TAG_BYTES]):
+                raise DamagedRemote(name, "it does not match its checksum, or belongs elsewhere")
+            return content
+        key = self._master.derive(salt, _OBJECT_INFO)
+        try:
+            return AESGCM(key).decrypt(bytes(_NONCE_BYTES), body, bound)
+        except InvalidTag:
+            raise DamagedRemote(
+                name, "it was altered, or sealed under another name, in another remote or with another key"
+            ) from None
+
+    def for_pack(self, name: str, pack_id: bytes, header: bytes) -> PackSeal:
+        """Return the seals of a pack with this id and header; ``name`` is for messages."""
+        if self._master is None:
+            return PackSeal(name, header, None)
+        return PackSeal(name, header, self._master.derive(pack_id, _PACK_INFO + self.remote_id))
+
+    def _bound(self, name: str, envelope: bytes) -> bytes:
+        """Return the associated data of an object."""
+        return envelope + self.remote_id + name.encode()
+
+
+def _nonce(offset: int) -> bytes:
+    return offset.to_bytes(_NONCE_BYTES, "big")
+
+
+def _digest(bound: bytes, content: bytes) -> bytes:
+    """Return the checksum of an object in clear."""
+    return blake3(bound + b"\0" + content).digest()[:TAG_BYTES]

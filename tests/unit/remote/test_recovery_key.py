@@ -1,0 +1,71 @@
+"""Tests of recovery keys: shown, written down, typed again."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ciuic.errors import UsageError
+from ciuic.remote.sealing import recovery_key
+from ciuic.remote.sealing.recovery_key import parse_recovery_key, show_recovery_key
+
+_KEYS = st.binary(min_size=32, max_size=32)
+
+
+def test_the_checksum_is_that_of_the_rfc() -> None:
+    """CRC-24 of the nine digits is the check value of CRC-24/OPENPGP in the catalogue of CRC algorithms."""
+    assert recovery_key._crc24(b"123456789") == 0x21CF02
+
+
+@given(_KEYS)
+def test_a_key_is_read_as_it_was_shown(secret: bytes) -> None:
+    """The shown text gives the same bytes again, also with other letters, spaces and no prefix."""
+    text = show_recovery_key(secret)
+    assert len(text) == len("ciuic") + 14 * 5
+    assert parse_recovery_key(text) == secret
+    assert parse_recovery_key(text.lower().replace("-", " ")) == secret
+    assert parse_recovery_key(text.removeprefix("ciuic-").replace("-", "\n")) == secret
+    assert parse_recovery_key(text.replace("1", "l").replace("0", "O")) == secret
+    assert parse_recovery_key(text.replace("1", "I").replace("0", "o")) == secret
+
+
+@given(_KEYS, st.integers(0, 55), st.integers(1, 31))
+def test_a_wrong_character_is_found(secret: bytes, at: int, by: int) -> None:
+    """One wrong character is always noticed, and the hint names its group."""
+    groups = show_recovery_key(secret).split("-")[1:]
+    typed = list("".join(groups))
+    alphabet = recovery_key._ALPHABET
+    typed[at] = alphabet[(alphabet.index(typed[at]) + by) % 32]
+    with pytest.raises(UsageError) as caught:
+        parse_recovery_key("".join(typed))
+    assert caught.value.hint == f"look at group {at // 4 + 1} of 14"
+    assert "".join(typed) not in str(caught.value)
+
+
+@given(_KEYS, st.integers(0, 54))
+def test_swapped_neighbours_are_found(secret: bytes, at: int) -> None:
+    """Two neighbours in the wrong order never give another key."""
+    typed = list("".join(show_recovery_key(secret).split("-")[1:]))
+    typed[at], typed[at + 1] = typed[at + 1], typed[at]
+    text = "".join(typed)
+    if typed[at] == typed[at + 1]:
+        assert parse_recovery_key(text) == secret
+        return
+    with pytest.raises(UsageError, match="typing error"):
+        parse_recovery_key(text)
+
+
+@pytest.mark.parametrize("text", ["", "ciuic", "ciuic-" + "0" * 55, "0" * 57, "U" * 56, "ü" * 56, "0" * 56])
+def test_other_texts_are_refused(text: str) -> None:
+    """Texts of other lengths or characters, or without a right checksum, are no keys."""
+    with pytest.raises(UsageError, match="recovery key"):
+        parse_recovery_key(text)
+
+
+def test_only_whole_keys_are_shown() -> None:
+    """A key of another length is an error of the caller."""
+    with pytest.raises(ValueError, match="32 bytes"):
+        show_recovery_key(os.urandom(31))
