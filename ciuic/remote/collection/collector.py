@@ -1,0 +1,336 @@
+"""One round of collection, from the first mark to its end; or the end of a round that another collector began.
+
+The order of the steps is the safety argument (docs/remote-format.md, section 8):
+
+1. mark, and choose what is to be condemned (`Collector._choose`): needs no care, because step 4 decides;
+2. create ``gc/<r>`` (`_begin`): from now on a writer that begins sees what is condemned;
+3. then put a fence into every log (`_fence_logs`): a writer that goes on sees it before its next commit;
+4. then list, mark again, and take out what is needed (`_decide`): every commit before a fence is seen;
+5. create ``gc/<r>.final``, whichever stands is valid; 6. delete just that; 7. create ``gc/<r>.done``.
+
+References:
+    docs/remote-format.md, section 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from ciuic.errors import Damaged, NotFound
+from ciuic.remote.collection.log_upkeep import LogUpkeep
+from ciuic.remote.collection.marking import (
+    LiveChunks,
+    MarkSnapshots,
+    PackUse,
+    add_bases,
+    keep_needed,
+    measure_use,
+    needed_in,
+)
+from ciuic.remote.collection.repacking import CountingRepacker, Repacker
+from ciuic.remote.format.log_entry import MAX_MANIFESTS, MAX_PACKS, LogFence
+from ciuic.remote.format.names import (
+    MANIFESTS_PREFIX,
+    PackRef,
+    log_entry_name,
+    new_hex_id,
+    pack_name,
+    parse_manifest,
+)
+from ciuic.remote.format.round import StoredRound
+from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.log.bounded import create_round
+from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.log.others_log import append_to_log
+from ciuic.remote.log.writer_log import WriterLog
+from ciuic.remote.objects.model import Objects
+from ciuic.remote.sealing.sealer import Sealer
+
+DEFAULT_YOUNG_NS: Final = 86_400 * 10**9
+"""Age by the store's clock below which a pack or manifest is spared: one day. It saves uploads of running snapshots from
+being done twice; nothing is unsafe without it."""
+DEFAULT_REPACK_SHARE: Final = 0.25
+"""Share of live bytes below which a pack is copied to new ones."""
+DEFAULT_REPACK_BYTES: Final = 4 << 30
+"""Limit of what one round copies."""
+
+
+class CollectionPolicy(NamedTuple):
+    """What is worth collecting; nothing here is needed for safety."""
+
+    young_ns: int = DEFAULT_YOUNG_NS
+    repack_share: float = DEFAULT_REPACK_SHARE
+    repack_bytes: int = DEFAULT_REPACK_BYTES
+
+
+DEFAULT_POLICY: Final = CollectionPolicy()
+
+
+class CollectionResult(NamedTuple):
+    """What one call of `Collector.run` did."""
+
+    round: int
+    """Number of the round that was ended; -1 if there was nothing to collect."""
+    packs: tuple[PackRef, ...] = ()
+    """Packs that the round deleted."""
+    manifests: tuple[str, ...] = ()
+    """Manifests that it deleted."""
+    rescued: int = 0
+    """Packs that were condemned and turned out to be needed."""
+    repacked_bytes: int = 0
+    unreadable: tuple[PackRef, ...] = ()
+    """Packs whose tables cannot be read; they are never deleted."""
+
+
+class CollectionPreview(NamedTuple):
+    """What a collection would do."""
+
+    packs: tuple[PackRef, ...]
+    manifests: tuple[str, ...]
+    repacked_bytes: int
+    unreadable: tuple[PackRef, ...]
+    unfinished: bool
+    """A round is under way, which the next collection ends first."""
+
+
+class Collector:
+    """Collector of one remote. Used by one thread.
+
+    Any error may be raised between two requests and leaves nothing that another call, of any collector, does not
+    continue.
+
+    Args:
+        objects: The remote.
+        sealer: Its seals.
+        log: The collector's own log; its rounds are what this collector knows of rounds.
+        reader: Reader of all logs.
+        index: Index of the remote.
+        mark: Function that finds the chunks of snapshots.
+        policy: What is worth collecting.
+        upkeep: Upkeep of logs; None for the usual one.
+        repacker: Maker of a `Repacker` for a round; None for the usual one.
+        new_id: For tests.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        sealer: Sealer,
+        *,
+        log: WriterLog,
+        reader: LogReader,
+        index: RemoteIndex,
+        mark: MarkSnapshots,
+        policy: CollectionPolicy = DEFAULT_POLICY,
+        upkeep: LogUpkeep | None = None,
+        repacker: Callable[[], Repacker] | None = None,
+        new_id: Callable[[], str] = new_hex_id,
+    ) -> None:
+        self._objects = objects
+        self._sealer = sealer
+        self._log = log
+        self._reader = reader
+        self._index = index
+        self._mark = mark
+        self._policy = policy
+        self._upkeep = upkeep or LogUpkeep(objects, sealer, reader)
+        self._repacker = repacker or (lambda: Repacker(objects, sealer))
+        self._new_id = new_id
+        self._preview_ns: int | None = None
+        self._repacked_bytes = 0
+        self._unreadable: tuple[PackRef, ...] = ()
+
+    def run(self) -> CollectionResult:
+        """End the round that is under way, or do one.
+
+        Raises:
+            Damaged: a log, a round, a manifest or a tree cannot be read; nothing was deleted.
+            RemoteUnreachable: another call continues.
+        """
+        self._repacked_bytes = 0
+        self._log.hello()
+        rounds = self._log.rounds
+        self._index.follow(rounds)
+        if rounds.unfinished is None:
+            proposal = self._choose()
+            if not proposal.condemned and not proposal.manifests:
+                self._upkeep.run(self._now_ns())
+                return CollectionResult(-1, unreadable=self._unreadable)
+            self._begin(proposal)
+            rounds.refresh()
+        round_ = rounds.unfinished
+        if round_ is None:
+            # Another collector began and ended it in the meantime.
+            return CollectionResult(-1, repacked_bytes=self._repacked_bytes, unreadable=self._unreadable)
+        return self._end(round_)
+
+    def preview(self, now_ns: int) -> CollectionPreview:
+        """Return what `run` would delete at this time; only reads.
+
+        Raises:
+            Damaged: a log, a round, a manifest or a tree cannot be read.
+        """
+        self._repacked_bytes = 0
+        rounds = self._log.rounds
+        rounds.refresh()
+        self._index.follow(rounds)
+        repacker, self._repacker = self._repacker, lambda: CountingRepacker(self._objects, self._sealer)
+        self._preview_ns = now_ns
+        try:
+            proposal = self._choose()
+        finally:
+            self._repacker, self._preview_ns = repacker, None
+        return CollectionPreview(
+            tuple(PackRef(ref) for ref in proposal.condemned),
+            proposal.manifests,
+            self._repacked_bytes,
+            self._unreadable,
+            rounds.unfinished is not None,
+        )
+
+    def _begin(self, proposal: StoredRound) -> None:
+        """Create the next round, unless another collector does; then its round stands."""
+        create_round(self._objects, self._sealer, self._log.rounds.last + 1, "begun", proposal)
+
+    def _end(self, round_: int) -> CollectionResult:
+        part, content = self._log.rounds.content(round_)
+        condemned = len(content.condemned)
+        if part == "begun":
+            self._fence_logs(round_)
+            content = create_round(self._objects, self._sealer, round_, "final", self._decide(content))
+        self._delete(content)
+        self._upkeep.run(self._now_ns())
+        create_round(self._objects, self._sealer, round_, "done", StoredRound(nonce=self._new_id()))
+        self._log.rounds.refresh()
+        self._index.follow(self._log.rounds)
+        packs = tuple(PackRef(ref) for ref in content.condemned)
+        return CollectionResult(
+            round_,
+            packs,
+            content.manifests,
+            condemned - len(packs),
+            self._repacked_bytes,
+            self._unreadable,
+        )
+
+    def _choose(self) -> StoredRound:
+        """Return packs that are not needed, or whose needed chunks all have copies elsewhere; and manifests."""
+        live = self._list_and_mark()
+        use = measure_use(self._index, live)
+        young_since = self._now_ns() - self._policy.young_ns
+        old: dict[int, int] = {}
+        for pack in self._index.packs():
+            number = self._index.number(pack.ref)
+            if number is not None and pack.modified_ns < young_since:
+                old[number] = pack.size_bytes
+        unneeded = [number for number in old if not use.get(number, PackUse()).only_here_bytes]
+        condemned = keep_needed(self._index, live, unneeded, use)
+        condemned |= self._repack(
+            live, use, {n: size for n, size in old.items() if n not in condemned}, condemned
+        )
+        refs = sorted(self._index.ref(number) for number in condemned)
+        manifests = self._unneeded_manifests(young_since)
+        return StoredRound(
+            nonce=self._new_id(),
+            condemned=tuple(refs[:MAX_PACKS]),
+            manifests=tuple(manifests[:MAX_MANIFESTS]),
+        )
+
+    def _repack(
+        self, live: LiveChunks, use: dict[int, PackUse], sizes: dict[int, int], condemned: set[int]
+    ) -> set[int]:
+        """Copy what is needed of mostly dead packs; return the packs that may go for it."""
+        sources: list[int] = []
+        left_bytes = self._policy.repack_bytes
+        # The emptiest first: they free most for what is copied.
+        emptiest = sorted(
+            sizes, key=lambda source: use.get(source, PackUse()).live_bytes / (sizes[source] or 1)
+        )
+        for number in emptiest:
+            live_bytes = use.get(number, PackUse()).live_bytes
+            left_bytes -= live_bytes
+            if left_bytes < 0 or live_bytes >= self._policy.repack_share * sizes[number]:
+                break
+            sources.append(number)
+        if not sources:
+            return set()
+        needed = needed_in(self._index, live, {*sources, *condemned})
+        repacker = self._repacker()
+        repacker.copy_all({self._index.ref(number): needed[number] for number in sources})
+        self._repacked_bytes = repacker.bytes
+        self._index.learn(self._objects, self._sealer, repacker.written)
+        return {copied for ref in repacker.copied if (copied := self._index.number(ref)) is not None}
+
+    def _unneeded_manifests(self, young_since: int) -> list[str]:
+        live = self._reader.live()
+        return [
+            info.name
+            for info in self._objects.list(MANIFESTS_PREFIX)
+            if info.name not in live and info.modified_ns < young_since and parse_manifest(info.name)
+        ]
+
+    def _fence_logs(self, round_: int) -> None:
+        """Put a fence into every log that is there after the round began."""
+        self._reader.refresh()
+        for writer in list(self._reader.logs):
+            # Each failure means that the log went on; a writer makes one entry for each snapshot.
+            while not self._is_fenced(writer, round_):
+                summary = self._reader.logs[writer]
+                before = summary.next
+                entry = LogFence(nonce=self._new_id(), round=round_)
+                append_to_log(self._objects, self._sealer, writer, summary, entry)
+                if summary.next == before:
+                    self._reader.refresh()
+
+    def _is_fenced(self, writer: str, round_: int) -> bool:
+        summary = self._reader.logs[writer]
+        # A writer whose log was ended begins another one, and then sees the round.
+        return summary.retired or summary.fence >= round_
+
+    def _decide(self, content: StoredRound) -> StoredRound:
+        """Return what of the condemned may be deleted."""
+        live = self._list_and_mark()
+        numbers = {
+            number for ref in content.condemned if (number := self._index.number(PackRef(ref))) is not None
+        }
+        doomed = keep_needed(self._index, live, numbers)
+        snapshots = self._reader.live()
+        return StoredRound(
+            nonce=self._new_id(),
+            condemned=tuple(sorted(self._index.ref(number) for number in doomed)),
+            manifests=tuple(name for name in content.manifests if name not in snapshots),
+        )
+
+    def _list_and_mark(self) -> LiveChunks:
+        """Read logs and packs as they are now, and return what snapshots refer to, bases included."""
+        while True:
+            self._list()
+            snapshots = self._reader.live()
+            try:
+                live = self._mark(snapshots)
+            except (Damaged, NotFound):
+                # A snapshot that was removed since may have been collected by another; any other is damaged.
+                self._reader.refresh()
+                if snapshots.keys() <= self._reader.live().keys():
+                    raise
+                continue
+            add_bases(self._index, live)
+            return live
+
+    def _list(self) -> None:
+        self._reader.refresh()
+        # After the logs: the packs of every commit that was read are there.
+        self._unreadable = tuple(self._index.refresh(self._objects, self._sealer).unreadable)
+
+    def _delete(self, content: StoredRound) -> None:
+        # Manifests first, so that none is there without its chunks.
+        self._objects.delete(content.manifests)
+        self._objects.delete([pack_name(ref) for ref in content.condemned])
+
+    def _now_ns(self) -> int:
+        """Return the time of the store's clock when this collector said hello; in a preview, the caller's."""
+        if self._preview_ns is not None:
+            return self._preview_ns
+        info = self._objects.info(log_entry_name(self._log.writer, self._log.next_number - 1))
+        return 0 if info is None else info.modified_ns

@@ -1,0 +1,309 @@
+"""Lookup of chunks in the packs of a remote, from a cache on this host.
+
+The cache is an SQLite file, as the index of a repository is. With twenty million chunks in 80,000 packs it opens in
+0.6 s, a lookup takes 5 to 8 µs of processor time, and the process stays below 70 MiB: pages come through a cache of 2 MiB,
+and nothing is mapped. A sorted table of 16 bytes a chunk would take five times that memory for lookups that are no
+faster in Python, and every upload would have to merge it, durably, by code of our own.
+
+A chunk that is stored as a difference is stored only if its base is: a lookup for "may a snapshot rely on it?"
+(`RemoteIndex.has_many`) follows bases.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+from ciuic.errors import Damaged
+from ciuic.remote.format.names import PACKS_PREFIX, PackRef, parse_pack
+from ciuic.remote.format.pack_reader import RemotePackReader
+from ciuic.remote.index.pack_tables import PackTables, RemotePack
+from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects
+from ciuic.remote.sealing.sealer import Sealer
+from ciuic.repository.errors import UnsupportedFormat
+from ciuic.repository.index.database import IndexDatabase
+from ciuic.repository.model import DIFFERENCE, ChunkLocation, PackRecord
+from ciuic.repository.packs.chunk_reader import MAX_READ_BASE_DEPTH
+
+# SQLite before 3.32 takes 999 parameters.
+_MAX_PARAMETERS: Final = 512
+# Rows of one transaction: 200,000 take about 60 MiB while they are sorted.
+_BATCH_RECORDS: Final = 200_000
+# New packs from which the table of chunks is filled in one go.
+_MANY_PACKS: Final = 4000
+# Tables that are read ahead of what is stored, for each thread.
+_AHEAD: Final = 4
+
+
+class CondemnedPacks(Protocol):
+    """Part of `ciuic.remote.log.rounds.Rounds` that the index uses."""
+
+    @property
+    def condemned(self) -> frozenset[PackRef]:
+        """Packs that count as not stored."""
+
+    @property
+    def deleted(self) -> frozenset[PackRef]:
+        """Packs that finished rounds deleted."""
+
+    @property
+    def finished(self) -> int:
+        """Last round that was finished."""
+
+    def forget(self) -> None:
+        """Stop counting what finished rounds deleted."""
+
+
+class IndexRefresh(NamedTuple):
+    """Result of `RemoteIndex.refresh` and `RemoteIndex.learn`."""
+
+    added: int
+    dropped: int
+    unreadable: dict[PackRef, str]
+    """Packs whose table cannot be read, with the reason: nothing in them counts as stored."""
+
+
+class ChunkCopy(NamedTuple):
+    """Copy of a chunk, for a walk over all of them."""
+
+    id: bytes
+    pack: int
+    """Number of the pack in this index; see `RemoteIndex.ref`."""
+    stored_bytes: int
+    flags: int
+
+
+class RemoteIndex:
+    """Index of one remote. Used by one thread at a time. Methods raise sqlite3.Error.
+
+    Locations name packs by numbers of this index; `ref` turns a number into the pack's reference. The numbers of
+    packs that are dropped are not used again.
+    """
+
+    def __init__(self, database: IndexDatabase, *, threads: int = 8) -> None:
+        self._database = database
+        self._threads = threads
+        self._packs = PackTables(database)
+        self._rounds: CondemnedPacks | None = None
+
+    @classmethod
+    def open(cls, path: str | None, *, threads: int = 8) -> RemoteIndex:
+        """Open the index at ``path``, made if need be, or an empty one in memory.
+
+        Args:
+            path: Local file for this remote alone, in a directory of the caller's own.
+            threads: Tables of packs that are read at the same time.
+        """
+        database = IndexDatabase.memory() if path is None else IndexDatabase.open(path, "write")
+        try:
+            return cls(database, threads=threads)
+        except BaseException:
+            database.close()
+            raise
+
+    def close(self) -> None:
+        """Close the index."""
+        self._database.close()
+
+    @property
+    def rounds_finished(self) -> int | None:
+        """Last round whose deletions the index has, for ``Rounds(known=…)``; None if it was never complete."""
+        return self._packs.rounds_finished
+
+    def follow(self, rounds: CondemnedPacks) -> None:
+        """Drop what finished rounds deleted; from now on what ``rounds`` condemns counts as not stored.
+
+        Called after ``rounds`` was read, and again at any later time.
+        """
+        self._rounds = rounds
+        known = self._packs.rounds_finished
+        # An index that was never complete may lack what the rounds before said; `refresh` makes it complete.
+        if known is not None and rounds.finished > known:
+            self._packs.drop(rounds.deleted)
+            self._packs.set_rounds_finished(rounds.finished)
+            rounds.forget()
+
+    def refresh(self, objects: Objects, sealer: Sealer) -> IndexRefresh:
+        """Compare the index with the packs that are there: LIST, and read the tables of new ones.
+
+        Raises:
+            RemoteUnreachable: the index has what was read so far.
+        """
+        # Of rounds that were read before the listing, which therefore lacks what they deleted.
+        finished = -1 if self._rounds is None else self._rounds.finished
+        listed = {
+            ref: info for info in objects.list(PACKS_PREFIX) if (ref := parse_pack(info.name)) is not None
+        }
+        gone = [ref for ref in self._packs.numbers if ref not in listed]
+        self._packs.drop(gone)
+        new = [ref for ref in listed if ref not in self._packs.numbers]
+        unreadable = self._add(objects, sealer, new, listed)
+        # Only now: an index that lacks packs is made complete by the next refresh.
+        self.mark_complete(finished)
+        return IndexRefresh(len(new) - len(unreadable), len(gone), unreadable)
+
+    def learn(self, objects: Objects, sealer: Sealer, refs: Iterable[PackRef]) -> IndexRefresh:
+        """Read the tables of packs that a log names. Those that are gone are left out."""
+        new = [ref for ref in dict.fromkeys(refs) if ref not in self._packs.numbers]
+        before = len(self._packs.numbers)
+        unreadable = self._add(objects, sealer, new, {})
+        return IndexRefresh(len(self._packs.numbers) - before, 0, unreadable)
+
+    def reread(self, objects: Objects, sealer: Sealer, refs: Iterable[PackRef]) -> IndexRefresh:
+        """Read the tables of these packs again: what the index says of them turned out to be wrong."""
+        chosen = list(refs)
+        self._packs.drop(chosen)
+        return self.learn(objects, sealer, chosen)
+
+    def add(self, ref: PackRef, size_bytes: int, records: list[PackRecord]) -> None:
+        """Add a pack that this process has just stored, with the records of its table."""
+        self._packs.add([(RemotePack(ref, size_bytes, 0, len(records)), records)])
+
+    def mark_complete(self, rounds_finished: int) -> None:
+        """Note that the index has all packs that were there after this round had ended; -1 for no round."""
+        known = self._packs.rounds_finished
+        self._packs.set_rounds_finished(rounds_finished if known is None else max(known, rounds_finished))
+
+    def has_many(self, chunks: Collection[bytes]) -> set[bytes]:
+        """Return those of these chunks that a snapshot may rely on.
+
+        A copy in a condemned pack does not count, nor a difference whose base does not.
+        """
+        return self._stored(chunks, MAX_READ_BASE_DEPTH)
+
+    def _stored(self, chunks: Collection[bytes], bases_left: int) -> set[bytes]:
+        usable = self._usable_numbers()
+        found: set[bytes] = set()
+        # Chunks of which every usable copy is a difference, and the bases of these copies.
+        differences: dict[bytes, list[bytes]] = {}
+        for some in _batches(list(chunks)):
+            differences_here: set[bytes] = set()
+            marks = ",".join("?" * len(some))
+            query = f"SELECT id, pack, flags FROM chunks WHERE id IN ({marks})"
+            for chunk, number, flags in self._database.db.execute(query, some):
+                if usable(number):
+                    (differences_here if flags & DIFFERENCE else found).add(chunk)
+            for chunk in differences_here - found:
+                differences[chunk] = [
+                    location.base for location in self._database.find(chunk) if usable(location.pack)
+                ]
+        if differences and bases_left:
+            bases = self._stored({base for some in differences.values() for base in some}, bases_left - 1)
+            found.update(chunk for chunk, of in differences.items() if not bases.isdisjoint(of))
+        return found
+
+    def _usable_numbers(self) -> Callable[[int], bool]:
+        refs = self._packs.refs
+        condemned: Collection[PackRef] = () if self._rounds is None else self._rounds.condemned
+        return lambda number: (ref := refs.get(number)) is not None and ref not in condemned
+
+    def find(self, chunk: bytes) -> list[ChunkLocation]:
+        """Return the copies in packs that are there, the best first, those in condemned packs last."""
+        found = [location for location in self._database.find(chunk) if location.pack in self._packs.refs]
+        if len(found) > 1:
+            usable = self._usable_numbers()
+            found.sort(key=lambda location: not usable(location.pack))
+        return found
+
+    def search(self, chunk: bytes, failed: list[ChunkLocation]) -> list[ChunkLocation]:
+        """Return the same as `find`: what the bucket has beyond it takes a `refresh`."""
+        return self.find(chunk)
+
+    def find_many(self, chunks: Sequence[bytes]) -> dict[bytes, ChunkLocation]:
+        """Return the copy to read first for each chunk that the index knows."""
+        found = self._database.find_many(chunks)
+        usable = self._usable_numbers()
+        for chunk in [chunk for chunk, location in found.items() if not usable(location.pack)]:
+            del found[chunk]
+            if others := self.find(chunk):
+                found[chunk] = others[0]
+        return found
+
+    def ref(self, number: int) -> PackRef:
+        """Return the pack with this number. KeyError if it was dropped."""
+        return self._packs.refs[number]
+
+    def number(self, ref: PackRef) -> int | None:
+        """Return the number of a pack, or None for one that the index does not have."""
+        return self._packs.numbers.get(ref)
+
+    def packs(self) -> list[RemotePack]:
+        """Return every pack whose table the index has."""
+        return self._packs.all()
+
+    def copies(self) -> Iterator[ChunkCopy]:
+        """Yield every copy of every chunk in packs that are there; copies of one chunk follow one another."""
+        refs = self._packs.refs
+        rows = self._database.db.execute("SELECT id, pack, stored, flags FROM chunks ORDER BY id")
+        return (ChunkCopy(*row) for row in rows if row[1] in refs)
+
+    def bases(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield (chunk, base) for every copy that is stored as a difference in a pack that is there."""
+        refs = self._packs.refs
+        rows = self._database.db.execute("SELECT id, base, pack FROM bases")
+        return ((chunk, base) for chunk, base, number in rows if number in refs)
+
+    def _add(
+        self, objects: Objects, sealer: Sealer, refs: list[PackRef], listed: Mapping[PackRef, ObjectInfo]
+    ) -> dict[PackRef, str]:
+        """Read the tables of these packs and add them; return those that cannot be read."""
+        unreadable: dict[PackRef, str] = {}
+
+        def read(ref: PackRef) -> list[PackRecord] | str | None:
+            try:
+                return RemotePackReader(sealer, ref).read_table(objects)
+            except NoSuchObject:
+                return None
+            except (Damaged, UnsupportedFormat) as error:
+                return error.message
+
+        batch: list[tuple[RemotePack, list[PackRecord]]] = []
+        waiting = 0
+        many = len(refs) > _MANY_PACKS
+        for ref, records in _read_ahead(read, refs, self._threads):
+            if isinstance(records, str):
+                unreadable[ref] = records
+            elif records is not None:
+                info = listed.get(ref) or ObjectInfo("", 0, 0)
+                batch.append((RemotePack(ref, info.size_bytes, info.modified_ns, len(records)), records))
+                waiting += len(records)
+            if waiting >= _BATCH_RECORDS:
+                self._packs.add(batch, unsorted=many)
+                batch, waiting = [], 0
+        self._packs.add(batch, unsorted=many)
+        self._packs.sort()
+        return unreadable
+
+
+_Result = TypeVar("_Result")
+
+
+def _read_ahead(
+    read: Callable[[PackRef], _Result], refs: list[PackRef], threads: int
+) -> Iterator[tuple[PackRef, _Result]]:
+    """Yield each pack with the result of ``read``, which runs in threads a little ahead of the caller."""
+    if threads <= 1 or len(refs) <= 1:
+        for ref in refs:
+            yield ref, read(ref)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        pending: deque[tuple[PackRef, Future[_Result]]] = deque()
+        try:
+            for ref in refs:
+                pending.append((ref, pool.submit(read, ref)))
+                # Tables wait in memory: no more of them than keep the threads busy.
+                if len(pending) > _AHEAD * threads:
+                    done, result = pending.popleft()
+                    yield done, result.result()
+            for done, result in pending:
+                yield done, result.result()
+        finally:
+            for _, result in pending:
+                result.cancel()
+
+
+def _batches(chunks: list[bytes]) -> Iterator[list[bytes]]:
+    for start in range(0, len(chunks), _MAX_PARAMETERS):
+        yield chunks[start : start + _MAX_PARAMETERS]

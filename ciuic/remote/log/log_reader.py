@@ -1,0 +1,222 @@
+"""Read all logs of a remote, the second time only what is new, and say which snapshots exist.
+
+A log is read from its end back to the last entry that sums up those before it, or to what was read before: what
+lies before a summary counts for nothing, whether it was deleted, or created late by a party that had been paused.
+
+Guarantees: every entry that was there before `LogReader.refresh` was called is taken in. A log that is shorter
+than it was, or has a gap, is an error, and then nothing is taken in of that log.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+import msgspec
+import xxhash
+
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.format.log_entry import LiveManifest, LogEntry, LogRetired, LogState
+from ciuic.remote.format.names import LOGS_PREFIX, HexId, PackRef, log_entry_name, log_prefix, parse_log_entry
+from ciuic.remote.log.bounded import read_entry
+from ciuic.remote.log.errors import RolledBack
+from ciuic.remote.log.log_summary import LogSummary
+from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.sealing.sealer import Sealer
+from ciuic.repository import log
+from ciuic.repository.disk.opening import open_regular
+from ciuic.repository.disk.operations import Disk
+
+# Entries of one log that are asked for at once; more than are needed are at most this many small requests.
+_BATCH: Final = 16
+# A collector may delete what a listing named before it is read. It does so once a round: three are plenty.
+_ATTEMPTS: Final = 3
+_MAX_CACHE_BYTES: Final = 256 << 20
+_CHECKSUM_BYTES: Final = 16
+
+_Cache = dict[HexId, LogSummary]
+
+
+class NewEntries(NamedTuple):
+    """Result of `LogReader.refresh`."""
+
+    packs: tuple[PackRef, ...]
+    """Packs that new commits name."""
+    complete: bool
+    """False if commits may be summed up in what was read: then their packs are not among ``packs``."""
+
+
+class _GapError(Exception):
+    """An entry between others was not there."""
+
+
+class LogReader:
+    """All logs of a remote. Not thread-safe.
+
+    Args:
+        objects: The remote.
+        sealer: Its seals.
+        cache_path: Local file that keeps what was read; None for none.
+        disk: For tests.
+        threads: Entries that are read at the same time.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        sealer: Sealer,
+        *,
+        cache_path: str | None = None,
+        disk: Disk | None = None,
+        threads: int = 8,
+    ) -> None:
+        self._objects = objects
+        self._sealer = sealer
+        self._cache_path = cache_path
+        self._disk = disk or Disk()
+        self._threads = threads
+        self.logs: dict[str, LogSummary] = _load(cache_path) if cache_path else {}
+        """What each writer's log says, by writer."""
+        self.first: dict[str, int] = {}
+        """Number of the first entry of each log that is there, as last listed."""
+
+    def live(self) -> dict[str, LiveManifest]:
+        """Return all snapshots that exist, by the names of their manifests."""
+        removed = self.removed()
+        return {
+            manifest: snapshot
+            for summary in self.logs.values()
+            for manifest, snapshot in summary.committed.items()
+            if manifest not in removed
+        }
+
+    def removed(self) -> set[str]:
+        """Return the manifests that some log removed, as far as logs still say so."""
+        return set().union(*(summary.removed for summary in self.logs.values()))
+
+    def refresh(self) -> NewEntries:
+        """Read what is new in all logs. One LIST, and a GET for each new entry.
+
+        Raises:
+            RolledBack: a log is shorter than it was, or gone.
+            DamagedRemote: an entry cannot be read, or is missing.
+        """
+        ends = self._list()
+        for writer, summary in self.logs.items():
+            self._check_end(writer, summary.next, ends.get(writer, -1))
+        packs: list[PackRef] = []
+        complete = True
+        changed = False
+        with ThreadPoolExecutor(self._threads) if self._threads > 1 else _Inline() as pool:
+            for writer, end in ends.items():
+                known = self.logs.get(writer) or LogSummary()
+                if end < known.next:
+                    continue
+                entries = self._read(pool, writer, known.next, end)
+                complete = complete and not isinstance(entries[0][1], LogState | LogRetired)
+                summary = msgspec.structs.replace(
+                    known, committed=dict(known.committed), removed=set(known.removed)
+                )
+                for number, entry in entries:
+                    packs += summary.apply(number, entry)
+                self.logs[writer] = summary
+                changed = True
+        if changed:
+            self._save()
+        return NewEntries(tuple(packs), complete)
+
+    def _list(self) -> dict[str, int]:
+        """Return the number of the last entry of each log."""
+        ends: dict[str, int] = {}
+        self.first = {}
+        for info in self._objects.list(LOGS_PREFIX):
+            if position := parse_log_entry(info.name):
+                # Ascending: the first and last of each writer are the ends of its log.
+                self.first.setdefault(position.writer, position.number)
+                ends[position.writer] = position.number
+        return ends
+
+    def _check_end(self, writer: str, next_: int, end: int) -> None:
+        if end < next_ - 1:
+            found = f"its last entry is {end}" if end >= 0 else "it is gone"
+            raise RolledBack(log_prefix(writer), f"this log had the entry {next_ - 1}, now {found}")
+
+    def _read(
+        self, pool: ThreadPoolExecutor | _Inline, writer: str, first: int, end: int
+    ) -> list[tuple[int, LogEntry]]:
+        """Return the entries from ``first``, or from the last that sums up those before it, to ``end``."""
+        for _ in range(_ATTEMPTS):
+            try:
+                return self._read_back(pool, writer, first, end)
+            except _GapError as gap:
+                missing = str(gap)
+                # A collector has summed up the log meanwhile: then its end is another.
+                numbers = [
+                    position.number
+                    for info in self._objects.list(log_prefix(writer))
+                    if (position := parse_log_entry(info.name))
+                ]
+                end = max(numbers, default=-1)
+                self._check_end(writer, first, end)
+        raise DamagedRemote(missing, "this entry of a log is missing between others")
+
+    def _read_back(
+        self, pool: ThreadPoolExecutor | _Inline, writer: str, first: int, end: int
+    ) -> list[tuple[int, LogEntry]]:
+        def read(number: int) -> LogEntry | None:
+            try:
+                return read_entry(self._objects, self._sealer, writer, number)
+            except NoSuchObject:
+                return None
+
+        entries: list[tuple[int, LogEntry]] = []
+        for last in range(end, first - 1, -_BATCH):
+            numbers = range(last, max(last - _BATCH, first - 1), -1)
+            for number, entry in zip(numbers, pool.map(read, numbers), strict=True):
+                if entry is None:
+                    raise _GapError(log_entry_name(writer, number))
+                entries.append((number, entry))
+                if isinstance(entry, LogState | LogRetired):
+                    return entries[::-1]
+        return entries[::-1]
+
+    def _save(self) -> None:
+        if self._cache_path:
+            content = msgspec.msgpack.encode(self.logs)
+            self._disk.replace_file(self._cache_path, xxhash.xxh3_128_digest(content) + content)
+
+
+class _Inline:
+    """Stand-in for a pool: reads one entry after the other, and none that is not asked for."""
+
+    def __enter__(self) -> _Inline:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def map(
+        self, call: Callable[[int], LogEntry | None], numbers: Iterable[int]
+    ) -> Iterable[LogEntry | None]:
+        return map(call, numbers)
+
+
+def _load(path: str) -> dict[str, LogSummary]:
+    try:
+        fd = open_regular(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return {}
+    with open(fd, "rb") as file:
+        data = file.read(_MAX_CACHE_BYTES + 1)
+    content = data[_CHECKSUM_BYTES:]
+    try:
+        # A flipped bit in a number would say that the remote is older than it was.
+        if xxhash.xxh3_128_digest(content) != data[:_CHECKSUM_BYTES]:
+            raise msgspec.DecodeError("it does not match its checksum")
+        return dict(msgspec.msgpack.decode(content, type=_Cache))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # A cache: the logs say all that is in it.
+        log.warning("remote_log_cache_unreadable", path=path, error=str(error))
+        return {}
