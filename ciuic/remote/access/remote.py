@@ -1,0 +1,224 @@
+"""An open remote, and how it is made and opened.
+
+References:
+    docs/remote-format.md, sections 3 and 4
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ciuic.errors import CiuicError, NotFound
+from ciuic.remote.errors import WrongKey
+from ciuic.remote.format.names import (
+    KEYS_PREFIX,
+    REMOTE_JSON,
+    parse_slot,
+    repository_prefix,
+    slot_name,
+)
+from ciuic.remote.format.remote_json import (
+    StoredRemote,
+    encode_remote,
+    encode_repository,
+    is_sealed,
+    read_remote_id,
+)
+from ciuic.remote.format.remote_json import open_remote as open_stored
+from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.prefixed import PrefixedObjects
+from ciuic.remote.sealing.key_slot import KeySlot, decode_slot, unlock, wrap_master_key
+from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.sealer import Sealer
+from ciuic.remote.sealing.slot_secret import SlotSecret
+from ciuic.repository import Repository
+from ciuic.repository.identity import Identity
+
+
+class RemoteExists(CiuicError):
+    """There is a remote at this place already."""
+
+
+class Remote(NamedTuple):
+    """An open remote, or the space of one repository in it."""
+
+    objects: Objects
+    """Store, with the names of docs/remote-format.md, section 2."""
+    stored: StoredRemote
+    sealer: Sealer
+    identity: Identity
+    """How chunks are named."""
+    master: MasterKey | None
+    """None for a remote that is not sealed."""
+
+    @property
+    def id(self) -> str:
+        """Id of the remote, 32 hexadecimal digits."""
+        return self.stored.id
+
+    def __repr__(self) -> str:
+        return f"Remote({self.objects.url!r}, id={self.id!r}, sealed={self.stored.sealed})"
+
+
+def init_remote(
+    objects: Objects, *, master: MasterKey | None, block_size: int, identity: Identity | None = None
+) -> Remote:
+    """Make a remote, and open it. The caller has proved create-only, and adds key slots before anything else.
+
+    Args:
+        objects: Store, with an empty prefix.
+        master: New master key; None for a remote that is not sealed.
+        block_size: Bytes in a block of the repositories that will join.
+        identity: How chunks are named, for a remote that is not sealed; None for a random one.
+
+    Raises:
+        RemoteExists: there is a remote already.
+    """
+    remote_id = os.urandom(16)
+    if master is None and identity is None:
+        identity = Identity("blake3-128", os.urandom(32), int.from_bytes(os.urandom(8), "big"))
+    data = encode_remote(
+        remote_id=remote_id,
+        master=master,
+        block_size=block_size,
+        created_ns=time.time_ns(),
+        identity=identity,
+    )
+    # A lost reply looks like somebody else's remote: the id decides.
+    if not objects.create(REMOTE_JSON, data) and objects.get(REMOTE_JSON) != data:
+        raise RemoteExists(f"there is a remote at {objects.url} already", hint="ciuic remote join uses it")
+    return _opened(objects, data, master)
+
+
+def open_remote(
+    objects: Objects, secrets: Sequence[SlotSecret], *, expected_id: bytes | None = None
+) -> Remote:
+    """Open the remote with the first of the secrets that fits.
+
+    Args:
+        objects: Store.
+        secrets: Passphrases and keys; none for a remote that is not sealed.
+        expected_id: Id that the caller knows, 16 bytes: of the remote that this host has joined.
+
+    Raises:
+        NotFound: there is no remote.
+        WrongKey: no secret fits, or none was given for a sealed remote.
+        DamagedRemote: remote.json or a key slot was altered.
+    """
+    try:
+        data = objects.get(REMOTE_JSON)
+    except NoSuchObject:
+        raise NotFound(f"there is no remote at {objects.url}", hint="ciuic remote init makes one") from None
+    master = _unlocked(objects, data, secrets)
+    return _opened(objects, data, master, expected_id)
+
+
+def repository_space(remote: Remote, repository: Repository) -> Remote:
+    """Return where the snapshots of this repository go, and make that space if it is missing.
+
+    It is the remote itself if the repository names chunks as the remote does, else a space of its own.
+
+    Raises:
+        DamagedRemote: the space was altered.
+    """
+    if remote.identity == repository.identity and remote.stored.block_size == repository.block_size:
+        return remote
+    objects = PrefixedObjects(remote.objects, repository_prefix(repository.id).rstrip("/"))
+    data = encode_repository(
+        repository_id=bytes.fromhex(repository.id),
+        master=remote.master,
+        block_size=repository.block_size,
+        created_ns=time.time_ns(),
+        identity=repository.identity,
+    )
+    # Whichever stands has the same identity, or is refused below.
+    if not objects.create(REMOTE_JSON, data):
+        data = objects.get(REMOTE_JSON)
+    return _opened(objects, data, remote.master, bytes.fromhex(repository.id))
+
+
+def repository_spaces(remote: Remote) -> list[Remote]:
+    """Return the spaces of all repositories with an identity of their own."""
+    spaces = []
+    ids = dict.fromkeys(
+        found.name.split("/")[1]
+        for found in remote.objects.list("repositories/")
+        if found.name.endswith(f"/{REMOTE_JSON}")
+    )
+    for repository_id in ids:
+        objects = PrefixedObjects(remote.objects, repository_prefix(repository_id).rstrip("/"))
+        data = objects.get(REMOTE_JSON)
+        spaces.append(_opened(objects, data, remote.master, bytes.fromhex(repository_id)))
+    return spaces
+
+
+def add_slot(remote: Remote, slot: str, secret: SlotSecret) -> None:
+    """Add a key slot; durable on return.
+
+    Raises:
+        RemoteExists: there is a slot of this name.
+        ValueError: the name is impossible, or the remote is not sealed.
+    """
+    if remote.master is None:
+        raise ValueError("a remote that is not sealed has no key slots")
+    data = wrap_master_key(remote.master, bytes.fromhex(remote.id), slot, secret, created_ns=time.time_ns())
+    name = slot_name(slot)
+    if not remote.objects.create(name, data) and remote.objects.get(name) != data:
+        raise RemoteExists(f"there is a key slot {slot} already", hint="choose another name, or remove it")
+
+
+def key_slots(objects: Objects) -> list[KeySlot]:
+    """Return all key slots. DamagedRemote if one is no slot."""
+    names = [slot for found in objects.list(KEYS_PREFIX) if (slot := parse_slot(found.name))]
+    return [decode_slot(name, objects.get(slot_name(name))) for name in names]
+
+
+def remove_slot(remote: Remote, slot: str) -> None:
+    """Remove a key slot. Who has copied it and knows its secret can still open the remote.
+
+    Raises:
+        NotFound: there is no such slot.
+        ValueError: it is the last one; without any, everything in the remote would be lost.
+    """
+    slots = {one.slot for one in key_slots(remote.objects)}
+    if slot not in slots:
+        raise NotFound(f"the remote has no key slot {slot}", hint=f"it has: {', '.join(sorted(slots))}")
+    if len(slots) == 1:
+        raise ValueError("the last key slot cannot be removed: everything in the remote would be lost")
+    remote.objects.delete([slot_name(slot)])
+
+
+def _unlocked(objects: Objects, data: bytes, secrets: Sequence[SlotSecret]) -> MasterKey | None:
+    """Return the master key; None for a remote that says it is not sealed and no secret was given."""
+    if not is_sealed(data):
+        # Whoever can write to the bucket could otherwise have everything sent in clear from now on.
+        if secrets:
+            raise WrongKey(
+                f"remote.json of {objects.url} says that the remote is not sealed, but a key was given",
+                hint="somebody replaced remote.json, or the key belongs to another remote",
+            )
+        return None
+    if not secrets:
+        raise WrongKey(
+            f"the remote at {objects.url} is sealed: a passphrase or key is needed",
+            hint="set CIUIC_REMOTE_PASSPHRASE or CIUIC_REMOTE_KEY_FILE, or key_file under [remote]",
+        )
+    slots = key_slots(objects)
+    failure: WrongKey | None = None
+    for secret in secrets:
+        try:
+            return unlock(slots, read_remote_id(data), secret)[1]
+        except WrongKey as error:
+            failure = error
+    assert failure is not None
+    raise failure
+
+
+def _opened(
+    objects: Objects, data: bytes, master: MasterKey | None, expected_id: bytes | None = None
+) -> Remote:
+    opened = open_stored(data, master, expected_id=expected_id)
+    return Remote(objects, opened.stored, opened.sealer, opened.identity, master)

@@ -1,0 +1,189 @@
+"""Packs on their way to the store: several at once, each until it is stored or the uploader stops.
+
+Guarantees: `wait` returns only when every pack that was handed over is stored. A pack that the store did not
+take is sent again, with pauses that grow to a minute, however long the network is away: the bytes are the
+same, so a request whose reply was lost does no harm. Memory: `MAX_WAITING_BYTES` and the pack being handed over.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+from ciuic.errors import CiuicError
+from ciuic.remote.format.names import PackRef, pack_name
+from ciuic.remote.objects.model import Objects, RemoteRefused, RemoteUnreachable
+from ciuic.remote.upload.pack_size import PackSize
+from ciuic.repository.ids import Bytes
+from ciuic.repository.model import PackRecord
+
+MAX_WAITING_BYTES: Final = 48 << 20
+"""Limit of packs that are being stored or wait for it."""
+# More connections hardly help a single store; each holds a pack in memory.
+_THREADS: Final = 4
+_FIRST_PAUSE_SECONDS: Final = 0.5
+_LONGEST_PAUSE_SECONDS: Final = 60.0
+_Result = TypeVar("_Result")
+
+
+class Stopped(Exception):
+    """The uploader was told to end."""
+
+
+class ClosedPack(NamedTuple):
+    """Pack that is ready to be stored."""
+
+    ref: PackRef
+    parts: Sequence[Bytes]
+    size_bytes: int
+    records: tuple[PackRecord, ...]
+
+
+class Outbox:
+    """Sender of packs. `hand_over` and `wait` belong to one thread."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        stop: threading.Event,
+        size: PackSize,
+        *,
+        problem: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the threads.
+
+        Args:
+            objects: Store.
+            stop: Set when the uploader ends; then nothing is sent again.
+            size: Told how long each pack took.
+            problem: Told in words what sending waits for; with an empty text when it goes on.
+            clock: Monotonic clock.
+        """
+        self._objects = objects
+        self._stop = stop
+        self._size = size
+        self._problem = problem
+        self._clock = clock
+        self._packs: queue.SimpleQueue[ClosedPack | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._waiting_bytes = 0
+        self._stored: list[ClosedPack] = []
+        self._failure: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._send_all, name=f"outbox-{number}", daemon=True)
+            for number in range(_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def hand_over(self, pack: ClosedPack) -> None:
+        """Send the pack; wait while too many are under way.
+
+        Raises:
+            Stopped: the uploader was told to end.
+            CiuicError: the store refuses for good.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._may_go_on(pack.size_bytes))
+            self._raise_failure()
+            self._waiting_bytes += pack.size_bytes
+        self._packs.put(pack)
+
+    def wait(self) -> None:
+        """Return when everything is stored. Raises like `hand_over`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or not self._waiting_bytes)
+            self._raise_failure()
+
+    def take_stored(self) -> list[ClosedPack]:
+        """Return the packs that were stored since the last call, without their bytes."""
+        with self._changed:
+            stored, self._stored = self._stored, []
+            return stored
+
+    def abandon(self) -> None:
+        """End the threads; what waits is not sent any more, and requests under way are waited for."""
+        with self._changed:
+            self._failure = self._failure or Stopped()
+        self.close()
+
+    def close(self) -> None:
+        """End the threads when everything that was handed over is settled."""
+        for _ in self._threads:
+            self._packs.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _may_go_on(self, size_bytes: int) -> bool:
+        # A pack alone may be larger than the limit.
+        return (
+            self._failure is not None
+            or not self._waiting_bytes
+            or self._waiting_bytes + size_bytes <= MAX_WAITING_BYTES
+        )
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _send_all(self) -> None:
+        while (pack := self._packs.get()) is not None:
+            failure: BaseException | None = self._failure
+            if failure is None:
+                try:
+                    self._send(pack)
+                except (CiuicError, Stopped, OSError) as error:
+                    failure = error
+            with self._changed:
+                if failure is None:
+                    # Without the bytes, which are not needed any more.
+                    self._stored.append(pack._replace(parts=()))
+                self._waiting_bytes -= pack.size_bytes
+                self._failure = self._failure or failure
+                self._changed.notify_all()
+
+    def _send(self, pack: ClosedPack) -> None:
+        def put() -> None:
+            began = self._clock()
+            self._objects.put(pack_name(pack.ref), pack.parts)
+            self._size.stored(pack.size_bytes, self._clock() - began)
+
+        persist(put, self._stop, self._problem)
+
+
+def persist(
+    request: Callable[[], _Result],
+    stop: threading.Event,
+    problem: Callable[[str], None] = lambda text: None,
+) -> _Result:
+    """Repeat a request until the store takes it, and return its result.
+
+    Args:
+        request: May be carried out several times.
+        stop: Ends the repetition.
+        problem: Told in words what is waited for, and with an empty text when it is over.
+
+    Raises:
+        Stopped: ``stop`` was set.
+    """
+    pause = _FIRST_PAUSE_SECONDS
+    told = False
+    while True:
+        if stop.is_set():
+            raise Stopped
+        try:
+            result = request()
+        # Credentials may be renewed and permissions mended while the uploader runs.
+        except (RemoteUnreachable, RemoteRefused) as error:
+            problem(error.message)
+            told = True
+        else:
+            if told:
+                problem("")
+            return result
+        stop.wait(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

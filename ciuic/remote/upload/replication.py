@@ -1,0 +1,308 @@
+"""A remote kept in step with a repository, until the process is told to stop.
+
+Guarantees: a snapshot is begun as soon as its file is there, the newest first. Whatever fails is tried again: a store that is
+away for days, credentials that expired, a snapshot that cannot be read. The record for those that prune
+(`ciuic.protocol.stored_remotely`) names a snapshot as stored only after its commit.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from ciuic.config import RemoteConfig
+from ciuic.errors import CiuicError, Damaged, NotFound
+from ciuic.protocol.stored_remotely import StoredRecord, write_record
+from ciuic.remote.access.remote import Remote, repository_space
+from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.log.rounds import Rounds
+from ciuic.remote.log.writer_log import WriterLog
+from ciuic.remote.log.writer_state import WriterState
+from ciuic.remote.upload.outbox import Stopped, persist
+from ciuic.remote.upload.stored_facts import FactsOfRemote, StoredFacts
+from ciuic.remote.upload.uncommitted import UncommittedPacks
+from ciuic.remote.upload.uploader import Labels, UploadedSnapshot, Uploader
+from ciuic.repository import Repository, SnapshotInfo
+from ciuic.repository import log as events
+from ciuic.repository.packs.pack_directory import Packs
+from ciuic.repository.snapshots import SNAPSHOTS_DIR
+from ciuic.retention import plan_retention, snapshots_having
+from ciuic.types import Snapshot
+
+# How often the directory of snapshots is looked at: one stat(2).
+_POLL_SECONDS: Final = 0.5
+# Time after which a snapshot that could not be read is tried again.
+_AGAIN_SECONDS: Final = 600.0
+
+
+class Waiting(NamedTuple):
+    """What a remote lacks of a repository."""
+
+    snapshots: int
+    size_bytes: int
+    """Bytes by which these snapshots let the packs grow."""
+    oldest_ns: int
+    """Cut of the oldest of them; 0 for none."""
+
+
+class Replication:
+    """One repository and one remote. For one thread; `stop` may be set by any."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        packs: Packs,
+        config: RemoteConfig,
+        state_dir: Path,
+        *,
+        host: str,
+        stop: threading.Event,
+        labels: Callable[[Repository, Snapshot], Labels],
+        step: Callable[[], None] = lambda: None,
+        problem: Callable[[str], None] = lambda text: None,
+        uploaded: Callable[[UploadedSnapshot], None] = lambda snapshot: None,
+        waiting: Callable[[Waiting], None] = lambda waiting: None,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """Take the parts; `run` contacts the remote.
+
+        Args:
+            repository: Open repository; only read.
+            packs: Packs of it.
+            config: The remote's part of the configuration.
+            state_dir: State directory of the process, in which the remote has a directory of its name.
+            host: Name for people.
+            stop: Set when the process has to end.
+            labels: Names a snapshot for people.
+            step: Called between pieces of work.
+            problem: Told in words what is waited for; with an empty text when it is over.
+            uploaded: Called after each commit.
+            waiting: Told what the remote lacks, whenever that changes.
+            now_ns: The clock, UTC.
+        """
+        self._repository = repository
+        self._packs = packs
+        self._config = config
+        self._state_dir = state_dir
+        self._host = host
+        self._stop = stop
+        self._labels = labels
+        self._step = step
+        self._problem = problem
+        self._uploaded = uploaded
+        self._waiting = waiting
+        self._now_ns = now_ns
+        self._stored: set[str] = set()
+        self._passed_over: set[str] = set()
+        # Snapshots that the rules of the remote would not keep.
+        self._unwanted: set[str] = set()
+        self._facts: FactsOfRemote
+        self._tail_ns = 0
+        # Snapshots that could not be uploaded, and when they are tried again.
+        self._failed: dict[str, float] = {}
+
+    def run(self, remote: Remote) -> None:
+        """Upload until told to stop.
+
+        Raises:
+            DamagedRemote: the remote is not what this host knows it to be.
+        """
+        try:
+            with self._open(remote) as uploader:
+                while not self._stop.is_set():
+                    seen = self._changes()
+                    self._apply_retention(uploader)
+                    for info in self._due() if self._window_is_open() else ():
+                        self._upload(uploader, info)
+                        if self._changes() != seen:
+                            # A newer one goes first.
+                            break
+                    else:
+                        self._wait(seen)
+        except Stopped:
+            return
+
+    def catch_up(self, remote: Remote) -> list[UploadedSnapshot]:
+        """Upload everything that the remote lacks now, and return.
+
+        Raises:
+            Stopped: ``stop`` was set before everything was stored.
+            DamagedRemote: the remote is not what this host knows it to be.
+        """
+        with self._open(remote) as uploader:
+            self._apply_retention(uploader)
+            found = [self._upload(uploader, info) for info in self._due()]
+            self._apply_retention(uploader)
+        return [one for one in found if one is not None]
+
+    def _open(self, remote: Remote) -> _Opened:
+        space = persist(lambda: repository_space(remote, self._repository), self._stop, self._problem)
+        directory = self._state_dir / self._config.name / space.id
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        index = RemoteIndex.open(f"{directory}/index.sqlite")
+        try:
+            rounds = Rounds(space.objects, space.sealer, known=index.rounds_finished)
+            log = WriterLog(
+                space.objects,
+                space.sealer,
+                WriterState(f"{directory}/writer"),
+                rounds,
+                host=self._host,
+                repository=self._repository.id,
+            )
+            uploader = Uploader(
+                self._repository,
+                self._packs,
+                space,
+                log,
+                index,
+                UncommittedPacks(str(directory)),
+                host=self._host,
+                stop=self._stop,
+                bytes_per_second=self._config.bandwidth_bytes,
+                labels=self._labels,
+                step=self._step,
+                problem=self._problem,
+            )
+            uploader.begin()
+            reader = LogReader(space.objects, space.sealer, cache_path=f"{directory}/logs")
+            persist(reader.refresh, self._stop, self._problem)
+        except BaseException:
+            index.close()
+            raise
+        facts = FactsOfRemote(str(directory), space)
+        persist(lambda: facts.learn(reader.live(), self._repository.id), self._stop, self._problem)
+        self._facts = facts
+        # Also those whose manifests cannot be read: a log commits them.
+        self._stored = {
+            live.snapshot for live in reader.live().values() if live.repository == self._repository.id
+        }
+        return _Opened(uploader, index)
+
+    def _due(self) -> Iterator[SnapshotInfo]:
+        """Yield the snapshots that the remote lacks, newest first, and tell how many there are."""
+        infos = self._repository.snapshots.list()
+        self._passed_over = self._unwanted | _passed_over(
+            infos, self._stored, self._config.schedule.interval_seconds
+        )
+        lacking = [info for info in infos if info.id not in self._stored | self._passed_over]
+        self._tell(infos, lacking)
+        now = time.monotonic()
+        for info in lacking:
+            if self._failed.get(info.id, 0) <= now:
+                yield info
+
+    def _apply_retention(self, uploader: Uploader) -> None:
+        """Give up what no rule of the remote keeps, and pass over what none would keep."""
+        here = {str(info.id): info for info in self._repository.snapshots.list()}
+        # Marks may have changed since the upload: a snapshot that is held here now is kept there.
+        everything: dict[str, StoredFacts | SnapshotInfo] = {**self._facts.by_id, **here}
+        roots = {one.id: one.roots for one in everything.values()}
+        plan = plan_retention(
+            everything.values(),
+            self._config.keep,
+            now_ns=self._now_ns(),
+            # For each root alone: a training that saves often takes no other root's place.
+            having=snapshots_having(roots, {root for paths in roots.values() for root in paths}),
+        )
+        removed = {str(id_) for id_ in plan.removed}
+        given_up = [one for id_, one in self._facts.by_id.items() if id_ in removed]
+        if given_up:
+            uploader.give_up([one.manifest for one in given_up])
+            self._stored.difference_update(one.snapshot for one in given_up)
+            self._facts.remove([one.snapshot for one in given_up])
+        self._unwanted = removed - self._stored
+
+    def _upload(self, uploader: Uploader, info: SnapshotInfo) -> UploadedSnapshot | None:
+        id_ = info.id
+        try:
+            done = uploader.upload(id_)
+        except NotFound:
+            # Removed meanwhile.
+            return None
+        except Damaged as error:
+            events.warning("snapshot_not_uploaded", snapshot=id_, error=error.message)
+            self._failed[id_] = time.monotonic() + _AGAIN_SECONDS
+            return None
+        finally:
+            # The space of a pack that prune deletes is free only when no process has it open.
+            self._packs.close()
+            self._repository.close()
+        self._stored.add(id_)
+        self._facts.add(info, done.manifest)
+        self._failed.pop(id_, None)
+        infos = self._repository.snapshots.list()
+        self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
+        self._uploaded(done)
+        return done
+
+    def _tell(self, infos: list[SnapshotInfo], lacking: list[SnapshotInfo]) -> None:
+        here = {info.id for info in infos}
+        times = [info.time_ns for info in infos if info.id in self._stored]
+        self._tail_ns = max([self._tail_ns, *times])
+        record = StoredRecord(
+            repository=self._repository.id,
+            stored=frozenset(map(str, self._stored & here)),
+            passed_over=frozenset(map(str, self._passed_over & here)),
+            tail_ns=self._tail_ns,
+        )
+        write_record(self._config.name, record, self._state_dir)
+        oldest = min((info.time_ns for info in lacking), default=0)
+        self._waiting(Waiting(len(lacking), sum(info.new_bytes for info in lacking), oldest))
+
+    def _window_is_open(self) -> bool:
+        window = self._config.schedule.window
+        if window is None:
+            return True
+        now = datetime.fromtimestamp(self._now_ns() / 1e9).astimezone()
+        return window.is_open(60 * now.hour + now.minute)
+
+    def _changes(self) -> int:
+        try:
+            return os.stat(f"{self._repository.path}/{SNAPSHOTS_DIR}").st_mtime_ns
+        except OSError as error:
+            raise CiuicError(
+                f"the repository {self._repository.path} cannot be read: {error.strerror}"
+            ) from error
+
+    def _wait(self, seen: int) -> None:
+        """Return when snapshots came or went, the window opened, or a failed one is due again."""
+        began, was_open = time.monotonic(), self._window_is_open()
+        while not self._stop.wait(_POLL_SECONDS):
+            if self._changes() != seen or self._window_is_open() != was_open:
+                return
+            if time.monotonic() - began > _AGAIN_SECONDS:
+                return
+
+
+class _Opened:
+    """An uploader, and the index that it has open."""
+
+    def __init__(self, uploader: Uploader, index: RemoteIndex) -> None:
+        self._uploader = uploader
+        self._index = index
+
+    def __enter__(self) -> Uploader:
+        return self._uploader
+
+    def __exit__(self, *error: object) -> None:
+        self._index.close()
+
+
+def _passed_over(infos: Iterable[SnapshotInfo], stored: set[str], interval_seconds: int) -> set[str]:
+    """Return the snapshots that lie less than the interval after one that goes to the remote."""
+    passed: set[str] = set()
+    last_ns: int | None = None
+    # From the oldest on, so that what goes to the remote does not depend on when it was looked at.
+    for info in sorted(infos, key=lambda info: (info.time_ns, info.id)):
+        if info.id in stored or last_ns is None or info.time_ns - last_ns >= interval_seconds * 10**9:
+            last_ns = info.time_ns
+        else:
+            passed.add(info.id)
+    return passed

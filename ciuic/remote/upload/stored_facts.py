@@ -1,0 +1,122 @@
+"""What retention asks of the snapshots that a remote has of one repository, kept in a local file.
+
+The file is a cache: what it lacks is read from the manifests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import msgspec
+
+from ciuic.errors import Damaged
+from ciuic.remote.access.remote import Remote
+from ciuic.remote.format.log_entry import LiveManifest
+from ciuic.remote.format.manifest import decode_manifest
+from ciuic.remote.objects.model import NoSuchObject
+from ciuic.repository import SnapshotInfo
+from ciuic.repository import log as events
+from ciuic.repository.errors import UnsupportedFormat
+from ciuic.repository.format.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
+from ciuic.repository.notes import read_note, write_note
+from ciuic.types import Snapshot, SnapshotId
+
+_NAME: Final = "facts"
+
+
+class StoredFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot on the remote, as far as retention asks (`ciuic.retention.SnapshotFacts`)."""
+
+    snapshot: str
+    manifest: str
+    time_ns: int
+    tags: tuple[str, ...] = ()
+    message: str = ""
+    held: bool = False
+    roots: tuple[bytes, ...] = ()
+    """Paths of the roots in the snapshot."""
+
+    @property
+    def id(self) -> SnapshotId:
+        """Id of the snapshot."""
+        return SnapshotId.parse(self.snapshot)
+
+
+class _Note(msgspec.Struct, frozen=True, kw_only=True):
+    facts: tuple[StoredFacts, ...]
+
+
+class FactsOfRemote:
+    """Facts about the snapshots of one repository on a remote. For one thread."""
+
+    def __init__(self, directory: str, remote: Remote) -> None:
+        """Read the file in this directory of the uploader's own."""
+        self._directory = directory
+        self._remote = remote
+        note = read_note(directory, _NAME, _Note)
+        self._facts: dict[str, StoredFacts] = (
+            {} if note is None else {one.snapshot: one for one in note.facts}
+        )
+
+    @property
+    def by_id(self) -> Mapping[str, StoredFacts]:
+        """Facts by the id of the snapshot."""
+        return self._facts
+
+    def learn(self, live: Mapping[str, LiveManifest], repository_id: str) -> None:
+        """Make the facts those of the snapshots of this repository that the logs commit.
+
+        Raises:
+            RemoteUnreachable: a manifest could not be read now.
+        """
+        names = {one.snapshot: name for name, one in live.items() if one.repository == repository_id}
+        known = {id_: one for id_, one in self._facts.items() if names.get(id_) == one.manifest}
+        for id_, name in names.items():
+            if id_ not in known and (facts := self._read(id_, name, repository_id)) is not None:
+                known[id_] = facts
+        self._facts = known
+        self._write()
+
+    def add(self, info: SnapshotInfo, manifest: str) -> None:
+        """Add a snapshot that was committed."""
+        self._facts[info.id] = StoredFacts(
+            snapshot=str(info.id),
+            manifest=manifest,
+            time_ns=info.time_ns,
+            tags=info.tags,
+            message=info.message,
+            held=info.held,
+            roots=info.roots,
+        )
+        self._write()
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Remove snapshots that were given up."""
+        for id_ in ids:
+            self._facts.pop(id_, None)
+        self._write()
+
+    def _read(self, id_: str, name: str, repository_id: str) -> StoredFacts | None:
+        """Return the facts in a manifest; None, and so no rule removes it, if it cannot be read."""
+        try:
+            data = bytes(self._remote.objects.get(name))
+            manifest = decode_manifest(self._remote.sealer, name, data)
+            stored = decode_snapshot(id_, manifest.snapshot, repository_id)
+            marks = decode_marks(id_, manifest.marks) if manifest.marks else StoredMarks(id=id_)
+            snapshot: Snapshot = apply_marks(stored, marks)
+        except (NoSuchObject, Damaged, UnsupportedFormat) as error:
+            events.warning("remote_manifest_unreadable", manifest=name, error=error.message)
+            return None
+        return StoredFacts(
+            snapshot=id_,
+            manifest=name,
+            time_ns=snapshot.time_ns,
+            tags=snapshot.tags,
+            message=snapshot.message,
+            held=snapshot.held,
+            roots=tuple(root.path for root in snapshot.roots),
+        )
+
+    def _write(self) -> None:
+        write_note(self._directory, _NAME, _Note(facts=tuple(self._facts.values())), durable=False)

@@ -1,0 +1,321 @@
+"""Replication of a repository: everything committed is whole, nothing is sent twice, interruptions go on."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from support.remote_check import StoredChunks, assert_whole
+from support.stored import Tree, store
+
+from ciuic.config import RemoteConfig
+from ciuic.remote.access.remote import Remote, init_remote, open_remote
+from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.objects.model import Objects, RemoteUnreachable
+from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.upload.outbox import Stopped
+from ciuic.remote.upload.replication import Replication
+from ciuic.remote.upload.uploader import Labels
+from ciuic.repository import Repository
+from ciuic.repository.ids import Bytes
+from ciuic.repository.packs.pack_directory import Packs
+from ciuic.retention import RetentionPolicy
+
+BLOCK = 4096
+
+
+@pytest.fixture
+def bucket(request: pytest.FixtureRequest) -> Iterator[str]:
+    name = f"b-{abs(hash(request.node.nodeid)):x}"
+    yield name
+    forget_bucket(name)
+
+
+def random_tree(rng: random.Random, depth: int = 2) -> Tree:
+    tree: dict[bytes, object] = {}
+    for number in range(rng.randrange(1, 6)):
+        name = b"%d" % number
+        if depth and rng.random() < 0.3:
+            tree[name] = random_tree(rng, depth - 1)
+        else:
+            size = rng.choice((0, 10, BLOCK, 3 * BLOCK + 5, 9 * BLOCK))
+            tree[name] = bytes(size) if rng.random() < 0.1 else rng.randbytes(size)
+    return tree
+
+
+class Host:
+    """Repository of one host, and its uploader."""
+
+    def __init__(self, path: Path, remote: Remote | None, *, name: str = "host") -> None:
+        self.path = path
+        self.name = name
+        self.keep_last = 100
+        path.mkdir()
+        self.repository = Repository.create(
+            path / "repository", block_size=BLOCK, identity=None if remote is None else remote.identity
+        )
+        (path / "state").mkdir()
+
+    def store(self, number: int, tree: Tree, root: bytes = b"/root") -> None:
+        with self.repository.writer() as writer:
+            store(writer, tree, number=number, root=root)
+
+    def remove(self, number: int) -> None:
+        with self.repository.writer() as writer:
+            writer.remove_snapshots(
+                [id_ for id_ in self.repository.snapshots.ids() if id_ == f"cs-{number:06x}"]
+            )
+
+    def replication(self, stop: threading.Event | None = None) -> Replication:
+        packs = Packs(
+            str(self.path / "repository" / "packs"),
+            bytes.fromhex(self.repository.id),
+            self.repository.config.hash,
+        )
+        return Replication(
+            self.repository,
+            packs,
+            RemoteConfig(
+                name="remote",
+                url="memory://unused",
+                keep=RetentionPolicy(keep_within_seconds=0, keep_last=self.keep_last),
+            ),
+            self.path / "state",
+            host=self.name,
+            stop=stop or threading.Event(),
+            labels=lambda repository, snapshot: Labels(),
+        )
+
+
+def new_remote(objects: Objects, *, sealed: bool = True) -> Remote:
+    return init_remote(objects, master=MasterKey.generate() if sealed else None, block_size=BLOCK)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_what_is_committed_is_whole(tmp_path: Path, bucket: str, sealed: bool) -> None:
+    """Random snapshots, uploaded as they come, are read back from the remote's objects alone."""
+    rng = random.Random(1)
+    objects = MemoryObjects(bucket)
+    remote = new_remote(objects, sealed=sealed)
+    host = Host(tmp_path / "h", remote)
+    for number in range(6):
+        host.store(number, random_tree(rng))
+        if rng.random() < 0.7:
+            host.replication().catch_up(remote)
+    host.replication().catch_up(remote)
+    found = assert_whole(remote)
+    assert sorted(snapshot.id for snapshot in found.values()) == [f"cs-{number:06x}" for number in range(6)]
+
+
+def test_hosts_store_shared_chunks_once(tmp_path: Path, bucket: str) -> None:
+    """Two hosts with one identity and the same content send it once."""
+    remote = new_remote(MemoryObjects(bucket))
+    tree = random_tree(random.Random(2))
+    sent = []
+    for name in ("a", "b"):
+        host = Host(tmp_path / name, remote, name=name)
+        host.store(1, tree)
+        sent.append(sum(one.sent_bytes for one in host.replication().catch_up(remote)))
+    assert sent[0] > 0
+    assert sent[1] == 0
+    assert len(assert_whole(remote)) == 2
+
+
+def test_an_older_repository_gets_a_space_of_its_own(tmp_path: Path, bucket: str) -> None:
+    """A repository that names chunks by XXH3 is replicated, and its chunks never mix with the remote's."""
+    from ciuic.remote.access.remote import repository_space, repository_spaces
+
+    remote = new_remote(MemoryObjects(bucket))
+    old = Host(tmp_path / "old", None)
+    old.store(1, random_tree(random.Random(3)))
+    old.replication().catch_up(remote)
+    assert assert_whole(remote) == {}
+    space = repository_space(remote, old.repository)
+    assert len(assert_whole(space)) == 1
+    assert [one.id for one in repository_spaces(remote)] == [old.repository.id]
+
+
+class Unsteady:
+    """Objects of which every few requests fail: before, or after they were carried out."""
+
+    def __init__(self, objects: Objects, rng: random.Random, limit: int) -> None:
+        self._objects = objects
+        self._rng = rng
+        self._left = limit
+        self.put_names: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        method = getattr(self._objects, name)
+        if not callable(method):
+            return method
+
+        def call(*args: object, **kwargs: object) -> object:
+            fails = self._left > 0 and self._rng.random() < 0.2
+            if fails:
+                self._left -= 1
+                if self._rng.random() < 0.5:
+                    raise RemoteUnreachable("no reply")
+            if name == "put":
+                self.put_names.append(str(args[0]))
+            result = method(*args, **kwargs)
+            if fails:
+                raise RemoteUnreachable("the reply was lost")
+            return result
+
+        return call
+
+
+def test_lost_requests_and_replies_lose_nothing(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every fifth request or reply lost, each snapshot is committed exactly once and whole."""
+    monkeypatch.setattr("ciuic.remote.upload.outbox._FIRST_PAUSE_SECONDS", 0.001)
+    rng = random.Random(4)
+    objects = MemoryObjects(bucket)
+    remote = new_remote(objects)
+    host = Host(tmp_path / "h", remote)
+    for number in range(5):
+        host.store(number, random_tree(rng))
+        unsteady = Unsteady(objects, rng, 60)
+        host.replication().catch_up(remote._replace(objects=unsteady))
+    found = assert_whole(remote)
+    assert sorted(snapshot.id for snapshot in found.values()) == [f"cs-{number:06x}" for number in range(5)]
+
+
+class Killing:
+    """Objects that end the process, as far as the test can see, after so many stored packs."""
+
+    def __init__(self, objects: Objects, stop: threading.Event, packs: int) -> None:
+        self._objects = objects
+        self._stop = stop
+        self._left = packs
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._objects, name)
+
+    def put(self, name: str, data: Sequence[Bytes]) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left < 0:
+                self._stop.set()
+                raise RemoteUnreachable("killed")
+        self._objects.put(name, data)
+
+
+def test_an_interrupted_upload_goes_on_at_the_next_object(
+    tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after every second pack, an upload still stores each chunk once."""
+    monkeypatch.setattr("ciuic.remote.upload.pack_size.FIRST_BYTES", 8 * BLOCK)
+    monkeypatch.setattr("ciuic.remote.upload.pack_size.MAX_BYTES", 8 * BLOCK)
+    rng = random.Random(5)
+    objects = MemoryObjects(bucket)
+    remote = new_remote(objects)
+    host = Host(tmp_path / "h", remote)
+    host.store(1, {b"%d" % number: rng.randbytes(20 * BLOCK) for number in range(8)})
+    stopped = 0
+    while True:
+        stop = threading.Event()
+        try:
+            host.replication(stop).catch_up(remote._replace(objects=Killing(objects, stop, 2)))
+        except Stopped:
+            stopped += 1
+            assert stopped < 100
+            continue
+        break
+    assert stopped > 5
+    assert_whole(remote)
+    chunks = StoredChunks(remote)
+    # Two threads may each have had one pack under way whose loss is seen as "stored" by none.
+    assert chunks.copies == len(chunks)
+
+
+def test_a_remote_that_is_older_than_it_was_is_refused(tmp_path: Path, bucket: str) -> None:
+    """Who puts back an earlier state of the bucket does not get new snapshots built on it."""
+    from ciuic.remote.log.errors import RolledBack
+
+    rng = random.Random(6)
+    objects = MemoryObjects(bucket)
+    remote = new_remote(objects)
+    host = Host(tmp_path / "h", remote)
+    host.store(1, random_tree(rng))
+    host.replication().catch_up(remote)
+    before = {info.name: bytes(objects.get(info.name)) for info in objects.list("")}
+    host.store(2, random_tree(rng))
+    host.replication().catch_up(remote)
+    now = [info.name for info in objects.list("")]
+    objects.delete([name for name in now if name not in before])
+    host.store(3, random_tree(rng))
+    with pytest.raises(RolledBack, match="had the entry"):
+        host.replication().catch_up(remote)
+
+
+def test_the_remote_has_a_retention_of_its_own(tmp_path: Path, bucket: str) -> None:
+    """What the remote's rules do not keep is given up there, and not sent again while it is still here."""
+    rng = random.Random(8)
+    remote = new_remote(MemoryObjects(bucket))
+    host = Host(tmp_path / "h", remote)
+    host.keep_last = 2
+    for number in range(5):
+        host.store(number, random_tree(rng))
+        if number in (1, 3):
+            host.replication().catch_up(remote)
+    host.remove(4)
+    host.replication().catch_up(remote)
+    assert host.replication().catch_up(remote) == []
+    assert sorted(one.id for one in assert_whole(remote).values()) == ["cs-000002", "cs-000003"]
+    # What went here stays there: the remote may keep it longer.
+    host.remove(3)
+    host.replication().catch_up(remote)
+    assert "cs-000003" in [one.id for one in assert_whole(remote).values()]
+
+
+def test_no_root_takes_anothers_place(tmp_path: Path, bucket: str) -> None:
+    """The rules hold for each root alone: the only snapshot of a training stays, however often another saves."""
+    rng = random.Random(9)
+    remote = new_remote(MemoryObjects(bucket))
+    host = Host(tmp_path / "h", remote)
+    host.keep_last = 1
+    host.store(0, random_tree(rng), root=b"/quiet")
+    for number in range(1, 4):
+        host.store(number, random_tree(rng), root=b"/busy")
+        host.replication().catch_up(remote)
+    assert sorted(one.id for one in assert_whole(remote).values()) == ["cs-000000", "cs-000003"]
+
+
+def test_damage_here_is_not_sent(tmp_path: Path, bucket: str) -> None:
+    """A snapshot with a damaged chunk is not committed, and its content does not reach the remote; others do."""
+    rng = random.Random(7)
+    remote = new_remote(MemoryObjects(bucket))
+    host = Host(tmp_path / "h", remote)
+    host.store(1, {b"good": rng.randbytes(2 * BLOCK)})
+    bad = rng.randbytes(BLOCK)
+    host.store(2, {b"bad": bad})
+    for pack in (host.path / "repository" / "packs").iterdir():
+        data = bytearray(pack.read_bytes())
+        at = data.find(bad)
+        if at >= 0:
+            data[at] ^= 1
+            pack.write_bytes(data)
+    host.replication().catch_up(remote)
+    assert [snapshot.id for snapshot in assert_whole(remote).values()] == ["cs-000001"]
+
+
+def test_the_remote_opens_with_its_key_alone(tmp_path: Path, bucket: str) -> None:
+    """A machine that never saw the host opens the remote by a slot's secret and names chunks alike."""
+    from ciuic.remote.access.remote import add_slot
+    from ciuic.remote.errors import WrongKey
+    from ciuic.remote.sealing.slot_secret import SlotSecret
+
+    remote = new_remote(MemoryObjects(bucket))
+    secret, other = SlotSecret("key-file", bytes(32)), SlotSecret("key-file", bytes(31) + b"\1")
+    add_slot(remote, "main", secret)
+    again = open_remote(MemoryObjects(bucket), [secret])
+    assert again.identity == remote.identity
+    for wrong in ([other], []):
+        with pytest.raises(WrongKey):
+            open_remote(MemoryObjects(bucket), wrong)
