@@ -1,0 +1,181 @@
+"""Open a remote for reading: all of its spaces, and the snapshots that its logs commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from ciuic.errors import UsageError
+from ciuic.remote.access import configured as access
+from ciuic.remote.access.remote import Remote, open_remote, repository_spaces
+from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.objects.model import Objects
+from ciuic.remote.objects.opening import open_objects
+from ciuic.remote.objects.urls import StoreSettings
+from ciuic.remote.reading.cache_directory import open_cache
+from ciuic.remote.reading.manifests import Manifests
+from ciuic.remote.reading.patience import DEFAULT_PATIENCE_SECONDS, Patience
+from ciuic.remote.reading.range_prefetch import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS
+from ciuic.remote.reading.remote_repository import RemoteRepository
+from ciuic.remote.reading.remote_snapshots import CommittedEntry, RemoteSnapshots, named_entries
+from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.remote.sealing.slot_secret import SlotSecret
+from ciuic.types import SnapshotId
+
+
+class ReadableRemote:
+    """Snapshots of a remote as of its opening, and the repositories that they are read from; context manager.
+
+    Hosts that share the remote's identity are one repository. Each repository with an identity of its own is another:
+    chunks have other ids there.
+    """
+
+    def __init__(self, remote: Remote, snapshots: RemoteSnapshots, readers: Sequence[SpaceReader]) -> None:
+        """Take the parts; see `read_remote`."""
+        self.remote: Final = remote
+        self.snapshots: Final = snapshots
+        """Snapshots of all repositories, or of one host."""
+        self.readers: Final = tuple(readers)
+        self._closing = ExitStack()
+
+    @property
+    def repositories(self) -> list[RemoteRepository]:
+        """All repositories, each with its part of the snapshots; the remote's own first."""
+        return [
+            RemoteRepository(reader, self.snapshots.only(self._ids_in(reader))) for reader in self.readers
+        ]
+
+    def repository_of(self, ids: Iterable[SnapshotId]) -> RemoteRepository:
+        """Return the repository that these snapshots are read from.
+
+        Raises:
+            UsageError: they lie in several, whose chunks cannot be compared.
+        """
+        wanted = set(ids)
+        having = [reader for reader in self.readers if wanted.intersection(self._ids_in(reader))]
+        if len(having) > 1:
+            raise UsageError(
+                "these snapshots belong to repositories that name chunks differently, and cannot be compared",
+                hint="restore one of them, and compare the other with it",
+            )
+        reader = having[0] if having else self.readers[0]
+        return RemoteRepository(reader, self.snapshots.only(self._ids_in(reader)))
+
+    def read_anew(self) -> None:
+        """Take no pack from the cache, to find out whether the bucket has them all as they were."""
+        for reader in self.readers:
+            reader.meta.read_anew()
+
+    def of_host(self, name: str) -> ReadableRemote:
+        """Return the same with the snapshots of one host alone. It is closed with this one.
+
+        Raises:
+            NotFound: the host has no snapshot.
+        """
+        return ReadableRemote(self.remote, self.snapshots.of_host(name), self.readers)
+
+    def close(self) -> None:
+        """Close everything that was opened."""
+        self._closing.close()
+
+    def __enter__(self) -> ReadableRemote:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ids_in(self, reader: SpaceReader) -> list[str]:
+        url = reader.space.objects.url
+        return [id_ for id_, entry in self.snapshots.entries.items() if entry.manifests.url == url]
+
+    def keep_open(self, closing: ExitStack) -> None:
+        """Take over what `close` has to close."""
+        self._closing = closing.pop_all()
+
+
+def open_remote_repository(
+    url: str,
+    settings: StoreSettings | None,
+    secrets: Sequence[SlotSecret],
+    *,
+    require_sealed: bool = False,
+    cache_root: Path | None = None,
+    wrap: Callable[[Objects], Objects] = lambda objects: objects,
+) -> ReadableRemote:
+    """Open the remote at a URL for reading, on a host that need not know it.
+
+    Args:
+        url: Place of the remote.
+        settings: What the URL does not say.
+        secrets: Passphrases and keys; none for a remote that is not sealed.
+        require_sealed: Refuse a remote in clear, whose configuration says that it is encrypted.
+        cache_root: Where caches lie; None for the usual place.
+        wrap: Wraps the store, such as for counting.
+
+    Raises:
+        NotFound: there is no remote.
+        WrongKey: no secret fits, or one is needed.
+        UsageError: the URL is none of a remote.
+        DamagedRemote: remote.json, a key slot or a log was altered.
+        RolledBack: the remote is older than this host has seen it.
+        RemoteUnreachable: the store does not answer.
+    """
+    objects = wrap(open_objects(url, settings))
+    try:
+        remote = open_remote(objects, secrets)
+        if require_sealed:
+            access.require_sealed(remote)
+    except BaseException:
+        objects.close()
+        raise
+    return read_remote(remote, cache_root=cache_root, close_objects=True)
+
+
+def read_remote(
+    remote: Remote,
+    *,
+    cache_root: Path | None = None,
+    patience_seconds: float = DEFAULT_PATIENCE_SECONDS,
+    threads: int = DEFAULT_THREADS,
+    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    close_objects: bool = False,
+) -> ReadableRemote:
+    """Read the logs of an open remote and return its snapshots.
+
+    Args:
+        remote: Open remote.
+        cache_root: Where caches lie; None for the usual place.
+        patience_seconds: Time for which a request without an answer is repeated.
+        threads: Ranges that are read at the same time.
+        memory_bytes: Limit of what is read ahead.
+        close_objects: Close the remote's store at the end, or here after an error.
+
+    Raises:
+        DamagedRemote: a log was altered.
+        RolledBack: the remote is older than this host has seen it.
+        RemoteUnreachable: the store does not answer.
+    """
+    patience = Patience(patience_seconds)
+    entries: list[CommittedEntry] = []
+    readers: list[SpaceReader] = []
+    with ExitStack() as closing:
+        if close_objects:
+            closing.callback(remote.objects.close)
+        for space in [remote, *patience.of(lambda: repository_spaces(remote))]:
+            cache = closing.enter_context(open_cache(remote, space, cache_root))
+            reader = SpaceReader(space, cache, patience, threads=threads, memory_bytes=memory_bytes)
+            closing.callback(reader.close)
+            readers.append(reader)
+            logs = LogReader(space.objects, space.sealer, cache_path=str(cache.path / "logs"))
+            patience.of(logs.refresh)
+            manifests = Manifests(space, cache, patience, logs)
+            entries += (CommittedEntry(live, manifests) for live in logs.live().values())
+        closing.callback(patience.end)
+        opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers)
+        opened.keep_open(closing)
+    return opened

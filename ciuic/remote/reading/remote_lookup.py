@@ -1,0 +1,214 @@
+"""Lookup of the chunks of a remote for readers, from the index in the cache directory.
+
+The index only says where to look. It may be behind the bucket, and its file may have decayed: a chunk that it lacks, or whose
+copies cannot be read, leads to a new listing of packs, then to the tables of the packs that it was said to be in, and at last
+to an index that is made anew.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Final, TypeVar
+
+from ciuic.errors import NotFound
+from ciuic.remote.access.remote import Remote
+from ciuic.remote.format.names import PackRef, pack_name
+from ciuic.remote.index.pack_tables import RemotePack
+from ciuic.remote.index.remote_index import IndexRefresh, RemoteIndex
+from ciuic.remote.log.errors import RolledBack
+from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.log.rounds import Rounds
+from ciuic.remote.reading.cache_directory import CacheDirectory
+from ciuic.remote.reading.patience import Patience
+from ciuic.repository import log as events
+from ciuic.repository.index.database import discard
+from ciuic.repository.model import ChunkLocation
+
+_Result = TypeVar("_Result")
+# A remote without a thousand chunks would otherwise be listed a thousand times.
+_MIN_SECONDS_BETWEEN_LISTINGS: Final = 60.0
+# What a decayed index file raises: a flipped byte may also make a number a text.
+_UNREADABLE: Final = (sqlite3.Error, ValueError, TypeError)
+
+
+class RemoteLookup:
+    """`ChunkLookup` of one space of a remote, made complete at the first use. May be used from several threads."""
+
+    def __init__(
+        self,
+        space: Remote,
+        cache: CacheDirectory,
+        patience: Patience,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._space = space
+        self._cache = cache
+        self._patience = patience
+        self._now = now
+        # SQLite's connection is used by one thread at a time.
+        self._lock = threading.RLock()
+        self._opened: RemoteIndex | None = None
+        self._path: str | None = None
+        self._closing = ExitStack()
+        self._listed_at: float | None = None
+        self._unreadable: dict[PackRef, str] = {}
+        # Packs whose tables were read by this process.
+        self._reread: set[PackRef] = set()
+        self._is_fresh = False
+
+    def find(self, chunk: bytes) -> list[ChunkLocation]:
+        """Return known copies, the best first."""
+        return self._ask(lambda index: index.find(chunk))
+
+    def find_many(self, chunks: Sequence[bytes]) -> dict[bytes, ChunkLocation]:
+        """Return the copy to read first for each chunk that is known."""
+        return self._ask(lambda index: index.find_many(chunks))
+
+    def search(self, chunk: bytes, failed: list[ChunkLocation]) -> list[ChunkLocation]:
+        """Search harder: in packs that the index does not know, and in the tables of those that it is wrong about."""
+        with self._lock:
+            # Another thread may have listed the packs since the copies failed.
+            found = self.find(chunk)
+            for step in (self._list_again, self._read_tables_of, self._make_anew):
+                if any(location not in failed for location in found):
+                    break
+                if step(found):
+                    found = self.find(chunk)
+            return found
+
+    def _list_again(self, found: list[ChunkLocation]) -> bool:
+        """List the packs that are there, unless that was done just now."""
+        if self._listed_at is not None and self._now() - self._listed_at <= _MIN_SECONDS_BETWEEN_LISTINGS:
+            return False
+        self.refresh()
+        return True
+
+    def _read_tables_of(self, found: list[ChunkLocation]) -> bool:
+        """Read the tables of these packs, unless this process has read them."""
+        if self._is_fresh:
+            return False
+        refs = {self.ref(location.pack) for location in found} - self._reread
+        self._reread |= refs
+        space = self._space
+        if refs:
+            self._ask(
+                lambda index: self._patience.of(lambda: index.reread(space.objects, space.sealer, refs))
+            )
+        return bool(refs)
+
+    def _make_anew(self, found: list[ChunkLocation]) -> bool:
+        """Make the index anew in memory if it has no row of the chunk and was not made by this process."""
+        if found or self._is_fresh:
+            return False
+        self._replace()
+        return True
+
+    def close(self) -> None:
+        """Do nothing: other readers use the lookup as well. See `end`."""
+
+    def end(self) -> None:
+        """Close the index."""
+        with self._lock:
+            self._closing.close()
+            self._opened = None
+
+    def ref(self, number: int) -> PackRef:
+        """Return the pack of this number in locations.
+
+        Raises:
+            NotFound: a collection has removed it.
+        """
+        with self._lock:
+            try:
+                return self._index().ref(number)
+            except KeyError:
+                raise NotFound(f"the remote has no pack {number} any more") from None
+
+    def refresh(self) -> IndexRefresh:
+        """List the packs that are there, and read the tables of new ones."""
+        with self._lock:
+            return self._ask(self._list)
+
+    def packs(self) -> dict[int, RemotePack]:
+        """Return every pack whose table could be read, by its number."""
+        return self._ask(
+            lambda index: {
+                number: pack for pack in index.packs() if (number := index.number(pack.ref)) is not None
+            }
+        )
+
+    def unreadable(self) -> dict[PackRef, str]:
+        """Return the packs whose table cannot be read, with the reason, as of the last listing."""
+        with self._lock:
+            return dict(self._unreadable)
+
+    def _ask(self, question: Callable[[RemoteIndex], _Result]) -> _Result:
+        with self._lock:
+            try:
+                return question(self._index())
+            except _UNREADABLE as error:
+                # A cache: the bucket says all that is in it.
+                events.warning("remote_index_unreadable", error=str(error))
+                return question(self._replace())
+
+    def _replace(self) -> RemoteIndex:
+        """Return an index in memory, made from the bucket; the file is deleted."""
+        # Before the lock is given back: another process may make its index there at once.
+        if self._path is not None:
+            discard(self._path)
+            with suppress(OSError):
+                os.unlink(f"{self._path}.logs")
+        self._closing.close()
+        self._opened = self._new(None)
+        return self._opened
+
+    def _index(self) -> RemoteIndex:
+        if self._opened is None:
+            self._path = self._closing.enter_context(self._cache.index_path())
+            try:
+                self._opened = self._new(self._path)
+            # That the remote is older than it was has been ruled out when its snapshots were listed.
+            except (*_UNREADABLE, RolledBack) as error:
+                events.warning("remote_index_unreadable", error=str(error))
+                self._opened = self._replace()
+        return self._opened
+
+    def _new(self, path: str | None) -> RemoteIndex:
+        """Return an index of everything that the logs name."""
+        space, patience = self._space, self._patience
+        index = RemoteIndex.open(path)
+        self._closing.callback(index.close)
+        self._is_fresh = index.rounds_finished is None
+        rounds = Rounds(space.objects, space.sealer, known=index.rounds_finished)
+        patience.of(rounds.refresh)
+        index.follow(rounds)
+        # Apart from the logs that the list of snapshots has read: these are the entries that the index lacks.
+        reader = LogReader(space.objects, space.sealer, cache_path=None if path is None else f"{path}.logs")
+        news = patience.of(reader.refresh)
+        if index.rounds_finished is None or not news.complete:
+            self._list(index)
+        else:
+            self._learn(index, news.packs)
+        return index
+
+    def _learn(self, index: RemoteIndex, refs: Iterable[PackRef]) -> None:
+        result = self._patience.of(lambda: index.learn(self._space.objects, self._space.sealer, refs))
+        self._unreadable.update(result.unreadable)
+        self._warn(result)
+
+    def _list(self, index: RemoteIndex) -> IndexRefresh:
+        result = self._patience.of(lambda: index.refresh(self._space.objects, self._space.sealer))
+        self._listed_at = self._now()
+        self._unreadable = dict(result.unreadable)
+        self._warn(result)
+        return result
+
+    def _warn(self, result: IndexRefresh) -> None:
+        for ref, reason in result.unreadable.items():
+            events.warning("remote_pack_unreadable", pack=pack_name(ref), reason=reason)

@@ -1,0 +1,207 @@
+"""Snapshots of a remote: those of all hosts, or of some.
+
+The id of a snapshot is chosen by its repository, so that two hosts may have one id. Within a remote such snapshots are named
+``HOST/cs-…``, and every other one by its id. ``HOST/`` may stand before any text that names a snapshot, and restricts it to that
+host.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ciuic.errors import Damaged, NotFound, UsageError
+from ciuic.remote.format.log_entry import LiveManifest
+from ciuic.remote.format.names import as_label, parse_manifest
+from ciuic.remote.reading.manifests import Manifests
+from ciuic.repository import log as events
+from ciuic.repository.committed_snapshots import CommittedSnapshots
+from ciuic.repository.errors import DamagedSnapshot, UnsupportedFormat
+from ciuic.repository.format.snapshot_format import StoredMarks, apply_marks, decode_marks, decode_snapshot
+from ciuic.repository.index.catalogue import info_of
+from ciuic.repository.model import SnapshotInfo, UnreadableSnapshot
+from ciuic.repository.resolve import resolve
+from ciuic.repository.snapshots import UNREADABLE_MARKS
+from ciuic.types import Snapshot, SnapshotId
+
+# Manifests that are read at the same time.
+_THREADS: Final = 8
+_RANDOM_DIGITS: Final = 8
+
+# Inside the class, `list` is the method.
+_Infos = list[SnapshotInfo]
+_Loaded = tuple[list[Snapshot], list[UnreadableSnapshot]]
+
+
+class CommittedEntry(NamedTuple):
+    """Snapshot that a log commits."""
+
+    live: LiveManifest
+    manifests: Manifests
+    """Manifests of its space."""
+
+    @property
+    def host(self) -> str:
+        """Label of the host, as in the name of the manifest, which the log's seal covers."""
+        name = parse_manifest(self.live.manifest)
+        return "" if name is None else name.host
+
+    @property
+    def exact_host(self) -> str:
+        """Label of the host and the beginning of the manifest's random part, for hosts of one name."""
+        name = parse_manifest(self.live.manifest)
+        return "" if name is None else f"{name.host}~{name.random[:_RANDOM_DIGITS]}"
+
+
+class RemoteSnapshots(CommittedSnapshots):
+    """Committed snapshots of a remote. May be used from several threads.
+
+    Args:
+        entries: Snapshots by their names within the remote, from `named_entries`.
+    """
+
+    def __init__(self, entries: Mapping[str, CommittedEntry]) -> None:
+        self.entries: Final = dict(entries)
+        self._infos: _Infos | None = None
+
+    def only(self, ids: Iterable[str]) -> RemoteSnapshots:
+        """Return these snapshots alone."""
+        return RemoteSnapshots({id_: self.entries[id_] for id_ in ids})
+
+    def hosts(self) -> list[str]:
+        """Return the labels of all hosts."""
+        return sorted({entry.host for entry in self.entries.values()})
+
+    def of_host(self, name: str) -> RemoteSnapshots:
+        """Return the snapshots of one host.
+
+        Raises:
+            NotFound: it has none.
+        """
+        label = as_label(name)
+        chosen = [
+            id_
+            for id_, entry in self.entries.items()
+            if entry.host == label or ("~" in name and entry.exact_host == name)
+        ]
+        if not chosen:
+            known = ", ".join(self.hosts()) or "none"
+            raise NotFound(f"the remote has no snapshot of a host {name}", hint=f"hosts there are: {known}")
+        return self.only(chosen)
+
+    def names(self) -> set[str]:
+        """Return the names of all snapshots, readable or not."""
+        return set(self.entries)
+
+    def infos(self) -> _Infos:
+        """Return a line of `list` for each snapshot that can be read."""
+        # Read once: manifests never change, and this object has the snapshots of one moment.
+        if self._infos is None:
+            self._infos = [info_of(snapshot) for snapshot in self.load_all()[0]]
+        return list(self._infos)
+
+    def load(self, id_: SnapshotId) -> Snapshot:
+        """Return the snapshot with its marks applied."""
+        entry = self.entries.get(id_)
+        if entry is None:
+            raise NotFound(f"the remote has no snapshot {id_}", hint="ciuic list shows those there are.")
+        live = entry.live
+        manifest = entry.manifests.read(live)
+        stored = decode_snapshot(live.snapshot, manifest.snapshot, live.repository)
+        snapshot = apply_marks(stored, _marks(live.snapshot, manifest.marks))
+        return snapshot if snapshot.id == id_ else msgspec.structs.replace(snapshot, id=SnapshotId(id_))
+
+    def load_all(self) -> _Loaded:
+        """Return every snapshot, newest first, and those that cannot be read; several manifests are read at a time."""
+
+        def load(name: str) -> Snapshot | UnreadableSnapshot | None:
+            try:
+                return self.load(SnapshotId(name))
+            except NotFound:
+                # Removed meanwhile.
+                return None
+            except (Damaged, UnsupportedFormat) as error:
+                return UnreadableSnapshot(name, self.path(name), error.message)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            results = list(pool.map(load, sorted(self.entries)))
+        loaded = [one for one in results if isinstance(one, Snapshot)]
+        loaded.sort(key=lambda snapshot: (-snapshot.time_ns, snapshot.id))
+        return loaded, [one for one in results if isinstance(one, UnreadableSnapshot)]
+
+    def path(self, id_: str) -> str:
+        """Return the URL of the manifest."""
+        entry = self.entries.get(id_)
+        return "" if entry is None else f"{entry.manifests.url}/{entry.live.manifest}"
+
+    def resolve(self, text: str, root: bytes | None = None) -> SnapshotId:
+        """Return the name of the snapshot that ``text`` means; see `CommittedSnapshots.resolve`.
+
+        Raises:
+            NotFound: no snapshot fits, or no host of that name has one.
+            UsageError: ``text`` is ambiguous: the ids that it could be are named.
+        """
+        host, slash, rest = text.rpartition("/")
+        if slash:
+            return self.of_host(host).resolve(rest, root)
+        plain: dict[str, list[str]] = {}
+        for id_, entry in self.entries.items():
+            plain.setdefault(entry.live.snapshot, []).append(id_)
+        found = resolve(text, plain, lambda: self.list(root=root, safety=False))
+        # The name of a snapshot, from a list, or the id of one or more.
+        names = plain.get(found, [found])
+        if len(names) > 1:
+            raise UsageError(
+                f"{text} is a snapshot of several hosts: {', '.join(sorted(names))}",
+                hint="name the host as well",
+            )
+        return SnapshotId(names[0])
+
+
+def named_entries(entries: Sequence[CommittedEntry]) -> dict[str, CommittedEntry]:
+    """Return committed snapshots by names that are unique: their ids, with the host where an id occurs twice.
+
+    A snapshot that was committed twice, as by two uploaders of one cloned disk, is there once.
+    """
+    counts = Counter(entry.live.snapshot for entry in entries)
+    named = {entry.live.snapshot: entry for entry in entries if counts[entry.live.snapshot] == 1}
+    again: dict[str, list[CommittedEntry]] = {}
+    for entry in sorted(entries, key=lambda entry: entry.live.manifest):
+        if counts[entry.live.snapshot] > 1:
+            again.setdefault(entry.live.snapshot, []).append(entry)
+    for id_, several in again.items():
+        several = _different(several)
+        if len(several) == 1:
+            named[id_] = several[0]
+            continue
+        hosts = Counter(entry.host for entry in several)
+        for entry in several:
+            named[f"{entry.host if hosts[entry.host] == 1 else entry.exact_host}/{id_}"] = entry
+    return named
+
+
+def _different(entries: Sequence[CommittedEntry]) -> list[CommittedEntry]:
+    """Return the entries without those that commit the same bytes of the same repository as one before."""
+    found: dict[tuple[str, bytes], CommittedEntry] = {}
+    for entry in entries:
+        try:
+            content = entry.manifests.read(entry.live).snapshot
+        except (Damaged, NotFound, UnsupportedFormat):
+            # Equal to nothing: it stays, and is reported when it is loaded.
+            content = entry.live.manifest.encode()
+        found.setdefault((entry.live.repository, content), entry)
+    return list(found.values())
+
+
+def _marks(id_: str, data: bytes) -> StoredMarks:
+    if not data:
+        return StoredMarks(id=id_)
+    try:
+        return decode_marks(id_, data)
+    except (DamagedSnapshot, UnsupportedFormat) as error:
+        events.warning("marks_unreadable", snapshot=id_, error=str(error))
+        return StoredMarks(id=id_, held=True, hold_reason=UNREADABLE_MARKS)

@@ -1,0 +1,46 @@
+"""What all readers of one space of a remote share."""
+
+from __future__ import annotations
+
+from ciuic.remote.access.remote import Remote
+from ciuic.remote.reading.cache_directory import CacheDirectory
+from ciuic.remote.reading.meta_packs import MetaPacks
+from ciuic.remote.reading.patience import Patience
+from ciuic.remote.reading.range_prefetch import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS, RangePrefetch
+from ciuic.remote.reading.remote_lookup import RemoteLookup
+from ciuic.remote.reading.remote_packs import RemotePacks
+
+
+class SpaceReader:
+    """What all readers of one space share: its index, its cache, and what is read ahead.
+
+    Args:
+        space: A remote, or the space of one repository in it.
+        cache: Cache of the space.
+        patience: For requests without an answer.
+        threads: Ranges that are read at the same time.
+        memory_bytes: Limit of what is read ahead.
+    """
+
+    def __init__(
+        self,
+        space: Remote,
+        cache: CacheDirectory,
+        patience: Patience,
+        *,
+        threads: int = DEFAULT_THREADS,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    ) -> None:
+        self.space = space
+        self.cache = cache
+        self.patience = patience
+        self.lookup = RemoteLookup(space, cache, patience)
+        self.ranges = RangePrefetch(space.objects, patience, threads=threads, memory_bytes=memory_bytes)
+        self.meta = MetaPacks(space.objects, cache, patience, self.ranges)
+        self.packs = RemotePacks(space.sealer, self.lookup.ref, self.ranges, self.meta)
+
+    def close(self) -> None:
+        """Close the index and the cache, and end what is read ahead."""
+        self.ranges.close()
+        self.meta.close()
+        self.lookup.end()
