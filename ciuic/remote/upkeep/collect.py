@@ -1,0 +1,194 @@
+"""Free the space of a remote that no snapshot needs, in the remote itself and in the space of each repository in it.
+
+Guarantees: those of `Collector`. Interrupted at any request, the next collection of any host goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from ciuic.remote.collection.collector import (
+    DEFAULT_POLICY,
+    CollectionPolicy,
+    CollectionResult,
+    Collector,
+)
+from ciuic.remote.format.log_entry import LiveManifest
+from ciuic.remote.format.names import PackRef
+from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.log.log_reader import LogReader
+from ciuic.remote.log.rounds import Rounds
+from ciuic.remote.log.writer_log import WriterLog
+from ciuic.remote.log.writer_state import WriterState
+from ciuic.remote.reading.marking import NeededChunks, live_chunks
+from ciuic.remote.reading.opening import ReadableRemote
+from ciuic.remote.reading.space_reader import SpaceReader
+
+# A round that deletes nothing may be one of another collector, or all that it condemned is needed again.
+_MAX_EMPTY_ROUNDS = 2
+
+
+class CollectedSpace(NamedTuple):
+    """What a collection did, or would do, in one space."""
+
+    id: str
+    """Id of the remote, or of the repository whose space it is."""
+    packs: tuple[PackRef, ...]
+    """Packs that were deleted, or would be."""
+    manifests: tuple[str, ...]
+    """Manifests of the same."""
+    freed_bytes: int
+    """Size of these packs."""
+    repacked_bytes: int
+    """What was, or would be, copied from mostly dead packs to new ones."""
+    rescued: int
+    """Packs that turned out to be needed after they were chosen."""
+    unreadable: tuple[PackRef, ...]
+    """Packs whose tables cannot be read; they stay."""
+    unfinished: bool
+    """With a dry run: a round is under way, which the next collection ends first."""
+
+
+def collect_remote(
+    opened: ReadableRemote,
+    *,
+    host: str,
+    policy: CollectionPolicy = DEFAULT_POLICY,
+    between: Callable[[], None] = lambda: None,
+) -> list[CollectedSpace]:
+    """Delete what no snapshot needs; durable on return.
+
+    Args:
+        opened: The remote.
+        host: Name of this host, for people.
+        policy: What is worth collecting.
+        between: Called often.
+
+    Raises:
+        Damaged: a log, a round, a manifest or a tree cannot be read; nothing was deleted in its space.
+        RolledBack: the remote is older than this host has seen it.
+        RemoteUnreachable: the store did not answer for too long.
+        RemoteRefused: these credentials may not delete.
+    """
+    return [_collect(reader, host, policy, between) for reader in opened.readers]
+
+
+def preview_collection(
+    opened: ReadableRemote,
+    *,
+    now_ns: int,
+    policy: CollectionPolicy = DEFAULT_POLICY,
+    between: Callable[[], None] = lambda: None,
+) -> list[CollectedSpace]:
+    """Return what `collect_remote` would delete at this time; only reads.
+
+    Raises:
+        Damaged, RemoteUnreachable: as `collect_remote`.
+    """
+    return [_preview(reader, now_ns, policy, between) for reader in opened.readers]
+
+
+def operator_log(reader: SpaceReader, host: str, index: RemoteIndex | None = None) -> WriterLog:
+    """Return this host's log for operators in a space, not begun yet.
+
+    Its name is kept in the cache. Without the cache another log is begun, which is always allowed.
+
+    Args:
+        reader: Reader of the space.
+        host: Name of this host, for people.
+        index: Index that follows the log's rounds; None for a caller that stores nothing.
+    """
+    space = reader.space
+    rounds = Rounds(space.objects, space.sealer, known=None if index is None else index.rounds_finished)
+    return WriterLog(
+        space.objects,
+        space.sealer,
+        WriterState(str(reader.cache.path / "operator")),
+        rounds,
+        host=host,
+        # Of no repository: an operator may speak for all of them.
+        repository=space.id,
+    )
+
+
+@contextmanager
+def open_collector(
+    reader: SpaceReader,
+    *,
+    host: str,
+    policy: CollectionPolicy = DEFAULT_POLICY,
+    between: Callable[[], None] = lambda: None,
+) -> Iterator[Collector]:
+    """Provide a collector of a space, with an index of its own in the cache."""
+    space = reader.space
+    marked = live_chunks(reader, between=between)
+
+    def mark(snapshots: Mapping[str, LiveManifest]) -> NeededChunks:
+        # Trees may have moved to new packs since the reader listed them, in a round of this very collection.
+        reader.lookup.refresh()
+        return marked(snapshots)
+
+    with reader.cache.index_path() as path:
+        index = RemoteIndex.open(path)
+        try:
+            yield Collector(
+                space.objects,
+                space.sealer,
+                log=operator_log(reader, host, index),
+                reader=LogReader(
+                    space.objects, space.sealer, cache_path=str(reader.cache.path / "operator.logs")
+                ),
+                index=index,
+                mark=mark,
+                policy=policy,
+            )
+        finally:
+            index.close()
+
+
+def _collect(
+    reader: SpaceReader, host: str, policy: CollectionPolicy, between: Callable[[], None]
+) -> CollectedSpace:
+    sizes: dict[PackRef, int] = {}
+    results: list[CollectionResult] = []
+    with open_collector(reader, host=host, policy=policy, between=between) as collector:
+        empty = 0
+        while empty < _MAX_EMPTY_ROUNDS:
+            result = reader.patience.of(collector.run)
+            # The reader's index still has what the round deleted.
+            sizes |= {pack.ref: pack.size_bytes for pack in reader.lookup.packs().values()}
+            results.append(result)
+            if result.round < 0:
+                break
+            empty += not (result.packs or result.manifests)
+    packs = tuple(ref for result in results for ref in result.packs)
+    return CollectedSpace(
+        reader.space.id,
+        packs,
+        tuple(name for result in results for name in result.manifests),
+        sum(sizes.get(ref, 0) for ref in packs),
+        sum(result.repacked_bytes for result in results),
+        sum(result.rescued for result in results),
+        results[-1].unreadable,
+        False,
+    )
+
+
+def _preview(
+    reader: SpaceReader, now_ns: int, policy: CollectionPolicy, between: Callable[[], None]
+) -> CollectedSpace:
+    with open_collector(reader, host="", policy=policy, between=between) as collector:
+        found = reader.patience.of(lambda: collector.preview(now_ns))
+    sizes = {pack.ref: pack.size_bytes for pack in reader.lookup.packs().values()}
+    return CollectedSpace(
+        reader.space.id,
+        found.packs,
+        found.manifests,
+        sum(sizes.get(ref, 0) for ref in found.packs),
+        found.repacked_bytes,
+        0,
+        found.unreadable,
+        found.unfinished,
+    )

@@ -1,0 +1,159 @@
+"""Key files, names of slots, and repositories of hosts that join a remote."""
+
+from __future__ import annotations
+
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.cli_repository import CliRepository
+
+from ciuic.errors import Busy, NotFound, NotPermitted, UsageError
+from ciuic.remote.access.joining import RepositoryChoice, join_repository
+from ciuic.remote.access.key_file import host_slot, make_key_file
+from ciuic.remote.access.remote import Remote, init_remote
+from ciuic.remote.format.names import parse_slot
+from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.slot_secret import read_key_file
+from ciuic.repository import Repository
+from ciuic.repository.disk.lock import Lock
+from ciuic.repository.disk.operations import Disk
+from ciuic.repository.new_directory import unmake_empty
+
+
+@pytest.fixture
+def remote() -> Iterator[Remote]:
+    name = f"join-{uuid.uuid4().hex}"
+    yield init_remote(MemoryObjects(name), master=MasterKey.generate(), block_size=1 << 16)
+    forget_bucket(name)
+
+
+class Died(BaseException):
+    """End of a process, as a test makes it."""
+
+
+class DyingDisk(Disk):
+    """Disk of a process that dies before its nth removal."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def remove_file(self, path: str) -> None:
+        self.calls -= 1
+        if self.calls < 0:
+            raise Died
+        super().remove_file(path)
+
+
+def test_a_key_file_is_made_once(tmp_path: Path) -> None:
+    """A new key file has mode 0600 and the key that was returned; a second one never takes its place."""
+    path = tmp_path / "host.key"
+    secret = make_key_file(str(path))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_key_file(str(path)).reveal() == secret.reveal()
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match="never overwritten"):
+        make_key_file(str(path))
+    assert path.read_bytes() == before
+    assert [one.name for one in tmp_path.iterdir()] == ["host.key"]
+
+
+def test_a_key_file_needs_its_directory(tmp_path: Path) -> None:
+    """A missing directory is named, and a link that leads nowhere is not written through."""
+    with pytest.raises(NotFound, match="no directory"):
+        make_key_file(str(tmp_path / "no" / "host.key"))
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    with pytest.raises(UsageError):
+        make_key_file(str(tmp_path / "link"))
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_key_file_on_a_full_disk(tmp_path: Path) -> None:
+    """What cannot be written leaves nothing behind."""
+
+    class FullDisk(Disk):
+        def write_at(self, fd: int, parts: object, offset: int) -> int:
+            raise OSError(28, os.strerror(28))
+
+    with pytest.raises(NotPermitted, match="No space left"):
+        make_key_file(str(tmp_path / "host.key"), disk=FullDisk())
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(st.text(max_size=300))
+def test_every_host_has_a_slot(host: str) -> None:
+    """Whatever a host is called, its slot has a valid name, and another one each time but by chance."""
+    name = host_slot(host)
+    assert name.startswith("host-")
+    assert parse_slot(f"keys/{name}") == name
+
+
+def test_a_missing_repository_is_made(remote: Remote, tmp_path: Path) -> None:
+    """Where there is no repository, one with the identity and block size of the remote is made; then it shares."""
+    path = tmp_path / "deep" / "repository"
+    assert join_repository(path, remote) is RepositoryChoice.MADE
+    with Repository.open(path) as repository:
+        assert repository.identity == remote.identity
+        assert repository.block_size == 1 << 16
+    assert join_repository(path, remote) is RepositoryChoice.SHARES
+
+
+def test_a_repository_with_anything_in_it_is_kept(remote: Remote, tmp_path: Path) -> None:
+    """A snapshot, a pack without snapshots, or an unknown file: the repository stays byte for byte."""
+    path = tmp_path / "repository"
+    made = CliRepository(path, tmp_path)
+    (path / "promised").mkdir()
+    before = sorted(path.rglob("*"))
+    assert join_repository(path, remote) is RepositoryChoice.OWN_IDENTITY
+    assert sorted(path.rglob("*")) == before
+    (path / "promised").rmdir()
+    made.snapshot({b"file": b"content"})
+    for name in (path / "snapshots").iterdir():
+        name.unlink()
+    assert any((path / "packs").iterdir())
+    assert join_repository(path, remote) is RepositoryChoice.OWN_IDENTITY
+    assert Repository.exists(path)
+
+
+def test_an_empty_repository_is_made_anew(remote: Remote, tmp_path: Path) -> None:
+    """A repository that holds nothing, with its index, gets the identity of the remote."""
+    path = tmp_path / "repository"
+    Repository.create(path).close()
+    with Repository.open(path) as repository, repository.writer():
+        # Opening a writer makes the index.
+        pass
+    assert join_repository(path, remote) is RepositoryChoice.REPLACED
+    with Repository.open(path) as repository:
+        assert repository.identity == remote.identity
+        assert not repository.snapshots.names()
+
+
+@pytest.mark.parametrize("calls", range(2))
+def test_a_replacement_that_is_killed_is_taken_up(remote: Remote, tmp_path: Path, calls: int) -> None:
+    """Killed at any removal, the directory is a whole repository or one that the next join makes."""
+    path = tmp_path / "repository"
+    Repository.create(path).close()
+    with pytest.raises(Died):
+        unmake_empty(str(path), DyingDisk(calls))
+    assert join_repository(path, remote) in (RepositoryChoice.MADE, RepositoryChoice.REPLACED)
+    with Repository.open(path) as repository:
+        assert repository.identity == remote.identity
+
+
+def test_a_repository_in_use_is_not_replaced(remote: Remote, tmp_path: Path) -> None:
+    """While a writer holds the lock, an empty repository stays what it is."""
+    path = tmp_path / "repository"
+    Repository.create(path).close()
+    lock = Lock.acquire(str(path))
+    try:
+        with pytest.raises(Busy):
+            join_repository(path, remote)
+    finally:
+        lock.release()
+    assert Repository.exists(path)

@@ -1,0 +1,145 @@
+"""Collection by an operator: frees what no snapshot of any host needs, in every space, and says so before."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.remote_host import BLOCK, RemoteHost, new_remote, reading
+from support.restoring import write
+
+from ciuic.errors import CiuicError, NotFound
+from ciuic.maintenance.verify import verify_snapshots
+from ciuic.remote.access.remote import Remote
+from ciuic.remote.collection.collector import CollectionPolicy
+from ciuic.remote.objects.counting import CountingObjects
+from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
+from ciuic.remote.upkeep.collect import CollectedSpace, collect_remote, preview_collection
+from ciuic.remote.upkeep.give_up import give_up_snapshots, resolve_snapshots
+
+AT_ONCE = CollectionPolicy(young_ns=0, repack_share=0.6)
+
+
+@pytest.fixture
+def objects() -> Iterator[CountingObjects]:
+    name = f"upkeep-{os.urandom(6).hex()}"
+    yield CountingObjects(MemoryObjects(name))
+    forget_bucket(name)
+
+
+def names(remote: Remote) -> set[str]:
+    return {info.name for info in remote.objects.list("")}
+
+
+def two_snapshots(place: Path, remote: Remote, *, own_identity: bool = False) -> tuple[RemoteHost, str, str]:
+    """Upload two snapshots that share half of their files; return host and ids."""
+    host = RemoteHost(place, remote, name=place.name, own_identity=own_identity)
+    rng = random.Random(place.name)
+    for number in range(6):
+        write(host.root / f"{number}", rng.randbytes(9 * BLOCK + 3))
+    first = host.snapshot()
+    host.upload()
+    for number in range(3):
+        write(host.root / f"{number}", rng.randbytes(9 * BLOCK + 3))
+    second = host.snapshot()
+    host.upload()
+    return host, first.id, second.id
+
+
+def forget(remote: Remote, cache: Path, text: str) -> None:
+    with reading(remote, cache) as opened:
+        give_up_snapshots(opened, resolve_snapshots(opened, [text]), host="operator")
+
+
+def collect(remote: Remote, cache: Path) -> list[CollectedSpace]:
+    with reading(remote, cache) as opened:
+        return collect_remote(opened, host="operator", policy=AT_ONCE)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_given_up_snapshot_is_freed(objects: CountingObjects, tmp_path: Path, sealed: bool) -> None:
+    """What only the given-up snapshot needed goes, the other snapshot verifies, and a second run finds nothing."""
+    remote = new_remote(objects, sealed=sealed)
+    _, first, second = two_snapshots(tmp_path / "host", remote)
+    forget(remote, tmp_path / "cache", first)
+    (done,) = collect(remote, tmp_path / "cache")
+    assert done.packs
+    assert len(done.manifests) == 1
+    # The first snapshot's packs are half needed: their live half was copied.
+    assert done.repacked_bytes > 0
+    assert done.freed_bytes > done.repacked_bytes
+    with reading(remote, tmp_path / "other cache") as opened:
+        assert opened.snapshots.ids() == [second]
+        assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
+        (again,) = collect_remote(opened, host="operator", policy=AT_ONCE)
+    assert (again.packs, again.manifests) == ((), ())
+
+
+def test_a_preview_tells_and_changes_nothing(objects: CountingObjects, tmp_path: Path) -> None:
+    """A preview names just what a collection deletes then, and makes no request that writes."""
+    remote = new_remote(objects)
+    _, first, _ = two_snapshots(tmp_path / "host", remote)
+    forget(remote, tmp_path / "cache", first)
+    before = {kind: objects.counts()[kind].requests for kind in ("put", "create", "delete")}
+    with reading(remote, tmp_path / "cache") as opened:
+        (said,) = preview_collection(opened, now_ns=time.time_ns(), policy=AT_ONCE)
+    assert {kind: objects.counts()[kind].requests for kind in before} == before
+    (done,) = collect(remote, tmp_path / "cache")
+    assert (said.packs, said.manifests) == (done.packs, done.manifests)
+    assert (said.freed_bytes, said.repacked_bytes) == (done.freed_bytes, done.repacked_bytes)
+
+
+def test_what_is_young_stays(objects: CountingObjects, tmp_path: Path) -> None:
+    """With the usual policy nothing goes that was stored within a day."""
+    remote = new_remote(objects)
+    _, first, _ = two_snapshots(tmp_path / "host", remote)
+    forget(remote, tmp_path / "cache", first)
+    with reading(remote, tmp_path / "cache") as opened:
+        (done,) = collect_remote(opened, host="operator")
+    assert (done.packs, done.manifests) == ((), ())
+
+
+def test_every_space_is_collected(objects: CountingObjects, tmp_path: Path) -> None:
+    """A repository with an identity of its own is collected in its own space, by its own log."""
+    remote = new_remote(objects)
+    _, first, second = two_snapshots(tmp_path / "host", remote)
+    old, old_first, old_second = two_snapshots(tmp_path / "old", remote, own_identity=True)
+    for id_ in (first, old_first):
+        forget(remote, tmp_path / "cache", id_)
+    done = collect(remote, tmp_path / "cache")
+    assert [space.id for space in done] == [remote.id, old.repository.id]
+    assert all(space.packs and len(space.manifests) == 1 for space in done)
+    with reading(remote, tmp_path / "other cache") as opened:
+        assert set(opened.snapshots.ids()) == {second, old_second}
+        for repository in opened.repositories:
+            assert verify_snapshots(repository, checksum=True).damages == []
+
+
+def test_one_log_serves_all_runs(objects: CountingObjects, tmp_path: Path) -> None:
+    """Operators of one host go on with one log as long as its cache is there."""
+    remote = new_remote(objects)
+    two_snapshots(tmp_path / "host", remote)
+    for _ in range(3):
+        collect(remote, tmp_path / "cache")
+    assert len({name.split("/")[1] for name in names(remote) if name.startswith("w/")}) == 2
+
+
+def test_held_snapshots_are_not_given_up(objects: CountingObjects, tmp_path: Path) -> None:
+    """A snapshot that was held when it was uploaded is refused, unless held ones are asked for; so are unknown ones."""
+    remote = new_remote(objects)
+    host = RemoteHost(tmp_path / "host", remote)
+    write(host.root / "file", b"content")
+    id_ = host.snapshot().id
+    with host.repository.writer() as writer:
+        writer.set_marks(id_, hold=True, reason="the paper")
+    host.upload()
+    with reading(remote, tmp_path / "cache") as opened:
+        with pytest.raises(CiuicError, match="held; nothing was removed"):
+            resolve_snapshots(opened, [id_])
+        assert resolve_snapshots(opened, [id_, "latest"], held=True) == [id_]
+        with pytest.raises(NotFound):
+            resolve_snapshots(opened, ["cs-123456"])
