@@ -19,6 +19,10 @@ Safety snapshots, which restores take before they change anything, do not count 
 snapshots, and those rules do not keep them. They have rules of their own: ``keep_safety`` works like
 ``keep_within``, at least ``MIN_SAFETY`` stay, and none goes while a restore that it can undo is the newest
 change of the restored paths. Held ones and those with a tag of ``keep_tags`` stay as well.
+
+A snapshot also stays while a remote has not stored it yet. A remote that has never stored anything keeps only
+the snapshots of the last ``UNSTORED_DAYS`` days, so that a remote that was set up and forgotten does not fill
+the disk. This is the one rule that yields before the disk is full (ciuic.maintenance.prune).
 """
 
 from __future__ import annotations
@@ -42,6 +46,8 @@ MIN_SAFETY = 3
 """Number of newest safety snapshots that always stay: an operator who restores wrongly tries again twice."""
 _DAY_NS = 86400 * NS_PER_SECOND
 NEWEST = "newest"
+UNSTORED_DAYS = 7
+"""Age limit of what stays for a remote that has never stored anything."""
 
 
 class SnapshotFacts(Protocol):
@@ -109,11 +115,18 @@ class Decision:
     id: SnapshotId
     time_ns: int
     reasons: tuple[str, ...] = ()
+    remotes: tuple[str, ...] = ()
+    """Remotes for which the snapshot stays: they have not stored it yet. Each is one of ``reasons``, the last."""
 
     @property
     def kept(self) -> bool:
         """True if any rule keeps the snapshot."""
         return bool(self.reasons)
+
+    @property
+    def local_reasons(self) -> tuple[str, ...]:
+        """Reasons that have nothing to do with a remote."""
+        return self.reasons[: len(self.reasons) - len(self.remotes)]
 
 
 @dataclass(frozen=True)
@@ -142,6 +155,7 @@ def plan_retention(
     states: Container[str] = (),
     having: Mapping[bytes, Container[str]] = MappingProxyType({}),
     undoes: Callable[[SnapshotId], bool] = lambda _: False,
+    remotes: Mapping[str, Container[str] | None] = MappingProxyType({}),
 ) -> RetentionPlan:
     """Decide about each snapshot.
 
@@ -156,7 +170,9 @@ def plan_retention(
             (`snapshots_having`). All rules are applied once more to these alone, so that a partial snapshot
             takes no other's place and the last one that has a root stays.
         undoes: Whether a safety snapshot can undo a restore that is the newest change of its paths; called
-            only if nothing else keeps it.
+            only if none of these rules keeps it.
+        remotes: For each remote, the snapshots that it has stored or does not want; None for a remote that
+            has never stored any.
     """
     # The id decides between equal times, so that two runs never remove different snapshots.
     everything = sorted(snapshots, key=lambda snapshot: (snapshot.time_ns, snapshot.id), reverse=True)
@@ -178,9 +194,16 @@ def plan_retention(
             # min_free.
             new = found if not reasons[id_] else [reason for reason in found if reason == NEWEST]
             reasons[id_].extend(f"{reason} with {name}" for reason in new)
+    # Last: a snapshot that waits for a remote takes no other's place in the rules above.
+    waiting = _waiting_for_remotes(counted, remotes, now_ns)
     return RetentionPlan(
-        tuple(Decision(s.id, s.time_ns, tuple(reasons.get(s.id, [TRAINING]))) for s in everything)
+        tuple(_decided(s, reasons.get(s.id, [TRAINING]), waiting.get(s.id, ())) for s in everything)
     )
+
+
+def _decided(snapshot: SnapshotFacts, reasons: Sequence[str], remotes: Sequence[str]) -> Decision:
+    waits = (f"not on remote {name} yet" for name in remotes)
+    return Decision(snapshot.id, snapshot.time_ns, (*reasons, *waits), tuple(remotes))
 
 
 def snapshots_having(
@@ -246,6 +269,21 @@ def _keep_safety(
         # Last, because it loads and compares snapshots.
         if not found and undoes(snapshot.id):
             found.append(UNDOES)
+
+
+def _waiting_for_remotes(
+    ordered: Sequence[SnapshotFacts], remotes: Mapping[str, Container[str] | None], now_ns: int
+) -> dict[SnapshotId, list[str]]:
+    """Return the remotes that each snapshot waits for, by name in their order; no key for those of none."""
+    waiting: dict[SnapshotId, list[str]] = {}
+    for name, done in sorted(remotes.items()):
+        # Steps are limited as for keep_within (`_keep_recent`): a clock that jumps ahead lets nothing go.
+        limit_ns = UNSTORED_DAYS * _DAY_NS
+        ages_ns = _ages_ns(ordered, now_ns, limit_ns // 4)
+        for snapshot, age_ns in zip(ordered, ages_ns, strict=True):
+            if (age_ns <= limit_ns) if done is None else (snapshot.id not in done):
+                waiting.setdefault(snapshot.id, []).append(name)
+    return waiting
 
 
 def _keep_recent(

@@ -6,16 +6,16 @@
     add_roots(writable_file(file), [RootConfig(path)], repository_path=repository)
     for key, value, origin in shown(config): …    # config show
 
-The keys are the table ``KEYS`` (and ``ROOT_KEYS`` of one ``[[root]]``); docs/configuration.md explains them.
+The keys are the table ``KEYS`` (``ROOT_KEYS`` of one ``[[root]]``, ``REMOTE_KEYS`` of one ``[remote]``); docs/configuration.md explains them.
 Nothing here mounts, captures or opens a repository. The package may import ciuic.system, ciuic.protocol and
-the modules at the top of ciuic. edit, places and show are imported on first use: most commands read the
+the modules at the top of ciuic. edit, edit_remotes, places and show are imported on first use: most commands read the
 configuration and need nothing else of it.
 """
 
 from typing import TYPE_CHECKING
 
 from ciuic.config.draft import raise_for
-from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS, ROOT_KEYS, TRAINER_KEYS, Key
+from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS, REMOTE_KEYS, ROOT_KEYS, TRAINER_KEYS, Key
 from ciuic.config.load import (
     CONFIG_VARIABLE,
     FLAT_FILE,
@@ -33,6 +33,7 @@ from ciuic.config.model import (
     CaptureConfig,
     Config,
     ControlConfig,
+    DailyWindow,
     Driver,
     HoldsConfig,
     IoPrioritySetting,
@@ -40,6 +41,9 @@ from ciuic.config.model import (
     Origin,
     OverlayConfig,
     Problem,
+    RemoteConfig,
+    RemotePrice,
+    RemoteSchedule,
     RepositoryConfig,
     RootConfig,
     ScheduleConfig,
@@ -51,6 +55,7 @@ from ciuic.retention import MinFree
 
 if TYPE_CHECKING:
     from ciuic.config.edit import add_roots, remove_roots, writable_file
+    from ciuic.config.edit_remotes import write_remote
     from ciuic.config.owners import alert_flaw, check_file, check_owners
     from ciuic.config.places import (
         canonical_root,
@@ -72,6 +77,7 @@ __all__ = [
     "FLAT_NAMES",
     "FLAT_ROOTS_NAME",
     "KEYS",
+    "REMOTE_KEYS",
     "REPOSITORY_VARIABLE",
     "ROOT_KEYS",
     "TOML_FILE",
@@ -80,6 +86,7 @@ __all__ = [
     "CaptureConfig",
     "Config",
     "ControlConfig",
+    "DailyWindow",
     "Driver",
     "HoldsConfig",
     "IoPrioritySetting",
@@ -89,6 +96,9 @@ __all__ = [
     "Origin",
     "OverlayConfig",
     "Problem",
+    "RemoteConfig",
+    "RemotePrice",
+    "RemoteSchedule",
     "RepositoryConfig",
     "RootConfig",
     "ScheduleConfig",
@@ -119,6 +129,7 @@ __all__ = [
     "repository_path",
     "shown",
     "writable_file",
+    "write_remote",
 ]
 
 _LATE = {
@@ -138,6 +149,7 @@ _LATE = {
         ),
         "places",
     ),
+    "write_remote": "edit_remotes",
     **dict.fromkeys(("ShownValue", "shown"), "show"),
     **dict.fromkeys(("alert_flaw", "check_file", "check_owners"), "owners"),
 }

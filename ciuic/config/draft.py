@@ -34,6 +34,8 @@ from ciuic.config.model import (
     TrainerConfig,
     WatchConfig,
 )
+from ciuic.config.remotes import TABLE as REMOTE_TABLE
+from ciuic.config.remotes import ReadRemote, read_remotes
 from ciuic.config.toml_source import TomlPath, line_numbers, line_of, statements
 from ciuic.protocol.passthrough_names import DEFAULT_MAPPED_NAMES, DEFAULT_TRACKED_NAMES
 from ciuic.retention import RetentionPolicy
@@ -58,6 +60,7 @@ class Draft:
     origins: dict[str, Origin] = field(default_factory=dict)
     roots: list[RootConfig] = field(default_factory=list)
     trainers: list[TrainerConfig] = field(default_factory=list)
+    remotes: list[ReadRemote] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def read(self, text: str) -> None:
@@ -116,10 +119,12 @@ class Draft:
                 self.read_tables(name, value, lines)
             elif name in _TABLES:
                 self.read_table(name, value, lines)
+            elif name == REMOTE_TABLE:
+                self.remotes = read_remotes(value, lines, self)
             elif name in KEYS:
                 self.put(KEYS[name], value, self.at(line))
             else:
-                self.unknown(name, [*KEYS, *_TABLES, *_LISTS], line)
+                self.unknown(name, [*KEYS, *_TABLES, *_LISTS, REMOTE_TABLE], line)
 
     def read_table(self, table: str, value: object, lines: Mapping[TomlPath, int]) -> None:
         """Read the keys of one table."""
@@ -130,7 +135,7 @@ class Draft:
             dotted, line = f"{table}.{name}", line_of(lines, (table, name))
             if dotted in KEYS:
                 self.put(KEYS[dotted], item, self.at(line))
-            elif name in KEYS or name in _LISTS:
+            elif name in KEYS or name in (*_LISTS, REMOTE_TABLE):
                 # The most frequent mistake with TOML: a top-level key written after a table's header belongs
                 # to that table.
                 self.complain(
@@ -207,6 +212,9 @@ class Draft:
                 self.read_flat_roots(value, line)
             elif name in FLAT_NAMES:
                 self.put(KEYS[FLAT_NAMES[name]], value, self.at(line), shown_name=name)
+            elif name.partition(".")[0] == REMOTE_TABLE:
+                hint = "`ciuic config convert` makes a TOML file of this one"
+                self.complain(f"the flat format has no remotes, got {name}", line, hint)
             else:
                 self.unknown(name, [*FLAT_NAMES, FLAT_ROOTS_NAME], line)
         return settings
@@ -236,6 +244,11 @@ class Draft:
         # Its default follows daemon.runtime_dir.
         if "control.socket" not in self.values:
             values["control.socket"] = values["daemon.runtime_dir"] / "control.sock"
+        retention = RetentionPolicy(
+            keep_within_seconds=values["retention.keep_within"],
+            keep_safety_seconds=values["retention.keep_safety"],
+            **{name: values[f"retention.{name}"] for name in _POLICY_NAMES},
+        )
         return Config(
             roots=tuple(self.roots),
             exclude=values["exclude"],
@@ -246,11 +259,7 @@ class Draft:
                 values["repository.reserve"],
             ),
             schedule=ScheduleConfig(values["schedule.interval"]),
-            retention=RetentionPolicy(
-                keep_within_seconds=values["retention.keep_within"],
-                keep_safety_seconds=values["retention.keep_safety"],
-                **{name: values[f"retention.{name}"] for name in _POLICY_NAMES},
-            ),
+            retention=retention,
             min_free=values["retention.min_free"],
             capture=CaptureConfig(
                 values["capture.io_priority"],
@@ -264,6 +273,7 @@ class Draft:
             holds=HoldsConfig(values["holds.max_of_a_user"], values["holds.max_of_a_user_per_hour"]),
             alert=AlertConfig(values["alert.command"], values["alert.user"], values["alert.timeout"]),
             trainers=tuple(self.trainers),
+            remotes=tuple(read.config(retention) for read in self.remotes),
             runtime_dir=values["daemon.runtime_dir"],
             log=LogConfig(values["log.level"], values["log.format"]),
             file=self.file,

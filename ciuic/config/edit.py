@@ -53,7 +53,7 @@ def add_roots(
     def change(text: str, config: Config) -> tuple[str, Config]:
         """Return the new text and the configuration that it must mean."""
         present = {root.path for root in config.roots}
-        # Assigned within, because `_edit` calls this under the lock, with the text as it is then.
+        # Assigned within, because `edit_file` calls this under the lock, with the text as it is then.
         added[:] = [root for root in roots if root.path not in present]
         repository = config.repository
         if repository_path is not None and repository.path is None:
@@ -65,7 +65,7 @@ def add_roots(
             text = _add_toml_roots(text, added)
         return text, replace(config, roots=(*config.roots, *added), repository=repository)
 
-    _edit(file, change, create=not is_flat(file))
+    edit_file(file, change, create=not is_flat(file))
     return added
 
 
@@ -84,7 +84,7 @@ def remove_roots(file: Path, paths: Sequence[Path]) -> list[Path]:
             text = _remove_toml_roots(text, config, gone)
         return text, replace(config, roots=kept)
 
-    _edit(file, change, create=False)
+    edit_file(file, change, create=False)
     return removed
 
 
@@ -115,15 +115,15 @@ def _add_toml_roots(text: str, added: Sequence[RootConfig]) -> str:
             lines.append(f"driver = {quote(root.driver)}")
         if root.exclude:
             lines.append(f"exclude = [{', '.join(map(quote, root.exclude))}]")
-    return _ended(text) + "\n".join(lines) + "\n"
+    return with_line_end(text) + "\n".join(lines) + "\n"
 
 
 def _set_toml_repository(text: str, path: Path) -> str:
     line = f"path = {quote(str(path))}\n"
     header = next((s for s in statements(text) if s.kind == "table" and s.path == ("repository",)), None)
     if header is None:
-        return _ended(text) + "\n[repository]\n" + line
-    lines = _ended(text).splitlines(keepends=True)
+        return with_line_end(text) + "\n[repository]\n" + line
+    lines = with_line_end(text).splitlines(keepends=True)
     lines.insert(header.last_line, line)
     return "".join(lines)
 
@@ -160,14 +160,27 @@ def _root_spans(found: Sequence[Statement]) -> list[tuple[int, int]]:
     return spans
 
 
-def _ended(text: str) -> str:
+def with_line_end(text: str) -> str:
+    """Return the text with a line end behind its last line."""
     return text if not text or text.endswith("\n") else text + "\n"
 
 
 # --- the file
 
 
-def _edit(file: Path, change: Callable[[str, Config], tuple[str, Config]], *, create: bool) -> None:
+def edit_file(file: Path, change: Callable[[str, Config], tuple[str, Config]], *, create: bool) -> None:
+    """Change a configuration file; durable on return.
+
+    Args:
+        file: The configuration file.
+        change: Returns the new text and the configuration that it must mean. It is called under the lock, with
+            the text as it is then.
+        create: Make a TOML file if there is none.
+
+    Raises:
+        ConfigError: the file cannot be edited safely.
+        NotPermitted: the file may not be written.
+    """
     # Through a symbolic link: the file behind it is replaced, and the link stays.
     file = Path(os.path.realpath(file))
     try:

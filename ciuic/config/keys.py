@@ -11,6 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ciuic.config.model import DRIVERS
+from ciuic.config.remote_values import (
+    bandwidth_value,
+    endpoint_value,
+    price_value,
+    remote_name_value,
+    remote_url_value,
+    show_price,
+    window_value,
+    word_value,
+)
 from ciuic.config.values import (
     account_value,
     block_size_value,
@@ -25,6 +35,7 @@ from ciuic.config.values import (
     path_value,
     patterns_value,
     program_value,
+    show_flag,
     show_list,
     show_optional,
     show_share,
@@ -62,7 +73,7 @@ KEYS: dict[str, Key] = {
         Key("repository.block_size", block_size_value, "256KiB", show=format_size),
         # Off: who owns a repository can read every file of every snapshot, and change what a restore brings
         # back.
-        Key("repository.trust_owner", flag_value, "false", show=lambda value: str(value).lower()),
+        Key("repository.trust_owner", flag_value, "false", show=show_flag),
         # Unset is not 0: the default follows what others wrote during the last interval
         # (`disk_space.reserve_of`). Without a reserve a first capture wrote until the job's disk was full.
         Key("repository.reserve", size_or_share_value, "", show=show_size_or_share),
@@ -135,6 +146,43 @@ TRAINER_KEYS: dict[str, Key] = {
         Key("heartbeat", interval_value, "", show=format_duration),
     )
 }
+
+DEFAULT_REMOTE_NAME = "remote"
+"""Name of the remote of a file that has one, unless it has a name."""
+REMOTE_KEYS: dict[str, Key] = {
+    key.name: key
+    for key in (
+        # No default among several: their names tell them apart in commands, alerts and directories.
+        Key("name", remote_name_value, DEFAULT_REMOTE_NAME),
+        Key("url", remote_url_value, ""),
+        Key("endpoint", endpoint_value, "", show=show_optional),
+        Key("region", word_value, "", show=show_optional),
+        Key("bandwidth", bandwidth_value, "", show=format_size),
+        Key("max_lag", interval_value, "", show=format_duration),
+        Key("encryption", flag_value, "true", show=show_flag),
+        Key("key_file", path_value, "", show=show_optional),
+        Key("key_command", program_value, "", show=show_list),
+        Key("storage_class", word_value, "", show=show_optional),
+        # A remote answers the disasters that are found late: a month, which is also the time for which the
+        # cheaper storage classes are paid at least. Its chunks are shared, so that it costs little.
+        Key("keep.keep_within", duration_value, "30d", show=format_duration),
+        Key("keep.keep_last", count_value, "10"),
+        Key("keep.keep_hourly", count_value, "0"),
+        Key("keep.keep_daily", count_value, "0"),
+        Key("keep.keep_weekly", count_value, "0"),
+        Key("keep.keep_monthly", count_value, "0"),
+        Key("keep.keep_yearly", count_value, "0"),
+        Key("keep.keep_tags", tags_value, "", show=show_list),
+        Key("keep.keep_emergency", count_value, "10"),
+        Key("keep.keep_safety", duration_value, "7d", show=format_duration),
+        Key("schedule.interval", interval_value, "", show=format_duration),
+        Key("schedule.window", window_value, ""),
+        Key("price.put_per_1000", price_value, "", show=show_price),
+        Key("price.get_per_1000", price_value, "", show=show_price),
+        Key("price.gb_month", price_value, "", show=show_price),
+    )
+}
+"""Keys of one ``[remote]``; a dot stands for a table in it, such as ``[remote.keep]``."""
 
 FLAT_ROOTS_NAME = "protected_directories"
 FLAT_NAMES: dict[str, str] = {key.flat_name: key.name for key in KEYS.values() if key.flat_name}

@@ -182,6 +182,75 @@ class AlertConfig:
 
 
 @dataclass(frozen=True)
+class DailyWindow:
+    """Part of the day, in local time, in which a remote may be written to."""
+
+    start_minute: int
+    """Minute of the day, 0 to 1439, at which the window opens."""
+    end_minute: int
+    """Minute of the day, 1 to 1440, at which it closes; before ``start_minute``: on the next day."""
+
+    def is_open(self, minute: int) -> bool:
+        """Return whether the window is open at ``minute`` of the day (0 to 1439)."""
+        if self.start_minute < self.end_minute:
+            return self.start_minute <= minute < self.end_minute
+        return minute >= self.start_minute or minute < self.end_minute
+
+    def __str__(self) -> str:
+        minutes = (self.start_minute, self.end_minute)
+        return "-".join(f"{minute // 60:02d}:{minute % 60:02d}" for minute in minutes)
+
+
+@dataclass(frozen=True)
+class RemoteSchedule:
+    """Section ``[remote.schedule]``."""
+
+    interval_seconds: int = 0
+    """At most one snapshot goes to the remote in this time; 0: every snapshot does."""
+    window: DailyWindow | None = None
+    """When the remote may be written to; None: always."""
+
+
+@dataclass(frozen=True)
+class RemotePrice:
+    """Section ``[remote.price]``, for reports of costs; None: not known."""
+
+    put_per_1000: float | None = None
+    get_per_1000: float | None = None
+    gb_month: float | None = None
+    """Price of 10⁹ bytes stored for a month."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteConfig:
+    """``[remote]`` or ``[[remote]]``: an object store or directory to which snapshots are replicated."""
+
+    name: str
+    url: str
+    """``s3://``, ``gs://``, ``az://``, ``oss://`` or ``file://``; checked as text, without a slash at its end."""
+    endpoint: str | None = None
+    region: str | None = None
+    bandwidth_bytes: int | None = None
+    """Limit of what is sent in a second; None: no limit."""
+    max_lag_seconds: int | None = None
+    """Time by which the remote may fall behind before an alert; None: no alert."""
+    encryption: bool = True
+    key_file: Path | None = None
+    key_command: tuple[str, ...] = ()
+    """Program and arguments whose output is the key; empty: none. Not both this and ``key_file``."""
+    storage_class: str | None = None
+    keep: RetentionPolicy = field(default_factory=RetentionPolicy)
+    """Rules of the remote's own retention: at least those of ``[retention]``, unless they were set."""
+    schedule: RemoteSchedule = RemoteSchedule()
+    price: RemotePrice = RemotePrice()
+    origin: Origin = field(default=DEFAULT, compare=False)
+    """Where the table begins."""
+    # Not compared, so that two remotes are equal where they mean the same.
+    origins: Mapping[str, Origin] = field(default_factory=dict, compare=False)
+    """Origin of each key that was set, by its name in ``REMOTE_KEYS``, such as ``keep.keep_last``."""
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """Section ``[log]``."""
 
@@ -207,6 +276,7 @@ class Config:
     holds: HoldsConfig = HoldsConfig()
     alert: AlertConfig = AlertConfig()
     trainers: tuple[TrainerConfig, ...] = ()
+    remotes: tuple[RemoteConfig, ...] = ()
     runtime_dir: Path = Path("/run/ciuic")
     log: LogConfig = LogConfig()
     file: Path | None = None
@@ -227,7 +297,12 @@ class Config:
         # --trust-repository was typed together with what the command names, so it covers --repo as well.
         if self.origin("repository.trust_owner").kind == "option":
             return True
-        return self.repository.trust_owner and self.origin("repository.path").kind in ("file", "default")
+        return self.repository.trust_owner and self.names_repository
+
+    @property
+    def names_repository(self) -> bool:
+        """True if the repository is the one that the file names, whose snapshots its remotes receive."""
+        return self.origin("repository.path").kind in ("file", "default")
 
     def excludes_of(self, root: RootConfig) -> tuple[str, ...]:
         """Return the patterns in force for ``root``, as `ExcludeMatcher` and capture take them."""

@@ -11,7 +11,7 @@ import os
 import pwd
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -62,21 +62,36 @@ def check_file(path: Path) -> Problem | None:
 
 def alert_flaw(alert: AlertConfig) -> Flaw | None:
     """Return the first flaw of the alert program, or of a script that it interprets; None for none."""
-    if os.geteuid() != 0:
-        return None
     owners = []
     if alert.user is not None:
         # `places.check_alert` reports the unknown user.
         with suppress(KeyError):
             owners = [pwd.getpwnam(alert.user).pw_uid]
-    for word in _programs(alert.command):
+    return command_flaw(alert.command, owners)
+
+
+def command_flaw(command: Sequence[str], owners: Iterable[int] = ()) -> Flaw | None:
+    """Return the first flaw of a program that root is to run, or of a script that it interprets; None for none.
+
+    Args:
+        command: Program and arguments.
+        owners: Uids that may own them, besides root.
+    """
+    if os.geteuid() != 0:
+        return None
+    for word in _programs(command):
         flaw = _flaw(Path(word), *owners)
         if flaw is not None:
             return flaw
     return None
 
 
-def _programs(command: tuple[str, ...]) -> Iterator[str]:
+def file_flaw(path: Path) -> Flaw | None:
+    """Return the first flaw of a file that root is to read, or of a directory on the way to it; None for none."""
+    return _flaw(path) if os.geteuid() == 0 else None
+
+
+def _programs(command: Sequence[str]) -> Iterator[str]:
     interpreted = bool(command) and _INTERPRETERS.match(os.path.basename(command[0])) is not None
     for position, word in enumerate(command):
         # What an interpreter is told to run decides as much as the interpreter.

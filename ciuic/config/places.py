@@ -17,6 +17,7 @@ from pathlib import Path
 from ciuic import STATE_DIR_NAME
 from ciuic.config.model import Config, Problem, RootConfig
 from ciuic.config.owners import check_owners
+from ciuic.config.remote_checks import check_remotes
 from ciuic.errors import ConfigError, NotFound, NotPermitted, UsageError
 from ciuic.repository.trust import foreign_flaw, hint, refusal
 from ciuic.system import mountinfo
@@ -42,7 +43,13 @@ def check_places(config: Config, mounts: Sequence[Mount] | None = None) -> list[
     # A wrong root makes the default place of the repository wrong as well: one message is enough.
     if not any(problem.severity == "error" for problem in problems):
         problems += check_repository(config, mounts)
-    return [*problems, *check_group(config), *check_alert(config), *check_owners(config)]
+    return [
+        *problems,
+        *check_group(config),
+        *check_alert(config),
+        *check_owners(config),
+        *check_remotes(config),
+    ]
 
 
 def canonical_root(path: str | os.PathLike[str]) -> Path:

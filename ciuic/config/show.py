@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ciuic.config.keys import KEYS, ROOT_KEYS, TRAINER_KEYS
-from ciuic.config.model import Config, Origin
+from ciuic.config.keys import KEYS, REMOTE_KEYS, ROOT_KEYS, TRAINER_KEYS
+from ciuic.config.model import DEFAULT, Config, Origin, RemoteConfig
 
 
 class ShownValue(NamedTuple):
@@ -57,8 +57,37 @@ _VALUE_OF: dict[str, Callable[[Config], Any]] = {
 }
 
 
+_VALUE_OF_REMOTE: dict[str, Callable[[RemoteConfig], Any]] = {
+    "name": lambda remote: remote.name,
+    "url": lambda remote: remote.url,
+    "endpoint": lambda remote: remote.endpoint,
+    "region": lambda remote: remote.region,
+    "bandwidth": lambda remote: remote.bandwidth_bytes,
+    "max_lag": lambda remote: remote.max_lag_seconds,
+    "encryption": lambda remote: remote.encryption,
+    "key_file": lambda remote: remote.key_file,
+    "key_command": lambda remote: remote.key_command,
+    "storage_class": lambda remote: remote.storage_class,
+    "keep.keep_within": lambda remote: remote.keep.keep_within_seconds,
+    "keep.keep_last": lambda remote: remote.keep.keep_last,
+    "keep.keep_hourly": lambda remote: remote.keep.keep_hourly,
+    "keep.keep_daily": lambda remote: remote.keep.keep_daily,
+    "keep.keep_weekly": lambda remote: remote.keep.keep_weekly,
+    "keep.keep_monthly": lambda remote: remote.keep.keep_monthly,
+    "keep.keep_yearly": lambda remote: remote.keep.keep_yearly,
+    "keep.keep_tags": lambda remote: remote.keep.keep_tags,
+    "keep.keep_emergency": lambda remote: remote.keep.keep_emergency,
+    "keep.keep_safety": lambda remote: remote.keep.keep_safety_seconds,
+    "schedule.interval": lambda remote: remote.schedule.interval_seconds or None,
+    "schedule.window": lambda remote: remote.schedule.window,
+    "price.put_per_1000": lambda remote: remote.price.put_per_1000,
+    "price.get_per_1000": lambda remote: remote.price.get_per_1000,
+    "price.gb_month": lambda remote: remote.price.gb_month,
+}
+
+
 def shown(config: Config) -> Iterator[ShownValue]:
-    """Yield every key in the order of the documentation, then the roots."""
+    """Yield every key in the order of the documentation, then roots, trainers and remotes."""
     for name, key in KEYS.items():
         value = _VALUE_OF[name](config)
         yield ShownValue(name, "" if value is None else key.show(value), config.origin(name))
@@ -73,3 +102,8 @@ def shown(config: Config) -> Iterator[ShownValue]:
             values["heartbeat"] = TRAINER_KEYS["heartbeat"].show(trainer.heartbeat_seconds)
         for name, value in values.items():
             yield ShownValue(f"trainer[{index}].{name}", str(value), trainer.origin)
+    for index, remote in enumerate(config.remotes):
+        for name, key in REMOTE_KEYS.items():
+            value = _VALUE_OF_REMOTE[name](remote)
+            text = "" if value is None else key.show(value)
+            yield ShownValue(f"remote[{index}].{name}", text, remote.origins.get(name, DEFAULT))

@@ -239,6 +239,11 @@ def flag_value(value: object) -> bool:
     return value
 
 
+def show_flag(value: bool) -> str:
+    """Return a boolean as TOML has it."""
+    return str(value).lower()
+
+
 def show_list(values: Sequence[str]) -> str:
     """Return a list as text."""
     return ", ".join(values)

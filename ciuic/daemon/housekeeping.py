@@ -1,12 +1,13 @@
 """Periodic checks of the daemon, every half minute.
 
 Guarantees: an epoch whose outcome a worker was not told is settled; an epoch that a worker gave up, a store
-short of space, a clock that was set and processes that bypass the overlay are alerts; `systemctl status`
+short of space, a remote that falls behind, a clock that was set and processes that bypass the overlay are alerts; `systemctl status`
 shows an up-to-date line.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -14,6 +15,7 @@ import trio
 
 from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
 from ciuic.daemon.base.clock import ClockWatch
+from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.first_snapshots import FirstSnapshots
 from ciuic.daemon.roots.worker_process import OverlayWorker
@@ -33,6 +35,8 @@ PERIOD_SECONDS = 30.0
 LOW_SPACE_BYTES = 1 << 30
 # Share of a file system of less than 20 GiB that is the floor instead.
 LOW_SPACE_SHARE = 0.05
+# Beginning of the key of the alert that a remote is behind.
+KEY_REMOTE = "remote:"
 log = structlog.get_logger(__name__)
 
 
@@ -41,6 +45,8 @@ class HousekeepingParts(Protocol):
 
     @property
     def settings(self) -> Settings: ...
+    @property
+    def store(self) -> Store: ...
     @property
     def space(self) -> SpaceWatch: ...
     @property
@@ -95,6 +101,7 @@ class DaemonHousekeeping:
             self._daemon.schedule.post()
         self._daemon.first_snapshots.retry()
         await self._look_at_space()
+        await self._look_at_remotes()
         self._daemon.tell_service_manager(self.status_line())
 
     async def _look_at_worker(self, path: str, worker: OverlayWorker) -> None:
@@ -162,6 +169,28 @@ class DaemonHousekeeping:
             self._daemon.upkeep.suggest()
         else:
             alerts.clear("space")
+
+    async def _look_at_remotes(self) -> None:
+        alerts, max_lags = self._daemon.alerts, dict(self._daemon.settings.max_lags)
+        # A remote that is no longer configured, or without a limit since a reload.
+        for alert in alerts.standing():
+            if alert.key.startswith(KEY_REMOTE) and alert.key.removeprefix(KEY_REMOTE) not in max_lags:
+                alerts.clear(alert.key)
+        if not max_lags:
+            return
+        store, now_ns = self._daemon.store, self._daemon.now_ns()
+        for remote in await trio.to_thread.run_sync(partial(store.remotes, list(max_lags), now_ns=now_ns)):
+            key = f"{KEY_REMOTE}{remote.name}"
+            if remote.seconds <= max_lags[remote.name]:
+                alerts.clear(key)
+                continue
+            # The limit and not the lag, which would make another wording each half minute.
+            alerts.report(
+                key,
+                f"remote {remote.name} is behind by more than {human_duration(max_lags[remote.name])}: "
+                f"{remote.problem or 'it lacks the newest snapshots'}",
+                hint="ciuic remote status says what it waits for",
+            )
 
     def status_line(self) -> str:
         """Return the line for `systemctl status`."""

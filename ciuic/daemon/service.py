@@ -4,8 +4,7 @@ Wires its parts, starts and stops them in order, and offers the control API's op
 
 Order of start: the one-daemon lock, the control socket, orphans of a predecessor, the roots (first attempt of
 each), the repository, the snapshots that a predecessor had promised, the schedule; then READY. Order of a
-clean stop: no new work, the running capture is ended and its epochs given back, the roots are unmounted, the
-socket is removed.
+clean stop: no new work, the running capture ended and its epochs given back, roots unmounted, socket removed.
 
 Guarantees: a clean stop leaves no mount, socket or process of ciuic behind, except a worker that still serves
 handles that a job has open. A crash leaves the workers serving, and the next daemon adopts them.
@@ -176,6 +175,7 @@ class Daemon:
             cwd=self.settings.runtime_dir,
             now_ns=self.now_ns,
             command=[*command_prefix, *module_command(UPKEEP_MODULE)],
+            reserve_bytes=lambda: self.space.measure().reserve_bytes,
         )
         self.upkeep.caller_waits = lambda: self.snapshots.caller_waits
         self.priorities = PriorityControl(

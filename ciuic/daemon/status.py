@@ -22,6 +22,7 @@ from ciuic.daemon.trainers.watch import TrainerWatch
 from ciuic.errors import CiuicError
 from ciuic.protocol.control_types import (
     BesideStatus,
+    RemoteStatus,
     RepositoryStatus,
     RootStatus,
     StatusDocument,
@@ -84,7 +85,9 @@ async def status_document(daemon: StatusSource) -> StatusDocument:
     async with trio.open_nursery() as nursery:
         for path in supervisors:
             nursery.start_soon(ask, path)
-        facts = await trio.to_thread.run_sync(_ask_store, daemon.store, daemon.space, paths)
+        now_ns = daemon.now_ns()
+        remotes = daemon.settings.remotes
+        facts = await trio.to_thread.run_sync(_ask_store, daemon.store, daemon.space, paths, remotes, now_ns)
     now_ns = daemon.now_ns()
     due = daemon.schedule.next_due()
     next_snapshot = due.astimezone().isoformat(timespec="seconds") if due is not None else None
@@ -100,6 +103,7 @@ async def status_document(daemon: StatusSource) -> StatusDocument:
         now=rfc3339(now_ns),
         roots=[roots[path] for path in paths],
         repository=facts.repository,
+        remotes=facts.remotes,
         last_snapshot=summary(facts.newest) if facts.newest is not None else None,
         next_snapshot=next_snapshot,
         seconds_since_last=_risk_seconds(list(roots.values()), _age_seconds(facts.newest, now_ns)),
@@ -131,18 +135,23 @@ class _StoreFacts(NamedTuple):
     repository: RepositoryStatus
     newest: LastSnapshot | None
     by_root: Mapping[str, LastSnapshot | None]
+    remotes: list[RemoteStatus]
 
 
-def _ask_store(store: Store, space: SpaceWatch, roots: Sequence[str]) -> _StoreFacts:
+def _ask_store(
+    store: Store, space: SpaceWatch, roots: Sequence[str], remotes: Sequence[str], now_ns: int
+) -> _StoreFacts:
     # Every root has an entry, also where the repository cannot be read.
     by_root: dict[str, LastSnapshot | None] = dict.fromkeys(roots)
+    lags: list[RemoteStatus] = []
     try:
         newest = store.latest() if store.path is not None else None
         by_root = store.latest_of(roots)
+        lags = store.remotes(remotes, now_ns=now_ns)
     except CiuicError as error:
         log.warning("store_unreadable", error=str(error))
         newest = None
-    return _StoreFacts(space.measure(), newest, by_root)
+    return _StoreFacts(space.measure(), newest, by_root, lags)
 
 
 def _age_seconds(snapshot: LastSnapshot | None, now_ns: int) -> float | None:

@@ -19,7 +19,13 @@ import msgspec
 
 from ciuic.config import MinFree
 from ciuic.errors import CiuicError
-from ciuic.protocol.control_types import ErrorDocument, PrunedSnapshot, PruneReport, rfc3339
+from ciuic.protocol.control_types import (
+    ErrorDocument,
+    PrunedSnapshot,
+    PruneReport,
+    UnstoredSnapshot,
+    rfc3339,
+)
 from ciuic.retention import RetentionPolicy
 from ciuic.system.io_throttle import Pace, gauges, processor_waits, waits_files, yield_to_others
 from ciuic.system.urgency import Urgency
@@ -34,6 +40,8 @@ class UpkeepJob(msgspec.Struct, kw_only=True, frozen=True):
     repository: str
     policy: RetentionPolicy
     min_free: MinFree | None = None
+    remotes: tuple[str, ...] = ()
+    reserve_bytes: int = 0
     dry_run: bool = False
     io_priority: str = "idle"
     urgency: Urgency = Urgency()
@@ -50,15 +58,19 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
     """
     # Imported here: the daemon imports this module for `UpkeepJob`, and needs none of these.
     from ciuic.maintenance.prune import prune
+    from ciuic.protocol.stored_remotely import remotes_done
     from ciuic.repository import Repository
     from ciuic.repository.trust import require_own
 
     require_own(job.repository, trusted=job.trust_repository)
     with Repository.open(job.repository) as repository:
+        remotes = remotes_done(job.remotes, repository.id)
         result = prune(
             repository,
             job.policy,
             min_free=job.min_free,
+            remotes=remotes.done,
+            reserve_bytes=job.reserve_bytes,
             dry_run=job.dry_run,
             wait_seconds=LOCK_WAIT_SECONDS,
             should_stop=should_stop,
@@ -75,7 +87,12 @@ def run_job(job: UpkeepJob, *, should_stop: Callable[[], bool] = lambda: False) 
             for decision in result.plan.decisions
         ],
         removed=[str(id_) for id_ in result.removed],
+        removed_unstored=[
+            UnstoredSnapshot(id=str(decision.id), remotes=list(decision.remotes))
+            for decision in result.removed_unstored
+        ],
         freed_bytes=result.freed_bytes,
+        notes=[*remotes.flaws, *result.notes],
     )
 
 

@@ -166,6 +166,24 @@ class RootStatus(_Document):
     """Time of the next scheduled snapshot; the present time for a root whose first one is being taken."""
 
 
+class RemoteStatus(_Document):
+    """What a remote lacks of the repository, from the record of the process that uploads."""
+
+    name: str
+    snapshots: int = 0
+    """Snapshots that wait for the remote."""
+    size_bytes: int = 0
+    """Bytes by which these let the packs grow."""
+    seconds: float = 0.0
+    """Age of the oldest waiting snapshot that is newer than all stored ones."""
+    stored: int = 0
+    """Snapshots of the repository that the remote has."""
+    newest: str = ""
+    """Newest of these; empty for none."""
+    problem: str = ""
+    """Why nothing is known of the remote; empty if all is well."""
+
+
 class RepositoryStatus(_Document):
     """The repository and its file system."""
 
@@ -269,6 +287,7 @@ class StatusDocument(_Document):
     now: str
     roots: list[RootStatus] = []
     repository: RepositoryStatus = msgspec.field(default_factory=RepositoryStatus)
+    remotes: list[RemoteStatus] = []
     last_snapshot: SnapshotSummary | None = None
     next_snapshot: str | None = None
     seconds_since_last: float | None = None
@@ -298,13 +317,22 @@ class PrunedSnapshot(_Document):
     reasons: list[str] = []
 
 
+class UnstoredSnapshot(_Document):
+    """Snapshot that was removed for lack of space although some remotes had not stored it."""
+
+    id: str
+    remotes: list[str] = []
+
+
 class PruneReport(_Document):
     """Result of a prune. ``freed_bytes`` is 0 in a dry run."""
 
     dry_run: bool
     decisions: list[PrunedSnapshot] = []
     removed: list[str] = []
+    removed_unstored: list[UnstoredSnapshot] = []
     freed_bytes: int = 0
+    notes: list[str] = []
 
 
 class Event(_Document):

@@ -20,6 +20,13 @@ ext4 reserves the same share for root, and for the same reason: programs fail on
 GROWTH_FACTOR: Final = 2
 """Multiple of the growth of other files during the last interval: once for the next interval, once for a busier one."""
 
+UNSTORED_SHARE: Final = 0.1
+"""Share of the file system below which snapshots no longer wait for a remote, unless ``min_free`` is set.
+
+Twice the default reserve: captures are refused below the reserve, and a remote that is not reached must not cost the host's own
+snapshots.
+"""
+
 
 class Reserve(NamedTuple):
     """Space on the repository's file system that captures do not use."""
@@ -64,3 +71,16 @@ def reserve_of(setting: MinFree | None, file_system_bytes: int, growth_bytes: in
         reason = f"twice the {human_size(growth_bytes)} that others took during the last interval"
         return Reserve(GROWTH_FACTOR * growth_bytes, reason)
     return Reserve(share_bytes, f"{DEFAULT_RESERVE_SHARE * 100:g}% of {human_size(file_system_bytes)}")
+
+
+def unstored_floor_bytes(min_free: MinFree | None, file_system_bytes: int, reserve_bytes: int = 0) -> int:
+    """Return the free space below which snapshots yield that stay only because a remote has not stored them.
+
+    Args:
+        min_free: `[retention] min_free`, which is the floor where it is set.
+        file_system_bytes: Size of the file system.
+        reserve_bytes: Free space that captures leave to others.
+    """
+    if min_free is not None:
+        return min_free.floor_bytes(file_system_bytes)
+    return max(int(UNSTORED_SHARE * file_system_bytes), 2 * reserve_bytes)

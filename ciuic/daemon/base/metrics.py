@@ -27,6 +27,16 @@ _ROOT_GAUGES = (
         "Time in which requests have waited in the current worker, for the disk as a rule",
     ),
 )
+_REMOTE_GAUGES = (
+    ("snapshots", "ciuic_remote_behind_snapshots", "Snapshots that wait for the remote"),
+    ("size_bytes", "ciuic_remote_behind_bytes", "Bytes by which these let the packs grow"),
+    (
+        "seconds",
+        "ciuic_remote_behind_seconds",
+        "Age of the oldest waiting snapshot that is newer than all stored ones",
+    ),
+    ("stored", "ciuic_remote_stored_snapshots", "Snapshots of the repository that the remote has"),
+)
 
 
 class Metrics:
@@ -85,6 +95,7 @@ class Metrics:
         )
         self._reserve = self._gauge("ciuic_store_reserve_bytes", "What captures leave of that to others")
         self._count = self._gauge("ciuic_store_snapshots", "Committed snapshots")
+        self._remotes = {field: self._gauge(name, text, ["remote"]) for field, name, text in _REMOTE_GAUGES}
         self.incidents = Counter(
             "ciuic_trainer_incidents", "What happened to trainers", ["kind"], registry=self._registry
         )
@@ -103,6 +114,10 @@ class Metrics:
             gauge.clear()
         for root in status.roots:
             self._set_root(root)
+        for field, gauge in self._remotes.items():
+            gauge.clear()
+            for remote in status.remotes:
+                gauge.labels(remote.name).set(getattr(remote, field))
         self._pending.set(sum(state.state in ("pending", "capturing") for state in status.captures))
         # Captures run one at a time, so at most one has progress.
         running = [state.progress for state in status.captures if state.progress is not None]

@@ -9,25 +9,23 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import structlog
 
-from ciuic.compare.restore_records import undoes_newest_change
-from ciuic.config import MinFree
 from ciuic.config.repository_mark import RepositoryMark, absent_mount_point, mark_of, read_mark, write_mark
+from ciuic.daemon.base.upkeep_need import UpkeepNeed, UpkeepRules, upkeep_need
 from ciuic.errors import CiuicError, Damaged, NotFound
-from ciuic.protocol.control_types import RepositoryStatus, SnapshotSummary, rfc3339
+from ciuic.protocol.control_types import RemoteStatus, RepositoryStatus, SnapshotSummary, rfc3339
+from ciuic.protocol.remote_lag import remote_lag
 from ciuic.repository import Repository, promised
 from ciuic.repository.promised import Promise
 from ciuic.repository.trust import require_own
-from ciuic.retention import RetentionPolicy, plan_retention, snapshots_having
 from ciuic.system import mountinfo
-from ciuic.types import STATE_TAGS, TAG_PARTIAL, SnapshotId, is_safety
+from ciuic.types import TAG_PARTIAL, SnapshotId, is_safety
 
 log = structlog.get_logger(__name__)
 
@@ -314,32 +312,37 @@ class Store:
             snapshot = repository.snapshots.load(SnapshotId.parse(snapshot_id))
             return frozenset(os.fsdecode(root.path) for root in snapshot.roots)
 
-    def wants_upkeep(self, policy: RetentionPolicy, min_free: MinFree | None, *, now_ns: int) -> bool:
-        """Return whether some snapshot is kept by no rule, or the store's file system is below its floor."""
+    def upkeep_need(self, rules: UpkeepRules, *, now_ns: int) -> UpkeepNeed:
+        """Return whether upkeep has something to do. May raise CiuicError."""
+        try:
+            with self._open() as repository:
+                room = self._room(self._known_path())
+                return upkeep_need(repository, rules, room.free_bytes, room.total_bytes, now_ns=now_ns)
+        except NotFound:
+            return UpkeepNeed(is_due=False)
+
+    def remotes(self, names: Sequence[str], *, now_ns: int) -> list[RemoteStatus]:
+        """Return how far each remote is behind; none while there is no repository. May raise CiuicError."""
+        if not names or self.path is None:
+            return []
         try:
             with self._open() as repository:
                 infos = repository.snapshots.list()
-                # The same plan as that of `prune`, or upkeep would be started in vain, or not at all.
-                states = {
-                    info.id
-                    for info in infos
-                    if not STATE_TAGS.isdisjoint(info.tags) and repository.snapshots.load(info.id).is_state
-                }
-                lacking = [repository.snapshots.load(info.id) for info in infos if TAG_PARTIAL in info.tags]
-                having = snapshots_having(
-                    {info.id: info.roots for info in infos},
-                    [root.path for snapshot in lacking for root in snapshot.left_out],
-                )
-                undoes = partial(undoes_newest_change, repository, infos)
-                plan = plan_retention(
-                    infos, policy, now_ns=now_ns, states=states, having=having, undoes=undoes
-                )
-                if plan.removed:
-                    return True
+                lags = {name: remote_lag(name, repository.id, infos, now_ns=now_ns) for name in names}
         except NotFound:
-            return False
-        room = self._room(self._known_path())
-        return min_free is not None and room.free_bytes < min_free.floor_bytes(room.total_bytes)
+            return []
+        return [
+            RemoteStatus(
+                name=name,
+                snapshots=lag.snapshots,
+                size_bytes=lag.size_bytes,
+                seconds=lag.seconds,
+                stored=lag.stored,
+                newest=lag.newest,
+                problem=lag.flaw,
+            )
+            for name, lag in lags.items()
+        ]
 
     def status(self) -> RepositoryStatus:
         """Return size and free space.

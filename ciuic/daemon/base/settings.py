@@ -50,6 +50,10 @@ class Settings(NamedTuple):
     """Deadline of a capture, counted from its cut."""
     retention: RetentionPolicy = RetentionPolicy()
     min_free: MinFree | None = None
+    remotes: tuple[str, ...] = ()
+    """Names of the remotes to which snapshots are replicated."""
+    max_lags: tuple[tuple[str, int], ...] = ()
+    """Name and limit, in seconds, of each remote that must not fall behind by more."""
     block_bytes: int = 256 * 1024
     undo_limit_bytes: int = 16 << 30
     overlay: OverlayConfig = OverlayConfig()
@@ -85,6 +89,12 @@ def settings_of(config: Config) -> Settings:
         or default_finish_within_seconds(config.schedule.interval_seconds),
         retention=config.retention,
         min_free=config.min_free,
+        remotes=tuple(remote.name for remote in config.remotes),
+        max_lags=tuple(
+            (remote.name, remote.max_lag_seconds)
+            for remote in config.remotes
+            if remote.max_lag_seconds is not None
+        ),
         block_bytes=config.repository.block_size_bytes,
         undo_limit_bytes=config.capture.undo_limit_bytes,
         overlay=config.overlay,

@@ -21,6 +21,7 @@ from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.child_processes import describe_exit, mark_expendable
 from ciuic.daemon.base.repository_store import Store
 from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.base.upkeep_need import UpkeepNeed, UpkeepRules
 from ciuic.daemon.base.urgency_channel import send_urgency
 from ciuic.daemon.roots.priority_control import RunningProcess
 from ciuic.daemon.upkeep_process import UpkeepJob
@@ -28,11 +29,16 @@ from ciuic.errors import BY_EXIT_CODE, CiuicError
 from ciuic.protocol.control_types import ErrorDocument, PruneReport
 from ciuic.system.child_process import environment, module_command
 from ciuic.system.urgency import Urgency
+from ciuic.units import plural
 
 # After a round of t seconds the next one waits 20 t, so that upkeep takes less than a twentieth of the time.
 COST_RATIO = 20
 # Several snapshots that are committed in sequence cause one round.
 MIN_PAUSE_SECONDS = 60.0
+KEY_UNSTORED = "unstored"
+"""Key of the alert that a snapshot was removed before every remote had it."""
+# An alert is a sentence; the log has all ids.
+MAX_NAMED_SNAPSHOTS = 20
 UPKEEP_MODULE = "ciuic.daemon.upkeep_process"
 log = structlog.get_logger(__name__)
 
@@ -53,6 +59,7 @@ class Upkeep:
         cwd: Path,
         now_ns: Callable[[], int],
         command: Sequence[str] = (),
+        reserve_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -60,6 +67,8 @@ class Upkeep:
         self._alerts = alerts
         self._cwd = cwd
         self._now_ns = now_ns
+        # Blocks: it looks at the disk.
+        self._reserve_bytes = reserve_bytes
         self._command = list(command or module_command(UPKEEP_MODULE))
         self._wake = trio.Event()
         self.caller_waits: Callable[[], bool] = lambda: False
@@ -95,21 +104,29 @@ class Upkeep:
             await self._wake.wait()
             self._wake = trio.Event()
             began = trio.current_time()
-            try:
-                if await trio.to_thread.run_sync(self._is_due):
-                    await self.prune(dry_run=False, awaited=False)
-                self._alerts.clear("upkeep")
-            except CiuicError as error:
-                log.error("upkeep_failed", error=str(error))
-                self._alerts.report(
-                    "upkeep",
-                    f"old snapshots could not be removed: {error}",
-                    hint=error.hint,
-                    severity="warning",
-                )
-            except Exception:
-                log.exception("upkeep_failed")  # a defect there must not end the service
+            await self.once()
             await trio.sleep(max(MIN_PAUSE_SECONDS, COST_RATIO * (trio.current_time() - began)))
+
+    async def once(self) -> None:
+        """Apply retention and free space if that is worth it. Errors become alerts."""
+        try:
+            need = await trio.to_thread.run_sync(self._need)
+            if need.is_due:
+                await self.prune(dry_run=False, awaited=False)
+            # The remotes have caught up: what they lack was removed, and nothing else is at risk.
+            if not need.unstored:
+                self._alerts.clear(KEY_UNSTORED)
+            self._alerts.clear("upkeep")
+        except CiuicError as error:
+            log.error("upkeep_failed", error=str(error))
+            self._alerts.report(
+                "upkeep",
+                f"old snapshots could not be removed: {error}",
+                hint=error.hint,
+                severity="warning",
+            )
+        except Exception:
+            log.exception("upkeep_failed")  # a defect there must not end the service
 
     async def prune(self, *, dry_run: bool, awaited: bool = True) -> PruneReport:
         """Apply retention and free space now, after a capture that runs.
@@ -130,6 +147,8 @@ class Upkeep:
             repository=str(settings.repository),
             policy=settings.retention,
             min_free=settings.min_free,
+            remotes=settings.remotes,
+            reserve_bytes=await trio.to_thread.run_sync(self._reserve_bytes),
             dry_run=dry_run,
             io_priority=settings.io_priority,
             runtime_dir=str(settings.runtime_dir),
@@ -140,11 +159,32 @@ class Upkeep:
             job = msgspec.structs.replace(job, urgency=self._urgency())
             report = await self._run_process(job)
         log.info("upkeep_done", removed=len(report.removed), freed_bytes=report.freed_bytes, dry_run=dry_run)
+        for note in report.notes:
+            log.info("upkeep_note", note=note)
+        if not dry_run:
+            self._tell_unstored(report)
         return report
 
-    def _is_due(self) -> bool:
+    def _tell_unstored(self, report: PruneReport) -> None:
+        """Report the snapshots that were removed before every remote had them."""
+        if not report.removed_unstored:
+            return
+        ids = [one.id for one in report.removed_unstored]
+        remotes = sorted({name for one in report.removed_unstored for name in one.remotes})
+        log.warning("unstored_removed", snapshots=ids, remotes=remotes)
+        named = ", ".join(ids[:MAX_NAMED_SNAPSHOTS])
+        rest = f" and {len(ids) - MAX_NAMED_SNAPSHOTS} more" if len(ids) > MAX_NAMED_SNAPSHOTS else ""
+        self._alerts.report(
+            KEY_UNSTORED,
+            f"{plural(len(ids), 'snapshot')} removed for lack of space before remote "
+            f"{', '.join(remotes)} had stored {'it' if len(ids) == 1 else 'them'}: {named}{rest}",
+            hint="free space, and see why the remote is behind: ciuic remote status",
+        )
+
+    def _need(self) -> UpkeepNeed:
         settings = self._settings()
-        return self._store().wants_upkeep(settings.retention, settings.min_free, now_ns=self._now_ns())
+        rules = UpkeepRules(settings.retention, settings.min_free, settings.remotes, self._reserve_bytes())
+        return self._store().upkeep_need(rules, now_ns=self._now_ns())
 
     async def _run_process(self, job: UpkeepJob) -> PruneReport:
         process = await trio.lowlevel.open_process(

@@ -343,8 +343,8 @@ def test_example_is_valid() -> None:
     file = Path(__file__).parents[3] / "etc" / "ciuic.toml"
     text = file.read_text()
     assert parse_config(text, file).roots == ()
-    setting = re.compile(r"# (?=(\w+ = |\[\[\w+\]\]))")
+    setting = re.compile(r"# (?=(\w+ = |\[[\[\w.\]]+$))")
     config = parse_config("".join(setting.sub("", line) for line in text.splitlines(keepends=True)), file)
-    assert len(config.roots) == len(config.trainers) == 1
+    assert len(config.roots) == len(config.trainers) == len(config.remotes) == 1
     unset = {"repository.block_size", "repository.trust_owner", "daemon.runtime_dir"}
     assert {key for key in KEYS if config.origin(key).kind == "default"} == unset

@@ -15,6 +15,7 @@ from ciuic.daemon.snapshots.pending import BUSY_PATIENCE_SECONDS, MAX_ATTEMPTS, 
 from ciuic.protocol.control_types import (
     Alert,
     Progress,
+    RemoteStatus,
     RootStatus,
     SnapshotState,
     SnapshotSummary,
@@ -123,6 +124,7 @@ def test_metrics_are_those_of_the_status() -> None:
             SnapshotState(id="a", state="capturing", progress=Progress(share=0.25, paused_seconds=9)),
         ],
         alerts=[Alert(key="k", severity="problem", since="", message="")],
+        remotes=[RemoteStatus(name="nas", snapshots=3, size_bytes=4096, seconds=60, stored=8)],
     )
 
     def samples(document: StatusDocument) -> dict[tuple[str, str], float]:
@@ -144,6 +146,15 @@ def test_metrics_are_those_of_the_status() -> None:
     assert seen["ciuic_snapshots_total", "committed"] == 1
     assert seen["ciuic_alerts", "problem"] == 1
     assert (seen["ciuic_capture_share", ""], seen["ciuic_capture_paused_seconds", ""]) == (0.25, 9)
+    behind = {name: value for (name, remote), value in seen.items() if remote == "nas"}
+    assert behind == {
+        "ciuic_remote_behind_snapshots": 3,
+        "ciuic_remote_behind_bytes": 4096,
+        "ciuic_remote_behind_seconds": 60,
+        "ciuic_remote_stored_snapshots": 8,
+    }
+    status.remotes = []
+    assert not any(name.startswith("ciuic_remote_") for name, _ in samples(status))
     status.captures = []
     assert samples(status)["ciuic_capture_share", ""] == 1
     status.roots = []

@@ -18,8 +18,11 @@ from ciuic.daemon.base.alerts import Alerts
 from ciuic.daemon.base.events import EventBus
 from ciuic.daemon.base.repository_store import Store, summary
 from ciuic.daemon.base.settings import Settings
+from ciuic.daemon.base.upkeep_need import UpkeepNeed, UpkeepRules
 from ciuic.daemon.upkeep.upkeep import Upkeep
 from ciuic.errors import Busy, CiuicError
+from ciuic.protocol.control_types import PruneReport, UnstoredSnapshot
+from ciuic.protocol.stored_remotely import StoredRecord, write_record
 from ciuic.repository import Repository
 from ciuic.retention import RetentionPolicy
 from ciuic.types import Entry, RootRecord, SnapshotDraft, SnapshotId
@@ -46,17 +49,27 @@ def repository(tmp_path: Path) -> Path:
     return path
 
 
-def upkeep_of(repository: Path, *, policy: RetentionPolicy = ONE, **more: Any) -> Upkeep:
-    events = EventBus(lambda: NOW_NS)
+def upkeep_of(
+    repository: Path,
+    *,
+    policy: RetentionPolicy = ONE,
+    remotes: tuple[str, ...] = (),
+    alerts: Alerts | None = None,
+    **more: Any,
+) -> Upkeep:
     settings = Settings(
-        socket=repository.parent / "c", runtime_dir=repository.parent, repository=repository, retention=policy
+        socket=repository.parent / "c",
+        runtime_dir=repository.parent,
+        repository=repository,
+        retention=policy,
+        remotes=remotes,
     )
     store = Store(repository, block_bytes=262144)
     return Upkeep(
         lambda: settings,
         lambda: store,
         trio.Lock(),
-        Alerts(events, lambda: NOW_NS),
+        alerts or Alerts(EventBus(lambda: NOW_NS), lambda: NOW_NS),
         cwd=repository.parent,
         now_ns=lambda: NOW_NS,
         **more,
@@ -145,7 +158,73 @@ def test_upkeep_is_due_for_a_snapshot_without_reason_or_little_space(
     repository: Path, policy: RetentionPolicy, min_free: MinFree | None, due: bool
 ) -> None:
     """The process is started only when a snapshot has no reason to stay or space is short."""
-    assert Store(repository, block_bytes=262144).wants_upkeep(policy, min_free, now_ns=NOW_NS) is due
+    need = Store(repository, block_bytes=262144).upkeep_need(UpkeepRules(policy, min_free), now_ns=NOW_NS)
+    assert need == UpkeepNeed(due, unstored=0)
+
+
+@pytest.fixture
+def nas(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that writes what the remote ``nas`` has stored of the repository."""
+    state = repository.parent / "upload"
+    state.mkdir()
+    monkeypatch.setenv("CIUIC_UPLOAD_STATE", str(state))
+    with Repository.open(repository) as opened:
+        identity = opened.id
+
+    def write(*stored: str) -> None:
+        write_record("nas", StoredRecord(repository=identity, stored=frozenset(stored), tail_ns=1))
+
+    return write
+
+
+def test_what_a_remote_lacks_is_kept_by_the_process_too(repository: Path, nas: Callable[..., None]) -> None:
+    """The process keeps what a remote has not stored, and upkeep is due again when the remote has it."""
+    nas("cs-000001", "cs-000004")
+    upkeep = upkeep_of(repository, remotes=("nas",))
+    report = trio.run(lambda: upkeep.prune(dry_run=False))
+    assert report.removed == ["cs-000001"]
+    assert report.removed_unstored == []
+    assert {decision.id: decision.reasons for decision in report.decisions}["cs-000002"] == [
+        "not on remote nas yet"
+    ]
+    assert upkeep._need() == UpkeepNeed(is_due=False, unstored=2)
+    nas("cs-000002", "cs-000003", "cs-000004")
+    assert upkeep._need() == UpkeepNeed(is_due=True, unstored=0)
+    trio.run(lambda: upkeep.prune(dry_run=False))
+    assert ids(repository) == ["cs-000004"]
+
+
+def test_an_alert_names_what_was_removed_before_a_remote_had_it(
+    repository: Path, nas: Callable[..., None]
+) -> None:
+    """Where the disk fills, snapshots go that a remote lacks, and an alert names them until it has caught up."""
+    nas("cs-000004")
+    alerts = Alerts(EventBus(lambda: NOW_NS), lambda: NOW_NS)
+    upkeep = upkeep_of(repository, remotes=("nas",), alerts=alerts, reserve_bytes=lambda: 1 << 60)
+    assert upkeep._need() == UpkeepNeed(is_due=True, unstored=3)
+    trio.run(lambda: upkeep.prune(dry_run=True))
+    assert "unstored" not in alerts
+    trio.run(upkeep.once)
+    assert ids(repository) == ["cs-000004"]
+    (alert,) = alerts.standing()
+    assert alert.message == (
+        "3 snapshots removed for lack of space before remote nas had stored them: "
+        "cs-000001, cs-000002, cs-000003"
+    )
+    assert alert.severity == "problem"
+
+
+def test_the_alert_ends_when_the_remotes_have_caught_up(repository: Path, nas: Callable[..., None]) -> None:
+    """The alert stands while a snapshot waits for a remote, and ends at the first round in which none does."""
+    alerts = Alerts(EventBus(lambda: NOW_NS), lambda: NOW_NS)
+    keep_all = RetentionPolicy(keep_within_seconds=0, keep_last=4)
+    upkeep = upkeep_of(repository, policy=keep_all, remotes=("nas",), alerts=alerts)
+    report = PruneReport(dry_run=False, removed_unstored=[UnstoredSnapshot(id="cs-000000", remotes=["nas"])])
+    upkeep._tell_unstored(report)
+    for stored, stands in ((["cs-000001"], True), (ids(repository), False)):
+        nas(*stored)
+        trio.run(upkeep.once)
+        assert ("unstored" in alerts) is stands
 
 
 def test_the_store_answers_queries_of_the_daemon(repository: Path) -> None:

@@ -1,0 +1,184 @@
+"""Record of what a remote has stored: written by the process that uploads, read by those that prune.
+
+The record is ``<state directory>/<name of the remote>/stored``, JSON:
+
+    {"repository": "<id>", "stored": ["cs-…", …], "passed_over": ["cs-…", …], "tail_ns": 1760000000000000000}
+
+``stored`` has the local snapshots that the remote has committed, ``passed_over`` those that it does not want
+(its schedule or its own retention leaves them out). A snapshot in neither waits for the remote, and prune keeps
+it (ciuic.retention). ``tail_ns`` is the cut of the newest snapshot that the remote has ever stored; 0: none.
+
+Guarantees: the writer replaces the record atomically and durably. The reader takes it for hostile, because the
+process that uploads has no privileges and talks to a network: it follows no link below the state directory,
+waits for no pipe, reads a limited number of bytes, and a record that cannot be read never lets a snapshot go.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+
+from ciuic.errors import Damaged
+
+STATE_VARIABLE: Final = "CIUIC_UPLOAD_STATE"
+DEFAULT_STATE_DIR: Final = Path("/var/lib/ciuic-upload")
+"""State directory of ciuic-upload.service."""
+_NAME: Final = "stored"
+_TEMPORARY: Final = "stored.tmp"
+# An id has 9 to 35 characters: room for 100,000 snapshots at least, and little memory.
+MAX_RECORD_BYTES: Final = 4 << 20
+
+
+class StoredRecordDamaged(Damaged):
+    """The record of a remote cannot be read."""
+
+
+class StoredRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a remote has stored of one repository."""
+
+    repository: str
+    """Id of the repository."""
+    stored: frozenset[str] = frozenset()
+    passed_over: frozenset[str] = frozenset()
+    tail_ns: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class RemotesDone(NamedTuple):
+    """What each remote needs no more, as `ciuic.retention.plan_retention` takes it."""
+
+    done: dict[str, Collection[str] | None]
+    """Snapshots stored or passed over, by the remote's name; None: it has never stored any."""
+    flaws: list[str]
+    """Sentences about records that could not be read."""
+
+
+def upload_state_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Return the state directory of the process that uploads.
+
+    Args:
+        environ: environment; None for that of the process.
+    """
+    value = (os.environ if environ is None else environ).get(STATE_VARIABLE, "")
+    return Path(value) if value else DEFAULT_STATE_DIR
+
+
+def decode_record(data: bytes) -> StoredRecord:
+    """Return the record in ``data``. StoredRecordDamaged for anything else."""
+    if len(data) > MAX_RECORD_BYTES:
+        raise StoredRecordDamaged(f"it has more than {MAX_RECORD_BYTES} bytes")
+    try:
+        return msgspec.json.decode(data, type=StoredRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise StoredRecordDamaged(f"it is no such record: {error}") from error
+
+
+def encode_record(record: StoredRecord) -> bytes:
+    """Return the bytes that `decode_record` reads as ``record``."""
+    document = msgspec.to_builtins(record)
+    # Sorted, so that equal records are equal files.
+    return msgspec.json.encode(
+        {**document, "stored": sorted(record.stored), "passed_over": sorted(record.passed_over)}
+    )
+
+
+def read_record(name: str, state_dir: Path | None = None) -> StoredRecord | None:
+    """Return the record of the remote ``name``; None if there is none.
+
+    Raises:
+        StoredRecordDamaged: the record cannot be read, or is none.
+    """
+    place = upload_state_dir() if state_dir is None else state_dir
+    try:
+        return decode_record(_read(place, name))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoredRecordDamaged(f"{error.strerror}") from error
+
+
+def remotes_done(
+    names: Iterable[str], repository: str, *, is_theirs: bool = True, state_dir: Path | None = None
+) -> RemotesDone:
+    """Return what the remotes of a configuration need no more of a repository.
+
+    A remote whose record cannot be read needs everything: a read error is no reason to delete.
+
+    Args:
+        names: names of the remotes.
+        repository: id of the repository.
+        is_theirs: the configuration that has the remotes names this repository as well. Otherwise a remote
+            counts only if it has a record of this repository.
+        state_dir: state directory; None: `upload_state_dir`.
+    """
+    result = RemotesDone({}, [])
+    for name in names:
+        try:
+            record = read_record(name, state_dir)
+        except StoredRecordDamaged as error:
+            if is_theirs:
+                result.done[name] = frozenset()
+                result.flaws.append(f"what remote {name} has stored cannot be read: {error}")
+            continue
+        if record is not None and record.repository == repository:
+            result.done[name] = record.stored | record.passed_over if record.tail_ns else None
+        elif is_theirs:
+            result.done[name] = None
+    return result
+
+
+def write_record(name: str, record: StoredRecord, state_dir: Path | None = None) -> None:
+    """Replace the record of the remote ``name``, durably on return.
+
+    The state directory must exist; one process writes at a time.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    place = (upload_state_dir() if state_dir is None else state_dir) / name
+    with suppress(FileExistsError):
+        place.mkdir(0o755)
+    directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        with suppress(FileNotFoundError):
+            # Left by a process that was killed between here and the rename.
+            os.unlink(_TEMPORARY, dir_fd=directory)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(_TEMPORARY, flags, 0o644, dir_fd=directory), "wb") as file:
+            # The umask of the service would take the permission of all others away.
+            os.fchmod(file.fileno(), 0o644)
+            file.write(encode_record(record))
+            # Content before the name: an empty record after a power cut would let nothing go.
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(_TEMPORARY, _NAME, src_dir_fd=directory, dst_dir_fd=directory)
+        # The rename is durable only with its directory (fsync(2)). An older record would be safe where it has
+        # fewer snapshots, and not where the remote has lost some since.
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _read(place: Path, name: str) -> bytes:
+    # The state directory may be reached through a link of root's: /var/lib/ciuic-upload is one under
+    # DynamicUser=. What lies in it belongs to the process that uploads, which could plant any.
+    state = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        directory = os.open(name, flags, dir_fd=state)
+    finally:
+        os.close(state)
+    try:
+        # O_NONBLOCK: the open of a pipe without a writer would wait for one (fifo(7)).
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        with open(os.open(_NAME, flags, dir_fd=directory), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise StoredRecordDamaged("it is not a regular file")
+            return file.read(MAX_RECORD_BYTES + 1)
+    finally:
+        os.close(directory)

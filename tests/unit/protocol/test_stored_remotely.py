@@ -1,0 +1,153 @@
+"""Tests of the record of what a remote has stored: written whole, read as if its writer were hostile."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ciuic.protocol.stored_remotely import (
+    DEFAULT_STATE_DIR,
+    MAX_RECORD_BYTES,
+    RemotesDone,
+    StoredRecord,
+    StoredRecordDamaged,
+    decode_record,
+    encode_record,
+    read_record,
+    remotes_done,
+    upload_state_dir,
+    write_record,
+)
+
+REPOSITORY = "ab" * 16
+RECORD = StoredRecord(
+    repository=REPOSITORY,
+    stored=frozenset({"cs-000001", "cs-000002"}),
+    passed_over=frozenset({"cs-000003"}),
+    tail_ns=5,
+)
+ids = st.frozensets(st.from_regex(r"cs-[0-9a-f]{6}", fullmatch=True), max_size=20)
+
+
+@given(stored=ids, passed_over=ids, tail_ns=st.integers(0, 1 << 62))
+def test_a_record_reads_back(stored: frozenset[str], passed_over: frozenset[str], tail_ns: int) -> None:
+    """A record is read as it was written, and equal records are equal bytes."""
+    record = StoredRecord(repository=REPOSITORY, stored=stored, passed_over=passed_over, tail_ns=tail_ns)
+    assert decode_record(encode_record(record)) == record
+    assert encode_record(decode_record(encode_record(record))) == encode_record(record)
+
+
+def test_the_writer_replaces_the_record_for_all_to_read(tmp_path: Path) -> None:
+    """The record is replaced, with mode 0644 whatever the umask, and leaves no other file."""
+    (tmp_path / "nas").mkdir()
+    (tmp_path / "nas" / "stored.tmp").write_text("left by a killed process")
+    umask = os.umask(0o077)
+    try:
+        write_record("nas", StoredRecord(repository=REPOSITORY), tmp_path)
+        write_record("nas", RECORD, tmp_path)
+    finally:
+        os.umask(umask)
+    assert read_record("nas", tmp_path) == RECORD
+    assert os.listdir(tmp_path / "nas") == ["stored"]
+    assert stat.S_IMODE((tmp_path / "nas" / "stored").stat().st_mode) == 0o644
+
+
+def test_the_environment_names_the_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CIUIC_UPLOAD_STATE is where both sides look, in place of the service's directory."""
+    assert upload_state_dir({}) == DEFAULT_STATE_DIR
+    monkeypatch.setenv("CIUIC_UPLOAD_STATE", str(tmp_path))
+    write_record("nas", RECORD)
+    assert read_record("nas") == RECORD
+
+
+def test_what_remotes_need_no_more(tmp_path: Path) -> None:
+    """Stored and passed over counts as done; a missing record, one of another repository, or an empty one is None."""
+    write_record("good", RECORD, tmp_path)
+    write_record("empty", StoredRecord(repository=REPOSITORY), tmp_path)
+    write_record("other", StoredRecord(repository="cd" * 16, stored=RECORD.stored, tail_ns=9), tmp_path)
+    # It stored something once, and nothing of that is left on the host.
+    write_record("stalled", StoredRecord(repository=REPOSITORY, tail_ns=9), tmp_path)
+    names = ("good", "empty", "other", "stalled", "missing")
+    assert remotes_done(names, REPOSITORY, state_dir=tmp_path) == RemotesDone(
+        {
+            "good": {"cs-000001", "cs-000002", "cs-000003"},
+            "empty": None,
+            "other": None,
+            "stalled": frozenset(),
+            "missing": None,
+        },
+        [],
+    )
+
+
+def test_remotes_of_another_configuration_count_where_they_have_a_record(tmp_path: Path) -> None:
+    """A repository that the configuration does not name is kept for the remotes that have a record of it alone."""
+    write_record("good", RECORD, tmp_path)
+    write_record("bad", RECORD, tmp_path)
+    (tmp_path / "bad" / "stored").write_text("{")
+    found = remotes_done(("good", "bad", "missing"), REPOSITORY, is_theirs=False, state_dir=tmp_path)
+    assert found == RemotesDone({"good": RECORD.stored | RECORD.passed_over}, [])
+    assert remotes_done(("good",), "cd" * 16, is_theirs=False, state_dir=tmp_path).done == {}
+
+
+def _link_to_a_record(place: Path) -> None:
+    place.parent.joinpath("elsewhere").write_bytes(encode_record(RECORD))
+    place.joinpath("stored").symlink_to("../elsewhere")
+
+
+def _link_for_a_directory(place: Path) -> None:
+    place.rmdir()
+    real = place.parent / "real"
+    real.mkdir()
+    real.joinpath("stored").write_bytes(encode_record(RECORD))
+    place.symlink_to("real")
+
+
+def _written(content: bytes) -> Any:
+    return lambda place: place.joinpath("stored").write_bytes(content)
+
+
+HOSTILE = {
+    "a link": _link_to_a_record,
+    "a link for its directory": _link_for_a_directory,
+    "a pipe": lambda place: os.mkfifo(place / "stored"),
+    "a directory": lambda place: place.joinpath("stored").mkdir(),
+    "a device": lambda place: place.joinpath("stored").symlink_to("/dev/zero"),
+    "nothing in it": _written(b""),
+    "no JSON": _written(b"stored"),
+    "no UTF-8": _written(b'{"repository":"\xff"}'),
+    "a list": _written(b"[]"),
+    "ids that are numbers": _written(b'{"repository":"a","stored":[1]}'),
+    "a negative time": _written(b'{"repository":"a","tail_ns":-1}'),
+    "a time without end": _written(b'{"repository":"a","tail_ns":' + b"9" * 5000 + b"}"),
+    "no repository": _written(b'{"stored":[]}'),
+    "depth": _written(b'{"x":' + b"[" * 100_000),
+    "size": _written(b'{"repository":"a","stored":[]' + b" " * MAX_RECORD_BYTES + b"}"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_record_lets_nothing_go(tmp_path: Path, what: str) -> None:
+    """A record that is a link, no file, too large or no record is refused in words, and its remote needs everything."""
+    place = tmp_path / "nas"
+    place.mkdir()
+    HOSTILE[what](place)
+    with pytest.raises(StoredRecordDamaged):
+        read_record("nas", tmp_path)
+    found = remotes_done(["nas"], REPOSITORY, state_dir=tmp_path)
+    assert found.done == {"nas": frozenset()}
+    assert "remote nas" in found.flaws[0]
+
+
+def test_the_state_directory_itself_may_be_a_link(tmp_path: Path) -> None:
+    """The state directory may be a link of root's, as systemd makes one for a service with a user of its own."""
+    (tmp_path / "private").mkdir()
+    (tmp_path / "ciuic-upload").symlink_to("private")
+    write_record("nas", RECORD, tmp_path / "ciuic-upload")
+    assert read_record("nas", tmp_path / "ciuic-upload") == RECORD
