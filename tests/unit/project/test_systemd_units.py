@@ -12,6 +12,8 @@ from support.ci import needs
 
 from ciuic.cli.shared.systemd import UNITS, for_program, unit_text
 from ciuic.daemon.main import WORKER_SERVICE
+from ciuic.errors import ConfigError, NotFound
+from ciuic.protocol.stored_remotely import DEFAULT_STATE_DIR
 from ciuic.system.sandbox import profiles
 from ciuic.system.sandbox.privileges import CAPTURE, OVERLAY_WORKER, UPKEEP
 
@@ -65,7 +67,13 @@ def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("unit", "tenths"), [("ciuic.service", 40), ("ciuic-workers.service", 40), ("ciuic-scrub.service", 20)]
+    ("unit", "tenths"),
+    [
+        ("ciuic.service", 40),
+        ("ciuic-workers.service", 40),
+        ("ciuic-scrub.service", 20),
+        ("ciuic-upload.service", 20),
+    ],
 )
 def test_systemd_rates_the_units_no_worse_than_they_can_be(tmp_path: Path, unit: str, tenths: int) -> None:
     """The exposure level of systemd-analyze, of 10, is what processes that mount for others need."""
@@ -177,6 +185,51 @@ def test_scrub_runs_in_slices_at_idle_priority() -> None:
     assert timer["Persistent"] == "true"
 
 
+def test_the_upload_has_a_network_and_hardly_anything_else() -> None:
+    """The upload runs as a user of its own with one capability, may write to its state alone, and to the network."""
+    unit = settings("ciuic-upload.service")
+    values = dict(unit)
+    assert values["ExecStart"].endswith("/ciuic remote upload")
+    assert (values["DynamicUser"], values["ProtectSystem"]) == ("yes", "strict")
+    assert values["AmbientCapabilities"] == values["CapabilityBoundingSet"] == "CAP_DAC_READ_SEARCH"
+    assert (values["StateDirectory"], values["StateDirectoryMode"]) == ("ciuic-upload", "0700")
+    assert Path("/var/lib") / values["StateDirectory"] == DEFAULT_STATE_DIR
+    assert set(values["RestrictAddressFamilies"].split()) == {"AF_INET", "AF_INET6", "AF_UNIX"}
+    assert "PrivateNetwork" not in values
+    assert not {"ReadWritePaths", "BindPaths"} & values.keys()
+    hidden = {path for key, value in unit if key == "InaccessiblePaths" for path in value.split()}
+    assert {"-/etc/shadow", "-/etc/ssh", "-/root/.ssh", "-/etc/credstore"} <= hidden
+
+
+def test_the_upload_yields_to_the_job_and_comes_back() -> None:
+    """The upload has the priority of captures and a limit of memory, and is started again unless that is in vain."""
+    values = dict(settings("ciuic-upload.service"))
+    assert (values["Slice"], values["Nice"], values["IOSchedulingClass"]) == (
+        "ciuic-capture.slice",
+        "19",
+        "idle",
+    )
+    assert values["MemoryMax"] == "400M"
+    assert (values["Restart"], values["StartLimitIntervalSec"]) == ("always", "0")
+    assert set(values["RestartPreventExitStatus"].split()) == {
+        str(ConfigError.exit_code),
+        str(NotFound.exit_code),
+    }
+    assert values["SuccessExitStatus"] == str(NotFound.exit_code)
+
+
+def test_credentials_of_the_upload_may_be_missing() -> None:
+    """Each credential of the unit has no path, so that the unit starts without it; the variable leads to one of them."""
+    unit = settings("ciuic-upload.service")
+    names = {value for key, value in unit if key == "LoadCredential"}
+    assert names
+    assert not any(":" in name or "/" in name for name in names)
+    variable, _, path = dict(unit)["Environment"].partition("=")
+    assert variable == "AWS_SHARED_CREDENTIALS_FILE"
+    assert Path(path).parent == Path("/run/credentials/ciuic-upload.service")
+    assert Path(path).name in names
+
+
 def test_the_service_waits_for_readiness_and_is_watched() -> None:
     """systemd knows when the roots are mounted, and notices a hanging event loop."""
     values = dict(settings("ciuic.service"))
@@ -201,9 +254,10 @@ def test_the_example_configuration_means_the_defaults() -> None:
         default.log,
     )
     lines = [
-        line.removeprefix("# ") if " = " in line or line.startswith("# [[") else line
+        line.removeprefix("# ") if " = " in line or line.startswith("# [") else line
         for line in text.splitlines()
     ]
     everything = parse_config("\n".join(lines), path)
     assert everything.roots
     assert everything.min_free is not None
+    assert len(everything.remotes) == 1
