@@ -52,6 +52,7 @@ COMMANDS: Final = (
     "prune",
     "check",
     "config",
+    "remote",
     "doctor",
     "service",
     "daemon",
@@ -67,6 +68,7 @@ _MODULES: Final = {
     "watch": "training.watch",
     "export": "training.export",
     "import": "training.import_state",
+    "remote": "remote.group",
 }
 
 

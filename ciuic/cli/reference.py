@@ -39,11 +39,16 @@ def _commands() -> Iterator[tuple[str, click.Command]]:
     for name in COMMANDS:
         command = cli.get_command(click.Context(cli), name)
         assert command is not None
-        if isinstance(command, click.Group):
-            for inner in sorted(command.commands):
-                yield f"{name} {inner}", command.commands[inner]
-        else:
-            yield name, command
+        yield from _below(name, command)
+
+
+def _below(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    """Yield the command, or those of a group at any depth."""
+    if isinstance(command, click.Group):
+        for inner in sorted(command.commands):
+            yield from _below(f"{path} {inner}", command.commands[inner])
+    else:
+        yield path, command
 
 
 def _section(path: str, command: click.Command) -> str:

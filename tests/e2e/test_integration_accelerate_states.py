@@ -117,14 +117,14 @@ def script(tmp_path: Path) -> Path:
 def test_calls_work_as_without_ciuic(processes: int, script: Path, tmp_path: Path) -> None:
     """The same program saves, loads the newest and a named state, and ends with the bits that Accelerate's files give."""
     found = {}
+    # Every phase imports the frameworks anew: one process names no state, which two do.
+    phases = ("save", "newest", "named") if processes == 2 else ("save", "newest")
     for how in ("accelerate", "ciuic"):
         project = tmp_path / how
-        found[how] = {
-            phase: run(script, project, phase, how, processes) for phase in ("save", "newest", "named")
-        }
+        found[how] = {phase: run(script, project, phase, how, processes) for phase in phases}
         assert sorted(os.listdir(project / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
     assert found["ciuic"] == found["accelerate"]
-    assert found["ciuic"]["newest"]["end"] == found["ciuic"]["named"]["end"] == found["ciuic"]["save"]["end"]
+    assert all(found["ciuic"][phase]["end"] == found["ciuic"]["save"]["end"] for phase in phases)
     assert found["ciuic"]["save"]["hooked"] == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
     files = os.listdir(tmp_path / "ciuic/checkpoints/checkpoint_2")
     assert sorted(files) == ["ciuic.json", "custom_checkpoint_0.pkl"]

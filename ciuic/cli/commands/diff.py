@@ -101,27 +101,27 @@ def _changes(
 ) -> Iterator[PathChange]:
     from ciuic.compare.diff import diff_live, diff_snapshots
 
-    store = session.repository.snapshots
+    store = session.snapshots
     old = store.load(store.resolve(snapshot_id))
     path = path if path is None else as_recorded(old, path)
     if other is None:
-        return diff_live(session.repository, old, path)
+        return diff_live(session.repository_of(old.id), old, path)
     new = store.load(store.resolve(other))
     # With a path below such a root the comparison itself refuses.
     for snapshot in (old, new) if path is None else ():
         for root in snapshot.left_out:
             warn(f"{shown(root.path)} is not compared: {snapshot.id} was made without it")
-    return diff_snapshots(session.repository, old, new, path)
+    return diff_snapshots(session.repository_of(old.id, new.id), old, new, path)
 
 
 def _tensors(session: Session, snapshot_id: str, other: str, path: bytes | None, *, whole: bool) -> StateDiff:
     # Imported here: the library of trainings takes longer than all of a comparison of files.
     from ciuic.training.compare.state_diff import diff_states
 
-    store = session.repository.snapshots
+    store = session.snapshots
     old, new = (store.resolve(text) for text in (snapshot_id, other))
     below = b"" if path is None else as_recorded(store.load(old), path)
-    return diff_states(session.repository, old, new, below=below, whole=whole)
+    return diff_states(session.repository_of(old, new), old, new, below=below, whole=whole)
 
 
 def _print_tensors(diff: StateDiff, *, as_json: bool, machine_readable: bool) -> None:

@@ -17,6 +17,7 @@ from ciuic.cli.shared.messages import complain
 from ciuic.cli.shared.names import plural
 from ciuic.cli.shared.options import ID, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out_json
+from ciuic.cli.shared.remotes.choice import remote_options, use_remote
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, UsageError
 from ciuic.repository import promised
@@ -26,15 +27,26 @@ from ciuic.types import SnapshotId
 @click.command("forget", cls=FrameCommand)
 @click.argument("ids", metavar="ID...", nargs=-1, required=True, type=ID)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--held", is_flag=True, help="With --remote: also snapshots that were uploaded as held.")
+@remote_options
 @json_option
-def command(ids: tuple[str, ...], yes: bool, as_json: bool) -> None:
+def command(ids: tuple[str, ...], yes: bool, held: bool, remote: bool, name: str, as_json: bool) -> None:
     """Delete snapshots for good.
 
     Held snapshots must be released first, except those that are held for an ordinary user. The space comes back with `ciuic prune`, or the daemon's next one.
+
+    With --remote snapshots of a remote, of any host. A host that still has one may upload it again.
     """
     from ciuic.maintenance.prune import forget
 
     session = current()
+    if use_remote(session, remote, name):
+        from ciuic.cli.commands.remote.give_up import forget_remote
+
+        forget_remote(session, ids, yes=yes, held=held, as_json=as_json)
+        return
+    if held:
+        raise click.UsageError("--held goes with --remote; here: ciuic release ID")
     # own_repository: the right to write is checked before a question is asked. Every other form of an id is
     # resolved and its snapshot loaded, which fails for a damaged file.
     unreadable = {bad.id for bad in session.own_repository.snapshots.unreadable()}

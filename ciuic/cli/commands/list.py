@@ -18,6 +18,7 @@ from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import json_name, plural, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.remotes.choice import use_configured_remote
 from ciuic.cli.shared.session import Session, current
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
 
@@ -67,6 +68,11 @@ class _Filter(NamedTuple):
     is_flag=True,
     help="A fourth field in these lines: the id of the snapshot that belongs to it, if that is there.",
 )
+@click.option(
+    "--all-hosts",
+    is_flag=True,
+    help="From the configured remote: the snapshots of all hosts. With --repo URL they are shown anyway.",
+)
 @json_option
 def command(
     root: bytes | None,
@@ -77,6 +83,7 @@ def command(
     show_all: bool,
     machine_readable: bool,
     with_pairs: bool,
+    all_hosts: bool,
     as_json: bool,
 ) -> None:
     """List the snapshots, newest first.
@@ -86,6 +93,8 @@ def command(
     if machine_readable and as_json:
         raise click.UsageError("--machine-readable and --json exclude one another")
     session = current()
+    if all_hosts and session.remote_url is None:
+        use_configured_remote(session)
     asked = _Filter(
         root=root,
         tag=tag,
@@ -94,7 +103,7 @@ def command(
         limit=limit,
         safety=show_all or tag == TAG_SAFETY,
     )
-    store = session.repository.snapshots
+    store = session.snapshots
     infos = store.list(**asked._asdict())
     if machine_readable:
         _lines(session, infos, with_pairs=with_pairs, marked=show_all)
@@ -102,7 +111,7 @@ def command(
         found = pairs.halves(session, infos)
         out_json(
             {
-                "repository": str(session.repository_dir),
+                "repository": session.place,
                 "snapshots": [{**as_document(info), "pair": _pair(found.get(info.id))} for info in infos],
                 "lost": [_lost_document(promise) for promise in _lost(session, asked)],
             }
@@ -139,13 +148,16 @@ def _people(session: Session, infos: list[SnapshotInfo], asked: _Filter) -> None
     # With -n the difference would count what the limit left out.
     if asked.safety or asked.limit is not None:
         return
-    hidden = len(session.repository.snapshots.list(**asked._replace(safety=True)._asdict())) - len(infos)
+    hidden = len(session.snapshots.list(**asked._replace(safety=True)._asdict())) - len(infos)
     if hidden:
         note(f"{plural(hidden, 'safety snapshot')} not shown: ciuic list --all")
 
 
 def _lost(session: Session, asked: _Filter) -> list[Promise]:
     """Return the promised snapshots that were given up and are selected."""
+    if session.remote_url is not None:
+        # Promises are known to the host alone that made them.
+        return []
     from ciuic.repository.promised import lost
 
     # Promises are files beside the catalogue, which selects nothing of them. The names are those of today: a
@@ -224,6 +236,10 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
     found = pairs.halves(session, infos)
     if found:
         columns.append(Column("PAIR"))
+    # In a remote there may be snapshots of many.
+    shows_host = session.remote_url is not None
+    if shows_host:
+        columns.append(Column("HOST", shrink=True))
     dated = [
         (
             info.time_ns,
@@ -236,6 +252,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
             shown_text(", ".join(info.tags)),
             state_cell(info),
             *([pairs.cell(found.get(info.id))] if found else []),
+            *([shown_text(info.host)] if shows_host else []),
         )
         for info in infos
     ]
@@ -273,7 +290,7 @@ def state_cell(info: SnapshotInfo) -> Any:
 
 def _warn_of_unreadable(session: Session, listed: int) -> None:
     """Warn of snapshot files that no listing shows. They are read only if the count says that there are some, because it is slow."""
-    store = session.repository.snapshots
+    store = session.snapshots
     if listed == len(store.names()):
         return
     for bad in store.unreadable():

@@ -18,10 +18,11 @@ import click
 
 from ciuic.cli.shared.messages import complain, warn
 from ciuic.cli.shared.names import plural, shown, shown_text
+from ciuic.cli.shared.new_repository import make_repository, refuse_absent_disk
 from ciuic.cli.shared.options import DIRECTORY, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import NotFound, NotPermitted, Unreachable, UsageError
+from ciuic.errors import NotPermitted, Unreachable, UsageError
 from ciuic.system import service_manager
 
 if TYPE_CHECKING:
@@ -45,8 +46,15 @@ _SHOWN_PROCESSES = 10
     is_flag=True,
     help="Make a repository although the one there was lies on a disk that is not mounted.",
 )
+@click.option(
+    "--offline",
+    is_flag=True,
+    help="Make a repository without asking the configured remote; it shares no chunks with other hosts.",
+)
 @json_option
-def command(paths: tuple[bytes, ...], driver: Driver, new_repository: bool, as_json: bool) -> None:
+def command(
+    paths: tuple[bytes, ...], driver: Driver, new_repository: bool, offline: bool, as_json: bool
+) -> None:
     """Protect directories: from now on they are in every snapshot.
 
     A running daemon mounts them at once, in place. Nothing is copied or moved.
@@ -64,8 +72,8 @@ def command(paths: tuple[bytes, ...], driver: Driver, new_repository: bool, as_j
     file = writable_file(session.config_option)
     _require_writable(file)
     if not new_repository:
-        _refuse_absent_disk(session, [*config.roots, *new], repository)
-    made = _make_repository(session, repository, config.repository.block_size_bytes)
+        refuse_absent_disk(session, [*config.roots, *new], repository)
+    made = make_repository(session, repository, offline=offline)
     # Before the daemon mounts: the overlay then covers the directory, and its own worker has it open.
     bypassing = {path: _going_round(path) for path in asked}
     added = [root.path for root in add_roots(file, new, repository_path=repository)]
@@ -130,52 +138,6 @@ def _require_writable(file: Path) -> None:
         raise NotPermitted(
             f"{file} may not be written", hint="run it as root, or name another file with --config"
         )
-
-
-def _refuse_absent_disk(session: Session, roots: Sequence[RootConfig], path: Path) -> None:
-    """Raise NotFound where a repository would be made below the mount point of the disk that has the real one."""
-    # A new one would fill the system's disk, and the list would lack every snapshot until somebody noticed.
-    from ciuic.config.repository_mark import absent_mount_point, read_mark_at
-    from ciuic.repository import Repository
-    from ciuic.system import mountinfo
-
-    if Repository.exists(path):
-        return
-    # The daemon first: it keeps the mark of a mounted root, which the overlay hides from everybody else.
-    try:
-        known = session.control.status().repository
-        missing = known.missing if known.path == str(path) else ""
-    except Unreachable:
-        marks = [mark for root in roots if (mark := read_mark_at(root.path)) is not None]
-        mount_point = absent_mount_point(path, marks, mountinfo.read())
-        missing = (
-            f"the file system of {shown_text(str(path))} belongs at {shown(mount_point)}"
-            if mount_point
-            else ""
-        )
-    if missing:
-        raise NotFound(
-            f"the repository is absent: {missing}",
-            hint="mount its disk; to begin a new repository: --new-repository",
-        )
-
-
-def _make_repository(session: Session, path: Path, block_size_bytes: int) -> bool:
-    """Make the repository if there is none; open an existing one, so that damage is reported now."""
-    from ciuic.repository import Repository
-    from ciuic.repository.trust import require_own
-
-    # Not session.trusts_repository: the file that says it may be written by this very command.
-    trusted = session.config.trusts_repository
-    require_own(path, trusted=trusted)
-    if Repository.exists(path):
-        Repository.open(path).close()
-        return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # refuse_foreign looks again after the directory is made: its owner could have exchanged it since
-    # require_own.
-    Repository.create(path, block_size=block_size_bytes, refuse_foreign=not trusted).close()
-    return True
 
 
 def _going_round(path: Path) -> list[Bypasser]:

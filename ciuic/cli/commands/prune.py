@@ -14,9 +14,11 @@ import click
 
 from ciuic.cli.shared import times
 from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS
+from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import plural
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.remotes.choice import remote_options, use_remote
 from ciuic.cli.shared.session import Session, current
 
 if TYPE_CHECKING:
@@ -25,10 +27,19 @@ if TYPE_CHECKING:
 
 @click.command("prune", cls=FrameCommand)
 @click.option("--dry-run", is_flag=True, help="Say what would be removed; remove nothing.")
+@remote_options
 @json_option
-def command(dry_run: bool, as_json: bool) -> None:
-    """Apply the retention policy and free space."""
+def command(dry_run: bool, remote: bool, name: str, as_json: bool) -> None:
+    """Apply the retention policy and free space.
+
+    With --remote the space of a remote that no snapshot of any host needs; each host's uploader applies the remote's retention.
+    """
     session = current()
+    if use_remote(session, remote, name):
+        from ciuic.cli.commands.remote.collect import prune_remote
+
+        prune_remote(session, dry_run=dry_run, as_json=as_json)
+        return
     report = _prune(session, dry_run)
     if as_json:
         out_json(_document(report))
@@ -42,6 +53,8 @@ def command(dry_run: bool, as_json: bool) -> None:
 def _prune(session: Session, dry_run: bool) -> PruneResult:
     from ciuic.cli.shared.progress import progress
     from ciuic.maintenance.prune import prune
+    from ciuic.protocol.stored_remotely import remotes_done
+    from ciuic.system.disk_space import reserve_of, total_bytes
 
     stop = False
 
@@ -54,14 +67,21 @@ def _prune(session: Session, dry_run: bool) -> PruneResult:
         stop = True
 
     config = session.config
+    # A dry run writes nothing, so that it is allowed in another user's repository as well.
+    repository = session.repository if dry_run else session.own_repository
+    remotes = remotes_done(
+        (remote.name for remote in config.remotes), repository.id, is_theirs=config.names_repository
+    )
+    reserve = reserve_of(config.repository.reserve, total_bytes(repository.path))
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with progress("prune") as reporter:
-            return prune(
-                # A dry run writes nothing, so that it is allowed in another user's repository as well.
-                session.repository if dry_run else session.own_repository,
+            report = prune(
+                repository,
                 config.retention,
                 min_free=config.min_free,
+                remotes=remotes.done,
+                reserve_bytes=reserve.size_bytes,
                 dry_run=dry_run,
                 wait_seconds=LOCK_WAIT_SECONDS,
                 progress=reporter.step,
@@ -72,6 +92,8 @@ def _prune(session: Session, dry_run: bool) -> PruneResult:
         # What follows is output, which ^C ends as in every command.
         for number, handler in before.items():
             signal.signal(number, handler)
+    report.notes += remotes.flaws
+    return report
 
 
 def _document(report: PruneResult) -> dict[str, Any]:
@@ -88,6 +110,10 @@ def _document(report: PruneResult) -> dict[str, Any]:
         ],
         "removed": [str(snapshot_id) for snapshot_id in report.removed],
         "removed_for_space": [str(snapshot_id) for snapshot_id in report.removed_for_space],
+        "removed_unstored": [
+            {"id": str(decision.id), "remotes": list(decision.remotes)}
+            for decision in report.removed_unstored
+        ],
         "freed_bytes": report.freed_bytes,
         "garbage_bytes": report.garbage_bytes,
         "interrupted": report.stopped,
@@ -100,9 +126,12 @@ def _print(report: PruneResult) -> None:
     from ciuic.units import human_size
 
     gone = "would go" if report.dry_run else "removed"
+    unstored = {decision.id: ", ".join(decision.remotes) for decision in report.removed_unstored}
     rows = []
     for decision in report.plan.decisions:
-        if decision.id in report.removed_for_space:
+        if decision.id in unstored:
+            fate, why = Cell(gone, "red"), f"space is short; remote {unstored[decision.id]} does not have it"
+        elif decision.id in report.removed_for_space:
             fate, why = Cell(gone, "red"), "free space is below min_free"
         elif decision.id in report.removed:
             fate, why = Cell(gone, "red"), "no rule keeps it"
@@ -116,5 +145,11 @@ def _print(report: PruneResult) -> None:
     freed = human_size(report.freed_bytes)
     verb = "would be freed" if report.dry_run else "freed"
     out(f"{plural(len(report.removed), 'snapshot')} {gone}, {freed} {verb}")
+    if unstored:
+        warn(
+            f"{plural(len(unstored), 'snapshot')} {gone} before every remote had stored "
+            f"{'it' if len(unstored) == 1 else 'them'}: {', '.join(map(str, unstored))}",
+            hint="see why the remote is behind: ciuic remote status",
+        )
     for line in report.notes:
         note(line)

@@ -86,12 +86,12 @@ def command(
     from ciuic.restore import Overwrite, plan_restore
 
     session = current()
-    store = session.repository.snapshots
+    store = session.snapshots
     source = store.load(store.resolve(snapshot))
     # Before the safety snapshot: a conflict or a mistake ends the command while nothing has been made or
     # changed.
     plan = plan_restore(
-        session.repository,
+        session.repository_of(source.id),
         source,
         list(dict.fromkeys(as_recorded(source, path) for path in paths)),
         dest,
@@ -104,7 +104,9 @@ def command(
         # None leaves the decision to the owners of the repository, which the operator may have overridden.
         special=True if special is None and session.trusts_repository else special,
     )
-    safety = None if dry_run or no_safety else _safety(session, plan)
+    # Of what is replaced here, wherever it is restored from.
+    local = session.local
+    safety = None if dry_run or no_safety else _safety(local, plan)
     # A name for each path, of which a restore may have millions: collected only where they are printed.
     items: list[RestoreItem] = []
     result = _execute(
@@ -113,7 +115,7 @@ def command(
     # Retention compares snapshots of later than this moment, to find out whether the restored paths were
     # changed since: one that was cut during the restore shows half of it.
     if safety is not None:
-        _safety_is_over(session, safety)
+        _safety_is_over(local, safety)
     if as_json:
         out_json(_document(plan, result, items, safety, dry_run))
     else:

@@ -7,6 +7,8 @@ not run, the command says so and changes nothing, and so it does where the servi
 from __future__ import annotations
 
 import os
+import stat
+import sys
 from pathlib import Path
 
 import click
@@ -40,6 +42,8 @@ def install(no_start: bool, as_json: bool) -> None:
     raise_for(check_owners(config))
     program = this_program()
     _say_if_foreign(program)
+    if config.remotes:
+        _say_if_closed(program)
     # Only a file that was named: the service searches the usual places by itself, also for one that appears
     # later.
     written = system.install(program, config=config.file if named else None, start=not no_start)
@@ -61,6 +65,19 @@ def _say_if_foreign(program: Path) -> None:
     flaw = find_flaw(program) if os.geteuid() == 0 else None
     if flaw is not None:
         warn(f"whoever can will choose what root runs: the {shown_text(flaw.found)}", hint=flaw.remedy)
+
+
+def _say_if_closed(program: Path) -> None:
+    """Warn of a program that the user of ciuic-upload.service cannot reach."""
+    # The interpreter as well: a virtual environment often leads to one in the home of its owner.
+    for path in (Path(os.path.realpath(program)), Path(os.path.realpath(sys.executable))):
+        closed = next((one for one in (path, *path.parents) if not os.stat(one).st_mode & stat.S_IXOTH), None)
+        if closed is not None:
+            warn(
+                f"ciuic-upload.service cannot run {shown_text(str(program))}: other users cannot enter {shown_text(str(closed))}",
+                hint="install ciuic where every user may run it, such as /usr/local or /opt",
+            )
+            return
 
 
 @command.command("uninstall", cls=FrameCommand)
@@ -92,6 +109,11 @@ def status(as_json: bool) -> None:
     elif not facts["installed"]:
         out("ciuic.service is not installed; ciuic service install")
     else:
-        out(f"ciuic.service: {facts['active']}, {facts['enabled']}, pid {facts['pid'] or 'none'}")
-        if facts["text"]:
-            out(f"  {facts['text']}")
+        for unit, shown in (("ciuic.service", facts), ("ciuic-upload.service", facts["upload"])):
+            if not shown["installed"]:
+                # Installed by an older version; nothing is missing where no remote is configured.
+                note(f"{unit} is not installed; ciuic service install")
+                continue
+            out(f"{unit}: {shown['active']}, {shown['enabled']}, pid {shown['pid'] or 'none'}")
+            if shown["text"]:
+                out(f"  {shown['text']}")

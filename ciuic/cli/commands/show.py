@@ -56,7 +56,7 @@ _LABEL_WIDTH = 9
 def command(snapshot_id: str, path: bytes | None, as_json: bool) -> None:
     """Show one snapshot; with PATH, the directory or file there as it was."""
     session = current()
-    store = session.repository.snapshots
+    store = session.snapshots
     snapshot = store.load(store.resolve(snapshot_id))
     if path is not None:
         _show_path(session, snapshot, as_recorded(snapshot, path), as_json)
@@ -152,12 +152,13 @@ def _print_facts(session: Session, snapshot: Snapshot) -> None:
 
 
 def _show_path(session: Session, snapshot: Snapshot, path: bytes, as_json: bool) -> None:
+    repository = session.repository_of(snapshot.id)
     # A path above the roots has no entry of its own: it is shown as the directories that lead to them.
-    entry = None if roots_below(snapshot, path) else find(session.repository, snapshot, path).entry
+    entry = None if roots_below(snapshot, path) else find(repository, snapshot, path).entry
     if entry is not None and not entry.is_dir:
         entries = [entry]
     else:
-        entries = list(children_of(session.repository, snapshot, path))
+        entries = list(children_of(repository, snapshot, path))
     if as_json:
         out_json(
             {

@@ -1,7 +1,7 @@
 """``ciuic snapshot``: asks the daemon for a snapshot now.
 
 Guarantees: the id, alone on stdout, is printed once the instant is fixed; with ``--wait`` once the snapshot is durable, and
-exit code 8 says that it lacks roots.
+exit code 8 says that it lacks roots; with ``--wait=remote`` once every configured remote has committed it, too.
 Interrupting the wait interrupts nothing else: the capture goes on in the daemon.
 """
 
@@ -18,6 +18,7 @@ from ciuic.cli.shared.messages import complain, warn
 from ciuic.cli.shared.names import plural, shown_text
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.remotes.waiting import RemoteWait
 from ciuic.cli.shared.session import Session, current
 from ciuic.cli.shared.snapshot_options import OPTIONS
 from ciuic.errors import BY_EXIT_CODE, CiuicError, Partial
@@ -33,7 +34,12 @@ _POLL_SECONDS: Final = 0.2
 def _snapshot_options(command: Callable[..., Any]) -> Callable[..., Any]:
     # A decorator puts its option before those that are there.
     for option in reversed(OPTIONS):
-        if option.is_flag:
+        if option.values:
+            add = click.option(
+                *option.names, option.field, type=click.Choice(option.values), is_flag=False,
+                flag_value=option.values[0], default=None, help=option.help,
+            )  # fmt: skip
+        elif option.is_flag:
             add = click.option(*option.names, option.field, is_flag=True, help=option.help)
         else:
             add = click.option(
@@ -47,7 +53,7 @@ def _snapshot_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command("snapshot", cls=FrameCommand)
 @_snapshot_options
 @json_option
-def command(message: str, tags: tuple[str, ...], hold: bool, wait: bool, as_json: bool) -> None:
+def command(message: str, tags: tuple[str, ...], hold: bool, wait: str | None, as_json: bool) -> None:
     """Take a snapshot now and print its id.
 
     Everything whose write() had returned when this command began is in it. Commands that wait for the same are answered by one
@@ -57,10 +63,13 @@ def command(message: str, tags: tuple[str, ...], hold: bool, wait: bool, as_json
     for tag in tags:
         check_tag(tag)
     session = current()
+    remotes = RemoteWait(session) if wait == "remote" else None
     state = session.control.take_snapshot(message=message, tags=tags, hold=hold)
     # Asked without wait, so that the id is known, and printed should the wait be interrupted.
-    if wait:
+    if wait is not None:
         state = await_commit(session, state.id)
+    if remotes is not None:
+        remotes.until_stored(state.id)
     if as_json:
         import msgspec
 
@@ -69,11 +78,11 @@ def command(message: str, tags: tuple[str, ...], hold: bool, wait: bool, as_json
         out_json(msgspec.to_builtins(state))
     else:
         out(state.id)
-        if not wait:
+        if wait is None:
             note(f"{state.id} is cut and being captured; `ciuic status` shows how far it is")
     # After the id: a script that reads it has it, whatever the exit code is.
     tell_if_retaken(state.id, state.time, state.retaken)
-    tell_what_is_missing(state.id, state.incomplete, state.left_out, waited=wait)
+    tell_what_is_missing(state.id, state.incomplete, state.left_out, waited=wait is not None)
 
 
 def tell_if_retaken(snapshot_id: str, time: str, reason: str) -> None:

@@ -22,7 +22,13 @@ from ciuic.errors import CiuicError, NotPermitted, Unreachable
 from ciuic.units import human_duration, human_size
 
 if TYPE_CHECKING:
-    from ciuic.protocol.control_types import BesideStatus, RootStatus, SnapshotState, StatusDocument
+    from ciuic.protocol.control_types import (
+        BesideStatus,
+        RemoteStatus,
+        RootStatus,
+        SnapshotState,
+        StatusDocument,
+    )
 
 _WATCH_SECONDS: Final = 1.0
 _LABEL_WIDTH: Final = 11
@@ -122,6 +128,8 @@ def _print(status: StatusDocument) -> None:
             _say(f"           {shown_text(store.missing_hint)}")
     else:
         _say(f"store      {shown_text(store.path) or 'none'}: not made yet")
+    for remote in status.remotes:
+        _say(_remote_line(remote))
     _say(f"beside     {_beside_line(status.beside)}")
     if status.roots:
         out()
@@ -214,6 +222,17 @@ def _print_roots(status: StatusDocument) -> None:
                 f"overlay with {plural(len(process.paths), 'file')} open; restart it to have its changes tracked",
                 fg="yellow",
             )
+
+
+def _remote_line(remote: RemoteStatus) -> str:
+    text = f"remote     {remote.name}: "
+    if remote.problem:
+        return f"{text}{shown_text(remote.problem)}; ciuic remote status"
+    if not remote.snapshots:
+        return f"{text}has everything"
+    text += f"behind by {plural(remote.snapshots, 'snapshot')}, about {human_size(remote.size_bytes)}"
+    # Zero while only older snapshots wait.
+    return f"{text}, {human_duration(remote.seconds)} of work" if remote.seconds else text
 
 
 def _beside_line(beside: BesideStatus) -> str:

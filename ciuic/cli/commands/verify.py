@@ -13,6 +13,7 @@ from ciuic.cli.shared.marks import resolve_all
 from ciuic.cli.shared.names import plural
 from ciuic.cli.shared.options import ID, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out_json, out_prose
+from ciuic.cli.shared.remotes.choice import remote_options, use_remote
 from ciuic.cli.shared.session import Session, current
 from ciuic.cli.shared.verify_result import as_document, print_damages, reporting
 from ciuic.errors import Damaged
@@ -36,6 +37,10 @@ _NAMED = 3
     help="Stop after so long (30m); the next run goes on there. With --checksum, and for all snapshots.",
 )
 @click.option("--restart", is_flag=True, help="With --max-duration: from the beginning.")
+@click.option(
+    "--sample", metavar="PERCENT", help="Read a random part of the blocks (5%), instead of every byte."
+)
+@remote_options
 @json_option
 def command(
     ids: tuple[str, ...],
@@ -43,16 +48,28 @@ def command(
     checksum: bool,
     max_duration: str | None,
     restart: bool,
+    sample: str | None,
+    remote: bool,
+    name: str,
     as_json: bool,
 ) -> int:
-    """Verify snapshots: everything there and, with --checksum, every byte right. Exit 4 on damage."""
+    """Verify snapshots: everything there and, with --checksum, every byte right. Exit 4 on damage.
+
+    With --remote those of a remote; all of them if none is named. Without --checksum it reads logs, manifests and trees there.
+    """
+    session = current()
+    if use_remote(session, remote, name):
+        everything = everything or not ids
+    share = None if sample is None else _share(sample)
+    if share is not None and (checksum or max_duration is not None):
+        raise click.UsageError("--sample reads a part, and --checksum everything: give one or the other")
     if max_duration is not None:
         # A slice goes on in the packs where the last one stopped, which knows nothing of single snapshots.
         if ids or not checksum:
             raise click.UsageError("--max-duration goes with --checksum, for all snapshots: name none")
         from ciuic.cli.shared.verify_slices import verify_for
 
-        return verify_for(current(), _seconds(max_duration), restart=restart, as_json=as_json)
+        return verify_for(session, _seconds(max_duration), restart=restart, as_json=as_json)
     if restart:
         raise click.UsageError("--restart goes with --max-duration")
     if ids and everything:
@@ -61,14 +78,13 @@ def command(
         )
     if not ids and not everything:
         raise click.UsageError("which snapshots? Name them (such as latest), or give --all")
-    session = current()
     # All ids are resolved before the first byte is read: a typing error shows at once, and not after hours.
-    result = _verify(session, None if everything else resolve_all(session, ids), checksum)
+    result = _verify(session, None if everything else resolve_all(session, ids), checksum, share)
     not_held = _not_held(session, result)
     if as_json:
-        out_json({**as_document(result), "not_held": not_held})
+        out_json({**as_document(result), "sample": share, "not_held": not_held})
     else:
-        _print(result, everything)
+        _print(result, everything, share)
         if not_held:
             named = f" ({', '.join(not_held[:_NAMED])}{', …' if len(not_held) > _NAMED else ''})"
             note(
@@ -82,7 +98,7 @@ def _not_held(session: Session, result: VerifyResult) -> list[str]:
     """The verified snapshots that have files whose content may be later than the cut."""
     verified = set(result.snapshots)
     # By the tag, from the catalogue: the files themselves would take another walk through the trees.
-    infos = session.repository.snapshots.list(tag=TAG_NOT_HELD)
+    infos = session.snapshots.list(tag=TAG_NOT_HELD)
     return [str(info.id) for info in infos if info.id in verified]
 
 
@@ -95,24 +111,70 @@ def _seconds(duration: str) -> int:
         raise click.UsageError(f"--max-duration: {error}") from error
 
 
-def _verify(session: Session, ids: list[SnapshotId] | None, checksum: bool) -> VerifyResult:
+def _share(text: str) -> float:
+    from ciuic.units import parse_share
+
+    try:
+        share = parse_share(text)
+    except ValueError as error:
+        raise click.UsageError(f"--sample: {error}") from error
+    if not share:
+        raise click.UsageError("--sample: 0% reads nothing; leave it out")
+    return share
+
+
+def _verify(
+    session: Session, ids: list[SnapshotId] | None, checksum: bool, share: float | None
+) -> VerifyResult:
     from ciuic.maintenance.verify import verify_snapshots
+    from ciuic.maintenance.verify_sample import verify_sample
 
+    # Opened here: the question for a passphrase would stand in the middle of a progress bar.
+    asked = [(repository, ids) for repository in session.repositories]
+    if ids is not None and len(asked) > 1:
+        asked = [
+            (repository, part)
+            for repository, _ in asked
+            if (part := [id_ for id_ in ids if id_ in repository.snapshots.names()])
+        ]
+    if checksum and session.remote_url is not None:
+        session.remote.read_anew()
     with reporting() as report:
-        return verify_snapshots(session.repository, ids, checksum=checksum, progress=report)
+        return _united(
+            [
+                verify_snapshots(repository, part, checksum=checksum, progress=report)
+                if share is None
+                else verify_sample(repository, part, share, progress=report)
+                for repository, part in asked
+            ]
+        )
 
 
-def _print(result: VerifyResult, everything: bool) -> None:
+def _united(results: list[VerifyResult]) -> VerifyResult:
+    """Return one result for all repositories of a remote."""
+    first, *others = results
+    for other in others:
+        first.snapshots += other.snapshots
+        first.damages += other.damages
+        first.files += other.files
+        first.chunks += other.chunks
+        first.bytes_read += other.bytes_read
+    return first
+
+
+def _print(result: VerifyResult, everything: bool, share: float | None) -> None:
     from ciuic.units import human_size
 
     print_damages(result)
     number = len(result.snapshots)
     subject = ", ".join(result.snapshots) if number and not everything else plural(number, "snapshot")
     looked = f"{plural(result.files, 'file')}, {plural(result.chunks, 'chunk')}"
-    if result.checksum:
+    if result.checksum or share is not None:
         looked += f", {human_size(result.bytes_read)} read"
     if result.damaged:
         verdict = f"{len(result.damages)} damaged"
+    elif share is not None:
+        verdict = f"everything is there, and {share:.3g} of the blocks, chosen at random, are right"
     else:
         verdict = (
             "every byte is right" if result.checksum else "everything is there (--checksum reads every byte)"

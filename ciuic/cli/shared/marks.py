@@ -20,7 +20,7 @@ LOCK_WAIT_SECONDS: Final = 10.0
 
 def resolve_all(session: Session, texts: Sequence[str]) -> list[SnapshotId]:
     """Resolve texts to snapshot ids, each once, in order. NotFound or UsageError names the bad text."""
-    store = session.repository.snapshots
+    store = session.snapshots
     return list(dict.fromkeys(store.resolve(text) for text in texts))
 
 

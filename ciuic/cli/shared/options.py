@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 
 from ciuic.cli.shared.names import absolute
 from ciuic.cli.shared.output import out
-from ciuic.cli.shared.session import Session
+from ciuic.cli.shared.session import URL_MARK, Session
 
 if TYPE_CHECKING:
     _ParamType = click.ParamType[Any]
@@ -35,6 +35,22 @@ def _remember(field: str) -> Callable[[click.Context, click.Parameter, Any], Non
             setattr(session, field, Path(os.path.abspath(value)))
 
     return keep
+
+
+def _remember_place(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    """Keep --repo in the session: the URL of a remote, or a directory."""
+    session = context.find_object(Session)
+    if value is None or session is None:
+        return
+    is_url = URL_MARK in value
+    session.remote_option = value if is_url else None
+    session.repo_option = None if is_url else Path(os.path.abspath(value))
+
+
+def _remember_host(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    session = context.find_object(Session)
+    if value is not None and session is not None:
+        session.as_host = value
 
 
 def _trusting(context: click.Context, _: click.Parameter, trusted: bool) -> None:
@@ -70,12 +86,20 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
         ),
         click.Option(
             ["--repo"],
-            type=path,
+            type=Place(),
             expose_value=False,
             hidden=hidden,
-            metavar="DIR",
-            callback=_remember("repo_option"),
-            help="Repository; needs no configuration file (CIUIC_REPO).",
+            metavar="DIR|URL",
+            callback=_remember_place,
+            help="Repository, or remote to read from; needs no configuration file (CIUIC_REPO).",
+        ),
+        click.Option(
+            ["--as-host"],
+            expose_value=False,
+            hidden=hidden,
+            metavar="NAME",
+            callback=_remember_host,
+            help="Of a remote, only the snapshots of this host.",
         ),
         click.Option(
             ["--trust-repository"],
@@ -110,6 +134,18 @@ def global_options(function: Callable[..., Any]) -> Callable[..., Any]:
     # click reverses the list, because decorators are applied from the last to the first.
     function.__click_params__ = [*params, *reversed(_global_params(hidden=False))]  # type: ignore[attr-defined]
     return function
+
+
+class Place(_ParamType):
+    """A directory of this machine, which the shell completes, or the URL of a remote; as text."""
+
+    name = "PLACE"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the candidates for the word that is being typed."""
+        return [CompletionItem(incomplete, type="file")]
 
 
 class PrintsHelp(click.Command):

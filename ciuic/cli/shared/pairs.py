@@ -40,6 +40,9 @@ def halves(session: Session, infos: Iterable[SnapshotInfo]) -> dict[str, Half]:
     """Return the other half of each listed snapshot that has one, by snapshot id."""
     from ciuic.errors import CiuicError
 
+    if session.remote_url is not None:
+        # The other half may be anywhere: its repository is named by a path of the host that was lost.
+        return {}
     store = session.repository.snapshots
     loaded = []
     for info in infos:
@@ -58,7 +61,7 @@ def looked_up(session: Session, snapshots: Iterable[Snapshot]) -> dict[str, Half
     having = [
         (snapshot, snapshot.pair) for snapshot in snapshots if snapshot.pair is not None and snapshot.pair.id
     ]
-    if not having:
+    if not having or session.remote_url is not None:
         return {}
     from ciuic.protocol.pair_status import states
 
@@ -78,7 +81,7 @@ def document(pair: Pair | None, half: Half | None) -> dict[str, Any] | None:
     return {
         "of": pair.of,
         "id": pair.id or None,
-        "state": half.state if half is not None else "none",
+        "state": half.state if half is not None else "unknown" if pair.id else "none",
         "problem": pair.problem or None,
         "repository": pair.repository or None,
         "time": times.rfc3339(pair.time_ns) if pair.time_ns else None,
@@ -107,6 +110,9 @@ def ids(found: Mapping[str, Half]) -> dict[str, str]:
 def print_half(pair: Pair | None, half: Half | None) -> None:
     """Print the lines of `show` about the pair, with the command that shows the other half."""
     if pair is None:
+        return
+    if half is None and pair.id:
+        out(f"pair     {pair.id}, of {shown_text(pair.repository)} on its host")
         return
     if half is None:
         out(f"pair     no snapshot of the files: {shown_text(pair.problem)}")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import click
 
@@ -21,7 +21,13 @@ from ciuic.cli.shared.messages import complain, warn
 if TYPE_CHECKING:
     from ciuic.config import Config
     from ciuic.protocol.control import ControlClient
+    from ciuic.remote.reading.opening import ReadableRemote
     from ciuic.repository import Repository
+    from ciuic.repository.committed_snapshots import CommittedSnapshots
+    from ciuic.types import SnapshotId
+
+URL_MARK: Final = "://"
+"""What tells the URL of a remote from a directory."""
 
 
 @dataclass
@@ -30,8 +36,14 @@ class Session:
 
     config_option: Path | None = None
     repo_option: Path | None = None
+    remote_option: str | None = None
+    """URL of a remote, given with --repo."""
+    as_host: str | None = None
+    """Host whose snapshots are read from a remote; None for those of all."""
     trust_option: bool = False
     """--trust-repository was given: the repository may belong to another user."""
+    ignores_environment: bool = False
+    """CIUIC_REPO is not read: it names the remote that another session reads."""
     verbosity: int = 0
     """-1 quiet, 0, 1 verbose, 2 with tracebacks."""
     json: bool = False
@@ -43,6 +55,7 @@ class Session:
     now_ns: int = field(default_factory=time.time_ns)
     _config: Config | None = None
     _repository: Repository | None = None
+    _remote: ReadableRemote | None = None
     _control: ControlClient | None = None
     _closing: ExitStack = field(default_factory=ExitStack)
 
@@ -62,8 +75,15 @@ class Session:
     @property
     def repository_dir(self) -> Path:
         """--repo, CIUIC_REPO, or what the configuration says; UsageError where none of them says anything."""
+        if self.remote_url is not None:
+            from ciuic.errors import UsageError
+
+            raise UsageError(
+                "this needs a repository on this host, and --repo names a remote",
+                hint="list, show, diff, verify and restore read a remote; prune and forget work on one",
+            )
         # Before the configuration, which is not read then: a rescue must work where it is missing or broken.
-        given = self.repo_option or environment_path("CIUIC_REPO")
+        given = self.repo_option or self._named_by_environment()
         if given is not None:
             return given
         from ciuic.config import repository_path
@@ -92,15 +112,74 @@ class Session:
     def repository(self) -> Repository:
         """The repository, open for reading (no lock) until the run ends. Of another user's root is told."""
         if self._repository is None:
-            from ciuic.repository import Repository, log
+            from ciuic.repository import Repository
 
-            # Before it is opened, because opening may log. Without a sink the library would log to stdout,
-            # which is for results.
-            log.sink = self._library_event
-            self._closing.callback(setattr, log, "sink", None)
+            # Before it is opened, because opening may log.
+            self._take_events()
             self._repository = self._closing.enter_context(Repository.open(self.repository_dir))
             self._say_if_foreign()
         return self._repository
+
+    @property
+    def remote_url(self) -> str | None:
+        """URL of the remote that is read instead of a repository; None where none is named."""
+        if self.remote_option is not None or self.repo_option is not None:
+            return self.remote_option
+        named = "" if self.ignores_environment else os.environ.get("CIUIC_REPO", "")
+        return named if URL_MARK in named else None
+
+    @property
+    def place(self) -> str:
+        """The repository's directory, or the remote's URL."""
+        return self.remote_url or str(self.repository_dir)
+
+    @property
+    def remote(self) -> ReadableRemote:
+        """The remote that is read, open until the run ends."""
+        if self._remote is None:
+            from ciuic.cli.shared.remotes.opening import open_named_remote
+
+            assert self.remote_url is not None
+            self._take_events()
+            opened = self._closing.enter_context(
+                open_named_remote(self.remote_url, lambda: self.config.remotes)
+            )
+            self._remote = opened if self.as_host is None else opened.of_host(self.as_host)
+        return self._remote
+
+    @property
+    def snapshots(self) -> CommittedSnapshots:
+        """The snapshots of the repository, or of the remote."""
+        if self.remote_url is not None:
+            return self.remote.snapshots
+        if self.as_host is not None:
+            from ciuic.errors import UsageError
+
+            raise UsageError("--as-host goes with the URL of a remote: --repo s3://…")
+        return self.repository.snapshots
+
+    @property
+    def repositories(self) -> Sequence[Repository]:
+        """All repositories that the snapshots are in: one, unless a remote has some with an identity of their own."""
+        return [self.repository] if self.remote_url is None else self.remote.repositories
+
+    def repository_of(self, *ids: SnapshotId) -> Repository:
+        """Return the repository that has these snapshots; UsageError where they are in several."""
+        return self.repository if self.remote_url is None else self.remote.repository_of(ids)
+
+    @property
+    def local(self) -> Session:
+        """A session for the repository of this host; this one, unless a remote is read."""
+        if self.remote_url is None:
+            return self
+        session = Session(
+            config_option=self.config_option,
+            ignores_environment=True,
+            verbosity=self.verbosity,
+            now_ns=self.now_ns,
+        )
+        self._closing.callback(session.close)
+        return session
 
     @property
     def own_repository(self) -> Repository:
@@ -114,9 +193,14 @@ class Session:
     def trusts_repository(self) -> bool:
         """Return True if the repository may belong to another user. The configuration speaks only of the repository that it names."""
         # --repo names a repository of which the configuration has said nothing.
-        if self.trust_option or self.repo_option is not None or environment_path("CIUIC_REPO") is not None:
+        if self.trust_option or self.repo_option is not None or self.remote_url is not None:
             return self.trust_option
+        if self._named_by_environment() is not None:
+            return False
         return self.config.trusts_repository
+
+    def _named_by_environment(self) -> Path | None:
+        return None if self.ignores_environment else environment_path("CIUIC_REPO")
 
     def _say_if_foreign(self) -> None:
         from ciuic.repository.trust import foreign_flaw
@@ -166,6 +250,13 @@ class Session:
             )
             return socket
 
+    def _take_events(self) -> None:
+        """Have the library's events printed; without a sink they would go to stdout, which is for results."""
+        from ciuic.repository import log
+
+        log.sink = self._library_event
+        self._closing.callback(setattr, log, "sink", None)
+
     def _library_event(self, event: str, fields: Mapping[str, object]) -> None:
         """Print an event of the library to stderr for -v."""
         if self.verbosity > 0:
@@ -177,7 +268,7 @@ class Session:
     def close(self) -> None:
         """Close everything that was opened. May be called twice."""
         self._closing.close()
-        self._repository = self._control = None
+        self._repository = self._control = self._remote = None
 
 
 def current() -> Session:

@@ -14,6 +14,8 @@ class SnapshotOption(NamedTuple):
     metavar: str = ""
     """Name of the value in help texts; empty for a flag."""
     repeats: bool = False
+    values: tuple[str, ...] = ()
+    """Values that a flag may be given, as in ``--wait=remote``; the first stands for the flag alone."""
 
     @property
     def is_flag(self) -> bool:
@@ -25,6 +27,11 @@ OPTIONS: Final = (
     SnapshotOption(("-m", "--message"), "message", "What this snapshot is for.", metavar="TEXT"),
     SnapshotOption(("--tag",), "tags", "A tag; may be given several times.", metavar="TAG", repeats=True),
     SnapshotOption(("--hold",), "hold", "Never prune it (see `ciuic release`)."),
-    SnapshotOption(("--wait",), "wait", "Return when it is committed, not already when it is cut."),
+    SnapshotOption(
+        ("--wait",),
+        "wait",
+        "Return when it is committed, not already when it is cut; --wait=remote: when all remotes have it.",
+        values=("commit", "remote"),
+    ),
 )
 BY_NAME: Final = {name: option for option in OPTIONS for name in option.names}

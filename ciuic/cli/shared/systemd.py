@@ -26,12 +26,17 @@ UNITS: Final = (
     "ciuic-capture.slice",
     "ciuic-scrub.service",
     "ciuic-scrub.timer",
+    "ciuic-upload.service",
 )
-# These two start the others: ciuic.service requires the socket, which starts the workers, and the timer the
-# scrub.
-_ENABLED: Final = ("ciuic.service", "ciuic-scrub.timer")
-# Drop-ins, because the units themselves are replaced by each installation. Both services read the same file.
-_DROP_INS: Final = ("ciuic.service.d/config.conf", "ciuic-scrub.service.d/config.conf")
+# These start the others: ciuic.service requires the socket, which starts the workers, and the timer the
+# scrub. The upload ends by itself where no remote is configured.
+_ENABLED: Final = ("ciuic.service", "ciuic-scrub.timer", "ciuic-upload.service")
+# Drop-ins, because the units themselves are replaced by each installation. All services read the same file.
+_DROP_INS: Final = (
+    "ciuic.service.d/config.conf",
+    "ciuic-scrub.service.d/config.conf",
+    "ciuic-upload.service.d/config.conf",
+)
 
 
 @dataclass(frozen=True)
@@ -101,14 +106,17 @@ class Systemd:
         return present
 
     def facts(self) -> dict[str, Any]:
-        """Return whether the unit is installed, and what systemctl reports of it."""
-        installed = (self.unit_dir / "ciuic.service").exists()
+        """Return whether the unit is installed, and what systemctl reports of it; ``upload``: of that unit."""
+        return {**self._facts_of("ciuic.service"), "upload": self._facts_of("ciuic-upload.service")}
+
+    def _facts_of(self, unit: str) -> dict[str, Any]:
+        installed = (self.unit_dir / unit).exists()
         shown: dict[str, str] = {}
         if installed:
             wanted = "ActiveState,SubState,UnitFileState,MainPID,StatusText"
             # `show` has a stable format of key=value, and exits with 0 for a unit that has failed; `status`
             # has neither.
-            text = self.call("show", "ciuic.service", f"--property={wanted}")
+            text = self.call("show", unit, f"--property={wanted}")
             shown = dict(line.partition("=")[::2] for line in text.splitlines())
         return {
             "installed": installed,

@@ -20,6 +20,7 @@ from ciuic.protocol.control_types import (
     BypassReport,
     ErrorDocument,
     Progress,
+    RemoteStatus,
     RepositoryStatus,
     RootStatus,
     SnapshotState,
@@ -70,6 +71,26 @@ def test_no_daemon_json_is_one_document(config: Path) -> None:
     document = json.loads(ciuic(config, "status", "--json").stdout)
     assert document["code"] == 5
     assert document["daemon"] is None
+
+
+def test_status_shows_remotes(config: Path, daemon: FakeDaemon) -> None:
+    """Status has a line for each remote: what it lacks, that it has everything, or why nothing is known."""
+    document = status_document(
+        remotes=[
+            RemoteStatus(name="nas", snapshots=2, size_bytes=3 << 20, seconds=240, stored=5),
+            RemoteStatus(name="late", snapshots=1, size_bytes=1 << 20, stored=5),
+            RemoteStatus(name="done", stored=7),
+            RemoteStatus(name="new", snapshots=7, seconds=9, problem="nothing was ever uploaded"),
+        ]
+    )
+    daemon.answers["GET /v1/status"] = lambda _: (200, document)
+    lines = ciuic(config, "status").stdout.splitlines()
+    assert [line for line in lines if line.startswith("remote ")] == [
+        "remote     nas: behind by 2 snapshots, about 3.00 MiB, 4m of work",
+        "remote     late: behind by 1 snapshot, about 1.00 MiB",
+        "remote     done: has everything",
+        "remote     new: nothing was ever uploaded; ciuic remote status",
+    ]
 
 
 def test_status_shows_roots_snapshots_space_and_alerts(config: Path, daemon: FakeDaemon) -> None:

@@ -46,8 +46,8 @@ def test_install_writes_enables_and_starts(system: Systemd) -> None:
     assert 'ExecStart="/opt/venv one/bin/ciuic" daemon' in written[0].read_text()
     assert calls(system) == [
         "daemon-reload",
-        "enable ciuic.service ciuic-scrub.timer",
-        "restart ciuic.service ciuic-scrub.timer",
+        "enable ciuic.service ciuic-scrub.timer ciuic-upload.service",
+        "restart ciuic.service ciuic-scrub.timer ciuic-upload.service",
     ]
 
 
@@ -64,7 +64,8 @@ def test_configuration_named_at_install_is_kept(system: Systemd) -> None:
     """`ciuic --config FILE service install` makes the service read FILE; install without it undoes that."""
     system.install(PROGRAM, config=Path("/srv/my ciuic.toml"), start=False)
     drop_ins = [
-        system.unit_dir / f"{unit}.d" / "config.conf" for unit in ("ciuic.service", "ciuic-scrub.service")
+        system.unit_dir / f"{unit}.d" / "config.conf"
+        for unit in ("ciuic.service", "ciuic-scrub.service", "ciuic-upload.service")
     ]
     for drop_in in drop_ins:
         assert 'Environment="CIUIC_CONFIG=/srv/my ciuic.toml"' in drop_in.read_text()
@@ -75,10 +76,10 @@ def test_configuration_named_at_install_is_kept(system: Systemd) -> None:
 def test_uninstall_removes_what_install_wrote(system: Systemd) -> None:
     """Uninstall removes every file that install wrote, and a second uninstall finds nothing to do."""
     system.install(PROGRAM, config=Path("/etc/x.toml"), start=True)
-    assert len(system.uninstall()) == len(UNITS) + 2
+    assert len(system.uninstall()) == len(UNITS) + 3
     assert list(system.unit_dir.iterdir()) == []
     assert calls(system)[-3:] == [
-        "disable --now ciuic.service ciuic-scrub.timer",
+        "disable --now ciuic.service ciuic-scrub.timer ciuic-upload.service",
         "stop ciuic-workers.socket",
         "daemon-reload",
     ]
@@ -86,22 +87,15 @@ def test_uninstall_removes_what_install_wrote(system: Systemd) -> None:
 
 
 def test_facts_of_an_installed_service(system: Systemd) -> None:
-    """The output of systemctl show is parsed into values."""
-    assert system.facts() == {
-        "installed": False,
-        "active": "inactive",
-        "enabled": "disabled",
-        "pid": None,
-        "text": "",
-    }
+    """The output of systemctl show is parsed into values, for the daemon's unit and for that of the upload."""
+    absent = {"installed": False, "active": "inactive", "enabled": "disabled", "pid": None, "text": ""}
+    assert system.facts() == {**absent, "upload": absent}
     system.install(PROGRAM, config=None, start=False)
-    assert system.facts() == {
-        "installed": True,
-        "active": "active",
-        "enabled": "enabled",
-        "pid": 42,
-        "text": "all well",
-    }
+    present = {"installed": True, "active": "active", "enabled": "enabled", "pid": 42, "text": "all well"}
+    assert system.facts() == {**present, "upload": present}
+    # As after an installation by an older version.
+    (system.unit_dir / "ciuic-upload.service").unlink()
+    assert system.facts() == {**present, "upload": absent}
 
 
 def test_failure_of_systemctl_is_printed(system: Systemd) -> None:
@@ -176,3 +170,33 @@ def test_install_reads_what_the_service_will_read(
     assert result.exit_code == 0, result.output
     assert "no root is protected" not in result.output
     assert set(UNITS) <= {path.name for path in system.unit_dir.iterdir()}
+
+
+def test_status_prints_the_upload_beside_the_daemon(system: Systemd, places: Path) -> None:
+    """Status has a line for each of the two services, and says what to do where the upload's unit is missing."""
+    system.install(PROGRAM, config=None, start=False)
+    result = CliRunner().invoke(cli, ["service", "status"])
+    assert result.stdout.count("active, enabled, pid 42") == 2
+    assert "ciuic-upload.service: active" in result.stdout
+    (system.unit_dir / "ciuic-upload.service").unlink()
+    result = CliRunner().invoke(cli, ["service", "status"])
+    assert "ciuic-upload.service is not installed; ciuic service install" in result.stderr
+
+
+@pytest.mark.parametrize("reachable", [True, False])
+def test_install_warns_of_a_program_that_the_upload_cannot_reach(
+    places: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reachable: bool
+) -> None:
+    """With a remote, install warns where the program lies in a directory that the upload's user cannot enter."""
+    place = Path("/usr/bin/env") if reachable else tmp_path / "closed" / "ciuic"
+    if not reachable:
+        place.parent.mkdir(mode=0o700)
+        place.write_text("#!/bin/sh\n")
+        place.chmod(0o755)
+    monkeypatch.setattr("ciuic.cli.shared.systemd.this_program", lambda: place)
+    # The interpreter of the tests may lie in anybody's home.
+    monkeypatch.setattr("sys.executable", "/usr/bin/env")
+    places.write_text('[remote]\nurl = "s3://bucket"\n')
+    result = CliRunner().invoke(cli, ["service", "install", "--no-start"])
+    assert result.exit_code == 0, result.output
+    assert ("ciuic-upload.service cannot run" in result.stderr) is not reachable

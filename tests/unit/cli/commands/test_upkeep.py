@@ -16,6 +16,7 @@ from support.cli_repository import CliRepository
 from ciuic.cli.app import cli
 from ciuic.cli.shared import marks
 from ciuic.protocol.state_directory import open_state
+from ciuic.protocol.stored_remotely import StoredRecord, write_record
 from ciuic.protocol.worker_sockets import worker_socket
 from ciuic.repository import Repository
 
@@ -120,6 +121,56 @@ def test_prune_gives_the_reason_for_each_kept_snapshot(repository: CliRepository
     assert "removed" in next(line for line in text.splitlines() if line.startswith("cs-000002"))
     assert ids(repository) == ["cs-000005", "cs-000004", "cs-000001"]
     assert repository.run("verify", "--all", "--checksum").exit_code == 0
+
+
+def test_prune_keeps_what_a_remote_lacks(
+    repository: CliRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prune keeps what a remote of the configuration lacks; when the disk fills it goes, and a warning names it."""
+    state, config = tmp_path / "upload", tmp_path / "remotes.toml"
+    state.mkdir()
+    monkeypatch.setenv("CIUIC_UPLOAD_STATE", str(state))
+    rules = '[retention]\nkeep_within = "0"\nkeep_last = 1\n'
+    remote = '[remote]\nname = "nas"\nurl = "file:///mnt/nas"\n'
+    config.write_text(f'[repository]\npath = "{repository.path}"\n{rules}{remote}')
+    with Repository.open(repository.path) as opened:
+        record = StoredRecord(
+            repository=opened.id, stored=frozenset({"cs-000001", "cs-000002", "cs-000005"}), tail_ns=1
+        )
+    write_record("nas", record)
+
+    def prune(*words: str, named: str = "") -> Result:
+        return repository.run("--config", str(config), "prune", *words, env={"CIUIC_REPO": named})
+
+    text = prune("--dry-run").stdout
+    assert len(re.findall("not on remote nas yet", text)) == 2
+    # Named by the environment, the repository counts through the remote's own record of it.
+    assert prune("--dry-run", named=str(repository.path)).stdout == text
+    assert json.loads(prune("--json").stdout)["removed"] == ["cs-000001", "cs-000002"]
+    config.write_text(config.read_text().replace(rules, rules + 'min_free = "100%"\n'))
+    result = prune()
+    assert result.exit_code == 0
+    assert "2 snapshots removed before every remote had stored them: cs-000003, cs-000004" in result.stderr
+    assert "remote nas does not have it" in result.stdout
+    assert ids(repository) == ["cs-000005"]
+
+
+def test_an_unreadable_record_of_a_remote_is_told(
+    repository: CliRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prune keeps everything for a remote whose record cannot be read, and says so."""
+    config = tmp_path / "remotes.toml"
+    (tmp_path / "upload" / "nas").mkdir(parents=True)
+    (tmp_path / "upload" / "nas" / "stored").symlink_to("/etc/passwd")
+    monkeypatch.setenv("CIUIC_UPLOAD_STATE", str(tmp_path / "upload"))
+    config.write_text(
+        f'[repository]\npath = "{repository.path}"\n[retention]\nkeep_within = "0"\nkeep_last = 1\n'
+        '[remote]\nname = "nas"\nurl = "file:///mnt/nas"\n'
+    )
+    result = repository.run("--config", str(config), "prune", env={"CIUIC_REPO": ""})
+    assert result.exit_code == 0, result.stderr
+    assert "what remote nas has stored cannot be read" in result.stderr
+    assert len(ids(repository)) == 5
 
 
 def test_prune_refuses_while_something_cannot_be_read(repository: CliRepository, tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""A repository that a command makes: never below the mount point of a disk that is absent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ciuic.cli.shared.names import shown, shown_text
+from ciuic.errors import NotFound, Unreachable
+
+if TYPE_CHECKING:
+    from ciuic.cli.shared.session import Session
+    from ciuic.config import RootConfig
+
+
+def refuse_absent_disk(session: Session, roots: Sequence[RootConfig], path: Path) -> None:
+    """Raise NotFound where a repository would be made below the mount point of the disk that has the real one."""
+    # A new one would fill the system's disk, and the list would lack every snapshot until somebody noticed.
+    from ciuic.config.repository_mark import absent_mount_point, read_mark_at
+    from ciuic.repository import Repository
+    from ciuic.system import mountinfo
+
+    if Repository.exists(path):
+        return
+    # The daemon first: it keeps the mark of a mounted root, which the overlay hides from everybody else.
+    try:
+        known = session.control.status().repository
+        missing = known.missing if known.path == str(path) else ""
+    except Unreachable:
+        marks = [mark for root in roots if (mark := read_mark_at(root.path)) is not None]
+        mount_point = absent_mount_point(path, marks, mountinfo.read())
+        missing = (
+            f"the file system of {shown_text(str(path))} belongs at {shown(mount_point)}"
+            if mount_point
+            else ""
+        )
+    if missing:
+        raise NotFound(
+            f"the repository is absent: {missing}",
+            hint="mount its disk; to begin a new repository: ciuic protect --new-repository PATH",
+        )
+
+
+def make_repository(session: Session, path: Path, *, offline: bool) -> bool:
+    """Make the repository if there is none; open an existing one, so that damage is reported now.
+
+    Where a remote is configured the repository has its identity, so that this host shares chunks with the others.
+
+    Args:
+        session: State of the run.
+        path: Where the repository is or will be.
+        offline: Do not ask the remote: the repository gets an identity of its own.
+
+    Returns:
+        True if it was made.
+    """
+    from ciuic.repository import Repository
+    from ciuic.repository.trust import require_own
+
+    # Not session.trusts_repository: the file that says it may be written by this very command.
+    trusted = session.config.trusts_repository
+    require_own(path, trusted=trusted)
+    if Repository.exists(path):
+        Repository.open(path).close()
+        return False
+    identity, block_size = None, session.config.repository.block_size_bytes
+    if session.config.remotes and not offline:
+        from ciuic.cli.shared.remotes.identity import identity_of_remote
+
+        identity, block_size = identity_of_remote(session.config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # refuse_foreign looks again after the directory is made: its owner could have exchanged it since
+    # require_own.
+    Repository.create(path, block_size=block_size, identity=identity, refuse_foreign=not trusted).close()
+    return True

@@ -1,0 +1,480 @@
+"""`ciuic remote`, run as installed over directories: init, join, keys, upload, status, and the wait for a remote."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.live import installed, wait_for
+from support.remote_commands import Host
+
+from ciuic.remote.access.remote import key_slots
+from ciuic.remote.objects.opening import open_objects
+from ciuic.remote.sealing.recovery_key import show_recovery_key
+from ciuic.repository import Repository
+from ciuic.repository.identity import BLAKE3, XXH3
+
+
+@pytest.fixture
+def host(short_tmp: Path) -> Host:
+    return Host(short_tmp / "one")
+
+
+@pytest.fixture
+def other(short_tmp: Path) -> Host:
+    return Host(short_tmp / "two")
+
+
+@pytest.fixture
+def url(short_tmp: Path) -> str:
+    return f"file://{short_tmp}/nas"
+
+
+def slots_at(url: str) -> dict[str, str]:
+    objects = open_objects(url)
+    try:
+        return {slot.slot: slot.kind for slot in key_slots(objects)}
+    finally:
+        objects.close()
+
+
+@pytest.fixture
+def made(host: Host, url: str) -> dict[str, Any]:
+    """Provide a remote that `host` has made, as its JSON document says."""
+    document: dict[str, Any] = host.json("remote", "init", url)
+    return document
+
+
+def test_init_makes_keys_configuration_and_repository(host: Host, url: str) -> None:
+    """After init: a key file of 0600, two slots, the table [remote], a repository with the remote's identity."""
+    done = host.run("remote", "init", url)
+    text = done.stdout.decode()
+    assert "A LOST KEY IS LOST DATA" in text
+    recovery = next(line.strip() for line in text.splitlines() if line.strip().startswith("ciuic-"))
+    assert slots_at(url) == {"host": "key-file", "recovery": "recovery"}
+    assert stat.S_IMODE(host.key_file.stat().st_mode) == 0o600
+    configuration = host.config.read_text()
+    assert f'url = "{url}"\nkey_file = "{host.key_file}"\n' in configuration
+    assert host.identity().hash == BLAKE3
+    # What is printed once is nowhere else, and the key of the host is never printed.
+    written = [path for path in host.top.parent.rglob("*") if path.is_file()]
+    assert not any(recovery.encode() in path.read_bytes() for path in written)
+    assert host.key_file.read_text().strip() not in text + done.stderr.decode()
+
+
+def test_init_never_replaces_a_remote_or_a_key(host: Host, url: str, made: dict[str, Any]) -> None:
+    """A second init refuses for the remote; one elsewhere refuses for the key file. Nothing changes."""
+    before = {path: path.read_bytes() for path in host.top.parent.rglob("*") if path.is_file()}
+    assert "there is a remote at" in host.fails("remote", "init", code=1)
+    said = host.fails(
+        "remote", "init", f"{url}2", "--name", "remote2", "--key-file", str(host.key_file), code=2
+    )
+    assert "never overwritten" in said
+    assert {path: path.read_bytes() for path in host.top.parent.rglob("*") if path.is_file()} == before
+
+
+def test_an_interrupted_init_is_told_apart(host: Host, url: str, made: dict[str, Any]) -> None:
+    """A remote without any key slot is named as what it is: an init that was interrupted."""
+    for path in (Path(url.removeprefix("file://")) / "keys").iterdir():
+        path.unlink()
+    assert "an earlier `remote init` was interrupted" in host.fails("remote", "init", code=1)
+
+
+def test_init_of_a_configured_remote_changes_no_configuration(host: Host, url: str) -> None:
+    """With url and key_file configured, the operator's own key is used and the file stays byte for byte."""
+    key = host.top / "own.key"
+    key.write_text("ab" * 32)
+    key.chmod(0o600)
+    with host.config.open("a") as file:
+        file.write(f'[remote]\nname = "nas"\nurl = "{url}" # the rack\nkey_file = "{key}"\n')
+    before = host.config.read_bytes()
+    document = host.json("remote", "init")
+    assert (document["remote"], document["key_file"], document["config_changed"]) == ("nas", str(key), False)
+    assert host.config.read_bytes() == before
+    assert host.json("remote", "join")["slot"] == "host"
+
+
+def test_init_in_clear_asks(host: Host, url: str) -> None:
+    """A remote in clear needs a yes, is written down as such, and has no keys."""
+    assert "-y" in host.fails("remote", "init", url, "--no-encryption", code=2)
+    assert not Path(url.removeprefix("file://")).exists()
+    document = host.json("remote", "init", url, "--no-encryption", "-y")
+    assert (document["encrypted"], document["recovery_key"], document["key_file"]) == (False, None, None)
+    assert "encryption = false" in host.config.read_text()
+    assert slots_at(url) == {}
+    host.run("remote", "upload", "--once")
+
+
+def test_a_remote_in_clear_is_refused_where_encryption_is_configured(
+    host: Host, other: Host, url: str
+) -> None:
+    """A bucket whose remote.json says "in clear" gets nothing from a host that was not told so."""
+    host.run("remote", "init", url, "--no-encryption", "-y")
+    with other.config.open("a") as file:
+        file.write(f'[remote]\nurl = "{url}"\n')
+    Repository.create(other.repository).close()
+    assert "not encrypted" in other.fails("remote", "upload", "--once", code=7)
+
+
+@pytest.mark.parametrize("way", ["key-file", "passphrase", "recovery"])
+def test_join_with_each_kind_of_key(host: Host, other: Host, url: str, way: str) -> None:
+    """A host joins with a key file, passphrase or recovery key, gets a slot of its own, and shares chunks."""
+    host.env["CIUIC_REMOTE_PASSPHRASE"] = "correct horse"
+    recovery = host.json("remote", "init", url, "--passphrase")["recovery_key"]
+    arguments: list[str] = []
+    if way == "key-file":
+        arguments = ["--open-with", str(host.key_file)]
+    elif way == "passphrase":
+        other.env["CIUIC_REMOTE_PASSPHRASE"] = "correct horse"
+    else:
+        other.env["CIUIC_REMOTE_RECOVERY_KEY"] = recovery.lower()
+    document = other.json("remote", "join", url, *arguments)
+    assert document["slot"].startswith("host-")
+    assert document["repository_state"] == "made"
+    assert other.identity() == host.identity()
+    # From now on its own key is enough, and joining again changes nothing.
+    for name in ("PASSPHRASE", "RECOVERY_KEY"):
+        other.env.pop(f"CIUIC_REMOTE_{name}", None)
+    before = slots_at(url)
+    assert "a key of its own" in other.fails("remote", "join", "--key-file", "/elsewhere", code=2)
+    again = other.json("remote", "join")
+    assert (again["slot"], again["config_changed"], again["repository_state"]) == (
+        document["slot"],
+        False,
+        "shares",
+    )
+    assert slots_at(url) == before
+
+
+def test_join_without_or_with_a_wrong_key_changes_nothing(
+    other: Host, made: dict[str, Any], url: str
+) -> None:
+    """Without a key that fits, join writes neither configuration nor key file nor slot."""
+    before, slots = other.config.read_bytes(), slots_at(url)
+    assert "none was given" in other.fails("remote", "join", url, code=2)
+    other.env["CIUIC_REMOTE_RECOVERY_KEY"] = show_recovery_key(bytes(32))
+    other.run("remote", "join", url, expect=7)
+    assert (other.config.read_bytes(), slots_at(url)) == (before, slots)
+    assert not other.key_file.exists()
+    assert not other.repository.exists()
+
+
+def test_join_keeps_a_repository_with_snapshots(
+    host: Host, other: Host, made: dict[str, Any], url: str
+) -> None:
+    """A repository with snapshots keeps its identity and content; an empty one is made anew."""
+    Repository.create(other.repository).close()
+    id_ = other.snapshot_of(b"precious")
+    arguments = ("remote", "join", url, "--open-with", str(host.key_file))
+    done = other.run(*arguments)
+    assert b"keeps its own identity" in done.stderr
+    assert other.identity().hash == XXH3
+    assert [row.id for row in other.list()] == [id_]
+
+
+def test_join_makes_an_empty_repository_anew(host: Host, other: Host, made: dict[str, Any], url: str) -> None:
+    """A repository that holds nothing is replaced by one with the remote's identity."""
+    Repository.create(other.repository).close()
+    document = other.json("remote", "join", url, "--open-with", str(host.key_file))
+    assert document["repository_state"] == "replaced"
+    assert other.identity() == host.identity()
+
+
+def test_protect_takes_the_identity_of_the_remote(host: Host, url: str, tmp_path: Path) -> None:
+    """`protect` on a host with a remote makes a repository that shares chunks; offline only when told so."""
+    host.run("remote", "init", url)
+    same = host.identity()
+    root = host.top / "root"
+    root.mkdir()
+    nas = Path(url.removeprefix("file://"))
+    for path in sorted(host.repository.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    host.repository.rmdir()
+    nas.rename(f"{nas}-away")
+    assert "--offline" in host.fails("protect", str(root), code=1)
+    assert not host.repository.exists()
+    assert str(root) not in host.config.read_text()
+    Path(f"{nas}-away").rename(nas)
+    host.run("protect", str(root))
+    assert host.identity() == same
+
+
+def test_protect_offline_makes_an_ordinary_repository(host: Host, url: str) -> None:
+    """With --offline the remote is not asked, and the repository has an identity of its own."""
+    with host.config.open("a") as file:
+        file.write(f'[remote]\nurl = "{url}"\n')
+    root = host.top / "root"
+    root.mkdir()
+    host.run("protect", "--offline", str(root))
+    assert host.identity().hash == XXH3
+
+
+def test_keys_are_listed_added_and_removed(
+    host: Host, other: Host, made: dict[str, Any], url: str, short_tmp: Path
+) -> None:
+    """Slots of each kind can be added and removed; a removed key opens nothing; the last slot stays."""
+    host.env["CIUIC_REMOTE_PASSPHRASE"] = "battery staple"
+    host.run("remote", "keys", "add", "--passphrase")
+    del host.env["CIUIC_REMOTE_PASSPHRASE"]
+    second = host.top / "second.key"
+    host.run("remote", "keys", "add", "--key-file", str(second), "--slot", "spare")
+    assert host.json("remote", "keys", "add", "--recovery", "--slot", "safe")["recovery_key"].startswith(
+        "ciuic-"
+    )
+    listed = host.json("remote", "keys", "list")["slots"]
+    assert {one["slot"]: one["kind"] for one in listed} == {
+        "host": "key-file",
+        "recovery": "recovery",
+        "passphrase": "passphrase",
+        "spare": "key-file",
+        "safe": "recovery",
+    }
+    assert "is a key slot host already" in host.fails(
+        "remote", "keys", "add", "--recovery", "--slot", "host", code=2
+    )
+    other.env["CIUIC_REMOTE_KEY_FILE"] = str(second)
+    other.run("remote", "join", url)
+    assert "nobody to ask" in host.fails("remote", "keys", "remove", "spare", code=2)
+    host.run("remote", "keys", "remove", "spare", "-y")
+    third = Host(short_tmp / "three")
+    third.env["CIUIC_REMOTE_KEY_FILE"] = str(second)
+    third.run("remote", "join", url, expect=7)
+    for slot in slots_at(url):
+        if slot != "host":
+            host.run("remote", "keys", "remove", slot, "-y")
+    assert "last key slot" in host.fails("remote", "keys", "remove", "host", "-y", code=2)
+    host.run("remote", "keys", "remove", "host", "nowhere", "-y", expect=3)
+
+
+def test_a_typed_passphrase_is_not_shown(host: Host, made: dict[str, Any]) -> None:
+    """On a terminal a passphrase is asked for twice, and what is typed is not echoed."""
+    parent, child = pty.openpty()
+    command = [str(installed()), "remote", "keys", "add", "--passphrase"]
+    process = subprocess.Popen(
+        command, env=host.env, stdin=child, stdout=child, stderr=child, start_new_session=True
+    )
+    os.close(child)
+    shown = b""
+
+    def answer(prompt: bytes) -> None:
+        nonlocal shown
+        while prompt not in shown:
+            shown += os.read(parent, 1024)
+        os.write(parent, b"my secret words\n")
+
+    answer(b"New passphrase: ")
+    answer(b"Repeat for confirmation: ")
+    try:
+        while block := os.read(parent, 1024):
+            shown += block
+    except OSError:  # the last process has closed the terminal
+        pass
+    os.close(parent)
+    assert process.wait(60) == 0, shown
+    assert b"my secret words" not in shown
+    assert b"key slot passphrase added" in shown
+
+
+def test_upload_once_and_status(host: Host, made: dict[str, Any]) -> None:
+    """After `upload --once` the remote is behind by nothing; what it lacked before is counted."""
+    ids = [host.snapshot_of(os.urandom(300_000)) for _ in range(1)]
+    (before,) = host.json("remote", "status")["remotes"]
+    assert (before["behind"]["snapshots"], before["behind"]["stored"], before["upload"]) == (1, 0, None)
+    assert before["behind"]["size_bytes"] > 300_000
+    assert before["problem"] == "nothing was ever uploaded from this host"
+    host.run("remote", "upload", "--once")
+    (after,) = host.json("remote", "status", "--contact")["remotes"]
+    assert (after["behind"]["snapshots"], after["behind"]["seconds"]) == (0, 0)
+    assert after["behind"]["newest"] == ids[-1]
+    assert after["id"] == made["id"] == after["contact"]["id"]
+    assert not after["upload"]["running"]
+    assert after["upload"]["sent_bytes"] > 300_000
+    (space,) = after["contact"]["spaces"]
+    assert space["snapshots"] == 1
+    text = host.run("remote", "status", "--contact").stdout.decode()
+    assert "behind     by nothing" in text
+
+
+def test_prices_are_shown_where_they_are_configured(host: Host, made: dict[str, Any]) -> None:
+    """The price of requests follows from their number and the configured price of a thousand."""
+    with host.config.open("a") as file:
+        file.write("[remote.price]\nput_per_1000 = 1000.0\nget_per_1000 = 0\ngb_month = 1000\n")
+    host.snapshot_of(b"x" * 5000)
+    host.run("remote", "upload", "--once")
+    (found,) = host.json("remote", "status", "--contact")["remotes"]
+    requests = found["upload"]["requests"]
+    assert found["upload"]["price"] == sum(requests.get(kind, 0) for kind in ("put", "create", "list"))
+    assert found["contact"]["price_month"] == found["contact"]["size_bytes"] / 1e6
+
+
+def test_status_without_the_remote(host: Host, made: dict[str, Any], url: str) -> None:
+    """Status works while the remote is away; with --contact the reason is said and the exit code is not 0."""
+    nas = Path(url.removeprefix("file://"))
+    nas.rename(f"{nas}-away")
+    host.run("remote", "status")
+    document = host.json("remote", "status", "--contact", expect=1)
+    assert document["remotes"][0]["contact"]["error"]
+
+
+def test_status_and_upload_without_a_remote(host: Host) -> None:
+    """Exit code 3 says that no remote is configured, to systemd as well."""
+    for command in ("status", "upload", "test"):
+        assert "no remote is configured" in host.fails("remote", command, code=3)
+
+
+def test_upload_that_fails_has_another_code_than_no_remote(
+    host: Host, made: dict[str, Any], url: str
+) -> None:
+    """A remote or repository that is gone is no exit code 3, with which the service would stay ended."""
+    nas = Path(url.removeprefix("file://"))
+    nas.joinpath("remote.json").rename(f"{nas}.json")
+    host.run("remote", "upload", "--once", expect=1)
+
+
+def test_upload_once_names_what_cannot_be_read(host: Host, made: dict[str, Any]) -> None:
+    """A snapshot that is damaged here is not uploaded, and exit code 8 says so."""
+    host.snapshot_of(os.urandom(100_000))
+    (pack,) = (path for path in (host.repository / "packs").iterdir() if path.stat().st_size > 90_000)
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(data)
+    assert "lacks 1 snapshot" in host.fails("remote", "upload", "--once", code=8)
+
+
+def test_test_measures(host: Host, made: dict[str, Any], url: str) -> None:
+    """`remote test` proves, measures, opens the remote, and leaves nothing behind."""
+    before = sorted(Path(url.removeprefix("file://")).rglob("*"))
+    document = host.json("remote", "test", "--size", "4")
+    assert document["opens"] == "encrypted"
+    assert document["put_bytes_per_second"] > 0
+    assert "one winner each" in host.run("remote", "test", "--size", "1").stdout.decode()
+    assert [path for path in sorted(Path(url.removeprefix("file://")).rglob("*")) if path.is_file()] == [
+        path for path in before if path.is_file()
+    ]
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_story_of_the_readme(host: Host, other: Host, url: str, short_tmp: Path) -> None:
+    """The commands of the README for a machine that is gone bring the files back on another one."""
+    block = re.search(r"^```\n(sudo ciuic remote init.*?)```", README.read_text(), re.DOTALL | re.MULTILINE)
+    assert block is not None
+    lines = [line for line in block[1].splitlines() if line.startswith("sudo ciuic ")]
+    before = next(index for index, line in enumerate(lines) if " join " in line)
+
+    def run(on: Host, line: str) -> str:
+        line = line.replace("s3://my-bucket/training", url).replace(
+            "/opt/deepseek/training", str(host.top / "root")
+        )
+        words = shlex.split(line.replace("/opt/deepseek", str(short_tmp / "back")), comments=True)
+        return on.run(*words[2:]).stdout.decode()
+
+    made = "".join(run(host, line) for line in lines[:before])
+    other.env["CIUIC_REMOTE_RECOVERY_KEY"] = next(
+        line.strip() for line in made.splitlines() if line.strip().startswith("ciuic-")
+    )
+    (short_tmp / "back").mkdir()
+    id_ = host.snapshot_of(b"the run" * 100_000)
+    host.run("remote", "upload", "--once")
+    shutil.rmtree(host.top)
+    said = [run(other, line.replace("cs-38a2b1", id_)) for line in lines[before:]]
+    assert id_ in said[1]
+    (found,) = (short_tmp / "back").rglob("file")
+    assert found.read_bytes() == b"the run" * 100_000
+
+
+@pytest.fixture
+def uploading(host: Host, made: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+    """Provide a running `ciuic remote upload`."""
+    process = subprocess.Popen(
+        [str(installed()), "remote", "upload"], env=host.env, cwd="/", stdin=subprocess.DEVNULL
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_upload_ends_with_0_on_sigterm(host: Host, uploading: subprocess.Popen[bytes]) -> None:
+    """The foreground process uploads what comes, shows itself in the status, and ends in good order."""
+    id_ = host.snapshot_of(b"soon")
+
+    def newest() -> bool:
+        (found,) = host.json("remote", "status")["remotes"]
+        return bool(found["behind"]["newest"] == id_ and found["upload"]["running"])
+
+    wait_for("the upload", newest, 60)
+    uploading.send_signal(signal.SIGTERM)
+    assert uploading.wait(30) == 0
+
+
+def test_upload_waits_for_a_first_root(host: Host, made: dict[str, Any]) -> None:
+    """Without a root, and so without a repository, the process waits and does not end with exit code 2."""
+    text = host.config.read_text()
+    host.config.write_text(text.replace(f'[repository]\npath = "{host.repository}"\n', ""))
+    process = subprocess.Popen(
+        [str(installed()), "remote", "upload"],
+        env=host.env,
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    assert b"waiting until a directory is protected" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    process.stderr.close()
+
+
+@pytest.mark.mount
+def test_snapshot_waits_for_the_remote(
+    host: Host, uploading: subprocess.Popen[bytes], made: dict[str, Any], url: str
+) -> None:
+    """`snapshot --wait=remote` returns when the remote has the snapshot, as another host then sees."""
+    root = host.top / "root"
+    root.mkdir()
+    with host:
+        host.run("protect", str(root))
+        host.start(root)
+        (root / "file").write_bytes(os.urandom(50_000))
+        id_ = host.run("snapshot", "--wait=remote", "-m", "safe").stdout.decode().strip()
+        record = json.loads((host.state / "remote" / "stored").read_bytes())
+        assert id_ in record["stored"]
+
+
+@pytest.mark.mount
+def test_snapshot_does_not_wait_for_a_remote_that_does_not_want_it(host: Host, made: dict[str, Any]) -> None:
+    """A snapshot that the schedule of the remote leaves out is told as such, after it is committed here."""
+    with host.config.open("a") as file:
+        file.write('[remote.schedule]\ninterval = "1d"\n')
+    root = host.top / "root"
+    root.mkdir()
+    with host:
+        host.run("protect", str(root))
+        host.start(root)
+        wait_for("the first snapshot", host.list, 60)
+        command = [str(installed()), "remote", "upload"]
+        with subprocess.Popen(command, env=host.env, cwd="/", stdin=subprocess.DEVNULL) as process:
+            try:
+                (root / "file").write_bytes(b"x")
+                host.snapshot()
+                assert "does not go to the remote" in host.fails("snapshot", "--wait=remote", code=1)
+            finally:
+                process.kill()
+
+
+@pytest.mark.mount
+def test_wait_for_remotes_needs_one(host: Host) -> None:
+    """Without a remote `snapshot --wait=remote` takes no snapshot."""
+    assert "no remote is configured" in host.fails("snapshot", "--wait=remote", code=3)

@@ -1,0 +1,93 @@
+"""`ciuic prune`, `verify` and `forget` with --remote, run as installed over a directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from support.remote_commands import Host
+
+
+@pytest.fixture
+def nas(short_tmp: Path) -> Path:
+    return short_tmp / "nas"
+
+
+@pytest.fixture
+def host(short_tmp: Path, nas: Path) -> Host:
+    """Provide a host that has made a remote and uploaded two snapshots; everything there is two days old."""
+    made = Host(short_tmp / "one")
+    made.run("remote", "init", f"file://{nas}")
+    made.snapshot_of(os.urandom(600_000), os.urandom(600_000))
+    made.run("remote", "upload", "--once")
+    age(nas)
+    return made
+
+
+def age(nas: Path) -> None:
+    then = time.time() - 2 * 86_400
+    for path in nas.rglob("*"):
+        if path.is_file():
+            os.utime(path, (then, then))
+
+
+def packs(nas: Path) -> set[Path]:
+    return {path for path in (nas / "packs").rglob("*") if path.is_file()}
+
+
+def test_prune_frees_what_was_forgotten(host: Host, nas: Path) -> None:
+    """forget and prune of the remote free a snapshot's packs; a dry run names them and changes nothing."""
+    second, first = (row.id for row in host.list())
+    assert host.json("prune", "--remote")["freed_bytes"] == 0
+    assert host.json("forget", "--remote", "-y", first) == {"removed": [first]}
+    before = {path: path.read_bytes() for path in nas.rglob("*") if path.is_file()}
+    said = host.json("prune", "--remote", "--dry-run")
+    assert {path: path.read_bytes() for path in nas.rglob("*") if path.is_file()} == before
+    assert (said["dry_run"], said["remote"]) == (True, f"file://{nas}")
+    assert "would be deleted" in host.run("prune", "--remote", "--dry-run").stdout.decode()
+    done = host.json("prune", "--remote", "--name", "remote")
+    assert done["freed_bytes"] == said["freed_bytes"] > 600_000
+    (space,) = done["spaces"]
+    assert space["packs"] == said["spaces"][0]["packs"]
+    assert len(packs(nas)) == len([path for path in before if "packs" in path.parts]) - len(space["packs"])
+    assert [one["id"] for one in host.json("list", "--all-hosts")["snapshots"]] == [second]
+    assert host.json("verify", "--remote", "--checksum")["damaged"] is False
+    # The host itself has both.
+    assert len(host.list()) == 2
+
+
+def test_forget_asks_and_resolves_first(host: Host) -> None:
+    """Without -y and a terminal nothing is given up; nor where one of several ids is unknown."""
+    second, first = (row.id for row in host.list())
+    assert "nobody to ask" in host.fails("forget", "--remote", first, code=2)
+    assert "cs-ffffff" in host.fails("forget", "--remote", "-y", first, "cs-ffffff", code=3)
+    assert {one["id"] for one in host.json("list", "--all-hosts")["snapshots"]} == {first, second}
+
+
+@pytest.mark.parametrize("how", [(), ("--checksum",), ("--sample", "50%")])
+def test_verify_names_damage_of_the_remote(host: Host, nas: Path, how: tuple[str, ...]) -> None:
+    """verify --remote ends with 0 for a sound remote and 4 for one without its packs, whatever it reads."""
+    document = host.json("verify", "--remote", *how)
+    assert (document["damaged"], len(document["snapshots"])) == (False, 2)
+    assert bool(document["bytes_read"]) == bool(how)
+    assert document["sample"] == (0.5 if "--sample" in how else None)
+    newest = host.list()[0].id
+    assert host.json("verify", "--remote", newest, *how)["snapshots"] == [newest]
+    for path in packs(nas):
+        if "data" in path.parts:
+            path.unlink()
+    document = host.json("verify", "--remote", *how, expect=4)
+    assert {damage["kind"] for damage in document["damages"]} == {"data"}
+
+
+def test_which_remote(host: Host, nas: Path) -> None:
+    """An unknown name, a name without --remote, and a sample beside a checksum are refused."""
+    host.fails("prune", "--remote", "--name", "other", code=3)
+    host.fails("prune", "--name", "remote", code=2)
+    host.fails("verify", "--remote", "--checksum", "--sample", "5%", code=2)
+    host.fails("verify", "--remote", "--sample", "5", code=2)
+    host.fails("forget", "--held", "-y", "latest", code=2)
+    host.env["CIUIC_REMOTE_KEY_FILE"] = str(host.key_file)
+    assert host.json("--repo", f"file://{nas}", "prune", "--dry-run")["freed_bytes"] == 0
