@@ -22,6 +22,7 @@ from ciuic.training.policy.retention_rules import Best, EverySeconds, EverySteps
 from ciuic.training.preemption.last_moment import BeforePreemption, Preempted
 from ciuic.training.preemption.requeue import again, requeue_slurm
 from ciuic.training.protocol.cloud_notices import Metadata
+from ciuic.training.remote.copies import RemoteProgress
 
 __all__ = [
     "AfterIf",
@@ -43,6 +44,7 @@ __all__ = [
     "OnImprovement",
     "PassedOver",
     "Preempted",
+    "RemoteProgress",
     "Resumed",
     "Rule",
     "Save",

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ciuic.training.device.device_streams import capturing
 from ciuic.training.format.results import SaveResult, State
 from ciuic.training.last_save import LastSave, Lifetime
-from ciuic.training.loading import list_snapshots, load_latest, load_on_all_ranks
+from ciuic.training.loading import list_snapshots
 from ciuic.training.policy.boundaries import Boundaries
 from ciuic.training.policy.due import SaveSchedule
 from ciuic.training.policy.forecast import Forecast, forecast_for
@@ -27,6 +27,8 @@ from ciuic.training.preemption.last_moment import rule_of
 from ciuic.training.protocol.messages import COMPRESSIONS, Begin, PreemptionNotice, RetentionRules, Saved
 from ciuic.training.ranks.group import Ranks
 from ciuic.training.registered import Registered
+from ciuic.training.remote.uploads import UploadOrder
+from ciuic.training.remote_loading import load_newest
 from ciuic.training.saving.save_callbacks import SaveCallbacks
 from ciuic.training.saving.saver import Saver
 from ciuic.training.saving.snapshot_spec import RunProgress, SnapshotSpec
@@ -37,6 +39,9 @@ from ciuic.training.util.name_lock import NameLock
 from ciuic.training.util.repository_dir import ensure_repository
 from ciuic.training.writer.filesystem import FilesystemPairing, Roots
 from ciuic.training.writer.heartbeat import TrainerHeartbeat, uncaught
+
+if TYPE_CHECKING:
+    from ciuic.config import RemoteConfig
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Options:
     heartbeat_seconds: float | None
     overlap: bool
     filesystem: Roots
+    remotes: tuple[RemoteConfig, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise ValueError for a compression or a name that cannot be."""
@@ -75,7 +81,7 @@ class SaveCoordinator:
         self._options = options
         # First: it may refuse the rules, and nothing has been created by then.
         preempted = rule_of(options.rules)
-        ensure_repository(options.save_dir)
+        uploads = _prepared(options)
         self.root = os.fsencode(f"/{options.name}")
         self.run = RunProgress()
         self.lifetime = Lifetime()
@@ -93,6 +99,7 @@ class SaveCoordinator:
             services=() if preempted is None else preempted.services,
             compression=options.compression,
             watched=self.heartbeat.hello,
+            uploads=uploads,
         )
         self.saver = Saver(begin, self.heartbeat.fds, self, overlap=options.overlap)
         self.registered = Registered(self.boundaries, self.saver.overlap.watch)
@@ -182,10 +189,18 @@ class SaveCoordinator:
 
     def load_to_resume(self, find: Callable[[], State | None] | None) -> State | None:
         """Load the state to resume from; collective where there are several ranks."""
-        ranks, templates, save_dir = self.taker.ranks, self.registered.templates(), self._options.save_dir
-        if ranks is not None:
-            return load_on_all_ranks(ranks, save_dir, self.root, templates, find)
-        return find() if find is not None else load_latest(save_dir, self.root, templates)
+        return load_newest(
+            self._options.save_dir,
+            self.root,
+            self.registered.templates(),
+            ranks=self.taker.ranks,
+            remotes=self._options.remotes,
+            find=find,
+        )
+
+    def load_latest(self) -> State | None:
+        """Load the newest whole state on this rank alone."""
+        return load_newest(self._options.save_dir, self.root, remotes=self._options.remotes)
 
     def join_ranks(self, *, prepare: bool) -> None:
         """Meet the other ranks if that has not happened yet and torch.distributed is initialized by now."""
@@ -332,3 +347,15 @@ class SaveCoordinator:
                 if saved.facts.run == self.run.id:
                     self.schedule.rules.observe(saved.facts.metrics)
             self.schedule.rules.saved()
+
+
+def _prepared(options: Options) -> tuple[UploadOrder, ...]:
+    """Create the repository if there is none; return what the writer is to have uploaded."""
+    if not options.remotes:
+        ensure_repository(options.save_dir)
+        return ()
+    # Only here: it imports the clients of stores.
+    from ciuic.training.remote.joining import naming_of
+
+    ensure_repository(options.save_dir, lambda: naming_of(options.remotes[0]))
+    return tuple(UploadOrder.of(one) for one in options.remotes)

@@ -7,13 +7,15 @@ state was read and found complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from ciuic.errors import CiuicError, Damaged
+from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
 from ciuic.repository import Repository
 from ciuic.training.format.reading import (
+    Loaded,
     NothingGood,
     PassedOver,
     SavedSnapshot,
@@ -126,16 +128,51 @@ def load_on_all_ranks(
         NothingGood: There are snapshots, and none can be read by all ranks.
         Damaged: A rank cannot read the repository at all.
     """
+
+    def ids() -> list[str]:
+        if find is not None:
+            state = find()
+            return [] if state is None else [state.id]
+        with Repository.open(save_dir) as repository:
+            return [info.id for info in repository.snapshots.list(root=root)]
+
+    state = first_on_all_ranks(
+        ranks,
+        told_by_rank_0(ranks, lambda: [(id_,) for id_ in ids()]),
+        lambda id_: load(str(save_dir), id_, templates),
+    )
+    if state is not None and ranks.saves:
+        _mark_damaged(save_dir, state.passed_over)
+    return state
+
+
+def first_on_all_ranks(
+    ranks: Ranks, candidates: Iterable[tuple[Any, ...]], load_candidate: Callable[..., Loaded]
+) -> State | None:
+    """Load the first candidate that every rank can read. Collective.
+
+    Args:
+        ranks: The ranks.
+        candidates: The same on all ranks, newest first; the last item of each is its id.
+        load_candidate: Called with the items of a candidate.
+
+    Returns:
+        The state with what was this rank's own; None if there are no candidates.
+
+    Raises:
+        NothingGood: None can be read by all ranks.
+        Damaged: A rank cannot reach what holds them.
+    """
     passed_over: list[PassedOver] = []
-    for id_ in _candidates(ranks, save_dir, root, find):
-        state, reason, problem = None, "", ""
+    for candidate in candidates:
+        state, reason, problem, id_ = None, "", "", str(candidate[-1])
         try:
-            state = State(load(str(save_dir), id_, templates))
+            state = State(load_candidate(*candidate))
+        # These say nothing about the snapshot, so no older one may be taken for it.
+        except (OSError, RemoteUnreachable, RemoteRefused) as error:
+            problem = str(error)
         except (CiuicError, ValueError) as error:
             reason = str(error)
-        # An OSError says nothing about the snapshot, so no older one may be taken for it.
-        except OSError as error:
-            problem = str(error)
         # Both exchanges are collective: every rank makes them in this order, whatever happened to it.
         if found := ranks.first_problem(problem):
             raise Damaged(f"{id_} cannot be read by all ranks: {found}")
@@ -143,8 +180,6 @@ def load_on_all_ranks(
             assert state is not None
             state.passed_over = passed_over
             rank_state.apply_own_state(state, state.ranks, ranks.rank)
-            if ranks.saves:
-                _mark_damaged(save_dir, passed_over)
             return state
         log.warning("ciuic: snapshot %s is passed over: %s", id_, found)
         passed_over.append(PassedOver(id_, found))
@@ -153,26 +188,23 @@ def load_on_all_ranks(
     return None
 
 
-def _candidates(
-    ranks: Ranks, save_dir: Path, root: bytes, find: Callable[[], State | None] | None
-) -> list[str]:
-    """Return the ids of the snapshots to try, as rank 0 lists or finds them, newest first."""
-    found: tuple[list[str], str] = [], ""
+def told_by_rank_0(ranks: Ranks, find: Callable[[], Sequence[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
+    """Return on every rank the candidates that rank 0 finds. Collective.
+
+    Raises:
+        Damaged: Rank 0 finds none because of an error.
+    """
+    found: tuple[list[tuple[Any, ...]], str] = [], ""
     if ranks.saves:
         try:
-            if find is not None:
-                state = find()
-                found = [] if state is None else [state.id], ""
-            else:
-                with Repository.open(save_dir) as repository:
-                    found = [info.id for info in repository.snapshots.list(root=root)], ""
+            found = list(find()), ""
         # Sent instead of raised: the other ranks wait for what rank 0 tells.
         except (CiuicError, ValueError, OSError) as error:
             found = [], str(error)
-    ids, problem = ranks.tell(found)
+    candidates, problem = ranks.tell(found)
     if problem:
         raise Damaged(f"no snapshot can be read by all ranks: {problem}")
-    return list(ids)
+    return [tuple(one) for one in candidates]
 
 
 def _mark_damaged(save_dir: Path, damaged: list[PassedOver]) -> None:

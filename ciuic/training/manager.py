@@ -25,6 +25,7 @@ from ciuic.training.policy.policies import Rule
 from ciuic.training.policy.retention_rules import Best, Keep, Latest
 from ciuic.training.ranks.group import call_site_of
 from ciuic.training.ranks.rank_state import RankState
+from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.saving.save_callbacks import SaveCallback
 from ciuic.training.saving.sharded_save import AgreedSave
 from ciuic.training.saving.snapshot_spec import RanksGone, SnapshotSpec, explicit_request
@@ -42,7 +43,7 @@ class SnapshotManager(TrainingSnapshots):
         state = manager.load_latest_snapshot()              # None: there is no snapshot
         model.load_state_dict(state["model_state_dict"])
 
-    Automatically every 500 steps, with everything that an exact resume needs:
+    Automatically, with everything that an exact resume needs:
 
         manager = SnapshotManager("./snapshots", every_steps=500, max_snapshots=10)
         manager.register(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)
@@ -52,7 +53,8 @@ class SnapshotManager(TrainingSnapshots):
     of frameworks (ciuic.integrations). The guarantees are in docs/snapshot-manager.md.
 
     Args:
-        save_dir: Directory of the repository.
+        save_dir: Directory of the repository; or the URL of a remote, with a local directory below
+            ``$XDG_STATE_HOME/ciuic/trainings``, which the attribute ``save_dir`` then names.
         interval: Time between two automatic snapshots: seconds, or text such as ``1h``.
         max_snapshots: Number of newest snapshots to keep. Without it and without ``keep`` all are kept.
         every_steps: Number of optimizer steps between two automatic snapshots.
@@ -76,6 +78,8 @@ class SnapshotManager(TrainingSnapshots):
             without torch noticing (device/async_copy.py).
         filesystem: Directories of which a daemon takes a snapshot at the same instant, with every
             snapshot; True: all protected directories of this user.
+        remote: Remotes to which each snapshot is uploaded: a URL, a mapping with the keys of ``[remote]``
+            (``url``, ``endpoint``, ``key_file``, …), or several.
 
     Raises:
         ValueError: An option is out of its range.
@@ -101,9 +105,11 @@ class SnapshotManager(TrainingSnapshots):
         heartbeat_seconds: float | None = None,
         overlap: bool = True,
         filesystem: Roots = False,
+        remote: Remotes = None,
     ) -> None:
         """Open the repository at ``save_dir``, or create one there, parents included."""
-        super().__init__(validation.directory(save_dir), name)
+        place = place_of(save_dir, remote)
+        super().__init__(place.directory, name)
         rules = policies.rules_of(interval, every_steps, validation.several(save_when, "save_when"))
         latest = [] if max_snapshots is None else [Latest(validation.count(max_snapshots, "max_snapshots"))]
         options = Options(
@@ -118,12 +124,14 @@ class SnapshotManager(TrainingSnapshots):
             heartbeat_seconds=heartbeat_seconds,
             overlap=overlap,
             filesystem=filesystem,
+            remotes=place.remotes,
         )
         self._best_rules = tuple(rule for rule in options.keeps if isinstance(rule, Best))
         self._coordinator = SaveCoordinator(options)
         self._run = self._coordinator.run
         self._heartbeat = self._coordinator.heartbeat
         self._saver = self._coordinator.saver
+        self._copies = self._saver.copies
         self._registered = self._coordinator.registered
         self._taker = self._coordinator.taker
         self.stats: Stats = self._saver.stats
@@ -269,14 +277,10 @@ class SnapshotManager(TrainingSnapshots):
     # -- loading and resuming
 
     def load_latest_snapshot(self) -> State | None:
-        """Return the newest state that is whole; None if there is no snapshot.
-
-        Raises:
-            NothingGood: There are snapshots, and none is whole (a `Damaged`).
-        """
+        """Return the newest state that is whole; None if there is no snapshot. Raises as `resume`."""
         with self._saver.guard:
             self._saver.hear()
-        return super().load_latest_snapshot()
+        return self._coordinator.load_latest()
 
     def resume(self) -> Resumed | None:
         """Put the newest good state into every registered object and into the random generators, in place.
@@ -289,6 +293,7 @@ class SnapshotManager(TrainingSnapshots):
 
         Raises:
             NothingGood: There are snapshots, and none is whole (a `Damaged`).
+            CiuicError: The local directory has none, and a remote cannot be read.
             KeyError: A registered object is not in the snapshot; nothing has been changed.
             ValueError: The state of an object does not fit it: other names, shapes, dtypes or parameter
                 groups, or a model on the meta device; nothing has been changed.
@@ -384,10 +389,11 @@ class SnapshotManager(TrainingSnapshots):
         """Wait until every staged save is durable; return whether that came in time."""
         return self._saver.wait(timeout_seconds)
 
-    def close(self, timeout_seconds: float = EXIT_SECONDS) -> None:
+    def close(self, timeout_seconds: float = EXIT_SECONDS, *, remote_seconds: float = 0.0) -> None:
         """Wait for staged saves, at most so long, and let the writer go.
 
-        The writer finishes what is not done by then all the same.
+        The writer finishes what is not done by then all the same, and the upload goes on without this process.
+        After that wait at most ``remote_seconds`` for every remote to have the newest snapshot.
         """
         if self._coordinator.lifetime.closed:
             return
@@ -396,6 +402,8 @@ class SnapshotManager(TrainingSnapshots):
         # Otherwise the interpreter would keep the manager, and all that is registered, until its end.
         atexit.unregister(self.close)
         self._coordinator.close(timeout_seconds, sys.exc_info()[1])
+        if remote_seconds > 0 and self._saver.copies.orders and not self.wait_remote(remote_seconds):
+            log.warning("ciuic: the newest snapshot is not on every remote yet; its upload goes on")
 
     def __enter__(self) -> SnapshotManager:
         """Return the manager; the end of the block closes it."""

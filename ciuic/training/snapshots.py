@@ -7,6 +7,7 @@ checked byte for byte.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,11 +17,12 @@ from ciuic.training import loading
 from ciuic.training.compare.state_diff import StateDiff, diff_states
 from ciuic.training.export import exporting
 from ciuic.training.format.reading import SavedSnapshot
-from ciuic.training.format.results import State
+from ciuic.training.format.results import EXIT_SECONDS, State
 from ciuic.training.listing import choice
 from ciuic.training.listing.snapshot_table import SnapshotTable
 from ciuic.training.policy.policies import Mode
 from ciuic.training.policy.retention_rules import Best
+from ciuic.training.remote.copies import RemoteCopies, RemoteProgress, newest
 from ciuic.training.state import validation
 from ciuic.training.writer import marks
 from ciuic.types import SnapshotId
@@ -47,6 +49,8 @@ class TrainingSnapshots:
         self.name = name
         self._best_rules: tuple[Best, ...] = ()
         """Rules of the manager that keep the best snapshots."""
+        self._copies: RemoteCopies | None = None
+        """Copies on the manager's remotes."""
 
     @property
     def _root(self) -> bytes:
@@ -192,6 +196,31 @@ class TrainingSnapshots:
             ranks=ranks,
             overwrite=overwrite,
         )
+
+    def wait(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
+        """Return True: only a manager has saves to wait for."""
+        return True
+
+    def wait_remote(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
+        """Wait until every staged save is durable and every remote has stored the newest snapshot.
+
+        Returns:
+            Whether that came in time. `remote_status` says what it waits for.
+
+        Raises:
+            ValueError: There is no remote.
+        """
+        if self._copies is None or not self._copies.orders:
+            raise ValueError("there is no remote to wait for: pass remote= or a URL as save_dir")
+        end = time.monotonic() + timeout_seconds
+        if not self.wait(timeout_seconds):
+            return False
+        id_ = newest(str(self.save_dir), self._root)
+        return id_ is None or self._copies.wait(id_, end - time.monotonic())
+
+    def remote_status(self) -> list[RemoteProgress]:
+        """Return how far each remote of the manager is; contacts nothing."""
+        return [] if self._copies is None else self._copies.progress()
 
     def tag(self, snapshot: str, *tags: str) -> None:
         """Add tags to a snapshot, named as in `load_snapshot`, durably on return.

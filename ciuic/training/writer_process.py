@@ -51,6 +51,7 @@ from ciuic.training.protocol.messages import (
     receive_from_trainer,
     send,
 )
+from ciuic.training.remote.uploads import Uploads
 from ciuic.training.writer import rank_parts
 from ciuic.training.writer.codecs import CodecChooser, CommitCodecs
 from ciuic.training.writer.committing import LastCommit, commit, put_files
@@ -67,6 +68,8 @@ _LAST_SECONDS: Final = 10.0
 _TURN_WAIT_SECONDS: Final = 3600.0
 # Keeps a message below `MAX_MESSAGE_BYTES`.
 _FILES_IN_A_MESSAGE: Final = 100
+# Starting the process that uploads takes a fraction of a second; one that ends just then is waited for.
+_UPLOAD_START_SECONDS: Final = 10.0
 _AUTOGROUP: Final = "/proc/self/autogroup"
 
 
@@ -205,6 +208,10 @@ class _Writer:
             should_stop=trainer.waiting,
             is_busy=lambda: self._chooser.is_busy,
             tell=self._on_housekeeping_note,
+            remotes=tuple(order.name for order in begin.uploads),
+        )
+        self._uploads = Uploads(
+            begin.repository, begin.uploads, lambda text: trainer.tell(Note("not_uploaded", text))
         )
 
     def run(self) -> None:
@@ -216,6 +223,7 @@ class _Writer:
                 self._save(message)
         if message is not None:
             self._run_housekeeping(lambda: self._housekeeping.finish(_LAST_SECONDS))
+        self._uploads.finish(_UPLOAD_START_SECONDS)
 
     def _attach(self, number: int, fd: int) -> None:
         # A state that has grown comes in a larger arena of the same number.
@@ -238,6 +246,7 @@ class _Writer:
                 claim.release()
         # After the answer: the arena is the trainer's again while old snapshots are removed.
         if saved:
+            self._uploads.saved()
             self._run_housekeeping(self._housekeeping.after)
 
     def _answer(self, save: SaveRequest, files: PairAnswer) -> bool:

@@ -31,6 +31,7 @@ from ciuic.training.format.arrays import arrays_of
 from ciuic.training.format.files import SnapshotRef, reader_count
 from ciuic.training.format.layout import SUFFIX
 from ciuic.training.format.pieces import RangeReader
+from ciuic.training.format.places import open_repository
 from ciuic.training.format.reading import NothingGood, PassedOver
 from ciuic.training.ranks import rank_messages
 from ciuic.training.util.documents import decode_json
@@ -279,7 +280,7 @@ def read_objects(snapshot: SnapshotRef, folder: str) -> dict[str, Any]:
     Raises:
         ValueError: a later version wrote them, or they are malformed.
     """
-    with Repository.open(snapshot.path) as repository:
+    with open_repository(snapshot.path) as repository:
         files = snapshot.files(repository)
         document = decode_json(files.read(f"{folder}/{OBJECTS_FILE}"), f"{folder}/{OBJECTS_FILE}")
         if not isinstance(document, dict) or document.get("version") != OBJECTS_VERSION:

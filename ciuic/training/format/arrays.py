@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 
-from ciuic.repository import Repository
 from ciuic.training.format import tensors
 from ciuic.training.format.files import CHUNKS_AT_ONCE, Files, read_file, reader_count
 from ciuic.training.format.layout import TensorInFile, decode_header
 from ciuic.training.format.pieces import PiecewiseTensor, RangeReader, StoredPiece
+from ciuic.training.format.places import ReadFrom, open_repository
 from ciuic.training.format.shards import parse_piece
 from ciuic.types import Entry
 
@@ -47,11 +47,13 @@ class _Found(NamedTuple):
     where: TensorInFile
 
 
-def arrays_of(path: str, files: Files, names: Sequence[str], source: RangeReader | None = None) -> Arrays:
+def arrays_of(
+    path: ReadFrom, files: Files, names: Sequence[str], source: RangeReader | None = None
+) -> Arrays:
     """Read the tensors in these files.
 
     Args:
-        path: Repository.
+        path: Path of the repository, or a function that opens it.
         files: Files of the snapshot.
         names: Paths of the files to read.
         source: Reads pieces of tensors later, on demand; None: there must be no pieces.
@@ -70,7 +72,7 @@ class Arrays:
     `fetch` reads whole tensors; for one in pieces `lookup` returns a `PiecewiseTensor`.
     """
 
-    def __init__(self, path: str, files: Files, source: RangeReader | None = None) -> None:
+    def __init__(self, path: ReadFrom, files: Files, source: RangeReader | None = None) -> None:
         """Read nothing yet."""
         self._path = path
         self._files = files
@@ -114,7 +116,7 @@ class Arrays:
     def _read_ranges(self, queue: Iterator[_Range]) -> None:
         """Read ranges until the queue, which the threads share, is empty."""
         try:
-            with Repository.open(self._path) as repository:
+            with open_repository(self._path) as repository:
                 for entry, memory, first_block in queue:
                     read_file(repository, entry, memory, first_block)
         except BaseException:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from ciuic.errors import Damaged, NotFound
 from ciuic.repository import Repository
 from ciuic.repository.trees.block_maps import blocks_of
+from ciuic.training.format.places import ReadFrom
 from ciuic.training.util.documents import MAX_DOCUMENT_BYTES
 from ciuic.types import ChunkId, Entry, SnapshotId
 
@@ -28,9 +29,9 @@ def reader_count() -> int:
 
 
 class SnapshotRef(NamedTuple):
-    """Path of a repository and id of a snapshot, so that several threads can each open the repository."""
+    """Repository and id of a snapshot, so that several threads can each open the repository."""
 
-    path: str
+    path: ReadFrom
     id: str
 
     def files(self, repository: Repository) -> Files:
@@ -40,7 +41,9 @@ class SnapshotRef(NamedTuple):
             NotFound: There is no such snapshot, or it holds no training state.
             Damaged: The snapshot cannot be read.
         """
-        snapshot = repository.snapshots.load(SnapshotId.parse(self.id))
+        # In a remote an id that two hosts have stands behind the name of its host.
+        id_ = SnapshotId.parse(self.id) if isinstance(self.path, str) else SnapshotId(self.id)
+        snapshot = repository.snapshots.load(id_)
         # A training's snapshot has one root.
         return Files(repository, top_of(snapshot.roots[0].entry if snapshot.roots else None, self.id))
 

@@ -17,6 +17,7 @@ from ciuic.errors import Damaged
 from ciuic.repository import Repository
 from ciuic.training.format.files import Files, SnapshotRef, read_file
 from ciuic.training.format.layout import TensorInFile
+from ciuic.training.format.places import open_repository
 from ciuic.training.format.tensors import empty_buffer
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]
@@ -100,7 +101,7 @@ class RangeReader:
 
     def _opened_by_thread(self) -> tuple[Repository, Files]:
         if not hasattr(self._thread_local, "files"):
-            repository = Repository.open(self._opened.path)
+            repository = open_repository(self._opened.path)
             self._repositories.append(repository)
             self._thread_local.files = repository, self._opened.files(repository)
         return self._thread_local.files  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ from ciuic.training.format.arrays import arrays_of
 from ciuic.training.format.files import SnapshotRef
 from ciuic.training.format.layout import SUFFIX
 from ciuic.training.format.pieces import PiecewiseTensor, RangeReader
+from ciuic.training.format.places import ReadFrom, open_repository
 from ciuic.training.format.shards import TemplateLookup, cut_to_templates
 from ciuic.training.util.documents import MALFORMED, decode_json
 from ciuic.types import ChunkId, Pair, SnapshotId
@@ -175,7 +176,7 @@ def damaged_chunks(repository: Repository, id_: SnapshotId) -> list[ChunkId]:
 
 
 def load(
-    path: str,
+    path: ReadFrom,
     id_: str,
     templates: Mapping[str, TemplateLookup] | None = None,
     prepare: Callable[[Any], Any] | None = None,
@@ -183,7 +184,7 @@ def load(
     """Load the state in one snapshot.
 
     Args:
-        path: Repository.
+        path: Path of the repository, or a function that opens it.
         id_: Snapshot.
         templates: Templates of sharded objects by name, of which only this rank's part is loaded
             (`shards.cut_to_templates`).
@@ -198,7 +199,7 @@ def load(
     source = RangeReader(opened)
     try:
         # Tensors that are created in torch's inference mode could not be trained afterwards.
-        with tensors.outside_inference_mode(), Repository.open(path) as repository:
+        with tensors.outside_inference_mode(), open_repository(path) as repository:
             files = opened.files(repository)
             facts = _decode_facts(files.read(FACTS_FILE))
             state = decode_json(files.read(STATE_FILE), STATE_FILE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -17,6 +18,10 @@ class SaveWaiter(Protocol):
 
     def wait(self, timeout_seconds: float, *, number: int | None = None) -> bool:
         """Wait until a save is answered, or all are; return whether that came in time."""
+        ...
+
+    def wait_remote(self, id_: str, timeout_seconds: float) -> bool:
+        """Wait until every remote has stored a snapshot; return whether that came in time."""
         ...
 
 
@@ -140,11 +145,21 @@ class Save:
         """True if the snapshot is durable, or the save has failed."""
         return self.id is not None or self.error is not None
 
-    def wait(self, timeout_seconds: float = EXIT_SECONDS) -> str | None:
+    def wait(self, timeout_seconds: float = EXIT_SECONDS, *, remote: bool = False) -> str | None:
         """Wait for the snapshot to be durable.
+
+        Args:
+            timeout_seconds: How long to wait at most.
+            remote: Wait until every remote of the manager has stored it, too.
 
         Returns:
             Its id; None if the save failed or is not done in time.
+
+        Raises:
+            ValueError: The manager has no remote.
         """
+        end = time.monotonic() + timeout_seconds
         self._manager.wait(timeout_seconds, number=self._number)
+        if remote and self.id is not None:
+            return self.id if self._manager.wait_remote(self.id, end - time.monotonic()) else None
         return self.id

@@ -15,6 +15,7 @@ import msgspec
 from ciuic.protocol.watch_client import Hello
 from ciuic.training.policy.retention_rules import Keep
 from ciuic.training.protocol.cloud_notices import Metadata
+from ciuic.training.remote.uploads import UploadOrder
 from ciuic.types import Pair
 
 # Long content goes through the arena, so that a message always fits into the buffer of the socket.
@@ -50,6 +51,8 @@ class Begin(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     If set, the trainer's pidfd and heartbeat page come with the message.
     """
+    uploads: tuple[UploadOrder, ...] = ()
+    """Remotes to which the writer has snapshots uploaded."""
 
 
 class Attach(msgspec.Struct, tag=True, frozen=True):

@@ -28,6 +28,7 @@ from ciuic.training.protocol.messages import (
     Put,
     Saved,
 )
+from ciuic.training.remote.copies import RemoteCopies
 from ciuic.training.saving.pending_saves import PendingSaves
 from ciuic.training.saving.staging import GatheredState, StagedSave, stage
 from ciuic.training.util.logs import log, warn_once
@@ -80,6 +81,7 @@ class Saver:
             overlap: Whether device copies may run beside the next training step.
         """
         self.client = WriterClient(begin, begin_fds=begin_fds)
+        self.copies = RemoteCopies(begin.repository, begin.uploads)
         self.guard = Guard(events.guard_released)
         self.stats = Stats()
         self.costs = SaveCosts()
@@ -281,6 +283,16 @@ class Saver:
         with self.guard:
             self.hear()
         return True
+
+    def wait_remote(self, id_: str, timeout_seconds: float) -> bool:
+        """Wait until every remote has stored a snapshot; return whether that came in time.
+
+        Raises:
+            ValueError: There is no remote.
+        """
+        if not self.copies.orders:
+            raise ValueError("the manager has no remote to wait for: pass remote= or a URL as save_dir")
+        return self.copies.wait(id_, timeout_seconds)
 
     def hurry(self) -> None:
         """Tell the writer that only durability counts for what was staged: the process is about to end."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ciuic.errors import CiuicError, UsageError
-from ciuic.repository import Repository
+from ciuic.repository import Identity, Repository
 
 # While another rank creates the repository some of these names exist already.
 _OF_REPOSITORY: Final = frozenset(("config", "packs", "snapshots", "marks"))
@@ -15,10 +16,21 @@ _OTHERS_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.02
 
 
-def ensure_repository(path: Path) -> None:
+class Naming(NamedTuple):
+    """How a new repository names chunks, and how large its blocks are."""
+
+    identity: Identity
+    block_size: int
+
+
+def ensure_repository(path: Path, naming: Callable[[], Naming] | None = None) -> None:
     """Make sure that there is a repository at ``path``; create it, parents included, if there is none.
 
     All ranks of a run may call this at once: one of them creates it, and the others wait for that.
+
+    Args:
+        path: Directory of the repository.
+        naming: Asked only for a new repository; None: names of its own.
 
     Raises:
         CiuicError: There can be none.
@@ -37,9 +49,13 @@ def ensure_repository(path: Path) -> None:
             f"{path} has other files ({min(names)} …): "
             "give save_dir a directory that is empty, or is not there yet"
         )
+    chosen = None if naming is None else naming()
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        Repository.create(path).close()
+        if chosen is None:
+            Repository.create(path).close()
+        else:
+            Repository.create(path, identity=chosen.identity, block_size=chosen.block_size).close()
     # Another rank was first: it may need some time until the repository is complete.
     except (CiuicError, FileExistsError):
         end = time.monotonic() + _OTHERS_SECONDS

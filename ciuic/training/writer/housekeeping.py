@@ -5,7 +5,8 @@ snapshots that stay was read back byte for byte since it was written, so the las
 deleted, however many damaged ones follow it. A snapshot that was read back is tagged ``verified``. Snapshots
 of other roots in the repository are not touched. Every step may be interrupted at any point. The work yields
 to the next save, but only a limited number of times in a row: where saves come as fast as they are written,
-snapshots must not pile up.
+snapshots must not pile up. What a remote has not stored yet stays until it has, unless the disk is nearly full
+(ciuic.training.remote.pins).
 
 Where the training uses all processors, reading a snapshot back slows it. There a sample of the newest one is
 read, and the newest that was read back wholly stays beside those that the rules keep; every
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Final
 
 from ciuic.errors import CiuicError
@@ -25,11 +26,14 @@ from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.training.format.reading import Facts, read_facts
 from ciuic.training.policy.retention_rules import RetentionCandidate, kept, needs_facts
 from ciuic.training.protocol.messages import Note, RetentionRules
+from ciuic.training.remote.pins import RemotePins, free_share
 from ciuic.training.writer.marks import DAMAGED, VERIFIED, mark_damage_of
 from ciuic.types import SnapshotId
 
 DAMAGE_NOTE: Final = "snapshot_damaged"
 """Event of the note that one of the trainer's snapshots cannot be read back."""
+REMOVED_UNSTORED_NOTE: Final = "removed_before_upload"
+"""Event of the note that a snapshot was removed although a remote had not stored it yet."""
 _STOP_CHECK_EVERY: Final = 64
 """Objects of a snapshot that are read between two checks whether to stop."""
 # Time to wait for another holder of the repository's lock (the daemon, another trainer); the next save waits
@@ -55,6 +59,8 @@ class WriterHousekeeping:
         should_stop: Callable[[], bool],
         is_busy: Callable[[], bool] = lambda: False,
         tell: Callable[[Note], None],
+        remotes: Sequence[str] = (),
+        free_share: Callable[[str], float] = free_share,
     ) -> None:
         """Prepare housekeeping.
 
@@ -65,6 +71,8 @@ class WriterHousekeeping:
             should_stop: whether the next save is waiting.
             is_busy: whether the training uses all processors.
             tell: called with a note for the trainer's log.
+            remotes: names of the remotes that still need some of the snapshots.
+            free_share: returns the free share of the file system of a directory.
         """
         self._repository = repository
         self._root = root
@@ -72,6 +80,7 @@ class WriterHousekeeping:
         self._should_stop = should_stop
         self._is_busy = is_busy
         self._tell = tell
+        self._pins = RemotePins(repository, remotes, free_share)
         self._yields = 0
         self._samples = 0
         """Number of removals since a snapshot was last read back wholly."""
@@ -105,13 +114,13 @@ class WriterHousekeeping:
         """
         # A full disk blocks every save: do not yield to one, and keep none only because a sample is cheaper.
         self._yields, is_busy = _MAX_YIELDS, self._is_busy
-        self._is_busy = lambda: False
+        self._is_busy, self._pins.off = (lambda: False), True
         try:
             self.after()
             with Repository.open(self._repository) as repository:
                 self._free_space(repository, HURRIED)
         finally:
-            self._yields, self._is_busy = 0, is_busy
+            self._yields, self._is_busy, self._pins.off = 0, is_busy, False
 
     def after(self) -> None:
         """Apply the rules after a snapshot.
@@ -125,6 +134,7 @@ class WriterHousekeeping:
         with Repository.open(self._repository) as repository:
             known = repository.snapshots.list(root=self._root)
             keep, drop = split_by_rules(known, self._rules, self._facts(repository, known))
+            drop, given_up = self._pins.removable(known, drop, repository.id)
             self._removal_due = bool(drop)
             # Verification before removal: otherwise the last good snapshot could go while only damaged ones
             # stay.
@@ -142,8 +152,18 @@ class WriterHousekeeping:
                     wait_seconds=_LOCK_WAIT_SECONDS, command="SnapshotManager: preservation"
                 ) as writer:
                     writer.remove_snapshots(drop)
+                self._tell_lost(given_up & set(drop))
             self._removal_due = bool(spared)
             self._free_space(repository, USUAL)
+
+    def _tell_lost(self, ids: Set[SnapshotId]) -> None:
+        if ids:
+            self._tell(
+                Note(
+                    REMOVED_UNSTORED_NOTE,
+                    f"the disk is nearly full: removed {', '.join(sorted(ids))}, which a remote has not stored",
+                )
+            )
 
     def _facts(self, repository: Repository, infos: Sequence[SnapshotInfo]) -> dict[str, Facts]:
         """Return the facts that rules need, by id.

@@ -6,6 +6,7 @@ import socket
 import subprocess
 
 from ciuic.system.child_process import environment, module_command
+from ciuic.training.remote.uploads import store_variables
 
 _detached_writers: list[subprocess.Popen[bytes]] = []
 """Processes that finish what they were given while no client waits for them; polled so that they do not stay
@@ -22,7 +23,8 @@ def start_writer(theirs: socket.socket, trainer_pid: int) -> subprocess.Popen[by
     arguments = str(theirs.fileno()), str(trainer_pid)
     return subprocess.Popen(
         module_command("ciuic.training.writer_process", *arguments),
-        env=environment(of_trainer=True),
+        # With the credentials of stores, for the process that uploads, which the writer starts.
+        env={**environment(of_trainer=True), **store_variables()},
         stdin=subprocess.DEVNULL,
         # stderr is inherited: with the trainer gone it is the only place left for messages.
         stdout=subprocess.DEVNULL,

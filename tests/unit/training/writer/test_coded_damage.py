@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.identities import IDENTITIES
 
 from ciuic import SnapshotManager
-from ciuic.repository import Repository
+from ciuic.repository import Identity, Repository
 from ciuic.repository.checking.walk import Walker
 from ciuic.repository.format import pack_format as pf
 
@@ -42,12 +43,14 @@ def _flip(where: Path, pack: int, at: int) -> None:
         file.write(bytes([byte ^ 0x10]))
 
 
+@pytest.mark.parametrize("identity", IDENTITIES)
 @pytest.mark.parametrize(("damaged", "good"), [("newest difference", 2), ("first base", None)])
 def test_snapshots_that_rest_on_a_damaged_chunk_are_skipped(
-    tmp_path: Path, damaged: str, good: int | None
+    tmp_path: Path, damaged: str, good: int | None, identity: Identity | None
 ) -> None:
     """Damage of a difference costs one snapshot, of a base all that rest on it; the next save is whole."""
     where = tmp_path / "snapshots"
+    Repository.create(where, identity=identity).close()
     model = _Model()
     with SnapshotManager(where, compression="small") as manager:
         manager.register(model=model)

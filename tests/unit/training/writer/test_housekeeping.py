@@ -15,6 +15,7 @@ from hypothesis.strategies import booleans, builds, integers, lists, sets, tuple
 
 from ciuic import SnapshotManager
 from ciuic.daemon.base.repository_store import Store
+from ciuic.daemon.base.upkeep_need import UpkeepRules
 from ciuic.maintenance.prune import prune
 from ciuic.repository import Repository, SnapshotInfo, Walker
 from ciuic.repository.packs.chunk_reader import ChunkReader
@@ -153,14 +154,14 @@ def test_no_retention_but_its_own_removes_states(tmp_path: Path) -> None:
                 writer.commit(
                     SnapshotDraft(id=id_, time_ns=number, host="h", roots=(files,), tags=("training",))
                 )
-        assert store.wants_upkeep(policy, None, now_ns=10**18)
+        assert store.upkeep_need(UpkeepRules(policy), now_ns=10**18).is_due
         report = prune(repository, policy, now_ns=10**18)
         assert report.removed == ["cs-000001"]
         assert set(repository.snapshots.ids()) == {
             "cs-000002",
             *(save.id for save in saves if save is not None),
         }
-        assert not store.wants_upkeep(policy, None, now_ns=10**18)
+        assert not store.upkeep_need(UpkeepRules(policy), now_ns=10**18).is_due
 
 
 class _Trainer:

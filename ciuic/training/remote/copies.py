@@ -1,0 +1,146 @@
+"""Copies of a training's snapshots on its remotes: how far they are, and waiting for one.
+
+Guarantees: a snapshot counts as stored only after its commit on the remote. Nothing is contacted: the record and
+the status of the processes that upload are read, which lie in the local directory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ciuic.repository import Repository, SnapshotInfo
+from ciuic.training.remote.uploads import (
+    LOG_NAME,
+    UploadOrder,
+    is_uploading,
+    record_of,
+    start_missing,
+    state_dir,
+)
+from ciuic.training.util.logs import quietly
+
+_POLL_SECONDS: Final = 0.1
+# The writer process starts the upload after a save; where it has not by then, the one that waits does.
+_START_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True)
+class RemoteProgress:
+    """How far one remote is, in `SnapshotManager.remote_status`."""
+
+    url: str
+    stored: int
+    """Snapshots in the local directory that the remote has too."""
+    behind: int
+    """Snapshots that it still lacks."""
+    behind_bytes: int
+    """Bytes by which these let the local directory grow: about what is to be sent."""
+    behind_seconds: float
+    """Age of the oldest of them."""
+    uploading: bool
+    """True if a process uploads."""
+    waits_for: str
+    """Why nothing is sent, in words; empty while all is well."""
+    bytes_per_second: float
+    """Rate over the last ten seconds."""
+
+
+class RemoteCopies:
+    """Copies on the remotes of one manager."""
+
+    def __init__(self, save_dir: str, orders: Sequence[UploadOrder]) -> None:
+        """Contact nothing."""
+        self._save_dir = save_dir
+        self.orders = tuple(orders)
+
+    def wait(self, id_: str, timeout_seconds: float) -> bool:
+        """Wait until every remote has stored a snapshot; return whether that came in time.
+
+        A process that has died meanwhile is started again.
+        """
+        end = time.monotonic() + timeout_seconds
+        missing_since = time.monotonic()
+        repository_id = self._repository_id()
+        while not all(self._has(order, repository_id, id_) for order in self.orders):
+            now = time.monotonic()
+            if now >= end:
+                return False
+            if all(self._is_uploading(order) for order in self.orders):
+                missing_since = now
+            elif now - missing_since > _START_SECONDS:
+                missing_since = now
+                self._start()
+            time.sleep(min(_POLL_SECONDS, max(0.0, end - now)))
+        return True
+
+    def progress(self) -> list[RemoteProgress]:
+        """Return how far each remote is.
+
+        Raises:
+            CiuicError: The repository cannot be read.
+        """
+        with Repository.open(self._save_dir) as repository:
+            infos = repository.snapshots.list()
+            return [self._progress_of(order, repository.id, infos) for order in self.orders]
+
+    def _progress_of(
+        self, order: UploadOrder, repository_id: str, infos: Sequence[SnapshotInfo]
+    ) -> RemoteProgress:
+        # Only here: the module imports the store's client.
+        from ciuic.remote.upload.upload_status import read_status
+
+        record = record_of(self._save_dir, order.name, repository_id)
+        stored = frozenset() if record is None else record.stored
+        unwanted = frozenset() if record is None else record.passed_over
+        lacking = [info for info in infos if info.id not in stored | unwanted]
+        uploading = self._is_uploading(order)
+        status = read_status(order.name, state_dir(self._save_dir)) if uploading else None
+        waits_for = "" if status is None else status.waits_for
+        if lacking and not uploading:
+            log = state_dir(self._save_dir) / order.name / LOG_NAME
+            waits_for = (
+                f"no process uploads; the next save starts one, and what the last one said is in {log}"
+            )
+        oldest_ns = min((info.time_ns for info in lacking), default=0)
+        return RemoteProgress(
+            url=order.url,
+            stored=sum(info.id in stored for info in infos),
+            behind=len(lacking),
+            behind_bytes=sum(info.new_bytes for info in lacking),
+            behind_seconds=max(0.0, time.time() - oldest_ns / 1e9) if lacking else 0.0,
+            uploading=uploading,
+            waits_for=waits_for,
+            bytes_per_second=0.0 if status is None else status.bytes_per_second,
+        )
+
+    def _repository_id(self) -> str:
+        with Repository.open(self._save_dir) as repository:
+            return repository.id
+
+    def _has(self, order: UploadOrder, repository_id: str, id_: str) -> bool:
+        record = record_of(self._save_dir, order.name, repository_id)
+        return record is not None and id_ in record.stored
+
+    def _is_uploading(self, order: UploadOrder) -> bool:
+        try:
+            return is_uploading(self._save_dir, order.name)
+        except OSError:
+            return False
+
+    def _start(self) -> None:
+        with quietly("the upload cannot be started"):
+            start_missing(self._save_dir, self.orders)
+
+
+def newest(save_dir: str, root: bytes) -> str | None:
+    """Return the id of the newest snapshot of a training; None if there is none.
+
+    Raises:
+        CiuicError: The repository cannot be read.
+    """
+    with Repository.open(save_dir) as repository:
+        found = repository.snapshots.list(root=root)
+    return found[0].id if found else None

@@ -1,0 +1,117 @@
+"""Creation of a repository for a remote, and of the remote itself where there is none yet.
+
+A repository that is made here names chunks as the remote does, so that all hosts of the remote store equal
+content once. One that exists already keeps its own names, and has a space of its own in the remote.
+
+Guarantees: an existing repository is opened without contacting anything. A remote is made only where
+create-only was proved, and only with a key that was given, or without encryption where that was asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Final
+
+from ciuic.config import RemoteConfig
+from ciuic.errors import NotFound, UsageError
+from ciuic.remote.access.remote import Remote, RemoteExists, add_slot, init_remote, key_slots, open_remote
+from ciuic.remote.access.secrets import configured_secrets
+from ciuic.remote.errors import WrongKey
+from ciuic.remote.objects.model import Objects, RemoteRefused, RemoteUnreachable
+from ciuic.remote.objects.opening import open_objects
+from ciuic.remote.objects.prove import prove_create_only
+from ciuic.remote.objects.urls import StoreSettings
+from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.slot_secret import SlotSecret
+from ciuic.repository.repository import DEFAULT_BLOCK_SIZE
+from ciuic.training.util.logs import log
+from ciuic.training.util.repository_dir import Naming
+
+_SLOT: Final = "training"
+# Another rank that makes the remote adds its key slot right after.
+_OTHERS_SECONDS: Final = 30.0
+_POLL_SECONDS: Final = 0.2
+
+
+def naming_of(remote: RemoteConfig) -> Naming:
+    """Return how a new repository for this remote names chunks; make the remote if there is none.
+
+    All ranks of a run may call this at once.
+
+    Raises:
+        CiuicError: The remote cannot be reached or opened, or there is none and none may be made.
+    """
+    try:
+        # The directory of a file URL is never made: where its file system is not mounted, a new remote would
+        # hide the one to resume from.
+        with closing(open_objects(remote.url, settings_of(remote))) as objects:
+            opened = _opened(remote, objects)
+    except (RemoteUnreachable, RemoteRefused) as error:
+        raise type(error)(
+            f"cannot make a repository for {remote.url}: {error.message}",
+            hint="the local directory is new, so that the remote must say how chunks are named, and what there is "
+            "to resume; an existing directory begins without a connection",
+        ) from error
+    return Naming(opened.identity, opened.stored.block_size)
+
+
+def settings_of(remote: RemoteConfig) -> StoreSettings:
+    """Return what the store must be told beside the URL."""
+    return StoreSettings(
+        endpoint=remote.endpoint or "",
+        region=remote.region or "",
+        storage_class=remote.storage_class or "",
+    )
+
+
+def _opened(remote: RemoteConfig, objects: Objects) -> Remote:
+    secrets = configured_secrets(remote)
+    end = time.monotonic() + _OTHERS_SECONDS
+    while True:
+        try:
+            return open_remote(objects, secrets)
+        except NotFound:
+            try:
+                return _made(remote, objects, secrets)
+            except RemoteExists:
+                continue
+        except WrongKey:
+            # Of a remote without any slot another rank is adding the first one.
+            if not secrets or time.monotonic() > end or key_slots(objects):
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
+def _made(remote: RemoteConfig, objects: Objects, secrets: Sequence[SlotSecret]) -> Remote:
+    """Make the remote.
+
+    Raises:
+        RemoteExists: Another process was first.
+        UsageError: There is no key, and encryption was not turned off.
+    """
+    if remote.encryption and not secrets:
+        raise UsageError(
+            f"there is no remote at {remote.url} yet, and no key to seal a new one with",
+            hint=f"ciuic remote init {remote.url} makes one and prints its recovery key; "
+            "or set CIUIC_REMOTE_PASSPHRASE or CIUIC_REMOTE_KEY_FILE",
+        )
+    if not remote.encryption and secrets:
+        raise UsageError(
+            f"remote {remote.url} has encryption = false, but a key was given",
+            hint="leave out one of them: with the key the new remote would be sealed",
+        )
+    prove_create_only(lambda: open_objects(remote.url, settings_of(remote)))
+    if not remote.encryption:
+        made = init_remote(objects, master=None, block_size=DEFAULT_BLOCK_SIZE)
+    else:
+        made = init_remote(objects, master=MasterKey.generate(), block_size=DEFAULT_BLOCK_SIZE)
+        for number, secret in enumerate(secrets):
+            add_slot(made, _SLOT if not number else f"{_SLOT}-{number}", secret)
+    log.warning(
+        "ciuic: made a new remote at %s (%s): there is nothing to resume there",
+        remote.url,
+        "sealed with the key that was given; a lost key is lost data" if made.master else "not sealed",
+    )
+    return made

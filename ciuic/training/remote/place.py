@@ -1,0 +1,57 @@
+"""Where a training saves: its local directory, and its remotes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from ciuic.training.state import validation
+
+if TYPE_CHECKING:
+    from ciuic.config import RemoteConfig
+
+Remotes: TypeAlias = (
+    "str | Mapping[str, Any] | RemoteConfig | Iterable[str | Mapping[str, Any] | RemoteConfig] | None"
+)
+"""What the option ``remote`` may be."""
+RemoteList: TypeAlias = "tuple[RemoteConfig, ...]"
+
+
+class Place(NamedTuple):
+    """Local directory and remotes of a training."""
+
+    directory: str
+    remotes: tuple[RemoteConfig, ...]
+
+
+def place_of(save_dir: Any, remote: Any) -> Place:
+    """Return where the options of a manager have it save.
+
+    Args:
+        save_dir: Directory, or the URL of a remote.
+        remote: Further remotes; see `targets.remotes_from`.
+
+    Raises:
+        UsageError: A URL or a setting is wrong.
+        TypeError: An option has the wrong type.
+    """
+    url = save_dir if is_url(save_dir) else None
+    if url is None and remote is None:
+        return Place(validation.directory(save_dir), ())
+    # Only here: trainings without a remote need none of it.
+    from ciuic.training.remote import targets
+
+    remotes = targets.remotes_from(remote)
+    if url is None:
+        return Place(validation.directory(save_dir), remotes)
+    first = targets.remotes_from(url)
+    # The same place once more, with its settings, is the one that is meant.
+    if any(one.url == first[0].url for one in remotes):
+        first = ()
+    return Place(str(targets.local_directory(url)), (*first, *remotes))
+
+
+def is_url(save_dir: Any) -> bool:
+    """Return whether ``save_dir`` names a remote, and no directory."""
+    return isinstance(save_dir, str) and re.match(r"[a-z][a-z0-9]*://", save_dir) is not None

@@ -1,0 +1,257 @@
+"""Uploads of one training directory: where their state lies, and whether a process carries them out.
+
+``SAVE_DIR/remotes/NAME`` has what the process keeps of the remote NAME: the record of what is stored there
+(`ciuic.protocol.stored_remotely`), its status, its index, its log, and two files that are locked:
+
+* ``users``, shared, by each writer process of a training that saves here;
+* ``uploader``, by the process that uploads.
+
+Guarantees: one process uploads to a remote, also where the directory is shared by hosts whose file system
+locks for all of them. It ends when it has stored everything and has locked ``users`` alone. It gives up
+``uploader`` before ``users``: a writer that waits for ``users`` finds ``uploader`` free then, and starts another
+process.
+
+References:
+    flock(2): the lock belongs to the open file, and goes with the process that opened it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from ciuic.protocol.stored_remotely import StoredRecord, StoredRecordDamaged, read_record
+from ciuic.system.child_process import environment, module_command
+
+if TYPE_CHECKING:
+    from ciuic.config import RemoteConfig
+
+STATE_DIR: Final = "remotes"
+LOG_NAME: Final = "log"
+_USERS: Final = "users"
+_UPLOADER: Final = "uploader"
+_MODULE: Final = "ciuic.training.remote.upload_process"
+# A process of root keeps few variables of its environment (child_process.py). Credentials of stores come from
+# there, and the way to them: the training's environment is the user's own.
+_STORE_PREFIXES: Final = ("AWS_", "AZURE_", "GOOGLE_", "OSS_", "ALIBABA_CLOUD_")
+_STORE_VARIABLES: Final = frozenset(
+    name
+    for upper in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR")
+    for name in (upper, upper.lower())
+)
+
+_started: list[subprocess.Popen[bytes]] = []
+"""Processes that this one has started and that outlive what started them."""
+# Fields of an order that a `RemoteConfig` has as another type.
+_CONVERTED: Final = ("key_file", "keep", "interval_seconds")
+
+
+class UploadOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """A remote as the command line of the process that uploads has it. No secret is in it."""
+
+    name: str
+    url: str
+    endpoint: str | None = None
+    region: str | None = None
+    bandwidth_bytes: int | None = None
+    encryption: bool = True
+    key_file: str | None = None
+    key_command: tuple[str, ...] = ()
+    storage_class: str | None = None
+    interval_seconds: int = 0
+    """Least time between two snapshots that are uploaded."""
+    keep: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, remote: RemoteConfig) -> UploadOrder:
+        """Return the order for a remote."""
+        values = {name: getattr(remote, name) for name in cls.__struct_fields__ if name not in _CONVERTED}
+        key_file = None if remote.key_file is None else str(remote.key_file)
+        seconds = remote.schedule.interval_seconds
+        return cls(**values, key_file=key_file, interval_seconds=seconds, keep=asdict(remote.keep))
+
+    def config(self) -> RemoteConfig:
+        """Return the remote."""
+        # Only here: each writer process imports this module, and needs no configuration.
+        from ciuic.config import RemoteConfig
+        from ciuic.config.model import RemoteSchedule
+        from ciuic.retention import RetentionPolicy
+
+        values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _CONVERTED}
+        keep = RetentionPolicy(**{**self.keep, "keep_tags": tuple(self.keep.get("keep_tags", ()))})
+        key_file = None if self.key_file is None else Path(self.key_file)
+        schedule = RemoteSchedule(self.interval_seconds)
+        return RemoteConfig(**values, key_file=key_file, keep=keep, schedule=schedule)
+
+
+def state_dir(save_dir: str | os.PathLike[str]) -> Path:
+    """Return the directory with one directory for each remote."""
+    return Path(save_dir) / STATE_DIR
+
+
+def store_variables() -> dict[str, str]:
+    """Return the variables of this process's environment that a client of a store may need."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_STORE_PREFIXES) or name in _STORE_VARIABLES
+    }
+
+
+class UploadLock:
+    """One of the two locks of a remote; held until `release` or the end of the process."""
+
+    def __init__(self, save_dir: str, name: str, which: str) -> None:
+        """Hold nothing yet."""
+        self._path = f"{save_dir}/{STATE_DIR}/{name}/{which}"
+        self._fd = -1
+
+    @classmethod
+    def users(cls, save_dir: str, name: str) -> UploadLock:
+        """Return the lock of those that save."""
+        return cls(save_dir, name, _USERS)
+
+    @classmethod
+    def uploader(cls, save_dir: str, name: str) -> UploadLock:
+        """Return the lock of the process that uploads."""
+        return cls(save_dir, name, _UPLOADER)
+
+    def acquire(self, *, shared: bool = False, wait: bool = False) -> bool:
+        """Take the lock, or change it from shared to exclusive; return whether that was possible.
+
+        Raises:
+            OSError: The file system has no such file or no locks.
+        """
+        if self._fd < 0:
+            os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(self._path, flags, 0o600)
+        how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        try:
+            fcntl.flock(self._fd, how if wait else how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Give the lock up."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Uploads:
+    """Keeps a process running for each remote, from a thread of its own: no save waits for a lock or a start."""
+
+    def __init__(
+        self, save_dir: str, orders: Sequence[UploadOrder], problem: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            save_dir: Directory of the repository.
+            orders: The remotes.
+            problem: Told in words why nothing is uploaded; called from the thread.
+        """
+        self._save_dir = save_dir
+        self._orders = tuple(orders)
+        self._problem = problem
+        self._saves: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._users: list[UploadLock] = []
+
+    def saved(self) -> None:
+        """Have the processes running: there is a new snapshot, or there may be old ones. Returns at once."""
+        if not self._orders:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._keep, name="uploads", daemon=True)
+            self._thread.start()
+        self._saves.put(True)
+
+    def finish(self, timeout_seconds: float) -> None:
+        """Wait until what `saved` asked for is done, at most so long."""
+        if self._thread is not None:
+            self._saves.put(False)
+            self._thread.join(timeout_seconds)
+
+    def _keep(self) -> None:
+        while self._saves.get():
+            try:
+                self._join()
+                start_missing(self._save_dir, self._orders)
+            # An upload must not harm a training; the next save tries again.
+            except OSError as error:
+                self._problem(f"snapshots cannot be uploaded: {error.strerror or error}")
+
+    def _join(self) -> None:
+        """Keep the processes from ending before this process does."""
+        for order in self._orders[len(self._users) :]:
+            lock = UploadLock.users(self._save_dir, order.name)
+            # Waits for a process that is ending now.
+            lock.acquire(shared=True, wait=True)
+            self._users.append(lock)
+
+
+def start_missing(save_dir: str, orders: Iterable[UploadOrder]) -> None:
+    """Start a process for each remote that has none.
+
+    Raises:
+        OSError: The file system has no locks, or no process could be started.
+    """
+    # poll() reaps those that have ended.
+    _started[:] = [one for one in _started if one.poll() is None]
+    _started.extend(_start(save_dir, order) for order in orders if not is_uploading(save_dir, order.name))
+
+
+def is_uploading(save_dir: str, name: str) -> bool:
+    """Return whether a process uploads to this remote.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    lock = UploadLock.uploader(save_dir, name)
+    try:
+        return not lock.acquire(shared=True)
+    finally:
+        lock.release()
+
+
+def record_of(save_dir: str, name: str, repository_id: str) -> StoredRecord | None:
+    """Return what is recorded of a remote; None if nothing is, or nothing that can be read."""
+    try:
+        record = read_record(name, state_dir(save_dir))
+    except StoredRecordDamaged:
+        return None
+    return record if record is not None and record.repository == repository_id else None
+
+
+def _start(save_dir: str, order: UploadOrder) -> subprocess.Popen[bytes]:
+    directory = f"{save_dir}/{STATE_DIR}/{order.name}"
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    # A file, no pipe or terminal of the training: the process outlives it, and who reads its output to the end
+    # must not wait for the upload. Appended to, because another process may be running already.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    log = os.open(f"{directory}/{LOG_NAME}", flags, 0o600)
+    try:
+        return subprocess.Popen(
+            module_command(_MODULE, save_dir, msgspec.json.encode(order).decode()),
+            env={**environment(of_trainer=True), **store_variables()},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            # As the writer process: what ends the trainer's process group must not end the upload.
+            start_new_session=True,
+            cwd="/",
+        )
+    finally:
+        os.close(log)
