@@ -24,7 +24,7 @@ BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/t
 CACHED := tests/conformance tests/property/test_mount_exact.py \
 	tests/e2e/test_survival.py::test_a_job_does_not_notice_that_its_worker_is_killed
 
-.PHONY: help rescue test check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes setup setup-test preflight clean
+.PHONY: help rescue test check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote setup setup-test preflight clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
@@ -38,6 +38,7 @@ help:
 	@echo "make bench-store-memory  measures what verify, prune and a capture keep in memory for each chunk"
 	@echo "make bench-polite  measures fio beside captures, under each I/O scheduler, and snapshots on a busy host (docs/benchmarks.md)"
 	@echo "make bench-saves  measures what saving a training costs it, next to torch.save and dcp.async_save (docs/benchmarks.md)"
+	@echo "make bench-remote  measures uploads and restores of a remote, next to restic and rclone (docs/benchmarks.md)"
 	@echo "make bench-sizes  measures what ten checkpoints of a training cost on the disk (docs/benchmarks.md)"
 	@echo "make clean    removes the virtual environment and all caches"
 
@@ -106,6 +107,10 @@ bench-saves:
 bench-sizes:
 	@.ci/setup test
 	@$(PY) -m benchmarks.sizes $(ARGS)
+
+bench-remote:
+	@.ci/setup test
+	@PYTHONPATH=tests $(PY) -m benchmarks.remote $(ARGS)
 
 bench-polite: preflight-bench-store
 	@.ci/setup test
