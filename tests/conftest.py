@@ -20,6 +20,8 @@ import hypothesis
 import pytest
 from support import leftovers
 from support.ci import IN_CI, needs
+from support.object_servers import fault_proxy as fault_proxy
+from support.object_servers import seaweedfs as seaweedfs
 from support.small_disks import sharing_disk as sharing_disk
 
 from ciuic.system import mountinfo

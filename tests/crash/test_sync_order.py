@@ -21,6 +21,8 @@ from ciuic.config.repository_mark import mark_of, write_mark
 from ciuic.fuse_layer.cut.epochs import read_saved, write_saved
 from ciuic.integrations.lightning_pointer import Pointer, write_pointer
 from ciuic.protocol.state_directory import open_state
+from ciuic.protocol.stored_remotely import StoredRecord, write_record
+from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.repository import Repository
 from ciuic.repository.format import pack_format as pf
 from ciuic.repository.index.database import INDEX_NAME
@@ -229,6 +231,14 @@ def test_the_mark_of_a_seen_root_is_durable(watch: SyncWatch, tmp_path: Path) ->
     assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
 
 
+def test_what_a_remote_has_stored_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
+    """The record of what a remote has stored is durable, content and name: prune removes what it has."""
+    (tmp_path / "nas").mkdir()
+    watch.trust_all()
+    write_record("nas", StoredRecord(repository="f" * 32, stored=frozenset({"cs-000001"})), tmp_path)
+    assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
+
+
 def test_why_a_snapshot_was_lost_is_durable(watch: SyncWatch, tmp_path: Path) -> None:
     """The reason why a snapshot was lost is durable, content and name, before it is reported."""
     repository = tmp_path / "repository"
@@ -273,3 +283,30 @@ def test_a_new_directory_of_a_checkpoint_is_durable(watch: SyncWatch, tmp_path: 
         pointer_path(tmp_path / "step-1"), CheckpointPointer("ciuic", "dcp", "1", "/step-1")
     )
     assert (watch.renamed_unsynced, watch.unsynced()) == ([], [])
+
+
+def test_objects_of_a_directory_are_durable(watch: SyncWatch, tmp_path: Path) -> None:
+    """An object of a remote that is a directory is durable when a call returns, and so are its directories.
+
+    That includes what another host made and may not have synced yet: a lost create is relied on.
+    """
+    incoming = ".incoming"
+    objects = DirectoryObjects(f"{tmp_path}/above/remote", make=True)
+    assert watch.unsynced() == []
+    objects.put("packs/data/00/one", [b"content"])
+    assert watch.unsynced(incoming) == []
+    objects.put("packs/data/00/one", [b"other content"])
+    assert watch.unsynced(incoming) == []
+    assert objects.create("w/writer/0", b"entry")
+    assert watch.unsynced(incoming) == []
+    os.mkdir(f"{tmp_path}/above/remote/w/other")
+    objects.put("w/other/0", [b"entry"])
+    assert watch.unsynced(incoming) == []
+    fd = os.open(f"{tmp_path}/above/remote/w/writer/1", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    os.fsync(fd)
+    os.close(fd)
+    assert not objects.create("w/writer/1", b"mine")
+    assert watch.unsynced(incoming) == []
+    objects.delete(["w/writer/1"])
+    assert watch.unsynced(incoming) == []
+    assert watch.renamed_unsynced == []

@@ -62,6 +62,7 @@ TORTURES = [
     Torture("faults", 2),
     Torture("suites", 2),
     Torture("restore_race", 1),
+    Torture("remote", 1),
     Torture("syncs", 0.5),
     Torture("fuzz", 1),
     Torture("training", 1),

@@ -82,8 +82,16 @@ MUTATIONS = (
     Mutation("an exported file", "ciuic/training/export/destination.py", "os.fsync(file", (_ORDER,)),
     Mutation("the names of an export, and files of a folder", "ciuic/training/export/destination.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("the name of a checkpoint's directory", "ciuic/training/dcp/pointer.py", "disk.sync_dir(", (_ORDER,)),
+    Mutation("what a remote has stored", "ciuic/protocol/stored_remotely.py", "os.fsync(file", (_ORDER,)),
+    Mutation("the name of what a remote has stored", "ciuic/protocol/stored_remotely.py", "os.fsync(directory)", (_ORDER,)),
     Mutation("what a root remembers", "ciuic/config/repository_mark.py", "os.fsync(file", (_ORDER,)),
     Mutation("the name of what a root remembers", "ciuic/config/repository_mark.py", "os.fsync(directory)", (_ORDER,)),
+    Mutation("the directory of a remote", "ciuic/remote/objects/directory_objects.py", "self._disk.sync_dir(", (_ORDER,)),
+    Mutation("the name of another host's object", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(directory)", (_ORDER,)),
+    Mutation("a deleted object", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(directory)", (_ORDER,), nth=1),
+    Mutation("an object's name", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(directory)", (_ORDER,), nth=2),
+    Mutation("an object's directory", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(fd)", (_ORDER,)),
+    Mutation("an object", "ciuic/remote/objects/directory_objects.py", "self._disk.sync(fd)", (_ORDER,), nth=1),
 )  # fmt: skip
 
 
