@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,15 +48,19 @@ def test_random_operations_keep_every_snapshot(seed: int) -> None:
     assert storm.bucket.deleted
 
 
+# 20 for ten thousand operations, and for mutations that chance meets late (docs/torture.md).
+STORMS = int(os.environ.get("CIUIC_STORMS", "4"))
+
+
 @pytest.mark.slow
-def test_ten_thousand_operations_keep_every_snapshot() -> None:
-    """The same for ten thousand snapshots, removals and rounds, in twenty buckets."""
+def test_long_storms_keep_every_snapshot() -> None:
+    """The same for 500 snapshots, removals and rounds in each of several buckets."""
     done = 0
-    for seed in range(1000, 1020):
+    for seed in range(1000, 1000 + STORMS):
         storm = Storm(seed, switch_share=(1.0, 0.3, 0.1)[seed % 3])
         storm.run(500, max_steps=1_000_000)
         done += storm.operations
-    assert done >= 10_000
+    assert done >= 500 * STORMS
 
 
 # These lose a chunk in few orders of requests: chance takes long to meet one, and the search below meets all.
@@ -71,7 +76,12 @@ def test_mutation_of_one_step_is_noticed(monkeypatch: pytest.MonkeyPatch, name: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["every_final_counts", "bases_not_marked", "manifest_name_reused", "entry_before_not_read"]
+    "name",
+    [
+        "bases_not_marked",
+        "manifest_name_reused",
+        *(["every_final_counts", "entry_before_not_read"] if STORMS >= 20 else []),
+    ],
 )
 def test_further_mutation_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """So does each of these, of what the model does not have, within 300,000 requests."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from pathlib import Path
 
 import click
@@ -69,8 +68,10 @@ def _say_if_foreign(program: Path) -> None:
 
 def _say_if_closed(program: Path) -> None:
     """Warn of a program that the user of ciuic-upload.service cannot reach."""
+    from ciuic.cli.shared.systemd import this_interpreter
+
     # The interpreter as well: a virtual environment often leads to one in the home of its owner.
-    for path in (Path(os.path.realpath(program)), Path(os.path.realpath(sys.executable))):
+    for path in (Path(os.path.realpath(program)), this_interpreter()):
         closed = next((one for one in (path, *path.parents) if not os.stat(one).st_mode & stat.S_IXOTH), None)
         if closed is not None:
             warn(

@@ -181,6 +181,11 @@ def for_program(text: str, program: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def this_interpreter() -> Path:
+    """Return the file of the interpreter that runs this program."""
+    return Path(os.path.realpath(sys.executable))
+
+
 def this_program() -> Path:
     """Return the absolute path of the running installed command, or of ``ciuic`` beside its interpreter."""
     # `python -m ciuic` has no path that a unit could run; the interpreter's directory has the installed

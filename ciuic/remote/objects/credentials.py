@@ -19,6 +19,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Final, TypedDict
 
 from ciuic.errors import NotPermitted
+from ciuic.system.child_process import program_environment
 
 _MAX_FILE_BYTES = 1 << 20
 _MAX_REPLY_BYTES = 1 << 16
@@ -253,6 +254,12 @@ def _ask_process(command: str, profile: str) -> Secret:
             shlex.split(command),
             capture_output=True,
             stdin=subprocess.DEVNULL,
+            cwd="/",
+            # The program of the user's own configuration, which may ask for the profile and the region.
+            env={
+                **program_environment(),
+                **{name: value for name, value in os.environ.items() if name.startswith("AWS_")},
+            },
             timeout=_PROCESS_TIMEOUT_SECONDS,
             check=False,
         )
