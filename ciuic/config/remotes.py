@@ -40,7 +40,7 @@ _COUNTS = (
 
 
 class Complaints(Protocol):
-    """Where errors of a file go (`ciuic.config.draft.Draft`)."""
+    """Receiver of the errors of a file (`ciuic.config.draft.Draft`)."""
 
     def complain(self, message: str, line: int, hint: str = "") -> None:
         """Record an error at a line."""

@@ -167,7 +167,7 @@ class RootStatus(_Document):
 
 
 class RemoteStatus(_Document):
-    """What a remote lacks of the repository, from the record of the process that uploads."""
+    """Snapshots of the repository that a remote lacks, from the record of the process that uploads."""
 
     name: str
     snapshots: int = 0

@@ -1,4 +1,4 @@
-"""How far a remote is behind a repository, from the record of what it has stored.
+"""Lag of a remote behind a repository, from the record of what it has stored.
 
 The record is that of the process that uploads (`ciuic.protocol.stored_remotely`), so the figures need no network.
 """
@@ -13,7 +13,7 @@ from ciuic.protocol.stored_remotely import StoredRecordDamaged, read_record
 
 
 class LaggingSnapshot(Protocol):
-    """What is asked of a snapshot; `ciuic.repository.SnapshotInfo` has it."""
+    """Facts about a snapshot; `ciuic.repository.SnapshotInfo` has it."""
 
     @property
     def id(self) -> str:
@@ -29,7 +29,7 @@ class LaggingSnapshot(Protocol):
 
 
 class RemoteLag(NamedTuple):
-    """What a remote lacks of a repository."""
+    """Snapshots of a repository that a remote lacks."""
 
     snapshots: int = 0
     """Snapshots that wait for the remote."""

@@ -40,7 +40,7 @@ class StoredRecordDamaged(Damaged):
 
 
 class StoredRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a remote has stored of one repository."""
+    """Snapshots of one repository that a remote has stored."""
 
     repository: str
     """Id of the repository."""
@@ -50,7 +50,7 @@ class StoredRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemotesDone(NamedTuple):
-    """What each remote needs no more, as `ciuic.retention.plan_retention` takes it."""
+    """Snapshots that each remote needs no more, as `ciuic.retention.plan_retention` takes it."""
 
     done: dict[str, Collection[str] | None]
     """Snapshots stored or passed over, by the remote's name; None: it has never stored any."""

@@ -17,7 +17,7 @@ from ciuic.types import STATE_TAGS, TAG_PARTIAL
 
 
 class UpkeepRules(NamedTuple):
-    """What decides which snapshots stay."""
+    """Facts that decide which snapshots stay."""
 
     policy: RetentionPolicy
     min_free: MinFree | None = None
@@ -28,7 +28,7 @@ class UpkeepRules(NamedTuple):
 
 
 class UpkeepNeed(NamedTuple):
-    """Whether upkeep has something to do."""
+    """Answer to the question if upkeep has something to do."""
 
     is_due: bool
     """Some snapshot is kept by no rule, or free space is below the floor of snapshots that may yield."""

@@ -50,7 +50,7 @@ def require_sealed(remote: Remote) -> Remote:
     Raises:
         WrongKey: it is not.
     """
-    # Whoever can write to the bucket could otherwise have everything sent in clear to a host without a key.
+    # An attacker who can write to the bucket could otherwise have everything sent in clear to a host without a key.
     if not remote.stored.sealed:
         raise WrongKey(
             f"the remote at {remote.objects.url} is not encrypted, and the configuration does not say so",

@@ -12,7 +12,7 @@ from ciuic.repository.new_directory import unmake_empty
 
 
 class RepositoryChoice(Enum):
-    """What became of the repository of a host that joined a remote."""
+    """Outcome for the repository of a host that joined a remote."""
 
     MADE = "made"
     """There was none."""

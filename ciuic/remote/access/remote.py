@@ -194,7 +194,7 @@ def remove_slot(remote: Remote, slot: str) -> None:
 def _unlocked(objects: Objects, data: bytes, secrets: Sequence[SlotSecret]) -> MasterKey | None:
     """Return the master key; None for a remote that says it is not sealed and no secret was given."""
     if not is_sealed(data):
-        # Whoever can write to the bucket could otherwise have everything sent in clear from now on.
+        # An attacker who can write to the bucket could otherwise have everything sent in clear from now on.
         if secrets:
             raise WrongKey(
                 f"remote.json of {objects.url} says that the remote is not sealed, but a key was given",

@@ -1,4 +1,4 @@
-"""One round of collection, from the first mark to its end; or the end of a round that another collector began.
+"""Round of collection, from the first mark to its end; or the end of a round that another collector began.
 
 The order of the steps is the safety argument (docs/remote-format.md, section 8):
 
@@ -57,7 +57,7 @@ DEFAULT_REPACK_BYTES: Final = 4 << 30
 
 
 class CollectionPolicy(NamedTuple):
-    """What is worth collecting; nothing here is needed for safety."""
+    """Rules for what is worth collecting; nothing here is needed for safety."""
 
     young_ns: int = DEFAULT_YOUNG_NS
     repack_share: float = DEFAULT_REPACK_SHARE
@@ -68,7 +68,7 @@ DEFAULT_POLICY: Final = CollectionPolicy()
 
 
 class CollectionResult(NamedTuple):
-    """What one call of `Collector.run` did."""
+    """Result of one call of `Collector.run`."""
 
     round: int
     """Number of the round that was ended; -1 if there was nothing to collect."""
@@ -84,7 +84,7 @@ class CollectionResult(NamedTuple):
 
 
 class CollectionPreview(NamedTuple):
-    """What a collection would do."""
+    """Plan of a collection."""
 
     packs: tuple[PackRef, ...]
     manifests: tuple[str, ...]

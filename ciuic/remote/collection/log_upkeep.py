@@ -1,7 +1,7 @@
 """Sum up long logs, delete what lies before, and end the logs of writers that are gone.
 
 Entries of a log are deleted one at a time, ascending, and never the last that its writer made nor any after it.
-Whoever creates an entry reads the one before it again: if that is still there, the new name was never deleted.
+The creator of an entry reads the one before it again: if that is still there, the new name was never deleted.
 
 A log that sums up leaves out what it removed once no other log commits it any more. Which removals these are was
 read before the commits were: a removal that is seen before its commit is kept.

@@ -1,4 +1,4 @@
-"""Which packs are needed: pure work on the index and the set of live chunks."""
+"""Choice of the packs that are needed: pure work on the index and the set of live chunks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ read; then nothing is collected.
 
 
 class PackUse(NamedTuple):
-    """How much of a pack is needed, in bytes of the pack: records with their rows in its table."""
+    """Needed part of a pack, in bytes of the pack: records with their rows in its table."""
 
     live_bytes: int = 0
     only_here_bytes: int = 0

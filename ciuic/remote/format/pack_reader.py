@@ -21,7 +21,7 @@ TAIL_GUESS_BYTES: Final = 64 << 10
 
 
 class RemotePackReader:
-    """One pack of the remote; may be used by several threads at once.
+    """Pack of the remote; may be used by several threads at once.
 
     Args:
         sealer: seals of the remote.

@@ -30,7 +30,7 @@ DEFAULT_PACK_BYTES: Final = 64 << 20
 
 
 class RemotePackWriter:
-    """One new pack. Not to be shared by threads.
+    """New pack. Not to be shared by threads.
 
     Each record is sealed once, straight into the buffer. A pack that could not be sent completely is sent
     again with the same bytes, or given up with its id: its offsets are nonces.

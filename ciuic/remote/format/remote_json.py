@@ -1,6 +1,6 @@
 """remote.json: what a remote is, and the identity of what is stored in it.
 
-Guarantees: with a master key every field is authenticated, so that nobody who can write to the bucket can
+Guarantees: with a master key every field is authenticated, so that an attacker who can write to the bucket cannot
 change the size of blocks, or make a sealed remote look like one that is not.
 
 References:
@@ -191,7 +191,7 @@ def open_remote(data: bytes, master: MasterKey | None, *, expected_id: bytes | N
         raise DamagedRemote(REMOTE_JSON, f"it is that of {stored.id}, not of {expected_id.hex()}")
     if stored.sealed and master is None:
         raise WrongKey("the remote is sealed: a passphrase or key is needed")
-    # Whoever can write to the bucket could otherwise have everything sent in clear from now on.
+    # An attacker who can write to the bucket could otherwise have everything sent in clear from now on.
     if not stored.sealed and master is not None:
         raise WrongKey(
             "remote.json says that the remote is not sealed, but a key was given",

@@ -15,7 +15,7 @@ from ciuic.remote.sealing.sealer import Sealer
 
 
 class StoredRound(msgspec.Struct, frozen=True, kw_only=True):
-    """What a round condemns; in ``.final`` what it deletes; in ``.done`` nothing."""
+    """Packs and manifests that a round condemns; in ``.final`` those that it deletes; in ``.done`` none."""
 
     nonce: HexId
     condemned: PackRefs = ()

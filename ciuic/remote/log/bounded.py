@@ -18,7 +18,7 @@ def read_object(objects: Objects, name: str, max_bytes: int = MAX_DOCUMENT_BYTES
         NoSuchObject: there is none.
         DamagedRemote: it has more than ``max_bytes``.
     """
-    # A range and not the whole: whoever can write to the bucket chooses the size.
+    # A range and not the whole: an attacker who can write to the bucket chooses the size.
     (data,) = objects.get_ranges(name, [(0, max_bytes + 1)])
     if len(data) > max_bytes:
         raise DamagedRemote(name, f"it has more than {max_bytes} bytes")

@@ -1,4 +1,4 @@
-"""What one log says, as far as it was read: snapshots committed and removed, and where its entries lie."""
+"""Summary of one log, as far as it was read: snapshots committed and removed, and the places of its entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ciuic.remote.format.names import PackRef
 
 
 class LogSummary(msgspec.Struct, kw_only=True):
-    """One log up to the entry before ``next``."""
+    """Log up to the entry before ``next``."""
 
     next: int = 0
     """Number of the first entry that was not read."""

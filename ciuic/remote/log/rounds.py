@@ -19,7 +19,7 @@ from ciuic.remote.sealing.sealer import Sealer
 
 
 class Rounds:
-    """What rounds condemned. Not thread-safe.
+    """Packs and manifests that rounds condemned. Not thread-safe.
 
     Args:
         objects: The remote.

@@ -146,7 +146,7 @@ class Clients:
 
 
 class _Configuration:
-    """What obstore's constructors take for one URL."""
+    """Arguments of obstore's constructors for one URL."""
 
     def __init__(self, url: RemoteUrl, settings: StoreSettings, environment: Mapping[str, str]) -> None:
         self._url = url

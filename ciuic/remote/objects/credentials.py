@@ -33,7 +33,7 @@ _METADATA_TIMEOUT_SECONDS = 3
 
 
 class NoCredentials(NotPermitted):
-    """No usable credentials for an object store; the message names the places that were looked at."""
+    """Missing or unusable credentials for an object store; the message names the places that were looked at."""
 
 
 class Credential(TypedDict):

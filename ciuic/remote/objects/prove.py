@@ -32,7 +32,7 @@ class CreateOnlyNotKept(CiuicError):
 
 
 class Proof(NamedTuple):
-    """What a proof has shown."""
+    """Result of a proof."""
 
     races: int
     racers: int
@@ -41,7 +41,7 @@ class Proof(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What `measure` has measured; rates in bytes a second, seconds for one request."""
+    """Figures that `measure` has measured; rates in bytes a second, seconds for one request."""
 
     proof: Proof
     small_put_seconds: float

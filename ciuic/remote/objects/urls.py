@@ -44,7 +44,7 @@ class RemoteUrl:
 
 @dataclass(frozen=True)
 class StoreSettings:
-    """What a store must be told beside its URL; an empty text stands for the store's default."""
+    """Settings of a store beside its URL; an empty text stands for the store's default."""
 
     endpoint: str = ""
     """URL of a server other than the cloud's own, such as ``https://minio.example:9000``. Plain ``http://`` is

@@ -1,4 +1,4 @@
-"""One space of a remote as a repository that can be read.
+"""Space of a remote as a repository that can be read.
 
 Everything that only reads works on it: list, show, diff, verify, restore. Guarantees: content is compared with its chunk id by
 the same readers as that of a local repository; nothing is written to the remote.

@@ -1,4 +1,4 @@
-"""What all readers of one space of a remote share."""
+"""State that all readers of one space of a remote share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ciuic.remote.reading.remote_packs import RemotePacks
 
 
 class SpaceReader:
-    """What all readers of one space share: its index, its cache, and what is read ahead.
+    """State that all readers of one space share: its index, its cache, and what is read ahead.
 
     Args:
         space: A remote, or the space of one repository in it.

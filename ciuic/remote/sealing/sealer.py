@@ -163,7 +163,7 @@ class Sealer:
             raise UnsupportedFormat(
                 f"{name} in the remote has version {version}; this ciuic reads version {OBJECT_VERSION}"
             )
-        # Whoever can write to the bucket could otherwise put objects in clear, which need no key, in place
+        # An attacker who can write to the bucket could otherwise put objects in clear, which need no key, in place
         # of sealed ones.
         if sealed != int(self.sealed) or zero:
             kind = "sealed" if self.sealed else "not sealed"

@@ -31,7 +31,7 @@ _MAX_EMPTY_ROUNDS = 2
 
 
 class CollectedSpace(NamedTuple):
-    """What a collection did, or would do, in one space."""
+    """Result or plan of a collection in one space."""
 
     id: str
     """Id of the remote, or of the repository whose space it is."""

@@ -42,7 +42,7 @@ _AGAIN_SECONDS: Final = 600.0
 
 
 class Waiting(NamedTuple):
-    """What a remote lacks of a repository."""
+    """Snapshots of a repository that a remote lacks."""
 
     snapshots: int
     size_bytes: int
@@ -52,7 +52,7 @@ class Waiting(NamedTuple):
 
 
 class Replication:
-    """One repository and one remote. For one thread; `stop` may be set by any."""
+    """Replication of one repository to one remote. For one thread; `stop` may be set by any."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What retention asks of the snapshots that a remote has of one repository, kept in a local file.
+"""Facts about the snapshots of one repository on a remote, for retention, kept in a local file.
 
 The file is a cache: what it lacks is read from the manifests.
 """

@@ -28,7 +28,7 @@ _RATE_SECONDS: Final = 10.0
 
 
 class UploadStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What an upload was doing at ``time_ns``."""
+    """State of an upload at ``time_ns``."""
 
     time_ns: int
     pid: int

@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 
 
 class Labels(NamedTuple):
-    """What people call a snapshot by; nothing depends on it."""
+    """Labels of a snapshot for people; nothing depends on them."""
 
     job: str = ""
     """Name of the training; empty for a snapshot of files."""

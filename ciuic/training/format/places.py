@@ -1,4 +1,4 @@
-"""Where a snapshot is read from: a directory, or a repository that is open elsewhere."""
+"""Place that a snapshot is read from: a directory, or a repository that is open elsewhere."""
 
 from __future__ import annotations
 

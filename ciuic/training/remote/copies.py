@@ -29,7 +29,7 @@ _START_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class RemoteProgress:
-    """How far one remote is, in `SnapshotManager.remote_status`."""
+    """Progress of one remote, in `SnapshotManager.remote_status`."""
 
     url: str
     stored: int

@@ -34,7 +34,7 @@ def free_share(directory: str) -> float:
 
 
 class RemotePins:
-    """What the remotes of one training still need."""
+    """Snapshots that the remotes of one training still need."""
 
     def __init__(
         self,

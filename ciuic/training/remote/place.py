@@ -1,4 +1,4 @@
-"""Where a training saves: its local directory, and its remotes."""
+"""Place of a training: its local directory, and its remotes."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def store_variables() -> dict[str, str]:
 
 
 class UploadLock:
-    """One of the two locks of a remote; held until `release` or the end of the process."""
+    """Lock of a remote, one of two; held until `release` or the end of the process."""
 
     def __init__(self, save_dir: str, name: str, which: str) -> None:
         """Hold nothing yet."""

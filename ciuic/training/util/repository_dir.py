@@ -17,7 +17,7 @@ _POLL_SECONDS: Final = 0.02
 
 
 class Naming(NamedTuple):
-    """How a new repository names chunks, and how large its blocks are."""
+    """Identity and block size of a new repository."""
 
     identity: Identity
     block_size: int

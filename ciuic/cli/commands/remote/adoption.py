@@ -26,7 +26,7 @@ _UPLOAD_UNIT = "ciuic-upload.service"
 
 
 class Adopted(NamedTuple):
-    """What was done on this host."""
+    """Result of adopting a remote on this host."""
 
     config_file: Path
     config_changed: bool
@@ -111,7 +111,7 @@ def adopt(session: Session, config: RemoteConfig, remote: Remote, file: Path) ->
     """Write the configuration, have a repository, tell the daemon, and start the upload."""
     from ciuic.config import write_remote
 
-    # No remote in clear is configured by accident: whoever gives its URL has been asked.
+    # No remote in clear is configured by accident: the user who gives its URL has been asked.
     changed = write_remote(file, replace(config, encryption=remote.stored.sealed))
     runs = session.control.is_running()
     path, choice = _repository(session, remote, daemon_runs=runs)

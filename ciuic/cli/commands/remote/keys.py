@@ -170,7 +170,7 @@ def _secret(config: RemoteConfig, passphrase: bool, key_file: Path | None) -> Sl
 def remove(slot: str, place: str, yes: bool, as_json: bool) -> None:
     """Remove a key slot: its key opens the remote no more.
 
-    Whoever has used that key may have kept what it opens. The last slot cannot be removed.
+    A user of that key may have kept what it opens. The last slot cannot be removed.
     """
     from ciuic.remote.access.configured import configured_objects
     from ciuic.remote.access.remote import remove_slot

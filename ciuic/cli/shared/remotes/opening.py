@@ -47,7 +47,7 @@ def open_named_remote(url: str, remotes: Callable[[], Sequence[RemoteConfig]]) -
     config = _configured(url, remotes)
     settings = None if config is None else _settings(config)
     secrets = configured_secrets(config)
-    # Whoever can write to the bucket could otherwise have a host without a key read what he put there.
+    # An attacker who can write to the bucket could otherwise have a host without a key read forged snapshots.
     sealed = config is not None and config.encryption
     try:
         return open_remote_repository(url, settings, secrets, require_sealed=sealed)
