@@ -18,6 +18,9 @@ Kind = Literal[
     "pack",
     "damaged chunk",
     "orphaned pack",
+    "key slot",
+    "log",
+    "round",
 ]
 Severity = Literal["error", "warning", "info"]
 

@@ -91,3 +91,32 @@ def test_which_remote(host: Host, nas: Path) -> None:
     host.fails("forget", "--held", "-y", "latest", code=2)
     host.env["CIUIC_REMOTE_KEY_FILE"] = str(host.key_file)
     assert host.json("--repo", f"file://{nas}", "prune", "--dry-run")["freed_bytes"] == 0
+
+
+def test_check_repairs_from_the_repository(host: Host, nas: Path) -> None:
+    """check --remote names a damaged pack with exit 4; --repair mends it from the host; then everything verifies."""
+    assert host.json("check", "--remote", "--read-data")["findings"] == []
+    largest = max(packs(nas), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[5000] ^= 1
+    largest.write_bytes(data)
+    report = host.json("check", "--remote", "--read-data", expect=4)
+    assert report["damaged"]
+    assert {finding["kind"] for finding in report["findings"]} == {"damaged chunk"}
+    repaired = host.json("check", "--remote", "--repair", "--read-data")
+    assert not repaired["damaged"]
+    assert all(finding["repaired"] for finding in repaired["findings"])
+    assert not largest.exists()
+    assert "in order" in host.run("check", "--remote", "--read-data").stdout.decode()
+    assert not host.json("verify", "--remote", "--checksum")["damaged"]
+
+
+def test_check_of_a_damaged_log(host: Host, nas: Path) -> None:
+    """A log that cannot be read is a finding with exit 4, and nothing is changed by a repair."""
+    entry = min(path for path in (nas / "w").rglob("*") if path.is_file())
+    entry.write_bytes(entry.read_bytes()[:-1])
+    before = {path: path.read_bytes() for path in nas.rglob("*") if path.is_file()}
+    host.env["XDG_CACHE_HOME"] = str(host.top / "another-cache")
+    report = host.json("check", "--remote", "--repair", expect=4)
+    assert [finding["kind"] for finding in report["findings"]] == ["log"]
+    assert {path: path.read_bytes() for path in nas.rglob("*") if path.is_file()} == before

@@ -10,6 +10,7 @@ from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS
 from ciuic.cli.shared.names import shown_text
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped
+from ciuic.cli.shared.remotes.choice import remote_options, use_remote
 from ciuic.cli.shared.session import current
 from ciuic.errors import Damaged
 
@@ -28,20 +29,26 @@ _LABEL_WIDTH = 9
     help="Rebuild the index, heal damaged chunks, replace damaged packs; never deletes what a snapshot needs.",
 )
 @click.option("--read-data", is_flag=True, help="Read every stored byte, too.")
+@remote_options
 @json_option
-def command(repair: bool, read_data: bool, as_json: bool) -> int:
+def command(repair: bool, read_data: bool, remote: bool, name: str, as_json: bool) -> int:
     """Check the repository's consistency: configuration, snapshot files, index, structure, packs.
 
     Exit 4 if damage is left. Of packs, header, size and footer are looked at; what they hold is read with --read-data alone.
     `ciuic verify --all --checksum` names the files that damage touches.
+
+    With --remote the same of a remote; --repair takes what is lost there from its other copies and from this host's repository.
     """
     # Here and not above: maintenance takes 80 ms to import, and help and completion import this
     # module.
     from ciuic.cli.shared.progress import progress
     from ciuic.maintenance.check import check
-    from ciuic.maintenance.check_report import summary
 
     session = current()
+    if use_remote(session, remote, name):
+        from ciuic.cli.commands.remote.mend import check_remotely
+
+        return _report(check_remotely(session, repair=repair, read_data=read_data), as_json)
     with progress("check") as reporter:
         report = check(
             # Another user's repository is read, for rescue, and not written to by root.
@@ -51,6 +58,12 @@ def command(repair: bool, read_data: bool, as_json: bool) -> int:
             wait_seconds=LOCK_WAIT_SECONDS,
             progress=reporter.step,
         )
+    return _report(report, as_json)
+
+
+def _report(report: CheckReport, as_json: bool) -> int:
+    from ciuic.maintenance.check_report import summary
+
     if as_json:
         out_json(_document(report))
     else:

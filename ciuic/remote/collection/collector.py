@@ -14,7 +14,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from ciuic.errors import Damaged, NotFound
@@ -38,14 +38,16 @@ from ciuic.remote.format.names import (
     pack_name,
     parse_manifest,
 )
+from ciuic.remote.format.pack_reader import RemotePackReader
 from ciuic.remote.format.round import StoredRound
 from ciuic.remote.index.remote_index import RemoteIndex
 from ciuic.remote.log.bounded import create_round
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.others_log import append_to_log
 from ciuic.remote.log.writer_log import WriterLog
-from ciuic.remote.objects.model import Objects
+from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.sealing.sealer import Sealer
+from ciuic.repository.errors import UnsupportedFormat
 
 DEFAULT_YOUNG_NS: Final = 86_400 * 10**9
 """Age by the store's clock below which a pack or manifest is spared: one day. It saves uploads of running snapshots from
@@ -62,6 +64,8 @@ class CollectionPolicy(NamedTuple):
     young_ns: int = DEFAULT_YOUNG_NS
     repack_share: float = DEFAULT_REPACK_SHARE
     repack_bytes: int = DEFAULT_REPACK_BYTES
+    damaged: frozenset[PackRef] = frozenset()
+    """Damaged packs. Nothing in them counts as a copy; they go, however young, unless a live chunk has no other."""
 
 
 DEFAULT_POLICY: Final = CollectionPolicy()
@@ -229,13 +233,29 @@ class Collector:
         condemned |= self._repack(
             live, use, {n: size for n, size in old.items() if n not in condemned}, condemned
         )
-        refs = sorted(self._index.ref(number) for number in condemned)
+        refs = sorted(
+            {*(self._index.ref(number) for number in condemned), *self._given_up(self._policy.damaged, live)}
+        )
         manifests = self._unneeded_manifests(young_since)
         return StoredRound(
             nonce=self._new_id(),
             condemned=tuple(refs[:MAX_PACKS]),
             manifests=tuple(manifests[:MAX_MANIFESTS]),
         )
+
+    def _given_up(self, damaged: Iterable[PackRef], live: LiveChunks) -> set[PackRef]:
+        """Return the damaged packs without which each live chunk has a copy, as far as their tables can be read."""
+        given_up = set()
+        for ref in damaged:
+            try:
+                records = RemotePackReader(self._sealer, ref).read_table(self._objects)
+            except NoSuchObject:
+                continue
+            except (Damaged, UnsupportedFormat):
+                records = []
+            if all(record.id not in live or self._index.find(record.id) for record in records):
+                given_up.add(ref)
+        return given_up
 
     def _repack(
         self, live: LiveChunks, use: dict[int, PackUse], sizes: dict[int, int], condemned: set[int]
@@ -295,10 +315,11 @@ class Collector:
             number for ref in content.condemned if (number := self._index.number(PackRef(ref))) is not None
         }
         doomed = keep_needed(self._index, live, numbers)
+        given_up = self._given_up(self._policy.damaged.intersection(map(PackRef, content.condemned)), live)
         snapshots = self._reader.live()
         return StoredRound(
             nonce=self._new_id(),
-            condemned=tuple(sorted(self._index.ref(number) for number in doomed)),
+            condemned=tuple(sorted({*(self._index.ref(number) for number in doomed), *given_up})),
             manifests=tuple(name for name in content.manifests if name not in snapshots),
         )
 
@@ -322,6 +343,7 @@ class Collector:
         self._reader.refresh()
         # After the logs: the packs of every commit that was read are there.
         self._unreadable = tuple(self._index.refresh(self._objects, self._sealer).unreadable)
+        self._index.drop(self._policy.damaged)
 
     def _delete(self, content: StoredRound) -> None:
         # Manifests first, so that none is there without its chunks.

@@ -144,6 +144,10 @@ class RemoteIndex:
         self.mark_complete(finished)
         return IndexRefresh(len(new) - len(unreadable), len(gone), unreadable)
 
+    def drop(self, refs: Iterable[PackRef]) -> None:
+        """Forget packs until the next `refresh`, which finds them again if they are there."""
+        self._packs.drop(refs)
+
     def learn(self, objects: Objects, sealer: Sealer, refs: Iterable[PackRef]) -> IndexRefresh:
         """Read the tables of packs that a log names. Those that are gone are left out."""
         new = [ref for ref in dict.fromkeys(refs) if ref not in self._packs.numbers]

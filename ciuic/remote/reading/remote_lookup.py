@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Final, TypeVar
 
-from ciuic.errors import NotFound
+from ciuic.errors import Damaged, NotFound
 from ciuic.remote.access.remote import Remote
 from ciuic.remote.format.names import PackRef, pack_name
 from ciuic.remote.index.pack_tables import RemotePack
@@ -26,6 +26,7 @@ from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.remote.reading.patience import Patience
 from ciuic.repository import log as events
+from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.index.database import discard
 from ciuic.repository.model import ChunkLocation
 
@@ -135,6 +136,11 @@ class RemoteLookup:
         with self._lock:
             return self._ask(self._list)
 
+    def forget(self, refs: Iterable[PackRef]) -> None:
+        """Forget packs until the next listing, such as those whose tables decayed after they were read."""
+        with self._lock:
+            self._index().drop(refs)
+
     def packs(self) -> dict[int, RemotePack]:
         """Return every pack whose table could be read, by its number."""
         return self._ask(
@@ -186,12 +192,20 @@ class RemoteLookup:
         self._closing.callback(index.close)
         self._is_fresh = index.rounds_finished is None
         rounds = Rounds(space.objects, space.sealer, known=index.rounds_finished)
-        patience.of(rounds.refresh)
-        index.follow(rounds)
+        sound = True
+        try:
+            patience.of(rounds.refresh)
+            index.follow(rounds)
+        except RolledBack:
+            raise
+        except (Damaged, UnsupportedFormat) as error:
+            # Rounds matter to those who write. A reader finds what is there by a listing.
+            events.warning("remote_round_unreadable", error=error.message)
+            sound = False
         # Apart from the logs that the list of snapshots has read: these are the entries that the index lacks.
         reader = LogReader(space.objects, space.sealer, cache_path=None if path is None else f"{path}.logs")
         news = patience.of(reader.refresh)
-        if index.rounds_finished is None or not news.complete:
+        if not sound or index.rounds_finished is None or not news.complete:
             self._list(index)
         else:
             self._learn(index, news.packs)

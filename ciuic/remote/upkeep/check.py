@@ -1,0 +1,167 @@
+"""Check a remote: key slots, rounds, manifests, tables of packs, the structure of snapshots and, on request, every byte.
+
+Guarantee: damage is reported, never raised, and does not end the check. A log that cannot be read ends it before it begins:
+the logs say which snapshots there are (`read_remote` raises).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ciuic.errors import Damaged
+from ciuic.maintenance.check_report import CheckFinding, CheckReport, Kind
+from ciuic.maintenance.verify import Damage, VerifyProgress, verify_snapshots
+from ciuic.remote.collection.pack_check import check_packs, list_packs
+from ciuic.remote.format.names import (
+    KEYS_PREFIX,
+    PackRef,
+    parse_pack,
+    parse_slot,
+    slot_name,
+    split_ref,
+)
+from ciuic.remote.log.bounded import read_object
+from ciuic.remote.log.rounds import Rounds
+from ciuic.remote.objects.model import NoSuchObject
+from ciuic.remote.reading.opening import ReadableRemote
+from ciuic.remote.reading.remote_repository import RemoteRepository
+from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.remote.sealing.key_slot import decode_slot
+from ciuic.repository.errors import UnsupportedFormat
+from ciuic.repository.model import PackKind
+from ciuic.types import ChunkId
+
+_REPAIR_HINT = "ciuic check --remote --repair, on a host whose repository has it"
+_KINDS: dict[str, Kind] = {
+    "snapshot": "snapshot",
+    "pack": "pack",
+    "data": "damaged chunk",
+    "xattrs": "damaged chunk",
+}
+_MAX_SLOT_BYTES = 1 << 16
+
+
+class SpaceDamage(NamedTuple):
+    """What is damaged in one space, for a repair."""
+
+    chunks: dict[ChunkId, PackKind]
+    """Chunks of which a copy is missing or damaged, with the kind of pack that they belong in."""
+    packs: frozenset[PackRef]
+    """Packs of which any byte is damaged."""
+    snapshots: frozenset[str]
+    """Snapshots, by their names in the remote, whose manifests cannot be read."""
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks or self.packs or self.snapshots)
+
+
+def check_remote(
+    opened: ReadableRemote,
+    *,
+    read_data: bool = False,
+    progress: Callable[[VerifyProgress], None] | None = None,
+) -> CheckReport:
+    """Check the remote; only reads.
+
+    Args:
+        opened: The remote.
+        read_data: Read and verify every byte.
+        progress: Called with the progress.
+
+    Raises:
+        RemoteUnreachable: the store did not answer for too long.
+    """
+    report = CheckReport(data_read=read_data)
+    check_slots(opened, report)
+    for reader, repository in zip(opened.readers, opened.repositories, strict=True):
+        check_space(reader, repository, report, read_data=read_data, progress=progress)
+    return report
+
+
+def check_slots(opened: ReadableRemote, report: CheckReport) -> None:
+    """Add the key slots that cannot be used to the report."""
+    objects = opened.remote.objects
+    for info in opened.readers[0].patience.of(lambda: list(objects.list(KEYS_PREFIX))):
+        slot = parse_slot(info.name)
+        if slot is None:
+            continue
+        try:
+            decode_slot(slot, read_object(objects, slot_name(slot), _MAX_SLOT_BYTES))
+        except NoSuchObject:
+            # Removed meanwhile.
+            continue
+        except (Damaged, UnsupportedFormat) as error:
+            hint = f"ciuic remote keys remove {slot}, and keys add with another key"
+            report.findings.append(CheckFinding("error", "key slot", error.message, hint))
+
+
+def check_space(
+    reader: SpaceReader,
+    repository: RemoteRepository,
+    report: CheckReport,
+    *,
+    read_data: bool,
+    progress: Callable[[VerifyProgress], None] | None = None,
+) -> SpaceDamage:
+    """Check one space, add what is found to the report, and return what a repair has to mend."""
+    space = reader.space
+    _check_rounds(reader, report)
+    packs = reader.patience.of(lambda: list_packs(space.objects))
+    damaged: set[PackRef] = set()
+    for pack in check_packs(space.objects, space.sealer, packs):
+        if pack.problem:
+            damaged.add(pack.ref)
+            hint = "what snapshots need of it is reported as well, and nothing else is lost"
+            report.findings.append(CheckFinding("error", "pack", pack.problem, hint))
+    # Tables that decayed since the cache learned them say nothing any more.
+    reader.lookup.refresh()
+    reader.lookup.forget(damaged)
+    result = verify_snapshots(repository, checksum=read_data, progress=progress)
+    chunks: dict[ChunkId, PackKind] = {}
+    snapshots: set[str] = set()
+    for damage in result.damages:
+        ref = parse_pack(damage.file.removeprefix(f"{space.objects.url}/"))
+        if damage.kind == "pack" and damage.chunk is None and ref in damaged:
+            continue
+        report.findings.append(_finding(damage))
+        if ref is not None:
+            damaged.add(ref)
+        if damage.chunk is not None:
+            chunks[damage.chunk] = _pack_kind(damage, ref)
+        if damage.kind == "snapshot":
+            snapshots.update(map(str, damage.snapshots))
+    report.snapshots += len(result.snapshots)
+    report.packs += len(packs)
+    report.stored_bytes += sum(packs.values())
+    return SpaceDamage(chunks, frozenset(damaged), frozenset(snapshots))
+
+
+def _pack_kind(damage: Damage, ref: PackRef | None) -> PackKind:
+    if ref is not None:
+        return split_ref(ref)[0]
+    return "data" if damage.kind == "data" else "meta"
+
+
+def _finding(damage: Damage) -> CheckFinding:
+    where = damage.path.decode(errors="surrogateescape") if damage.path else damage.file
+    snapshots = ", ".join(damage.snapshots)
+    text = f"{where}: {damage.reason}" + (f"; in {snapshots}" if snapshots else "")
+    missing = damage.chunk is not None and not damage.file
+    kind: Kind = "missing chunk" if missing else _KINDS.get(damage.kind, "structure")
+    snapshot = str(damage.snapshots[0]) if damage.snapshots else ""
+    return CheckFinding("error", kind, text, _REPAIR_HINT, snapshot=snapshot, chunk=damage.chunk)
+
+
+def _check_rounds(reader: SpaceReader, report: CheckReport) -> None:
+    rounds = Rounds(reader.space.objects, reader.space.sealer)
+    try:
+        reader.patience.of(rounds.refresh)
+    except (Damaged, UnsupportedFormat) as error:
+        report.findings.append(CheckFinding("error", "round", error.message))
+        return
+    if rounds.unfinished is not None:
+        text = f"the collection {rounds.unfinished} is under way or was interrupted"
+        report.findings.append(
+            CheckFinding("info", "round", text, "ciuic prune --remote ends it; uploads go on")
+        )

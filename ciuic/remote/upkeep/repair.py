@@ -1,0 +1,262 @@
+"""Repair a remote: store lost or damaged chunks again, commit snapshots again whose manifests are lost, give up damaged packs.
+
+Content comes from sound copies in the remote, of whatever host, and from the repository of this host.
+
+Guarantees: every byte that is stored again was compared with its id. A damaged pack is deleted by a round of
+collection, and only when everything that snapshots need of it is elsewhere; interrupted anywhere, the next repair goes on.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from functools import partial
+
+from ciuic.errors import Damaged, NotFound
+from ciuic.maintenance.check_report import CheckFinding, CheckReport
+from ciuic.maintenance.verify import VerifyProgress
+from ciuic.remote.collection.collector import CollectionPolicy
+from ciuic.remote.format.names import PackRef, new_pack_ref, parse_manifest, split_ref
+from ciuic.remote.format.pack_reader import RemotePackReader
+from ciuic.remote.format.pack_writer import RemotePackWriter
+from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.log.rounds import Rounds
+from ciuic.remote.log.writer_log import WriterLog
+from ciuic.remote.log.writer_state import WriterState
+from ciuic.remote.objects.model import NoSuchObject
+from ciuic.remote.reading.opening import ReadableRemote
+from ciuic.remote.reading.remote_repository import RemoteRepository
+from ciuic.remote.reading.remote_snapshots import CommittedEntry
+from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.remote.upkeep.check import SpaceDamage, check_remote, check_slots, check_space
+from ciuic.remote.upkeep.collect import open_collector
+from ciuic.remote.upload.uncommitted import UncommittedPacks
+from ciuic.remote.upload.uploader import Labels, Uploader
+from ciuic.repository import Repository
+from ciuic.repository.errors import UnsupportedFormat
+from ciuic.repository.format.pack_format import checksum
+from ciuic.repository.ids import Bytes
+from ciuic.repository.model import PackKind, PackRecord
+from ciuic.repository.new_directory import PACKS_DIR
+from ciuic.repository.packs.pack_directory import Packs
+from ciuic.types import ChunkId, SnapshotId
+
+# A node that is stored again may refer to others that are missing: as many passes as trees are deep.
+_MAX_PASSES = 64
+_MAX_COLLECTIONS = 2
+# Nothing but what is damaged: the usual collection is `ciuic prune --remote`.
+_NEVER_NS = 1 << 62
+
+Reopen = Callable[[], ReadableRemote]
+
+
+def repair_remote(
+    reopen: Reopen,
+    local: Repository | None,
+    *,
+    host: str,
+    read_data: bool = False,
+    progress: Callable[[VerifyProgress], None] | None = None,
+) -> CheckReport:
+    """Check and repair a remote; what was mended is marked in the report, and durable on return.
+
+    Args:
+        reopen: Opens the remote for reading, as it is then.
+        local: Repository of this host; None where there is none.
+        host: Name of this host, for people.
+        read_data: Read every byte, and mend what is damaged of it.
+        progress: Called with the progress.
+
+    Raises:
+        RemoteUnreachable: the store did not answer for too long.
+        RemoteRefused: these credentials may not write, or not delete.
+    """
+    before = CheckReport()
+    gone: dict[str, set[PackRef]] = {}
+    for number in range(_MAX_PASSES):
+        with reopen() as opened:
+            if not number:
+                check_slots(opened, before)
+            mended = 0
+            for reader, repository in zip(opened.readers, opened.repositories, strict=True):
+                # Every byte once: later passes look for what only shows when a node above is there again.
+                damage = check_space(
+                    reader, repository, before, read_data=read_data and not number, progress=progress
+                )
+                packs = gone.setdefault(reader.space.id, set())
+                packs |= damage.packs
+                if damage:
+                    mended += _mend(opened, reader, repository, local, damage, frozenset(packs))
+        if not mended:
+            break
+    with reopen() as opened:
+        for reader in opened.readers:
+            _delete_packs(reader, frozenset(gone.get(reader.space.id, ())), host)
+    with reopen() as opened:
+        after = check_remote(opened, read_data=read_data, progress=progress)
+    _add_repaired(after, before)
+    return after
+
+
+def _add_repaired(after: CheckReport, before: CheckReport) -> None:
+    left = {finding.message for finding in after.findings}
+    repaired: dict[str, CheckFinding] = {}
+    for finding in before.findings:
+        if finding.severity == "error" and finding.message not in left:
+            finding.repaired, finding.hint = True, ""
+            repaired[finding.message] = finding
+    after.findings[:0] = repaired.values()
+
+
+def _mend(
+    opened: ReadableRemote,
+    reader: SpaceReader,
+    repository: RemoteRepository,
+    local: Repository | None,
+    damage: SpaceDamage,
+    damaged: frozenset[PackRef],
+) -> int:
+    """Mend what can be; return how many chunks and manifests were stored again."""
+    # Where chunks have other names, the repository of this host has none of them.
+    if local is not None and local.identity != reader.space.identity:
+        local = None
+    with tempfile.TemporaryDirectory(dir=reader.cache.path) as directory:
+        # Of its own: those in the cache may know tables that have decayed since.
+        index = RemoteIndex.open(f"{directory}/index.sqlite")
+        with closing(index):
+            rounds = _rounds(reader)
+            index.follow(rounds)
+            reader.patience.of(lambda: index.refresh(reader.space.objects, reader.space.sealer))
+            index.drop(damaged)
+            wanted = {**_records(reader, damaged), **damage.chunks}
+            stored = index.has_many(wanted)
+            lost = {chunk: kind for chunk, kind in wanted.items() if chunk not in stored}
+            mended = _store(reader, _contents(repository, local, lost), lost)
+        if local is not None:
+            for name in sorted(damage.snapshots):
+                entry = opened.snapshots.entries.get(name)
+                if entry is not None and _commit_again(reader, local, entry, damaged, directory):
+                    mended += 1
+    return mended
+
+
+def _rounds(reader: SpaceReader) -> Rounds:
+    rounds = Rounds(reader.space.objects, reader.space.sealer, known=None)
+    reader.patience.of(rounds.refresh)
+    return rounds
+
+
+def _records(reader: SpaceReader, packs: frozenset[PackRef]) -> dict[ChunkId, PackKind]:
+    """Return what is in packs that are damaged, as far as their tables can be read."""
+    found: dict[ChunkId, PackKind] = {}
+    for ref in packs:
+        pack = RemotePackReader(reader.space.sealer, ref)
+        try:
+            records = reader.patience.of(partial(pack.read_table, reader.space.objects))
+        except (NoSuchObject, Damaged, UnsupportedFormat):
+            continue
+        found.update((record.id, split_ref(ref)[0]) for record in records)
+    return found
+
+
+def _contents(
+    repository: RemoteRepository, local: Repository | None, chunks: Iterable[ChunkId]
+) -> Iterator[tuple[ChunkId, Bytes]]:
+    """Yield the content of each of the chunks of which any sound copy is found; reading compares it with the id."""
+    for chunk in chunks:
+        for source in (repository, local):
+            if source is None:
+                continue
+            try:
+                yield chunk, source.chunks.get(chunk)
+            except (Damaged, NotFound):
+                continue
+            break
+
+
+def _store(
+    reader: SpaceReader, contents: Iterable[tuple[ChunkId, Bytes]], kinds: Mapping[ChunkId, PackKind]
+) -> int:
+    """Store chunks in new packs; return how many. Nothing has to be committed: live snapshots refer to them."""
+    writers: dict[PackKind, RemotePackWriter] = {}
+    number = 0
+
+    def send(kind: PackKind) -> None:
+        writer = writers.pop(kind)
+        parts = writer.finish()
+        reader.patience.of(lambda: reader.space.objects.put(writer.name, parts))
+
+    for chunk, content in contents:
+        kind = kinds[chunk]
+        if kind in writers and not writers[kind].fits(len(content)):
+            send(kind)
+        if kind not in writers:
+            writers[kind] = RemotePackWriter(reader.space.sealer, new_pack_ref(kind))
+        record = PackRecord(chunk, 0, len(content), len(content), 0, checksum(content), b"")
+        if writers[kind].add(record, content) is None:
+            raise AssertionError("a new pack has room for a chunk")
+        number += 1
+    for kind in list(writers):
+        send(kind)
+    return number
+
+
+def _commit_again(
+    reader: SpaceReader, local: Repository, entry: CommittedEntry, damaged: frozenset[PackRef], directory: str
+) -> bool:
+    """Upload a snapshot whose manifest is lost once more, and give up the lost one; False if it is not here."""
+    live = entry.live
+    if live.repository != local.id or live.snapshot not in local.snapshots.names():
+        return False
+    space, name = reader.space, parse_manifest(live.manifest)
+    rounds = Rounds(space.objects, space.sealer, known=None)
+    log = WriterLog(
+        space.objects,
+        space.sealer,
+        WriterState(str(reader.cache.path / f"repair-{local.id}")),
+        rounds,
+        host=entry.host,
+        repository=local.id,
+    )
+    labels = (
+        Labels() if name is None else Labels("" if name.job == "files" else name.job, name.epoch, name.step)
+    )
+    packs = Packs(f"{local.path}/{PACKS_DIR}", bytes.fromhex(local.id), local.config.hash)
+    index = RemoteIndex.open(f"{directory}/{live.snapshot}.sqlite")
+    with closing(index), closing(packs):
+        uploader = Uploader(
+            local,
+            packs,
+            space,
+            log,
+            index,
+            UncommittedPacks(directory),
+            host=entry.host,
+            stop=threading.Event(),
+            labels=lambda repository, snapshot: labels,
+        )
+        uploader.begin()
+        index.drop(damaged)
+        try:
+            uploader.upload(SnapshotId(live.snapshot))
+        except (Damaged, NotFound):
+            return False
+        uploader.give_up([live.manifest])
+    return True
+
+
+def _delete_packs(reader: SpaceReader, damaged: frozenset[PackRef], host: str) -> None:
+    """Delete damaged packs that nothing needs any more."""
+    if not damaged:
+        return
+    policy = CollectionPolicy(young_ns=_NEVER_NS, repack_share=0, damaged=damaged)
+    with open_collector(reader, host=host, policy=policy) as collector:
+        # The first may end the round of another, which has nothing to do with these packs.
+        for _ in range(_MAX_COLLECTIONS):
+            try:
+                reader.patience.of(collector.run)
+            except (Damaged, NotFound):
+                # Something of a snapshot is still lost: all that is there is left as it is.
+                return
