@@ -130,7 +130,6 @@ def test_one_host_is_chosen(uploaded: Uploaded, elsewhere: Elsewhere) -> None:
 def test_what_writes_is_refused(uploaded: Uploaded, elsewhere: Elsewhere) -> None:
     """Commands that need a repository on this host say so."""
     for arguments in (
-        ("check",),
         ("hold", uploaded.first.id),
         ("release", uploaded.first.id),
         ("verify", "--checksum", "--max-duration", "1m"),

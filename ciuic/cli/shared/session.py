@@ -80,7 +80,7 @@ class Session:
 
             raise UsageError(
                 "this needs a repository on this host, and --repo names a remote",
-                hint="list, show, diff, verify and restore read a remote; prune and forget work on one",
+                hint="list, show, diff, verify and restore read a remote; prune, forget and check work on one",
             )
         # Before the configuration, which is not read then: a rescue must work where it is missing or broken.
         given = self.repo_option or self._named_by_environment()
