@@ -80,18 +80,7 @@ def run(
 
     def upload(remote: RemoteConfig) -> None:
         try:
-            while not event.is_set():
-                try:
-                    opened = _RemoteUpload(config, remote, repository_dir, place, event, labels)
-                except (CiuicError, OSError) as error:
-                    # A directory that is not mounted: the other remotes are not concerned.
-                    if once:
-                        raise
-                    events.warning("upload_failed", remote=remote.name, error=str(error))
-                    event.wait(_AGAIN_SECONDS)
-                    continue
-                opened.run(once=once)
-                return
+            _RemoteUpload(config, remote, repository_dir, place, event, labels).run(once=once)
         except Stopped:
             return
         except BaseException as error:
