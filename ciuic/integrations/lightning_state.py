@@ -76,7 +76,7 @@ class RankLocalState:
         self.trainer: Any = None
         """Trainer that fits, while it does."""
         self.continued = ContinuedResults({})
-        """What was logged before the resume and the Trainer has not got back yet."""
+        """Values that were logged before the resume and that the Trainer has not got back yet."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return an object that is attached to no Trainer: programs pickle and copy Trainers."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ciuic.types import SnapshotId
 
 URL_MARK: Final = "://"
-"""What tells the URL of a remote from a directory."""
+"""Mark that tells the URL of a remote from a directory."""
 
 
 @dataclass

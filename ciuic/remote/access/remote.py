@@ -50,7 +50,7 @@ class Remote(NamedTuple):
     stored: StoredRemote
     sealer: Sealer
     identity: Identity
-    """How chunks are named."""
+    """Hash, key and seed by which chunks are named."""
     master: MasterKey | None
     """None for a remote that is not sealed."""
 

@@ -37,7 +37,7 @@ class PackUse(NamedTuple):
 
     live_bytes: int = 0
     only_here_bytes: int = 0
-    """Of live chunks that have no copy in another pack."""
+    """Bytes of live chunks that have no copy in another pack."""
 
 
 def add_bases(index: RemoteIndex, live: LiveChunks) -> None:

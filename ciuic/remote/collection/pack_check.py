@@ -32,7 +32,7 @@ class CheckedPack(NamedTuple):
     records: list[PackRecord]
     """Its table; empty if it is damaged."""
     problem: str
-    """What is wrong with it; empty if nothing is."""
+    """Defect in words; empty if there is none."""
 
 
 def list_packs(objects: Objects) -> dict[PackRef, int]:

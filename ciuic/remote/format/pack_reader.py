@@ -17,7 +17,7 @@ from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.model import PackRecord
 
 TAIL_GUESS_BYTES: Final = 64 << 10
-"""What is read of a pack's end at first: the table of a pack of 64 MiB in blocks of 256 KiB takes 16 KiB."""
+"""Bytes of a pack's end that are read at first: the table of a pack of 64 MiB in blocks of 256 KiB takes 16 KiB."""
 
 
 class RemotePackReader:

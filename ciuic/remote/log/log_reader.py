@@ -78,7 +78,7 @@ class LogReader:
         self._disk = disk or Disk()
         self._threads = threads
         self.logs: dict[str, LogSummary] = _load(cache_path) if cache_path else {}
-        """What each writer's log says, by writer."""
+        """Summary of each log, by writer."""
         self.first: dict[str, int] = {}
         """Number of the first entry of each log that is there, as last listed."""
 

@@ -177,7 +177,7 @@ class WriterLog:
         self._rounds_unread = False
 
     def _begin(self) -> None:
-        """Begin a log under a new name, which nobody else can know."""
+        """Begin a log under a new random name."""
         writer = self._new_id()
         self._become(writer, 0, "")
         # Lost until it stands: after an error the next call begins another one.

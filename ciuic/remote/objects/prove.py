@@ -49,7 +49,7 @@ class Measurement(NamedTuple):
     small_get_seconds: float
     list_seconds: float
     put_bytes_per_second: float
-    """Of all threads together."""
+    """Rate of all threads together."""
     get_bytes_per_second: float
     range_seconds: float
     """Median of reads of 256 KiB."""

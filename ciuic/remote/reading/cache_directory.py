@@ -1,4 +1,4 @@
-"""Cache of a remote on this host: files in a directory that nobody else may write to.
+"""Cache of a remote on this host: files in a directory that no other user may write to.
 
 Guarantees: the directory and everything above it can be changed by root and this user alone. A file appears whole or not at
 all, and is not synced: readers verify each file. Any file may be gone at any time.

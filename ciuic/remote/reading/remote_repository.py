@@ -48,10 +48,10 @@ class RemoteRepository(Repository):
         return RemoteRepository(self.reader, self.snapshots)
 
     def foreign_reason(self) -> str:
-        """Return why others may have written this: without seals, whoever may write to the bucket."""
+        """Return why others may have written this: without seals, any user of the bucket who may write."""
         if self.reader.space.sealer.sealed:
             return ""
-        return f"remote {self.url} is not sealed, so that whoever may write there may have changed it"
+        return f"remote {self.url} is not sealed, so that any user who may write there may have changed it"
 
     def _pack_source(self) -> RemotePacks:
         return self.reader.packs

@@ -43,7 +43,7 @@ _MAX_SLOT_BYTES = 1 << 16
 
 
 class SpaceDamage(NamedTuple):
-    """What is damaged in one space, for a repair."""
+    """Damage in one space, for a repair."""
 
     chunks: dict[ChunkId, PackKind]
     """Chunks of which a copy is missing or damaged, with the kind of pack that they belong in."""

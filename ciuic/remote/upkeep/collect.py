@@ -42,13 +42,13 @@ class CollectedSpace(NamedTuple):
     freed_bytes: int
     """Size of these packs."""
     repacked_bytes: int
-    """What was, or would be, copied from mostly dead packs to new ones."""
+    """Bytes that were, or would be, copied from mostly dead packs to new ones."""
     rescued: int
     """Packs that turned out to be needed after they were chosen."""
     unreadable: tuple[PackRef, ...]
     """Packs whose tables cannot be read; they stay."""
     unfinished: bool
-    """With a dry run: a round is under way, which the next collection ends first."""
+    """Result of a dry run: a round is under way, which the next collection ends first."""
 
 
 def collect_remote(

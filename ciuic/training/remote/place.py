@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Remotes: TypeAlias = (
     "str | Mapping[str, Any] | RemoteConfig | Iterable[str | Mapping[str, Any] | RemoteConfig] | None"
 )
-"""What the option ``remote`` may be."""
+"""Types that the option ``remote`` takes."""
 RemoteList: TypeAlias = "tuple[RemoteConfig, ...]"
 
 

@@ -63,7 +63,7 @@ def main(save_dir: str, order: UploadOrder) -> None:
 
 def _acquired(uploader: UploadLock) -> bool:
     """Take the lock; return whether no other process has it."""
-    # Again: whoever asks whether an upload runs holds it for a moment.
+    # Again: a process that asks whether an upload runs holds it for a moment.
     for _ in range(_TRIES):
         if uploader.acquire():
             return True

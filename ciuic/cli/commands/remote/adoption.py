@@ -33,7 +33,7 @@ class Adopted(NamedTuple):
     repository: Path | None
     """None: not known yet, as no directory is protected."""
     choice: str
-    """As in `RepositoryChoice`; ``later`` where the repository is made by ``ciuic protect``."""
+    """Outcome as in `RepositoryChoice`; ``later`` where the repository is made by ``ciuic protect``."""
     upload_started: bool
 
     def document(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def _ask(url: str) -> None:
         raise UsageError(
             "init asks before it makes a remote in clear, and there is nobody to ask", hint="give -y"
         )
-    warn(f"whoever can read {url} will read every file of every snapshot")
+    warn(f"every user who can read {url} will read every file of every snapshot")
     if not click.confirm("Make a remote without encryption?", err=True):
         raise CiuicError("nothing was made")
 
