@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Final
 from ciuic.errors import CiuicError, UsageError
 from ciuic.remote.objects.credentials import (
     AlibabaProvider,
-    AwsProfile,
     aws_keys,
     aws_provider,
     azure_connection,
 )
 from ciuic.remote.objects.model import RemoteRefused
+from ciuic.remote.objects.s3_place import s3_place
 from ciuic.remote.objects.urls import RemoteUrl, StoreSettings
 
 if TYPE_CHECKING:
@@ -184,43 +184,23 @@ class _Configuration:
         return made
 
     def _s3(self) -> None:
-        settings, environment = self._settings, self._environment
+        place = s3_place(self._url, self._settings, self._environment)
         if self._url.scheme == "oss":
-            region, endpoint = _oss_place(settings, environment)
-            self._provider = AlibabaProvider(environment)
+            self._provider = AlibabaProvider(self._environment)
             keys = {}
         else:
-            profile = AwsProfile(environment).values()
-            region = (
-                settings.region
-                or environment.get("AWS_REGION")
-                or environment.get("AWS_DEFAULT_REGION")
-                or profile.get("region")
-                or "us-east-1"
-            )
-            endpoint = (
-                settings.endpoint
-                or environment.get("AWS_ENDPOINT_URL_S3")
-                or environment.get("AWS_ENDPOINT_URL")
-                # obstore's own name for it, which it would read without us.
-                or environment.get("AWS_ENDPOINT")
-                or profile.get("endpoint_url", "")
-            )
-            self._provider = aws_provider(environment)
-            keys = aws_keys(environment)
-        virtual = settings.virtual_hosted
-        if virtual is None:
-            virtual = self._url.scheme == "oss" or not endpoint
-        signs = settings.sign_payloads
+            self._provider = aws_provider(self._environment)
+            keys = aws_keys(self._environment)
         self._config = {
             **keys,
-            "region": region,
-            "virtual_hosted_style_request": virtual,
-            # Over TLS the SDKs of AWS do not hash bodies either.
-            "unsigned_payload": not (endpoint.startswith("http://") if signs is None else signs),
+            "region": place.region,
+            "virtual_hosted_style_request": place.virtual_hosted,
+            "unsigned_payload": not place.signs_payloads,
         }
-        if endpoint:
-            self._config["endpoint"] = _with_bucket(endpoint, self._url.bucket) if virtual else endpoint
+        if place.endpoint:
+            self._config["endpoint"] = (
+                place.with_bucket(self._url.bucket) if place.virtual_hosted else place.endpoint
+            )
 
     def _azure(self) -> None:
         connection = azure_connection(self._environment)
@@ -238,21 +218,3 @@ class _Configuration:
         self._config = {**connection, "account_name": account}
         if self._settings.endpoint:
             self._config["endpoint"] = self._settings.endpoint
-
-
-def _oss_place(settings: StoreSettings, environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return region and S3-compatible endpoint of OSS."""
-    region = (settings.region or environment.get("OSS_REGION", "")).removeprefix("oss-")
-    endpoint = settings.endpoint or environment.get("OSS_ENDPOINT", "")
-    if not region and not endpoint:
-        raise UsageError("oss:// needs a region or an endpoint", hint='region = "cn-hangzhou"')
-    if endpoint and "://" not in endpoint:
-        endpoint = f"https://{endpoint}"
-    # From within the region the name with -internal costs nothing; the operator writes it as the endpoint.
-    return region or "us-east-1", endpoint or f"https://s3.oss-{region}.aliyuncs.com"
-
-
-def _with_bucket(endpoint: str, bucket: str) -> str:
-    """Return the endpoint with the bucket as the first part of its host name, as obstore expects it."""
-    scheme, _, host = endpoint.partition("://")
-    return endpoint if host.startswith(f"{bucket}.") else f"{scheme}://{bucket}.{host}"

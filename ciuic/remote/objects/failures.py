@@ -10,7 +10,13 @@ from __future__ import annotations
 import re
 
 from ciuic.errors import CiuicError
-from ciuic.remote.objects.model import NoSuchBucket, NoSuchObject, RemoteRefused, RemoteUnreachable
+from ciuic.remote.objects.model import (
+    ArchivedObject,
+    NoSuchBucket,
+    NoSuchObject,
+    RemoteRefused,
+    RemoteUnreachable,
+)
 
 _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
@@ -19,6 +25,8 @@ _MESSAGE = re.compile(r"<Message>([^<]{1,300})")
 # Signatures, keys and tokens are longer; host names, ARNs and bucket names are mostly not.
 _LONG_WORD = re.compile(r"[A-Za-z0-9+/=_-]{30,}")
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+# Answers to a read of an object that must be thawed first: Amazon S3 (403) and OSS, Azure (409).
+_ARCHIVED_CODES = frozenset({"InvalidObjectState", "BlobArchived", "BlobBeingRehydrated"})
 # Codes with a status below 500 of requests that succeed later.
 _PASSING_CODES = frozenset(
     {
@@ -80,6 +88,8 @@ def failure(exc: Exception, doing: str, name: str, *, writes: bool = False) -> C
         )
     if "External AWS credential provider" in text:
         return RemoteRefused(f"{what}: {_provider_message(text)}")
+    if code in _ARCHIVED_CODES:
+        return ArchivedObject(name)
     answer = f"{what}: the store answered {' '.join(filter(None, (str(status or ''), code))) or 'nothing'}"
     if kind in ("PermissionDeniedError", "UnauthenticatedError"):
         return RemoteRefused(f"{answer}{_message(text, code)}", hint=_hint(code))

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from ciuic.errors import CiuicError, Damaged, NotFound, NotPermitted
+from ciuic.repository.errors import Archived
 from ciuic.repository.ids import Bytes
 
 MAX_OBJECT_BYTES = 128 << 20
@@ -29,6 +30,17 @@ class RemoteUnreachable(CiuicError):
 
 class RemoteRefused(NotPermitted):
     """The object store does not allow this request to these credentials."""
+
+
+class ArchivedObject(RemoteRefused, Archived):
+    """The object is there, in a storage class from which it cannot be read before it was thawed."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"{name} is archived in the store: it cannot be read before it is thawed",
+            hint="ciuic remote thaw ID fetches what a snapshot needs, and says when it will be ready",
+        )
+        self.name = name
 
 
 class NoSuchObject(NotFound):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
+from ciuic.errors import UsageError
 from ciuic.remote.objects.directory_objects import DirectoryObjects
 from ciuic.remote.objects.memory_objects import MemoryObjects
 from ciuic.remote.objects.model import Objects
 from ciuic.remote.objects.obstore_objects import ObstoreObjects
+from ciuic.remote.objects.s3_client import S3Client
+from ciuic.remote.objects.s3_versions import S3Versions
 from ciuic.remote.objects.urls import RemoteUrl, StoreSettings, parse_url
+from ciuic.remote.objects.versions import ObjectVersions
 
 
 def open_objects(
@@ -30,3 +37,21 @@ def open_objects(
     if where.scheme == "memory":
         return MemoryObjects(where.bucket, where.prefix)
     return ObstoreObjects(where, settings or StoreSettings())
+
+
+def open_versions(
+    url: str | RemoteUrl, settings: StoreSettings | None = None, environment: Mapping[str, str] = os.environ
+) -> ObjectVersions:
+    """Return all versions of the objects below a URL. Nothing is asked of the store yet.
+
+    Raises:
+        UsageError: botocore is not installed, or versions of this kind of store cannot be read.
+        NoCredentials: the shared files name credentials that cannot be used.
+    """
+    where = parse_url(url) if isinstance(url, str) else url
+    if where.scheme not in ("s3", "oss"):
+        raise UsageError(
+            f"versions of {where.scheme}:// cannot be read here, only those of s3:// and oss://",
+            hint="docs/remote.md, Ransomware and mistakes, says how to bring them back with the store's own tools",
+        )
+    return S3Versions(S3Client(where, settings or StoreSettings(), environment))
