@@ -1,4 +1,4 @@
-"""Entries of a writer's log, sealed JSON: hello, commit, fence, remove, state, retired.
+"""Entries of a writer's log, sealed JSON: hello, commit, fence, remove, move, state, retired.
 
 References:
     docs/remote-format.md, section 6
@@ -25,6 +25,16 @@ Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 SnapshotName = Annotated[str, msgspec.Meta(pattern=r"^cs-[0-9a-f]{6,32}\Z")]
 PackRefs = Annotated[tuple[StoredPackRef, ...], msgspec.Meta(max_length=MAX_PACKS)]
 ManifestNames = Annotated[tuple[StoredManifestName, ...], msgspec.Meta(max_length=MAX_MANIFESTS)]
+
+
+class GivenUp(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Snapshot that an operator gave up: its host must not upload it again by itself."""
+
+    repository: HexId
+    snapshot: SnapshotName
+
+
+_GivenUps = Annotated[tuple[GivenUp, ...], msgspec.Meta(max_length=MAX_MANIFESTS)]
 
 
 class LogHello(msgspec.Struct, tag_field="kind", tag="hello", frozen=True, kw_only=True):
@@ -56,11 +66,22 @@ class LogFence(msgspec.Struct, tag_field="kind", tag="fence", frozen=True, kw_on
     round: Number
 
 
-class LogRemove(msgspec.Struct, tag_field="kind", tag="remove", frozen=True, kw_only=True):
+class LogRemove(
+    msgspec.Struct, tag_field="kind", tag="remove", frozen=True, kw_only=True, omit_defaults=True
+):
     """Snapshots are given up by their owner or an operator."""
 
     nonce: HexId
     manifests: ManifestNames
+    snapshots: _GivenUps = ()
+    """Those of them that an operator gave up, and no rule of their host's."""
+
+
+class LogMove(msgspec.Struct, tag_field="kind", tag="move", frozen=True, kw_only=True):
+    """Packs begin to move to another storage class or place; those of the entry before have moved."""
+
+    nonce: HexId
+    packs: PackRefs
 
 
 class LiveManifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -75,7 +96,7 @@ class LiveManifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 _LiveManifests = Annotated[tuple[LiveManifest, ...], msgspec.Meta(max_length=MAX_MANIFESTS)]
 
 
-class LogState(msgspec.Struct, tag_field="kind", tag="state", frozen=True, kw_only=True):
+class LogState(msgspec.Struct, tag_field="kind", tag="state", frozen=True, kw_only=True, omit_defaults=True):
     """Everything that the entries of this log before it say, so that they may be deleted."""
 
     nonce: HexId
@@ -83,17 +104,22 @@ class LogState(msgspec.Struct, tag_field="kind", tag="state", frozen=True, kw_on
     """Snapshots that this log committed and no log removed."""
     removed: ManifestNames
     """Snapshots that this log removed."""
+    given_up: _GivenUps = ()
+    """Snapshots that operators gave up in this log, for ever."""
 
 
-class LogRetired(msgspec.Struct, tag_field="kind", tag="retired", frozen=True, kw_only=True):
+class LogRetired(
+    msgspec.Struct, tag_field="kind", tag="retired", frozen=True, kw_only=True, omit_defaults=True
+):
     """Last entry of a writer; otherwise as `LogState`."""
 
     nonce: HexId
     live: _LiveManifests
     removed: ManifestNames
+    given_up: _GivenUps = ()
 
 
-LogEntry = LogHello | LogCommit | LogFence | LogRemove | LogState | LogRetired
+LogEntry = LogHello | LogCommit | LogFence | LogRemove | LogMove | LogState | LogRetired
 
 
 def encode_log_entry(sealer: Sealer, writer: str, number: int, entry: LogEntry) -> bytes:

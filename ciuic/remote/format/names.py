@@ -23,6 +23,7 @@ KEYS_PREFIX: Final = "keys/"
 LOGS_PREFIX: Final = "w/"
 MANIFESTS_PREFIX: Final = "manifests/"
 PACKS_PREFIX: Final = "packs/"
+TABLES_PREFIX: Final = "tables/"
 ROUNDS_PREFIX: Final = "gc/"
 REPOSITORIES_PREFIX: Final = "repositories/"
 MAX_NUMBER: Final = 10**10 - 1
@@ -53,6 +54,7 @@ _SLOT: Final = re.compile(r"[a-z0-9-]{1,32}\Z")
 _SLOT_NAME: Final = re.compile(r"keys/([a-z0-9-]{1,32})\Z")
 _LOG_ENTRY: Final = re.compile(r"w/([0-9a-f]{32})/([0-9]{10})\Z")
 _PACK: Final = re.compile(r"packs/(data|meta)/([0-9a-f]{2})/(\2[0-9a-f]{30})\Z")
+_TABLE: Final = re.compile(r"tables/([0-9a-f]{2})/(\1[0-9a-f]{30})\Z")
 _ROUND: Final = re.compile(r"gc/([0-9]{10})(|\.final|\.done)\Z")
 _NOT_LABEL: Final = re.compile("[^A-Za-z0-9._-]")
 
@@ -136,6 +138,23 @@ def parse_pack(name: str) -> PackRef | None:
     """Return the reference of the pack with this name, or None."""
     found = _PACK.match(name)
     return PackRef(found[1][0] + found[3]) if found else None
+
+
+def table_name(ref: str) -> str:
+    """Return the name of the copy of a data pack's table, which stays readable when the pack is cold.
+
+    ValueError for what is no reference to a data pack.
+    """
+    checked = _checked_ref(ref)
+    if _KINDS[checked[0]] != "data":
+        raise ValueError(f"only data packs become cold, got {checked}")
+    return f"{TABLES_PREFIX}{checked[1:3]}/{checked[1:]}"
+
+
+def parse_table(name: str) -> PackRef | None:
+    """Return the data pack whose table has a copy of this name, or None."""
+    found = _TABLE.match(name)
+    return PackRef(f"d{found[2]}") if found else None
 
 
 def slot_name(slot: str) -> str:

@@ -131,6 +131,10 @@ class PackLayout:
             raise DamagedRemote(self.name, f"its table does not lie where its end says, at {offset}")
         return PackTrailer(rows, offset, table_bytes, checksum)
 
+    def table_offset(self, tail: Bytes) -> int:
+        """Return where the trailer at the end of ``tail`` says that the table begins; not verified."""
+        return int(_TRAILER.unpack_from(tail, len(tail) - TRAILER_BYTES)[3])
+
     def decode_table(self, trailer: PackTrailer, stored: Bytes) -> list[PackRecord]:
         """Return the records of the pack, in their order, with offsets in this pack.
 

@@ -4,13 +4,14 @@ A log is read from its end back to the last entry that sums up those before it, 
 lies before a summary counts for nothing, whether it was deleted, or created late by a party that had been paused.
 
 Guarantees: every entry that was there before `LogReader.refresh` was called is taken in. A log that is shorter
-than it was, or has a gap, is an error, and then nothing is taken in of that log.
+than it was is an error. So is one with an entry that is missing or cannot be read, and nothing is taken in of that log then:
+a collector must not delete what an unread commit needs. Readers pass over such entries (``skip_damaged``).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
@@ -21,13 +22,16 @@ from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.log_entry import LiveManifest, LogEntry, LogRetired, LogState
 from ciuic.remote.format.names import LOGS_PREFIX, HexId, PackRef, log_entry_name, log_prefix, parse_log_entry
 from ciuic.remote.log.bounded import read_entry
+from ciuic.remote.log.damaged_log import DamagedLog, read_provable
 from ciuic.remote.log.errors import RolledBack
+from ciuic.remote.log.inline_pool import InlinePool
 from ciuic.remote.log.log_summary import LogSummary
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository import log
 from ciuic.repository.disk.opening import open_regular
 from ciuic.repository.disk.operations import Disk
+from ciuic.repository.errors import UnsupportedFormat
 
 # Entries of one log that are asked for at once; more than are needed are at most this many small requests.
 _BATCH: Final = 16
@@ -35,6 +39,10 @@ _BATCH: Final = 16
 _ATTEMPTS: Final = 3
 _MAX_CACHE_BYTES: Final = 256 << 20
 _CHECKSUM_BYTES: Final = 16
+
+# As many names as a store lists with one request.
+_SKIP_ENTRIES: Final = 1000
+_REPAIR_HINT: Final = "ciuic check --remote --repair"
 
 _Cache = dict[HexId, LogSummary]
 
@@ -45,7 +53,7 @@ class NewEntries(NamedTuple):
     packs: tuple[PackRef, ...]
     """Packs that new commits name."""
     complete: bool
-    """False if commits may be summed up in what was read: then their packs are not among ``packs``."""
+    """False if commits may be summed up in what was read, or are lost: then their packs are not among ``packs``."""
 
 
 class _GapError(Exception):
@@ -61,6 +69,7 @@ class LogReader:
         cache_path: Local file that keeps what was read; None for none.
         disk: For tests.
         threads: Entries that are read at the same time.
+        skip_damaged: Take in all that can be proved of a damaged log; for those who delete nothing.
     """
 
     def __init__(
@@ -71,14 +80,18 @@ class LogReader:
         cache_path: str | None = None,
         disk: Disk | None = None,
         threads: int = 8,
+        skip_damaged: bool = False,
     ) -> None:
         self._objects = objects
         self._sealer = sealer
         self._cache_path = cache_path
         self._disk = disk or Disk()
         self._threads = threads
-        self.logs: dict[str, LogSummary] = _load(cache_path) if cache_path else {}
-        """Summary of each log, by writer."""
+        self._skip_damaged = skip_damaged
+        self.logs: dict[str, LogSummary] = read_log_cache(cache_path) if cache_path else {}
+        """Summary of each log as far as it is whole, by writer."""
+        self.damaged: dict[str, DamagedLog] = {}
+        """Logs that the last `refresh` found damaged, by writer; only with ``skip_damaged``."""
         self.first: dict[str, int] = {}
         """Number of the first entry of each log that is there, as last listed."""
 
@@ -87,21 +100,39 @@ class LogReader:
         removed = self.removed()
         return {
             manifest: snapshot
-            for summary in self.logs.values()
+            for summary in self._provable()
             for manifest, snapshot in summary.committed.items()
             if manifest not in removed
         }
 
     def removed(self) -> set[str]:
         """Return the manifests that some log removed, as far as logs still say so."""
-        return set().union(*(summary.removed for summary in self.logs.values()))
+        return set().union(*(summary.removed for summary in self._provable()))
+
+    def given_up(self, repository: str) -> set[str]:
+        """Return the ids of this repository's snapshots that operators gave up, in any log."""
+        return {
+            one.snapshot
+            for summary in self._provable()
+            for one in summary.given_up
+            if one.repository == repository
+        }
+
+    def _provable(self) -> Iterable[LogSummary]:
+        whole = (summary for writer, summary in self.logs.items() if writer not in self.damaged)
+        return (*whole, *(damaged.summary for damaged in self.damaged.values()))
+
+    def moving(self) -> frozenset[PackRef]:
+        """Return the packs that some writer moves to another storage class or place."""
+        return frozenset(PackRef(ref) for summary in self.logs.values() for ref in summary.moving)
 
     def refresh(self) -> NewEntries:
         """Read what is new in all logs. One LIST, and a GET for each new entry.
 
         Raises:
             RolledBack: a log is shorter than it was, or gone.
-            DamagedRemote: an entry cannot be read, or is missing.
+            DamagedRemote: an entry cannot be read, or is missing; not with ``skip_damaged``.
+            UnsupportedFormat: a later version of ciuic wrote an entry; not with ``skip_damaged``.
         """
         ends = self._list()
         for writer, summary in self.logs.items():
@@ -109,20 +140,29 @@ class LogReader:
         packs: list[PackRef] = []
         complete = True
         changed = False
-        with ThreadPoolExecutor(self._threads) if self._threads > 1 else _Inline() as pool:
+        damaged: dict[str, DamagedLog] = {}
+        with ThreadPoolExecutor(self._threads) if self._threads > 1 else InlinePool() as pool:
             for writer, end in ends.items():
                 known = self.logs.get(writer) or LogSummary()
                 if end < known.next:
                     continue
-                entries = self._read(pool, writer, known.next, end)
+                try:
+                    entries = self._read(pool, writer, known.next, end)
+                except RolledBack:
+                    raise
+                except (DamagedRemote, UnsupportedFormat) as error:
+                    if not self._skip_damaged:
+                        raise _with_hint(error) from None
+                    damaged[writer] = read_provable(self._objects, self._sealer, writer, known, pool.map)
+                    complete = False
+                    continue
                 complete = complete and not isinstance(entries[0][1], LogState | LogRetired)
-                summary = msgspec.structs.replace(
-                    known, committed=dict(known.committed), removed=set(known.removed)
-                )
+                summary = known.copy()
                 for number, entry in entries:
                     packs += summary.apply(number, entry)
                 self.logs[writer] = summary
                 changed = True
+        self.damaged = damaged
         if changed:
             self._save()
         return NewEntries(tuple(packs), complete)
@@ -131,12 +171,23 @@ class LogReader:
         """Return the number of the last entry of each log."""
         ends: dict[str, int] = {}
         self.first = {}
-        for info in self._objects.list(LOGS_PREFIX):
+        after: str | None = ""
+        while after is not None:
+            after = self._list_from(after, ends)
+        return ends
+
+    def _list_from(self, after: str, ends: dict[str, int]) -> str | None:
+        """List entries after a name; return from where to go on, or None at the end."""
+        for info in self._objects.list(LOGS_PREFIX, after=after):
             if position := parse_log_entry(info.name):
                 # Ascending: the first and last of each writer are the ends of its log.
                 self.first.setdefault(position.writer, position.number)
-                ends[position.writer] = position.number
-        return ends
+                ends[position.writer] = max(position.number, ends.get(position.writer, -1))
+                known = self.logs.get(position.writer)
+                # Entries that were read and that no collector has deleted yet: a page of each thousand.
+                if known is not None and known.next - position.number > _SKIP_ENTRIES:
+                    return log_entry_name(position.writer, known.next - 2)
+        return None
 
     def _check_end(self, writer: str, next_: int, end: int) -> None:
         if end < next_ - 1:
@@ -144,7 +195,7 @@ class LogReader:
             raise RolledBack(log_prefix(writer), f"this log had the entry {next_ - 1}, now {found}")
 
     def _read(
-        self, pool: ThreadPoolExecutor | _Inline, writer: str, first: int, end: int
+        self, pool: ThreadPoolExecutor | InlinePool, writer: str, first: int, end: int
     ) -> list[tuple[int, LogEntry]]:
         """Return the entries from ``first``, or from the last that sums up those before it, to ``end``."""
         for _ in range(_ATTEMPTS):
@@ -163,7 +214,7 @@ class LogReader:
         raise DamagedRemote(missing, "this entry of a log is missing between others")
 
     def _read_back(
-        self, pool: ThreadPoolExecutor | _Inline, writer: str, first: int, end: int
+        self, pool: ThreadPoolExecutor | InlinePool, writer: str, first: int, end: int
     ) -> list[tuple[int, LogEntry]]:
         def read(number: int) -> LogEntry | None:
             try:
@@ -188,28 +239,21 @@ class LogReader:
             self._disk.replace_file(self._cache_path, xxhash.xxh3_128_digest(content) + content)
 
 
-class _Inline:
-    """Stand-in for a pool: reads one entry after the other, and none that is not asked for."""
-
-    def __enter__(self) -> _Inline:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def map(
-        self, call: Callable[[int], LogEntry | None], numbers: Iterable[int]
-    ) -> Iterable[LogEntry | None]:
-        return map(call, numbers)
+def _with_hint(error: DamagedRemote | UnsupportedFormat) -> DamagedRemote | UnsupportedFormat:
+    if isinstance(error, UnsupportedFormat):
+        return error
+    return DamagedRemote(error.name, error.reason, hint=_REPAIR_HINT)
 
 
-def _load(path: str) -> dict[str, LogSummary]:
+def read_log_cache(path: str) -> dict[str, LogSummary]:
+    """Return what a `LogReader` has kept in its cache; nothing if it cannot be read."""
     try:
         fd = open_regular(path, os.O_RDONLY)
     except FileNotFoundError:
         return {}
     with open(fd, "rb") as file:
-        data = file.read(_MAX_CACHE_BYTES + 1)
+        # A read of the limit would allocate all of it first.
+        data = file.read(min(os.fstat(fd).st_size, _MAX_CACHE_BYTES + 1))
     content = data[_CHECKSUM_BYTES:]
     try:
         # A flipped bit in a number would say that the remote is older than it was.

@@ -22,10 +22,12 @@ import msgspec
 from ciuic.errors import UsageError
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.log_entry import (
+    GivenUp,
     LogCommit,
     LogEntry,
     LogFence,
     LogHello,
+    LogMove,
     LogRemove,
     LogRetired,
     LogState,
@@ -37,6 +39,7 @@ from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.log.writer_state import WriterPosition, WriterState
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.sealing.sealer import Sealer
+from ciuic.repository.errors import UnsupportedFormat
 
 
 class WriterLog:
@@ -118,6 +121,7 @@ class WriterLog:
         packs: Sequence[str] = (),
         *,
         checked: int,
+        repository: str = "",
     ) -> bool:
         """Commit the snapshot of a manifest; durable on return of True.
 
@@ -126,11 +130,12 @@ class WriterLog:
         it), and commit called again.
 
         Args:
-            snapshot: Id of the snapshot in this log's repository.
+            snapshot: Id of the snapshot in its repository.
             manifest: Name of the manifest's object, which is stored, as are all chunks of the snapshot.
             digest: Its digest.
             packs: Packs that were uploaded for it.
             checked: ``rounds.version`` before the caller began to look up what is stored.
+            repository: Id of the snapshot's repository; empty for that of the log.
 
         Raises:
             UsageError: `hello` was not called, or did not return.
@@ -138,7 +143,7 @@ class WriterLog:
         with self._lock:
             self._require_hello()
             fields = {
-                "repository": self._repository,
+                "repository": repository or self._repository,
                 "snapshot": snapshot,
                 "manifest": manifest,
                 "digest": digest,
@@ -151,15 +156,45 @@ class WriterLog:
                 if self._append(self._tried_commit(fields)):
                     return True
 
-    def remove(self, manifests: Sequence[str]) -> None:
-        """Give up these snapshots; durable on return."""
+    def remove(self, manifests: Sequence[str], snapshots: Sequence[GivenUp] = ()) -> None:
+        """Give up the snapshots of these manifests; durable on return.
+
+        Args:
+            manifests: Names of the manifests.
+            snapshots: Those that their hosts must not upload again by themselves.
+        """
         with self._lock:
             self._require_hello()
-            entry = LogRemove(nonce=self._new_id(), manifests=tuple(manifests))
+            entry = LogRemove(nonce=self._new_id(), manifests=tuple(manifests), snapshots=tuple(snapshots))
             while True:
                 self._get_ready()
                 if self._append(entry):
                     return
+
+    def move(self, packs: Sequence[str], *, checked: int) -> bool:
+        """Begin to move these packs to another storage class or place, in place of those before; durable on return of True.
+
+        Until the next call no collector deletes them: every round whose fence follows the entry spares them. False: rounds
+        condemned more than the caller took into account; then it leaves out what ``rounds.condemned`` has, and calls again.
+
+        Args:
+            packs: Packs that are live and not condemned; none if nothing moves any more.
+            checked: ``rounds.version`` before the caller looked at what is condemned.
+        """
+        with self._lock:
+            self._require_hello()
+            entry = LogMove(nonce=self._new_id(), packs=tuple(packs))
+            while True:
+                self._get_ready()
+                if packs and self.rounds.version != checked:
+                    return False
+                if self._append(entry):
+                    return True
+
+    def begin_another(self) -> None:
+        """Have the next entry begin a new log; this one keeps what it has."""
+        with self._lock:
+            self._lost = True
 
     def _require_hello(self) -> None:
         if not self._said_hello:
@@ -256,10 +291,10 @@ class WriterLog:
         return before is not None and before.nonce == self._before
 
     def _read(self, number: int) -> LogEntry | None:
-        """Return the entry; None if it was deleted."""
+        """Return the entry; None if it was deleted, or cannot be read: another log can always be begun."""
         try:
             return read_entry(self._objects, self._sealer, self.writer, number)
-        except NoSuchObject:
+        except (NoSuchObject, DamagedRemote, UnsupportedFormat):
             return None
 
     def _become(self, writer: str, next_: int, before: str) -> None:
