@@ -5,7 +5,8 @@ The order of the steps is the safety argument (docs/remote-format.md, section 8)
 1. mark, and choose what is to be condemned (`Collector._choose`): needs no care, because step 4 decides;
 2. create ``gc/<r>`` (`_begin`): from now on a writer that begins sees what is condemned;
 3. then put a fence into every log (`_fence_logs`): a writer that goes on sees it before its next commit;
-4. then list, mark again, and take out what is needed (`_decide`): every commit before a fence is seen;
+4. then list, mark again, and take out what is needed (`_decide`): every commit before a fence is seen. Of each
+   needed chunk a copy that stays is read: one that has decayed in the store counts for nothing (`KeptCopies`);
 5. create ``gc/<r>.final``, whichever stands is valid; 6. delete just that; 7. create ``gc/<r>.done``.
 
 References:
@@ -14,10 +15,12 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from ciuic.errors import Damaged, NotFound
+from ciuic.remote.collection.kept_copies import KeptCopies
 from ciuic.remote.collection.log_upkeep import LogUpkeep
 from ciuic.remote.collection.marking import (
     LiveChunks,
@@ -37,15 +40,17 @@ from ciuic.remote.format.names import (
     new_hex_id,
     pack_name,
     parse_manifest,
+    table_name,
 )
 from ciuic.remote.format.pack_reader import RemotePackReader
 from ciuic.remote.format.round import StoredRound
+from ciuic.remote.index.cold_packs import cold_packs
 from ciuic.remote.index.remote_index import RemoteIndex
 from ciuic.remote.log.bounded import create_round
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.others_log import append_to_log
 from ciuic.remote.log.writer_log import WriterLog
-from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.errors import UnsupportedFormat
 
@@ -66,6 +71,11 @@ class CollectionPolicy(NamedTuple):
     repack_bytes: int = DEFAULT_REPACK_BYTES
     damaged: frozenset[PackRef] = frozenset()
     """Damaged packs. Nothing in them counts as a copy; they go, however young, unless a live chunk has no other."""
+    cold: Mapping[PackRef, int] = MappingProxyType({})
+    """Packs in a colder storage class or place, with the time of their move by the store's clock. They are never copied:
+    reading them costs, or takes hours."""
+    spare_cold_ns: int = 0
+    """Time after its move in which a cold pack is not deleted: stores charge for a minimum duration."""
 
 
 DEFAULT_POLICY: Final = CollectionPolicy()
@@ -85,6 +95,10 @@ class CollectionResult(NamedTuple):
     repacked_bytes: int = 0
     unreadable: tuple[PackRef, ...] = ()
     """Packs whose tables cannot be read; they are never deleted."""
+    decayed: tuple[PackRef, ...] = ()
+    """Packs in which a chunk could not be read, for which another copy was to go and stays."""
+    checked_bytes: int = 0
+    """Stored bytes of the copies that were read because others were deleted."""
 
 
 class CollectionPreview(NamedTuple):
@@ -115,6 +129,7 @@ class Collector:
         upkeep: Upkeep of logs; None for the usual one.
         repacker: Maker of a `Repacker` for a round; None for the usual one.
         new_id: For tests.
+        threads: Packs that are read at the same time.
     """
 
     def __init__(
@@ -130,6 +145,7 @@ class Collector:
         upkeep: LogUpkeep | None = None,
         repacker: Callable[[], Repacker] | None = None,
         new_id: Callable[[], str] = new_hex_id,
+        threads: int = 4,
     ) -> None:
         self._objects = objects
         self._sealer = sealer
@@ -142,8 +158,12 @@ class Collector:
         self._repacker = repacker or (lambda: Repacker(objects, sealer))
         self._new_id = new_id
         self._preview_ns: int | None = None
+        self._threads = threads
         self._repacked_bytes = 0
         self._unreadable: tuple[PackRef, ...] = ()
+        # Packs that were written by this collector: of records that were verified then.
+        self._written: set[PackRef] = set()
+        self._kept = self._kept_copies()
 
     def run(self) -> CollectionResult:
         """End the round that is under way, or do one.
@@ -168,6 +188,9 @@ class Collector:
             # Another collector began and ended it in the meantime.
             return CollectionResult(-1, repacked_bytes=self._repacked_bytes, unreadable=self._unreadable)
         return self._end(round_)
+
+    def _kept_copies(self) -> KeptCopies:
+        return KeptCopies(self._objects, self._sealer, self._index, self._written, threads=self._threads)
 
     def preview(self, now_ns: int) -> CollectionPreview:
         """Return what `run` would delete at this time; only reads.
@@ -200,6 +223,7 @@ class Collector:
     def _end(self, round_: int) -> CollectionResult:
         part, content = self._log.rounds.content(round_)
         condemned = len(content.condemned)
+        self._kept = self._kept_copies()
         if part == "begun":
             self._fence_logs(round_)
             content = create_round(self._objects, self._sealer, round_, "final", self._decide(content))
@@ -216,6 +240,8 @@ class Collector:
             condemned - len(packs),
             self._repacked_bytes,
             self._unreadable,
+            tuple(sorted(self._kept.decayed)),
+            self._kept.read_bytes,
         )
 
     def _choose(self) -> StoredRound:
@@ -223,18 +249,20 @@ class Collector:
         live = self._list_and_mark()
         use = measure_use(self._index, live)
         young_since = self._now_ns() - self._policy.young_ns
-        old: dict[int, int] = {}
-        for pack in self._index.packs():
-            number = self._index.number(pack.ref)
-            if number is not None and pack.modified_ns < young_since:
-                old[number] = pack.size_bytes
+        old = self._old_packs(young_since)
         unneeded = [number for number in old if not use.get(number, PackUse()).only_here_bytes]
         condemned = keep_needed(self._index, live, unneeded, use)
         condemned |= self._repack(
-            live, use, {n: size for n, size in old.items() if n not in condemned}, condemned
+            live,
+            use,
+            {n: size for n, size in old.items() if n not in condemned and not self._is_cold(n)},
+            condemned,
         )
         refs = sorted(
-            {*(self._index.ref(number) for number in condemned), *self._given_up(self._policy.damaged, live)}
+            {
+                *(self._index.ref(number) for number in condemned),
+                *self._given_up(self._policy.damaged, live, self._found),
+            }
         )
         manifests = self._unneeded_manifests(young_since)
         return StoredRound(
@@ -243,17 +271,39 @@ class Collector:
             manifests=tuple(manifests[:MAX_MANIFESTS]),
         )
 
-    def _given_up(self, damaged: Iterable[PackRef], live: LiveChunks) -> set[PackRef]:
+    def _old_packs(self, young_since: int) -> dict[int, int]:
+        """Return size by number of the packs that may be condemned."""
+        moving = self._reader.moving()
+        spared_since = self._now_ns() - self._policy.spare_cold_ns
+        old: dict[int, int] = {}
+        for pack in self._index.packs():
+            number = self._index.number(pack.ref)
+            is_young = pack.modified_ns >= young_since
+            is_spared = self._policy.cold.get(pack.ref, spared_since) > spared_since
+            if number is not None and not (is_young or is_spared or pack.ref in moving):
+                old[number] = pack.size_bytes
+        return old
+
+    def _is_cold(self, number: int) -> bool:
+        return self._index.ref(number) in self._policy.cold
+
+    def _found(self, chunks: set[bytes]) -> set[bytes]:
+        return {chunk for chunk in chunks if self._index.find(chunk)}
+
+    def _given_up(
+        self, damaged: Iterable[PackRef], live: LiveChunks, found: Callable[[set[bytes]], set[bytes]]
+    ) -> set[PackRef]:
         """Return the damaged packs without which each live chunk has a copy, as far as their tables can be read."""
         given_up = set()
         for ref in damaged:
             try:
                 records = RemotePackReader(self._sealer, ref).read_table(self._objects)
-            except NoSuchObject:
+            except (NoSuchObject, ArchivedObject):
                 continue
             except (Damaged, UnsupportedFormat):
                 records = []
-            if all(record.id not in live or self._index.find(record.id) for record in records):
+            needed: set[bytes] = {record.id for record in records if record.id in live}
+            if found(needed) == needed:
                 given_up.add(ref)
         return given_up
 
@@ -279,6 +329,7 @@ class Collector:
         repacker = self._repacker()
         repacker.copy_all({self._index.ref(number): needed[number] for number in sources})
         self._repacked_bytes = repacker.bytes
+        self._written.update(repacker.written)
         self._index.learn(self._objects, self._sealer, repacker.written)
         return {copied for ref in repacker.copied if (copied := self._index.number(ref)) is not None}
 
@@ -314,12 +365,18 @@ class Collector:
         numbers = {
             number for ref in content.condemned if (number := self._index.number(PackRef(ref))) is not None
         }
-        doomed = keep_needed(self._index, live, numbers)
-        given_up = self._given_up(self._policy.damaged.intersection(map(PackRef, content.condemned)), live)
+        doomed = self._kept.keep_sound(live, keep_needed(self._index, live, numbers))
+        given_up = self._given_up(
+            self._policy.damaged.intersection(map(PackRef, content.condemned)),
+            live,
+            lambda chunks: self._kept.whole_elsewhere(chunks, doomed),
+        )
         snapshots = self._reader.live()
+        # Logs were read after the fences: what begins to move later is not condemned here (`WriterLog.move`).
+        refs = {*(self._index.ref(number) for number in doomed), *given_up} - self._reader.moving()
         return StoredRound(
             nonce=self._new_id(),
-            condemned=tuple(sorted({*(self._index.ref(number) for number in doomed), *given_up})),
+            condemned=tuple(sorted(refs)),
             manifests=tuple(name for name in content.manifests if name not in snapshots),
         )
 
@@ -349,6 +406,9 @@ class Collector:
         # Manifests first, so that none is there without its chunks.
         self._objects.delete(content.manifests)
         self._objects.delete([pack_name(ref) for ref in content.condemned])
+        # After the packs: a cold one without the copy of its table could not be read any more.
+        cold = cold_packs(self._objects)
+        self._objects.delete([table_name(ref) for ref in map(PackRef, content.condemned) if ref in cold])
 
     def _now_ns(self) -> int:
         """Return the time of the store's clock when this collector said hello; in a preview, the caller's."""

@@ -3,19 +3,24 @@
 Entries of a log are deleted one at a time, ascending, and never the last that its writer made nor any after it.
 The creator of an entry reads the one before it again: if that is still there, the new name was never deleted.
 
+A writer sums up its own log, too (`LogUpkeep.sum_up_own`), so that the log of a host that snapshots every minute stays short
+where collections are rare. It deletes nothing.
+
 A log that sums up leaves out what it removed once no other log commits it any more. Which removals these are was
 read before the commits were: a removal that is seen before its commit is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
+from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.log_entry import (
     MAX_MANIFESTS,
     LogCommit,
     LogHello,
+    LogMove,
     LogRemove,
     LogRetired,
     LogState,
@@ -63,17 +68,31 @@ class LogUpkeep:
         self._retire_ns = retire_ns
         self._new_id = new_id
 
+    def sum_up_own(self, writer: str) -> int:
+        """Sum up this log alone if it is long, and return the number of snapshots that it has then."""
+        self._sum_up(None, (writer,))
+        removed = self._reader.removed()
+        return len(self._reader.logs[writer].committed.keys() - removed)
+
     def run(self, now_ns: int | None) -> None:
-        """Sum up logs. ``now_ns`` is the store's time; None to end no log."""
+        """Sum up logs, and delete what lies before. ``now_ns`` is the store's time; None to end no log."""
+        self._sum_up(now_ns)
+        for writer, summary in self._reader.logs.items():
+            self._delete_old(writer, summary)
+
+    def _sum_up(self, now_ns: int | None, only: Collection[str] | None = None) -> None:
         removed_before = {writer: set(summary.removed) for writer, summary in self._reader.logs.items()}
         self._reader.refresh()
         # As they were before any of them is summed up here: readers that are slow may be at either.
         committed = {writer: set(summary.committed) for writer, summary in self._reader.logs.items()}
         removed = self._reader.removed()
         for writer, summary in self._reader.logs.items():
-            if summary.retired:
+            if summary.retired or (only is not None and writer not in only):
                 continue
             retire = now_ns is not None and self._is_silent(writer, summary, now_ns)
+            # A sum would forget that packs move; those of a mover that is gone have arrived when its log is ended.
+            if not retire and summary.moving:
+                continue
             if not retire and summary.next - max(summary.state, 0) <= self._max_entries:
                 continue
             elsewhere = set().union(*(some for other, some in committed.items() if other != writer))
@@ -86,11 +105,14 @@ class LogUpkeep:
             if max(len(live), len(kept)) > MAX_MANIFESTS:
                 continue
             kind = LogRetired if retire else LogState
-            entry = kind(nonce=self._new_id(), live=live, removed=tuple(sorted(kept)))
+            entry = kind(
+                nonce=self._new_id(),
+                live=live,
+                removed=tuple(sorted(kept)),
+                given_up=summary.kept_given_up(),
+            )
             # A log that goes on at this very moment waits for the next round.
             append_to_log(self._objects, self._sealer, writer, summary, entry)
-        for writer, summary in self._reader.logs.items():
-            self._delete_old(writer, summary)
 
     def _is_silent(self, writer: str, summary: LogSummary, now_ns: int) -> bool:
         own = self._last_own(writer, summary)
@@ -113,9 +135,10 @@ class LogUpkeep:
             for number in range(summary.next - 1, self._reader.first.get(writer, 0) - 1, -1):
                 try:
                     entry = read_entry(self._objects, self._sealer, writer, number)
-                except NoSuchObject:
+                except (NoSuchObject, DamagedRemote):
+                    # Damage before a sum that a repair made: nothing is deleted until the writer goes on.
                     break
-                if isinstance(entry, LogHello | LogCommit | LogRemove):
+                if isinstance(entry, LogHello | LogCommit | LogRemove | LogMove):
                     summary.own = number
                     break
         return summary.own

@@ -14,7 +14,7 @@ from ciuic.remote.format.names import PACKS_PREFIX, PackRef, parse_pack
 from ciuic.remote.format.pack import MAX_PACK_BYTES
 from ciuic.remote.format.pack_reader import RemotePackReader
 from ciuic.remote.log.bounded import read_object
-from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.model import PackRecord
@@ -105,5 +105,5 @@ def _check(
         return CheckedPack(ref, packs[ref], reader.read_table(objects), "")
     except NoSuchObject:
         return None
-    except (Damaged, UnsupportedFormat) as error:
+    except (Damaged, UnsupportedFormat, ArchivedObject) as error:
         return CheckedPack(ref, packs[ref], [], error.message)

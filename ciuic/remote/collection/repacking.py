@@ -9,7 +9,7 @@ from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.names import PackRef, new_pack_ref, split_ref
 from ciuic.remote.format.pack_reader import RemotePackReader
 from ciuic.remote.format.pack_writer import DEFAULT_PACK_BYTES, RemotePackWriter
-from ciuic.remote.objects.model import NoSuchObject, Objects
+from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.model import PackKind
 
@@ -52,7 +52,7 @@ class Repacker:
             kind = split_ref(ref)[0]
             try:
                 self._copy(ref, kind, chunks)
-            except (NoSuchObject, Damaged):
+            except (NoSuchObject, ArchivedObject, Damaged):
                 continue
             self._waiting[kind].append(ref)
         for kind in ("data", "meta"):
@@ -93,7 +93,7 @@ class CountingRepacker(Repacker):
         for ref, chunks in needed.items():
             try:
                 records = RemotePackReader(self._sealer, ref).read_table(self._objects)
-            except (NoSuchObject, Damaged):
+            except (NoSuchObject, ArchivedObject, Damaged):
                 continue
             self.bytes += sum(record.stored_bytes for record in records if record.id in chunks)
             self.copied.append(ref)
