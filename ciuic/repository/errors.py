@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ciuic.errors import CiuicError, Damaged, DestinationExists
+from ciuic.errors import CiuicError, Damaged, DestinationExists, NotPermitted
 from ciuic.types import ChunkId
 
 
@@ -69,3 +69,7 @@ class UnsupportedFormat(CiuicError):
 
 class RepositoryExists(DestinationExists):
     """`Repository.create` was given a directory that is a repository or is not empty."""
+
+
+class Archived(NotPermitted):
+    """Content is there, in a storage class from which it cannot be read before it was thawed; no damage."""

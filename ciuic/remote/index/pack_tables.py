@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from ciuic.remote.format.names import PackRef, split_ref
+from ciuic.remote.format.names import PackRef
+from ciuic.remote.index.pack_numbers import PackNumbers, PackRefs
 from ciuic.repository.index.database import IndexDatabase, Transaction
 from ciuic.repository.model import PackRecord
 
@@ -56,13 +57,8 @@ class PackTables:
             index.set_fact(_VERSION_FACT, _VERSION)
         # Left behind by a process that was killed while it filled the index.
         self.sort()
-        self.refs: dict[int, PackRef] = {}
-        self.numbers: dict[PackRef, int] = {}
-        for number, ref in self._db.execute("SELECT number, ref FROM remote_packs"):
-            # Checked here, because the reference becomes the name of an object.
-            split_ref(ref)
-            self.refs[number] = PackRef(ref)
-            self.numbers[PackRef(ref)] = number
+        self.refs: Final = PackRefs(self._db)
+        self.numbers: Final = PackNumbers(self._db)
 
     @property
     def rounds_finished(self) -> int | None:
@@ -89,7 +85,6 @@ class PackTables:
         random: rows that are put into the table of twenty million in batches of 200,000 would write each of its
         pages a hundred times.
         """
-        added: list[tuple[int, PackRef]] = []
         rows: list[tuple[bytes, int, int, int, int, int]] = []
         bases: list[tuple[bytes, int, int, bytes]] = []
         with Transaction(self._db):
@@ -97,7 +92,6 @@ class PackTables:
                 if pack.ref in self.numbers:
                     continue
                 number = self._insert(pack)
-                added.append((number, pack.ref))
                 rows += ((r.id, number, r.offset, r.stored_bytes, r.raw_bytes, r.flags) for r in records)
                 bases += ((r.id, number, r.offset, r.base) for r in records if r.base)
             if not unsorted:
@@ -106,9 +100,6 @@ class PackTables:
             table = "unsorted_chunks" if unsorted else "chunks"
             self._db.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?,?,?,?,?,?)", rows)
             self._db.executemany("INSERT OR REPLACE INTO bases VALUES (?,?,?,?)", bases)
-        for number, ref in added:
-            self.refs[number] = ref
-            self.numbers[ref] = number
 
     def sort(self) -> None:
         """Put chunks that were added unsorted where they are found."""
@@ -128,7 +119,7 @@ class PackTables:
 
     def drop(self, refs: Iterable[PackRef]) -> None:
         """Forget packs. Their rows of chunks stay until there are many, because they lie in the order of ids."""
-        gone = [ref for ref in refs if ref in self.numbers]
+        gone = {ref: number for ref in refs if (number := self.numbers.get(ref)) is not None}
         if not gone:
             return
         left_behind = self._index.fact(_LEFT_BEHIND_FACT)
@@ -138,8 +129,8 @@ class PackTables:
                 left_behind += row[0] if row else 0
                 self._db.execute("DELETE FROM remote_packs WHERE ref=?", (ref,))
             self._index.set_fact(_LEFT_BEHIND_FACT, left_behind)
-        for ref in gone:
-            del self.refs[self.numbers.pop(ref)]
+        for number in gone.values():
+            self.refs.forget(number)
         (known,) = self._db.execute("SELECT COALESCE(SUM(records), 0) FROM remote_packs").fetchone()
         if left_behind > known // 3:
             self._purge()

@@ -17,10 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ciuic.errors import Damaged
-from ciuic.remote.format.names import PACKS_PREFIX, PackRef, parse_pack
+from ciuic.remote.format.names import PackRef
 from ciuic.remote.format.pack_reader import RemotePackReader
+from ciuic.remote.index.pack_listing import list_packs
 from ciuic.remote.index.pack_tables import PackTables, RemotePack
-from ciuic.remote.objects.model import NoSuchObject, ObjectInfo, Objects
+from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, ObjectInfo, Objects
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.index.database import IndexDatabase
@@ -82,14 +83,14 @@ class RemoteIndex:
     packs that are dropped are not used again.
     """
 
-    def __init__(self, database: IndexDatabase, *, threads: int = 8) -> None:
+    def __init__(self, database: IndexDatabase, *, threads: int = 16) -> None:
         self._database = database
         self._threads = threads
         self._packs = PackTables(database)
         self._rounds: CondemnedPacks | None = None
 
     @classmethod
-    def open(cls, path: str | None, *, threads: int = 8) -> RemoteIndex:
+    def open(cls, path: str | None, *, threads: int = 16) -> RemoteIndex:
         """Open the index at ``path``, made if need be, or an empty one in memory.
 
         Args:
@@ -132,27 +133,46 @@ class RemoteIndex:
             RemoteUnreachable: the index has what was read so far.
         """
         # Of rounds that were read before the listing, which therefore lacks what they deleted.
-        finished = -1 if self._rounds is None else self._rounds.finished
-        listed = {
-            ref: info for info in objects.list(PACKS_PREFIX) if (ref := parse_pack(info.name)) is not None
-        }
-        gone = [ref for ref in self._packs.numbers if ref not in listed]
-        self._packs.drop(gone)
+        finished = self.rounds_known
+        listed, dropped = self.drop_missing(objects)
         new = [ref for ref in listed if ref not in self._packs.numbers]
         unreadable = self._add(objects, sealer, new, listed)
         # Only now: an index that lacks packs is made complete by the next refresh.
         self.mark_complete(finished)
-        return IndexRefresh(len(new) - len(unreadable), len(gone), unreadable)
+        return IndexRefresh(len(new) - len(unreadable), dropped, unreadable)
+
+    @property
+    def known(self) -> Collection[PackRef]:
+        """Packs whose tables the index has."""
+        return self._packs.numbers
+
+    @property
+    def rounds_known(self) -> int:
+        """Last finished round of those that the index follows, for `mark_complete`; -1 for none."""
+        return -1 if self._rounds is None else self._rounds.finished
+
+    def drop_missing(self, objects: Objects) -> tuple[dict[PackRef, ObjectInfo], int]:
+        """List the packs that are there, and drop others; return the listing, and how many were dropped."""
+        listed = list_packs(objects)
+        gone = [ref for ref in self._packs.numbers if ref not in listed]
+        self._packs.drop(gone)
+        return listed, len(gone)
 
     def drop(self, refs: Iterable[PackRef]) -> None:
         """Forget packs until the next `refresh`, which finds them again if they are there."""
         self._packs.drop(refs)
 
-    def learn(self, objects: Objects, sealer: Sealer, refs: Iterable[PackRef]) -> IndexRefresh:
-        """Read the tables of packs that a log names. Those that are gone are left out."""
+    def learn(
+        self,
+        objects: Objects,
+        sealer: Sealer,
+        refs: Iterable[PackRef],
+        listed: Mapping[PackRef, ObjectInfo] | None = None,
+    ) -> IndexRefresh:
+        """Read the tables of packs that a log or a listing names. Those that are gone are left out."""
         new = [ref for ref in dict.fromkeys(refs) if ref not in self._packs.numbers]
         before = len(self._packs.numbers)
-        unreadable = self._add(objects, sealer, new, {})
+        unreadable = self._add(objects, sealer, new, listed or {})
         return IndexRefresh(len(self._packs.numbers) - before, 0, unreadable)
 
     def reread(self, objects: Objects, sealer: Sealer, refs: Iterable[PackRef]) -> IndexRefresh:
@@ -239,13 +259,13 @@ class RemoteIndex:
 
     def copies(self) -> Iterator[ChunkCopy]:
         """Yield every copy of every chunk in packs that are there; copies of one chunk follow one another."""
-        refs = self._packs.refs
+        refs = self._packs.refs.all()
         rows = self._database.db.execute("SELECT id, pack, stored, flags FROM chunks ORDER BY id")
         return (ChunkCopy(*row) for row in rows if row[1] in refs)
 
     def bases(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield (chunk, base) for every copy that is stored as a difference in a pack that is there."""
-        refs = self._packs.refs
+        refs = self._packs.refs.all()
         rows = self._database.db.execute("SELECT id, base, pack FROM bases")
         return ((chunk, base) for chunk, base, number in rows if number in refs)
 
@@ -256,11 +276,12 @@ class RemoteIndex:
         unreadable: dict[PackRef, str] = {}
 
         def read(ref: PackRef) -> list[PackRecord] | str | None:
+            size_bytes = listed[ref].size_bytes if ref in listed else 0
             try:
-                return RemotePackReader(sealer, ref).read_table(objects)
+                return RemotePackReader(sealer, ref).read_table(objects, size_bytes)
             except NoSuchObject:
                 return None
-            except (Damaged, UnsupportedFormat) as error:
+            except (Damaged, UnsupportedFormat, ArchivedObject) as error:
                 return error.message
 
         batch: list[tuple[RemotePack, list[PackRecord]]] = []

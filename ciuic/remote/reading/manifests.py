@@ -6,12 +6,15 @@ Guarantee: a manifest is returned only if its bytes have the digest that the log
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
+from typing import Final
 
 from ciuic.errors import NotFound
 from ciuic.remote.access.remote import Remote
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.log_entry import LiveManifest
 from ciuic.remote.format.manifest import RemoteManifest, decode_manifest, object_digest
+from ciuic.remote.format.names import PackRef
 from ciuic.remote.log.bounded import read_object
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.objects.model import NoSuchObject
@@ -24,7 +27,13 @@ class Manifests:
     """Manifests of one space of a remote. May be used from several threads."""
 
     def __init__(
-        self, space: Remote, cache: CacheDirectory, patience: Patience, logs: LogReader | None = None
+        self,
+        space: Remote,
+        cache: CacheDirectory,
+        patience: Patience,
+        logs: LogReader | None = None,
+        *,
+        prefer: Callable[[Iterable[PackRef], int], None] = lambda refs, around_ns: None,
     ) -> None:
         """Take the parts.
 
@@ -33,11 +42,13 @@ class Manifests:
             cache: Cache of the space.
             patience: For requests without an answer.
             logs: Reader of its logs, which says of a missing manifest whether its snapshot was removed; None: it was not.
+            prefer: Told of the packs that were uploaded for a snapshot that is to be read, and of its time.
         """
         self._space = space
         self._cache = cache
         self._patience = patience
         self._logs = logs
+        self.prefer: Final = prefer
         self._lock = threading.Lock()
 
     @property

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -11,10 +13,12 @@ from typing import Final
 from ciuic.errors import UsageError
 from ciuic.remote.access import configured as access
 from ciuic.remote.access.remote import Remote, open_remote, repository_spaces
+from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.objects.model import Objects
-from ciuic.remote.objects.opening import open_objects
+from ciuic.remote.objects.opening import open_objects, open_versions
 from ciuic.remote.objects.urls import StoreSettings
+from ciuic.remote.reading.cache_directory import cache_root as usual_cache_root
 from ciuic.remote.reading.cache_directory import open_cache
 from ciuic.remote.reading.manifests import Manifests
 from ciuic.remote.reading.patience import DEFAULT_PATIENCE_SECONDS, Patience
@@ -23,6 +27,8 @@ from ciuic.remote.reading.remote_repository import RemoteRepository
 from ciuic.remote.reading.remote_snapshots import CommittedEntry, RemoteSnapshots, named_entries
 from ciuic.remote.reading.space_reader import SpaceReader
 from ciuic.remote.sealing.slot_secret import SlotSecret
+from ciuic.remote.versions.opening import open_remote_versions
+from ciuic.repository import log as events
 from ciuic.types import SnapshotId
 
 
@@ -40,6 +46,16 @@ class ReadableRemote:
         """Snapshots of all repositories, or of one host."""
         self.readers: Final = tuple(readers)
         self._closing = ExitStack()
+
+    @property
+    def log_damage(self) -> list[DamagedRemote]:
+        """Entries of logs that could not be read. What only they commit is not among ``snapshots``."""
+        return [
+            DamagedRemote(f"{reader.space.objects.url}/{name}", reason)
+            for reader in self.readers
+            for damaged in reader.damaged_logs.values()
+            for name, reason in damaged.problems.items()
+        ]
 
     @property
     def repositories(self) -> list[RemoteRepository]:
@@ -76,6 +92,13 @@ class ReadableRemote:
             NotFound: the host has no snapshot.
         """
         return ReadableRemote(self.remote, self.snapshots.of_host(name), self.readers)
+
+    def labelled(
+        self, job: str | None, epoch: int | None, step: int | None, host: str | None
+    ) -> ReadableRemote:
+        """Return the same with the snapshots that have these labels alone; see `RemoteSnapshots.labelled`."""
+        snapshots = self.snapshots.labelled(job, epoch, step, host)
+        return ReadableRemote(self.remote, snapshots, self.readers)
 
     def close(self) -> None:
         """Close everything that was opened."""
@@ -121,7 +144,7 @@ def open_remote_repository(
         NotFound: there is no remote.
         WrongKey: no secret fits, or one is needed.
         UsageError: the URL is none of a remote.
-        DamagedRemote: remote.json, a key slot or a log was altered.
+        DamagedRemote: remote.json or a key slot was altered.
         RolledBack: the remote is older than this host has seen it.
         RemoteUnreachable: the store does not answer.
     """
@@ -136,6 +159,72 @@ def open_remote_repository(
     return read_remote(remote, cache_root=cache_root, close_objects=True)
 
 
+def open_behind_deletions(
+    url: str,
+    settings: StoreSettings | None,
+    secrets: Sequence[SlotSecret],
+    *,
+    before_ns: int | None = None,
+    require_sealed: bool = False,
+    cache_root: Path | None = None,
+) -> ReadableRemote:
+    """Open the remote at a URL as it was stored, also after deletions and overwrites; the bucket has versions.
+
+    Args:
+        url: Place of the remote.
+        settings: What the URL does not say.
+        secrets: Passphrases and keys; none for a remote that is not sealed.
+        before_ns: Leave out what was stored at this time or later (ns since 1970); None for nothing.
+        require_sealed: Refuse a remote in clear, whose configuration says that it is encrypted.
+        cache_root: Where caches lie; None for the usual place.
+
+    Raises:
+        NotFound: there was never a remote.
+        WrongKey: no secret fits, or one is needed.
+        UsageError: versions of this kind of store cannot be read.
+        DamagedRemote: no version of a log entry is as it was stored.
+        RemoteUnreachable: the store does not answer.
+    """
+    versions = open_versions(url, settings)
+    try:
+        remote = open_remote_versions(versions, secrets, before_ns=before_ns).remote
+        if require_sealed:
+            access.require_sealed(remote)
+    except BaseException:
+        versions.close()
+        raise
+    with ExitStack() as closing:
+        closing.callback(versions.close)
+        root = usual_cache_root() if cache_root is None else cache_root
+        # Apart from the usual cache: what this one sees of logs is more than what is there, and of an earlier time less.
+        if before_ns is None:
+            root /= "versions"
+        else:
+            root = closing.enter_context(_passing_cache(root))
+        # Anybody who may write there can have made up packs.
+        opened = read_remote(remote, cache_root=root, skips_unreadable=True)
+        closing.callback(opened.close)
+        result = ReadableRemote(opened.remote, opened.snapshots, opened.readers)
+        result.keep_open(closing)
+    return result
+
+
+@contextmanager
+def _passing_cache(root: Path) -> Iterator[Path]:
+    """Provide a cache directory that is deleted at the end: another time is asked for by each run."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = tempfile.mkdtemp(prefix="versions-", dir=root)
+    except OSError:
+        # `open_cache` finds another place.
+        yield root / "versions-none"
+        return
+    try:
+        yield Path(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def read_remote(
     remote: Remote,
     *,
@@ -144,8 +233,9 @@ def read_remote(
     threads: int = DEFAULT_THREADS,
     memory_bytes: int = DEFAULT_MEMORY_BYTES,
     close_objects: bool = False,
+    skips_unreadable: bool = False,
 ) -> ReadableRemote:
-    """Read the logs of an open remote and return its snapshots.
+    """Read the logs of an open remote and return its snapshots; those of damaged logs as far as they can be proved.
 
     Args:
         remote: Open remote.
@@ -154,9 +244,9 @@ def read_remote(
         threads: Ranges that are read at the same time.
         memory_bytes: Limit of what is read ahead.
         close_objects: Close the remote's store at the end, or here after an error.
+        skips_unreadable: Say nothing of packs whose table cannot be read, unless a snapshot needs them.
 
     Raises:
-        DamagedRemote: a log was altered.
         RolledBack: the remote is older than this host has seen it.
         RemoteUnreachable: the store does not answer.
     """
@@ -168,12 +258,24 @@ def read_remote(
             closing.callback(remote.objects.close)
         for space in [remote, *patience.of(lambda: repository_spaces(remote))]:
             cache = closing.enter_context(open_cache(remote, space, cache_root))
-            reader = SpaceReader(space, cache, patience, threads=threads, memory_bytes=memory_bytes)
+            reader = SpaceReader(
+                space,
+                cache,
+                patience,
+                threads=threads,
+                memory_bytes=memory_bytes,
+                skips_unreadable=skips_unreadable,
+            )
             closing.callback(reader.close)
             readers.append(reader)
-            logs = LogReader(space.objects, space.sealer, cache_path=str(cache.path / "logs"))
+            logs = LogReader(
+                space.objects, space.sealer, cache_path=str(cache.path / "logs"), skip_damaged=True
+            )
             patience.of(logs.refresh)
-            manifests = Manifests(space, cache, patience, logs)
+            reader.damaged_logs = logs.damaged
+            for damaged in logs.damaged.values():
+                events.warning("remote_log_damaged", remote=space.objects.url, error=damaged.error.message)
+            manifests = Manifests(space, cache, patience, logs, prefer=reader.lookup.prefer)
             entries += (CommittedEntry(live, manifests) for live in logs.live().values())
         closing.callback(patience.end)
         opened = ReadableRemote(remote, RemoteSnapshots(named_entries(entries)), readers)

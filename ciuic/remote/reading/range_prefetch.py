@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from ciuic.remote.objects.model import Objects
+from ciuic.remote.objects.ranges import MERGE_GAP_BYTES
 from ciuic.remote.reading.patience import Patience
 from ciuic.repository.ids import Bytes
 
@@ -22,6 +23,8 @@ DEFAULT_THREADS: Final = 8
 DEFAULT_MEMORY_BYTES: Final = 64 << 20
 WINDOW_BYTES: Final = 1 << 20
 """Size of a read for a short range: 256 small files, and 20 ms of a stream of 50 MiB/s."""
+MAX_RANGE_BYTES: Final = 8 << 20
+"""Size up to which announced ranges that lie close together are read as one."""
 # Ranges at least as long as this are read alone.
 _SHORT_BYTES: Final = 256 << 10
 # Announcements are advice: no more of them are kept than a large batch makes.
@@ -36,7 +39,7 @@ class _Body:
     def __init__(self, name: str, start: int, length: int) -> None:
         self.name: Final = name
         self.start: Final = start
-        self.length: Final = length
+        self.length = length
         self.data: Bytes | None = None
         self.error: BaseException | None = None
         self.left = length
@@ -51,6 +54,16 @@ class _Body:
 
     def has(self, name: str, start: int, length: int) -> bool:
         return self.name == name and self.start <= start and start + length <= self.start + self.length
+
+    def extend(self, name: str, start: int, length: int) -> bool:
+        """Add a range that follows closely, before this one is read; False where it does not."""
+        end = self.start + self.length
+        near = name == self.name and self.start <= start <= end + MERGE_GAP_BYTES
+        if not near or start + length - self.start > MAX_RANGE_BYTES:
+            return False
+        self.length = max(self.length, start + length - self.start)
+        self.left = self.length
+        return True
 
 
 class RangePrefetch:
@@ -91,9 +104,11 @@ class RangePrefetch:
         with self._changed:
             if self._closed or self._find(name, start, length) or len(self._queue) >= _MAX_QUEUED:
                 return
-            if not any(body.has(name, start, length) for body in self._queue):
+            if any(body.has(name, start, length) for body in self._queue):
+                return
+            if not (self._queue and self._queue[-1].extend(name, start, length)):
                 self._queue.append(_Body(name, start, _extended(length)))
-                self._begin_queued()
+            self._begin_queued()
 
     def read(self, name: str, start: int, length: int) -> Bytes:
         """Return the bytes of the range; fewer where the object ends.

@@ -2,7 +2,7 @@
 
 The index only says where to look. It may be behind the bucket, and its file may have decayed: a chunk that it lacks, or whose
 copies cannot be read, leads to a new listing of packs, then to the tables of the packs that it was said to be in, and at last
-to an index that is made anew.
+to an index that is made anew. Until an index is complete, tables are read as chunks are asked for (`TableOrder`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.remote.reading.patience import Patience
+from ciuic.remote.reading.table_order import TableOrder
 from ciuic.repository import log as events
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.index.database import discard
@@ -38,7 +39,7 @@ _UNREADABLE: Final = (sqlite3.Error, ValueError, TypeError)
 
 
 class RemoteLookup:
-    """`ChunkLookup` of one space of a remote, made complete at the first use. May be used from several threads."""
+    """`ChunkLookup` of one space of a remote, which reads tables as they are needed. May be used from several threads."""
 
     def __init__(
         self,
@@ -62,13 +63,44 @@ class RemoteLookup:
         # Packs whose tables were read by this process.
         self._reread: set[PackRef] = set()
         self._is_fresh = False
+        self._archived: set[PackRef] = set()
+        self._order = TableOrder()
+        # Last finished round before the index lists its packs for the first time; None where it is complete.
+        self._incomplete_since: int | None = None
+
+    def avoid(self, refs: Iterable[PackRef]) -> None:
+        """Return copies in these packs after all others: they cannot be read before they are thawed."""
+        with self._lock:
+            self._archived.update(refs)
+
+    def prefer(self, refs: Iterable[PackRef], around_ns: int) -> None:
+        """Look into these packs first, and into others that were stored at about this time: a snapshot of them is read."""
+        with self._lock:
+            self._order.prefer(refs, around_ns)
 
     def find(self, chunk: bytes) -> list[ChunkLocation]:
         """Return known copies, the best first."""
-        return self._ask(lambda index: index.find(chunk))
+        with self._lock:
+            found = self._ask(lambda index: index.find(chunk))
+            while not found and self._read_more():
+                found = self._ask(lambda index: index.find(chunk))
+        if len(found) > 1 and self._archived:
+            found.sort(key=lambda location: self._is_archived(location.pack))
+        return found
 
     def find_many(self, chunks: Sequence[bytes]) -> dict[bytes, ChunkLocation]:
         """Return the copy to read first for each chunk that is known."""
+        with self._lock:
+            found = self._known(chunks)
+            while (missing := [chunk for chunk in chunks if chunk not in found]) and self._read_more():
+                found.update(self._known(missing))
+        if self._archived:
+            for chunk, location in found.items():
+                if self._is_archived(location.pack):
+                    found[chunk] = self.find(chunk)[0]
+        return found
+
+    def _known(self, chunks: Sequence[bytes]) -> dict[bytes, ChunkLocation]:
         return self._ask(lambda index: index.find_many(chunks))
 
     def search(self, chunk: bytes, failed: list[ChunkLocation]) -> list[ChunkLocation]:
@@ -82,6 +114,32 @@ class RemoteLookup:
                 if step(found):
                     found = self.find(chunk)
             return found
+
+    def _read_more(self) -> bool:
+        """Read tables of packs that an incomplete index lacks; False if there are none."""
+        return self._ask(self._read_more_into)
+
+    def _read_more_into(self, index: RemoteIndex) -> bool:
+        if self._incomplete_since is None:
+            return False
+        known, order = index.known, self._order
+        refs = order.take_preferred(known)
+        if not refs:
+            if order.listed is None:
+                listed, _ = self._patience.of(lambda: index.drop_missing(self._space.objects))
+                self._listed_at = self._now()
+                order.found(listed, known)
+            refs = order.take(known)
+        if not refs:
+            index.mark_complete(self._incomplete_since)
+            self._incomplete_since = None
+            return False
+        try:
+            self._learn(index, refs)
+        except BaseException:
+            order.put_back(refs)
+            raise
+        return True
 
     def _list_again(self, found: list[ChunkLocation]) -> bool:
         """List the packs that are there, unless that was done just now."""
@@ -127,9 +185,15 @@ class RemoteLookup:
         """
         with self._lock:
             try:
-                return self._index().ref(number)
+                return self._ask(lambda index: index.ref(number))
             except KeyError:
                 raise NotFound(f"the remote has no pack {number} any more") from None
+
+    def _is_archived(self, number: int) -> bool:
+        try:
+            return self.ref(number) in self._archived
+        except NotFound:
+            return False
 
     def refresh(self) -> IndexRefresh:
         """List the packs that are there, and read the tables of new ones."""
@@ -190,7 +254,7 @@ class RemoteLookup:
         space, patience = self._space, self._patience
         index = RemoteIndex.open(path)
         self._closing.callback(index.close)
-        self._is_fresh = index.rounds_finished is None
+        self._is_fresh = index.rounds_finished is None and not index.known
         rounds = Rounds(space.objects, space.sealer, known=index.rounds_finished)
         sound = True
         try:
@@ -203,22 +267,33 @@ class RemoteLookup:
             events.warning("remote_round_unreadable", error=error.message)
             sound = False
         # Apart from the logs that the list of snapshots has read: these are the entries that the index lacks.
-        reader = LogReader(space.objects, space.sealer, cache_path=None if path is None else f"{path}.logs")
+        reader = LogReader(
+            space.objects,
+            space.sealer,
+            cache_path=None if path is None else f"{path}.logs",
+            skip_damaged=True,
+        )
         news = patience.of(reader.refresh)
-        if not sound or index.rounds_finished is None or not news.complete:
+        self._order.restart()
+        self._incomplete_since = None
+        if index.rounds_finished is None and sound:
+            self._incomplete_since = index.rounds_known
+        elif not sound or not news.complete:
             self._list(index)
         else:
             self._learn(index, news.packs)
         return index
 
     def _learn(self, index: RemoteIndex, refs: Iterable[PackRef]) -> None:
-        result = self._patience.of(lambda: index.learn(self._space.objects, self._space.sealer, refs))
+        space, listed = self._space, self._order.listed
+        result = self._patience.of(lambda: index.learn(space.objects, space.sealer, refs, listed))
         self._unreadable.update(result.unreadable)
         self._warn(result)
 
     def _list(self, index: RemoteIndex) -> IndexRefresh:
         result = self._patience.of(lambda: index.refresh(self._space.objects, self._space.sealer))
         self._listed_at = self._now()
+        self._incomplete_since = None
         self._unreadable = dict(result.unreadable)
         self._warn(result)
         return result

@@ -13,6 +13,7 @@ from typing import Final
 from ciuic.errors import Damaged, NotFound
 from ciuic.remote.format.names import PackRef, pack_name, split_ref
 from ciuic.remote.format.pack import PackLayout
+from ciuic.remote.objects.model import ArchivedObject
 from ciuic.remote.reading.meta_packs import MetaPacks
 from ciuic.remote.reading.range_prefetch import RangePrefetch
 from ciuic.remote.sealing.sealer import Sealer
@@ -31,15 +32,23 @@ class RemotePacks:
         ref: Function that returns the pack of a number in locations, or raises NotFound.
         ranges: Reader of data packs.
         meta: Reader of meta packs.
+        on_archived: Called with the name of a pack that cannot be read before it is thawed.
     """
 
     def __init__(
-        self, sealer: Sealer, ref: Callable[[int], PackRef], ranges: RangePrefetch, meta: MetaPacks
+        self,
+        sealer: Sealer,
+        ref: Callable[[int], PackRef],
+        ranges: RangePrefetch,
+        meta: MetaPacks,
+        *,
+        on_archived: Callable[[str], object] = lambda name: None,
     ) -> None:
         self._sealer = sealer
         self._ref = ref
         self._ranges = ranges
         self._meta = meta
+        self._on_archived = on_archived
         self._layouts: dict[PackRef, PackLayout] = {}
 
     def read(self, number: int, offset: int, length: int) -> bytes:
@@ -107,7 +116,11 @@ class RemotePacks:
     def _bytes(self, layout: PackLayout, offset: int, length: int) -> Bytes:
         if split_ref(layout.ref)[0] == "meta":
             return self._meta.read(layout.name, offset, length)
-        return self._ranges.read(layout.name, offset, length)
+        try:
+            return self._ranges.read(layout.name, offset, length)
+        except ArchivedObject:
+            self._on_archived(layout.name)
+            raise
 
     def _is_final(self, layout: PackLayout) -> bool:
         """Return whether reading again gives the same; drops a cached pack otherwise."""

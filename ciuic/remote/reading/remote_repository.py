@@ -153,6 +153,8 @@ class RemoteRepository(Repository):
 
     def _unreadable(self) -> dict[int, PackRef]:
         """Return the packs whose table cannot be read; the index has no number for them."""
+        if self.reader.skips_unreadable:
+            return {}
         return {-1 - at: ref for at, ref in enumerate(sorted(self.reader.lookup.unreadable()))}
 
     def _ref(self, number: int) -> PackRef:

@@ -9,9 +9,10 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.pack import HEADER_BYTES
 from ciuic.remote.format.pack_reader import RemotePackReader
+from ciuic.remote.objects.model import ArchivedObject
 from ciuic.remote.reading.space_reader import SpaceReader
 from ciuic.repository import Repository
-from ciuic.repository.errors import UnsupportedFormat
+from ciuic.repository.errors import Archived, UnsupportedFormat
 from ciuic.repository.model import PackDamage, PackRecord
 from ciuic.repository.packs.chunk_reader import BadCopyError, read_base, unpack
 
@@ -50,6 +51,9 @@ def scrub_remote(
             except NotFound:
                 # A collection removed it meanwhile; what was live in it was copied before.
                 pass
+            except ArchivedObject as error:
+                # Not read, and no damage.
+                reader.archived.add(error.name)
             except (DamagedRemote, UnsupportedFormat) as error:
                 yield PackDamage(number, 0, None, error.message)
         done_bytes += size_bytes
@@ -90,6 +94,9 @@ def _check_content(repository: Repository, record: PackRecord, stored: bytes) ->
         base = read_base(record.base, repository.chunks.get)
     except Damaged as error:
         raise BadCopyError(error.message) from None
+    except Archived:
+        # Its bytes are as they were sealed; whether they are the chunk's takes the base.
+        return
     content = unpack(stored, record.raw_bytes, record.flags, base=base)
     if repository.identity.chunk_id(content) != record.id:
         raise BadCopyError("its bytes do not match its id")

@@ -16,7 +16,7 @@ import msgspec
 
 from ciuic.errors import Damaged, NotFound, UsageError
 from ciuic.remote.format.log_entry import LiveManifest
-from ciuic.remote.format.names import as_label, parse_manifest
+from ciuic.remote.format.names import ManifestName, PackRef, as_label, parse_manifest
 from ciuic.remote.reading.manifests import Manifests
 from ciuic.repository import log as events
 from ciuic.repository.committed_snapshots import CommittedSnapshots
@@ -43,6 +43,8 @@ class CommittedEntry(NamedTuple):
     live: LiveManifest
     manifests: Manifests
     """Manifests of its space."""
+    also: tuple[str, ...] = ()
+    """Further manifests that commit the same snapshot."""
 
     @property
     def host(self) -> str:
@@ -93,6 +95,33 @@ class RemoteSnapshots(CommittedSnapshots):
             raise NotFound(f"the remote has no snapshot of a host {name}", hint=f"hosts there are: {known}")
         return self.only(chosen)
 
+    def labelled(
+        self,
+        job: str | None = None,
+        epoch: int | None = None,
+        step: int | None = None,
+        host: str | None = None,
+    ) -> RemoteSnapshots:
+        """Return the snapshots with these labels alone; None: any. No manifest is read.
+
+        Raises:
+            NotFound: no snapshot is of this host.
+        """
+        chosen = self if host is None else self.of_host(host)
+        label = None if job is None else as_label(job)
+
+        def fits(name: ManifestName) -> bool:
+            pairs = (label, name.job), (epoch, name.epoch), (step, name.step)
+            return all(wanted is None or wanted == found for wanted, found in pairs)
+
+        ids = [id_ for id_ in chosen.entries if (name := chosen.label(id_)) is not None and fits(name)]
+        return chosen.only(ids)
+
+    def label(self, id_: str) -> ManifestName | None:
+        """Return job, epoch, step and host of a snapshot, from the name of its manifest."""
+        entry = self.entries.get(id_)
+        return None if entry is None else parse_manifest(entry.live.manifest)
+
     def names(self) -> set[str]:
         """Return the names of all snapshots, readable or not."""
         return set(self.entries)
@@ -105,22 +134,29 @@ class RemoteSnapshots(CommittedSnapshots):
         return list(self._infos)
 
     def load(self, id_: SnapshotId) -> Snapshot:
-        """Return the snapshot with its marks applied."""
+        """Return the snapshot with its marks applied; its packs are looked into first from now on."""
         entry = self.entries.get(id_)
         if entry is None:
             raise NotFound(f"the remote has no snapshot {id_}", hint="ciuic list shows those there are.")
+        snapshot, packs = self._load(id_, entry)
+        entry.manifests.prefer(packs, snapshot.time_ns)
+        return snapshot
+
+    def _load(self, id_: str, entry: CommittedEntry) -> tuple[Snapshot, Sequence[PackRef]]:
         live = entry.live
         manifest = entry.manifests.read(live)
         stored = decode_snapshot(live.snapshot, manifest.snapshot, live.repository)
         snapshot = apply_marks(stored, _marks(live.snapshot, manifest.marks))
-        return snapshot if snapshot.id == id_ else msgspec.structs.replace(snapshot, id=SnapshotId(id_))
+        if snapshot.id != id_:
+            snapshot = msgspec.structs.replace(snapshot, id=SnapshotId(id_))
+        return snapshot, [PackRef(ref) for ref in manifest.packs]
 
     def load_all(self) -> _Loaded:
         """Return every snapshot, newest first, and those that cannot be read; several manifests are read at a time."""
 
         def load(name: str) -> Snapshot | UnreadableSnapshot | None:
             try:
-                return self.load(SnapshotId(name))
+                return self._load(name, self.entries[name])[0]
             except NotFound:
                 # Removed meanwhile.
                 return None
@@ -141,6 +177,9 @@ class RemoteSnapshots(CommittedSnapshots):
     def resolve(self, text: str, root: bytes | None = None) -> SnapshotId:
         """Return the name of the snapshot that ``text`` means; see `CommittedSnapshots.resolve`.
 
+        ``JOB@STEP`` is the newest state of a training with this step, ``JOB@`` before any other text what that text
+        means among the states of this training.
+
         Raises:
             NotFound: no snapshot fits, or no host of that name has one.
             UsageError: ``text`` is ambiguous: the ids that it could be are named.
@@ -148,9 +187,14 @@ class RemoteSnapshots(CommittedSnapshots):
         host, slash, rest = text.rpartition("/")
         if slash:
             return self.of_host(host).resolve(rest, root)
+        job, at, rest = text.rpartition("@")
+        if at:
+            return self._resolve_of_job(job, rest, root)
         plain: dict[str, list[str]] = {}
         for id_, entry in self.entries.items():
             plain.setdefault(entry.live.snapshot, []).append(id_)
+        if not plain:
+            raise NotFound("the remote has no snapshot", hint="ciuic remote status on its hosts says why")
         found = resolve(text, plain, lambda: self.list(root=root, safety=False))
         # The name of a snapshot, from a list, or the id of one or more.
         names = plain.get(found, [found])
@@ -160,6 +204,26 @@ class RemoteSnapshots(CommittedSnapshots):
                 hint="name the host as well",
             )
         return SnapshotId(names[0])
+
+    def _resolve_of_job(self, job: str, rest: str, root: bytes | None) -> SnapshotId:
+        of_job = self.labelled(job)
+        if not of_job.entries:
+            jobs = sorted({name.job for id_ in self.entries if (name := self.label(id_)) is not None})
+            raise NotFound(
+                f"the remote has no training {job}", hint=f"jobs there are: {', '.join(jobs) or 'none'}"
+            )
+        if not rest.isdecimal():
+            return of_job.resolve(rest, root)
+        at_step = of_job.labelled(step=int(rest))
+        # A step that was trained again after a resume is there twice: the newer one is the run's own.
+        found = at_step.list(root=root, limit=1)
+        if not found:
+            steps = sorted({name.step for id_ in of_job.entries if (name := self.label(id_)) is not None})
+            raise NotFound(
+                f"{job} has no state of step {rest}",
+                hint=f"its last steps are: {', '.join(map(str, steps[-8:]))}",
+            )
+        return found[0].id
 
 
 def named_entries(entries: Sequence[CommittedEntry]) -> dict[str, CommittedEntry]:
@@ -193,7 +257,10 @@ def _different(entries: Sequence[CommittedEntry]) -> list[CommittedEntry]:
         except (Damaged, NotFound, UnsupportedFormat):
             # Equal to nothing: it stays, and is reported when it is loaded.
             content = entry.live.manifest.encode()
-        found.setdefault((entry.live.repository, content), entry)
+        key = (entry.live.repository, content)
+        first = found.setdefault(key, entry)
+        if first is not entry:
+            found[key] = first._replace(also=(*first.also, entry.live.manifest))
     return list(found.values())
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ciuic.remote.access.remote import Remote
+from ciuic.remote.log.damaged_log import DamagedLog
 from ciuic.remote.reading.cache_directory import CacheDirectory
 from ciuic.remote.reading.meta_packs import MetaPacks
 from ciuic.remote.reading.patience import Patience
@@ -20,6 +23,7 @@ class SpaceReader:
         patience: For requests without an answer.
         threads: Ranges that are read at the same time.
         memory_bytes: Limit of what is read ahead.
+        skips_unreadable: Say nothing of packs whose table cannot be read, unless a snapshot needs them.
     """
 
     def __init__(
@@ -30,14 +34,22 @@ class SpaceReader:
         *,
         threads: int = DEFAULT_THREADS,
         memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        skips_unreadable: bool = False,
     ) -> None:
         self.space = space
+        self.skips_unreadable = skips_unreadable
         self.cache = cache
         self.patience = patience
         self.lookup = RemoteLookup(space, cache, patience)
         self.ranges = RangePrefetch(space.objects, patience, threads=threads, memory_bytes=memory_bytes)
         self.meta = MetaPacks(space.objects, cache, patience, self.ranges)
-        self.packs = RemotePacks(space.sealer, self.lookup.ref, self.ranges, self.meta)
+        self.archived: set[str] = set()
+        """Names of packs that could not be read because they are archived."""
+        self.packs = RemotePacks(
+            space.sealer, self.lookup.ref, self.ranges, self.meta, on_archived=self.archived.add
+        )
+        self.damaged_logs: Mapping[str, DamagedLog] = {}
+        """Logs that were damaged when the remote was opened, by writer."""
 
     def close(self) -> None:
         """Close the index and the cache, and end what is read ahead."""

@@ -102,6 +102,25 @@ def decode_snapshot(id_: str, data: bytes, repository_id: str) -> StoredSnapshot
     return stored
 
 
+def decode_any_snapshot(data: bytes) -> StoredSnapshot:
+    """Return the content of a snapshot file of which neither id nor repository are known.
+
+    Raises:
+        DamagedSnapshot: the file is damaged.
+        UnsupportedFormat: a later version of ciuic wrote it.
+    """
+    try:
+        owner = msgspec.msgpack.decode(data[_HEAD.size :], type=_Owner)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedSnapshot("?", str(error)) from None
+    return decode_snapshot(owner.id, data, owner.repository)
+
+
+class _Owner(msgspec.Struct):
+    id: str
+    repository: str
+
+
 def _problem(stored: StoredSnapshot) -> str:
     """Return why this cannot be true of a snapshot; empty when it can."""
     counts = (stored.size_bytes, stored.files, stored.time_ns)

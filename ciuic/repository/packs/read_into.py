@@ -17,6 +17,7 @@ from ciuic.repository.format.pack_format import CODED_FLAGS, FLAG_DIFFERENCE, FL
 from ciuic.repository.identity import Identity
 from ciuic.repository.ids import Bytes
 from ciuic.repository.model import ChunkLocation
+from ciuic.repository.packs.bulk_reader import adjoining
 from ciuic.repository.packs.chunk_reader import (
     MAX_READ_BASE_DEPTH,
     READ_ERRORS,
@@ -97,12 +98,14 @@ class IntoMemory:
         return found
 
     def _announce(self, found: dict[bytes, ChunkLocation]) -> None:
-        """Let the kernel start reading all runs while the first is worked on."""
-        for run in _runs([(location, memoryview(b"")) for location in found.values() if _possible(location)]):
-            start, end = run[0][0].offset, run[-1][0].offset + run[-1][0].stored_bytes
+        """Let the kernel, or the remote's client, start reading all runs while the first is worked on."""
+        runs = _runs([(location, memoryview(b"")) for location in found.values() if _possible(location)])
+        for number, start, end in adjoining(
+            (run[0][0].pack, run[0][0].offset, run[-1][0].offset + run[-1][0].stored_bytes) for run in runs
+        ):
             # Only advice.
             with suppress(OSError, NotFound):
-                self._packs.will_need(run[0][0].pack, start, end - start)
+                self._packs.will_need(number, start, end - start)
 
     def _stored_of(
         self, chunks: Sequence[bytes], found: dict[bytes, ChunkLocation]

@@ -151,3 +151,24 @@ def test_the_end_of_an_object_is_short(objects: Watched) -> None:
     assert len(ranges.read("a", SIZE - 10, 10)) == 10
     assert len(ranges.read("a", SIZE + 10, 10)) == 0
     ranges.close()
+
+
+def test_what_follows_closely_is_one_request(objects: Watched) -> None:
+    """Ranges that are announced while others are read become one request where they lie close together."""
+    objects.gate = threading.Event()
+    ranges = prefetch(objects)
+    for start in range(0, 3 * LONG, LONG):
+        ranges.announce("b", start, LONG)
+    # The three threads are busy, or the memory is: what follows waits, and grows.
+    for start in range(0, 4 * LONG, LONG // 2):
+        ranges.announce("a", start, LONG // 2)
+    ranges.announce("a", SIZE - LONG, LONG)
+    objects.gate.set()
+    wanted = objects.get("a")
+    for start in (*range(0, 4 * LONG, LONG // 2), SIZE - LONG):
+        assert bytes(ranges.read("a", start, LONG // 2)) == wanted[start : start + LONG // 2]
+    ranges.close()
+    assert sorted(request for request in objects.requests if request[0] == "a") == [
+        ("a", 0, 4 * LONG),
+        ("a", SIZE - LONG, LONG),
+    ]
