@@ -30,7 +30,7 @@ from ciuic.remote.format.remote_json import (
 from ciuic.remote.format.remote_json import open_remote as open_stored
 from ciuic.remote.objects.model import NoSuchObject, Objects
 from ciuic.remote.objects.prefixed import PrefixedObjects
-from ciuic.remote.sealing.key_slot import KeySlot, decode_slot, unlock, wrap_master_key
+from ciuic.remote.sealing.key_slot import KeySlot, decode_slot, unlock, ways_in, wrap_master_key
 from ciuic.remote.sealing.master_key import MasterKey
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.remote.sealing.slot_secret import SlotSecret
@@ -90,7 +90,7 @@ def init_remote(
     # A lost reply looks like somebody else's remote: the id decides.
     if not objects.create(REMOTE_JSON, data) and objects.get(REMOTE_JSON) != data:
         raise RemoteExists(f"there is a remote at {objects.url} already", hint="ciuic remote join uses it")
-    return _opened(objects, data, master)
+    return opened_remote(objects, data, master)
 
 
 def open_remote(
@@ -111,9 +111,12 @@ def open_remote(
     try:
         data = objects.get(REMOTE_JSON)
     except NoSuchObject:
-        raise NotFound(f"there is no remote at {objects.url}", hint="ciuic remote init makes one") from None
+        raise NotFound(
+            f"there is no remote at {objects.url}",
+            hint="ciuic remote init makes one; one that was deleted from a bucket with versions is read with --behind-deletions",
+        ) from None
     master = _unlocked(objects, data, secrets)
-    return _opened(objects, data, master, expected_id)
+    return opened_remote(objects, data, master, expected_id)
 
 
 def repository_space(remote: Remote, repository: Repository) -> Remote:
@@ -137,7 +140,7 @@ def repository_space(remote: Remote, repository: Repository) -> Remote:
     # Whichever stands has the same identity, or is refused below.
     if not objects.create(REMOTE_JSON, data):
         data = objects.get(REMOTE_JSON)
-    return _opened(objects, data, remote.master, bytes.fromhex(repository.id))
+    return opened_remote(objects, data, remote.master, bytes.fromhex(repository.id))
 
 
 def repository_spaces(remote: Remote) -> list[Remote]:
@@ -151,7 +154,7 @@ def repository_spaces(remote: Remote) -> list[Remote]:
     for repository_id in ids:
         objects = PrefixedObjects(remote.objects, repository_prefix(repository_id).rstrip("/"))
         data = objects.get(REMOTE_JSON)
-        spaces.append(_opened(objects, data, remote.master, bytes.fromhex(repository_id)))
+        spaces.append(opened_remote(objects, data, remote.master, bytes.fromhex(repository_id)))
     return spaces
 
 
@@ -204,7 +207,7 @@ def _unlocked(objects: Objects, data: bytes, secrets: Sequence[SlotSecret]) -> M
     if not secrets:
         raise WrongKey(
             f"the remote at {objects.url} is sealed: a passphrase or key is needed",
-            hint="set CIUIC_REMOTE_PASSPHRASE or CIUIC_REMOTE_KEY_FILE, or key_file under [remote]",
+            hint=ways_in(key_slots(objects)),
         )
     slots = key_slots(objects)
     failure: WrongKey | None = None
@@ -217,8 +220,13 @@ def _unlocked(objects: Objects, data: bytes, secrets: Sequence[SlotSecret]) -> M
     raise failure
 
 
-def _opened(
+def opened_remote(
     objects: Objects, data: bytes, master: MasterKey | None, expected_id: bytes | None = None
 ) -> Remote:
+    """Return the remote that the bytes of its remote.json describe.
+
+    Raises:
+        DamagedRemote, WrongKey, UnsupportedFormat: as `ciuic.remote.format.remote_json.open_remote`.
+    """
     opened = open_stored(data, master, expected_id=expected_id)
     return Remote(objects, opened.stored, opened.sealer, opened.identity, master)

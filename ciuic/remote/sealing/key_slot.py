@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
 import msgspec
-from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.kdf.argon2 import Argon2id
 
-from ciuic.errors import CiuicError
 from ciuic.remote.errors import DamagedRemote, WrongKey
 from ciuic.remote.sealing.check_field import add_check, split_check, xxh3_check
-from ciuic.remote.sealing.master_key import MASTER_KEY_BYTES, MasterKey, hkdf
+from ciuic.remote.sealing.master_key import MasterKey, hkdf
+from ciuic.remote.sealing.passphrase_key import Argon2Cost, derive_key
 from ciuic.remote.sealing.slot_secret import SlotKind, SlotSecret
 from ciuic.repository.errors import UnsupportedFormat
 
@@ -30,6 +29,18 @@ SLOT_VERSION: Final = 1
 MAX_SLOT_BYTES: Final = 8192
 MAX_PASSPHRASE_SLOTS_TRIED: Final = 16
 """Limit of the slots that one passphrase is tried with: each takes a second or more."""
+_WORDS: Final[dict[SlotKind, str]] = {
+    "recovery": "recovery key",
+    "key-file": "key file",
+    "passphrase": "passphrase",
+    "command": "key command",
+}
+_WAYS: Final[dict[SlotKind, str]] = {
+    "recovery": "its recovery key opens it: CIUIC_REMOTE_RECOVERY_KEY=ciuic-…",
+    "key-file": "the key file of a host opens it: CIUIC_REMOTE_KEY_FILE=PATH, or key_file under [remote]",
+    "passphrase": "a passphrase opens it: CIUIC_REMOTE_PASSPHRASE",
+    "command": "what a command prints opens it: key_command under [remote]",
+}
 MIN_MEMORY_KIB: Final = 19 << 10
 """Floor of OWASP's Password Storage Cheat Sheet for argon2id."""
 MAX_MEMORY_KIB: Final = 1 << 20
@@ -41,14 +52,6 @@ _SALT_BYTES: Final = 16
 _NONCE_BYTES: Final = 12
 _INFO: Final = b"ciuic key slot v1"
 _Salt = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-
-
-class Argon2Cost(NamedTuple):
-    """Cost of one guess of a passphrase."""
-
-    memory_kib: int = 256 << 10
-    passes: int = 3
-    lanes: int = 4
 
 
 DEFAULT_COST: Final = Argon2Cost()
@@ -161,7 +164,7 @@ def decode_slot(slot: str, data: bytes) -> KeySlot:
 def unwrap_master_key(slot: KeySlot, remote_id: bytes, secret: SlotSecret) -> MasterKey:
     """Return the master key.
 
-    Takes as much memory as the slot says (256 MiB for a passphrase by default) and about a second.
+    A passphrase takes about a second, and as much memory as the slot says (256 MiB by default), in a child process.
 
     Raises:
         WrongKey: the secret does not open this slot of this remote.
@@ -188,17 +191,28 @@ def unlock(slots: Iterable[KeySlot], remote_id: bytes, secret: SlotSecret) -> tu
     Raises:
         WrongKey: it opens none.
     """
+    known = list(slots)
     tried: list[str] = []
-    for slot in slots:
+    for slot in known:
         if slot.kind != secret.kind or len(tried) == MAX_PASSPHRASE_SLOTS_TRIED:
             continue
         try:
             return slot, unwrap_master_key(slot, remote_id, secret)
         except WrongKey:
             tried.append(slot.slot)
+    what = _WORDS[secret.kind]
     if not tried:
-        raise WrongKey(f"the remote has no key slot for a {secret.kind}")
-    raise WrongKey(f"this {secret.kind} opens no key slot of the remote: {', '.join(tried)}")
+        raise WrongKey(f"the remote has no key slot for a {what}", hint=ways_in(known))
+    raise WrongKey(
+        f"this {what} does not open the remote; the slots of its kind are: {', '.join(tried)}",
+        hint=ways_in(known),
+    )
+
+
+def ways_in(slots: Iterable[KeySlot]) -> str:
+    """Return what opens a remote, and where to put it, for people who do not have the key that they tried."""
+    kinds = {slot.kind for slot in slots}
+    return "; ".join(words for kind, words in _WAYS.items() if kind in kinds)
 
 
 def _slot_key(slot: KeySlot, secret: SlotSecret) -> bytes:
@@ -207,20 +221,7 @@ def _slot_key(slot: KeySlot, secret: SlotSecret) -> bytes:
     if isinstance(slot.kdf, StoredHkdf):
         return hkdf(secret.reveal(), salt, _INFO)
     kdf = slot.kdf
-    try:
-        derivation = Argon2id(
-            salt=salt,
-            length=MASTER_KEY_BYTES,
-            iterations=kdf.passes,
-            lanes=kdf.lanes,
-            memory_cost=kdf.memory_kib,
-        )
-        return derivation.derive(secret.reveal())
-    except UnsupportedAlgorithm as error:
-        raise CiuicError(
-            f"the package cryptography has no argon2id here: {error}",
-            hint="install its wheel: pip install 'ciuic[remote]'",
-        ) from None
+    return derive_key(secret.reveal(), salt, Argon2Cost(kdf.memory_kib, kdf.passes, kdf.lanes))
 
 
 def _bound(remote_id: bytes, slot: str) -> bytes:

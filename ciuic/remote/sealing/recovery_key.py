@@ -35,6 +35,16 @@ def show_recovery_key(secret: bytes) -> str:
     return "-".join(["ciuic", *groups])
 
 
+def is_recovery_key(text: str) -> bool:
+    """Return whether the typed text is meant as a recovery key, and not as a passphrase."""
+    typed = "".join(character for character in text.upper() if character.isalnum())
+    if typed.startswith(_PREFIX):
+        return len(typed) > _CHARACTERS // 2
+    typed = typed.translate(_MISREAD)
+    is_possible = len(typed) == _CHARACTERS and all(character in _ALPHABET for character in typed)
+    return is_possible and _checked([_ALPHABET.index(character) for character in typed]) is not None
+
+
 def parse_recovery_key(text: str) -> bytes:
     """Return the 32 bytes of a key that was typed.
 
@@ -48,9 +58,15 @@ def parse_recovery_key(text: str) -> bytes:
     typed = typed.removeprefix(_PREFIX).translate(_MISREAD)
     for at, character in enumerate(typed):
         if character not in _ALPHABET:
-            raise UsageError(f"a recovery key has no such character as the one in group {_group(at)}")
+            raise UsageError(
+                f"a recovery key has no such character as the one in group {_group(at)}",
+                hint="it has the digits, and the letters without U; I and L are read as 1, O as 0",
+            )
     if len(typed) != _CHARACTERS:
-        raise UsageError(f"a recovery key must have {_CHARACTERS} characters, got {len(typed)}")
+        raise UsageError(
+            f"a recovery key must have {_CHARACTERS} characters, got {len(typed)}",
+            hint=f"{_CHARACTERS // _GROUP_CHARACTERS} groups of {_GROUP_CHARACTERS}; spaces, hyphens and case do not matter",
+        )
     values = [_ALPHABET.index(character) for character in typed]
     secret = _checked(values)
     if secret is None:

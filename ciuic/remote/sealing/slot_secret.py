@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Final, Literal, NoReturn
 
 from ciuic.errors import NotFound, NotPermitted, UsageError
-from ciuic.remote.sealing.recovery_key import parse_recovery_key
+from ciuic.remote.sealing.recovery_key import is_recovery_key, parse_recovery_key
 from ciuic.repository.disk.opening import open_regular
 from ciuic.system.child_process import program_environment
 from ciuic.system.poll import readable
@@ -70,6 +70,15 @@ def passphrase_secret(passphrase: str) -> SlotSecret:
 def recovery_secret(text: str) -> SlotSecret:
     """Return the secret of a recovery key as it was typed. UsageError for a typing error."""
     return SlotSecret("recovery", parse_recovery_key(text))
+
+
+def typed_secret(text: str) -> SlotSecret:
+    """Return the secret that was typed: a recovery key if it looks like one, else a passphrase.
+
+    Raises:
+        UsageError: the recovery key has a typing error, or the passphrase is impossible.
+    """
+    return recovery_secret(text) if is_recovery_key(text) else passphrase_secret(text)
 
 
 def new_key_text() -> bytes:
