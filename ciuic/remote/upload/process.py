@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,7 @@ from ciuic.protocol.stored_remotely import upload_state_dir
 from ciuic.remote.access.configured import configured_objects, open_configured
 from ciuic.remote.access.secrets import configured_secrets
 from ciuic.remote.objects.counting import CountingObjects
+from ciuic.remote.objects.model import Objects
 from ciuic.remote.objects.rate import LimitedObjects, RateLimit
 from ciuic.remote.upload.outbox import Stopped, persist
 from ciuic.remote.upload.replication import Replication
@@ -48,6 +49,7 @@ def run(
     *,
     labels: LabelsOf = lambda repository, snapshot: Labels(),
     once: bool = False,
+    again: Collection[str] = (),
     stop: threading.Event | None = None,
     state_dir: Path | None = None,
 ) -> None:
@@ -58,12 +60,15 @@ def run(
         repository_dir: Repository, which is only read; may be made later.
         labels: Names a snapshot for people.
         once: Return when nothing is missing.
+        again: Snapshots to upload although an operator gave them up.
         stop: Ends the process when it is set; None: signals alone.
         state_dir: State directory; None: `upload_state_dir`.
 
+    Each remote is on its own: one that is away, or refuses, keeps none of the others waiting.
+
     Raises:
         NotFound: no remote is configured.
-        CiuicError: with ``once``: what stopped the upload.
+        CiuicError: with ``once``, when all have ended: what stopped the upload to the first that failed.
     """
     if not config.remotes:
         raise NotFound("no remote is configured", hint="ciuic remote init URL makes one")
@@ -80,12 +85,15 @@ def run(
 
     def upload(remote: RemoteConfig) -> None:
         try:
-            _RemoteUpload(config, remote, repository_dir, place, event, labels).run(once=once)
+            _RemoteUpload(config, remote, repository_dir, place, event, labels, again).run(once=once)
         except Stopped:
             return
-        except BaseException as error:
-            # Kept for the main thread, which ends the others.
+        except (CiuicError, OSError) as error:
+            # With ``once``: the others go on to their end.
             failures.append(error)
+        except BaseException as error:
+            # A defect: nothing is known of the state of this process, and its service manager starts it again.
+            failures.insert(0, error)
             event.set()
 
     threads = [threading.Thread(target=upload, args=(remote,), name=remote.name) for remote in config.remotes]
@@ -110,6 +118,7 @@ class _RemoteUpload:
         state_dir: Path,
         stop: threading.Event,
         labels: LabelsOf,
+        again: Collection[str],
     ) -> None:
         self._config = config
         self._remote = remote
@@ -117,9 +126,9 @@ class _RemoteUpload:
         self._state_dir = state_dir
         self._stop = stop
         self._labels = labels
-        self._counted = CountingObjects(configured_objects(remote))
-        self._objects = LimitedObjects(self._counted, RateLimit(remote.bandwidth_bytes), RateLimit(None))
-        self._status = StatusWriter(remote.name, state_dir, self._counted, os.getpid())
+        self._again = again
+        self._objects: Objects | None = None
+        self._status = StatusWriter(remote.name, state_dir, os.getpid())
 
     def run(self, *, once: bool) -> None:
         """Upload; without ``once`` also what fails is tried again."""
@@ -135,7 +144,17 @@ class _RemoteUpload:
                     self._status.problem(text)
                     self._stop.wait(_AGAIN_SECONDS)
         finally:
-            self._objects.close()
+            if self._objects is not None:
+                self._objects.close()
+
+    def _store(self) -> Objects:
+        """Return the store. RemoteUnreachable while the directory of a ``file`` URL is not there."""
+        if self._objects is None:
+            counted = CountingObjects(configured_objects(self._remote))
+            self._status.counts(counted)
+            limit = RateLimit(self._remote.bandwidth_bytes)
+            self._objects = LimitedObjects(counted, limit, RateLimit(None))
+        return self._objects
 
     def _upload(self, *, once: bool) -> None:
         with ExitStack() as closing:
@@ -144,9 +163,10 @@ class _RemoteUpload:
                 f"{self._repository_dir}/{PACKS_DIR}", bytes.fromhex(repository.id), repository.config.hash
             )
             closing.callback(packs.close)
+            objects = self._store() if once else persist(self._store, self._stop, self._status.problem)
             secrets = configured_secrets(self._remote)
             remote = persist(
-                lambda: open_configured(self._remote, self._objects, secrets),
+                lambda: open_configured(self._remote, objects, secrets),
                 self._stop,
                 self._status.problem,
             )
@@ -174,6 +194,7 @@ class _RemoteUpload:
                 problem=self._status.problem,
                 uploaded=self._status.uploaded,
                 waiting=self._status.waiting,
+                again=self._again,
             )
             if once:
                 replication.catch_up(remote)

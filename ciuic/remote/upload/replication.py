@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -25,15 +25,17 @@ from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.log.writer_log import WriterLog
 from ciuic.remote.log.writer_state import WriterState
 from ciuic.remote.upload.outbox import Stopped, persist
-from ciuic.remote.upload.stored_facts import FactsOfRemote, StoredFacts
+from ciuic.remote.upload.own_log import OwnLog
+from ciuic.remote.upload.stored_facts import FactsOfRemote, StoredFacts, content_digest
 from ciuic.remote.upload.uncommitted import UncommittedPacks
 from ciuic.remote.upload.uploader import Labels, UploadedSnapshot, Uploader
 from ciuic.repository import Repository, SnapshotInfo
 from ciuic.repository import log as events
+from ciuic.repository.config import read_file
 from ciuic.repository.packs.pack_directory import Packs
 from ciuic.repository.snapshots import SNAPSHOTS_DIR
 from ciuic.retention import plan_retention, snapshots_having
-from ciuic.types import Snapshot
+from ciuic.types import Snapshot, SnapshotId
 
 # How often the directory of snapshots is looked at: one stat(2).
 _POLL_SECONDS: Final = 0.5
@@ -68,6 +70,7 @@ class Replication:
         problem: Callable[[str], None] = lambda text: None,
         uploaded: Callable[[UploadedSnapshot], None] = lambda snapshot: None,
         waiting: Callable[[Waiting], None] = lambda waiting: None,
+        again: Collection[str] = (),
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         """Take the parts; `run` contacts the remote.
@@ -84,6 +87,7 @@ class Replication:
             problem: Told in words what is waited for; with an empty text when it is over.
             uploaded: Called after each commit.
             waiting: Told what the remote lacks, whenever that changes.
+            again: Snapshots to upload although an operator gave them up.
             now_ns: The clock, UTC.
         """
         self._repository = repository
@@ -97,12 +101,17 @@ class Replication:
         self._problem = problem
         self._uploaded = uploaded
         self._waiting = waiting
+        self._again = frozenset(again)
         self._now_ns = now_ns
         self._stored: set[str] = set()
         self._passed_over: set[str] = set()
+        # Snapshots that an operator gave up on the remote, and that are still here.
+        self._given_up: set[str] = set()
         # Snapshots that the rules of the remote would not keep.
         self._unwanted: set[str] = set()
         self._facts: FactsOfRemote
+        self._logs: LogReader
+        self._own_log: OwnLog
         self._tail_ns = 0
         # Snapshots that could not be uploaded, and when they are tried again.
         self._failed: dict[str, float] = {}
@@ -171,24 +180,31 @@ class Replication:
                 problem=self._problem,
             )
             uploader.begin()
-            reader = LogReader(space.objects, space.sealer, cache_path=f"{directory}/logs")
+            reader = LogReader(space.objects, space.sealer, cache_path=f"{directory}/logs", skip_damaged=True)
             persist(reader.refresh, self._stop, self._problem)
         except BaseException:
             index.close()
             raise
         facts = FactsOfRemote(str(directory), space)
-        persist(lambda: facts.learn(reader.live(), self._repository.id), self._stop, self._problem)
+        self._stored = persist(
+            lambda: facts.learn(reader.live(), self._repository.id, self._content),
+            self._stop,
+            self._problem,
+        )
         self._facts = facts
-        # Also those whose manifests cannot be read: a log commits them.
-        self._stored = {
-            live.snapshot for live in reader.live().values() if live.repository == self._repository.id
-        }
+        self._logs = reader
+        self._own_log = OwnLog(space.objects, space.sealer, log, reader)
+        self._given_up = reader.given_up(self._repository.id) - self._again
+        for damaged in reader.damaged.values():
+            # Snapshots whose commits are lost are uploaded again: their packs are there.
+            events.warning("remote_log_damaged", remote=self._config.name, error=damaged.error.message)
         return _Opened(uploader, index)
 
     def _due(self) -> Iterator[SnapshotInfo]:
         """Yield the snapshots that the remote lacks, newest first, and tell how many there are."""
         infos = self._repository.snapshots.list()
-        self._passed_over = self._unwanted | _passed_over(
+        unwanted = self._unwanted | (self._given_up - self._stored)
+        self._passed_over = unwanted | _passed_over(
             infos, self._stored, self._config.schedule.interval_seconds
         )
         lacking = [info for info in infos if info.id not in self._stored | self._passed_over]
@@ -213,7 +229,8 @@ class Replication:
         )
         removed = {str(id_) for id_ in plan.removed}
         given_up = [one for id_, one in self._facts.by_id.items() if id_ in removed]
-        if given_up:
+        # What a damaged log commits may be what the rules would keep in place of these.
+        if given_up and not self._logs.damaged:
             uploader.give_up([one.manifest for one in given_up])
             self._stored.difference_update(one.snapshot for one in given_up)
             self._facts.remove([one.snapshot for one in given_up])
@@ -235,12 +252,20 @@ class Replication:
             self._packs.close()
             self._repository.close()
         self._stored.add(id_)
-        self._facts.add(info, done.manifest)
+        self._facts.add(info, done.manifest, self._content(id_))
         self._failed.pop(id_, None)
         infos = self._repository.snapshots.list()
         self._tell(infos, [info for info in infos if info.id not in self._stored | self._passed_over])
         self._uploaded(done)
+        persist(self._own_log.tidy, self._stop, self._problem)
         return done
+
+    def _content(self, id_: str) -> str:
+        """Return the digest of a snapshot file here; empty if it is not here."""
+        try:
+            return content_digest(read_file(self._repository.snapshots.path(SnapshotId(id_))))
+        except OSError:
+            return ""
 
     def _tell(self, infos: list[SnapshotInfo], lacking: list[SnapshotInfo]) -> None:
         here = {info.id for info in infos}

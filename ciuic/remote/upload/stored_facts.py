@@ -5,10 +5,11 @@ The file is a cache: what it lacks is read from the manifests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import msgspec
+from blake3 import blake3
 
 from ciuic.errors import Damaged
 from ciuic.remote.access.remote import Remote
@@ -25,6 +26,11 @@ from ciuic.types import Snapshot, SnapshotId
 _NAME: Final = "facts"
 
 
+def content_digest(data: bytes) -> str:
+    """Return what tells the snapshot file of one host from that of another with the same id."""
+    return blake3(data).hexdigest()
+
+
 class StoredFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot on the remote, as far as retention asks (`ciuic.retention.SnapshotFacts`)."""
 
@@ -36,6 +42,8 @@ class StoredFacts(msgspec.Struct, frozen=True, kw_only=True):
     held: bool = False
     roots: tuple[bytes, ...] = ()
     """Paths of the roots in the snapshot."""
+    content: str = ""
+    """`content_digest` of the snapshot file; empty if it was not noted."""
 
     @property
     def id(self) -> SnapshotId:
@@ -64,21 +72,50 @@ class FactsOfRemote:
         """Facts by the id of the snapshot."""
         return self._facts
 
-    def learn(self, live: Mapping[str, LiveManifest], repository_id: str) -> None:
-        """Make the facts those of the snapshots of this repository that the logs commit.
+    def learn(
+        self,
+        live: Mapping[str, LiveManifest],
+        repository_id: str,
+        content_of: Callable[[str], str] = lambda id_: "",
+    ) -> set[str]:
+        """Make the facts those of the snapshots of this repository that the logs commit; return their ids.
+
+        Two hosts of one cloned disk have one repository id, and may give one id to different snapshots. One whose
+        content is not that of the snapshot here is left out: it is another host's.
+
+        Args:
+            live: Snapshots that exist.
+            repository_id: Id of the repository.
+            content_of: Returns the `content_digest` of a snapshot here by its id; empty for one that is not here.
 
         Raises:
             RemoteUnreachable: a manifest could not be read now.
         """
-        names = {one.snapshot: name for name, one in live.items() if one.repository == repository_id}
-        known = {id_: one for id_, one in self._facts.items() if names.get(id_) == one.manifest}
-        for id_, name in names.items():
-            if id_ not in known and (facts := self._read(id_, name, repository_id)) is not None:
-                known[id_] = facts
+        names: dict[str, list[str]] = {}
+        for name, one in live.items():
+            if one.repository == repository_id:
+                names.setdefault(one.snapshot, []).append(name)
+        known: dict[str, StoredFacts] = {}
+        stored: set[str] = set()
+        for id_, manifests in names.items():
+            content = content_of(id_)
+            before = self._facts.get(id_)
+            if before is not None and before.manifest in manifests and content in ("", before.content):
+                found: list[StoredFacts | None] = [before]
+            else:
+                found = [self._read(id_, name, repository_id) for name in sorted(manifests)]
+            fitting = [one for one in found if one is None or content in ("", one.content)]
+            if fitting:
+                # Also one whose manifest cannot be read: a log commits it.
+                stored.add(id_)
+            for facts in fitting:
+                if facts is not None:
+                    known[id_] = facts
         self._facts = known
         self._write()
+        return stored
 
-    def add(self, info: SnapshotInfo, manifest: str) -> None:
+    def add(self, info: SnapshotInfo, manifest: str, content: str) -> None:
         """Add a snapshot that was committed."""
         self._facts[info.id] = StoredFacts(
             snapshot=str(info.id),
@@ -88,6 +125,7 @@ class FactsOfRemote:
             message=info.message,
             held=info.held,
             roots=info.roots,
+            content=content,
         )
         self._write()
 
@@ -116,6 +154,7 @@ class FactsOfRemote:
             message=snapshot.message,
             held=snapshot.held,
             roots=tuple(root.path for root in snapshot.roots),
+            content=content_digest(manifest.snapshot),
         )
 
     def _write(self) -> None:

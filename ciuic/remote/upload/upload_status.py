@@ -77,22 +77,31 @@ class StatusWriter:
         self,
         name: str,
         state_dir: Path,
-        objects: CountingObjects,
         pid: int,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._directory = str(state_dir / name)
-        self._objects = objects
+        self._objects: CountingObjects | None = None
         self._pid = pid
         self._clock = clock
         self._lock = threading.Lock()
         self._written = -_INTERVAL_SECONDS
-        self._waiting = Waiting(0, 0, 0)
+        # Until the remote was opened, what the process before knew of it.
+        before = read_status(name, state_dir)
+        self._waiting = (
+            Waiting(0, 0, 0)
+            if before is None
+            else Waiting(before.snapshots, before.size_bytes, before.oldest_ns)
+        )
+        self._remote_id = "" if before is None else before.remote_id
         self._waits_for = ""
         self._last: UploadedSnapshot | None = None
         self._marks = [(clock(), 0)]
-        self._remote_id = ""
+
+    def counts(self, objects: CountingObjects) -> None:
+        """Take the requests of this process from its store, which may have been away when it began."""
+        self._objects = objects
 
     def opened(self, remote_id: str) -> None:
         """Note that the remote was opened."""
@@ -122,7 +131,7 @@ class StatusWriter:
         """Write the status now. What cannot be written is left out: the upload goes on."""
         with self._lock:
             self._written = self._clock()
-            counts = self._objects.counts()
+            counts = {} if self._objects is None else self._objects.counts()
             sent = sum(count.sent_bytes for count in counts.values())
             self._marks = [mark for mark in self._marks if self._written - mark[0] <= _RATE_SECONDS] or [
                 self._marks[-1]

@@ -13,6 +13,8 @@ from support.stored import Tree, store
 
 from ciuic.config import RemoteConfig
 from ciuic.remote.access.remote import Remote, init_remote, open_remote
+from ciuic.remote.format.names import PACKS_PREFIX
+from ciuic.remote.objects.counting import CountingObjects
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.objects.model import Objects, RemoteUnreachable
 from ciuic.remote.sealing.master_key import MasterKey
@@ -319,3 +321,29 @@ def test_the_remote_opens_with_its_key_alone(tmp_path: Path, bucket: str) -> Non
     for wrong in ([other], []):
         with pytest.raises(WrongKey):
             open_remote(MemoryObjects(bucket), wrong)
+
+
+def test_requests_of_a_snapshot(tmp_path: Path, bucket: str) -> None:
+    """A snapshot takes a PUT for each pack and for its manifest, one create, one GET, and no LIST."""
+    counted = CountingObjects(MemoryObjects(bucket))
+    remote = init_remote(counted, master=MasterKey.generate(), block_size=BLOCK)
+    host = Host(tmp_path / "host", remote)
+    host.store(1, {b"a": random.Random(1).randbytes(3 * BLOCK)})
+    replication = host.replication()
+    with replication._open(remote) as uploader:
+        for number in range(1, 6):
+            if number > 1:
+                host.store(number, {b"a": random.Random(number).randbytes((1 << 20) * number)})
+            packs = len(list(counted.list(PACKS_PREFIX)))
+            before = counted.counts()
+            (info,) = list(replication._due())
+            assert replication._upload(uploader, info) is not None
+            after = counted.counts()
+            new = {kind: after[kind].requests - before[kind].requests for kind in after}
+            packs = len(list(counted.list(PACKS_PREFIX))) - packs
+            assert {kind: count for kind, count in new.items() if count} == {
+                "put": packs + 1,
+                "create": 1,
+                "get": 1,
+            }
+            assert packs >= 2

@@ -1,0 +1,31 @@
+"""Size of packs: small while little is at stake, and by the rate."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ciuic.remote.upload.pack_size import FIRST_BYTES, MAX_BYTES, PackSize
+
+
+@given(seconds=st.lists(st.floats(0.001, 60), max_size=200))
+def test_a_pack_is_a_small_part_of_what_was_stored(seconds: list[float]) -> None:
+    """However quick the store is, a pack is at most a sixteenth of what is stored: a kill loses no more of it."""
+    size = PackSize()
+    stored = 0
+    for one in seconds:
+        assert FIRST_BYTES <= size.size_bytes <= max(FIRST_BYTES, stored // 16, 1)
+        stored += size.size_bytes
+        size.stored(size.size_bytes, one)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "expected"), [(100 << 20, MAX_BYTES), (256 << 10, 2 << 20), (1 << 10, FIRST_BYTES)]
+)
+def test_a_pack_takes_about_eight_seconds(bytes_per_second: int, expected: int) -> None:
+    """After much was stored at a steady rate of one connection, a pack takes eight seconds, within the limits."""
+    size = PackSize()
+    for _ in range(400):
+        size.stored(size.size_bytes, size.size_bytes / bytes_per_second)
+    assert size.size_bytes == pytest.approx(expected, rel=0.01)

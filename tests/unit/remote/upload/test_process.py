@@ -1,0 +1,119 @@
+"""Tests of the process that uploads: remotes do not depend on one another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.live import wait_for
+from support.remote_host import BLOCK
+from support.restoring import take, write
+
+from ciuic.config import Config, RemoteConfig
+from ciuic.protocol.stored_remotely import read_record
+from ciuic.remote.access.remote import init_remote
+from ciuic.remote.objects.model import RemoteUnreachable
+from ciuic.remote.objects.opening import open_objects
+from ciuic.remote.upload.process import run
+from ciuic.remote.upload.upload_status import read_status
+from ciuic.repository import Repository
+
+_SECONDS = 60
+
+
+class World:
+    """A repository with one snapshot, and two remotes in directories, in clear."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.root = place / "root"
+        self.root.mkdir()
+        self.repository = Repository.create(place / "repository", block_size=BLOCK)
+        self.config = Config(
+            remotes=tuple(
+                RemoteConfig(name=name, url=f"file://{place}/{name}", encryption=False)
+                for name in ("one", "two")
+            )
+        )
+        for remote in self.config.remotes:
+            objects = open_objects(remote.url, make=True)
+            init_remote(objects, master=None, block_size=BLOCK)
+            objects.close()
+
+    def snapshot(self, content: bytes) -> str:
+        write(self.root / "file", content)
+        return str(take(self.repository, self.root).id)
+
+    def stored(self, name: str) -> frozenset[str]:
+        record = read_record(name, self.place / "state")
+        return frozenset() if record is None else record.stored
+
+    def waits_for(self, name: str) -> str:
+        status = read_status(name, self.place / "state")
+        return "" if status is None else status.waits_for
+
+    def run(self, *, once: bool, stop: threading.Event | None = None) -> None:
+        place = self.place
+        run(self.config, place / "repository", once=once, stop=stop, state_dir=place / "state")
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    yield made
+    made.repository.close()
+
+
+def test_a_remote_that_is_away_keeps_no_other_waiting(world: World) -> None:
+    """While the directory of one remote is away, the other is served; the missing one says so, and goes on when it is back."""
+    first = world.snapshot(b"1")
+    (world.place / "one").rename(world.place / "away")
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: world.run(once=False, stop=stop))
+    thread.start()
+    try:
+        wait_for("the upload to the other remote", lambda: world.stored("two") == {first}, _SECONDS)
+        wait_for("the reason", lambda: "one" in world.waits_for("one"), _SECONDS)
+        assert not world.waits_for("two")
+        (world.place / "away").rename(world.place / "one")
+        wait_for("the upload to the first remote", lambda: world.stored("one") == {first}, _SECONDS)
+        wait_for("the end of the reason", lambda: not world.waits_for("one"), _SECONDS)
+    finally:
+        stop.set()
+        thread.join(_SECONDS)
+    assert not thread.is_alive()
+
+
+def test_a_single_run_serves_the_others_first_and_fails_then(world: World) -> None:
+    """With a remote that is away a run that ends uploads to the other one, and says at its end what failed."""
+    first = world.snapshot(b"1")
+    world.run(once=True)
+    (world.place / "one").rename(world.place / "away")
+    second = world.snapshot(b"2")
+    with pytest.raises(RemoteUnreachable, match="one"):
+        world.run(once=True)
+    assert world.stored("two") == {first, second}
+    assert world.stored("one") == {first}
+
+
+def test_status_of_a_remote_that_is_away_keeps_what_was_known(world: World) -> None:
+    """A process that cannot reach a remote does not say that nothing is missing in it."""
+    world.snapshot(b"1")
+    world.run(once=True)
+    known = read_status("one", world.place / "state")
+    assert known is not None
+    assert known.remote_id
+    (world.place / "one").rename(world.place / "away")
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: world.run(once=False, stop=stop))
+    thread.start()
+    try:
+        wait_for("the reason", lambda: world.waits_for("one"), _SECONDS)
+    finally:
+        stop.set()
+        thread.join(_SECONDS)
+    status = read_status("one", world.place / "state")
+    assert status is not None
+    assert (status.remote_id, status.snapshots) == (known.remote_id, known.snapshots)
