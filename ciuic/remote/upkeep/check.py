@@ -1,7 +1,6 @@
 """Check a remote: key slots, rounds, manifests, tables of packs, the structure of snapshots and, on request, every byte.
 
-Guarantee: damage is reported, never raised, and does not end the check. A log that cannot be read ends it before it begins:
-the logs say which snapshots there are (`read_remote` raises).
+Guarantee: damage is reported, never raised, and does not end the check.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from ciuic.remote.reading.opening import ReadableRemote
 from ciuic.remote.reading.remote_repository import RemoteRepository
 from ciuic.remote.reading.space_reader import SpaceReader
 from ciuic.remote.sealing.key_slot import decode_slot
+from ciuic.remote.upkeep.log_repair import check_logs
 from ciuic.repository.errors import UnsupportedFormat
 from ciuic.repository.model import PackKind
 from ciuic.types import ChunkId
@@ -75,6 +75,7 @@ def check_remote(
     report = CheckReport(data_read=read_data)
     check_slots(opened, report)
     for reader, repository in zip(opened.readers, opened.repositories, strict=True):
+        check_logs(reader, report)
         check_space(reader, repository, report, read_data=read_data, progress=progress)
     return report
 
@@ -131,6 +132,9 @@ def check_space(
             chunks[damage.chunk] = _pack_kind(damage, ref)
         if damage.kind == "snapshot":
             snapshots.update(map(str, damage.snapshots))
+    if reader.archived:
+        text = f"{len(reader.archived)} packs are archived, and were not read"
+        report.findings.append(CheckFinding("info", "pack", text, "thaw them first: ciuic remote thaw"))
     report.snapshots += len(result.snapshots)
     report.packs += len(packs)
     report.stored_bytes += sum(packs.values())

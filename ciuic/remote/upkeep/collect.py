@@ -17,6 +17,7 @@ from ciuic.remote.collection.collector import (
 )
 from ciuic.remote.format.log_entry import LiveManifest
 from ciuic.remote.format.names import PackRef
+from ciuic.remote.index.cold_packs import cold_packs
 from ciuic.remote.index.remote_index import RemoteIndex
 from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.rounds import Rounds
@@ -47,6 +48,12 @@ class CollectedSpace(NamedTuple):
     """Packs that turned out to be needed after they were chosen."""
     unreadable: tuple[PackRef, ...]
     """Packs whose tables cannot be read; they stay."""
+    cold: tuple[PackRef, ...]
+    """Those of the packs that had become cold, for which the store may charge on."""
+    decayed: tuple[PackRef, ...]
+    """Packs in which a needed chunk could not be read; what else has it stays."""
+    checked_bytes: int
+    """Stored bytes of copies that were read because others were deleted."""
     unfinished: bool
     """Result of a dry run: a round is under way, which the next collection ends first."""
 
@@ -130,6 +137,7 @@ def open_collector(
         reader.lookup.refresh()
         return marked(snapshots)
 
+    policy = policy._replace(cold=reader.patience.of(lambda: cold_packs(space.objects)))
     with reader.cache.index_path() as path:
         index = RemoteIndex.open(path)
         try:
@@ -152,6 +160,7 @@ def _collect(
     reader: SpaceReader, host: str, policy: CollectionPolicy, between: Callable[[], None]
 ) -> CollectedSpace:
     sizes: dict[PackRef, int] = {}
+    cold = reader.patience.of(lambda: cold_packs(reader.space.objects))
     results: list[CollectionResult] = []
     with open_collector(reader, host=host, policy=policy, between=between) as collector:
         empty = 0
@@ -172,6 +181,9 @@ def _collect(
         sum(result.repacked_bytes for result in results),
         sum(result.rescued for result in results),
         results[-1].unreadable,
+        tuple(ref for ref in packs if ref in cold),
+        tuple(sorted(set().union(*(result.decayed for result in results)))),
+        sum(result.checked_bytes for result in results),
         False,
     )
 
@@ -181,6 +193,7 @@ def _preview(
 ) -> CollectedSpace:
     with open_collector(reader, host="", policy=policy, between=between) as collector:
         found = reader.patience.of(lambda: collector.preview(now_ns))
+    cold = reader.patience.of(lambda: cold_packs(reader.space.objects))
     sizes = {pack.ref: pack.size_bytes for pack in reader.lookup.packs().values()}
     return CollectedSpace(
         reader.space.id,
@@ -190,5 +203,8 @@ def _preview(
         found.repacked_bytes,
         0,
         found.unreadable,
+        tuple(ref for ref in found.packs if ref in cold),
+        (),
+        0,
         found.unfinished,
     )

@@ -1,4 +1,4 @@
-"""Repair a remote: store lost or damaged chunks again, commit snapshots again whose manifests are lost, give up damaged packs.
+"""Repair a remote: mend its logs, store lost or damaged chunks again, commit snapshots again whose manifests are lost, give up damaged packs.
 
 Content comes from sound copies in the remote, of whatever host, and from the repository of this host.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -18,9 +18,8 @@ from ciuic.errors import Damaged, NotFound
 from ciuic.maintenance.check_report import CheckFinding, CheckReport
 from ciuic.maintenance.verify import VerifyProgress
 from ciuic.remote.collection.collector import CollectionPolicy
-from ciuic.remote.format.names import PackRef, new_pack_ref, parse_manifest, split_ref
+from ciuic.remote.format.names import PackRef, parse_manifest, split_ref
 from ciuic.remote.format.pack_reader import RemotePackReader
-from ciuic.remote.format.pack_writer import RemotePackWriter
 from ciuic.remote.index.remote_index import RemoteIndex
 from ciuic.remote.log.rounds import Rounds
 from ciuic.remote.log.writer_log import WriterLog
@@ -32,13 +31,13 @@ from ciuic.remote.reading.remote_snapshots import CommittedEntry
 from ciuic.remote.reading.space_reader import SpaceReader
 from ciuic.remote.upkeep.check import SpaceDamage, check_remote, check_slots, check_space
 from ciuic.remote.upkeep.collect import open_collector
+from ciuic.remote.upkeep.log_repair import check_logs, repair_logs
+from ciuic.remote.upkeep.mending import contents, store_again
 from ciuic.remote.upload.uncommitted import UncommittedPacks
 from ciuic.remote.upload.uploader import Labels, Uploader
 from ciuic.repository import Repository
-from ciuic.repository.errors import UnsupportedFormat
-from ciuic.repository.format.pack_format import checksum
-from ciuic.repository.ids import Bytes
-from ciuic.repository.model import PackKind, PackRecord
+from ciuic.repository.errors import Archived, UnsupportedFormat
+from ciuic.repository.model import PackKind
 from ciuic.repository.new_directory import PACKS_DIR
 from ciuic.repository.packs.pack_directory import Packs
 from ciuic.types import ChunkId, SnapshotId
@@ -58,6 +57,7 @@ def repair_remote(
     *,
     host: str,
     read_data: bool = False,
+    caches: Sequence[str] = (),
     progress: Callable[[VerifyProgress], None] | None = None,
 ) -> CheckReport:
     """Check and repair a remote; what was mended is marked in the report, and durable on return.
@@ -67,6 +67,7 @@ def repair_remote(
         local: Repository of this host; None where there is none.
         host: Name of this host, for people.
         read_data: Read every byte, and mend what is damaged of it.
+        caches: What this host's uploader has read of logs.
         progress: Called with the progress.
 
     Raises:
@@ -75,6 +76,11 @@ def repair_remote(
     """
     before = CheckReport()
     gone: dict[str, set[PackRef]] = {}
+    # Before anything else: they say which snapshots there are.
+    with reopen() as opened:
+        for reader in opened.readers:
+            check_logs(reader, before)
+            repair_logs(reader, _sharing(local, reader), host, caches)
     for number in range(_MAX_PASSES):
         with reopen() as opened:
             if not number:
@@ -104,7 +110,7 @@ def _add_repaired(after: CheckReport, before: CheckReport) -> None:
     left = {finding.message for finding in after.findings}
     repaired: dict[str, CheckFinding] = {}
     for finding in before.findings:
-        if finding.severity == "error" and finding.message not in left:
+        if finding.severity != "info" and finding.message not in left:
             finding.repaired, finding.hint = True, ""
             repaired[finding.message] = finding
     after.findings[:0] = repaired.values()
@@ -119,9 +125,7 @@ def _mend(
     damaged: frozenset[PackRef],
 ) -> int:
     """Mend what can be; return how many chunks and manifests were stored again."""
-    # Where chunks have other names, the repository of this host has none of them.
-    if local is not None and local.identity != reader.space.identity:
-        local = None
+    local = _sharing(local, reader)
     with tempfile.TemporaryDirectory(dir=reader.cache.path) as directory:
         # Of its own: those in the cache may know tables that have decayed since.
         index = RemoteIndex.open(f"{directory}/index.sqlite")
@@ -133,13 +137,18 @@ def _mend(
             wanted = {**_records(reader, damaged), **damage.chunks}
             stored = index.has_many(wanted)
             lost = {chunk: kind for chunk, kind in wanted.items() if chunk not in stored}
-            mended = _store(reader, _contents(repository, local, lost), lost)
+            mended = store_again(reader, contents(repository, local, lost), lost)
         if local is not None:
             for name in sorted(damage.snapshots):
                 entry = opened.snapshots.entries.get(name)
                 if entry is not None and _commit_again(reader, local, entry, damaged, directory):
                     mended += 1
     return mended
+
+
+def _sharing(local: Repository | None, reader: SpaceReader) -> Repository | None:
+    """Return the repository of this host; None where it has other names for chunks, and so none of them."""
+    return None if local is None or local.identity != reader.space.identity else local
 
 
 def _rounds(reader: SpaceReader) -> Rounds:
@@ -155,52 +164,10 @@ def _records(reader: SpaceReader, packs: frozenset[PackRef]) -> dict[ChunkId, Pa
         pack = RemotePackReader(reader.space.sealer, ref)
         try:
             records = reader.patience.of(partial(pack.read_table, reader.space.objects))
-        except (NoSuchObject, Damaged, UnsupportedFormat):
+        except (NoSuchObject, Damaged, UnsupportedFormat, Archived):
             continue
         found.update((record.id, split_ref(ref)[0]) for record in records)
     return found
-
-
-def _contents(
-    repository: RemoteRepository, local: Repository | None, chunks: Iterable[ChunkId]
-) -> Iterator[tuple[ChunkId, Bytes]]:
-    """Yield the content of each of the chunks of which any sound copy is found; reading compares it with the id."""
-    for chunk in chunks:
-        for source in (repository, local):
-            if source is None:
-                continue
-            try:
-                yield chunk, source.chunks.get(chunk)
-            except (Damaged, NotFound):
-                continue
-            break
-
-
-def _store(
-    reader: SpaceReader, contents: Iterable[tuple[ChunkId, Bytes]], kinds: Mapping[ChunkId, PackKind]
-) -> int:
-    """Store chunks in new packs; return how many. Nothing has to be committed: live snapshots refer to them."""
-    writers: dict[PackKind, RemotePackWriter] = {}
-    number = 0
-
-    def send(kind: PackKind) -> None:
-        writer = writers.pop(kind)
-        parts = writer.finish()
-        reader.patience.of(lambda: reader.space.objects.put(writer.name, parts))
-
-    for chunk, content in contents:
-        kind = kinds[chunk]
-        if kind in writers and not writers[kind].fits(len(content)):
-            send(kind)
-        if kind not in writers:
-            writers[kind] = RemotePackWriter(reader.space.sealer, new_pack_ref(kind))
-        record = PackRecord(chunk, 0, len(content), len(content), 0, checksum(content), b"")
-        if writers[kind].add(record, content) is None:
-            raise AssertionError("a new pack has room for a chunk")
-        number += 1
-    for kind in list(writers):
-        send(kind)
-    return number
 
 
 def _commit_again(
@@ -241,7 +208,7 @@ def _commit_again(
         index.drop(damaged)
         try:
             uploader.upload(SnapshotId(live.snapshot))
-        except (Damaged, NotFound):
+        except (Damaged, NotFound, Archived):
             return False
         uploader.give_up([live.manifest])
     return True
@@ -257,6 +224,6 @@ def _delete_packs(reader: SpaceReader, damaged: frozenset[PackRef], host: str) -
         for _ in range(_MAX_COLLECTIONS):
             try:
                 reader.patience.of(collector.run)
-            except (Damaged, NotFound):
+            except (Damaged, NotFound, Archived):
                 # Something of a snapshot is still lost: all that is there is left as it is.
                 return

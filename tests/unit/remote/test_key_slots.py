@@ -13,6 +13,7 @@ from ciuic.remote.sealing import key_slot
 from ciuic.remote.sealing.check_field import add_check, xxh3_check
 from ciuic.remote.sealing.key_slot import decode_slot, unlock, unwrap_master_key, wrap_master_key
 from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.passphrase_key import Argon2Cost
 from ciuic.remote.sealing.slot_secret import SlotSecret, passphrase_secret
 from ciuic.repository.errors import UnsupportedFormat
 
@@ -152,7 +153,7 @@ def test_a_later_version_is_named() -> None:
         {"slot": ""},
         {"slot": "a/b"},
         {"created_ns": -1},
-        {"cost": key_slot.Argon2Cost(1024)},
+        {"cost": Argon2Cost(1024)},
     ],
     ids=str,
 )
@@ -171,9 +172,12 @@ def test_the_first_slot_that_opens_is_used() -> None:
     ]
     slot, master = unlock(slots, recipe.REMOTE_ID, KEY)
     assert (slot.slot, master) == ("c", MASTER)
-    with pytest.raises(WrongKey, match="a, c"):
+    with pytest.raises(WrongKey, match="a, c") as caught:
         unlock(slots, recipe.REMOTE_ID, SlotSecret("key-file", b"x" * 32))
-    with pytest.raises(WrongKey, match="no key slot for a command"):
+    # What else opens it, and where that goes; nothing of kinds that it has no slot of.
+    assert all(variable in caught.value.hint for variable in ("REMOTE_KEY_FILE", "REMOTE_PASSPHRASE"))
+    assert "RECOVERY" not in caught.value.hint
+    with pytest.raises(WrongKey, match="no key slot for a key command"):
         unlock(slots, recipe.REMOTE_ID, SlotSecret("command", recipe.KEY_FILE))
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ciuic.errors import UsageError
 from ciuic.remote.sealing import recovery_key
-from ciuic.remote.sealing.recovery_key import parse_recovery_key, show_recovery_key
+from ciuic.remote.sealing.recovery_key import is_recovery_key, parse_recovery_key, show_recovery_key
 
 _KEYS = st.binary(min_size=32, max_size=32)
 
@@ -69,3 +69,15 @@ def test_only_whole_keys_are_shown() -> None:
     """A key of another length is an error of the caller."""
     with pytest.raises(ValueError, match="32 bytes"):
         show_recovery_key(os.urandom(31))
+
+
+@given(_KEYS)
+def test_a_key_is_told_from_a_passphrase(secret: bytes) -> None:
+    """What was shown counts as a key, however it is typed, also with a typing error behind the prefix; words do not."""
+    text = show_recovery_key(secret)
+    for typed in (text, text.lower(), f" {text.replace('-', ' ')}\n", text.removeprefix("ciuic-")):
+        assert is_recovery_key(typed)
+    assert is_recovery_key(text[:-1])
+    assert not is_recovery_key("correct horse battery staple")
+    assert not is_recovery_key("ciuic is great")
+    assert not is_recovery_key("A" * 56)

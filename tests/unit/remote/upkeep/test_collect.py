@@ -14,8 +14,14 @@ from support.restoring import write
 
 from ciuic.errors import CiuicError, NotFound
 from ciuic.maintenance.verify import verify_snapshots
+from ciuic.protocol.stored_remotely import read_record
 from ciuic.remote.access.remote import Remote
 from ciuic.remote.collection.collector import CollectionPolicy
+from ciuic.remote.collection.log_upkeep import LogUpkeep
+from ciuic.remote.format.log_entry import LogEntry, LogRemove
+from ciuic.remote.format.names import parse_log_entry
+from ciuic.remote.log.bounded import read_entry
+from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.objects.counting import CountingObjects
 from ciuic.remote.objects.memory_objects import MemoryObjects, forget_bucket
 from ciuic.remote.upkeep.collect import CollectedSpace, collect_remote, preview_collection
@@ -143,3 +149,56 @@ def test_held_snapshots_are_not_given_up(objects: CountingObjects, tmp_path: Pat
         assert resolve_snapshots(opened, [id_, "latest"], held=True) == [id_]
         with pytest.raises(NotFound):
             resolve_snapshots(opened, ["cs-123456"])
+
+
+def test_a_given_up_snapshot_is_not_uploaded_again(objects: CountingObjects, tmp_path: Path) -> None:
+    """A host that still has what an operator gave up leaves it, also after all logs were cut, until told otherwise."""
+    remote = new_remote(objects)
+    host, first, second = two_snapshots(tmp_path / "host", remote)
+    forget(remote, tmp_path / "cache", first)
+    for _ in range(2):
+        host.upload()
+        with reading(remote, tmp_path / "other cache") as opened:
+            assert opened.snapshots.ids() == [second]
+        collect(remote, tmp_path / "cache")
+        # What says so has been summed up, and deleted, when the host comes again.
+        reader = LogReader(remote.objects, remote.sealer)
+        reader.refresh()
+        LogUpkeep(remote.objects, remote.sealer, reader, max_entries=0).run(None)
+    assert not any(isinstance(entry, LogRemove) for entry in entries(remote))
+    record = read_record("remote", tmp_path / "host" / "state")
+    assert record is not None
+    assert record.passed_over == {first}
+    host.upload(again=[first])
+    host.upload()
+    with reading(remote, tmp_path / "other cache") as opened:
+        assert set(opened.snapshots.ids()) == {first, second}
+        assert verify_snapshots(opened.repositories[0], checksum=True).damages == []
+
+
+def test_a_snapshot_that_was_committed_twice_is_given_up_whole(
+    objects: CountingObjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts of one cloned disk that both committed a snapshot do not bring it back."""
+    remote = new_remote(objects)
+    host = RemoteHost(tmp_path / "host", remote)
+    write(host.root / "file", b"content")
+    first = str(host.snapshot().id)
+    clone = host.copy(tmp_path / "clone", remote)
+    host.upload()
+    # Both began before either had committed.
+    with monkeypatch.context() as patch:
+        patch.setattr(LogReader, "live", lambda self: {})
+        clone.upload()
+    assert len([name for name in names(remote) if name.startswith("manifests/")]) == 2
+    forget(remote, tmp_path / "cache", first)
+    with reading(remote, tmp_path / "other cache") as opened:
+        assert opened.snapshots.ids() == []
+
+
+def entries(remote: Remote) -> list[LogEntry]:
+    return [
+        read_entry(remote.objects, remote.sealer, position.writer, position.number)
+        for name in names(remote)
+        if (position := parse_log_entry(name)) is not None
+    ]

@@ -1,0 +1,247 @@
+"""Find and mend damaged logs of a space.
+
+A damaged log is summed up anew from everything that can be proved: its readable entries, what a cache of this host had
+read of it, and manifests, which are sealed as entries are and name the log that they were written for. A manifest whose
+commit is lost is committed again, in the operator's log, by the rules for every commit.
+
+Guarantees: nothing is deleted, and no log is summed up before what was lost of it is committed again. A snapshot that
+only a lost entry gave up exists again.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ciuic.errors import Damaged, NotFound
+from ciuic.maintenance.check_report import CheckFinding, CheckReport
+from ciuic.remote.errors import DamagedRemote
+from ciuic.remote.format.log_entry import MAX_MANIFESTS, LiveManifest
+from ciuic.remote.format.manifest import RemoteManifest, decode_manifest, object_digest
+from ciuic.remote.format.names import MANIFESTS_PREFIX, parse_manifest
+from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.log.bounded import read_object
+from ciuic.remote.log.damaged_log import read_provable
+from ciuic.remote.log.log_reader import LogReader, read_log_cache
+from ciuic.remote.log.log_summary import LogSummary
+from ciuic.remote.log.repaired_log import sum_up_log
+from ciuic.remote.objects.model import NoSuchObject
+from ciuic.remote.reading.manifests import Manifests
+from ciuic.remote.reading.remote_repository import RemoteRepository
+from ciuic.remote.reading.remote_snapshots import CommittedEntry, RemoteSnapshots
+from ciuic.remote.reading.space_reader import SpaceReader
+from ciuic.remote.upkeep.collect import operator_log
+from ciuic.remote.upkeep.mending import contents, store_again
+from ciuic.repository import Repository, Walker
+from ciuic.repository.errors import UnsupportedFormat
+from ciuic.repository.format.snapshot_format import decode_any_snapshot
+from ciuic.repository.model import PackKind
+from ciuic.types import ChunkId, SnapshotId
+
+# Manifests that are read at the same time.
+_THREADS: Final = 8
+# A writer may append to a log while it is mended; it makes one entry for each snapshot.
+_ATTEMPTS: Final = 10
+_CACHES: Final = ("logs", "operator.logs")
+
+
+class LostCommit(NamedTuple):
+    """Snapshot whose manifest is stored, and whose commit may have been in a damaged entry."""
+
+    live: LiveManifest
+    manifest: RemoteManifest
+    packs: tuple[str, ...]
+
+
+def read_logs(reader: SpaceReader) -> LogReader:
+    """Return all logs of the space, read anew: a cache does not notice damage of what it has."""
+    logs = LogReader(reader.space.objects, reader.space.sealer, skip_damaged=True)
+    reader.patience.of(logs.refresh)
+    return logs
+
+
+def check_logs(reader: SpaceReader, report: CheckReport) -> None:
+    """Add damage of logs to the report, and the snapshots that can be committed again."""
+    logs = read_logs(reader)
+    for damaged in logs.damaged.values():
+        for name, reason in damaged.problems.items():
+            text = f"{name} is damaged: {reason}"
+            report.findings.append(CheckFinding("error", "log", text, "ciuic check --remote --repair"))
+    if logs.damaged:
+        for lost in find_lost_commits(reader, logs):
+            text = f"{lost.live.snapshot} of {lost.manifest.host} is stored, and no readable entry commits it"
+            hint = "ciuic check --remote --repair commits it again"
+            report.findings.append(CheckFinding("warning", "log", text, hint, snapshot=lost.live.snapshot))
+
+
+def find_lost_commits(reader: SpaceReader, logs: LogReader) -> list[LostCommit]:
+    """Return the snapshots of damaged logs that no log commits or removes, each once.
+
+    Some of them may never have been committed: their upload was interrupted at its end.
+    """
+    live, removed = logs.live(), logs.removed()
+    space = reader.space
+
+    def listed() -> list[str]:
+        return [info.name for info in space.objects.list(MANIFESTS_PREFIX) if parse_manifest(info.name)]
+
+    names = [name for name in reader.patience.of(listed) if name not in live and name not in removed]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = [lost for lost in pool.map(partial(_read, reader), names) if lost is not None]
+    known = Manifests(space, reader.cache, reader.patience)
+    contents = {content for one in live.values() if (content := _content(known, one)) is not None}
+    lost_commits = []
+    for lost in found:
+        content = (lost.live.repository, lost.manifest.snapshot)
+        if lost.manifest.writer in logs.damaged and content not in contents:
+            contents.add(content)
+            lost_commits.append(lost)
+    return lost_commits
+
+
+def repair_logs(reader: SpaceReader, local: Repository | None, host: str, caches: Sequence[str] = ()) -> None:
+    """Mend all damaged logs of a space; durable on return.
+
+    Args:
+        reader: Reader of the space.
+        local: Repository of this host, for chunks that are lost; None where there is none.
+        host: Name of this host, for people.
+        caches: Further caches of logs, such as those of this host's uploader.
+
+    Raises:
+        UnsupportedFormat: a later version of ciuic wrote an entry.
+        DamagedRemote: a log goes on faster than it can be read.
+        RemoteUnreachable: the store did not answer for too long.
+    """
+    paths = [*(str(reader.cache.path / name) for name in _CACHES), *caches]
+    for _ in range(_ATTEMPTS):
+        logs = read_logs(reader)
+        if not logs.damaged:
+            return
+        for damaged in logs.damaged.values():
+            if damaged.later:
+                raise UnsupportedFormat(damaged.later, hint="nothing was repaired; update ciuic on this host")
+        _commit_again(reader, local, host, _but_known(reader, logs, paths))
+        # Commits were added, and the reader's removals may have grown.
+        reader.patience.of(logs.refresh)
+        for writer, damaged in logs.damaged.items():
+            summary = _known_whole(reader, writer, damaged.summary.next, paths) or damaged.summary
+            if max(len(summary.committed), len(summary.removed)) > MAX_MANIFESTS:
+                raise DamagedRemote(
+                    damaged.error.name,
+                    f"{damaged.error.reason}; the log has too many snapshots to be summed up",
+                )
+            reader.patience.of(
+                partial(
+                    sum_up_log,
+                    reader.space.objects,
+                    reader.space.sealer,
+                    writer,
+                    summary,
+                    logs.removed(),
+                )
+            )
+    raise next(iter(logs.damaged.values())).error
+
+
+def _read(reader: SpaceReader, name: str) -> LostCommit | None:
+    """Return the snapshot of a manifest; None for one that is gone or damaged, or of a later version."""
+    space = reader.space
+    try:
+        data = reader.patience.of(lambda: bytes(read_object(space.objects, name)))
+        manifest = decode_manifest(space.sealer, name, data)
+        stored = decode_any_snapshot(manifest.snapshot)
+        fields = (stored.repository, stored.id, name, object_digest(data))
+        live = msgspec.convert(fields, LiveManifest)
+    except (NoSuchObject, Damaged, UnsupportedFormat, msgspec.ValidationError):
+        return None
+    return LostCommit(live, manifest, tuple(manifest.packs))
+
+
+def _content(manifests: Manifests, live: LiveManifest) -> tuple[str, bytes] | None:
+    try:
+        return live.repository, manifests.read(live).snapshot
+    except (Damaged, NotFound, UnsupportedFormat):
+        return None
+
+
+def _but_known(reader: SpaceReader, logs: LogReader, paths: Iterable[str]) -> LogReader:
+    """Return the logs with those whole that a cache of this host has read to their ends."""
+    for writer, damaged in list(logs.damaged.items()):
+        if whole := _known_whole(reader, writer, damaged.summary.next, paths):
+            logs.damaged[writer] = damaged._replace(summary=whole)
+    return logs
+
+
+def _known_whole(reader: SpaceReader, writer: str, next_: int, paths: Iterable[str]) -> LogSummary | None:
+    """Return all of a log up to its end, from a cache and what is readable after it; None if no cache helps."""
+    for path in paths:
+        known = read_log_cache(path).get(writer) if os.path.exists(path) else None
+        if known is None:
+            continue
+        space = reader.space
+        found = reader.patience.of(partial(read_provable, space.objects, space.sealer, writer, known))
+        if not found.problems and found.summary.next == next_:
+            return found.summary
+    return None
+
+
+def _commit_again(reader: SpaceReader, local: Repository | None, host: str, logs: LogReader) -> None:
+    lost = find_lost_commits(reader, logs)
+    if not lost:
+        return
+    with tempfile.TemporaryDirectory(dir=reader.cache.path) as directory:
+        index = RemoteIndex.open(f"{directory}/index.sqlite")
+        with closing(index):
+            log = operator_log(reader, host, index)
+            reader.patience.of(log.hello)
+            for one in lost:
+                while True:
+                    checked = log.rounds.version
+                    _store_lacking(reader, local, index, one, lambda: index.follow(log.rounds))
+                    commit = partial(
+                        log.commit,
+                        one.live.snapshot,
+                        one.live.manifest,
+                        one.live.digest,
+                        one.packs,
+                        checked=checked,
+                        repository=one.live.repository,
+                    )
+                    if one.live.manifest in log.rounds.manifests or reader.patience.of(commit):
+                        # A condemned manifest belongs to a snapshot that was given up, as a collector knew.
+                        break
+
+
+def _store_lacking(
+    reader: SpaceReader,
+    local: Repository | None,
+    index: RemoteIndex,
+    lost: LostCommit,
+    follow: Callable[[], None],
+) -> None:
+    """Store again what the snapshot needs and no pack has that stays, as far as a copy is found.
+
+    What is found nowhere stays damage, which `ciuic check --remote` names once the snapshot is committed.
+    """
+    follow()
+    reader.patience.of(lambda: index.refresh(reader.space.objects, reader.space.sealer))
+    manifests = Manifests(reader.space, reader.cache, reader.patience)
+    name = lost.live.manifest
+    repository = RemoteRepository(reader, RemoteSnapshots({name: CommittedEntry(lost.live, manifests)}))
+    kinds: dict[ChunkId, PackKind] = {}
+    # As far as its trees can be read.
+    reached = Walker(repository).walk(repository.snapshots.load(SnapshotId(name)), on_damage=lambda *_: None)
+    for one in reached:
+        kinds[one.id] = "data" if one.kind == "data" else "meta"
+    stored = index.has_many(kinds)
+    lacking = {chunk: kind for chunk, kind in kinds.items() if chunk not in stored}
+    sources = contents(repository, local, lacking)
+    store_again(reader, sources, lacking)
