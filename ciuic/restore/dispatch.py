@@ -6,6 +6,7 @@ import os
 import posixpath
 import stat
 from dataclasses import dataclass
+from typing import Protocol
 
 from ciuic.errors import Damaged
 from ciuic.repository.lookup import join
@@ -22,6 +23,14 @@ from ciuic.restore.model import RestorePlan, RestoreTarget
 from ciuic.restore.outcomes import Outcomes
 from ciuic.restore.overwrite_rules import OverwriteRules
 from ciuic.types import FLAG_MOUNTPOINT, Entry
+
+
+class Placeholders(Protocol):
+    """Maker of files whose content comes later."""
+
+    def take(self, file: NonDirectory) -> bool:
+        """Make the file without its content, and end it; return False where it is to be restored whole."""
+        ...
 
 
 @dataclass
@@ -50,8 +59,10 @@ class Dispatcher:
         linker: Linker,
         *,
         dry_run: bool,
+        placeholders: Placeholders | None = None,
     ) -> None:
         self._plan = plan
+        self._placeholders = placeholders
         self._pool = pool
         self._outcomes = outcomes
         self._special = special
@@ -130,6 +141,8 @@ class Dispatcher:
 
     def _give_out(self, file: NonDirectory) -> None:
         entry, existing = file.entry, file.existing
+        if self._placeholders is not None and self._placeholders.take(file):
+            return
         if not entry.is_file or entry.size_bytes <= self._small_bytes:
             self._small.add(file)
         elif existing is None or not stat.S_ISREG(existing.st_mode):

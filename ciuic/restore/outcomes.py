@@ -14,14 +14,20 @@ class Outcomes:
     """Records what becomes of each path. An error that ends the whole restore, such as a full disk, stops the pool."""
 
     def __init__(
-        self, pool: Pool, counter: ResultCounter, *, dry_run: bool, conflicts: frozenset[bytes]
+        self,
+        pool: Pool,
+        counter: ResultCounter,
+        *,
+        dry_run: bool,
+        conflicts: frozenset[bytes],
+        durable: bool = True,
     ) -> None:
         self._pool = pool
         self._counter = counter
         self._dry_run = dry_run
         self._conflicts = conflicts
         """Conflicts that the plan found; only a dry run is executed with them, and they are no failures there."""
-        self.syncer = Syncer(self.failed)
+        self.syncer = Syncer(self.failed, durable=durable)
 
     def failed(self, path: bytes, error: BaseException | str) -> None:
         """Record that a path could not be restored."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ciuic.restore.dispatch import Attempt, Dispatcher
+from ciuic.restore.dispatch import Attempt, Dispatcher, Placeholders
 from ciuic.restore.files import attributes
 from ciuic.restore.files import journal as journals
 from ciuic.restore.files.directory_handles import NOT_THERE, Folder
@@ -35,6 +35,7 @@ def execute(
     report: Callable[[RestoreItem], None] | None = None,
     dry_run: bool = False,
     runtime_dir: Path | None = None,
+    placeholders: Placeholders | None = None,
 ) -> Result:
     """Carry out a plan; on return everything counted as restored is durable under its final name.
 
@@ -47,13 +48,14 @@ def execute(
         report: called with what became of each path; from several threads, one at a time.
         dry_run: change nothing, and report the same.
         runtime_dir: directory of the overlay workers' sockets. Without it nothing is shared with files of an overlay.
+        placeholders: makes files without their content, where it wants to. Names and attributes are not durable on return then.
 
     Raises:
         Busy: another restore works in the same directory.
         CiuicError: the way to the destination is blocked.
     """
     with many_descriptors():
-        return RestoreRun(plan, progress, report, dry_run, runtime_dir).execute()
+        return RestoreRun(plan, progress, report, dry_run, runtime_dir, placeholders).execute()
 
 
 class RestoreRun:
@@ -66,20 +68,27 @@ class RestoreRun:
         report: Callable[[RestoreItem], None] | None,
         dry_run: bool,
         runtime_dir: Path | None = None,
+        placeholders: Placeholders | None = None,
     ) -> None:
         self._plan = plan
         self._dry_run = dry_run
+        self._is_durable = placeholders is None
         self._pool = Pool(plan.repository, runtime_dir=runtime_dir)
         self._counter = ResultCounter(plan, dry_run, progress, report)
         self._outcomes = Outcomes(
-            self._pool, self._counter, dry_run=dry_run, conflicts=frozenset(plan.conflicts)
+            *(self._pool, self._counter),
+            dry_run=dry_run,
+            conflicts=frozenset(plan.conflicts),
+            durable=placeholders is None,
         )
         self._special = SpecialFilter(plan.special, self._outcomes.left_out)
         small = SmallFiles(self._pool)
         feeder = Feeder(plan.repository, self._pool, self._counter, dry_run=dry_run, runtime_dir=runtime_dir)
         linker = Linker(self._pool, small, feeder, self._counter, dry_run=dry_run)
         self._dispatcher = Dispatcher(
-            plan, self._pool, self._outcomes, self._special, small, feeder, linker, dry_run=dry_run
+            *(plan, self._pool, self._outcomes, self._special, small, feeder, linker),
+            dry_run=dry_run,
+            placeholders=placeholders,
         )
         self._walk = Walk(plan, self._pool, self._outcomes, self._special, self._dispatcher, dry_run=dry_run)
         self._bases: list[int] = []
@@ -176,6 +185,9 @@ class RestoreRun:
         """Mark the directory as being restored; an earlier run of the same restore is resumed."""
         source, snapshot = attempt.target.source.path, str(self._plan.snapshot.id)
         journal, resumed = None, False
+        if not self._is_durable:
+            # The caller has a record of its own.
+            return None
         if self._dry_run:
             mark = None if folder.fd == NOT_THERE else journals.read_mark(folder.fd)
             resumed = mark is not None and (mark.snapshot, mark.source) == (snapshot, source)

@@ -11,9 +11,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
+LAZY_FS_TYPE: Final = b"fuse.ciuic-restore"
+"""Type of the mount over a directory that is being restored lazily (ciuic.lazy)."""
+LAZY_RESTORE: Final = b"lazy-restore"
+"""Directory in the container ``.ciuic-state`` of a directory that a lazy restore has not completed (ciuic.lazy)."""
 
 
 class Mount(NamedTuple):

@@ -103,6 +103,8 @@ class OverlayState:
         self.held_by_kernel: Callable[[int], bool] = lambda node_id: False
         """True if the kernel itself has the node's backing file open, so that it must not be given another
         inode."""
+        self.shown: Callable[[os.stat_result], os.stat_result] = lambda st: st
+        """Attributes to be shown in place of those of the backing file."""
         # For counting alone: threads open files at the same time.
         self._handle_lock = threading.Lock()
         self._next_handle = 1
@@ -204,7 +206,7 @@ class OverlayState:
         if st.st_ino != node.ino:
             raise stale()
         node.note_mode(st.st_mode)
-        return Attr(node.id, 0, st, self._visible_links(node, nlink), node.is_written)
+        return Attr(node.id, 0, self.shown(st), self._visible_links(node, nlink), node.is_written)
 
     def _visible_links(self, node: Node, nlink: int) -> int:
         """Return the link count without the ``..`` of directories that are not shown."""
@@ -221,7 +223,7 @@ class OverlayState:
         """
         st, nlink = self.undo.links(read)
         node = self.nodes.adopt(parent, name, st, count=count)
-        return node, Attr(node.id, 0, st, nlink, node.is_written)
+        return node, Attr(node.id, 0, self.shown(st), nlink, node.is_written)
 
     # -- saving and marking -------------------------------------------------------------------------
 

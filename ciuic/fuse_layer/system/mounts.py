@@ -189,10 +189,10 @@ def mount_of(fd: int) -> MountEntry | None:
     return next((entry for entry in read_mounts() if entry.mount_id == mount_id), None)
 
 
-def mount_fuse(backing_fd: int) -> int:
+def mount_fuse(backing_fd: int, fs_type: str = FS_TYPE) -> int:
     """Mount a new FUSE connection over the directory ``backing_fd`` and return its /dev/fuse descriptor.
 
-    nosuid, nodev, noexec and read-only are taken from the backing mount.
+    nosuid, nodev, noexec and read-only are taken from the backing mount. ``fs_type`` tells what serves it.
 
     Raises:
         OSError: the kernel refuses; nothing is mounted then.
@@ -209,7 +209,7 @@ def mount_fuse(backing_fd: int) -> int:
     try:
         # The target is named by the descriptor: a path may have been renamed since it was opened.
         target = b"/proc/self/fd/%d" % backing_fd
-        if _libc.mount(b"ciuic", target, FS_TYPE.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
+        if _libc.mount(b"ciuic", target, fs_type.encode(), ctypes.c_ulong(flags), options.encode()) != 0:
             _raise_errno(target)
     except BaseException:
         os.close(fuse_fd)
@@ -217,7 +217,7 @@ def mount_fuse(backing_fd: int) -> int:
     return fuse_fd
 
 
-def detach(path: str | bytes) -> None:
+def detach(path: str | bytes, fs_type: str = FS_TYPE) -> None:
     """Detach the topmost mount of ours from ``path`` at once (MNT_DETACH); files that are open in it are served on.
 
     Raises:
@@ -230,7 +230,7 @@ def detach(path: str | bytes) -> None:
     fd = os.open(target, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         entry = mount_of(fd)
-        if entry is None or entry.fs_type != FS_TYPE or entry.mount_point != os.path.normpath(target):
+        if entry is None or entry.fs_type != fs_type or entry.mount_point != os.path.normpath(target):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), os.fsdecode(target))
         # Without UMOUNT_NOFOLLOW: the magic link of the descriptor is followed, and nothing else is.
         if _libc.umount2(b"/proc/self/fd/%d" % fd, _MNT_DETACH) != 0:

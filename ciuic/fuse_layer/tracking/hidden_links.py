@@ -1,6 +1,6 @@
 """Hidden hard links that keep inodes alive, and link counts without them.
 
-Two directories have such links. One is for inodes that sealed epochs still need and the job has removed,
+Two directories of the state have such links, and a caller may keep more (`others`). One is for inodes that sealed epochs still need and the job has removed,
 replaced or renamed. The other is for *orphans*, inodes that programs have open and no name leads to, so that
 a successor of this process can open them again. Guarantees: the job never sees a link count with ours in it;
 a failed link of the first kind is raised, one of the second kind is ignored: the inode then ends with this
@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from typing import Final
 
@@ -30,6 +30,8 @@ class HiddenLinks:
         self._hold = hold
         self.held: set[int] = set()
         """Inodes that sealed epochs keep alive."""
+        self.others: Container[int] = ()
+        """Inodes to which the caller keeps one more link; removed by `let_other_go`."""
         self._orphan_directory: Descriptor | None = None
         self._orphans: set[int] = set()
         self._pinned: dict[int, Descriptor] = {}
@@ -108,7 +110,16 @@ class HiddenLinks:
 
     def of(self, ino: int) -> int:
         """Return how many links of an inode are ours."""
-        return (ino in self.held) + (ino in self._orphans)
+        return (ino in self.held) + (ino in self._orphans) + (ino in self.others)
+
+    def let_other_go(self, remove: Callable[[], None]) -> None:
+        """Remove a link of `others`; ``remove`` takes the link and its inode away."""
+        with self._lock:
+            self._version += 1
+            try:
+                remove()
+            finally:
+                self._version += 1
 
     # -- orphans --------------------------------------------------------------------------------------
 

@@ -189,8 +189,10 @@ class Syncer:
     22 seconds one by one, because each waited for a write of its own.
     """
 
-    def __init__(self, failed: Callable[[bytes, OSError], None]) -> None:
+    def __init__(self, failed: Callable[[bytes, OSError], None], *, durable: bool = True) -> None:
+        """Take the callback for failures. Not ``durable``: nothing is synced, because the caller syncs all of it later."""
         self._failed = failed
+        self._durable = durable
         self._lock = threading.Lock()
         self._waiting: list[tuple[int, bytes]] = []
 
@@ -209,7 +211,8 @@ class Syncer:
             waiting, self._waiting = self._waiting, []
         for fd, path in waiting:
             try:
-                os.fsync(fd)
+                if self._durable:
+                    os.fsync(fd)
             except OSError as error:
                 self._failed(path, error)
             finally:

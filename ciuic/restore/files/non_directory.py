@@ -213,11 +213,18 @@ class NonDirectory:
         except BaseException as error:
             self.fail(error)
 
-    def finish(self) -> None:
-        """Sync the new file, then rename it: in this order, so that the name never leads to less than all of it."""
+    def link(self, name: bytes, directory: int) -> None:
+        """Give the new file one more name in another directory, before it gets its own. OSError."""
+        os.link(self._temporary, name, src_dir_fd=self._place, dst_dir_fd=directory, follow_symlinks=False)
+
+    def finish(self, *, durable: bool = True) -> None:
+        """Sync the new file, then rename it: in this order, so that the name never leads to less than all of it.
+
+        Not ``durable``: the caller syncs it later, and uses its name for nothing before.
+        """
         fd = self._fd
         try:
-            if self.entry.is_file:
+            if self.entry.is_file and durable:
                 os.fsync(fd)
             st = os.fstat(fd)
             self.inode = (st.st_dev, st.st_ino)

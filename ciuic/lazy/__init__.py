@@ -1,0 +1,22 @@
+"""Lazy restore: a directory that can be used at once, while its content is fetched behind it.
+
+The directories, names and attributes of a snapshot are restored first, with each file an empty placeholder of its size. A mount
+over the destination then serves the tree; what is read is fetched first, the rest behind it. When everything is there, the tree is
+moved to the destination itself and the mount is taken away.
+
+Invariants:
+
+* A file is *incomplete* exactly as long as it has a hidden link in the directory ``pending``. The link is removed after its
+  content, checked against the ids of its chunks, is durable. So the directory says what is missing after the death of any process.
+* An incomplete file has the snapshot's content or nothing, block by block: a process that changes its content, size or times
+  waits until it is complete. Fetching a block twice is therefore harmless, and a later run needs no journal: it compares what is
+  there with the ids.
+* A read is answered from blocks that were checked, or fails with EIO. No zeros are read in place of content, through the mount or
+  below it: below it the destination shows no names until the tree is complete.
+
+The package may import fuse_layer, restore and what lies below them. Its layers, from the top: service; mounted; driver; core, filler;
+ending, settler, skeleton; pending; fetch_order, layout; pending_file, progress, turnstile.
+
+References:
+    docs/decisions/lazy-restore.md
+"""

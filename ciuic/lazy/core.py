@@ -1,0 +1,253 @@
+"""Operations of a lazily restored tree: those of an overlay that tracks nothing, with waits for what is not there yet.
+
+Guarantees: a read is answered from blocks that are there; a file is changed only when it is complete; a file that is cut to nothing
+or loses its last name is not filled any more. Link counts, sizes, blocks and times are shown as if the file was complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from ciuic.fuse_layer.core.attributes import SetAttr
+from ciuic.fuse_layer.core.core import Attr, OverlayCore
+from ciuic.fuse_layer.state.open_rules import OpenPreference
+from ciuic.lazy.pending import PendingFiles
+from ciuic.lazy.pending_file import PendingFile
+from ciuic.lazy.settler import Settler
+
+_BLOCK_BYTES: Final = 512
+
+
+class LazyCore(OverlayCore):
+    """The core; ``backing_fd`` is the restored tree, and the session's name means nothing."""
+
+    def __init__(
+        self, backing_fd: int, pending: PendingFiles, settler: Settler, *, kernel_keeps_times: bool
+    ) -> None:
+        super().__init__(
+            backing_fd, session="lazy-restore", kernel_keeps_times=kernel_keeps_times, plain=True
+        )
+        self._pending = pending
+        self._settler = settler
+        self._state.shown = self._shown
+        self._state.undo.hidden.others = pending.by_ino
+        pending.remove_link = self._state.undo.hidden.let_other_go
+        self.durable = threading.Event()
+        """Set when the names of the tree are durable."""
+        self._opening: Counter[int] = Counter()
+        """Opens under way by inode, guarded by the table's lock."""
+        self.before_wait: Callable[[], None] = lambda: None
+        """Called before a request waits; the driver lets others go on."""
+        self.interrupted: Callable[[], bool] = lambda: False
+        """Returns True if the caller of the request that this thread carries out was interrupted."""
+
+    def become(self, directory: int) -> None:
+        """Let the root be another directory, which has everything that was in it; nothing else may be under way."""
+        root = self._state.nodes.root
+        os.dup2(directory, self._state.nodes.root_directory.fd, inheritable=False)
+        root.ino = os.fstat(directory).st_ino
+
+    # -- what is shown
+
+    def _shown(self, st: os.stat_result) -> os.stat_result:
+        if not stat.S_ISREG(st.st_mode) or st.st_dev != self._state.nodes.device:
+            return st
+        file = self._pending.find(st.st_ino)
+        if file is None:
+            return st
+        # Archivers take a file without blocks for one hole, which they do not read. Filling moves the time.
+        blocks = max(st.st_blocks, -(-st.st_size // _BLOCK_BYTES))
+        seconds, _ = divmod(file.shape.mtime_ns, 10**9)
+        named = {name: getattr(st, name) for name in _NAMED}
+        named |= {
+            "st_blocks": blocks,
+            "st_mtime_ns": file.shape.mtime_ns,
+            "st_mtime": file.shape.mtime_ns / 1e9,
+        }
+        fields = list(st[:10])
+        fields[stat.ST_MTIME] = seconds
+        return os.stat_result(fields, named)
+
+    def preference(self, node_id: int, flags: int, *, fresh: bool) -> OpenPreference:
+        """Return the preference for an open: the kernel must not read past us what is not there yet."""
+        file = self._pending.find(self._state.nodes.get(node_id).ino)
+        if file is not None and not file.filled:
+            return OpenPreference.CACHED
+        return super().preference(node_id, flags, fresh=fresh)
+
+    # -- changes, before which a file is completed
+
+    def prepare_open(self, node_id: int, flags: int) -> None:
+        """Wait until a file that is opened for writing is complete; called before the open, without any lock.
+
+        Raises:
+            OSError: EIO where it cannot be completed, EINTR if the caller was interrupted.
+        """
+        if flags & os.O_ACCMODE != os.O_RDONLY and not flags & os.O_TRUNC:
+            self._complete(node_id)
+
+    def _complete(self, node_id: int) -> None:
+        file = self._pending.find(self._state.nodes.get(node_id).ino)
+        if file is None:
+            return
+        self.before_wait()
+        self._pending.wait_until_filled(file, self.interrupted)
+        self._settler.settle(file)
+
+    def open(
+        self,
+        node_id: int,
+        flags: int,
+        *,
+        keeps_privileges: bool = False,
+        unseen: bool = False,
+        uid: int = 0,
+    ) -> int:
+        """Open a file and return its handle. One that is emptied needs its content no more."""
+
+        def opened() -> int:
+            return super(LazyCore, self).open(
+                node_id, flags, keeps_privileges=keeps_privileges, unseen=unseen, uid=uid
+            )
+
+        ino = self._state.nodes.get(node_id).ino
+        with self._pending.changed:
+            file = self._pending.find(ino)
+            if file is not None:
+                self._opening[ino] += 1
+        if file is None:
+            return opened()
+        try:
+            if not flags & os.O_TRUNC:
+                return opened()
+            with file.io:
+                handle = opened()
+                self._pending.drop(file)
+            return handle
+        finally:
+            with self._pending.changed:
+                self._opening[ino] -= 1
+                if not self._opening[ino]:
+                    del self._opening[ino]
+
+    def setattr(self, node_id: int, change: SetAttr, handle: int | None = None) -> Attr:
+        """Change attributes; size and modification time only of a complete file."""
+        file = self._pending.find(self._state.nodes.get(node_id).ino)
+        if file is None:
+            return super().setattr(node_id, change, handle)
+        if change.size == 0:
+            with file.io:
+                attr = super().setattr(node_id, change, handle)
+                self._pending.drop(file)
+            return attr
+        if change.size is not None or change.mtime_ns is not None or change.mtime_now:
+            self._complete(node_id)
+        return super().setattr(node_id, change, handle)
+
+    # -- reads, before which blocks are fetched
+
+    def read_nowait(self, handle: int, offset: int, size: int) -> memoryview | None:
+        """Read what is in memory; None where that would wait for the disk or the store."""
+        file = self._pending.find(self._state.file(handle).node.ino)
+        if file is not None and not self._pending.has(file, offset, size):
+            return None
+        return super().read_nowait(handle, offset, size)
+
+    def read(self, handle: int, offset: int, size: int) -> bytes:
+        """Read; may wait for the store."""
+        self._fetch(handle, offset, size)
+        return super().read(handle, offset, size)
+
+    def _fetch(self, handle: int, offset: int, size: int) -> None:
+        file = self._pending.find(self._state.file(handle).node.ino)
+        if file is not None and not self._pending.has(file, offset, size):
+            self._pending.wait(file, offset, size, self.interrupted)
+
+    def copy_file_range(
+        self, source: int, source_offset: int, target: int, target_offset: int, length: int
+    ) -> int:
+        """Copy between two handles; the target was opened for writing, and is complete."""
+        # A caller goes on after less: the whole of a large file would be waited for.
+        length = min(length, _MAX_COPY_BYTES)
+        self._fetch(source, source_offset, length)
+        return super().copy_file_range(source, source_offset, target, target_offset, length)
+
+    def lseek(self, handle: int, offset: int, whence: int) -> int:
+        """Find data or a hole; an incomplete file counts as data up to its end."""
+        file = self._pending.find(self._state.file(handle).node.ino)
+        if file is None or file.filled:
+            return super().lseek(handle, offset, whence)
+        if offset >= file.shape.size_bytes:
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+        return offset if whence == os.SEEK_DATA else file.shape.size_bytes
+
+    # -- syncs, before which the tree itself is durable
+
+    def fsync(self, handle: int, datasync: bool) -> None:
+        """Make the content durable, and its name: a later run would make the tree anew where that is not."""
+        self.durable.wait()
+        super().fsync(handle, datasync)
+
+    def fsyncdir(self, handle: int, datasync: bool) -> None:
+        """Make a directory's names durable."""
+        self.durable.wait()
+        super().fsyncdir(handle, datasync)
+
+    # -- names that go
+
+    def unlink(self, parent_id: int, name: bytes) -> None:
+        """Remove a name; a file without another is not filled any more."""
+        file = self._pending_at(parent_id, name)
+        super().unlink(parent_id, name)
+        self._drop_unnamed(file)
+
+    def rename(self, parent_id: int, name: bytes, new_parent_id: int, new_name: bytes, flags: int) -> None:
+        """Rename; a file that is replaced is not filled any more."""
+        file = self._pending_at(new_parent_id, new_name)
+        super().rename(parent_id, name, new_parent_id, new_name, flags)
+        self._drop_unnamed(file)
+
+    def release(self, handle: int) -> None:
+        """Close a handle; the last one of a removed file ends its filling."""
+        opened = self._state.files.get(handle)
+        file = self._pending.find(opened.node.ino) if opened is not None else None
+        del opened
+        super().release(handle)
+        self._drop_unnamed(file)
+
+    def _pending_at(self, parent_id: int, name: bytes) -> PendingFile | None:
+        if not self._pending.by_ino:
+            return None
+        try:
+            return self._pending.find(self.peek(parent_id, name))
+        except OSError:
+            # The operation meets the same error, or none.
+            return None
+
+    def _drop_unnamed(self, file: PendingFile | None) -> None:
+        if file is None or file.gone:
+            return
+        # Under one lock with opens that are under way: a process that has the file open, now or in a moment, may read on. The node
+        # does not tell, because that of a file without a name is found no more.
+        with self._pending.changed:
+            try:
+                if os.stat(file.name, dir_fd=self._pending.directory).st_nlink > 1:
+                    return
+            except FileNotFoundError:
+                return
+            is_open = any(opened.node.ino == file.ino for opened in list(self._state.files.values()))
+            if not is_open and not self._opening[file.ino]:
+                self._pending.drop(file)
+
+
+_MAX_COPY_BYTES: Final = 64 << 20
+_NAMED: Final = (
+    *("st_atime", "st_mtime", "st_ctime", "st_atime_ns", "st_mtime_ns", "st_ctime_ns"),
+    *("st_blksize", "st_blocks", "st_rdev"),
+)

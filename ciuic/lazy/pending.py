@@ -1,0 +1,378 @@
+"""Table of the incomplete files of a lazy restore: what is missing, and who waits for it.
+
+Guarantees: a block counts as there only after its content was checked and written; a waiting reader is told of damage, of an
+unreachable store and of an interrupt; no block is fetched by two threads at the same time. All methods may be called from any
+thread; `changed` guards the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from ciuic.lazy.fetch_order import MAX_BATCH_BYTES, FetchOrder
+from ciuic.lazy.pending_file import Load, PendingFile, PendingName, PendingPiece, Work, begin, length_of
+from ciuic.repository.trees.block_maps import FANOUT, blocks_of
+from ciuic.types import ChunkId
+
+_INTERRUPT_SECONDS: Final = 1.0
+"""Interval in which a waiting reader looks again, should a notification be lost to it."""
+_LOCK_STRIPES: Final = 64
+_OPEN: Final = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class PendingFiles:
+    """The table; ``directory`` is the descriptor of the directory of hidden links, which the caller closes."""
+
+    def __init__(self, directory: int, block_size: int) -> None:
+        self.directory: Final = directory
+        self.block_size: Final = block_size
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)
+        """Lock of the table; readers wait for it."""
+        # Of the same lock: threads that fetch are not woken for each block that another one has written.
+        self._work = threading.Condition(lock)
+        self._ended = threading.Condition(lock)
+        self._over = threading.Condition(lock)
+        self._waiting = 0
+        self.by_ino: dict[int, PendingFile] = {}
+        self.remove_link: Callable[[Callable[[], None]], None] = lambda remove: remove()
+        """Carries out the removal of a hidden link, so that no process sees a link count with it in between."""
+        self.bytes_total = self.bytes_left = 0
+        self.files_total = 0
+        self.closed = False
+        self.damaged: list[PendingFile] = []
+        self._filled: deque[PendingFile] = deque()
+        self._urgent: deque[Work] = deque()
+        self._order = FetchOrder(block_size)
+        self._io = tuple(threading.Lock() for _ in range(_LOCK_STRIPES))
+
+    # -- files
+
+    def add(self, shape: PendingName, ino: int, *, is_new: bool) -> None:
+        """Take up a file. ``is_new``: it has no content yet."""
+        n_segments = max(1, -(-blocks_of(shape.size_bytes, self.block_size) // FANOUT))
+        file = PendingFile(shape, ino, n_segments, self._io[ino % _LOCK_STRIPES], is_new=is_new)
+        with self.changed:
+            self.by_ino[ino] = file
+            self.bytes_total += shape.size_bytes
+            self.bytes_left += shape.size_bytes
+            self.files_total += 1
+
+    def put_in_order(self) -> None:
+        """Decide what is fetched first, after all files were added."""
+        with self.changed:
+            self._order.put(self.by_ino.values())
+
+    def find(self, ino: int) -> PendingFile | None:
+        """Return the incomplete file of an inode; None if it is complete."""
+        return self.by_ino.get(ino)
+
+    def open(self, file: PendingFile) -> int:
+        """Open the file below the mount; the caller closes the descriptor.
+
+        Raises:
+            OSError: it is complete, or was removed.
+        """
+        return os.open(file.name, _OPEN, dir_fd=self.directory)
+
+    def drop(self, file: PendingFile) -> None:
+        """Give up what is missing of a file: it was cut to nothing, or has no name any more."""
+        with self.changed:
+            if not file.gone:
+                self.bytes_left -= self._missing_bytes(file)
+                self._leave(file)
+
+    def settled(self, file: PendingFile) -> None:
+        """Take out a file whose content is durable."""
+        with self.changed:
+            if not file.gone:
+                self._leave(file)
+
+    def _leave(self, file: PendingFile) -> None:
+        def remove() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file.name, dir_fd=self.directory)
+            self.by_ino.pop(file.ino, None)
+
+        self.remove_link(remove)
+        file.gone = True
+        file.segments = []
+        self._order.forget(file)
+        if len(self.by_ino) <= len(self.damaged):
+            self._over.notify_all()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake readers."""
+        if self._waiting:
+            self.changed.notify_all()
+
+    def _wait(self) -> None:
+        self._waiting += 1
+        try:
+            self.changed.wait(_INTERRUPT_SECONDS)
+        finally:
+            self._waiting -= 1
+
+    def _missing_bytes(self, file: PendingFile) -> int:
+        """Return the bytes of the file that still count as left."""
+        missing = 0
+        for number, segment in enumerate(file.segments):
+            start = number * FANOUT * self.block_size
+            if segment is None:
+                missing += min(FANOUT * self.block_size, file.shape.size_bytes - start)
+            else:
+                missing += sum(length_of(file, block, self.block_size) for block in segment)
+        return missing
+
+    def length(self, piece: PendingPiece) -> int:
+        """Return the number of bytes that a block must have."""
+        return length_of(piece.file, piece.block, self.block_size)
+
+    # -- readers
+
+    def has(self, file: PendingFile, offset: int, size: int) -> bool:
+        """Return whether all of a range is there. Takes no lock: a late answer costs a wait that ends at once."""
+        if file.gone or file.filled:
+            return True
+        blocks = self._blocks(file, offset, size)
+        segments = file.segments
+        for block in blocks:
+            number = block // FANOUT
+            segment = segments[number] if number < len(segments) else {}
+            if segment is None or block in segment or block in file.damaged:
+                # It may have been completed since the first look.
+                return file.gone or file.filled
+        return True
+
+    def _blocks(self, file: PendingFile, offset: int, size: int) -> range:
+        end = min(offset + size, file.shape.size_bytes)
+        return range(offset // self.block_size, blocks_of(end, self.block_size)) if size > 0 else range(0)
+
+    def wait(self, file: PendingFile, offset: int, size: int, interrupted: Callable[[], bool]) -> None:
+        """Have a range fetched before everything else, and wait for it.
+
+        Raises:
+            OSError: EIO for damage and for a store that does not answer, EINTR if ``interrupted``.
+        """
+        blocks = self._blocks(file, offset, size)
+        with self.changed:
+            failures = file.failures
+            self._order.is_read(file, blocks.stop)
+            while not file.gone and not file.filled:
+                self._raise_for(file, blocks, failures, interrupted)
+                ready, waiting = self._missing(file, blocks)
+                if ready:
+                    self._urgent.extend(ready)
+                    self._work.notify_all()
+                elif not waiting:
+                    return
+                self._wait()
+
+    def wait_until_filled(self, file: PendingFile, interrupted: Callable[[], bool]) -> None:
+        """Have a file fetched before others, and wait until all of it is there.
+
+        Raises:
+            OSError: as of `wait`.
+        """
+        with self.changed:
+            failures = file.failures
+            self._order.is_read(file, file.cursor)
+            self._work.notify_all()
+            while not file.gone and not file.filled:
+                self._raise_for(file, file.damaged, failures, interrupted)
+                self._wait()
+
+    def _raise_for(
+        self, file: PendingFile, blocks: Iterable[int], failures: int, interrupted: Callable[[], bool]
+    ) -> None:
+        number = 0
+        if file.damaged and any(block in file.damaged for block in blocks):
+            number = errno.EIO
+        elif file.failures != failures:
+            number = file.failure
+        elif self.closed:
+            number = errno.EIO
+        elif interrupted():
+            number = errno.EINTR
+        if number:
+            raise OSError(number, os.strerror(number))
+
+    def _missing(self, file: PendingFile, blocks: range) -> tuple[list[Work], bool]:
+        """Return what is to be done for these blocks and is not done by anybody yet, and whether others are at the rest."""
+        work: list[Work] = []
+        waiting = False
+        pieces: list[PendingPiece] = []
+        for number in range(blocks.start // FANOUT, blocks_of(blocks.stop, FANOUT)):
+            segment = file.segments[number]
+            if segment is None:
+                waiting = True
+                if number not in file.loading:
+                    file.loading.add(number)
+                    work.append(Load(file, number))
+                continue
+            for block in blocks:
+                if block // FANOUT == number and block in segment:
+                    waiting = True
+                    if block not in file.in_flight:
+                        pieces.append(begin(file, block, segment))
+        return ([*work, pieces] if pieces else work), waiting
+
+    # -- fetching
+
+    def take(self, *, urgent_only: bool) -> Work | None:
+        """Wait for work and return it; None when the table is closed."""
+        with self.changed:
+            while not self.closed:
+                work = self._urgent.popleft() if self._urgent else None
+                if work is None and not urgent_only:
+                    work = self._order.next()
+                if work is not None:
+                    return work
+                self._work.wait()
+            return None
+
+    def loaded(self, file: PendingFile, number: int, missing: dict[int, ChunkId], end: int) -> None:
+        """Take the missing blocks of a leaf; the leaf ends before block ``end``."""
+        with self.changed:
+            file.loading.discard(number)
+            if not file.gone and file.segments[number] is None:
+                start = number * FANOUT * self.block_size
+                size_bytes = min(end * self.block_size, file.shape.size_bytes) - start
+                self.bytes_left -= size_bytes - sum(
+                    length_of(file, block, self.block_size) for block in missing
+                )
+                file.segments[number] = missing
+                if not missing:
+                    self._segment_done(file)
+            self._order.again(file)
+            self._work.notify_all()
+            self._tell()
+
+    def done(self, piece: PendingPiece) -> None:
+        """Note that a block was written."""
+        file = piece.file
+        with self.changed:
+            file.in_flight.discard(piece.block)
+            if file.gone:
+                return
+            segment = file.segments[piece.block // FANOUT]
+            if segment is not None and segment.pop(piece.block, None) is not None:
+                self.bytes_left -= self.length(piece)
+                if not segment:
+                    self._segment_done(file)
+            self._tell()
+
+    def _segment_done(self, file: PendingFile) -> None:
+        file.left -= 1
+        if file.left:
+            return
+        self._order.forget(file)
+        if file.damaged:
+            self.damaged.append(file)
+            self._over.notify_all()
+        else:
+            file.filled = True
+            self._filled.append(file)
+            self._ended.notify()
+
+    def is_damaged(self, file: PendingFile, blocks: Iterable[int], reason: str) -> None:
+        """Note that blocks cannot be restored, now or later."""
+        with self.changed:
+            for block in blocks:
+                file.damaged.setdefault(block, reason)
+                file.in_flight.discard(block)
+                if file.gone:
+                    continue
+                segment = file.segments[block // FANOUT]
+                if segment is not None and segment.pop(block, None) is not None:
+                    self.bytes_left -= length_of(file, block, self.block_size)
+                    if not segment:
+                        self._segment_done(file)
+            self._tell()
+
+    def failed(self, work: Work, number: int) -> None:
+        """Put work back that could not be done; readers who wait for it get the error ``number``."""
+        with self.changed:
+            pieces = [] if isinstance(work, Load) else work
+            files = {work.file} if isinstance(work, Load) else {piece.file for piece in pieces}
+            for piece in pieces:
+                piece.file.in_flight.discard(piece.block)
+            if isinstance(work, Load):
+                work.file.loading.discard(work.segment)
+            for file in files:
+                file.failures += 1
+                file.failure = number
+                self._order.again(file)
+            self._work.notify_all()
+            self._tell()
+
+    # -- the end of files
+
+    def take_filled(self, count: int) -> list[PendingFile] | None:
+        """Wait for files that are filled, and return some, marked as settling; None when the table is closed."""
+        with self.changed:
+            while not self._filled and not self.closed:
+                self._ended.wait()
+            if self.closed:
+                return None
+            files: list[PendingFile] = []
+            size_bytes = 0
+            while self._filled and len(files) < count and size_bytes < MAX_BATCH_BYTES:
+                file = self._filled.popleft()
+                if not file.gone and not file.settling:
+                    file.settling = True
+                    files.append(file)
+                    size_bytes += file.shape.size_bytes
+            return files
+
+    def begin_settling(self, file: PendingFile) -> bool:
+        """Mark a filled file as settling; False if it is complete. Waits for another thread that settles it."""
+        with self.changed:
+            while file.settling and not file.gone and not self.closed:
+                self._wait()
+            if file.gone:
+                return False
+            if self.closed:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            file.settling = True
+            return True
+
+    def not_settled(self, file: PendingFile) -> None:
+        """Take back that a file is being settled; another attempt follows."""
+        with self.changed:
+            file.settling = False
+            if not file.gone:
+                self._filled.append(file)
+                self._ended.notify()
+            self._tell()
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing is left to fetch and to settle."""
+        with self.changed:
+            return len(self.by_ino) <= sum(not file.gone for file in self.damaged)
+
+    def wait_for_end(self, timeout_seconds: float) -> bool:
+        """Wait until nothing is left; return whether that is so."""
+        with self.changed:
+            self._over.wait_for(lambda: self.is_over or self.closed, timeout_seconds)
+            return self.is_over
+
+    def files(self) -> Iterator[PendingFile]:
+        """Return all incomplete files now."""
+        with self.changed:
+            return iter(list(self.by_ino.values()))
+
+    def close(self) -> None:
+        """End every wait."""
+        with self.changed:
+            self.closed = True
+            for condition in (self.changed, self._work, self._ended, self._over):
+                condition.notify_all()
