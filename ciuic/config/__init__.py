@@ -6,7 +6,7 @@
     add_roots(writable_file(file), [RootConfig(path)], repository_path=repository)
     for key, value, origin in shown(config): …    # config show
 
-The keys are the table ``KEYS`` (``ROOT_KEYS`` of one ``[[root]]``, ``REMOTE_KEYS`` of one ``[remote]``); docs/configuration.md explains them.
+The keys are the table ``KEYS`` (``ROOT_KEYS`` of one ``[[root]]``, ``REMOTE_KEYS`` of one ``[remote]``, ``TIER_KEYS`` of one ``[[remote.tier]]``); docs/configuration.md explains them.
 Nothing here mounts, captures or opens a repository. The package may import ciuic.system, ciuic.protocol and
 the modules at the top of ciuic. edit, edit_remotes, places and show are imported on first use: most commands read the
 configuration and need nothing else of it.
@@ -15,7 +15,16 @@ configuration and need nothing else of it.
 from typing import TYPE_CHECKING
 
 from ciuic.config.draft import raise_for
-from ciuic.config.keys import FLAT_NAMES, FLAT_ROOTS_NAME, KEYS, REMOTE_KEYS, ROOT_KEYS, TRAINER_KEYS, Key
+from ciuic.config.keys import (
+    FLAT_NAMES,
+    FLAT_ROOTS_NAME,
+    KEYS,
+    REMOTE_KEYS,
+    ROOT_KEYS,
+    TIER_KEYS,
+    TRAINER_KEYS,
+    Key,
+)
 from ciuic.config.load import (
     CONFIG_VARIABLE,
     FLAT_FILE,
@@ -35,6 +44,7 @@ from ciuic.config.model import (
     ControlConfig,
     DailyWindow,
     Driver,
+    ExporterConfig,
     HoldsConfig,
     IoPrioritySetting,
     LogConfig,
@@ -47,6 +57,7 @@ from ciuic.config.model import (
     RepositoryConfig,
     RootConfig,
     ScheduleConfig,
+    TierRule,
     TrainerConfig,
     WatchConfig,
 )
@@ -80,6 +91,7 @@ __all__ = [
     "REMOTE_KEYS",
     "REPOSITORY_VARIABLE",
     "ROOT_KEYS",
+    "TIER_KEYS",
     "TOML_FILE",
     "TRAINER_KEYS",
     "AlertConfig",
@@ -88,6 +100,7 @@ __all__ = [
     "ControlConfig",
     "DailyWindow",
     "Driver",
+    "ExporterConfig",
     "HoldsConfig",
     "IoPrioritySetting",
     "Key",
@@ -103,6 +116,7 @@ __all__ = [
     "RootConfig",
     "ScheduleConfig",
     "ShownValue",
+    "TierRule",
     "TrainerConfig",
     "WatchConfig",
     "add_roots",

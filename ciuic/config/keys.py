@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ciuic.config.model import DRIVERS
+from ciuic.config.model import DRIVERS, TIER_KINDS
 from ciuic.config.remote_values import (
     bandwidth_value,
     endpoint_value,
@@ -29,6 +29,7 @@ from ciuic.config.values import (
     flag_value,
     interval_value,
     io_priority_value,
+    listen_value,
     min_share_value,
     names_value,
     one_of_value,
@@ -122,6 +123,8 @@ KEYS: dict[str, Key] = {
         Key("alert.user", account_value("user"), "", show=show_optional),
         # Alerts run one at a time: a command that hangs would keep back those after it.
         Key("alert.timeout", interval_value, "30s", show=format_duration),
+        # Off: metrics name the protected directories, and everybody who reaches the port can read them.
+        Key("exporter.listen", listen_value, "", show=show_optional),
         Key("daemon.runtime_dir", path_value, "/run/ciuic"),
         Key("log.level", one_of_value(("debug", "info", "warning", "error")), "info"),
         Key("log.format", one_of_value(("auto", "json", "text")), "auto"),
@@ -183,6 +186,18 @@ REMOTE_KEYS: dict[str, Key] = {
     )
 }
 """Keys of one ``[remote]``; a dot stands for a table in it, such as ``[remote.keep]``."""
+
+TIER_KEYS: dict[str, Key] = {
+    key.name: key
+    for key in (
+        Key("after", duration_value, "", show=format_duration),
+        Key("storage_class", word_value, "", show=show_optional),
+        Key("kind", one_of_value(TIER_KINDS), "all"),
+        # 1: the state from which a run would go on today is read at once, however long the run has slept.
+        Key("keep_newest", count_value, "1"),
+    )
+}
+"""Keys of one ``[[remote.tier]]``."""
 
 FLAT_ROOTS_NAME = "protected_directories"
 FLAT_NAMES: dict[str, str] = {key.flat_name: key.name for key in KEYS.values() if key.flat_name}

@@ -182,6 +182,14 @@ class AlertConfig:
 
 
 @dataclass(frozen=True)
+class ExporterConfig:
+    """Section ``[exporter]``."""
+
+    listen: str | None = None
+    """Address and port, such as ``127.0.0.1:9847`` or ``[::1]:9847``, at which Prometheus finds the metrics; None: nowhere."""
+
+
+@dataclass(frozen=True)
 class DailyWindow:
     """Part of the day, in local time, in which a remote may be written to."""
 
@@ -221,6 +229,24 @@ class RemotePrice:
     """Price of 10⁹ bytes stored for a month."""
 
 
+TierKind = Literal["all", "files", "training"]
+TIER_KINDS: tuple[TierKind, ...] = ("all", "files", "training")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierRule:
+    """``[[remote.tier]]``: which data become cold, and where they go."""
+
+    after_seconds: int
+    """Age of the youngest snapshot that needs a pack, from which the pack becomes cold."""
+    storage_class: str
+    """Class of the store, such as ``GLACIER_IR``."""
+    kind: TierKind = "all"
+    """Snapshots that count as old: of files, of trainings, or all. What others need stays warm."""
+    keep_newest: int = 1
+    """Newest snapshots of each job of each host that count as young at any age."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
     """``[remote]`` or ``[[remote]]``: an object store or directory to which snapshots are replicated."""
@@ -243,6 +269,8 @@ class RemoteConfig:
     """Rules of the remote's own retention: at least those of ``[retention]``, unless they were set."""
     schedule: RemoteSchedule = RemoteSchedule()
     price: RemotePrice = RemotePrice()
+    tiers: tuple[TierRule, ...] = ()
+    """Rules by which packs become cold; none: all stay as they were stored."""
     origin: Origin = field(default=DEFAULT, compare=False)
     """Where the table begins."""
     # Not compared, so that two remotes are equal where they mean the same.
@@ -274,6 +302,7 @@ class Config:
     control: ControlConfig = ControlConfig()
     watch: WatchConfig = WatchConfig()
     holds: HoldsConfig = HoldsConfig()
+    exporter: ExporterConfig = ExporterConfig()
     alert: AlertConfig = AlertConfig()
     trainers: tuple[TrainerConfig, ...] = ()
     remotes: tuple[RemoteConfig, ...] = ()

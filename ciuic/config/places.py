@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ciuic import STATE_DIR_NAME
+from ciuic.config.incomplete_roots import incomplete_root
 from ciuic.config.model import Config, Problem, RootConfig
 from ciuic.config.owners import check_owners
 from ciuic.config.remote_checks import check_remotes
@@ -203,7 +204,8 @@ def check_root(root: RootConfig, mounts: Sequence[Mount]) -> list[Problem]:
     if not stat.S_ISDIR(status.st_mode):
         hint = "name the directory that holds it"
         return [Problem("error", f"the root {path} is not a directory", hint, root.origin, UsageError)]
-    return _check_file_system(root, mounts)
+    incomplete = incomplete_root(root, os.fsencode(path), mounts)
+    return [incomplete] if incomplete is not None else _check_file_system(root, mounts)
 
 
 def _refuse_place(root: RootConfig, mounts: Sequence[Mount]) -> Problem | None:

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from ciuic.config.keys import DEFAULT_REMOTE_NAME, REMOTE_KEYS
-from ciuic.config.model import Origin, RemoteConfig, RemotePrice, RemoteSchedule
+from ciuic.config.keys import DEFAULT_REMOTE_NAME, REMOTE_KEYS, TIER_KEYS
+from ciuic.config.model import Origin, RemoteConfig, RemotePrice, RemoteSchedule, TierRule
 from ciuic.config.toml_source import TomlPath, line_of
 from ciuic.retention import RetentionPolicy
 
 TABLE = "remote"
+TIER = "tier"
 _SECTIONS = tuple(dict.fromkeys(name.partition(".")[0] for name in REMOTE_KEYS if "." in name))
 _SHOWN = [f"{TABLE}.{name}" for name in REMOTE_KEYS]
 # Default of each rule of [remote.keep], as the keys have them.
@@ -58,6 +59,7 @@ class ReadRemote(NamedTuple):
     values: dict[str, Any]
     origins: dict[str, Origin]
     origin: Origin
+    tiers: tuple[TierRule, ...] = ()
 
     def config(self, local: RetentionPolicy) -> RemoteConfig:
         """Return the remote, beside a local retention of ``local``."""
@@ -76,6 +78,7 @@ class ReadRemote(NamedTuple):
             keep=self._keep(local),
             schedule=RemoteSchedule(get("schedule.interval", 0), get("schedule.window")),
             price=RemotePrice(get("price.put_per_1000"), get("price.get_per_1000"), get("price.gb_month")),
+            tiers=self.tiers,
             origin=self.origin,
             origins=self.origins,
         )
@@ -112,7 +115,12 @@ def read_remotes(value: object, lines: Mapping[TomlPath, int], complaints: Compl
     found: list[ReadRemote] = []
     for table, path in tables:
         line = line_of(lines, path)
-        read, is_valid = _read_one(table, path, lines, complaints)
+        read, is_valid = _read_one(
+            {name: item for name, item in table.items() if name != TIER}, path, lines, complaints
+        )
+        if TIER in table:
+            rules, are_valid = _read_tiers(table[TIER], (*path, TIER), lines, complaints)
+            read, is_valid = read._replace(tiers=rules), is_valid and are_valid
         flaws = list(_flaws(table, read.values, [*found], alone=len(tables) == 1))
         for flaw, key in flaws:
             complaints.complain(flaw, read.origins[key].line if key in read.origins else line)
@@ -144,6 +152,45 @@ def _read_one(
             is_valid = False
             complaints.complain(f"{TABLE}.{name}: {error}", line)
     return read, is_valid
+
+
+def _read_tiers(
+    value: object, path: TomlPath, lines: Mapping[TomlPath, int], complaints: Complaints
+) -> tuple[tuple[TierRule, ...], bool]:
+    """Return the valid rules of ``[[remote.tier]]``, and whether there were no others."""
+    where = f"{TABLE}.{TIER}"
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        complaints.complain(f"{where} is a list of tables: write [[{where}]] for each", line_of(lines, path))
+        return (), False
+    rules: list[TierRule] = []
+    for index, table in enumerate(value):
+        line = line_of(lines, (*path, index))
+        values: dict[str, Any] = {}
+        sound = True
+        for name, raw in table.items():
+            at = line_of(lines, (*path, index, name))
+            if name not in TIER_KEYS:
+                complaints.unknown(f"{where}.{name}", [f"{where}.{known}" for known in TIER_KEYS], at)
+                sound = False
+                continue
+            try:
+                values[name] = TIER_KEYS[name].parse(raw)
+            except ValueError as error:
+                complaints.complain(f"{where}.{name}: {error}", at)
+                sound = False
+        missing = [name for name in ("after", "storage_class") if name not in table]
+        for name in missing:
+            complaints.complain(f"a [[{where}]] without {name}", line)
+        if sound and not missing:
+            rules.append(
+                TierRule(
+                    after_seconds=values["after"],
+                    storage_class=values["storage_class"] or "",
+                    kind=values.get("kind", "all"),
+                    keep_newest=values.get("keep_newest", 1),
+                )
+            )
+    return tuple(rules), len(rules) == len(value)
 
 
 def _flattened(table: dict[str, object]) -> Iterator[tuple[tuple[str, ...], object]]:
@@ -178,5 +225,10 @@ def _flaws(
     for key in ("endpoint", "region", "storage_class"):
         if scheme == "file" and values.get(key):
             yield f"{TABLE}.{key} has no use for a directory ({values['url']})", key
+    if scheme in ("file", "gs", "oss") and table.get(TIER):
+        yield (
+            f"{TABLE}.{TIER} has no use for {scheme}://, whose storage classes are not changed from here",
+            "url",
+        )
     if scheme == "oss" and not values.get("endpoint") and not values.get("region"):
         yield f'{TABLE}.region must be set for oss://, such as "cn-hangzhou", or {TABLE}.endpoint', "url"

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ciuic.config.keys import KEYS, REMOTE_KEYS, ROOT_KEYS, TRAINER_KEYS
-from ciuic.config.model import DEFAULT, Config, Origin, RemoteConfig
+from ciuic.config.keys import KEYS, REMOTE_KEYS, ROOT_KEYS, TIER_KEYS, TRAINER_KEYS
+from ciuic.config.model import DEFAULT, Config, Origin, RemoteConfig, TierRule
 
 
 class ShownValue(NamedTuple):
@@ -48,6 +48,7 @@ _VALUE_OF: dict[str, Callable[[Config], Any]] = {
     "watch.emergency_per_hour": lambda config: config.watch.emergency_per_hour,
     "holds.max_of_a_user": lambda config: config.holds.max_of_a_user,
     "holds.max_of_a_user_per_hour": lambda config: config.holds.max_of_a_user_per_hour,
+    "exporter.listen": lambda config: config.exporter.listen,
     "alert.command": lambda config: config.alert.command,
     "alert.user": lambda config: config.alert.user,
     "alert.timeout": lambda config: config.alert.timeout_seconds,
@@ -84,6 +85,12 @@ _VALUE_OF_REMOTE: dict[str, Callable[[RemoteConfig], Any]] = {
     "price.get_per_1000": lambda remote: remote.price.get_per_1000,
     "price.gb_month": lambda remote: remote.price.gb_month,
 }
+_VALUE_OF_TIER: dict[str, Callable[[TierRule], object]] = {
+    "after": lambda rule: rule.after_seconds,
+    "storage_class": lambda rule: rule.storage_class,
+    "kind": lambda rule: rule.kind,
+    "keep_newest": lambda rule: rule.keep_newest,
+}
 
 
 def shown(config: Config) -> Iterator[ShownValue]:
@@ -107,3 +114,7 @@ def shown(config: Config) -> Iterator[ShownValue]:
             value = _VALUE_OF_REMOTE[name](remote)
             text = "" if value is None else key.show(value)
             yield ShownValue(f"remote[{index}].{name}", text, remote.origins.get(name, DEFAULT))
+        for at, rule in enumerate(remote.tiers):
+            for name, key in TIER_KEYS.items():
+                text = key.show(_VALUE_OF_TIER[name](rule))
+                yield ShownValue(f"remote[{index}].tier[{at}].{name}", text, remote.origin)

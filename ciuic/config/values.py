@@ -25,6 +25,7 @@ _MIN_SHARE = 0.0001
 _MAX_COUNT = 1_000_000
 _TAG = re.compile(r"[^\s,|]+\Z")
 _ACCOUNT = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*\$?\Z")
+MAX_PORT = 65535
 # sockaddr_un.sun_path holds 108 bytes, the terminating zero included.
 _MAX_SOCKET_PATH_BYTES = 107
 
@@ -122,6 +123,29 @@ def path_value(value: object) -> Path:
         raise ValueError(f"must not contain a zero byte, got {text!r}")
     # normpath keeps two leading slashes (POSIX leaves their meaning open).
     return Path("/" + os.path.normpath(text).lstrip("/"))
+
+
+def listen_value(value: object) -> str | None:
+    """Return an address to listen at, ``HOST:PORT`` with a numeric address, or None for an empty text."""
+    text = text_value(value)
+    if not text:
+        return None
+    # Imported here: it takes milliseconds, and few configurations have an address.
+    import ipaddress
+
+    host, colon, port = text.rpartition(":")
+    # ASCII digits alone: int() would accept signs, underscores and digits of other scripts.
+    is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) <= MAX_PORT
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        # Numeric, because a name can have several addresses, and change them.
+        version = ipaddress.ip_address(bare).version if colon else 0
+    except ValueError:
+        version = 0
+    # Brackets tell the colons of an IPv6 address from the one before the port.
+    if not is_port or version != (6 if bare != host else 4):
+        raise ValueError(f"must be an address and a port, such as 127.0.0.1:9847 or [::1]:9847, got {text!r}")
+    return text
 
 
 def socket_value(value: object) -> Path:

@@ -21,6 +21,7 @@ from ciuic.config import (
     parse_config,
     shown,
 )
+from ciuic.config.values import listen_value
 from ciuic.errors import ConfigError, NotPermitted
 
 TOML = Path("/etc/ciuic/ciuic.toml")
@@ -103,6 +104,8 @@ emergency_per_hour = 0
 [holds]
 max_of_a_user = 2
 max_of_a_user_per_hour = 1
+[exporter]
+listen = "[::1]:9847"
 [alert]
 command = ["/usr/bin/tell", "a b"]
 user = "nobody"
@@ -142,6 +145,7 @@ heartbeat = "15m"
     assert config.control.socket == Path("/run/other/control.sock")
     assert config.watch == WatchConfig(("alice", "*"), 0)
     assert config.holds == HoldsConfig(2, 1)
+    assert config.exporter.listen == "[::1]:9847"
     assert config.alert == AlertConfig(("/usr/bin/tell", "a b"), "nobody", 60)
     assert [trainer.pid_file for trainer in config.trainers] == [Path("/run/one.pid"), None]
     assert config.trainers[1].heartbeat_seconds == 900
@@ -348,3 +352,20 @@ def test_example_is_valid() -> None:
     assert len(config.roots) == len(config.trainers) == len(config.remotes) == 1
     unset = {"repository.block_size", "repository.trust_owner", "daemon.runtime_dir"}
     assert {key for key in KEYS if config.origin(key).kind == "default"} == unset
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:1", "0.0.0.0:65535", "[::]:9847", "[::1]:80"])
+def test_addresses_to_listen_at(listen: str) -> None:
+    """An address with a port is kept as it was written."""
+    assert listen_value(listen) == listen
+
+
+@pytest.mark.parametrize(
+    "listen",
+    ["9847", ":9847", "localhost:9847", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:65536", "127.0.0.1:-1", "127.0.0.1:1_0",
+     "::1:9847", "[127.0.0.1]:9847", "127.0.0.1:99999999999", "127.0.0.1:\u0661"],
+)  # fmt: skip
+def test_refused_addresses_to_listen_at(listen: str) -> None:
+    """What is no numeric address with a port is refused."""
+    with pytest.raises(ValueError, match="must be an address and a port"):
+        listen_value(listen)
