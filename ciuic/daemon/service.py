@@ -36,6 +36,7 @@ from ciuic.daemon.base.runtime import RuntimeDirectory, bind_control_socket
 from ciuic.daemon.base.settings import Settings
 from ciuic.daemon.first_snapshots import FirstSnapshots
 from ciuic.daemon.housekeeping import DaemonHousekeeping
+from ciuic.daemon.metrics_writer import run_metrics
 from ciuic.daemon.restart import is_restarting
 from ciuic.daemon.roots.priority_control import PriorityControl
 from ciuic.daemon.roots.session_keeper import SessionKeeper
@@ -246,7 +247,7 @@ class Daemon:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals)
             nursery.start_soon(self._feed_watchdog)
-            nursery.start_soon(self.metrics_registry.follow, self.events)
+            nursery.start_soon(run_metrics, self)
             nursery.start_soon(self.accounts.run)
             nursery.start_soon(self.watch.tell)
             await nursery.start(serve_api, make_app(self), listener, self._served.wait, self.accounts.revoked)
@@ -283,8 +284,7 @@ class Daemon:
             )
             await self.snapshots.resume(records)
             self.roots.reconcile_new_sessions = True
-            # A list, because a reload may add roots meanwhile.
-            for supervisor in list(self.roots.supervisors.values()):
+            for supervisor in list(self.roots.supervisors.values()):  # a reload may add roots meanwhile
                 if supervisor.worker is not None:
                     await self.snapshots.reconcile(supervisor.path, supervisor.worker)
             paths = [root.path for root in self.settings.roots]

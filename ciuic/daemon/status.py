@@ -108,6 +108,7 @@ async def status_document(daemon: StatusSource) -> StatusDocument:
         next_snapshot=next_snapshot,
         seconds_since_last=_risk_seconds(list(roots.values()), _age_seconds(facts.newest, now_ns)),
         interval_seconds=daemon.settings.interval_seconds,
+        undo_limit_bytes=daemon.settings.undo_limit_bytes,
         captures=daemon.snapshots.unfinished(),
         beside=_beside(daemon),
         alerts=daemon.alerts.standing(),

@@ -296,6 +296,8 @@ class StatusDocument(_Document):
     None: a root has no snapshot, or there are no roots and the repository has none.
     """
     interval_seconds: int = 0
+    undo_limit_bytes: int = 0
+    """Size of a root's undo log at which its oldest snapshot that is not captured yet is given up."""
     captures: list[SnapshotState] = []
     """Snapshots not yet committed, oldest first; and the last failure, if nothing was committed since."""
     beside: BesideStatus = msgspec.field(default_factory=BesideStatus)

@@ -102,7 +102,19 @@ class Metrics:
         for kind in get_args(IncidentKind):
             self.incidents.labels(kind)
         self._trainers = self._gauge("ciuic_trainers", "Trainers that are watched", ["state"])
+        self._steps = self._gauge("ciuic_trainer_step", "Last step that a trainer reported", ["trainer"])
+        self._beats = self._gauge(
+            "ciuic_trainer_beat_timestamp_seconds",
+            "Last heartbeat of a trainer; absent before the first",
+            ["trainer"],
+        )
         self._alerts = self._gauge("ciuic_alerts", "Standing alerts", ["severity"])
+        self._alert = self._gauge("ciuic_alert", "1 for each standing alert", ["key", "severity", "root"])
+        self._interval = self._gauge("ciuic_interval_seconds", "Time between scheduled snapshots")
+        self._undo_limit = self._gauge(
+            "ciuic_undo_limit_bytes", "Undo log at which the oldest uncaptured snapshot of a root is given up"
+        )
+        self._version = self._gauge("ciuic_info", "Version of the daemon", ["version"])
 
     def _gauge(self, name: str, text: str, labels: list[str] | None = None) -> Gauge:
         return Gauge(name, text, labels or [], registry=self._registry)
@@ -112,6 +124,9 @@ class Metrics:
         # A root that is no longer protected must not keep its last figures.
         for gauge in (self._mounted, self._last_of_root, *self._roots.values()):
             gauge.clear()
+        self._interval.set(status.interval_seconds)
+        self._undo_limit.set(status.undo_limit_bytes)
+        self._version.labels(status.version).set(1)
         for root in status.roots:
             self._set_root(root)
         for field, gauge in self._remotes.items():
@@ -134,9 +149,22 @@ class Metrics:
         self._count.set(status.repository.snapshots)
         for severity in ("problem", "warning"):
             self._alerts.labels(severity).set(sum(alert.severity == severity for alert in status.alerts))
+        self._alert.clear()
+        for alert in status.alerts:
+            self._alert.labels(alert.key, alert.severity, alert.root).set(1)
+        self._set_trainers(status)
+        return generate_latest(self._registry)
+
+    def _set_trainers(self, status: StatusDocument) -> None:
+        for gauge in (self._steps, self._beats):
+            gauge.clear()
+        for trainer in status.trainers:
+            self._steps.labels(trainer.name).set(trainer.step)
+            if trainer.last_beat:
+                beat = datetime.fromisoformat(trainer.last_beat).timestamp()
+                self._beats.labels(trainer.name).set(beat)
         for state in ("running", "hung", "closed", "absent"):
             self._trainers.labels(state).set(sum(trainer.state == state for trainer in status.trainers))
-        return generate_latest(self._registry)
 
     async def follow(self, events: EventBus) -> None:
         """Count events of the daemon, until cancelled."""

@@ -61,6 +61,8 @@ class Settings(NamedTuple):
     holds: HoldsConfig = HoldsConfig()
     alert: AlertConfig = AlertConfig()
     trainers: tuple[TrainerConfig, ...] = ()
+    exports_metrics: bool = False
+    """An exporter is configured, for which the metrics are written to a file."""
     config_path: str = ""
 
     def root(self, path: str) -> RootSettings | None:
@@ -102,5 +104,6 @@ def settings_of(config: Config) -> Settings:
         holds=config.holds,
         alert=config.alert,
         trainers=config.trainers,
+        exports_metrics=config.exporter.listen is not None,
         config_path=str(config.file or ""),
     )

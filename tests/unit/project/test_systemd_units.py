@@ -73,6 +73,7 @@ def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
         ("ciuic-workers.service", 40),
         ("ciuic-scrub.service", 20),
         ("ciuic-upload.service", 20),
+        ("ciuic-exporter.service", 14),
     ],
 )
 def test_systemd_rates_the_units_no_worse_than_they_can_be(tmp_path: Path, unit: str, tenths: int) -> None:

@@ -46,8 +46,8 @@ def test_install_writes_enables_and_starts(system: Systemd) -> None:
     assert 'ExecStart="/opt/venv one/bin/ciuic" daemon' in written[0].read_text()
     assert calls(system) == [
         "daemon-reload",
-        "enable ciuic.service ciuic-scrub.timer ciuic-upload.service",
-        "restart ciuic.service ciuic-scrub.timer ciuic-upload.service",
+        "enable ciuic.service ciuic-scrub.timer ciuic-upload.service ciuic-exporter.service",
+        "restart ciuic.service ciuic-scrub.timer ciuic-upload.service ciuic-exporter.service",
     ]
 
 
@@ -65,7 +65,7 @@ def test_configuration_named_at_install_is_kept(system: Systemd) -> None:
     system.install(PROGRAM, config=Path("/srv/my ciuic.toml"), start=False)
     drop_ins = [
         system.unit_dir / f"{unit}.d" / "config.conf"
-        for unit in ("ciuic.service", "ciuic-scrub.service", "ciuic-upload.service")
+        for unit in ("ciuic.service", "ciuic-scrub.service", "ciuic-upload.service", "ciuic-exporter.service")
     ]
     for drop_in in drop_ins:
         assert 'Environment="CIUIC_CONFIG=/srv/my ciuic.toml"' in drop_in.read_text()
@@ -76,10 +76,10 @@ def test_configuration_named_at_install_is_kept(system: Systemd) -> None:
 def test_uninstall_removes_what_install_wrote(system: Systemd) -> None:
     """Uninstall removes every file that install wrote, and a second uninstall finds nothing to do."""
     system.install(PROGRAM, config=Path("/etc/x.toml"), start=True)
-    assert len(system.uninstall()) == len(UNITS) + 3
+    assert len(system.uninstall()) == len(UNITS) + 4
     assert list(system.unit_dir.iterdir()) == []
     assert calls(system)[-3:] == [
-        "disable --now ciuic.service ciuic-scrub.timer ciuic-upload.service",
+        "disable --now ciuic.service ciuic-scrub.timer ciuic-upload.service ciuic-exporter.service",
         "stop ciuic-workers.socket",
         "daemon-reload",
     ]
