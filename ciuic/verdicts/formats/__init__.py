@@ -1,0 +1,5 @@
+"""Structure of the formats that checkpoints have, one module each, read through `ciuic.verdicts.bounded_reader`.
+
+A module says where the format's data must lie, and raises `TornContent`, `OtherFormat` or `NotJudged`. It may import nothing else of
+ciuic.
+"""

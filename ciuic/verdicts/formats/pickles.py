@@ -1,0 +1,102 @@
+"""Structure of pickles and of torch's checkpoints before 1.6, by opcodes alone: nothing is executed or made.
+
+torch's old format is five pickles (a magic number, a version, facts of the machine, the object, the keys of its storages), and the
+storages in the order of these keys: 8 bytes with the number of items, and the items.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from ciuic.verdicts.bounded_reader import BoundedReader
+from ciuic.verdicts.formats.opcodes import Opcode, PickleStream
+from ciuic.verdicts.model import NotJudged, OtherFormat, Piece, Structure, TornContent
+
+SUFFIXES: Final = (".pkl", ".pickle", ".pt", ".pth", ".joblib")
+_MAGIC: Final = 0x1950A86A20F9469CFC6C
+_MAX_STORAGES: Final = 1 << 17
+_ITEM_BYTES: Final = {
+    b"Double": 8, b"Long": 8, b"ComplexFloat": 8, b"ComplexDouble": 16, b"Float": 4, b"Int": 4,
+    b"Half": 2, b"BFloat16": 2, b"Short": 2, b"Char": 1, b"Byte": 1, b"Bool": 1, b"Untyped": 1,
+}  # fmt: skip
+_INTEGERS: Final = (b"Long", b"Int", b"Short", b"Char", b"Byte", b"Bool", b"Untyped")
+
+
+def read_pickle(reader: BoundedReader) -> Structure:
+    """Return the structure; raise TornContent, OtherFormat or NotJudged."""
+    head = reader.up_to(0, 2, "the beginning")
+    if head[:1] != b"\x80" or not 2 <= (head[1] if len(head) > 1 else 0) <= 5:
+        if reader.has_suffix(*SUFFIXES):
+            if reader.starts_with_zeros():
+                raise TornContent("it begins with zeros: its beginning was never written")
+            # Protocols 0 and 1 have no mark: any text could be one.
+            raise NotJudged("it begins neither as a zip archive nor as a pickle of protocol 2 or later")
+        raise OtherFormat
+    stream = PickleStream(reader)
+    first = [code for code in stream.opcodes() if code.name == "LONG1"]
+    if first and first[0].argument == _MAGIC:
+        return _old_torch(reader, stream)
+    if stream.at != reader.size_bytes:
+        raise NotJudged(f"its pickle ends after {stream.at} of {reader.size_bytes} bytes")
+    return Structure("pickle", "one pickle", (Piece(0, stream.at),))
+
+
+def _old_torch(reader: BoundedReader, stream: PickleStream) -> Structure:
+    for _ in range(2):
+        for _ in stream.opcodes():
+            pass
+    storages = _Storages()
+    for code in stream.opcodes():
+        storages.see(code)
+    keys = [code.argument for code in stream.opcodes() if code.name.endswith("BINUNICODE")]
+    start = stream.at
+    kind, item_bytes, end = b"Byte", 1, start
+    for key in keys:
+        if key not in storages.kinds:
+            raise NotJudged("one of its storages has a type that is not known here")
+        kind = storages.kinds[key]
+        item_bytes = _ITEM_BYTES[kind]
+        count = int.from_bytes(stream.take(8), "little")
+        if count >= 1 << 48:
+            raise TornContent("a storage has an impossible length")
+        stream.skip(count * item_bytes)
+        end = stream.at
+    if stream.at != reader.size_bytes:
+        raise TornContent(f"its storages end after {stream.at} of {reader.size_bytes} bytes")
+    # An integer may end in zeros, a float hardly ever does.
+    last_item = (end - (item_bytes if kind in _INTEGERS else 1), end) if end > start else None
+    return Structure("torch (old)", f"{len(keys)} storages", (Piece(0, stream.at),), last_item)
+
+
+class _Storages:
+    """Types of the storages that a pickle refers to: tuples ("storage", type, key, …) before each BINPERSID."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[bytes, bytes] = {}
+        self._memo: dict[int, Any] = {}
+        self._since_mark: list[Any] = []
+
+    def see(self, code: Opcode) -> None:
+        """Take the next opcode."""
+        name, argument = code
+        if name == "MARK":
+            self._since_mark = []
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            if self._since_mark and len(self._memo) < _MAX_STORAGES:
+                self._memo[argument] = self._since_mark[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            self._since_mark.append(self._memo.get(argument))
+        elif name == "BINPERSID":
+            self._note()
+        elif name != "TUPLE":
+            self._since_mark.append(argument)
+        # More than the five or six of a reference are of something else.
+        del self._since_mark[:-16]
+
+    def _note(self) -> None:
+        values = [value for value in self._since_mark if isinstance(value, bytes)]
+        if len(values) < 3 or values[0] != b"storage" or len(self.kinds) >= _MAX_STORAGES:
+            return
+        kind = values[1].rpartition(b"\n")[2].removesuffix(b"Storage")
+        if kind in _ITEM_BYTES:
+            self.kinds[values[2]] = kind

@@ -1,0 +1,174 @@
+"""Verdicts on directories: index or marker, and every file that it names."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.verdict_files import FORMATS, MemoryDirectory
+
+from ciuic.verdicts.checkpoint_verdict import Checkpoint, checkpoints_in, judge_path
+from ciuic.verdicts.formats.tensor_bundle import crc32c
+
+WHOLE = FORMATS["safetensors"].make(random.Random(1))
+PICKLE = FORMATS["pickle"].make(random.Random(1))
+
+
+def only(tree: dict[bytes, Any], path: bytes = b"/d", **kwargs: Any) -> Checkpoint:
+    (found,) = checkpoints_in(MemoryDirectory(tree, path, **kwargs))
+    return found
+
+
+def sharded() -> dict[bytes, Any]:
+    index = {
+        "metadata": {},
+        "weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-1.safetensors"},
+    }
+    return {
+        b"m-1.safetensors": WHOLE,
+        b"m-2.safetensors": WHOLE,
+        b"m.safetensors.index.json": json.dumps(index).encode(),
+    }
+
+
+def test_sharded_weights_need_every_shard() -> None:
+    """An index with all its shards is GOOD; with one missing or cut it is TORN and names the shard."""
+    tree = sharded()
+    assert only(tree).verdict.is_good
+    cut = only(tree | {b"m-2.safetensors": WHOLE[:-1]}).verdict
+    assert (cut.state, cut.reason.partition(":")[0]) == ("TORN", "m-2.safetensors")
+    del tree[b"m-2.safetensors"]
+    assert only(tree).verdict[:2] == ("TORN", "m-2.safetensors is missing")
+    assert judge_path(MemoryDirectory(tree), b"m-1.safetensors").state == "TORN"
+
+
+def test_an_open_shard_or_index_makes_sharded_weights_unknown() -> None:
+    """A shard that a program had open makes the whole UNKNOWN, and so does an open index."""
+    for name in sharded():
+        assert only(sharded(), open_files=frozenset({name})).verdict.state == "UNKNOWN", name
+
+
+@pytest.mark.parametrize(
+    "index", [b"{", b"\0" * 90, b'{"weight_map": {}}', b'{"weight_map": {"a": "../../etc/passwd"}}']
+)
+def test_a_damaged_index_is_torn_and_leads_nowhere(index: bytes) -> None:
+    """An index that is cut, empty, or names a path outside of the directory is TORN."""
+    found = checkpoints_in(MemoryDirectory(sharded() | {b"m.safetensors.index.json": index}))
+    assert "TORN" in {one.verdict.state for one in found}
+
+
+def test_a_directory_of_one_step_is_one_checkpoint() -> None:
+    """The files in checkpoint-500 are one checkpoint with the worst of their verdicts; elsewhere each stands alone."""
+    tree = {b"model.safetensors": WHOLE, b"optimizer.pkl": PICKLE, b"trainer_state.json": b"{}"}
+    assert only(tree, b"/runs/checkpoint-500").verdict.is_good
+    torn = only(tree | {b"optimizer.pkl": PICKLE[:-1]}, b"/runs/checkpoint-500")
+    assert (torn.path, torn.verdict.state) == (b"/runs/checkpoint-500", "TORN")
+    assert {one.path for one in checkpoints_in(MemoryDirectory(tree))} == {
+        b"/d/model.safetensors",
+        b"/d/optimizer.pkl",
+    }
+
+
+def deepspeed(ranks: int) -> dict[bytes, Any]:
+    below = {b"mp_rank_00_model_states.pt": PICKLE}
+    for rank in range(ranks):
+        below[b"bf16_zero_pp_rank_%d_mp_rank_00_optim_states.pt" % rank] = PICKLE
+    return {b"latest": b"global_step5", b"global_step5": below}
+
+
+def test_deepspeed_needs_all_ranks_of_the_latest_step() -> None:
+    """`latest` leads to a directory with the states of every rank; a missing rank or directory is TORN."""
+    tree = deepspeed(3)
+    assert only(tree).verdict.is_good
+    del tree[b"global_step5"][b"bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+    assert only(tree).verdict[:2] == ("TORN", "the states of 1 ranks are missing")
+    assert only({b"latest": b"global_step6"}).verdict.state == "TORN"
+    assert not checkpoints_in(MemoryDirectory({b"latest": b"a file with\nother content"}))
+
+
+def test_a_hostile_number_of_ranks_costs_nothing() -> None:
+    """A rank number in the name of a file does not decide how much is computed."""
+    tree = deepspeed(1)
+    tree[b"global_step5"][b"zero_pp_rank_999999_mp_rank_999999_optim_states.pt"] = PICKLE
+    assert only(tree).verdict.state == "TORN"
+
+
+def metadata(path: bytes, offset: int, length: int) -> bytes:
+    """Return a pickle with one place in it, as torch writes it."""
+
+    def text(value: bytes) -> bytes:
+        return b"\x8c" + bytes([len(value)]) + value + b"\x94"
+
+    def number(value: int) -> bytes:
+        return b"J" + value.to_bytes(4, "little")
+
+    state = (
+        text(b"relative_path")
+        + text(path)
+        + text(b"offset")
+        + number(offset)
+        + text(b"length")
+        + number(length)
+    )
+    return b"\x80\x04}\x94(" + state + b"u."
+
+
+def test_dcp_needs_its_metadata_and_the_bytes_that_it_names() -> None:
+    """Without .metadata a DCP directory is TORN, and so it is where a data file is shorter than .metadata says."""
+    data = bytes(range(1, 251))
+    tree = {b".metadata": metadata(b"__0_0.distcp", 100, 150), b"__0_0.distcp": data}
+    assert only(tree).verdict.is_good
+    assert only(tree | {b"__0_0.distcp": data[:-1]}).verdict.state == "TORN"
+    assert only(tree | {b"__0_0.distcp": data[:-50] + bytes(50)}).verdict.state == "UNKNOWN"
+    assert only(tree | {b".metadata": tree[b".metadata"][:-1]}).verdict.state == "TORN"
+    del tree[b".metadata"]
+    assert only(tree).verdict.state == "TORN"
+
+
+def orbax() -> dict[bytes, Any]:
+    body = bytes.fromhex("0cdb3a2a") + (40).to_bytes(8, "little") + bytes(24)
+    manifest = body + crc32c(body).to_bytes(4, "little")
+    marker = json.dumps({"init_timestamp_nsecs": 1, "commit_timestamp_nsecs": 2}).encode()
+    return {
+        b"_CHECKPOINT_METADATA": marker,
+        b"default": {b"manifest.ocdbt": manifest, b"d": {b"0a1b": b"data"}},
+    }
+
+
+def test_orbax_needs_its_marker_and_manifest() -> None:
+    """A finished Orbax directory is GOOD; without the commit's time, with a cut manifest or a temporary name it is TORN."""
+    assert only(orbax()).verdict.is_good
+    assert only(orbax() | {b"_CHECKPOINT_METADATA": b'{"init_timestamp_nsecs": 1}'}).verdict.state == "TORN"
+    assert only(orbax(), b"/run/5.orbax-checkpoint-tmp-17").verdict.state == "TORN"
+    for data in (b"", bytes(40), orbax()[b"default"][b"manifest.ocdbt"][:-1] + b"x"):
+        tree = orbax()
+        tree[b"default"][b"manifest.ocdbt"] = data
+        assert only(tree).verdict.state == "TORN", data
+
+
+def test_tensorflow_data_without_an_index_are_torn() -> None:
+    """The index of a TensorFlow checkpoint is written last: data alone, or a cut index, are TORN."""
+    data = {b"ck-1.data-00000-of-00001": b"data"}
+    assert only(data).verdict.state == "TORN"
+    assert only(data | {b"ck-1.index": bytes(200)}).verdict.state == "TORN"
+
+
+def test_a_checkpoint_of_tensorflow_needs_index_and_data() -> None:
+    """With an index that TensorFlow wrote, data of the length in it are GOOD; a flipped index or shorter data are TORN."""
+    index = (Path(__file__).parent / "tensorflow-ck-1.index").read_bytes()
+    data = random.Random(1).randbytes(4267)
+    tree = {b"ck-1.index": index, b"ck-1.data-00000-of-00001": data}
+    assert only(tree).verdict.is_good
+    assert only(tree | {b"ck-1.data-00000-of-00001": data[:-1]}).verdict.state == "TORN"
+    # The block of the tensors and its checksum; behind them are places of other blocks and padding.
+    for at in range(0, 219, 7):
+        flipped = index[:at] + bytes([index[at] ^ 1]) + index[at + 1 :]
+        assert not only(tree | {b"ck-1.index": flipped}).verdict.is_good, at
+
+
+def test_crc32c_has_the_known_value() -> None:
+    """The checksum of the digits is that of RFC 3720."""
+    assert crc32c(b"123456789") == 0xE3069283
