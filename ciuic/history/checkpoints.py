@@ -1,0 +1,63 @@
+"""Checkpoints in the snapshots of a root, each with its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ciuic.history.timeline import Timeline
+from ciuic.repository import Repository
+from ciuic.repository.lookup import Located, join
+from ciuic.repository.trees.tree_reader import Lineage
+from ciuic.types import Snapshot
+from ciuic.verdicts.checkpoint_verdict import Checkpoint, checkpoints_in, may_hold_checkpoints
+from ciuic.verdicts.snapshot_source import SnapshotDirectory
+
+
+class StoredCheckpoint(NamedTuple):
+    """A checkpoint in a snapshot."""
+
+    checkpoint: Checkpoint
+    mtime_ns: int
+    """Latest change of one of its files."""
+    snapshot: Snapshot
+    host: str
+
+
+def checkpoints(
+    repository: Repository, timeline: Timeline, snapshot: Snapshot | None = None
+) -> Iterator[StoredCheckpoint]:
+    """Yield the checkpoints in a snapshot of a root, by directory.
+
+    Args:
+        repository: Repository of the snapshots.
+        timeline: Root to search.
+        snapshot: One of its snapshots; None for the newest.
+
+    Raises:
+        Damaged: a tree cannot be read. Content that cannot be read is UNKNOWN.
+    """
+    snapshot = snapshot or timeline.snapshots[0]
+    root = timeline.root_of(snapshot)
+    lineage = Lineage()
+    # For the frame of the root alone.
+    lineage.enter(b"")
+    stack = [iter([Located(root, timeline.path, root.entry)])]
+    while stack:
+        at = next(stack[-1], None)
+        if at is None:
+            stack.pop()
+            lineage.leave()
+            continue
+        directory = SnapshotDirectory(repository, snapshot, at, timeline.before)
+        children = list(repository.trees.entries(at.entry.content))
+        covered: set[bytes] = set()
+        if may_hold_checkpoints([child.name for child in children]):
+            times = {child.name: child.mtime_ns for child in directory.entries()}
+            for found in checkpoints_in(directory):
+                covered.update(found.files)
+                mtime_ns = max((times.get(name, 0) for name in found.files), default=0)
+                yield StoredCheckpoint(found, mtime_ns, snapshot, timeline.host)
+        below = [child for child in children if child.is_dir and child.name not in covered and child.content]
+        lineage.enter(at.entry.content)
+        stack.append(iter([Located(root, join(at.path, child.name), child) for child in below]))

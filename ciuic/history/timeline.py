@@ -1,0 +1,58 @@
+"""Snapshots of one root of one host, in the order of time."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from ciuic.repository.lookup import is_within
+from ciuic.types import RootRecord, Snapshot
+
+
+class Timeline:
+    """Snapshots that have one root, newest first.
+
+    The same path on two hosts is two roots.
+    """
+
+    def __init__(self, host: str, path: bytes, snapshots: Sequence[Snapshot]) -> None:
+        self.host = host
+        self.path = path
+        self.snapshots = snapshots
+        self._times = [-snapshot.time_ns for snapshot in snapshots]
+
+    def root_of(self, snapshot: Snapshot) -> RootRecord:
+        """Return the root in one of these snapshots."""
+        return next(root for root in snapshot.roots if root.path == self.path)
+
+    def before(self, time_ns: int) -> Snapshot | None:
+        """Return the newest snapshot that was taken before this time; None for none."""
+        at = bisect_left(self._times, -time_ns + 1)
+        return self.snapshots[at] if at < len(self.snapshots) else None
+
+    def not_after(self, time_ns: int) -> Snapshot | None:
+        """Return the newest snapshot that was taken at this time or before; None for none."""
+        return self.before(time_ns + 1)
+
+
+def timelines(
+    snapshots: Sequence[Snapshot], wanted: Callable[[bytes], bool] = lambda path: True
+) -> list[Timeline]:
+    """Return a timeline for each root and host, by path.
+
+    Args:
+        snapshots: Snapshots of one repository, newest first.
+        wanted: True for the paths of the roots to return.
+    """
+    found: dict[tuple[bytes, str], list[Snapshot]] = {}
+    for snapshot in snapshots:
+        for root in snapshot.roots:
+            if wanted(root.path):
+                found.setdefault((root.path, snapshot.host), []).append(snapshot)
+    return [Timeline(host, path, found[path, host]) for path, host in sorted(found)]
+
+
+def timelines_of(snapshots: Sequence[Snapshot], path: bytes) -> list[Timeline]:
+    """Return the timelines in which an absolute path may be found, the innermost roots first."""
+    found = timelines(snapshots, lambda root: is_within(path, root))
+    return sorted(found, key=lambda timeline: -len(timeline.path))

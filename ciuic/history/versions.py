@@ -1,0 +1,117 @@
+"""Versions of a path over the snapshots of a root, newest first.
+
+Guarantees: directories whose trees are equal in two snapshots are read once. Content is compared by its id and never read.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from ciuic.compare.diff import attribute_details
+from ciuic.history.timeline import Timeline
+from ciuic.repository import Repository
+from ciuic.repository.lookup import resolve
+from ciuic.types import Entry, RootRecord, Snapshot
+
+VersionKind = Literal["added", "changed", "retyped", "gone"]
+
+
+class PathVersion(NamedTuple):
+    """A version of a path, or its absence."""
+
+    kind: VersionKind
+    """How it differs from the version before; ``added`` if there was none."""
+    first: Snapshot
+    """Oldest snapshot that has it; for ``gone``, the oldest without the path."""
+    last: Snapshot
+    """Newest snapshot that has it, without another version between."""
+    snapshots: int
+    """Number of snapshots from the first to the last."""
+    entry: Entry | None
+    """Complete entry; None for ``gone``."""
+    details: tuple[str, ...] = ()
+    """Names of what changed, as `ciuic.compare.diff` has them."""
+    host: str = ""
+
+
+def versions(repository: Repository, timeline: Timeline, path: bytes) -> Iterator[PathVersion]:
+    """Yield the versions of an absolute, normalised path below the root of a timeline, newest first.
+
+    The path's absence is a version, except before it was first there. Snapshots that were made without the root say nothing
+    of the path.
+
+    Raises:
+        Damaged: a tree cannot be read.
+    """
+    finder = _PathFinder(repository, path[len(timeline.path) :])
+    run: list[Snapshot] = []
+    entry: Entry | None = None
+    for snapshot in timeline.snapshots:
+        found = finder.find(timeline.root_of(snapshot))
+        if run and not _equal(repository, found, entry):
+            yield _version(repository, run, entry, found, timeline.host)
+            run = []
+        # The entry of the oldest snapshot of the run; its other attributes are equal.
+        entry = found
+        run.append(snapshot)
+    if run and entry is not None:
+        yield PathVersion("added", run[-1], run[0], len(run), entry, (), timeline.host)
+
+
+def _version(
+    repository: Repository, run: list[Snapshot], entry: Entry | None, before: Entry | None, host: str
+) -> PathVersion:
+    kind: VersionKind = "changed"
+    details: tuple[str, ...] = ()
+    if entry is None:
+        kind = "gone"
+    elif before is None:
+        kind = "added"
+    elif stat.S_IFMT(entry.mode) != stat.S_IFMT(before.mode):
+        kind = "retyped"
+    else:
+        details = tuple(_details(repository, before, entry))
+    return PathVersion(kind, run[-1], run[0], len(run), entry, details, host)
+
+
+def _details(repository: Repository, old: Entry, new: Entry) -> list[str]:
+    details = attribute_details(old, new)
+    if (old.content, old.map_height) != (new.content, new.map_height) or (
+        old.is_file and old.size_bytes != new.size_bytes
+    ):
+        details.insert(0, "content")
+    if old.xattrs != new.xattrs and repository.trees.xattrs(old) != repository.trees.xattrs(new):
+        details.append("xattrs")
+    return details
+
+
+def _equal(repository: Repository, one: Entry | None, other: Entry | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return stat.S_IFMT(one.mode) == stat.S_IFMT(other.mode) and not _details(repository, one, other)
+
+
+class _PathFinder:
+    """Lookup of one path in many trees; where a directory is the same as in the tree before, nothing below it is looked up."""
+
+    def __init__(self, repository: Repository, relative: bytes) -> None:
+        self._repository = repository
+        self._names = [name for name in relative.split(b"/") if name]
+        # For each name the tree in which it was looked up last, and what was found.
+        self._last: list[tuple[bytes, Entry | None]] = [(b"\0", None)] * len(self._names)
+
+    def find(self, root: RootRecord) -> Entry | None:
+        """Return the complete entry; None for a path that is not there."""
+        entry: Entry | None = root.entry
+        for depth, name in enumerate(self._names):
+            if entry is None or not entry.is_dir:
+                return None
+            tree, found = self._last[depth]
+            if tree != entry.content:
+                found = self._repository.trees.entry(entry.content, name) if entry.content else None
+                self._last[depth] = entry.content, found
+            entry = found
+        # The attributes of several names of one inode stand in a table that changes by itself.
+        return entry and resolve(self._repository, root, entry)
