@@ -53,6 +53,7 @@ from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts
 from ciuic.training.format.tensors import Unsaveable
 from ciuic.training.protocol.messages import StoredFile
 from ciuic.training.ranks import rank_messages
+from ciuic.training.remote.place import Remotes, place_of
 
 TAG: Final = "deepspeed"
 _STATE: Final = "state"
@@ -83,6 +84,7 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-i
         max_snapshots: int | None = None,
         nice: int = 10,
         compression: str = "none",
+        remote: Remotes = None,
     ) -> None:
         """Open the repository at ``save_dir``, or create one there. Every rank gives the same arguments.
 
@@ -92,6 +94,7 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-i
             max_snapshots: Number of newest checkpoints that stay; None keeps all.
             nice: Niceness of the writer process.
             compression: As of `SnapshotManager`.
+            remote: Remotes to which each checkpoint is uploaded, as of `SnapshotManager`.
 
         Raises:
             ValueError: An option is out of its range.
@@ -99,11 +102,12 @@ class SnapshotCheckpointEngine(CheckpointEngine):  # type: ignore[misc, unused-i
         """
         super().__init__()
         self.name = type(self).__name__
-        self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
+        place = place_of(save_dir, remote)
+        self.save_dir = Path(place.directory)
         self.last_id = ""
         """Id of the last snapshot, on every rank."""
         self._run = name
-        self._parts = PartsWriter(self.save_dir, name, max_snapshots, nice, compression)
+        self._parts = PartsWriter(self.save_dir, name, max_snapshots, nice, compression, place.remotes)
         self._directory = ""
         """Directory of the checkpoint that is being saved."""
         self._collective = False

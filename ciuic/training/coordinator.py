@@ -27,7 +27,7 @@ from ciuic.training.preemption.last_moment import rule_of
 from ciuic.training.protocol.messages import COMPRESSIONS, Begin, PreemptionNotice, RetentionRules, Saved
 from ciuic.training.ranks.group import Ranks
 from ciuic.training.registered import Registered
-from ciuic.training.remote.uploads import UploadOrder
+from ciuic.training.remote.place import uploads_of
 from ciuic.training.remote_loading import load_newest
 from ciuic.training.saving.save_callbacks import SaveCallbacks
 from ciuic.training.saving.saver import Saver
@@ -36,7 +36,6 @@ from ciuic.training.saving.snapshot_taker import SnapshotTaker
 from ciuic.training.state import validation
 from ciuic.training.util.logs import log, quietly
 from ciuic.training.util.name_lock import NameLock
-from ciuic.training.util.repository_dir import ensure_repository
 from ciuic.training.writer.filesystem import FilesystemPairing, Roots
 from ciuic.training.writer.heartbeat import TrainerHeartbeat, uncaught
 
@@ -81,7 +80,7 @@ class SaveCoordinator:
         self._options = options
         # First: it may refuse the rules, and nothing has been created by then.
         preempted = rule_of(options.rules)
-        uploads = _prepared(options)
+        uploads = uploads_of(options.save_dir, options.remotes)
         self.root = os.fsencode(f"/{options.name}")
         self.run = RunProgress()
         self.lifetime = Lifetime()
@@ -347,15 +346,3 @@ class SaveCoordinator:
                 if saved.facts.run == self.run.id:
                     self.schedule.rules.observe(saved.facts.metrics)
             self.schedule.rules.saved()
-
-
-def _prepared(options: Options) -> tuple[UploadOrder, ...]:
-    """Create the repository if there is none; return what the writer is to have uploaded."""
-    if not options.remotes:
-        ensure_repository(options.save_dir)
-        return ()
-    # Only here: it imports the clients of stores.
-    from ciuic.training.remote.joining import naming_of
-
-    ensure_repository(options.save_dir, lambda: naming_of(options.remotes[0]))
-    return tuple(UploadOrder.of(one) for one in options.remotes)

@@ -79,7 +79,8 @@ class SnapshotManager(TrainingSnapshots):
         filesystem: Directories of which a daemon takes a snapshot at the same instant, with every
             snapshot; True: all protected directories of this user.
         remote: Remotes to which each snapshot is uploaded: a URL, a mapping with the keys of ``[remote]``
-            (``url``, ``endpoint``, ``key_file``, …), or several.
+            (``url``, ``endpoint``, ``key_file``, …), several, or True for those of this machine's configuration.
+            None: none, also where that configuration has some.
 
     Raises:
         ValueError: An option is out of its range.

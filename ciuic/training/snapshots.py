@@ -22,7 +22,7 @@ from ciuic.training.listing import choice
 from ciuic.training.listing.snapshot_table import SnapshotTable
 from ciuic.training.policy.policies import Mode
 from ciuic.training.policy.retention_rules import Best
-from ciuic.training.remote.copies import RemoteCopies, RemoteProgress, newest
+from ciuic.training.remote.copies import RemoteCopies, RemoteProgress
 from ciuic.training.state import validation
 from ciuic.training.writer import marks
 from ciuic.types import SnapshotId
@@ -215,8 +215,7 @@ class TrainingSnapshots:
         end = time.monotonic() + timeout_seconds
         if not self.wait(timeout_seconds):
             return False
-        id_ = newest(str(self.save_dir), self._root)
-        return id_ is None or self._copies.wait(id_, end - time.monotonic())
+        return self._copies.wait_newest(self._root, end - time.monotonic())
 
     def remote_status(self) -> list[RemoteProgress]:
         """Return how far each remote of the manager is; contacts nothing."""

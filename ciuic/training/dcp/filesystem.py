@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, NotFound
 from ciuic.training.dcp.pointer import (
     CheckpointPointer,
     find_snapshot,
@@ -40,7 +40,11 @@ from ciuic.training.dcp.pointer import (
     write_checkpoint_pointer,
 )
 from ciuic.training.dcp.reading import CiuicStorageReader
+from ciuic.training.dcp.source import HERE
 from ciuic.training.dcp.storage import CiuicStorageWriter
+from ciuic.training.format.results import EXIT_SECONDS
+from ciuic.training.remote.finding import RemoteCandidate
+from ciuic.training.remote.place import Remotes
 
 __all__ = ["FileSystemReader", "FileSystemWriter"]
 
@@ -93,6 +97,7 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         max_snapshots: int | None = None,
         nice: int = 10,
         compression: str = "none",
+        remote: Remotes = None,
     ) -> None:
         """Choose where to save; nothing is written before the first save.
 
@@ -110,8 +115,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
             max_snapshots: Number of newest checkpoints that stay in ``repository``; None keeps all.
             nice: Niceness of the writer process.
             compression: As of `CiuicStorageWriter`.
+            remote: Remotes to which each checkpoint is uploaded, as of `SnapshotManager`; with ``repository`` alone.
 
         Raises:
+            ValueError: There is a remote and no ``repository``, whose one upload serves all checkpoints.
             NotImplementedError: An extension that rewrites the bytes of files, for example to encrypt them.
         """
         super().__init__()
@@ -127,11 +134,16 @@ class FileSystemWriter(StorageWriter, AsyncStager):
         self.rank: int | None = None
         self.use_collectives = True
         self.last_id = ""
+        if remote is not None and repository is None:
+            raise ValueError(
+                "remote= goes with repository=: one directory from which all checkpoints are uploaded"
+            )
         self._shared = None if repository is None else Path(os.path.abspath(os.fspath(repository)))
         self._options: dict[str, Any] = {
             "max_snapshots": 1 if repository is None else max_snapshots,
             "nice": nice,
             "compression": "small" if _is_compressing(_extensions) else compression,
+            "remote": remote,
         }
         self._forget_store()
 
@@ -217,6 +229,10 @@ class FileSystemWriter(StorageWriter, AsyncStager):
     def synchronize_staging(self) -> None:
         """Do nothing: `stage` returns when the copy is complete."""
 
+    def wait_remote(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
+        """Wait until every remote has stored the newest checkpoint; as of `CiuicStorageWriter`."""
+        return self._open_store().wait_remote(timeout_seconds)
+
     def close(self) -> None:
         """Let the writer process end; a later save starts another. Not required: the end of the object does it."""
         with self._lock:
@@ -282,14 +298,18 @@ class FileSystemReader(CiuicStorageReader):
         load_id: Id of the load, new with every `reset`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], _extension_registry: Any = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], _extension_registry: Any = None, *, remote: Remotes = None
+    ) -> None:
         """Choose what to load; nothing is read yet.
 
         Args:
             path: Directory of the checkpoint.
             _extension_registry: Without effect: what is stored was not rewritten by extensions.
+            remote: Remotes, as of `SnapshotManager`, from which the newest checkpoint that was saved at this path
+                is read where the directory has none.
         """
-        super().__init__(Path(path) / _OWN_REPOSITORY)
+        super().__init__(Path(path) / _OWN_REPOSITORY, remote=remote)
         self.path = Path(path)
         self.load_id = str(uuid.uuid4())
 
@@ -311,9 +331,9 @@ class FileSystemReader(CiuicStorageReader):
         self.load_id = str(uuid.uuid4())
 
     def find(self) -> str | None:
-        """Return the id of the snapshot that the next load will read; None if the directory has no checkpoint."""
+        """Return the id of the snapshot that the next load will read; None if there is no checkpoint."""
         try:
-            return self._find()
+            return self._find().id
         except FileNotFoundError:
             return None
 
@@ -336,11 +356,20 @@ class FileSystemReader(CiuicStorageReader):
 
     _rank: int | None = None
 
-    def _find(self) -> str:
-        """Return the id of the snapshot that `.metadata` names."""
-        pointer = read_checkpoint_pointer(pointer_path(self.path, self._rank))
+    def _find(self) -> RemoteCandidate:
+        """Return the snapshot that `.metadata` names; where there is none, the newest of this path on a remote."""
+        try:
+            pointer = read_checkpoint_pointer(pointer_path(self.path, self._rank))
+        except FileNotFoundError:
+            if not self._source.has_remotes:
+                raise
+            try:
+                return self._source.tagged(os.path.abspath(self.path))
+            except NotFound as error:
+                raise FileNotFoundError(f"there is no checkpoint in {self.path}: {error.message}") from error
         self.save_dir = Path(os.path.abspath(self.path / pointer.repository))
-        return find_snapshot(self.save_dir, pointer)
+        self._source.save_dir = self.save_dir
+        return RemoteCandidate(HERE, 0, 0, find_snapshot(self.save_dir, pointer))
 
 
 def _is_compressing(extensions: Sequence[Any] | None) -> bool:

@@ -38,7 +38,8 @@ from ciuic.training.protocol.messages import (
     StoredFile,
     StoredFiles,
 )
-from ciuic.training.util.repository_dir import ensure_repository
+from ciuic.training.remote.copies import RemoteCopies
+from ciuic.training.remote.place import RemoteList, uploads_of
 from ciuic.training.writer.client import GONE, WriterClient, manifest_files
 from ciuic.training.writer.slots import Slot
 
@@ -59,7 +60,13 @@ class PartsWriter:
     """Writer process of one rank, for parts of snapshots and for the snapshots themselves."""
 
     def __init__(
-        self, save_dir: Path, name: str, max_snapshots: int | None, nice: int, compression: str
+        self,
+        save_dir: Path,
+        name: str,
+        max_snapshots: int | None,
+        nice: int,
+        compression: str,
+        remotes: RemoteList = (),
     ) -> None:
         """Open the repository, or create one; the writer process starts with the first part.
 
@@ -69,6 +76,7 @@ class PartsWriter:
             max_snapshots: number of newest snapshots that stay; None keeps all.
             nice: niceness of the writer process.
             compression: one of `COMPRESSIONS`.
+            remotes: remotes to which the writer process has snapshots uploaded.
 
         Raises:
             ValueError: an option is out of its range.
@@ -77,16 +85,20 @@ class PartsWriter:
         """
         if compression not in COMPRESSIONS:
             raise ValueError(f"compression must be one of {', '.join(COMPRESSIONS)}, got {compression!r}")
-        ensure_repository(save_dir)
+        uploads = uploads_of(save_dir, remotes)
         self.save_dir = save_dir
         rules = RetentionRules(keep=() if max_snapshots is None else (Latest(max_snapshots),))
+        self.root = os.fsencode(f"/{name}")
+        """Path of the run in its snapshots."""
         begin = Begin(
             repository=str(save_dir),
-            root=os.fsencode(f"/{name}"),
+            root=self.root,
             rules=rules,
             nice=nice,
             compression=compression,
+            uploads=uploads,
         )
+        self.copies = RemoteCopies(str(save_dir), uploads)
         # Two for states and one for the commit (`_STATES`, `_METADATA`).
         self._client = WriterClient(begin, arenas=3)
         # A save writes on a thread of its own while the training stages the next state.

@@ -6,8 +6,8 @@ Of a shard that is cut anew (saved by n ranks, loaded by m) a rank reads only th
 from __future__ import annotations
 
 import io
-import logging
 import os
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -23,22 +23,20 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ciuic.errors import CiuicError, Damaged, NotFound
-from ciuic.repository import Repository
 from ciuic.training.dcp.metadata import METADATA_FILE, ItemLocation, decode_metadata
 from ciuic.training.dcp.part import OBJECTS_FILE, OBJECTS_VERSION
+from ciuic.training.dcp.source import HERE, SnapshotSource
 from ciuic.training.format import unpacking
 from ciuic.training.format.arrays import arrays_of
 from ciuic.training.format.files import SnapshotRef, reader_count
 from ciuic.training.format.layout import SUFFIX
 from ciuic.training.format.pieces import RangeReader
-from ciuic.training.format.places import open_repository
-from ciuic.training.format.reading import NothingGood, PassedOver
+from ciuic.training.format.places import ReadFrom, open_repository
+from ciuic.training.format.reading import PassedOver
 from ciuic.training.ranks import rank_messages
+from ciuic.training.remote.finding import RemoteCandidate
+from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.util.documents import decode_json
-from ciuic.training.writer.housekeeping import read_back
-
-log = logging.getLogger("ciuic")
-# Reads at a time; each holds a part of a shard in memory.
 
 
 class CiuicStorageReader(StorageReader):
@@ -51,19 +49,23 @@ class CiuicStorageReader(StorageReader):
         *,
         name: str = "dcp",
         process_group: Any = None,
+        remote: Remotes = None,
     ) -> None:
         """Choose what to read.
 
         With neither ``snapshot`` nor the ``checkpoint_id`` of `dcp.load`, the newest whole snapshot is read.
-        Rank 0 looks for it by reading it all, and every rank of the process group must load then.
+        Rank 0 looks for it by reading it all, and every rank of the process group must load then. With remotes the
+        newest is that of any host; it is checked while it is loaded, and each rank reads its part alone.
 
         Args:
-            save_dir: directory of the repository.
+            save_dir: directory of the repository, or the URL of a remote; need not exist where there is a remote.
             snapshot: a tag (the newest that has it), an id or its beginning, ``latest~2``, a time.
             name: name of the run, as of the writer.
             process_group: ranks that load together; None for torch's default group.
+            remote: remotes, as of `SnapshotManager`, from which a snapshot is read that is not here.
         """
-        self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
+        place = place_of(save_dir, remote)
+        self.save_dir = Path(place.directory)
         self.id = ""
         """Id of the snapshot that is read."""
         self.passed_over: list[PassedOver] = []
@@ -72,6 +74,20 @@ class CiuicStorageReader(StorageReader):
         self._given = self._wanted = snapshot or ""
         self._group = process_group
         self._metadata: Metadata | None = None
+        self._source = SnapshotSource(self.save_dir, self._root, place.remotes)
+        self._chosen: RemoteCandidate | None = None
+        """What `find` has found, for the next load."""
+        self._place: ReadFrom = str(self.save_dir)
+        self._fixed_place: ReadFrom | None = None
+        weakref.finalize(self, self._source.close)
+
+    @classmethod
+    def of(cls, snapshot: SnapshotRef) -> CiuicStorageReader:
+        """Return a reader of one snapshot, wherever it is."""
+        reader = cls(os.curdir, snapshot.id)
+        reader._chosen = RemoteCandidate(HERE, 0, 0, snapshot.id)
+        reader._fixed_place = snapshot.path
+        return reader
 
     def find(self) -> str | None:
         """Return the id of what the next load without a ``checkpoint_id`` will read. Collective.
@@ -84,11 +100,12 @@ class CiuicStorageReader(StorageReader):
         """
         try:
             # Kept for the next load, which must read this snapshot even if a newer one is made meanwhile.
-            self._given = self._wanted = self._find()
+            self._chosen = self._find()
         # dcp.load wraps every error in one of its own, so a run that begins could not be told from a damaged
         # repository there.
         except NotFound:
             return None
+        self._given = self._wanted = self._chosen.id
         return self._given
 
     @classmethod
@@ -100,6 +117,8 @@ class CiuicStorageReader(StorageReader):
         """Begin a load."""
         self._wanted = os.fspath(checkpoint_id) if checkpoint_id else self._given
         self._metadata, self.id = None, ""
+        if self._chosen is not None and self._wanted != self._chosen.id:
+            self._chosen = None
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Return the checkpoint's metadata.
@@ -110,8 +129,9 @@ class CiuicStorageReader(StorageReader):
             ValueError: a later version wrote it.
         """
         if self._metadata is None:
-            self.id = self._find()
-            with Repository.open(self.save_dir) as repository:
+            found = self._chosen or self._find()
+            self.id, self._place = found.id, self._fixed_place or self._source.place(found)
+            with open_repository(self._place) as repository:
                 self._metadata = decode_metadata(self._snapshot.files(repository).read(METADATA_FILE))
             meta = self._metadata.storage_meta or StorageMeta()
             meta.checkpoint_id = meta.checkpoint_id or self.id
@@ -153,54 +173,42 @@ class CiuicStorageReader(StorageReader):
     @property
     def _snapshot(self) -> SnapshotRef:
         """Snapshot that is read."""
-        return SnapshotRef(str(self.save_dir), self.id)
+        return SnapshotRef(self._place, self.id)
 
-    def _find(self) -> str:
-        """Return the id of the snapshot to read."""
+    def _find(self) -> RemoteCandidate:
+        """Return the snapshot to read."""
         if self._wanted:
-            with Repository.open(self.save_dir) as repository:
-                # A checkpoint id is a tag; ids of snapshots and times come after.
-                tagged = repository.snapshots.list(root=self._root, tag=self._wanted, limit=1)
-                return tagged[0].id if tagged else repository.snapshots.resolve(self._wanted)
+            return self._source.named(self._wanted)
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self._group) == 1:
             return self._newest_whole()
         return self._agree_on_newest()
 
-    def _agree_on_newest(self) -> str:
-        """Return the id that rank 0 found; ranks must not read different snapshots."""
-        found: list[Any] = ["", "", False]
+    def _agree_on_newest(self) -> RemoteCandidate:
+        """Return the snapshot that rank 0 found; ranks must not read different ones."""
+        found: list[Any] = [["", 0, 0, ""], "", False]
         data = None
         if dist.get_rank(self._group) == 0:
             try:
                 # Rank 0 alone: reading a whole snapshot on every rank would cost as many times its size.
-                found[0] = self._newest_whole()
+                found[0] = list(self._newest_whole())
             except (CiuicError, OSError) as error:
-                found = ["", str(error), isinstance(error, NotFound)]
+                found = [["", 0, 0, ""], str(error), isinstance(error, NotFound)]
             data = rank_messages.encode(found)
         try:
-            found = list(rank_messages.decode(rank_messages.broadcast(data, self._group)))
+            candidate, problem, is_absent = rank_messages.decode(rank_messages.broadcast(data, self._group))
+            chosen = RemoteCandidate(*candidate)
         except (ValueError, TypeError) as error:
             raise Damaged(f"rank 0 sent no valid id of a snapshot: {error}") from None
         # Errors are told to all ranks too: one that raised alone would leave the others waiting.
-        if found[1]:
-            raise NotFound(found[1]) if found[2] else Damaged(found[1])
-        return str(found[0])
+        if problem:
+            raise NotFound(problem) if is_absent else Damaged(problem)
+        return chosen
 
-    def _newest_whole(self) -> str:
+    def _newest_whole(self) -> RemoteCandidate:
         passed_over: list[PassedOver] = []
-        with Repository.open(self.save_dir) as repository:
-            # Read through before anything is loaded: a damaged snapshot must be found before it overwrites a
-            # part of the state.
-            for info in repository.snapshots.list(root=self._root):
-                reason = read_back(repository, info.id)
-                if not reason:
-                    self.passed_over = passed_over
-                    return info.id
-                log.warning("ciuic: %s is damaged and passed over: %s", info.id, reason)
-                passed_over.append(PassedOver(info.id, reason))
-        if passed_over:
-            raise NothingGood(passed_over)
-        raise NotFound(f"there is no checkpoint of {os.fsdecode(self._root)[1:]} in {self.save_dir}")
+        found = self._source.newest_whole(passed_over)
+        self.passed_over = passed_over
+        return found
 
     def _stored_shard(self, item: ReadItem) -> _StoredShard:
         """Return the stored shard of an item."""

@@ -43,7 +43,10 @@ from ciuic.training.dcp.reading import CiuicStorageReader
 from ciuic.training.dcp.results import ItemResult, as_tensor, item_results, snapshot_message
 from ciuic.training.dcp.staging import ArenaPlacer, arena_bytes, copy_state, copy_to_heap
 from ciuic.training.format.reading import FACTS_FILE, Facts, encode_facts
+from ciuic.training.format.results import EXIT_SECONDS
 from ciuic.training.protocol.messages import StoredFile
+from ciuic.training.remote.copies import RemoteProgress
+from ciuic.training.remote.place import Remotes, place_of
 from ciuic.training.writer.slots import Slot
 
 __all__ = ["TAG", "CiuicStorageReader", "CiuicStorageWriter"]
@@ -73,24 +76,27 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         tags: tuple[str, ...] = (),
         nice: int = 10,
         compression: str = "none",
+        remote: Remotes = None,
     ) -> None:
         """Open the repository at ``save_dir``, or create one there.
 
         Args:
-            save_dir: directory of the repository.
+            save_dir: directory of the repository; or the URL of a remote, as of `SnapshotManager`.
             name: name of the run, where several share a repository.
             max_snapshots: number of newest snapshots that stay; None keeps all.
             tags: tags of every snapshot.
             nice: niceness of the writer process.
             compression: as of `SnapshotManager`; codecs make a state a quarter smaller and take as long again
                 as writing it.
+            remote: remotes to which each snapshot is uploaded, as of `SnapshotManager`; the same on all ranks.
 
         Raises:
             ValueError: an option is out of its range.
             CiuicError: there can be no repository at ``save_dir``.
             OSError: the same, as the file system says it.
         """
-        self.save_dir = Path(os.path.abspath(os.fspath(save_dir)))
+        place = place_of(save_dir, remote)
+        self.save_dir = Path(place.directory)
         self.tags = tags
         self.step: int | None = None
         """Step of the training, set by the program like `epoch` and `metrics`; the coordinator's are stored
@@ -100,7 +106,7 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
         self.metrics: dict[str, float] = {}
         self.last_id = ""
         """Id of the last snapshot, on the coordinator."""
-        self._parts = PartsWriter(self.save_dir, name, max_snapshots, nice, compression)
+        self._parts = PartsWriter(self.save_dir, name, max_snapshots, nice, compression, place.remotes)
         self._staged: list[_StagedState] = []
         self._checkpoint_id = ""
         self._rank = 0
@@ -201,8 +207,26 @@ class CiuicStorageWriter(StorageWriter, AsyncStager):
     def synchronize_staging(self) -> None:
         """Do nothing: `stage` returns when the copy is complete."""
 
+    def wait_remote(self, timeout_seconds: float = EXIT_SECONDS) -> bool:
+        """Wait until every remote has stored the newest snapshot; on the coordinator.
+
+        Returns:
+            Whether that came in time.
+
+        Raises:
+            ValueError: There is no remote.
+        """
+        return self._parts.copies.wait_newest(self._parts.root, timeout_seconds)
+
+    def remote_status(self) -> list[RemoteProgress]:
+        """Return how far each remote is; contacts nothing."""
+        return self._parts.copies.progress()
+
     def close(self) -> None:
-        """Wait for the writer process and let it end. Call it after the last save."""
+        """Wait for the writer process and let it end. Call it after the last save.
+
+        An upload goes on without this process.
+        """
         self._parts.close()
 
     # -- inside

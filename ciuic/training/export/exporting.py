@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ciuic.errors import UsageError
+from ciuic.repository import Repository
 from ciuic.training.export.state_source import ExportState, missing_package, read_snapshot
 
 FORMATS: Final = ("torch", "safetensors", "hf", "dcp", "npz")
@@ -31,7 +32,7 @@ class Exported(NamedTuple):
 
 
 def export(
-    save_dir: Path,
+    save_dir: Path | Callable[[], Repository],
     path: Path,
     to: str,
     *,
@@ -46,7 +47,7 @@ def export(
     The state is read into memory as a whole.
 
     Args:
-        save_dir: Repository.
+        save_dir: Directory of the repository, or a function that opens it once more.
         path: Destination, in a directory that exists: a file, or a folder for ``hf`` and ``dcp``.
         to: One of `FORMATS`.
         root: Path of the training in its snapshots, to find the newest; None for any training.
@@ -71,7 +72,7 @@ def export(
             importlib.import_module(name)
         except ModuleNotFoundError:
             raise missing_package(name, f"--to {to}") from None
-    state = read_snapshot(save_dir, root, snapshot)
+    state = read_snapshot(str(save_dir) if isinstance(save_dir, Path) else save_dir, root, snapshot)
     chosen = state.only(only)
     path = path.absolute()
     try:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from ciuic.errors import CiuicError, NotFound, UsageError
 from ciuic.repository import Repository
 from ciuic.training.export.plain_values import without_classes
 from ciuic.training.format.files import SnapshotRef
+from ciuic.training.format.places import ReadFrom, open_repository
 from ciuic.training.format.reading import STATE_FILE, Facts, load, read_facts
 from ciuic.training.util.logs import log
 from ciuic.types import SnapshotId
@@ -86,7 +86,7 @@ def lightning_checkpoint(checkpoint: dict[str, Any], of_rank: dict[str, Any]) ->
     return {**checkpoint, LOOPS: of_rank[LOOPS]}
 
 
-def read_snapshot(save_dir: Path, root: bytes | None, snapshot: str | None) -> ExportState:
+def read_snapshot(save_dir: ReadFrom, root: bytes | None, snapshot: str | None) -> ExportState:
     """Read a snapshot's state.
 
     Args:
@@ -100,7 +100,7 @@ def read_snapshot(save_dir: Path, root: bytes | None, snapshot: str | None) -> E
         Damaged: It is not as it was saved.
         ValueError: This version of ciuic or of the framework does not know what was saved.
     """
-    with Repository.open(save_dir) as repository:
+    with open_repository(save_dir) as repository:
         if snapshot is not None:
             return _read(save_dir, repository, repository.snapshots.resolve(snapshot))
         found = repository.snapshots.list(root=root)
@@ -111,15 +111,16 @@ def read_snapshot(save_dir: Path, root: bytes | None, snapshot: str | None) -> E
                 if number == len(found) - 1:
                     raise
                 log.warning("ciuic: snapshot %s is passed over: %s", info.id, error)
-    raise NotFound(f"there is no snapshot in {save_dir}")
+    where = save_dir if isinstance(save_dir, str) else "it"
+    raise NotFound(f"there is no snapshot in {where}")
 
 
-def _read(save_dir: Path, repository: Repository, id_: SnapshotId) -> ExportState:
+def _read(save_dir: ReadFrom, repository: Repository, id_: SnapshotId) -> ExportState:
     try:
-        names = set(SnapshotRef(str(save_dir), id_).files(repository).names())
+        names = set(SnapshotRef(save_dir, id_).files(repository).names())
         if STATE_FILE not in names and _DCP_FILE in names:
             return ExportState(id_, read_facts(repository, id_), _read_dcp(save_dir, id_))
-        loaded = load(str(save_dir), id_, prepare=without_classes)
+        loaded = load(save_dir, id_, prepare=without_classes)
     except ModuleNotFoundError as error:
         raise missing_package(str(error.name), f"the state in {id_}") from None
     plain = loaded.values.get("plain", ())
@@ -134,13 +135,13 @@ def _read(save_dir: Path, repository: Repository, id_: SnapshotId) -> ExportStat
     return ExportState(id_, loaded.facts, objects, values)
 
 
-def _read_dcp(save_dir: Path, id_: str) -> dict[str, Any]:
+def _read_dcp(save_dir: ReadFrom, id_: str) -> dict[str, Any]:
     from torch.distributed.checkpoint import default_planner
 
     from ciuic.training.dcp.reading import CiuicStorageReader
 
     planner: Any = vars(default_planner)["_EmptyStateDictLoadPlanner"]
-    return load_everything(CiuicStorageReader(save_dir, id_), planner())
+    return load_everything(CiuicStorageReader.of(SnapshotRef(save_dir, id_)), planner())
 
 
 def load_everything(reader: Any, planner: Any) -> dict[str, Any]:

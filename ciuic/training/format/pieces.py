@@ -35,6 +35,15 @@ class StoredPiece(NamedTuple):
     where: TensorInFile
 
 
+class _Block(NamedTuple):
+    """Block of a file as it was read."""
+
+    path: str
+    number: int
+    room: Any
+    """Its bytes, a torch tensor."""
+
+
 class RangeReader:
     """Reads ranges of files of one snapshot in several threads, each of which opens the repository once."""
 
@@ -64,10 +73,19 @@ class RangeReader:
         stop = min(-(-(start + size_bytes) // block_size) * block_size, entry.size_bytes)
         if start + size_bytes > entry.size_bytes:
             raise Damaged(f"{path} is shorter than it was")
-        room, memory = empty_buffer(stop - first * block_size)
-        read_file(repository, entry, memory, first)
         begin = start - first * block_size
-        return room[begin : begin + size_bytes]
+        if stop - first * block_size > block_size:
+            room, memory = empty_buffer(stop - first * block_size)
+            read_file(repository, entry, memory, first)
+            return room[begin : begin + size_bytes]
+        # Small tensors lie beside one another: each block of them is read and checked once, not once a tensor.
+        kept: _Block | None = getattr(self._thread_local, "block", None)
+        if kept is None or (kept.path, kept.number) != (path, first):
+            room, memory = empty_buffer(stop - first * block_size)
+            read_file(repository, entry, memory, first)
+            kept = self._thread_local.block = _Block(path, first, room)
+        # A copy: what is returned may be changed, and must not hold the whole block.
+        return kept.room[begin : begin + size_bytes].clone()
 
     def read_rows(
         self, path: str, start: int, dtype: Any, sizes: tuple[int, ...], first: int = 0, count: int = 1

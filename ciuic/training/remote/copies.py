@@ -76,6 +76,17 @@ class RemoteCopies:
             time.sleep(min(_POLL_SECONDS, max(0.0, end - now)))
         return True
 
+    def wait_newest(self, root: bytes, timeout_seconds: float) -> bool:
+        """Wait until every remote has stored the newest snapshot of a training; return whether that came in time.
+
+        Raises:
+            ValueError: There is no remote.
+        """
+        if not self.orders:
+            raise ValueError("there is no remote to wait for: pass remote= or a URL as save_dir")
+        id_ = newest(self._save_dir, root)
+        return id_ is None or self.wait(id_, timeout_seconds)
+
     def progress(self) -> list[RemoteProgress]:
         """Return how far each remote is.
 

@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ciuic.errors import CiuicError
+from ciuic.errors import CiuicError, NotFound
 from ciuic.repository import Repository
+from ciuic.types import SnapshotId
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
@@ -66,6 +67,28 @@ class RemoteTraining:
             ]
             self._candidates = sorted(found, key=lambda one: (-one.time_ns, one))
         return self._candidates
+
+    def named(self, find: Callable[[Repository], str]) -> RemoteCandidate:
+        """Return the newest of the snapshots that ``find`` chooses, in each repository of each remote.
+
+        Raises:
+            NotFound: It finds none.
+            CiuicError: A remote cannot be reached or opened.
+        """
+        found: list[RemoteCandidate] = []
+        lacking: NotFound | None = None
+        for name in self._remotes:
+            for number, repository in enumerate(self._repositories(name)):
+                try:
+                    id_ = SnapshotId(find(repository))
+                except NotFound as error:
+                    lacking = error
+                    continue
+                time_ns = repository.snapshots.load(id_).time_ns
+                found.append(RemoteCandidate(name, number, time_ns, str(id_)))
+        if not found:
+            raise lacking or NotFound("there is no remote")
+        return max(found, key=lambda one: one.time_ns)
 
     def opener(self, candidate: RemoteCandidate) -> Callable[[], Repository]:
         """Return what opens the repository of a candidate once more, for any thread, until this is closed.

@@ -110,8 +110,16 @@ def _made(remote: RemoteConfig, objects: Objects, secrets: Sequence[SlotSecret])
         for number, secret in enumerate(secrets):
             add_slot(made, _SLOT if not number else f"{_SLOT}-{number}", secret)
     log.warning(
-        "ciuic: made a new remote at %s (%s): there is nothing to resume there",
-        remote.url,
-        "sealed with the key that was given; a lost key is lost data" if made.master else "not sealed",
+        "ciuic: made a new remote at %s: there is nothing to resume there. %s", remote.url, _about(made)
     )
     return made
+
+
+def _about(made: Remote) -> str:
+    """Return what the owner of a new remote must know of its key."""
+    if made.master is None:
+        return "It is not sealed: every reader of the bucket can read the states"
+    return (
+        "It is sealed with the key that was given, and no other opens it: A LOST KEY IS LOST DATA. "
+        f"`ciuic remote keys add --recovery {made.objects.url}` makes a second one, to be kept elsewhere"
+    )

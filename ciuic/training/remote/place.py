@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ciuic.training.remote.uploads import UploadOrder
 from ciuic.training.state import validation
+from ciuic.training.util.repository_dir import ensure_repository
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
 
 Remotes: TypeAlias = (
-    "str | Mapping[str, Any] | RemoteConfig | Iterable[str | Mapping[str, Any] | RemoteConfig] | None"
+    "str | bool | Mapping[str, Any] | RemoteConfig | Iterable[str | Mapping[str, Any] | RemoteConfig] | None"
 )
 """Types that the option ``remote`` takes."""
 RemoteList: TypeAlias = "tuple[RemoteConfig, ...]"
@@ -55,3 +58,20 @@ def place_of(save_dir: Any, remote: Any) -> Place:
 def is_url(save_dir: Any) -> bool:
     """Return whether ``save_dir`` names a remote, and no directory."""
     return isinstance(save_dir, str) and re.match(r"[a-z][a-z0-9]*://", save_dir) is not None
+
+
+def uploads_of(save_dir: Path, remotes: RemoteList) -> tuple[UploadOrder, ...]:
+    """Create the repository if there is none, as the first remote names chunks; return what is to be uploaded.
+
+    Raises:
+        CiuicError: There can be no repository, or the first remote cannot be opened.
+        OSError: The same, as the file system says it.
+    """
+    if not remotes:
+        ensure_repository(save_dir)
+        return ()
+    # Only here: it imports the clients of stores.
+    from ciuic.training.remote.joining import naming_of
+
+    ensure_repository(save_dir, lambda: naming_of(remotes[0]))
+    return tuple(UploadOrder.of(one) for one in remotes)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from ciuic.config import RemoteConfig
+from ciuic.config import RemoteConfig, load_config
 from ciuic.config.keys import REMOTE_KEYS
 from ciuic.config.model import DEFAULT
 from ciuic.config.remotes import ReadRemote
@@ -47,14 +47,17 @@ def remotes_from(value: Any) -> tuple[RemoteConfig, ...]:
     """Return the remotes that the option ``remote`` names.
 
     Args:
-        value: A URL, a mapping with the keys of ``[remote]``, a `RemoteConfig`, several of these, or None.
+        value: A URL, a mapping with the keys of ``[remote]``, a `RemoteConfig`, several of these, None, or True for the
+            remotes that the configuration of this machine names.
 
     Raises:
         UsageError: A URL or a setting is wrong, a remote is named twice, or the packages are not installed.
         TypeError: ``value`` is none of these.
     """
-    if value is None:
+    if value is None or value is False:
         return ()
+    if value is True:
+        value = configured_remotes()
     several = [value] if isinstance(value, (str, Mapping, RemoteConfig)) else value
     if not isinstance(several, Iterable):
         raise TypeError(f"remote must be a URL, a mapping with a URL, or several of these, got {value!r}")
@@ -63,6 +66,22 @@ def remotes_from(value: Any) -> tuple[RemoteConfig, ...]:
         raise UsageError(f"each remote must be named once, got {', '.join(one.url for one in remotes)}")
     if remotes:
         _check_packages()
+    return remotes
+
+
+def configured_remotes() -> tuple[RemoteConfig, ...]:
+    """Return the remotes of this machine's configuration (CIUIC_CONFIG, or /etc/ciuic/ciuic.toml).
+
+    Raises:
+        UsageError: It names none.
+        CiuicError: It cannot be read.
+    """
+    remotes = load_config().remotes
+    if not remotes:
+        raise UsageError(
+            "remote=True means the remotes in the configuration of this machine, which names none",
+            hint="ciuic remote init URL, ciuic remote join URL, or remote=URL",
+        )
     return remotes
 
 

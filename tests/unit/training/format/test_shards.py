@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.small_repository import BLOCK, make_snapshot
 
 from ciuic.errors import Damaged
+from ciuic.repository import Repository
 from ciuic.training.format import shards
 from ciuic.training.format.layout import TensorInFile
 from ciuic.training.protocol.messages import JointSave, StoredFile
@@ -100,3 +102,32 @@ def test_any_block_is_read_of_a_tensor_in_pieces(monkeypatch: pytest.MonkeyPatch
                 assert found.equal(full[top : top + rows, left : left + columns])
         with pytest.raises(Damaged, match="elements of 35"):
             PiecewiseTensor("a", description, pieces[1:], source)
+
+
+def test_a_block_of_small_tensors_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors beside one another in a block take one read of it; each is memory of its own."""
+    pytest.importorskip("torch", reason="no CPU build of PyTorch is offered here")
+    from ciuic.training.format import pieces
+    from ciuic.training.format.files import SnapshotRef, read_file
+
+    content = bytes(range(256)) * 16
+    with (
+        Repository.create(tmp_path / "repository", block_size=BLOCK) as repository,
+        repository.writer() as writer,
+    ):
+        id_ = make_snapshot(writer, "cs-000001", {b"small": content[:BLOCK]}).id
+    reads = []
+
+    def counted(repository: Any, entry: Any, into: memoryview, first_block: int = 0) -> None:
+        reads.append(first_block)
+        read_file(repository, entry, into, first_block)
+
+    monkeypatch.setattr(pieces, "read_file", counted)
+    source = pieces.RangeReader(SnapshotRef(str(tmp_path / "repository"), id_))
+    starts = range(0, 2000, 100)
+    found = [source.read("small", start, 100) for start in starts]
+    assert [bytes(one.numpy()) for one in found] == [content[start : start + 100] for start in starts]
+    found[0][:] = 0
+    assert bytes(source.read("small", 0, 100).numpy()) == content[:100]
+    assert reads == [0]
+    source.close()

@@ -107,3 +107,20 @@ def test_a_url_has_one_local_directory(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_what_is_a_url(save_dir: Any, result: bool) -> None:
     """Only text with a scheme and two slashes is a URL."""
     assert is_url(save_dir) is result
+
+
+def test_true_means_the_remotes_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """remote=True takes the configured remotes with their settings; where there are none it says so."""
+    config = tmp_path / "ciuic.toml"
+    config.write_text('[remote]\nurl = "s3://bucket/all"\nkey_file = "/keys/host"\nbandwidth = "10MiB"\n')
+    monkeypatch.setenv("CIUIC_CONFIG", str(config))
+    (remote,) = remotes_from(True)
+    assert (remote.url, remote.key_file, remote.bandwidth_bytes) == (
+        "s3://bucket/all",
+        Path("/keys/host"),
+        10 << 20,
+    )
+    assert remotes_from(False) == ()
+    config.write_text("")
+    with pytest.raises(UsageError, match="names none"):
+        remotes_from(True)
