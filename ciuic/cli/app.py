@@ -41,6 +41,11 @@ COMMANDS: Final = (
     "watch",
     "list",
     "show",
+    "history",
+    "find",
+    "changed",
+    "checkpoints",
+    "cat",
     "verify",
     "restore",
     "export",
@@ -56,6 +61,8 @@ COMMANDS: Final = (
     "doctor",
     "service",
     "daemon",
+    "metrics",
+    "exporter",
     "reload",
     "stop",
     "completion",
@@ -69,6 +76,7 @@ _MODULES: Final = {
     "export": "training.export",
     "import": "training.import_state",
     "remote": "remote.group",
+    **{name: f"looking.{name}" for name in ("cat", "changed", "checkpoints", "find", "history")},
 }
 
 
@@ -168,7 +176,7 @@ def guarded(session: Session, run: Callable[[], Any]) -> int:
         code = _failed(session, error)
     finally:
         session.close()
-    return code or _flush(session)
+    return code or _flush(session) or session.exit_code
 
 
 def _failed(session: Session, error: Exception) -> int:

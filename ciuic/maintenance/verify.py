@@ -19,7 +19,7 @@ from ciuic.maintenance.index_check import NOT_COVERED, index_problems
 from ciuic.maintenance.references import MAX_REPEATS, ChunkReference, ReferenceFinder
 from ciuic.repository import Repository, Walker
 from ciuic.repository.checking.walk import Reached
-from ciuic.repository.errors import DamagedTree
+from ciuic.repository.errors import Archived, DamagedTree
 from ciuic.repository.lookup import resolve
 from ciuic.repository.snapshots import UNREADABLE_MARKS
 from ciuic.repository.trees.block_maps import blocks_of
@@ -204,7 +204,7 @@ class Verification:
             # Read through the index, which finds another copy if there is one.
             try:
                 self.repository.chunks.get(found.chunk)
-            except Damaged as error:
+            except (Damaged, Archived) as error:
                 self._bad.setdefault(found.chunk, error.message)
             else:
                 # A repair has marked this copy as bad already: a nightly scrub must not alarm for ever.
@@ -332,6 +332,8 @@ class Verification:
                     problem = f"a block of {length} bytes has {len(data)}"
             except Damaged as error:
                 problem = error.message
+            except Archived:
+                continue  # its packs are counted where they are read
             # Several threads report here: the pool's lock guards the result.
             with pool.changed:
                 self.result.bytes_read += length
@@ -402,8 +404,7 @@ class Verification:
         # Cached, because a missing chunk is searched for in all packs, and may be missing in many files.
         if known is None:
             try:
-                pack = self.repository.chunks.locate(chunk).pack
-                known = self.repository.pack_path(pack)
+                known = self.repository.pack_path(self.repository.chunks.locate(chunk).pack)
             except CiuicError:
                 known = ""
             self._files[chunk] = known
@@ -411,9 +412,8 @@ class Verification:
 
     def _show_progress(self, path: bytes) -> None:
         if self._progress is not None:
-            result = self.result
-            total = max(self._bytes_total, result.bytes_read)
-            self._progress(VerifyProgress(result.bytes_read, total, result.files, path))
+            done = self.result.bytes_read
+            self._progress(VerifyProgress(done, max(self._bytes_total, done), self.result.files, path))
 
 
 def _kind(kind: str) -> DamageKind:

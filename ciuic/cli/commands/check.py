@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import click
 
 from ciuic.cli.shared.marks import LOCK_WAIT_SECONDS
+from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import shown_text
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose, wrapped
 from ciuic.cli.shared.remotes.choice import remote_options, use_remote
-from ciuic.cli.shared.session import current
-from ciuic.errors import Damaged
+from ciuic.cli.shared.session import Session, current
+from ciuic.errors import Damaged, UsageError
 
 if TYPE_CHECKING:
     from ciuic.maintenance.check_report import CheckFinding, CheckReport
@@ -29,15 +30,23 @@ _LABEL_WIDTH = 9
     help="Rebuild the index, heal damaged chunks, replace damaged packs; never deletes what a snapshot needs.",
 )
 @click.option("--read-data", is_flag=True, help="Read every stored byte, too.")
+@click.option(
+    "--renew-locks",
+    default="",
+    metavar="DURATION",
+    help="Of a remote in a bucket with object lock: have the store keep all that is needed for this time.",
+)
 @remote_options
 @json_option
-def command(repair: bool, read_data: bool, remote: bool, name: str, as_json: bool) -> int:
+def command(repair: bool, read_data: bool, renew_locks: str, remote: bool, name: str, as_json: bool) -> int:
     """Check the repository's consistency: configuration, snapshot files, index, structure, packs.
 
     Exit 4 if damage is left. Of packs, header, size and footer are looked at; what they hold is read with --read-data alone.
     `ciuic verify --all --checksum` names the files that damage touches.
 
-    With --remote the same of a remote; --repair takes what is lost there from its other copies and from this host's repository.
+    With --remote the same of a remote; --repair takes what is lost there from its other copies and from this host's repository. With
+    --behind-deletions: which objects were deleted, overwritten or forged in a bucket with versions; --repair stores the sound
+    versions again.
     """
     # Here and not above: maintenance takes 80 ms to import, and help and completion import this
     # module.
@@ -46,9 +55,17 @@ def command(repair: bool, read_data: bool, remote: bool, name: str, as_json: boo
 
     session = current()
     if use_remote(session, remote, name):
-        from ciuic.cli.commands.remote.mend import check_remotely
+        from ciuic.cli.commands.remote.mend import check_behind_deletions, check_remotely
 
+        if renew_locks:
+            if repair or read_data:
+                raise UsageError("--renew-locks is a run of its own: leave out --repair and --read-data")
+            return _renew(session, renew_locks, as_json)
+        if session.every_version is not None:
+            return _report(check_behind_deletions(session, repair=repair), as_json)
         return _report(check_remotely(session, repair=repair, read_data=read_data), as_json)
+    if renew_locks or session.every_version is not None:
+        raise UsageError("--renew-locks, --behind-deletions and --stored-before go with a remote")
     with progress("check") as reporter:
         report = check(
             # Another user's repository is read, for rescue, and not written to by root.
@@ -73,6 +90,29 @@ def _report(report: CheckReport, as_json: bool) -> int:
     # Returned and not raised: the report is out, and an error would be a second message and a second JSON
     # document.
     return Damaged.exit_code if report.damaged else 0
+
+
+def _renew(session: Session, duration: str, as_json: bool) -> int:
+    """Renew the locks in a bucket, and say how many there are."""
+    from ciuic.cli.commands.remote.mend import renew_remote_locks
+    from ciuic.units import human_duration, parse_duration, plural
+
+    try:
+        seconds = parse_duration(duration)
+    except ValueError as error:
+        raise UsageError(f"--renew-locks: {error}") from None
+    done = renew_remote_locks(session, seconds)
+    if as_json:
+        out_json({"locked": done.locked, "seconds": seconds, "deleted_or_overwritten": done.astray})
+    else:
+        out_prose(f"{plural(done.locked, 'object')} locked for {human_duration(seconds)} from now", 0)
+    if done.astray:
+        warn(
+            f"{plural(done.astray, 'of them was', 'of them were')} deleted or overwritten since",
+            hint="ciuic check --remote --behind-deletions names them, and with --repair stores them again",
+        )
+        return Damaged.exit_code
+    return 0
 
 
 def _document(report: CheckReport) -> dict[str, object]:

@@ -17,7 +17,14 @@ from ciuic.cli.shared.session import current
 if TYPE_CHECKING:
     from ciuic.config import Config, Problem
 
-EXAMPLES: Final = ("ciuic.toml", "alert.sh")
+EXAMPLES: Final = (
+    "ciuic.toml",
+    "alert.sh",
+    "monitoring/rules.yml",
+    "monitoring/rules_test.yml",
+    "monitoring/dashboard.json",
+    "monitoring/prometheus.yml",
+)
 
 
 @click.group("config", cls=FrameGroup)
@@ -140,11 +147,12 @@ def convert(file: bytes) -> None:
 @command.command("example", cls=FrameCommand)
 @click.argument("name", type=click.Choice(EXAMPLES), metavar=f"[{'|'.join(EXAMPLES)}]", default=EXAMPLES[0])
 def example(name: str) -> None:
-    """Print an example: a configuration with every key explained, or a script for alert.command.
+    """Print an example: a configuration with every key explained, a script for alert.command, files for Prometheus and Grafana.
 
     \b
     ciuic config example ciuic.toml > /etc/ciuic/ciuic.toml
     ciuic config example alert.sh | install -m 755 /dev/stdin /etc/ciuic/alert.sh
+    ciuic config example monitoring/rules.yml > /etc/prometheus/ciuic-rules.yml
     """  # noqa: D301  click's mark of a paragraph that is not wrapped is the character \b
     from ciuic.cli.shared.shipped import shipped_text
 

@@ -35,11 +35,17 @@ def command(ids: tuple[str, ...], yes: bool, held: bool, remote: bool, name: str
 
     Held snapshots must be released first, except those that are held for an ordinary user. The space comes back with `ciuic prune`, or the daemon's next one.
 
-    With --remote snapshots of a remote, of any host. A host that still has one may upload it again.
+    With --remote snapshots of a remote, of any host, also with the URL of one in --repo or CIUIC_REPO. A host that still has one keeps it, and uploads it again only with `ciuic remote upload --again ID`.
     """
     from ciuic.maintenance.prune import forget
 
     session = current()
+    if session.remote_url is not None and not remote:
+        # The URL may come from the environment, and the host's own snapshots may be meant.
+        raise UsageError(
+            f"{session.remote_url} is a remote: its snapshots are given up for all hosts",
+            hint="to do that, add --remote",
+        )
     if use_remote(session, remote, name):
         from ciuic.cli.commands.remote.give_up import forget_remote
 

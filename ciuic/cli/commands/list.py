@@ -18,6 +18,7 @@ from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import json_name, plural, shown_text
 from ciuic.cli.shared.options import HOST_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.remotes import labels
 from ciuic.cli.shared.remotes.choice import use_configured_remote
 from ciuic.cli.shared.session import Session, current
 from ciuic.types import TAG_INCOMPLETE, TAG_NOT_HELD, TAG_PARTIAL, TAG_RETAKEN, TAG_SAFETY, is_safety
@@ -73,6 +74,7 @@ class _Filter(NamedTuple):
     is_flag=True,
     help="From the configured remote: the snapshots of all hosts. With --repo URL they are shown anyway.",
 )
+@labels.label_options
 @json_option
 def command(
     root: bytes | None,
@@ -85,6 +87,7 @@ def command(
     with_pairs: bool,
     all_hosts: bool,
     as_json: bool,
+    **wanted: Any,
 ) -> None:
     """List the snapshots, newest first.
 
@@ -95,6 +98,7 @@ def command(
     session = current()
     if all_hosts and session.remote_url is None:
         use_configured_remote(session)
+    labels.choose(session, labels.WantedLabels(**wanted))
     asked = _Filter(
         root=root,
         tag=tag,
@@ -112,7 +116,10 @@ def command(
         out_json(
             {
                 "repository": session.place,
-                "snapshots": [{**as_document(info), "pair": _pair(found.get(info.id))} for info in infos],
+                "snapshots": [
+                    {**as_document(info), **labels.document(session, info), "pair": _pair(found.get(info.id))}
+                    for info in infos
+                ],
                 "lost": [_lost_document(promise) for promise in _lost(session, asked)],
             }
         )
@@ -236,10 +243,9 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
     found = pairs.halves(session, infos)
     if found:
         columns.append(Column("PAIR"))
-    # In a remote there may be snapshots of many.
-    shows_host = session.remote_url is not None
-    if shows_host:
-        columns.append(Column("HOST", shrink=True))
+    # In a remote there may be snapshots of many hosts and jobs.
+    more, cells = labels.columns(session, infos)
+    columns += more
     dated = [
         (
             info.time_ns,
@@ -252,7 +258,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
             shown_text(", ".join(info.tags)),
             state_cell(info),
             *([pairs.cell(found.get(info.id))] if found else []),
-            *([shown_text(info.host)] if shows_host else []),
+            *cells.get(info.id, ()),
         )
         for info in infos
     ]

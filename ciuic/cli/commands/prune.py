@@ -27,9 +27,14 @@ if TYPE_CHECKING:
 
 @click.command("prune", cls=FrameCommand)
 @click.option("--dry-run", is_flag=True, help="Say what would be removed; remove nothing.")
+@click.option(
+    "--spare-cold",
+    metavar="DURATION",
+    help="With --remote: spare packs that became cold within this time (180d), for which the store charges in any case.",
+)
 @remote_options
 @json_option
-def command(dry_run: bool, remote: bool, name: str, as_json: bool) -> None:
+def command(dry_run: bool, spare_cold: str | None, remote: bool, name: str, as_json: bool) -> None:
     """Apply the retention policy and free space.
 
     With --remote the space of a remote that no snapshot of any host needs; each host's uploader applies the remote's retention.
@@ -38,8 +43,10 @@ def command(dry_run: bool, remote: bool, name: str, as_json: bool) -> None:
     if use_remote(session, remote, name):
         from ciuic.cli.commands.remote.collect import prune_remote
 
-        prune_remote(session, dry_run=dry_run, as_json=as_json)
+        prune_remote(session, dry_run=dry_run, spare_cold=_seconds(spare_cold), as_json=as_json)
         return
+    if spare_cold is not None:
+        raise click.UsageError("--spare-cold goes with --remote")
     report = _prune(session, dry_run)
     if as_json:
         out_json(_document(report))
@@ -48,6 +55,15 @@ def command(dry_run: bool, remote: bool, name: str, as_json: bool) -> None:
     if report.stopped:
         # Stopped by a signal, in good order: the exit code says so.
         raise KeyboardInterrupt
+
+
+def _seconds(duration: str | None) -> int:
+    from ciuic.units import parse_duration
+
+    try:
+        return 0 if duration is None else parse_duration(duration)
+    except ValueError as error:
+        raise click.UsageError(f"--spare-cold: {error}") from error
 
 
 def _prune(session: Session, dry_run: bool) -> PruneResult:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ciuic.cli.shared.contents import as_recorded
+from ciuic.cli.shared.lazy_restore import restore_lazily, show_lazy_restores
 from ciuic.cli.shared.messages import complain, warn
 from ciuic.cli.shared.names import json_name, plural, shown, shown_text
 from ciuic.cli.shared.options import DIRECTORY, ID, SNAPSHOT_PATH, FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.session import Session, current
-from ciuic.errors import CiuicError, DestinationExists, Partial
+from ciuic.errors import CiuicError, DestinationExists, Partial, UsageError
 from ciuic.types import SAFETY_MESSAGE
 
 if TYPE_CHECKING:
@@ -67,6 +68,20 @@ _SHOWN_NAMES = 20
     " out. Default: leave them out, with exit code 8, if others may have written the repository.",
 )
 @click.option("--no-safety", is_flag=True, help="Take no safety snapshot before changing a protected root.")
+@click.option(
+    "--lazy",
+    is_flag=True,
+    help="Mount the directory at once and fetch what is read first; the command returns, and the rest follows behind it.",
+)
+@click.option("--foreground", is_flag=True, help="With --lazy: return when everything is there.")
+@click.option(
+    "--status",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=show_lazy_restores,
+    help="Show the lazy restores of this machine, and nothing else.",
+)
 @json_option
 def command(
     snapshot: str,
@@ -77,15 +92,22 @@ def command(
     dry_run: bool,
     special: bool | None,
     no_safety: bool,
+    lazy: bool,
+    foreground: bool,
     as_json: bool,
 ) -> int:
     """Restore files and directories from a snapshot.
 
     Directories are merged. Interrupted or killed, it can be run again; no file is ever half there.
     """
+    session = current()
+    if lazy or foreground:
+        _require_only_lazy(lazy, paths, overwrite, delete, dry_run)
+        return restore_lazily(
+            session, snapshot, paths[0], dest, special=special, foreground=foreground, as_json=as_json
+        )
     from ciuic.restore import Overwrite, plan_restore
 
-    session = current()
     store = session.snapshots
     source = store.load(store.resolve(snapshot))
     # Before the safety snapshot: a conflict or a mistake ends the command while nothing has been made or
@@ -104,6 +126,10 @@ def command(
         # None leaves the decision to the owners of the repository, which the operator may have overridden.
         special=True if special is None and session.trusts_repository else special,
     )
+    if session.remote_url is not None:
+        from ciuic.cli.shared.remotes.cold import refuse_archived
+
+        refuse_archived(plan.repository, str(source.id), [target.source for target in plan.targets])
     # Of what is replaced here, wherever it is restored from.
     local = session.local
     safety = None if dry_run or no_safety else _safety(local, plan)
@@ -121,6 +147,20 @@ def command(
     else:
         _print(plan, result, items, dry_run)
     return _exit_code(plan, result)
+
+
+def _require_only_lazy(
+    lazy: bool, paths: Sequence[bytes], overwrite: str | None, delete: bool, dry_run: bool
+) -> None:
+    if not lazy:
+        raise UsageError("--foreground goes with --lazy")
+    if overwrite is not None or delete or dry_run:
+        raise UsageError(
+            "--lazy restores into a new or empty directory: --overwrite, --delete and --dry-run do not go with it",
+            hint="restore without --lazy",
+        )
+    if len(paths) > 1:
+        raise UsageError("--lazy restores one directory at a time", hint="run it once for each")
 
 
 def _excluded(session: Session) -> Callable[[bytes, bool], bool] | None:

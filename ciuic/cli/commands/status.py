@@ -65,6 +65,15 @@ def _show(session: Session, document: StatusDocument, as_json: bool) -> None:
         out_json(msgspec.to_builtins(document))
     else:
         _print(document)
+        _print_lazy_restores(session)
+
+
+def _print_lazy_restores(session: Session) -> None:
+    """Print the lazy restores that are not complete; the daemon knows nothing of them."""
+    from ciuic.cli.shared.lazy_restore import incomplete_lines
+
+    for line in incomplete_lines(session):
+        _say(f"restore    {line}")
 
 
 def _watch(session: Session, as_json: bool) -> None:
@@ -293,7 +302,9 @@ def _without_daemon(session: Session, error: CiuicError, as_json: bool) -> None:
         out_json(
             {"error": error.message, "hint": error.hint, "code": error.exit_code, "daemon": None, **facts}
         )
-    elif facts:
+        return
+    _print_lazy_restores(session)
+    if facts:
         last = facts["last_snapshot"]
         if last is None:
             _say(f"store      {shown_text(facts['repository']['path'])}: no snapshots yet")

@@ -81,10 +81,16 @@ def command(
     # All ids are resolved before the first byte is read: a typing error shows at once, and not after hours.
     result = _verify(session, None if everything else resolve_all(session, ids), checksum, share)
     not_held = _not_held(session, result)
+    archived = _archived(session)
     if as_json:
-        out_json({**as_document(result), "sample": share, "not_held": not_held})
+        document = {**as_document(result), "sample": share, "not_held": not_held, "archived_packs": archived}
+        out_json(document)
     else:
         _print(result, everything, share)
+        if archived:
+            note(
+                f"{plural(len(archived), 'pack')} archived in the store: cold, not read; ciuic remote thaw ID"
+            )
         if not_held:
             named = f" ({', '.join(not_held[:_NAMED])}{', …' if len(not_held) > _NAMED else ''})"
             note(
@@ -92,6 +98,13 @@ def command(
                 "see: ciuic show ID"
             )
     return Damaged.exit_code if result.damaged else 0
+
+
+def _archived(session: Session) -> list[str]:
+    """The packs of the remote that could not be read because they are archived."""
+    if session.remote_url is None:
+        return []
+    return sorted(name for reader in session.remote.readers for name in reader.archived)
 
 
 def _not_held(session: Session, result: VerifyResult) -> list[str]:

@@ -1,12 +1,15 @@
 """Candidates of shell completion: snapshot ids, and paths inside a snapshot.
 
 Guarantees: a completion prints nothing but candidates and never fails: where the repository cannot be read there simply
-are none. Candidates for ids carry time and size as their description.
+are none. A remote is asked for four seconds at most. Candidates for ids carry time and size as their description.
 """
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import click
@@ -16,6 +19,8 @@ from ciuic.cli.shared import times
 from ciuic.cli.shared.session import Session
 from ciuic.errors import CiuicError
 
+# Who has pressed Tab waits no longer for the store of a remote. What is cached needs no more than its logs.
+_MAX_REMOTE_SECONDS: Final = 4.0
 # Nobody reads more, and a directory of a snapshot may have a million names.
 _MAX_CANDIDATES: Final = 500
 
@@ -28,13 +33,31 @@ def _session(ctx: click.Context) -> Session:
     return session
 
 
+@contextmanager
+def _bounded(session: Session) -> Iterator[None]:
+    """End the process, which has printed nothing then, if a remote takes too long; no key is asked for."""
+    if session.remote_url is None:
+        yield
+        return
+    session.may_ask = False
+    # No exception: a thread may be waiting in the client of the store, and the end of the program for it.
+    timer = threading.Timer(_MAX_REMOTE_SECONDS, os._exit, (0,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def complete_snapshot(ctx: click.Context, incomplete: str) -> list[CompletionItem]:
     """Return snapshot ids, newest first, and ``latest``."""
     from ciuic.units import human_size
 
     session = _session(ctx)
     try:
-        infos = session.repository.snapshots.list()
+        with _bounded(session):
+            infos = session.snapshots.list()
     except (CiuicError, OSError):
         return []
     finally:
@@ -58,7 +81,8 @@ def complete_snapshot_path(ctx: click.Context, incomplete: str) -> list[Completi
     """Return directories (ending in /) and files of the snapshot that the command line names, or of the newest one."""
     session = _session(ctx)
     try:
-        return _paths_in(session, _named_snapshot(ctx), os.fsencode(incomplete))
+        with _bounded(session):
+            return _paths_in(session, _named_snapshot(ctx), os.fsencode(incomplete))
     except (CiuicError, OSError):
         return []
     finally:
@@ -77,8 +101,8 @@ def _named_snapshot(ctx: click.Context) -> str:
 def _paths_in(session: Session, snapshot: str, incomplete: bytes) -> list[CompletionItem]:
     from ciuic.cli.shared.contents import children_of
 
-    repository = session.repository
-    loaded = repository.snapshots.load(repository.snapshots.resolve(snapshot))
+    loaded = session.snapshots.load(session.snapshots.resolve(snapshot))
+    repository = session.repository_of(loaded.id)
     roots = [root.path for root in loaded.roots]
     parent = incomplete[: incomplete.rfind(b"/") + 1]
     # Above the roots there is nothing in the snapshot: offer the roots themselves.

@@ -53,6 +53,18 @@ def _remember_host(context: click.Context, _: click.Parameter, value: str | None
         session.as_host = value
 
 
+def _remember_deletions(context: click.Context, _: click.Parameter, given: bool) -> None:
+    session = context.find_object(Session)
+    if given and session is not None:
+        session.behind_deletions = True
+
+
+def _remember_time(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    session = context.find_object(Session)
+    if value is not None and session is not None:
+        session.stored_before = value
+
+
 def _trusting(context: click.Context, _: click.Parameter, trusted: bool) -> None:
     session = context.find_object(Session)
     if trusted and session is not None:
@@ -100,6 +112,22 @@ def _global_params(*, hidden: bool) -> list[click.Option]:
             metavar="NAME",
             callback=_remember_host,
             help="Of a remote, only the snapshots of this host.",
+        ),
+        click.Option(
+            ["--behind-deletions"],
+            is_flag=True,
+            expose_value=False,
+            hidden=hidden,
+            callback=_remember_deletions,
+            help="Of a remote in a bucket with versions, also what was deleted or overwritten.",
+        ),
+        click.Option(
+            ["--stored-before"],
+            expose_value=False,
+            hidden=hidden,
+            metavar="TIME",
+            callback=_remember_time,
+            help="The same, without what was stored at this time or later.",
         ),
         click.Option(
             ["--trust-repository"],

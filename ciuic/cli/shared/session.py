@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ import click
 from ciuic.cli.shared.messages import complain, warn
 
 if TYPE_CHECKING:
+    from ciuic.cli.shared.remotes.opening import EveryVersion
     from ciuic.config import Config
     from ciuic.protocol.control import ControlClient
     from ciuic.remote.reading.opening import ReadableRemote
@@ -40,10 +41,16 @@ class Session:
     """URL of a remote, given with --repo."""
     as_host: str | None = None
     """Host whose snapshots are read from a remote; None for those of all."""
+    behind_deletions: bool = False
+    """--behind-deletions was given: of a remote all versions are read."""
+    stored_before: str | None = None
+    """Text of --stored-before: of a remote only what was stored before this time is read."""
     trust_option: bool = False
     """--trust-repository was given: the repository may belong to another user."""
     ignores_environment: bool = False
     """CIUIC_REPO is not read: it names the remote that another session reads."""
+    may_ask: bool = True
+    """False while words are completed: no key may be asked for."""
     verbosity: int = 0
     """-1 quiet, 0, 1 verbose, 2 with tracebacks."""
     json: bool = False
@@ -55,6 +62,8 @@ class Session:
     now_ns: int = field(default_factory=time.time_ns)
     _config: Config | None = None
     _repository: Repository | None = None
+    exit_code: int = 0
+    """Exit code of a command that does what it was asked for, where something of it could not be read."""
     _remote: ReadableRemote | None = None
     _control: ControlClient | None = None
     _closing: ExitStack = field(default_factory=ExitStack)
@@ -80,7 +89,7 @@ class Session:
 
             raise UsageError(
                 "this needs a repository on this host, and --repo names a remote",
-                hint="list, show, diff, verify and restore read a remote; prune, forget and check work on one",
+                hint="list, show, diff, verify, restore and export read a remote; prune, forget and check work on one",
             )
         # Before the configuration, which is not read then: a rescue must work where it is missing or broken.
         given = self.repo_option or self._named_by_environment()
@@ -134,6 +143,17 @@ class Session:
         return self.remote_url or str(self.repository_dir)
 
     @property
+    def every_version(self) -> EveryVersion | None:
+        """What --behind-deletions and --stored-before ask for; None where they were not given."""
+        if not self.behind_deletions and self.stored_before is None:
+            return None
+        from ciuic.cli.shared.remotes.opening import EveryVersion
+        from ciuic.cli.shared.times import parse_when
+
+        before_ns = None if self.stored_before is None else parse_when(self.stored_before, self.now_ns)
+        return EveryVersion(before_ns)
+
+    @property
     def remote(self) -> ReadableRemote:
         """The remote that is read, open until the run ends."""
         if self._remote is None:
@@ -142,20 +162,45 @@ class Session:
             assert self.remote_url is not None
             self._take_events()
             opened = self._closing.enter_context(
-                open_named_remote(self.remote_url, lambda: self.config.remotes)
+                open_named_remote(
+                    self.remote_url,
+                    lambda: self.config.remotes,
+                    self.every_version,
+                    may_ask=self.may_ask,
+                )
             )
+            self._say_if_damaged(opened)
             self._remote = opened if self.as_host is None else opened.of_host(self.as_host)
         return self._remote
+
+    def narrow_remote(self, choose: Callable[[ReadableRemote], ReadableRemote]) -> None:
+        """Read, from now on, what ``choose`` returns for the remote."""
+        self._remote = choose(self.remote)
+
+    def _say_if_damaged(self, opened: ReadableRemote) -> None:
+        from ciuic.cli.shared.messages import warn
+
+        for damage in opened.log_damage:
+            warn(
+                f"{damage.message}; a snapshot that only this entry commits is not shown",
+                hint="ciuic check --remote --repair",
+            )
+            self.exit_code = damage.exit_code
 
     @property
     def snapshots(self) -> CommittedSnapshots:
         """The snapshots of the repository, or of the remote."""
         if self.remote_url is not None:
             return self.remote.snapshots
-        if self.as_host is not None:
-            from ciuic.errors import UsageError
+        for option, given in (
+            ("--as-host", self.as_host is not None),
+            ("--behind-deletions", self.behind_deletions),
+            ("--stored-before", self.stored_before is not None),
+        ):
+            if given:
+                from ciuic.errors import UsageError
 
-            raise UsageError("--as-host goes with the URL of a remote: --repo s3://…")
+                raise UsageError(f"{option} goes with the URL of a remote: --repo s3://…")
         return self.repository.snapshots
 
     @property

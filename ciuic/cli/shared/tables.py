@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from ciuic.cli.shared.output import MIN_WIDTH, out, terminal_width, wrapped
 
-# A path or a sentence that is folded more often is read by nobody.
+# A path or a sentence that is folded more often cannot be read.
 _LEAST_WIDTH: Final = 24
 """Width down to which a column may shrink, in columns of the terminal."""
 
@@ -104,7 +104,8 @@ def _draw(columns: Sequence[Column], rows: Sequence[Row]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    # Two blanks between columns, as in a pipe: one is the right padding, one the line of the box.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(
             column.header,

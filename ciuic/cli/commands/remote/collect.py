@@ -17,13 +17,22 @@ if TYPE_CHECKING:
     from ciuic.remote.upkeep.collect import CollectedSpace
 
 
-def prune_remote(session: Session, *, dry_run: bool, as_json: bool) -> None:
-    """Collect the remote that the session reads, and print the result."""
+def prune_remote(session: Session, *, dry_run: bool, spare_cold: int, as_json: bool) -> None:
+    """Collect the remote that the session reads, and print the result.
+
+    Args:
+        session: The session.
+        dry_run: Only say what would be done.
+        spare_cold: Seconds since when packs that became cold are spared.
+        as_json: Print a document.
+    """
     from ciuic.cli.shared.progress import progress
+    from ciuic.remote.collection.collector import DEFAULT_POLICY
     from ciuic.remote.upkeep.collect import collect_remote, preview_collection
 
     # Opened here: the question for a passphrase would stand in the middle of a progress line.
     opened = session.remote
+    policy = DEFAULT_POLICY._replace(spare_cold_ns=spare_cold * 10**9)
     with progress("prune") as reporter:
         marked = 0
 
@@ -33,9 +42,9 @@ def prune_remote(session: Session, *, dry_run: bool, as_json: bool) -> None:
             reporter.step("mark", marked, 0)
 
         if dry_run:
-            spaces = preview_collection(opened, now_ns=session.now_ns, between=between)
+            spaces = preview_collection(opened, now_ns=session.now_ns, policy=policy, between=between)
         else:
-            spaces = collect_remote(opened, host=socket.gethostname(), between=between)
+            spaces = collect_remote(opened, host=socket.gethostname(), policy=policy, between=between)
     if as_json:
         out_json(_document(opened.remote.objects.url, dry_run, spaces))
         return
@@ -55,7 +64,10 @@ def _document(url: str, dry_run: bool, spaces: list[CollectedSpace]) -> dict[str
                 "freed_bytes": space.freed_bytes,
                 "repacked_bytes": space.repacked_bytes,
                 "rescued": space.rescued,
+                "cold_packs": list(space.cold),
                 "unreadable_packs": list(space.unreadable),
+                "decayed_packs": list(space.decayed),
+                "checked_bytes": space.checked_bytes,
                 "unfinished_round": space.unfinished,
             }
             for space in spaces
@@ -77,6 +89,19 @@ def _print(dry_run: bool, spaces: list[CollectedSpace]) -> None:
     out_prose(line, 2)
     if any(space.unfinished for space in spaces):
         note("a collection is under way or was interrupted: ciuic prune --remote ends it first")
+    cold = sum(len(space.cold) for space in spaces)
+    if cold:
+        verb = "would be" if dry_run else "were"
+        note(
+            f"{cold} of these packs {verb} cold: stores charge for the rest of the class's minimum duration; "
+            "--spare-cold 180d leaves younger ones"
+        )
+    decayed = sum(len(space.decayed) for space in spaces)
+    if decayed:
+        warn(
+            f"{plural(decayed, 'pack')} cannot be read in part; other copies of what is needed stay",
+            hint="ciuic check --remote --repair --read-data",
+        )
     unreadable = sum(len(space.unreadable) for space in spaces)
     if unreadable:
         warn(

@@ -13,6 +13,7 @@ import click
 
 from ciuic.cli.commands.remote import targets
 from ciuic.cli.shared import times
+from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import plural, shown_text
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json, out_prose
@@ -172,8 +173,10 @@ def _space(remote: Remote) -> dict[str, Any]:
     from ciuic.remote.log.log_reader import LogReader
 
     sizes = [info.size_bytes for info in remote.objects.list(PACKS_PREFIX)]
-    reader = LogReader(remote.objects, remote.sealer)
+    reader = LogReader(remote.objects, remote.sealer, skip_damaged=True)
     reader.refresh()
+    for damaged in reader.damaged.values():
+        warn(damaged.error.message, hint="ciuic check --remote --repair")
     names = [parsed for name in reader.live() if (parsed := parse_manifest(name))]
     return {
         "id": remote.id,

@@ -133,12 +133,10 @@ def opened(config: RemoteConfig, objects: Objects) -> Remote:
 
 def typed_secret() -> SlotSecret:
     """Ask for a passphrase or recovery key. The prompt goes to stderr, and what is typed is not shown."""
-    from ciuic.remote.sealing.slot_secret import passphrase_secret, recovery_secret
+    from ciuic.remote.sealing import slot_secret
 
     text = click.prompt("Passphrase or recovery key of the remote", hide_input=True, err=True)
-    if text.strip().lower().startswith("ciuic-"):
-        return recovery_secret(text)
-    return passphrase_secret(text)
+    return slot_secret.typed_secret(text)
 
 
 def new_passphrase() -> SlotSecret:

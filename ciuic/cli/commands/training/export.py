@@ -57,11 +57,14 @@ def command(
     from ciuic.training.export.exporting import export
 
     session = current()
+    id_ = session.snapshots.resolve(snapshot)
+    # A remote is opened once: its repository opens itself again for each thread that reads.
+    remote = None if session.remote_url is None else session.remote.repository_of([id_])
     done = export(
-        session.repository_dir,
+        session.repository_dir if remote is None else remote.reopen,
         Path(os.fsdecode(path)),
         to,
-        snapshot=session.repository.snapshots.resolve(snapshot),
+        snapshot=id_,
         only=only,
         ranks=ranks,
         overwrite=overwrite,

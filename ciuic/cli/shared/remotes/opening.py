@@ -8,28 +8,50 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 
-from ciuic.errors import CiuicError, UsageError
+from ciuic.cli.shared.messages import complain
+from ciuic.errors import CiuicError, NotFound, UsageError
 
 if TYPE_CHECKING:
     from ciuic.config import RemoteConfig
+    from ciuic.remote.objects.model import Objects
     from ciuic.remote.objects.urls import StoreSettings
     from ciuic.remote.reading.opening import ReadableRemote
     from ciuic.remote.sealing.slot_secret import SlotSecret
 
-_RECOVERY_MARK: Final = "ciuic-"
+# People type keys from paper.
+_TRIES: Final = 3
+_STORE_HINT: Final = (
+    "check the URL and the network; the server of an S3-compatible store is AWS_ENDPOINT_URL, or endpoint under [remote]; "
+    "credentials are where the store's own tools have them"
+)
 _INSTALL_HINT: Final = "pip install 'ciuic[remote]'"
 
 
-def open_named_remote(url: str, remotes: Callable[[], Sequence[RemoteConfig]]) -> ReadableRemote:
+class EveryVersion(NamedTuple):
+    """Wish to read all versions of a remote's objects."""
+
+    before_ns: int | None
+    """Leave out what was stored at this time or later (ns since 1970); None for nothing."""
+
+
+def open_named_remote(
+    url: str,
+    remotes: Callable[[], Sequence[RemoteConfig]],
+    every_version: EveryVersion | None = None,
+    *,
+    may_ask: bool = True,
+) -> ReadableRemote:
     """Open the remote with this URL.
 
     Args:
         url: Place of the remote.
         remotes: Returns what the configuration says of remotes; may raise CiuicError.
+        every_version: Read it behind deletions; None to read what is there.
+        may_ask: Ask for a key on a terminal if there is none.
 
     Raises:
         UsageError: the URL is none of a remote, or the packages for remotes are not installed.
@@ -39,7 +61,8 @@ def open_named_remote(url: str, remotes: Callable[[], Sequence[RemoteConfig]]) -
         # Only here: the other commands do without these packages.
         from ciuic.remote.access.secrets import configured_secrets
         from ciuic.remote.errors import WrongKey
-        from ciuic.remote.reading.opening import open_remote_repository
+        from ciuic.remote.objects.model import NoSuchBucket, RemoteRefused, RemoteUnreachable
+        from ciuic.remote.reading.opening import open_behind_deletions, open_remote_repository
     except ImportError as error:
         raise UsageError(
             f"remotes need a package that is not installed: {error}", hint=_INSTALL_HINT
@@ -49,13 +72,54 @@ def open_named_remote(url: str, remotes: Callable[[], Sequence[RemoteConfig]]) -
     secrets = configured_secrets(config)
     # An attacker who can write to the bucket could otherwise have a host without a key read forged snapshots.
     sealed = config is not None and config.encryption
+
+    def opened(secrets: Sequence[SlotSecret]) -> ReadableRemote:
+        if every_version is None:
+            return open_remote_repository(url, settings, secrets, require_sealed=sealed)
+        before_ns = every_version.before_ns
+        return open_behind_deletions(url, settings, secrets, before_ns=before_ns, require_sealed=sealed)
+
     try:
-        return open_remote_repository(url, settings, secrets, require_sealed=sealed)
+        return opened(secrets)
+    except (RemoteUnreachable, RemoteRefused, NoSuchBucket) as error:
+        raise _named(error, url) from None
+    except NotFound as error:
+        # A reader has mistyped the URL: nothing is to be made there.
+        error.hint = "check the URL: its bucket and its prefix, as `ciuic remote status` on a host shows them"
+        raise
     except WrongKey:
-        if secrets or not sys.stdin.isatty():
+        if secrets or not may_ask or not sys.stdin.isatty():
             raise
-    secrets = [_asked(url)]
-    return open_remote_repository(url, settings, secrets, require_sealed=sealed)
+    for left in reversed(range(_TRIES)):
+        try:
+            return opened([_asked(url)])
+        except (WrongKey, UsageError) as error:
+            if not left:
+                raise
+            complain("\n  ".join(filter(None, (f"{error.message}; once more", error.hint))))
+    raise AssertionError("the last try returns or raises")
+
+
+def _named(error: CiuicError, url: str) -> CiuicError:
+    """Return the error with the URL in it, and with what to look at where it does not say."""
+    # Of a bucket that is not there only the name is known to be wrong.
+    hint = error.hint if error.exit_code != NotFound.exit_code else _STORE_HINT
+    if not hint:
+        hint = "is its file system mounted, and the path right?" if url.startswith("file:") else _STORE_HINT
+    return type(error)(f"{url}: {error.message}", hint=hint)
+
+
+def open_named_objects(url: str, remotes: Callable[[], Sequence[RemoteConfig]]) -> Objects:
+    """Return the objects of the remote with this URL, to be written to.
+
+    Args:
+        url: Place of the remote.
+        remotes: Returns what the configuration says of remotes; may raise CiuicError.
+    """
+    from ciuic.remote.objects.opening import open_objects
+
+    config = _configured(url, remotes)
+    return open_objects(url, None if config is None else _settings(config))
 
 
 def _configured(url: str, remotes: Callable[[], Sequence[RemoteConfig]]) -> RemoteConfig | None:
@@ -79,8 +143,6 @@ def _settings(config: RemoteConfig) -> StoreSettings:
 
 def _asked(url: str) -> SlotSecret:
     """Ask for a passphrase, or a recovery key as it was printed."""
-    from ciuic.remote.sealing.slot_secret import passphrase_secret, recovery_secret
+    from ciuic.remote.sealing.slot_secret import typed_secret
 
-    text: str = click.prompt(f"passphrase or recovery key of {url}", hide_input=True, err=True)
-    is_recovery = text.strip().lower().startswith(_RECOVERY_MARK)
-    return recovery_secret(text) if is_recovery else passphrase_secret(text)
+    return typed_secret(click.prompt(f"passphrase or recovery key of {url}", hide_input=True, err=True))
