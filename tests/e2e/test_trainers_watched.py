@@ -199,5 +199,7 @@ def test_another_daemon_goes_on_watching(site: Live, root: Path) -> None:
         lives.kill()
         named.kill()
         wait_until_true(lambda: incidents(site, "lives") and incidents(site, "named"), "their incidents")
-        for name in ("dies", "lives", "named"):
+        for name in ("lives", "named"):
             assert [one.kind for one in incidents(site, name)] == ["died"]
+        # Lost, where the daemon looked before its writer had told the end.
+        assert [one.kind for one in incidents(site, "dies")] in (["died"], ["lost"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ import pytest
 from support import remote_training
 from support.object_servers import SeaweedFS, environment_for_s3, seaweedfs
 from support.remote_training import RemoteHost, host, wait_until
+from support.uploaded_training import stored_states
 
 from ciuic import SnapshotManager
 from ciuic.errors import CiuicError, UsageError
 from ciuic.remote.objects.model import RemoteUnreachable
 from ciuic.repository import Repository
 from ciuic.training import NothingGood
-from ciuic.training.remote.uploads import record_of
 
 __all__ = ["host", "seaweedfs"]
 
@@ -33,15 +32,6 @@ def nas(tmp_path: Path) -> Path:
     place = tmp_path / "nas"
     place.mkdir()
     return place
-
-
-def _stored(save_dir: Path) -> frozenset[str]:
-    """Return the snapshots that the only remote of a directory has."""
-    if not (save_dir / "remotes").is_dir() or not Repository.exists(save_dir):
-        return frozenset()
-    with Repository.open(save_dir) as repository:
-        records = [record_of(str(save_dir), name, repository.id) for name in os.listdir(save_dir / "remotes")]
-    return frozenset().union(*(record.stored for record in records if record is not None))
 
 
 def _local(host: RemoteHost) -> Path:
@@ -64,7 +54,7 @@ def test_a_run_goes_on_elsewhere_to_the_bit(tmp_path: Path, store: tuple[str, di
     try:
         running = lost.start(TRAINING, url, "1000000", str(tmp_path / "never"), "0.05")
         trainings = lost.place / "state" / "ciuic" / "trainings"
-        wait_until(lambda: trainings.is_dir() and any(_stored(one) for one in trainings.iterdir()))
+        wait_until(lambda: trainings.is_dir() and any(stored_states(one) for one in trainings.iterdir()))
         lost.kill()
         running.wait()
         shutil.rmtree(lost.place)
@@ -103,7 +93,7 @@ def test_a_killed_upload_is_started_again(host: RemoteHost, nas: Path, tmp_path:
             ids.append(_save(manager, value).wait(remote_training.WAIT_SECONDS, remote=True))
             assert len(host.kill(UPLOAD)) == 1
         assert None not in ids
-        assert _stored(tmp_path / "local") == set(ids)
+        assert stored_states(tmp_path / "local") == set(ids)
         # The lock of a killed process is free when the kernel has ended it.
         wait_until(lambda: not manager.remote_status()[0].uploading)
         (status,) = manager.remote_status()
@@ -124,7 +114,7 @@ manager.save_snapshot(weights={{"w": np.ones(50_000)}})
     with Repository.open(tmp_path / "local") as repository:
         ids = repository.snapshots.names()
     assert len(ids) == 1
-    assert _stored(tmp_path / "local") == ids
+    assert stored_states(tmp_path / "local") == ids
 
 
 def test_a_store_that_is_away_delays_no_save(host: RemoteHost, nas: Path, tmp_path: Path) -> None:
@@ -146,7 +136,7 @@ def test_a_store_that_is_away_delays_no_save(host: RemoteHost, nas: Path, tmp_pa
         assert manager.wait_remote(remote_training.WAIT_SECONDS)
         wait_until(lambda: not manager.remote_status()[0].behind)
         last = _save(manager, 9).wait(remote_training.WAIT_SECONDS, remote=True)
-    assert _stored(local) >= {last}
+    assert stored_states(local) >= {last}
     with SnapshotManager(local) as manager:
         # What the remote has is removed by the rules again.
         assert first not in {one.id for one in manager.list_snapshots()}
@@ -215,7 +205,7 @@ def test_a_remote_is_made_with_a_key_alone(
 ) -> None:
     """Without a key the error names the command that makes a remote; nothing is made, here or there."""
     url = f"file://{nas}"
-    monkeypatch.delenv("CIUIC_REMOTE_PASSPHRASE")
+    monkeypatch.delenv("CIUIC_REMOTE_KEY_FILE")
     with pytest.raises(UsageError) as caught:
         SnapshotManager(tmp_path / "local", remote=url)
     assert f"ciuic remote init {url}" in caught.value.hint
@@ -265,7 +255,9 @@ seen = {"rank": [rank]}
 manager = SnapshotManager(sys.argv[1], remote=sys.argv[2])
 manager.register(model=model, seen=seen)
 resumed = manager.resume()
-print(rank, resumed and resumed.id, seen["rank"], float(model.weight.sum()), flush=True)
+# A file of each: two processes and a library write to this output.
+with open(sys.argv[3] + str(rank), "w") as told:
+    print(rank, resumed and resumed.id, seen["rank"], float(model.weight.sum()), file=told)
 if resumed is None:
     with torch.no_grad():
         model.weight.fill_(3.0)
@@ -289,10 +281,15 @@ def test_two_ranks_resume_elsewhere(host: RemoteHost, nas: Path, tmp_path: Path)
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     url = f"file://{nas}"
-    first = sorted(host.run(script, str(tmp_path / "first"), url).stdout.splitlines())
+
+    def told(place: str) -> list[str]:
+        host.run(script, str(tmp_path / place), url, str(tmp_path / f"told-{place}-"))
+        return [(tmp_path / f"told-{place}-{rank}").read_text().strip() for rank in range(2)]
+
+    first = told("first")
     assert [line.split()[:2] for line in first] == [["0", "None"], ["1", "None"]]
     wait_until(lambda: not host.processes())
-    (id_,) = _stored(tmp_path / "first")
+    (id_,) = stored_states(tmp_path / "first")
     shutil.rmtree(tmp_path / "first")
-    again = sorted(host.run(script, str(tmp_path / "second"), url).stdout.splitlines())
+    again = told("second")
     assert again == [f"0 {id_} [0, 10] 12288.0", f"1 {id_} [1, 11] 12288.0"]

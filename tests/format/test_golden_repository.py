@@ -13,7 +13,7 @@ from ciuic.repository import Repository, Walker
 from ciuic.repository.config import read_config
 from ciuic.types import Entry, SnapshotId
 
-GOLDEN = sorted(Path(__file__).parent.glob("golden-*"))
+GOLDEN = sorted(Path(__file__).parent.glob("golden-[0-9]"))
 
 
 @pytest.fixture(params=GOLDEN, ids=lambda path: path.name)

@@ -9,18 +9,14 @@ repository. Differences are printed, and the exit status is 1 if a test passes w
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
-from pathlib import Path
 from typing import Final
 
-from outcomes import Suite
+from outcomes import compare_files
 
 # One repository for all: a test loads with a second Accelerator what the first has saved, as a program would in its
 # next run. Its manager is closed before, as the end of a run does.
 _HOOKS: Final = """
-import tempfile
 
 def _ours(module):
     theirs, managers = module.Accelerator.__init__, []
@@ -40,24 +36,5 @@ os.environ["ACCELERATE_USE_CPU"] = "true"
 """
 
 
-def main() -> int:
-    """Compare the outcomes of all files that are named on the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("-k", dest="select", default="", help="as of pytest")
-    parser.add_argument("--keep", type=Path, help="directory in which the logs stay")
-    chosen = parser.parse_args()
-    worse = 0
-    with tempfile.TemporaryDirectory() as temporary:
-        logs = (chosen.keep or Path(temporary)).resolve()
-        logs.mkdir(parents=True, exist_ok=True)
-        for file in map(Path.resolve, chosen.files):
-            options = ("-k", chosen.select) if chosen.select else ()
-            worse += Suite(file.stem, (file,), file.parent, _HOOKS, options=options).compare(["ciuic"], logs)
-    return int(worse > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compare_files(__doc__, _HOOKS))

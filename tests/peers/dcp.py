@@ -10,13 +10,10 @@ ours.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
-from pathlib import Path
 from typing import Final
 
-from outcomes import Suite
+from outcomes import compare_files
 
 _HOOKS: Final = """
 def _on_cpu(module):
@@ -36,24 +33,5 @@ if VARIANT:
 """
 
 
-def main() -> int:
-    """Compare the outcomes of all files that are named on the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("-k", dest="select", default="", help="as of pytest")
-    parser.add_argument("--keep", type=Path, help="directory in which the logs stay")
-    chosen = parser.parse_args()
-    worse = 0
-    with tempfile.TemporaryDirectory() as temporary:
-        logs = (chosen.keep or Path(temporary)).resolve()
-        logs.mkdir(parents=True, exist_ok=True)
-        for file in map(Path.resolve, chosen.files):
-            options = ("-k", chosen.select) if chosen.select else ()
-            worse += Suite(file.stem, (file,), file.parent, _HOOKS, options=options).compare(["ciuic"], logs)
-    return int(worse > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compare_files(__doc__, _HOOKS))

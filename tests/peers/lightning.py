@@ -11,18 +11,14 @@ and the exit status is 1 if a test passes without the plugin and not with it. Te
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
-from pathlib import Path
 from typing import Final
 
-from outcomes import Suite
+from outcomes import Suite, command_line
 
 # Lightning makes a TorchCheckpointIO for each strategy that was given no plugin. The managers of one test are closed when
 # the next one begins: each has a process.
 _HOOKS: Final = """
-import tempfile
 
 def _ours(module):
     plugins, of_test = [], [None]
@@ -48,24 +44,12 @@ _VARIANTS: Final = ("all", "best,last")
 
 def main() -> int:
     """Compare the outcomes of the files and directories that are named on the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("tests", nargs="+", type=Path)
-    parser.add_argument("-k", dest="select", default="", help="as of pytest")
-    parser.add_argument("--keep", type=Path, help="directory in which the logs stay")
-    chosen = parser.parse_args()
-    tests = [one.resolve() for one in chosen.tests]
-    root = next(one for one in tests[0].parents if one.name == "tests")
-    # Checkpoints of old versions have to be downloaded.
-    options = [
-        "--ignore-glob=*/test_legacy_checkpoints.py",
-        *(("-k", chosen.select) if chosen.select else ()),
-    ]
-    with tempfile.TemporaryDirectory() as temporary:
-        logs = (chosen.keep or Path(temporary)).resolve()
-        logs.mkdir(parents=True, exist_ok=True)
-        return int(Suite("lightning", tests, root, _HOOKS, options=options).compare(_VARIANTS, logs) > 0)
+    with command_line(__doc__) as command:
+        root = next(one for one in command.tests[0].parents if one.name == "tests")
+        # Checkpoints of old versions have to be downloaded.
+        options = ["--ignore-glob=*/test_legacy_checkpoints.py", *command.options]
+        suite = Suite("lightning", command.tests, root, _HOOKS, options=options)
+        return int(suite.compare(_VARIANTS, command.logs) > 0)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,18 @@ replaces the parts before the tests import them, also in the processes that they
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 CHECKOUT: Final = Path(__file__).parents[2]
 VARIANT: Final = "PEERS_VARIANT"
@@ -126,3 +129,42 @@ def _print_differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> in
             worse += outcome == "passed"
             print(f"  {name}: theirs {outcome}, ciuic {other}")
     return worse
+
+
+class Command(NamedTuple):
+    """Command line of a program that compares."""
+
+    tests: list[Path]
+    options: list[str]
+    """Options for pytest."""
+    logs: Path
+    """Directory for the logs, which exists."""
+
+
+@contextmanager
+def command_line(description: str | None) -> Iterator[Command]:
+    """Yield the command line; logs without a name of their own are removed at the end."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tests", nargs="+", type=Path)
+    parser.add_argument("-k", dest="select", default="", help="as of pytest")
+    parser.add_argument("--keep", type=Path, help="directory in which the logs stay")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        logs = (chosen.keep or Path(temporary)).resolve()
+        logs.mkdir(parents=True, exist_ok=True)
+        options = ["-k", chosen.select] if chosen.select else []
+        yield Command([one.resolve() for one in chosen.tests], options, logs)
+
+
+def compare_files(description: str | None, hooks: str) -> int:
+    """Compare the outcomes of each file on the command line; return the exit status."""
+    with command_line(description) as command:
+        worse = [
+            Suite(file.stem, (file,), file.parent, hooks, options=command.options).compare(
+                ["ciuic"], command.logs
+            )
+            for file in command.tests
+        ]
+    return int(any(worse))

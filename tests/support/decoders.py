@@ -40,6 +40,23 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
     "ciuic/repository/format/tree_format.py": ("tree leaf", "tree node", "link table", "attributes"),
     "ciuic/config/repository_mark.py": ("mark of a repository",),
     "ciuic/restore/files/attributes.py": ("access ACL",),
+    **dict.fromkeys(
+        (
+            "ciuic/verdicts/formats/safetensors.py",
+            "ciuic/verdicts/formats/zip_archive.py",
+            "ciuic/verdicts/formats/gguf.py",
+            "ciuic/verdicts/formats/npy.py",
+            "ciuic/verdicts/formats/hdf5.py",
+            "ciuic/verdicts/formats/hdf5_objects.py",
+            "ciuic/verdicts/formats/lookup3.py",
+            "ciuic/verdicts/formats/opcodes.py",
+            "ciuic/verdicts/formats/pickles.py",
+        ),
+        ("checkpoint that is judged",),
+    ),
+    "ciuic/verdicts/formats/tensor_bundle.py": ("directory that is judged",),
+    "ciuic/verdicts/directories/sharded.py": ("directory that is judged",),
+    "ciuic/verdicts/directories/orbax.py": ("directory that is judged",),
     "ciuic/restore/files/journal.py": ("mark of a restore",),
     "ciuic/maintenance/scrub_state.py": ("pass of a scrub",),
     "ciuic/training/compare/stored_tensors.py": ("tensors of a training", "safetensors header"),
@@ -84,6 +101,10 @@ READERS: Final[dict[str, tuple[str, ...]]] = {
 """Map from module to the readers that reach its decoders."""
 
 OURS: Final[dict[str, str]] = {
+    "ciuic/remote/sealing/passphrase_key.py": "the parent process, through a pipe",
+    "ciuic/lazy/driver.py": "requests, written by the kernel",
+    "ciuic/lazy/layout.py": "a file of root in a directory that only root may enter",
+    "ciuic/lazy/progress.py": "files of root in the runtime directory",
     "ciuic/remote/access/remote.py": "random bytes of this process",
     "ciuic/training/remote/upload_process.py": "an argument that the trainer gives its own process",
     "ciuic/remote/log/writer_state.py": "a file in a directory of the uploader's own",

@@ -87,7 +87,7 @@ def fill(corpus: Path, only: str = "") -> int:
 
     number = {reader.name: at for at, reader in enumerate(readers())}
     seeds = [bytes([number[reader.name]]) + reader.valid for reader in readers()]
-    for golden in _GOLDEN.glob("golden-*"):
+    for golden in _GOLDEN.glob("golden-[0-9]"):
         seeds += [bytes([number[name]]) + data for name, data in _of_repository(golden)]
     seeds += map(_as_input, REGRESSIONS)
     if only:

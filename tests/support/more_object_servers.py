@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import quote
 
-from support.object_servers import ACCESS_KEY, SECRET_KEY, connect_s3, free_ports
+from support.object_servers import ACCESS_KEY, SECRET_KEY, connect_s3, environment_for_s3, free_ports
 
 from ciuic.remote.objects.clients import Clients
 from ciuic.remote.objects.obstore_objects import ObstoreObjects
@@ -96,14 +96,16 @@ class Azurite:
         """Return the URL of a new prefix."""
         return f"az://tests/{uuid.uuid4().hex}"
 
+    def environment(self, endpoint: str = "") -> dict[str, str]:
+        """Return the environment in which programs find this server, perhaps through a proxy."""
+        fields = f"AccountName={_AZURE_ACCOUNT};AccountKey={_AZURE_KEY};"
+        text = f"{fields}BlobEndpoint={endpoint or self.endpoint}/{_AZURE_ACCOUNT}"
+        return {"AZURE_STORAGE_CONNECTION_STRING": text, "NO_PROXY": "127.0.0.1"}
+
     def connect(self, url: str, endpoint: str = "") -> ObstoreObjects:
         """Return a client, perhaps through a proxy."""
         where, settings = parse_url(url), StoreSettings()
-        fields = f"AccountName={_AZURE_ACCOUNT};AccountKey={_AZURE_KEY};"
-        text = f"{fields}BlobEndpoint={endpoint or self.endpoint}/{_AZURE_ACCOUNT}"
-        return ObstoreObjects(
-            where, settings, clients=Clients(where, settings, {"AZURE_STORAGE_CONNECTION_STRING": text})
-        )
+        return ObstoreObjects(where, settings, clients=Clients(where, settings, self.environment(endpoint)))
 
     def _make_container(self, name: str) -> int:
         """Make a container, which obstore does not; "Authorize with Shared Key", Azure Storage REST API."""
@@ -155,6 +157,10 @@ class Ceph:
     def new_url(self, bucket: str = "tests") -> str:
         """Return the URL of a new prefix."""
         return f"s3://{bucket}/{uuid.uuid4().hex}"
+
+    def environment(self, endpoint: str = "") -> dict[str, str]:
+        """Return the environment in which programs find this server, perhaps through a proxy."""
+        return environment_for_s3(endpoint or self.endpoint)
 
     def connect(self, url: str, endpoint: str = "") -> ObstoreObjects:
         """Return a client, perhaps through a proxy."""

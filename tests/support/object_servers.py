@@ -21,6 +21,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +31,14 @@ from support.ci import needs
 from ciuic.remote.objects.clients import Clients
 from ciuic.remote.objects.model import RemoteRefused, RemoteUnreachable
 from ciuic.remote.objects.obstore_objects import ObstoreObjects
+from ciuic.remote.objects.s3_client import S3Client
 from ciuic.remote.objects.urls import StoreSettings, parse_url
 
 ACCESS_KEY = "test-access-key"
 SECRET_KEY = "test-secret-key-that-no-message-may-show"
 _START_TIMEOUT_SECONDS = 60
 _MAX_STARTS = 3
+_PIECE_BYTES = 64 << 10
 _SERVICES = ("master", "volume", "filer", "s3")
 
 
@@ -143,7 +146,7 @@ class SeaweedFS:
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", int(self.endpoint.rpartition(":")[2])), 1).close()
                 with contextlib.suppress(RemoteUnreachable, RemoteRefused):
-                    connect_s3("s3://first", self.endpoint).put("ready", [b"1"])
+                    connect_s3("s3://tests", self.endpoint).put("ready", [b"1"])
                     return True
             time.sleep(0.1)
         return False
@@ -155,6 +158,10 @@ class SeaweedFS:
             self._process.wait(30)
             self._process = None
 
+    def environment(self, endpoint: str = "") -> dict[str, str]:
+        """Return the environment in which programs find this server, perhaps through a proxy."""
+        return environment_for_s3(endpoint or self.endpoint)
+
     def connect(self, url: str, endpoint: str = "", **settings: Any) -> ObstoreObjects:
         """Return a client of this server, perhaps through a proxy."""
         return connect_s3(url, endpoint or self.endpoint, **settings)
@@ -162,6 +169,25 @@ class SeaweedFS:
     def new_url(self) -> str:
         """Return the URL of a new prefix. Buckets are made by the first PUT; each takes a volume of the server."""
         return f"s3://tests/{uuid.uuid4().hex}"
+
+    def versioned_url(self, *, locked: bool = False) -> str:
+        """Return the URL of a new prefix in a bucket with versions; with a default retention of a day where ``locked``."""
+        bucket = "locked" if locked else "versioned"
+        client = S3Client(
+            parse_url(f"s3://{bucket}"), StoreSettings(), environment_for_s3(self.endpoint)
+        ).client
+        try:
+            client.head_bucket(Bucket=bucket)
+        except Exception:
+            client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=locked)
+            client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+            if locked:
+                rule = {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 1}}
+                client.put_object_lock_configuration(
+                    Bucket=bucket, ObjectLockConfiguration={"ObjectLockEnabled": "Enabled", "Rule": rule}
+                )
+        client.close()
+        return f"s3://{bucket}/{uuid.uuid4().hex}"
 
 
 def free_ports(count: int) -> list[int]:
@@ -200,6 +226,8 @@ class Fault(NamedTuple):
     """Close the connection, and pass nothing on."""
     drops_reply: bool = False
     """Pass the request on, then close the connection without an answer."""
+    cuts_request_at: int | None = None
+    """Take so many bytes of the body, then close the connection, and pass nothing on."""
     cuts_reply_at: int | None = None
     """Send the whole header and so many bytes of the body, then close the connection."""
     delay: Callable[[], None] | None = None
@@ -226,6 +254,12 @@ class FaultProxy:
         self._upstream = endpoint.removeprefix("http://")
         self.fault: Callable[[Request], Fault | None] = lambda _request: None
         self.requests: list[Request] = []
+        self.body_bytes = 0
+        """Bytes of bodies that came, those of requests that were cut off included."""
+        self.cut_bodies = 0
+        """Bodies that ended before their length, because their client did."""
+        self.pace: Callable[[int], object] = lambda _size_bytes: None
+        """Called for each piece of a body, with its size: waits where the network is to be slow."""
         self._lock = threading.Lock()
         proxy = self
 
@@ -234,6 +268,8 @@ class FaultProxy:
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        # Connections inherit it: a client that is killed has not handed over much more than was received.
+        self._server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2 * _PIECE_BYTES)
         self._server.block_on_close = False
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -270,6 +306,24 @@ class FaultProxy:
             self.requests.append(request)
             return self.fault(request) or Fault()
 
+    def receive(self, file: BufferedIOBase, length: int) -> bytes:
+        """Read a body, or as much of it as the client sends."""
+        pieces: list[bytes] = []
+        try:
+            self._receive(file, length, pieces)
+        finally:
+            with self._lock:
+                self.cut_bodies += sum(map(len, pieces)) < length
+        return b"".join(pieces)
+
+    def _receive(self, file: BufferedIOBase, length: int, pieces: list[bytes]) -> None:
+        while length and (piece := file.read1(min(length, _PIECE_BYTES))):
+            pieces.append(piece)
+            length -= len(piece)
+            with self._lock:
+                self.body_bytes += len(piece)
+            self.pace(len(piece))
+
     def ask(
         self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes]:
@@ -297,8 +351,12 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Keep quiet."""
 
+    def handle(self) -> None:
+        """Serve the connection; a client that ends in the middle of anything is part of the tests."""
+        with contextlib.suppress(ConnectionError):
+            super().handle()
+
     def _serve(self) -> None:
-        # A client that ends in the middle is part of the tests.
         try:
             self._answer()
         except (ConnectionError, http.client.HTTPException, TimeoutError):
@@ -320,12 +378,15 @@ class _ProxyHandler(http.server.BaseHTTPRequestHandler):
         self._serve()
 
     def _answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = int(self.headers.get("Content-Length") or 0)
         headers = {name.lower(): value for name, value in self.headers.items()}
         fault = self.owner.decide(Request(self.command, self.path, headers))
+        cut_at = fault.cuts_request_at
+        body = self.owner.receive(self.rfile, length if cut_at is None else min(length, cut_at))
         if fault.delay is not None:
             fault.delay()
-        if fault.drops_request:
+        # Also where the client ended before its body did.
+        if fault.drops_request or cut_at is not None or len(body) < length:
             self._drop()
         elif fault.status:
             self._send(fault.status, [], fault.body, None)

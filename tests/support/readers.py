@@ -217,6 +217,7 @@ def readers() -> list[Reader]:
     footer = bytes(pf.encode_footer(8192 - 80, _RECORDS))
     from support.more_readers import more_readers
     from support.remote_readers import remote_readers
+    from support.verdict_readers import verdict_readers
 
     known = [
         Reader("tree leaf", _body("leaf", False), encode_leaf([_ENTRY], False)),
@@ -248,7 +249,7 @@ def readers() -> list[Reader]:
         Reader("message of a rank", _rank_message, rank_messages.encode({"states": {"a": (1, b"x", float("nan"))}, "n": numpy.arange(3)})),
         Reader("sealed file", _from_file(_sealed), _valid_sealed()),
     ]  # fmt: skip
-    return known + more_readers() + remote_readers()
+    return known + more_readers() + remote_readers() + verdict_readers()
 
 
 def refused_or_read(reader: Reader, data: bytes) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,11 @@ class RemoteHost:
         return take(self.repository, self.root)
 
     def upload(
-        self, labels: Callable[[Repository, Snapshot], Labels] = lambda repository, snapshot: Labels()
+        self,
+        labels: Callable[[Repository, Snapshot], Labels] = lambda repository, snapshot: Labels(),
+        again: Collection[str] = (),
     ) -> None:
-        """Upload what the remote lacks; ``labels`` is called when the chunks are stored, before the manifest."""
+        """Upload what the remote lacks, and ``again`` although it was given up; ``labels`` is called when the chunks are stored, before the manifest."""
         packs = Packs(
             f"{self.repository.path}/packs", bytes.fromhex(self.repository.id), self.repository.config.hash
         )
@@ -80,6 +82,7 @@ class RemoteHost:
             host=self.name,
             stop=threading.Event(),
             labels=labels,
+            again=again,
         ).catch_up(self.remote)
 
 

@@ -110,6 +110,11 @@ def master_key(slot: str, data: bytes, remote_id: bytes, secret: bytes | str) ->
     return AESGCM(key).decrypt(wrapped[:12], wrapped[12:], bound)
 
 
+def remote_id(data: bytes) -> bytes:
+    """Section 3: return the id in remote.json, which a key slot is bound to."""
+    return bytes.fromhex(checked_json(data)[0]["id"])
+
+
 class PageRemote:
     """Remote, or repository below ``repositories/``, in a directory."""
 
@@ -187,7 +192,7 @@ class PageRemote:
         live: dict[str, str] = {}
         removed: set[str] = set()
         for writer in self.writers():
-            for entry in self.log(writer):
+            for entry in since_last_summary(self.log(writer)):
                 assert re.fullmatch("[0-9a-f]{32}", entry["nonce"])
                 if entry["kind"] == "commit":
                     live[entry["manifest"]] = entry["digest"]
@@ -266,6 +271,12 @@ class PageRemote:
     def chunks(self) -> dict[bytes, StoredChunk]:
         """Return every chunk of every pack."""
         return {id_: stored for ref in self.pack_refs() for id_, stored in self.pack(ref)}
+
+
+def since_last_summary(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Section 6: leave out what lies before the last entry that sums up those before it."""
+    numbers = [n for n, entry in enumerate(entries) if entry["kind"] in ("state", "retired")]
+    return entries[numbers[-1] :] if numbers else entries
 
 
 def unsealed(key: bytes, offset: int, data: bytes, bound: bytes) -> bytes:

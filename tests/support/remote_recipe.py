@@ -18,6 +18,7 @@ from ciuic.remote.format.pack_writer import RemotePackWriter
 from ciuic.remote.format.round import StoredRound, encode_round
 from ciuic.remote.sealing import key_slot, slot_secret
 from ciuic.remote.sealing.master_key import MasterKey
+from ciuic.remote.sealing.passphrase_key import Argon2Cost
 from ciuic.remote.sealing.recovery_key import show_recovery_key
 from ciuic.remote.sealing.sealer import Sealer
 from ciuic.repository.identity import Identity
@@ -44,7 +45,7 @@ MARKS_FILE: Final = b"CIUICMRK: likewise"
 WRITER: Final = "0a" * 16
 RETIRED_WRITER: Final = "0b" * 16
 SNAPSHOT: Final = "cs-0a0b0c"
-COST: Final = key_slot.Argon2Cost(memory_kib=19 << 10, passes=1, lanes=2)
+COST: Final = Argon2Cost(memory_kib=19 << 10, passes=1, lanes=2)
 """Cheapest cost that readers accept: these tests are no place to wait."""
 
 

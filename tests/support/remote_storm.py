@@ -22,8 +22,10 @@ from support.remote_world import (
 )
 
 from ciuic.remote.index.remote_index import RemoteIndex
+from ciuic.remote.log.log_reader import LogReader
 from ciuic.remote.log.log_summary import LogSummary
 from ciuic.remote.objects.model import RemoteUnreachable
+from ciuic.remote.upload.own_log import OwnLog
 from ciuic.types import ChunkId
 
 # What happens to a request, and how often if it is not carried out as it should be.
@@ -86,15 +88,34 @@ class WriterMachine(Machine):
         uploader = Uploader(self.party.objects, self.ids(), self.state, self.index, list_packs=list_packs)
         plan = [self._snapshot() for _ in range(rng.randint(1, 4))]
         removals = [rng.random() for _ in plan]
+        sums = rng.random() < self.storm.sum_share
+        own_log: list[OwnLog] = []
 
         def work() -> None:
+            nonlocal own_log
             retry(uploader.begin)
             for number, chunks in enumerate(plan):
                 self._upload(uploader, chunks)
+                if sums:
+                    # A writer that sums up its own log, and begins another one.
+                    own_log = own_log or [self._own_log(uploader)]
+                    retry(own_log[0].tidy)
                 if self.mine and removals[number] < self.storm.remove_share:
                     self._remove(uploader, sorted(self.mine)[int(removals[number] * 1000) % len(self.mine)])
 
         return work
+
+    def _own_log(self, uploader: Uploader) -> OwnLog:
+        reader = LogReader(uploader.objects, uploader.sealer, threads=1, skip_damaged=True)
+        return OwnLog(
+            uploader.objects,
+            uploader.sealer,
+            uploader.log,
+            reader,
+            max_entries=2,
+            max_snapshots=3,
+            new_id=uploader.ids.hex,
+        )
 
     def _snapshot(self) -> dict[ChunkId, ChunkId | None]:
         rng = self.storm.rng
@@ -170,6 +191,7 @@ class Storm:
         universe: int = 5,
         remove_share: float = 0.5,
         switch_share: float = 1.0,
+        sum_share: float = 0.5,
     ) -> None:
         self.seed = seed
         self.rng = random.Random(seed)
@@ -177,6 +199,7 @@ class Storm:
         self.judge = BucketJudge(self.bucket)
         self.universe = universe
         self.remove_share = remove_share
+        self.sum_share = sum_share
         # Most faults of protocols need few switches at the right requests, and long stretches between them.
         self.switch_share = switch_share
         self.processes = 0

@@ -204,6 +204,7 @@ def make_collector(
         ),
         repacker=lambda: Repacker(objects, seals, pack_bytes=1 << 14, new_ref=ids.ref),
         new_id=ids.hex,
+        threads=1,
     )
 
 

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support.lost_host import lose_last
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -37,6 +39,30 @@ def on_two_ranks(script: Path, where: Path) -> Path:
     return made
 
 
+ELSEWHERE = """
+import os, runpy, sys
+from support.lost_host import take_over
+_, host = sys.argv
+sys.argv = [SCRIPT, take_over(host, REMOTE)]
+found = runpy.run_path(SCRIPT, run_name="__main__")
+model = found["model"]
+"""
+
+
+def remote_for(script: Path, where: Path) -> Path:
+    """Return the directory of the remote for `with_url`."""
+    return where / f"{script.stem}-remote"
+
+
+def with_url(script: Path, where: Path) -> Path:
+    """Return a script that runs the given one with a remote's URL for its directory; the argument is a host."""
+    made = where / f"{script.stem}_elsewhere.py"
+    remote = remote_for(script, where)
+    remote.mkdir()
+    made.write_text(ELSEWHERE.replace("SCRIPT", repr(str(script))).replace("REMOTE", repr(str(remote))))
+    return made
+
+
 def run(modules: str, *runs: str, where: Path, allowed_s: float = 280) -> list[dict[str, Any]]:
     """Run scripts and return their results.
 
@@ -55,7 +81,13 @@ def run(modules: str, *runs: str, where: Path, allowed_s: float = 280) -> list[d
             *(str(where / name) for name in runs),
         ],
         cwd=where,
-        env={**os.environ, "PYTHONHASHSEED": "0", "TF_CPP_MIN_LOG_LEVEL": "3", "HF_HUB_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONHASHSEED": "0",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "HF_HUB_OFFLINE": "1",
+        },
         capture_output=True,
         text=True,
         timeout=allowed_s,
@@ -69,13 +101,22 @@ def run(modules: str, *runs: str, where: Path, allowed_s: float = 280) -> list[d
 
 
 def assert_goes_on(
-    modules: str, scripts: dict[Path, tuple[int, ...]], where: Path
+    modules: str,
+    scripts: dict[Path, tuple[int, ...]],
+    where: Path,
+    *,
+    elsewhere: tuple[Path, int] | None = None,
 ) -> dict[Path, list[dict[str, Any]]]:
     """Assert that each script, killed in these steps, ends with the bits of an undisturbed run.
 
     The last run took fewer steps, and a further one has nothing left to do. Returns the results of its runs.
-    All in one process, for the imports.
+    All in one process, for the imports. ``elsewhere``: one of the scripts, killed in this step of one more run,
+    whose host is lost; it goes on from a remote, on another host that has nothing but the URL and the key.
     """
+    more = []
+    if elsewhere is not None:
+        made = with_url(elsewhere[0], where)
+        more = [f"lost:{elsewhere[1]}@{made}", f"new@{made}"]
     names = {
         script: [
             f"{script.stem}-{run}@{script}"
@@ -83,11 +124,17 @@ def assert_goes_on(
         ]
         for script, kills in scripts.items()
     }
-    results = iter(run(modules, *(name for of_one in names.values() for name in of_one), where=where))
+    results = iter(run(modules, *(name for of_one in names.values() for name in of_one), *more, where=where))
     found = {script: [next(results) for _ in of_one] for script, of_one in names.items()}
     for uninterrupted, *_, last, again in found.values():
         assert last["digest"] == uninterrupted["digest"]
         assert 0 < last["steps"] < uninterrupted["steps"], "it began anew"
         assert again["steps"] == 0
         assert again["digest"] == uninterrupted["digest"]
+    if elsewhere is not None:
+        lose_last(str(remote_for(elsewhere[0], where)))
+        uninterrupted = found[elsewhere[0]][0]
+        _, last = results
+        assert last["digest"] == uninterrupted["digest"]
+        assert 0 < last["steps"] < uninterrupted["steps"], "it began anew"
     return found

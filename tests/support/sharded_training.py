@@ -158,14 +158,21 @@ class Managed:
     """Training under `SnapshotManager`, with batch statistics per rank, dropout and a counting loader."""
 
     def __init__(
-        self, rank: int, world: int, save_dir: str, *, compiled: bool = False, **options: Any
+        self,
+        rank: int,
+        world: int,
+        save_dir: str,
+        *,
+        compiled: bool = False,
+        width: int = 1026,
+        **options: Any,
     ) -> None:
         torch.manual_seed(5)
         inner = torch.nn.Sequential(
-            torch.nn.Linear(16, 1026),
-            torch.nn.BatchNorm1d(1026),
+            torch.nn.Linear(16, width),
+            torch.nn.BatchNorm1d(width),
             torch.nn.Dropout(0.2),
-            torch.nn.Linear(1026, 77),
+            torch.nn.Linear(width, 77),
         )
         self.model: Any = fully_shard(inner, mesh=init_device_mesh("cpu", (world,))) if world else inner
         if compiled:

@@ -90,6 +90,7 @@ def main(save_dir: str, steps: int, result: str, step_seconds: float) -> None:
     manager = SnapshotManager(save_dir, every_steps=3, max_snapshots=4)
     manager.register(model=model, optimizer=optimizer, losses=losses)
     manager.resume()
+    began = optimizer.steps
     while optimizer.steps < steps:
         # Before the step: what is written at its boundary must be whole.
         losses[optimizer.steps] = float(np.random.random())
@@ -100,7 +101,8 @@ def main(save_dir: str, steps: int, result: str, step_seconds: float) -> None:
         digest.update(value.tobytes())
     manager.close()
     with open(f"{result}.tmp", "w") as file:
-        json.dump({"digest": digest.hexdigest(), "losses": losses, "stats": manager.stats.saved}, file)
+        found = {"digest": digest.hexdigest(), "losses": losses, "stats": manager.stats.saved, "began": began}
+        json.dump(found, file)
     os.replace(f"{result}.tmp", result)
 
 

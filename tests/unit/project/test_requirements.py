@@ -58,7 +58,7 @@ def test_the_locks_match_the_requirements_of_the_project() -> None:
     wanted = {
         "build": members("build"),
         "run": [*project["project"]["dependencies"], *members("rescue")],
-        "dev": [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["pyfuse3"], *project["project"]["optional-dependencies"]["remote"], *members("dev")],
+        "dev": [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["pyfuse3"], *project["project"]["optional-dependencies"]["remote"], *project["project"]["optional-dependencies"]["remote-versions"], *members("dev")],
         "frameworks": members("frameworks"),
         "torch-frameworks": members("torch-frameworks"),
         "fuzz": members("fuzz"),

@@ -1,0 +1,185 @@
+"""Parts that the rescue stories share: the job, the commands, the ends of two runs.
+
+A story runs as root with the installed commands, in a directory of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from support.live import CommandFailed, Live
+
+STEPS = int(os.environ.get("CIUIC_RESCUE_STEPS", "700"))
+"""Steps of the training run: about ten seconds' worth."""
+KILL_AFTER_STEP = STEPS // 2
+SNAPSHOTS_WANTED = 2
+CHECKPOINT_BYTES = 10 * 2**20
+"""Size that a snapshot has from its first checkpoint on; one of the empty start is smaller."""
+INTERVAL = os.environ.get("CIUIC_RESCUE_INTERVAL", "2s")
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None)
+# The hosts of a story count from its beginning, as it does.
+_begun = float(os.environ.setdefault("CIUIC_RESCUE_BEGUN", str(time.monotonic())))
+
+
+class StoryFailed(Exception):
+    """Raised when the story's outcome is not what ciuic promises."""
+
+
+def narrate(text: str) -> None:
+    """Print one line of narration, with the seconds since the start."""
+    print(f"[{time.monotonic() - _begun:6.1f} s] {text}", flush=True)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to end this child if the story itself is killed."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+class Training:
+    """The training job as a process of its own, and its output."""
+
+    def __init__(self, training: Path, state: Path, *, resume: bool = False) -> None:
+        command = [sys.executable, str(HERE / "train.py"), str(training), str(state), "--steps", str(STEPS)]
+        self.process = subprocess.Popen(
+            command + (["--resume"] if resume else []),
+            cwd="/", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, preexec_fn=_die_with_parent,
+        )  # fmt: skip
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yield (word, value) of each line until the job ends."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            word, _, value = line.strip().partition(" ")
+            yield word, value
+
+    def finish(self) -> None:
+        """Wait for the job's end, which must be a success."""
+        for _ in self.lines():
+            pass
+        if self.process.wait() != 0:
+            raise StoryFailed(f"the training job failed with {self.process.returncode}")
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.process.kill()
+        self.process.wait()
+
+
+class Acts:
+    """Stage with two directories that a job writes to, and the acts that every story has."""
+
+    def __init__(self, work: Path, live: Live) -> None:
+        self.live = live
+        self.training, self.state = work / "training", work / "state"
+        self.jobs: list[Training] = []
+
+    def command(self, *arguments: str, show: int = 0, expect: int | None = 0) -> str:
+        """Run an installed command, print it, and print the first lines of its answer."""
+        begun = time.monotonic()
+        done = self.live.run(*arguments, expect=expect)
+        narrate(f"$ ciuic {' '.join(arguments)}   ({time.monotonic() - begun:.2f} s)")
+        text = done.stdout.decode()
+        lines = text.splitlines()
+        for line in lines[:show]:
+            print(f"             {line}")
+        if show and len(lines) > show:
+            print(f"             … {len(lines) - show} more")
+        return text
+
+    def job(self, training: Path, state: Path, *, resume: bool = False) -> Training:
+        """Start a training job that ends with the story."""
+        job = Training(training, state, resume=resume)
+        self.jobs.append(job)
+        return job
+
+    def compare_restored(self) -> None:
+        """Check that every restored finished checkpoint is one that the job had saved under that name."""
+        names = sorted(path.name for path in (self.training / "checkpoints").glob("step-*.ckpt"))
+        if not names:
+            raise StoryFailed("no checkpoint came back")
+        for name in names:
+            step = int(name[5:11])
+            data = (self.training / "checkpoints" / name).read_bytes()
+            if not data.startswith(b"TRAINCKP") or f'"step": {step}'.encode() not in data[:64]:
+                raise StoryFailed(f"{name} came back, and is not what was saved at step {step}")
+        narrate(f"{len(names)} checkpoints came back, the newest is {names[-1]}")
+
+    def resume(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Resume the job from the newest whole checkpoint, to the end; ``meanwhile`` is called when it trains."""
+        job = self.job(self.training, self.state, resume=True)
+        for word, value in job.lines():
+            if word == "damaged":
+                raise StoryFailed(f"the job found {value} damaged after the restore")
+            if word == "resumed":
+                narrate(f"resumed at step {value}; the job computes on to step {STEPS}")
+                if int(value) == 0:
+                    raise StoryFailed("the job began again instead of resuming")
+                meanwhile()
+        if job.process.wait() != 0:
+            raise StoryFailed("the resumed job failed")
+
+    def end(self) -> None:
+        """End every job of the story."""
+        for job in self.jobs:
+            if job.process.poll() is None:
+                job.kill()
+
+
+def outcome(training: Path, state: Path) -> dict[str, str]:
+    """Return the digests of what a finished job leaves: final checkpoint, log, configuration and state."""
+    paths = {
+        "the final checkpoint": training / f"checkpoints/step-{STEPS:06d}.ckpt",
+        "the log": training / "logs/train.log",
+        "the configuration": training / "config/run.json",
+        "the state": state / "run/state.json",
+    }
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items()}
+
+
+def require_same(found: dict[str, str], expected: dict[str, str]) -> None:
+    """Check that two runs have the same bytes at their ends."""
+    for name, digest in expected.items():
+        if found[name] != digest:
+            raise StoryFailed(f"{name} differs from the undisturbed run's")
+    narrate("bit for bit the undisturbed run: parameters, both Adam moments, generator, log, config, state")
+
+
+def _on_signal(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def tell(name: str, play: Callable[[], None]) -> int:
+    """Play a story; return the exit status of the program that tells it."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _on_signal)
+    try:
+        play()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (StoryFailed, CommandFailed, TimeoutError) as exc:
+        print(f"{name}: FAILED: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@contextlib.contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Finish what cleans up, also when signals come: a second Ctrl-C must not stop it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    yield

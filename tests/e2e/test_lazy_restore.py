@@ -1,0 +1,343 @@
+"""Lazy restores: a directory that is used while it is fetched, and what interrupts it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import lazy_ops, trees
+from support.lazy_restores import LazyHost, eventually, lazy_host, shell
+
+from ciuic.lazy.layout import MARKER
+from ciuic.remote.format.names import PACKS_PREFIX
+
+pytestmark = pytest.mark.mount
+_OPS = Path(lazy_ops.__file__)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[LazyHost]:
+    with lazy_host(tmp_path) as made:
+        yield made
+
+
+def fill(root: Path, seed: int = 1) -> None:
+    """Make files of many sizes, with links, holes and attributes."""
+    rng = random.Random(seed)
+    (root / "sub" / "deeper").mkdir(parents=True)
+    for number in range(24):
+        path = root / ("sub" if number % 2 else "sub/deeper") / f"f{number}"
+        path.write_bytes(rng.randbytes(rng.choice([0, 1, 4096, rng.randrange(40000)])))
+    (root / "big").write_bytes(rng.randbytes(1 << 20))
+    with open(root / "sparse", "wb") as file:
+        file.truncate(300_000)
+        file.seek(100_000)
+        file.write(rng.randbytes(5000))
+    os.link(root / "big", root / "sub" / "big too")
+    os.symlink("big", root / "link")
+    os.setxattr(root / "sub" / "f1", "user.kind", b"1")
+    os.chmod(root / "sub" / "f3", 0o4711)
+    os.chown(root / "sub", 1000, 1000)
+    os.utime(root / "sub" / "f5", ns=(5, 7))
+    os.chmod(root, 0o2750)
+    os.utime(root, ns=(10**18, 10**18 + 1))
+
+
+def assert_restored(host: LazyHost) -> None:
+    assert not host.is_mounted()
+    trees.assert_same(trees.manifest(host.root), trees.manifest(host.mount))
+    assert not (host.mount / ".ciuic-state").exists()
+
+
+def actions(top: Path, seed: int, count: int) -> subprocess.CompletedProcess[str]:
+    command = ["timeout", "60", sys.executable, str(_OPS), str(top), str(seed), str(count)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_end_is_a_plain_directory_equal_to_the_snapshot(host: LazyHost) -> None:
+    """Content, attributes, links and times are those of the snapshot when the mount is gone, and nothing of ours is left."""
+    fill(host.root)
+    host.upload()
+    child = host.start().wait_for_mount()
+    assert [words[0] for words in child.end()] == ["done"]
+    assert child.process.returncode == 0
+    assert_restored(host)
+
+
+def test_the_tree_stands_while_nothing_is_there(host: LazyHost) -> None:
+    """With a store that does not answer, names and attributes are shown as if all was there, and changes of names are carried out."""
+    fill(host.root)
+    host.upload()
+    host.set("held")
+    child = host.start().wait_for_mount()
+    # Times of access and change are not restored; blocks of a file with holes are those of one without.
+    form = 'cd "$1" && find . -printf "%p %y %m %U %G %s %n %T@ %l\\n" | sort'
+    assert shell(form, host.mount).stdout == shell(form, host.root).stdout
+    blocks = int(shell('stat -c %b "$1"', host.mount / "big").stdout)
+    assert blocks * 512 >= (host.root / "big").stat().st_size
+    change = 'cd "$1" && mv sub/f1 moved && rm sub/f3 && : > sub/f5 && ln sub/f7 linked && mv sub/f9 sub/f11 && echo x > sub/new'
+    for top in (host.mount, host.root):
+        done = shell(change, top)
+        assert done.returncode == 0, done.stderr
+    host.unset("held")
+    child.end()
+    expected = trees.manifest(host.root, directory_times=False)
+    found = trees.manifest(host.mount, directory_times=False)
+    for name in (b"sub/f5", b"sub/new"):
+        expected[name], found[name] = (facts[name]._replace(mtime_ns=0) for facts in (expected, found))
+    trees.assert_same(expected, found)
+
+
+@pytest.mark.parametrize("seed", [11, 12])
+def test_operations_answer_as_on_a_plain_directory(host: LazyHost, tmp_path: Path, seed: int) -> None:
+    """Each of a random sequence of operations returns the same on a tree that is being fetched as on a plain copy of it."""
+    fill(host.root, seed)
+    host.upload()
+    model = tmp_path / "model"
+    subprocess.run(["cp", "-a", host.root, model], check=True)
+    host.set("delay", "0.1")
+    child = host.start().wait_for_mount()
+    lazily = actions(host.mount, seed, 150)
+    child.end()
+    plainly = actions(model, seed, 150)
+    assert lazily.stdout.splitlines() == plainly.stdout.splitlines(), lazily.stderr
+    form = 'cd "$1" && find . -type f -printf "%p %m %s %n\\n" -exec sha256sum {} + | sort'
+    assert shell(form, host.mount).stdout == shell(form, model).stdout
+
+
+def test_kills_at_any_moment_leave_something_to_go_on_from(host: LazyHost) -> None:
+    """After SIGKILL readers get errors and never other content, nothing is below the mount, and the next run goes on."""
+    fill(host.root)
+    host.upload()
+    rng = random.Random(4)
+    expected = (host.root / "big").read_bytes()
+    host.set("delay", "0.1")
+    for _ in range(4):
+        child = host.start()
+        if child.line()[:1] != ["ready"]:
+            break
+        reader = subprocess.Popen(
+            ["timeout", "30", "cat", str(host.mount / "big")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        # A moment of chance, which is what is tested.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            reader.wait(rng.random() * 0.1)
+        child.kill()
+        read, _ = reader.communicate(timeout=30)
+        assert expected.startswith(read)
+        if not host.is_mounted():
+            # It was complete before.
+            break
+        assert shell('cat "$1"', host.mount / "big").returncode != 0
+        shell('umount "$1"', host.mount)
+        if (host.mount / os.fsdecode(MARKER)).exists():
+            assert sorted(os.listdir(host.mount)) == [".ciuic-state", os.fsdecode(MARKER)]
+    host.unset("delay")
+    if host.is_mounted() or (host.mount / os.fsdecode(MARKER)).exists():
+        host.start().end()
+    assert_restored(host)
+
+
+def test_a_run_after_a_kill_fetches_only_what_is_missing(host: LazyHost) -> None:
+    """What was fetched before a SIGKILL, and what the job has changed since, is there without the store."""
+    fill(host.root)
+    (host.root / "huge").write_bytes(random.Random(9).randbytes(8 << 20))
+    host.upload()
+    host.set("allowed", "0")
+    child = host.start().wait_for_mount()
+    script = 'echo more >> "$1/sub/f1" && head -c 1000000 "$1/huge" | sha256sum'
+    job = subprocess.Popen(
+        ["timeout", "60", "sh", "-c", script, "sh", str(host.mount)], stdout=subprocess.PIPE
+    )
+    allowed = 0
+    while job.poll() is None:
+        # One read of the store after the other, until the job has what it wants.
+        allowed += 1
+        host.set("allowed", str(allowed))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(0.02)
+    first, _ = job.communicate()
+    child.kill()
+    host.set("held")
+    host.unset("allowed")
+    child = host.start().wait_for_mount()
+    again = shell('head -c 1000000 "$1/huge" | sha256sum && cat "$1/sub/f1"', host.mount)
+    f1 = (host.root / "sub" / "f1").read_bytes()
+    assert again.stdout == first + f1 + b"more\n"
+    host.unset("held")
+    child.end()
+    assert (host.mount / "huge").read_bytes() == (host.root / "huge").read_bytes()
+    assert (host.mount / "sub" / "f1").read_bytes() == f1 + b"more\n"
+
+
+def test_a_store_that_is_unplugged_delays_and_fails_reads(host: LazyHost) -> None:
+    """A read fails with EIO when the store does not answer for the restore's patience; the restore goes on when it does."""
+    fill(host.root)
+    host.upload()
+    host.set("down")
+    child = host.start().wait_for_mount()
+    failed = shell('cat "$1"', host.mount / "big")
+    assert b"Input/output error" in failed.stderr
+    assert not failed.stdout
+    host.unset("down")
+    assert child.end()[-1][0] == "done"
+    assert_restored(host)
+
+
+def test_a_full_disk_delays_and_fails_reads(host: LazyHost) -> None:
+    """Reads fail with ENOSPC where their blocks have no room; the restore goes on when there is some."""
+    (host.root / "big").write_bytes(random.Random(1).randbytes(5 << 20))
+    (host.root / "small").write_bytes(b"x" * 3000)
+    host.upload()
+    host.dest.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3M", "tmpfs", host.dest], check=True)
+    try:
+        child = host.start().wait_for_mount()
+        full = shell('cat "$1" > /dev/null', host.mount / "big")
+        assert b"No space left" in full.stderr
+        assert shell('cat "$1"', host.mount / "small").stdout == b"x" * 3000
+        subprocess.run(["mount", "-o", "remount,size=20M", host.dest], check=True)
+        assert child.end()[-1][0] == "done"
+        assert_restored(host)
+    finally:
+        host.close()
+        subprocess.run(["umount", "-l", host.dest], check=True)
+
+
+def test_a_waiting_writer_can_be_interrupted(host: LazyHost) -> None:
+    """A program that waits for a file to be complete gets its signal, and the file is complete later."""
+    fill(host.root)
+    host.upload()
+    host.set("held")
+    child = host.start().wait_for_mount()
+    # -s INT: a signal that the program could handle.
+    waiting = shell('timeout -s INT 0.3 sh -c \'echo x >> "$1"\' sh "$1"', host.mount / "big")
+    assert waiting.returncode != 0
+    host.unset("held")
+    child.end()
+    assert_restored(host)
+
+
+def test_damaged_content_fails_its_readers_alone(host: LazyHost) -> None:
+    """A damaged chunk gives EIO; all else is restored; the file is left out in the end, named, and the exit code is 8."""
+    fill(host.root)
+    host.upload()
+    assert host.snapshot is not None
+    marker = (host.root / "big").read_bytes()[600_000:600_064]
+    damaged = 0
+    for path in (host.place / "remote" / PACKS_PREFIX.rstrip("/")).rglob("*"):
+        if path.is_file() and (at := path.read_bytes().find(marker)) >= 0:
+            with open(path, "r+b") as file:
+                file.seek(at)
+                file.write(bytes(64))
+            damaged += 1
+    assert damaged
+    host.set("held")
+    child = host.start().wait_for_mount()
+    reader = subprocess.Popen(
+        ["timeout", "30", "cat", str(host.mount / "big")], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    host.unset("held")
+    read, errors = reader.communicate(timeout=30)
+    assert b"Input/output error" in errors
+    assert (host.root / "big").read_bytes().startswith(read)
+    assert len(read) < 600_000
+    lines = child.end()
+    assert child.process.returncode == 8
+    assert [words[0] for words in lines].count("lost") == 2
+    expected = trees.manifest(host.root, directory_times=False)
+    del expected[b"big"], expected[b"sub/big too"]
+    trees.assert_same(expected, trees.manifest(host.mount, directory_times=False))
+
+
+def test_open_files_outlive_the_mount(host: LazyHost) -> None:
+    """A program that has a file open, and one that works in the directory, go on when the mount is taken away."""
+    fill(host.root)
+    host.upload()
+    host.set("held")
+    child = host.start().wait_for_mount()
+    script = 'cd "$1/sub" && exec 3< ../big 4>> ../log && echo open && read line && cat <&3 && echo later >&4 && ls ..'
+    job = subprocess.Popen(
+        ["timeout", "60", "sh", "-c", script, "sh", str(host.mount)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == b"open\n"
+    host.unset("held")
+    eventually(lambda: not host.is_mounted())
+    out, _ = job.communicate(b"\n", timeout=30)
+    assert out.startswith((host.root / "big").read_bytes())
+    assert (host.mount / "log").read_bytes() == b"later\n"
+    assert child.end()[-1][0] == "done"
+
+
+def test_a_removed_file_is_read_to_its_end(host: LazyHost) -> None:
+    """A program that has opened a file and removed its name gets its content, which was not there at the time."""
+    fill(host.root)
+    host.upload()
+    host.set("held")
+    child = host.start().wait_for_mount()
+    script = 'exec 3< "$1/sub/f1" && rm "$1/sub/f1" && echo removed && cat <&3'
+    job = subprocess.Popen(
+        ["timeout", "60", "sh", "-c", script, "sh", str(host.mount)], stdout=subprocess.PIPE
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == b"removed\n"
+    host.unset("held")
+    out, _ = job.communicate(timeout=30)
+    assert out == (host.root / "sub" / "f1").read_bytes()
+    child.end()
+
+
+def test_sigterm_ends_it_so_that_it_can_go_on(host: LazyHost) -> None:
+    """SIGTERM, and an operator's umount, end the process without a mount; the next run completes the directory."""
+    fill(host.root)
+    host.upload()
+    host.set("held")
+    child = host.start().wait_for_mount()
+    child.process.send_signal(signal.SIGTERM)
+    host.unset("held")
+    child.end()
+    host.close()
+    host.set("held")
+    child = host.start().wait_for_mount()
+    assert shell('umount "$1"', host.mount).returncode == 0
+    assert child.line()[:2] == ["error", "1"]
+    host.unset("held")
+    host.start().end()
+    assert_restored(host)
+
+
+def test_a_destination_in_use_is_refused(host: LazyHost) -> None:
+    """A directory with something in it, one of another restore, and one that another process restores are refused."""
+    fill(host.root)
+    host.upload()
+    host.mount.mkdir(parents=True)
+    (host.mount / "mine").write_text("")
+    assert host.start().line()[:2] == ["error", "6"]
+    (host.mount / "mine").unlink()
+    host.set("held")
+    first = host.start().wait_for_mount()
+    assert host.start().line()[:2] == ["error", "75"]
+    first.kill()
+    shell('umount "$1"', host.mount)
+    (host.root / "another").write_text("x")
+    before = host.snapshot
+    host.upload()
+    assert host.start().line()[:2] == ["error", "6"]
+    host.snapshot = before
+    (host.root / "another").unlink()
+    host.unset("held")
+    host.start().end()
+    expected, found = (trees.manifest(top, directory_times=False) for top in (host.root, host.mount))
+    trees.assert_same(expected, found)
