@@ -1,7 +1,8 @@
 # make rescue   the whole story on directories of its own: protect, train, kill, corrupt, restore, resume, compare
+# make rescue-remote   the same with a machine that is lost: another one goes on, from an object store
 # make test     everything that CI runs
 #
-# Both do their own set-up (see .ci/setup) and need root and /dev/fuse.
+# All do their own set-up (see .ci/setup) and need root and /dev/fuse.
 
 SHELL := /bin/sh
 # Images of containers set it. Every process that a test starts would then compile the libraries that it imports, which takes longer
@@ -24,10 +25,10 @@ BOTH_DRIVERS := tests/conformance tests/property/test_mount_exact.py tests/e2e/t
 CACHED := tests/conformance tests/property/test_mount_exact.py \
 	tests/e2e/test_survival.py::test_a_job_does_not_notice_that_its_worker_is_killed
 
-.PHONY: help rescue test check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote setup setup-test preflight clean
+.PHONY: help rescue rescue-remote test check lock sbom unit torture docs bench bench-store bench-store-memory bench-polite bench-saves bench-sizes bench-remote setup setup-test preflight clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
 	@echo "make check    formatting, lint, types, layers, known weaknesses of dependencies (no root needed)"
 	@echo "make docs     the documentation as a site, with the API from the docstrings, in build/site/html"
 	@echo "make lock     newest versions of all dependencies into requirements/ (CONTRIBUTING.md)"
@@ -48,6 +49,10 @@ preflight-%:
 rescue: preflight-rescue
 	@.ci/setup run
 	@$(PY) tests/e2e/rescue/story.py $(ARGS)
+
+rescue-remote: preflight-rescue-remote
+	@.ci/setup test
+	@$(PY) tests/e2e/rescue/remote_story.py $(ARGS)
 
 test: preflight-test
 	@.ci/setup test

@@ -5,8 +5,9 @@
 
 Each turn of a round is a process of its own, and contenders take turns. *first*: a directory of noise that the
 bucket does not have, from the call to its last byte; ciuic's includes the local snapshot. *changed*: the same with a twentieth of the
-blocks changed. *restore*: all of it, to an empty directory, from the bucket alone. *processor*: seconds of the
-contender itself for each GiB of the first upload; *memory*: its largest resident set. *kills*: bytes that the server received
+blocks changed. *restore*: all of it, to an empty directory, from the bucket alone, until syncfs(2) has returned: ciuic
+syncs each file before it gets its name, others leave that to the kernel; *returns* is when the command ended. *processor*: seconds of the
+contender itself for each GiB of the directory; *memory*: its largest resident set. *kills*: bytes that the server received
 for 512 MiB while the uploader was killed forty times, and whether the remote is exact.
 """
 
@@ -25,13 +26,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from support.object_servers import SeaweedFS, environment_for_s3, weed_program
 
 _RESULTS: Final = Path(__file__).with_name("results")
 _FILES: Final = 16
 _BLOCK: Final = 262144
+_MIB: Final = 1 << 20
 _KILLS: Final = 40
 _KILLS_RATE: Final = 12 << 20
 WORKS: Final = ("first", "changed", "restore")
@@ -43,6 +45,8 @@ class Turn(NamedTuple):
     seconds: float
     processor_seconds: float
     memory_bytes: int
+    returned_seconds: float
+    """Until the command ended; shorter where what it wrote was synced afterwards."""
 
 
 class Bench(NamedTuple):
@@ -52,8 +56,8 @@ class Bench(NamedTuple):
     server: SeaweedFS
     environment: dict[str, str]
 
-    def run(self, *argv: str, **variables: str) -> Turn:
-        """Run a program to its end, and measure it."""
+    def run(self, *argv: str, synced: Path | None = None, **variables: str) -> Turn:
+        """Run a program to its end, and measure it; ``synced``: until what it wrote there is on the disk."""
         before = time.monotonic()
         process = subprocess.Popen(
             argv,
@@ -65,15 +69,23 @@ class Bench(NamedTuple):
         text = process.stderr.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-        seconds = time.monotonic() - before
+        returned = time.monotonic() - before
         if process.returncode:
             raise RuntimeError(f"{argv[0]} failed: {text.decode(errors='replace')[-2000:]}")
-        return Turn(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+        if synced is not None:
+            subprocess.run(["sync", "-f", str(synced)], check=True)
+        seconds = time.monotonic() - before
+        return Turn(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, returned)
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without a bundle of certificates, which rclone cannot use with a plain server."""
-    return {name: value for name, value in os.environ.items() if name != "AWS_CA_BUNDLE"}
+    """Return the environment of a contender.
+
+    Without a bundle of certificates, which rclone cannot use with a plain server; and with compiled modules, which an
+    installed package has.
+    """
+    left_out = ("AWS_CA_BUNDLE", "PYTHONDONTWRITEBYTECODE")
+    return {name: value for name, value in os.environ.items() if name not in left_out}
 
 
 def make_files(folder: Path, mib: int, seed: int) -> None:
@@ -81,7 +93,9 @@ def make_files(folder: Path, mib: int, seed: int) -> None:
     folder.mkdir(parents=True)
     noise = random.Random(seed)
     for number in range(_FILES):
-        (folder / f"{number:02}").write_bytes(noise.randbytes((mib << 20) // _FILES))
+        with (folder / f"{number:02}").open("wb") as file:
+            for _ in range(mib * _MIB // _FILES // _BLOCK):
+                file.write(noise.randbytes(_BLOCK))
 
 
 def change_files(folder: Path, seed: int) -> None:
@@ -127,6 +141,7 @@ class Ciuic:
             str(target),
             CIUIC_REMOTE_KEY_FILE=str(self._top / "key"),
             XDG_CACHE_HOME=str(target.with_name("cache")),
+            synced=target.parent,
         )
 
 
@@ -137,7 +152,7 @@ class Restic:
 
     def __init__(self, bench: Bench, top: Path, url: str, source: Path) -> None:
         self._bench, self._source = bench, source
-        self._variables = {
+        self._variables: dict[str, Any] = {
             "RESTIC_REPOSITORY": f"s3:{bench.environment['AWS_ENDPOINT_URL']}/{url.removeprefix('s3://')}",
             "RESTIC_PASSWORD": "benchmark",
             "RESTIC_CACHE_DIR": str(top / "cache"),
@@ -149,7 +164,9 @@ class Restic:
         return self._bench.run("restic", "backup", str(self._source), **self._variables)
 
     def restore(self, target: Path) -> Turn:
-        return self._bench.run("restic", "restore", "latest", "--target", str(target), **self._variables)
+        return self._bench.run(
+            "restic", "restore", "latest", "--target", str(target), synced=target.parent, **self._variables
+        )
 
 
 class Rclone:
@@ -171,7 +188,9 @@ class Rclone:
         return self._bench.run("rclone", *self._options, "sync", str(self._source), self._place)
 
     def restore(self, target: Path) -> Turn:
-        return self._bench.run("rclone", *self._options, "sync", self._place, str(target))
+        return self._bench.run(
+            "rclone", *self._options, "sync", self._place, str(target), synced=target.parent
+        )
 
 
 Contender = Callable[[Bench, Path, str, Path], "Ciuic | Restic | Rclone"]
@@ -346,19 +365,26 @@ def _check(top: Path, url: str, endpoint: str) -> None:
 def report(turns: dict[str, dict[str, list[Turn]]], mib: int, rounds: int) -> str:
     """Return the table."""
     lines = [
-        "| work | contender | s (median) | of restic | processor s/GiB | memory MiB |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| work | contender | s (median) | of restic | returns | of restic | processor s/GiB | of restic | memory MiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for work, by_name in turns.items():
-        base = statistics.median(turn.seconds for turn in by_name.get("restic", [Turn(1, 0, 0)]))
+        restic = by_name.get("restic", [Turn(1, 1, 0, 1)])
+        base = [statistics.median(column) for column in zip(*restic, strict=True)]
         for name, some in by_name.items():
-            seconds = statistics.median(turn.seconds for turn in some)
-            processor = statistics.median(turn.processor_seconds for turn in some) / (mib / 1024)
+            seconds, processor, _, returned = (
+                statistics.median(column) for column in zip(*some, strict=True)
+            )
             memory = max(turn.memory_bytes for turn in some) / (1 << 20)
             lines.append(
-                f"| {work} | {name} | {seconds:.2f} | {seconds / base:.2f} | {processor:.2f} | {memory:.0f} |"
+                f"| {work} | {name} | {seconds:.2f} | {seconds / base[0]:.2f} | {returned:.2f} | {returned / base[3]:.2f} "
+                f"| {processor / (mib / 1024):.2f} | {processor / base[1]:.2f} | {memory:.0f} |"
             )
-    return f"{mib} MiB, {rounds} rounds, medians; noise, sealed.\n\n" + "\n".join(lines) + "\n"
+    return (
+        f"{mib} MiB, {rounds} rounds, medians; noise, sealed; load {os.getloadavg()[0]:.1f}.\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 def main() -> int:
