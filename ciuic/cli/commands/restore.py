@@ -126,6 +126,7 @@ def command(
         # None leaves the decision to the owners of the repository, which the operator may have overridden.
         special=True if special is None and session.trusts_repository else special,
     )
+    _refuse_incomplete(plan)
     if session.remote_url is not None:
         from ciuic.cli.shared.remotes.cold import refuse_archived
 
@@ -161,6 +162,25 @@ def _require_only_lazy(
         )
     if len(paths) > 1:
         raise UsageError("--lazy restores one directory at a time", hint="run it once for each")
+
+
+def _refuse_incomplete(plan: RestorePlan) -> None:
+    """Raise UsageError for a destination in a directory that an interrupted lazy restore has not completed.
+
+    Its files are below a state directory until all are there, and could not take the places of what is restored beside them.
+    """
+    from ciuic import STATE_DIR_NAME
+    from ciuic.system.mountinfo import LAZY_RESTORE
+
+    for target in plan.targets:
+        place = target.path
+        while place != b"/":
+            if os.path.lexists(os.path.join(place, STATE_DIR_NAME, LAZY_RESTORE)):
+                raise UsageError(
+                    f"a lazy restore of {shown(place)} was interrupted and is not complete",
+                    hint="run the same ciuic restore --lazy again, or remove the directory",
+                )
+            place = os.path.dirname(place)
 
 
 def _excluded(session: Session) -> Callable[[bytes, bool], bool] | None:

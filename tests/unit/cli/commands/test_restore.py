@@ -42,6 +42,19 @@ def test_restore_into_a_directory(repository: CliRepository, tmp_path: Path) -> 
     assert list(repository.root.iterdir()) == []
 
 
+def test_restore_into_an_incomplete_lazy_restore(repository: CliRepository, tmp_path: Path) -> None:
+    """A directory that a lazy restore has not completed is refused as a destination, and nothing is written to it."""
+    dest = tmp_path / "dest"
+    (dest / ".ciuic-state" / "lazy-restore").mkdir(parents=True)
+    for place in (dest, dest / "below"):
+        result = repository.run(
+            "restore", "-s", "latest", "-p", str(repository.root / "log"), "-d", str(place)
+        )
+        assert result.exit_code == 2
+        assert "was interrupted and is not complete" in result.stderr
+    assert [path.name for path in dest.iterdir()] == [".ciuic-state"]
+
+
 def test_restore_where_it_was(repository: CliRepository) -> None:
     """Each path is restored to its own place without -d; -p may be given several times."""
     root = repository.root
