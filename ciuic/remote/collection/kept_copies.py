@@ -7,14 +7,14 @@ with its bases, and the tables of the packs that have these.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 from ciuic.errors import Damaged
 from ciuic.remote.collection.marking import LiveChunks, live_groups
 from ciuic.remote.format.names import PackRef
-from ciuic.remote.format.pack_reader import RemotePackReader
+from ciuic.remote.format.pack_reader import RemotePackReader, in_runs
 from ciuic.remote.index.remote_index import RemoteIndex
 from ciuic.remote.log.inline_pool import InlinePool
 from ciuic.remote.objects.model import ArchivedObject, NoSuchObject, Objects
@@ -147,7 +147,7 @@ class KeptCopies:
             return {}
         return {
             record.id: record.stored_bytes
-            for some in _in_requests(records)
+            for some in in_runs(records, _READ_BYTES)
             for record in self._whole_of(reader, some)
         }
 
@@ -176,16 +176,3 @@ def _usable(chosen: dict[bytes, ChunkLocation]) -> set[bytes]:
     while more := {chunk for chunk, place in chosen.items() if chunk not in usable and place.base in usable}:
         usable |= more
     return usable
-
-
-def _in_requests(records: list[PackRecord]) -> Iterator[list[PackRecord]]:
-    some: list[PackRecord] = []
-    size_bytes = 0
-    for record in records:
-        if some and size_bytes + record.stored_bytes > _READ_BYTES:
-            yield some
-            some, size_bytes = [], 0
-        some.append(record)
-        size_bytes += record.stored_bytes
-    if some:
-        yield some

@@ -151,3 +151,17 @@ class RemotePackReader:
             end = record.offset + record.stored_bytes + layout.seal.tag_bytes
             layout.open_record(record.offset, record.stored_bytes, view[record.offset : end], record.checksum)
         return records
+
+
+def in_runs(records: Sequence[PackRecord], size_bytes: int) -> Iterator[list[PackRecord]]:
+    """Yield the records in lists of up to so many stored bytes, each of at least one record, for one request each."""
+    run: list[PackRecord] = []
+    run_bytes = 0
+    for record in records:
+        if run and run_bytes + record.stored_bytes > size_bytes:
+            yield run
+            run, run_bytes = [], 0
+        run.append(record)
+        run_bytes += record.stored_bytes
+    if run:
+        yield run

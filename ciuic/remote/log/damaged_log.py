@@ -1,4 +1,4 @@
-"""What can be proved of a log of which entries are damaged or missing.
+"""Provable content of a log of which entries are damaged or missing.
 
 Every entry is sealed by itself: one that opens is what its writer or a collector put there. All of them count from the last
 readable one that sums up those before it. What a lost entry removed may therefore show again, which costs nothing

@@ -27,7 +27,7 @@ class Version(NamedTuple):
     modified_ns: int
     """Time at which it was stored, by the store's clock, which a user of the bucket cannot choose; UTC."""
     digest: str
-    """What the store says of the content (ETag): equal for equal contents that were sent in one piece."""
+    """Mark of the content by the store (ETag): equal for equal contents that were sent in one piece."""
     is_current: bool
     is_deletion: bool = False
 

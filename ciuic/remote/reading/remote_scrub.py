@@ -8,7 +8,7 @@ from typing import Final
 from ciuic.errors import Damaged, NotFound
 from ciuic.remote.errors import DamagedRemote
 from ciuic.remote.format.pack import HEADER_BYTES
-from ciuic.remote.format.pack_reader import RemotePackReader
+from ciuic.remote.format.pack_reader import RemotePackReader, in_runs
 from ciuic.remote.objects.model import ArchivedObject
 from ciuic.remote.reading.space_reader import SpaceReader
 from ciuic.repository import Repository
@@ -70,7 +70,7 @@ def _scrub_pack(reader: SpaceReader, repository: Repository, number: int) -> Ite
     records = reader.patience.of(lambda: pack.read_table(objects))
     (header,) = reader.patience.of(lambda: objects.get_ranges(pack.name, [(0, HEADER_BYTES)]))
     pack.layout.check_header(bytes(header))
-    runs = list(_runs(records))
+    runs = list(in_runs(records, _RUN_BYTES))
     for at, run in enumerate(runs):
         for ahead in runs[at : at + _AHEAD]:
             reader.ranges.announce(pack.name, *_span(ahead, tag_bytes))
@@ -100,19 +100,6 @@ def _check_content(repository: Repository, record: PackRecord, stored: bytes) ->
     content = unpack(stored, record.raw_bytes, record.flags, base=base)
     if repository.identity.chunk_id(content) != record.id:
         raise BadCopyError("its bytes do not match its id")
-
-
-def _runs(records: list[PackRecord]) -> Iterator[list[PackRecord]]:
-    run: list[PackRecord] = []
-    size_bytes = 0
-    for record in records:
-        if run and size_bytes + record.stored_bytes > _RUN_BYTES:
-            yield run
-            run, size_bytes = [], 0
-        run.append(record)
-        size_bytes += record.stored_bytes
-    if run:
-        yield run
 
 
 def _span(run: list[PackRecord], tag_bytes: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a restore reads of cold packs: the packs of a selection, and which of them cannot be read now.
+"""Cold packs that a restore reads: the packs of a selection, and which of them cannot be read now.
 
 Guarantee: a pack is left out only if each chunk of the selection that it has can be read from another one.
 """

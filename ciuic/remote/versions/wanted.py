@@ -1,4 +1,4 @@
-"""Which names of a remote should be there: all that ciuic stored, but what the protocol itself deleted or replaced.
+"""Names of a remote that should be there: all that ciuic stored, but what the protocol itself deleted or replaced.
 
 Deletions of the protocol leave a proof that only the key makes: packs and manifests in the ``.final`` of a round, entries of a log
 before one that sums them up. Anything else that is missing was deleted.
