@@ -46,7 +46,7 @@ class Turn(NamedTuple):
     processor_seconds: float
     memory_bytes: int
     returned_seconds: float
-    """Until the command ended; shorter where what it wrote was synced afterwards."""
+    """Time until the command ended; shorter where its files were synced afterwards."""
 
 
 class Bench(NamedTuple):

@@ -214,7 +214,7 @@ class RemoteSchedule:
     """Section ``[remote.schedule]``."""
 
     interval_seconds: int = 0
-    """At most one snapshot goes to the remote in this time; 0: every snapshot does."""
+    """Time in which one snapshot goes to the remote at most; 0: every snapshot does."""
     window: DailyWindow | None = None
     """When the remote may be written to; None: always."""
 

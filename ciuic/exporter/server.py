@@ -9,6 +9,7 @@ References: Prometheus text exposition format 0.0.4; "Writing exporters" (promet
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import threading
@@ -88,7 +89,7 @@ class ExporterServer(ThreadingHTTPServer):
                 f"cannot listen at {listen}: {error.strerror}", hint="use a port from 1024 on"
             ) from error
         except OSError as error:
-            if error.errno == 98:
+            if error.errno == errno.EADDRINUSE:
                 raise Busy(
                     f"another process listens at {listen}", hint="choose another `exporter.listen`"
                 ) from error

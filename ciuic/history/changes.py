@@ -1,4 +1,4 @@
-"""What came, went and was overwritten between two snapshots of a root, summed by directory."""
+"""Added, deleted and overwritten bytes between two snapshots of a root, summed by directory."""
 
 from __future__ import annotations
 

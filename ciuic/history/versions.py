@@ -22,7 +22,7 @@ class PathVersion(NamedTuple):
     """A version of a path, or its absence."""
 
     kind: VersionKind
-    """How it differs from the version before; ``added`` if there was none."""
+    """Difference from the version before; ``added`` if there was none."""
     first: Snapshot
     """Oldest snapshot that has it; for ``gone``, the oldest without the path."""
     last: Snapshot

@@ -60,7 +60,7 @@ class Filler:
         ]
         self._ended = threading.Event()
         self.trouble = ""
-        """What fetching waits for now, in words; empty while it goes on."""
+        """Cause for which fetching waits now, in words; empty while it goes on."""
 
     def start(self) -> None:
         """Begin to fetch."""

@@ -45,7 +45,7 @@ Run the same command again (ciuic restore --lazy …): it goes on. Or remove thi
 
 
 class LazyPhase(str, Enum):
-    """How far a lazy restore has come."""
+    """Phase of a lazy restore."""
 
     SKELETON = "skeleton"
     """Directories and placeholders are being made."""
@@ -56,7 +56,7 @@ class LazyPhase(str, Enum):
 
 
 class LazyRecord(msgspec.Struct):
-    """What a later run needs to go on."""
+    """Record from which a later run goes on."""
 
     snapshot: str
     source: str

@@ -1,4 +1,4 @@
-"""What is known of a lazy restore from outside: a file in the runtime directory for each destination.
+"""Status of a lazy restore for other processes: a file in the runtime directory for each destination.
 
 Guarantees: the file is replaced atomically, and stays after the end of the process, until the next restore into the same destination
 or the next start of the machine. Readers take what they find for hostile.
@@ -60,7 +60,7 @@ class LazyStatus(msgspec.Struct):
     rate: float = 0.0
     """Bytes a second, over the last ten seconds."""
     waits: str = ""
-    """What it waits for, in words."""
+    """Cause for which it waits, in words."""
     lost: list[LostFile] = []
     """Paths that could not be restored as they were, the first thousand."""
     code: int | None = None
@@ -74,7 +74,7 @@ class LazyStatus(msgspec.Struct):
 
 @dataclass
 class LazyOutcome:
-    """What became of a lazy restore."""
+    """Outcome of a lazy restore."""
 
     destination: bytes
     complete: bool = False

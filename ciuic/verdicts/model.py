@@ -12,7 +12,7 @@ class Verdict(NamedTuple):
 
     state: VerdictState
     reason: str
-    """What was found, or why nothing can be said."""
+    """Finding, or the reason why nothing can be said."""
     format: str = ""
     """Name of the format; empty if it is not known."""
 
@@ -36,7 +36,7 @@ class Structure(NamedTuple):
 
     format: str
     content: str
-    """What it has, in words: ``12 tensors``."""
+    """Content in words: ``12 tensors``."""
     pieces: tuple[Piece, ...]
     """Ranges in which a hole means that the data may never have been written."""
     last_item: tuple[int, int] | None = None

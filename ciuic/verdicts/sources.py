@@ -1,4 +1,4 @@
-"""What a verdict reads: a file and its directory, of a snapshot or as they are now."""
+"""Sources of a verdict: a file and its directory, of a snapshot or as they are now."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _OVERWRITTEN = "it was overwritten in place"
 
 
 class Instants(NamedTuple):
-    """What was seen at the instants of one format and way of writing."""
+    """Observations at the instants of one format and way of writing."""
 
     whole: int
     """Snapshots of whole files that no process had open."""

@@ -216,7 +216,7 @@ def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
 
 
 class Fault(NamedTuple):
-    """What the proxy does to one request; by default nothing."""
+    """Fault that the proxy adds to one request; by default none."""
 
     status: int = 0
     """Answer with this status, and pass nothing on."""

@@ -50,7 +50,7 @@ class UploadingHost(Host):
         self.root = top / "root"
         self.root.mkdir()
         self.taken: dict[str, trees.Manifest] = {}
-        """What each snapshot has to bring back."""
+        """Files that each snapshot has to bring back."""
         # Not by `remote init`, whose proof of create-only takes SeaweedFS ten seconds.
         remote = init_remote(
             objects, master=MasterKey.generate() if sealed else None, block_size=DEFAULT_BLOCK_SIZE

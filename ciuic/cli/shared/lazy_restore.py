@@ -82,7 +82,7 @@ def _say_mounted(status: LazyStatus) -> None:
 
 
 class _Announcer:
-    """What is done when the mount answers: tell the waiting command, or the operator."""
+    """Callback for the moment when the mount answers: tell the waiting command, or the operator."""
 
     def __init__(self, writer: int | None, as_json: bool) -> None:
         self.writer = writer

@@ -144,7 +144,7 @@ class Session:
 
     @property
     def every_version(self) -> EveryVersion | None:
-        """What --behind-deletions and --stored-before ask for; None where they were not given."""
+        """Request of --behind-deletions and --stored-before; None where they were not given."""
         if not self.behind_deletions and self.stored_before is None:
             return None
         from ciuic.cli.shared.remotes.opening import EveryVersion

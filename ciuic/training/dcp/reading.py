@@ -76,7 +76,7 @@ class CiuicStorageReader(StorageReader):
         self._metadata: Metadata | None = None
         self._source = SnapshotSource(self.save_dir, self._root, place.remotes)
         self._chosen: RemoteCandidate | None = None
-        """What `find` has found, for the next load."""
+        """Result of `find`, for the next load."""
         self._place: ReadFrom = str(self.save_dir)
         self._fixed_place: ReadFrom | None = None
         weakref.finalize(self, self._source.close)

@@ -1,4 +1,4 @@
-"""What is synced before which step of a lazy restore, so that a power cut leaves something to go on from."""
+"""Syncs before each step of a lazy restore, so that a power cut leaves something to go on from."""
 
 from __future__ import annotations
 
