@@ -206,6 +206,15 @@ def _one_sided(path: bytes, old: Entry | None, new: Entry | None) -> PathChange 
     return PathChange("added", path, None, new) if new is not None else None
 
 
+def _mounted(path: bytes, old: Entry | None, new: Entry | None) -> PathChange | None:
+    """Return the change of a name at which another file system is mounted now."""
+    if old is None:
+        return _one_sided(path, None, new)
+    if old.flags & FLAG_MOUNTPOINT:
+        return None
+    return PathChange("changed", path, old, None, ("unreadable", "another file system is mounted there"))
+
+
 def diff_live(repository: Repository, old: Snapshot, path: bytes | None = None) -> Iterator[PathChange]:
     """Yield the changes from the snapshot to what is on the disk now, parents before what is below them.
 
@@ -242,12 +251,11 @@ class _LiveWalk:
     def __init__(self, repository: Repository, root: RootRecord) -> None:
         self._repository = repository
         self._side = _Side(repository, root)
+        self._root_path = root.path
         self._worker = BlockWorker(repository, lambda: None)
-        self._device = -1
 
     def pair(self, path: bytes, old: Entry | None) -> Iterator[PathChange]:
         with LiveNode.at(path) as top:
-            self._device = top.device
             first: _Names = iter([(top.name, old)])
             frames: list[tuple[LinkedPath | None, LiveNode, _Names]] = [(None, top, first)]
             lineage = Lineage()
@@ -281,9 +289,11 @@ class _LiveWalk:
         try:
             new = node.child_entry(name)
             old = old and self._side.resolved(old)
+            # Another file system is not part of the root, whether it was mounted at the snapshot or later.
+            if path != self._root_path and node.leads_away(name):
+                return _mounted(path, old, new), None
             change = self._change(node, path, name, old, new)
-            # Other file systems mounted below the root are not part of it.
-            goes_on = new is not None and new.is_dir and node.child_device(name) == self._device
+            goes_on = new is not None and new.is_dir
             # The content of a mount point never was part of the snapshot.
             if old is not None and old.flags & FLAG_MOUNTPOINT:
                 goes_on = False

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from ciuic import STATE_DIR_NAME
 from ciuic.restore.files.destination import OPEN_DIRECTORY, proc_path, stat_at
+from ciuic.system.mount_border import MountBorders
 from ciuic.system.xattrs import read_xattrs
 from ciuic.types import Entry
 
@@ -47,6 +48,7 @@ class LiveNode:
 
     def __init__(self, fd: int, name: bytes = b"") -> None:
         self._fd = fd
+        self._borders = None if fd == _NOTHING else MountBorders(fd)
         self.name = name
         """Last component of the path given to `at`; empty otherwise."""
 
@@ -84,11 +86,6 @@ class LiveNode:
         """Attributes of the path given to `at`; None if it does not exist."""
         return self.child_entry(self.name)
 
-    @property
-    def device(self) -> int:
-        """Device number of the path given to `at`; -1 if it does not exist."""
-        return self.child_device(self.name)
-
     def child_entry(self, name: bytes) -> Entry | None:
         """Return the attributes of a name, without xattrs and content; None if it does not exist."""
         if self._fd == _NOTHING:
@@ -100,13 +97,9 @@ class LiveNode:
             target = os.readlink(name, dir_fd=self._fd) if stat.S_ISLNK(st.st_mode) else b""
         return live_entry(name, st, target)
 
-    def child_device(self, name: bytes) -> int:
-        """Return the device number of the name's file system; -1 if it does not exist."""
-        if self._fd == _NOTHING:
-            return -1
-        with _reading():
-            st = stat_at(self._fd, name)
-        return -1 if st is None else st.st_dev
+    def leads_away(self, name: bytes) -> bool:
+        """Return whether another file system is mounted at a name."""
+        return self._borders is not None and self._borders.at(name)
 
     def child_xattrs(self, name: bytes) -> tuple[tuple[bytes, bytes], ...]:
         """Return the extended attributes of a name, sorted."""

@@ -33,6 +33,7 @@ from typing import Final, NamedTuple
 
 from ciuic import STATE_DIR_NAME
 from ciuic.errors import CiuicError
+from ciuic.system.mount_border import mount_id
 
 ENTRIES: Final = frozenset(
     {
@@ -215,15 +216,6 @@ def _open_own(parent_fd: int, name: bytes) -> int | None:
         if st.st_uid != os.geteuid() or st.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             return None
         return os.open(".", os.O_RDONLY | _FLAGS, dir_fd=found)
-
-
-def mount_id(fd: int) -> int:
-    """Return the id of the mount that a descriptor is on, as in mountinfo, without a request to the file system."""
-    with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
-        for line in file:
-            if line.startswith(b"mnt_id:"):
-                return int(line[7:])
-    raise CiuicError("/proc/self/fdinfo does not name the mount of a descriptor", hint="is /proc mounted?")
 
 
 # -- making ----------------------------------------------------------------------------------------------

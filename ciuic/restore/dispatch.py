@@ -22,6 +22,7 @@ from ciuic.restore.files.special import SpecialFilter
 from ciuic.restore.model import RestorePlan, RestoreTarget
 from ciuic.restore.outcomes import Outcomes
 from ciuic.restore.overwrite_rules import OverwriteRules
+from ciuic.system.mount_border import LEFT_ALONE
 from ciuic.types import FLAG_MOUNTPOINT, Entry
 
 
@@ -84,6 +85,9 @@ class Dispatcher:
             self._outcomes.failed(path, error)
             return
         rules = attempt.rules
+        if existing is not None and not entry.flags & FLAG_MOUNTPOINT and folder.leads_away(entry.name):
+            self._outcomes.failed(path, LEFT_ALONE)
+            return
         # A file on which another was mounted at the cut: its content is not in the snapshot, so what exists
         # stays.
         if existing is not None and (entry.flags & FLAG_MOUNTPOINT or not rules.may_touch(entry, existing)):

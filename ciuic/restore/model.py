@@ -85,6 +85,11 @@ class RestoreTarget(NamedTuple):
     in_place: bool
     """The destination is the original path: below the root, no symbolic link is followed on the way."""
 
+    @property
+    def is_root(self) -> bool:
+        """The source is a root itself, which is restored into whatever is mounted at the destination."""
+        return self.source.path == self.source.root.path
+
 
 class Kept(NamedTuple):
     """Exceptions of --delete: what stays although the snapshot does not have it."""

@@ -21,6 +21,7 @@ from ciuic.restore.limits import many_descriptors
 from ciuic.restore.model import Kept, Overwrite, RestorePlan, RestoreTarget
 from ciuic.restore.overwrite_rules import believed_equal
 from ciuic.system.linked_path import LinkedPath
+from ciuic.system.mount_border import MountBorders
 from ciuic.types import Entry, Snapshot
 
 # For a terminal: `DestinationExists.conflicts` has them all.
@@ -149,8 +150,9 @@ def _in_the_way(
     repository: Repository, target: RestoreTarget, parent: int, top: Entry, resumed: bool
 ) -> Iterator[bytes]:
     """Walk snapshot and destination side by side, only where both have a directory; yield the conflicts."""
-    stack: list[tuple[int, LinkedPath, Iterator[Entry]]] = []
+    stack: list[tuple[int, MountBorders, LinkedPath, Iterator[Entry]]] = []
     fd, path, entries = parent, LinkedPath(posixpath.dirname(target.path)), iter((top,))
+    borders = MountBorders(fd)
     # Raises Damaged for a tree that contains itself, which only a crafted repository has.
     lineage = Lineage()
     try:
@@ -160,7 +162,7 @@ def _in_the_way(
                 if not stack:
                     return
                 os.close(fd)
-                fd, path, entries = stack.pop()
+                fd, borders, path, entries = stack.pop()
                 lineage.leave()
                 continue
             # What does not exist is no conflict; nor is the journal of an earlier restore at the top.
@@ -168,12 +170,15 @@ def _in_the_way(
             if st is None or (len(stack) == 1 and entry.name == journal.JOURNAL_NAME):
                 continue
             here = join(bytes(path), entry.name)
+            # Left alone by the restore, which says so; nothing in it is in the way.
+            if (stack or not target.is_root) and borders.at(entry.name):
+                continue
             if entry.is_dir and stat.S_ISDIR(st.st_mode):
                 lineage.enter(entry.content)
                 # Opened before the push: if that fails, the descriptor must not be closed twice below.
                 below = open_directory(fd, entry.name)
-                stack.append((fd, path, entries))
-                fd, path = below, LinkedPath(here, path)
+                stack.append((fd, borders, path, entries))
+                fd, borders, path = below, MountBorders(below), LinkedPath(here, path)
                 entries = repository.trees.entries(entry.content)
             elif not (resumed and believed_equal(entry, st)):
                 yield here

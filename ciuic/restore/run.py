@@ -25,7 +25,7 @@ from ciuic.restore.model import RestoreItem, RestorePlan, RestoreProgress, Resto
 from ciuic.restore.outcomes import Outcomes
 from ciuic.restore.overwrite_rules import OverwriteRules
 from ciuic.restore.walk import Walk
-from ciuic.types import Entry
+from ciuic.types import FLAG_MOUNTPOINT, Entry
 
 
 def execute(
@@ -164,10 +164,17 @@ class RestoreRun:
                 pass
             elif entry.is_dir:
                 source_path = attempt.target.source.path
-                top = self._walk.restore_directory(attempt, parent, entry, source_path, set())
+                top = self._walk.restore_directory(
+                    attempt, parent, entry, source_path, set(), is_root=attempt.target.is_root
+                )
                 # Nothing else is made in it, and a run that is killed leaves less behind.
                 parent.leave_workplace()
-                if top is not None:
+                if entry.flags & FLAG_MOUNTPOINT:
+                    self._outcomes.failed(
+                        attempt.target.path,
+                        "another file system was mounted there at the snapshot: its content was not captured",
+                    )
+                elif top is not None:
                     # Held beyond the walk: the directory gets its times after the journal was removed from it.
                     top.hold()
                     journal = self._begin_journal(attempt, top)

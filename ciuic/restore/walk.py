@@ -31,6 +31,7 @@ from ciuic.restore.files.pool import Pool
 from ciuic.restore.files.special import SpecialFilter
 from ciuic.restore.model import RestorePlan
 from ciuic.restore.outcomes import Outcomes
+from ciuic.system.mount_border import LEFT_ALONE
 from ciuic.types import FLAG_MOUNTPOINT, Entry
 
 
@@ -94,7 +95,14 @@ class Walk:
         return self._special.leaves_out(join(folder.path, entry.name), entry, top_of_root=top)
 
     def restore_directory(
-        self, attempt: Attempt, parent: Folder, entry: Entry, source_path: bytes, siblings: set[int]
+        self,
+        attempt: Attempt,
+        parent: Folder,
+        entry: Entry,
+        source_path: bytes,
+        siblings: set[int],
+        *,
+        is_root: bool = False,
     ) -> Folder | None:
         """Open or create a directory in the destination; None if it is left alone or failed, which is recorded.
 
@@ -104,10 +112,16 @@ class Walk:
             entry: what the snapshot has.
             source_path: its path at the snapshot.
             siblings: inodes of the directories in ``parent`` that were restored already; gets its inode.
+            is_root: the directory is a root's top, which is restored into whatever is mounted there.
         """
         path, folder = join(parent.path, entry.name), None
         try:
             existing = None if parent.fresh else status_of(parent, entry.name)
+            if existing is not None and not is_root and parent.leads_away(entry.name):
+                # The top of another file system: neither its attributes nor anything in it are the snapshot's.
+                if not entry.flags & FLAG_MOUNTPOINT:
+                    self._outcomes.failed(path, LEFT_ALONE)
+                return None
             # A new directory counts as a user of its parent, and the counts are guarded by this lock.
             with self._pool.changed:
                 if existing is not None and stat.S_ISDIR(existing.st_mode):
@@ -121,8 +135,8 @@ class Walk:
                     return None
                 else:
                     folder = self._replace_by_directory(attempt, parent, entry, source_path)
-            # In a fresh directory no other user can move anything; a mount point is not the directory that was restored.
-            if not self._dry_run and not parent.fresh and not entry.flags & FLAG_MOUNTPOINT:
+            # In a fresh directory no other user can move anything.
+            if not self._dry_run and not parent.fresh:
                 _check_only_once(folder, siblings)
             xattrs = self._plan.repository.trees.xattrs(entry)
         except (OSError, Damaged) as error:
@@ -131,7 +145,7 @@ class Walk:
             if folder is not None:
                 self._outcomes.release(folder)
             return None
-        if self._sets_attributes(attempt, folder, entry, existing):
+        if folder.fresh or existing is None or attempt.rules.sets_directory_attributes(entry, existing):
             entry, xattrs = self._special.permitted(path, entry, xattrs)
             if not self._dry_run:
                 folder.entry, folder.xattrs = entry, xattrs
@@ -220,16 +234,6 @@ class Walk:
         unlink_if_there(parent.fd, aside)
         return folder
 
-    def _sets_attributes(
-        self, attempt: Attempt, folder: Folder, entry: Entry, existing: os.stat_result | None
-    ) -> bool:
-        if folder.fresh or existing is None:
-            return True
-        # Another file system is mounted there again: what is seen is its top directory, not the one that the snapshot has.
-        if entry.flags & FLAG_MOUNTPOINT and folder.parent and not _same_device(existing, folder.parent):
-            return False
-        return attempt.rules.sets_directory_attributes(entry, existing)
-
     def _delete_extra(self, frame: _Frame) -> None:
         """Remove what the snapshot does not have in this directory."""
         remover = self._dispatcher.make_remover()
@@ -255,7 +259,3 @@ def _check_only_once(folder: Folder, siblings: set[int]) -> None:
             errno.EBUSY, "a directory that was just restored under another name has been moved here"
         )
     siblings.add(inode)
-
-
-def _same_device(existing: os.stat_result, parent: Folder) -> bool:
-    return existing.st_dev == os.fstat(parent.fd).st_dev

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import re
+import select
+import threading
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -80,6 +82,32 @@ def _mount_of(fields: list[bytes]) -> Mount:
 def read(process: Path = Path("/proc/self")) -> list[Mount]:
     """Return the mounts that ``process`` sees. FileNotFoundError or ProcessLookupError when it has ended."""
     return parse((process / "mountinfo").read_bytes())
+
+
+class MountTable:
+    """The process's own mounts, read again when they have changed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._poll = select.poll()
+        self._mounts: list[Mount] = []
+
+    def read(self) -> list[Mount]:
+        """Return the mounts as they are now."""
+        with self._lock:
+            # The kernel reports a change once, to the poll that follows it (proc_pid_mounts(5)).
+            if self._fd < 0:
+                self._fd = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+                self._poll.register(self._fd, select.POLLPRI)
+            elif not self._poll.poll(0):
+                return self._mounts
+            self._mounts = read()
+            return self._mounts
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 def is_served_by_a_user(fs_type: bytes, super_options: bytes) -> bool:

@@ -26,6 +26,7 @@ from ciuic.repository import Repository, Writer
 from ciuic.repository.disk.extent_sharing import can_share
 from ciuic.repository.disk.reserved_disk import ReservedDisk
 from ciuic.system.disk_space import available_bytes
+from ciuic.system.mount_border import MountBorders
 from ciuic.units import human_size
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
@@ -230,7 +231,6 @@ def _files(
     """Yield the names of non-directories that would be captured, each with a descriptor of its directory."""
     # Directories are entered by descriptor, one level at a time, because their owner may replace them by
     # links meanwhile.
-    device = os.fstat(backing_fd).st_dev
     levels = [_Level(b"", backing_fd)]
     try:
         while levels:
@@ -249,7 +249,7 @@ def _files(
             elif len(levels) < _MAX_LEVELS:
                 with suppress(OSError):
                     status = os.stat(name, dir_fd=level.fd, follow_symlinks=False)
-                    if status.st_dev == device and (status.st_dev, status.st_ino) != skip:
+                    if not level.borders.at(name) and (status.st_dev, status.st_ino) != skip:
                         levels.append(_Level(path, level.fd, name))
     finally:
         for level in levels:
@@ -264,6 +264,7 @@ class _Level:
         self.path = path
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self.fd = os.open(name, flags, dir_fd=parent_fd)
+        self.borders = MountBorders(self.fd)
         try:
             self.entries = os.scandir(self.fd)
         except BaseException:

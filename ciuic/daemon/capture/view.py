@@ -27,8 +27,8 @@ from typing import Final
 
 from ciuic import STATE_DIR_NAME
 from ciuic.fuse_layer.formats.undo_format import LOG_NAME, LogReader, NameRecord, OldStat, UndoLost, hold_name
-from ciuic.protocol.state_directory import mount_id
 from ciuic.system import mountinfo
+from ciuic.system.mount_border import mount_id, place_of
 from ciuic.system.spill import NameTable, Spill
 from ciuic.system.xattrs import read_xattrs
 
@@ -272,7 +272,10 @@ class SealedView:
             # would be captured.
             if self._user_mounts and mount_id(fd) in self._user_mounts:
                 raise PermissionError(errno.EACCES, "a user's FUSE file system is mounted here")
-            return PinnedInode(fd, os.fstat(fd).st_ino)
+            inode = PinnedInode(fd, os.fstat(fd).st_ino)
+            # Of the directory and not of the root: what the undo log holds may be reached through another mount of the file system.
+            inode.mountpoint = place_of(fd) != place_of(dir_fd)
+            return inode
         except BaseException:
             os.close(fd)
             raise
@@ -320,7 +323,7 @@ class SealedView:
             return self._finish_removed(inode)
         try:
             st, hold_links = self._stat(inode)
-            inode.mountpoint = st.st_dev != self.device
+            inode.mountpoint = inode.mountpoint or st.st_dev != self.device
             # Another file system is asked for nothing but the attributes of its top.
             xattrs = {} if inode.mountpoint else _readable_xattrs(inode.fd)
             if stat.S_ISLNK(st.st_mode):

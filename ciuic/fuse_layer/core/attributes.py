@@ -7,6 +7,7 @@ nanosecond, and one that is not given stays as it is. The kernel has checked per
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from functools import partial
@@ -17,6 +18,8 @@ from ciuic.fuse_layer.core.times import KernelTimes
 from ciuic.fuse_layer.state.node import Node
 from ciuic.fuse_layer.state.overlay_state import Attr, OverlayState
 from ciuic.fuse_layer.system import syscalls
+from ciuic.system.mount_border import HIDDEN_MOUNTS, mounted_names
+from ciuic.system.mountinfo import MountTable
 
 _GROUP_PRIVILEGE = stat.S_ISGID | stat.S_IXGRP
 """Bits of a set-group-id privilege: without group execution set-group-id is none, and marks mandatory locking
@@ -54,6 +57,7 @@ class Attributes:
         self._nodes = state.nodes
         self._changes = changes
         self._times = times
+        self._mounts = MountTable()
 
     def getattr(self, node_id: int, handle: int | None = None) -> Attr:
         """Return a node's attributes, through ``handle`` where that is open."""
@@ -124,8 +128,22 @@ class Attributes:
 
     def getxattr(self, node_id: int, name: bytes) -> bytes:
         """Return an extended attribute."""
-        path, _keep = self._pinned(self._nodes.get(node_id))
+        node = self._nodes.get(node_id)
+        if name == HIDDEN_MOUNTS:
+            return self._mounts_in(node)
+        path, _keep = self._pinned(node)
         return os.getxattr(path, name)
+
+    def _mounts_in(self, node: Node) -> bytes:
+        """Return the names in a directory at which something is mounted below the overlay, each ended by a NUL."""
+        if node.kind != stat.S_IFDIR:
+            raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+        pin = self._nodes.pin(node)
+        fd = os.open(b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=pin.fd)
+        try:
+            return b"".join(name + b"\0" for name in mounted_names(fd, self._mounts.read()))
+        finally:
+            os.close(fd)
 
     def listxattr(self, node_id: int) -> list[bytes]:
         """Return the names of extended attributes."""

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from ciuic.errors import CiuicError
 from ciuic.protocol import state_directory
+from ciuic.system.mount_border import mount_id
 from ciuic.system.mountinfo import is_served_by_a_user
 
 FS_TYPE = "fuse.ciuic"
@@ -185,8 +186,8 @@ def open_backing(path: str | bytes) -> int:
 
 def mount_of(fd: int) -> MountEntry | None:
     """Return the mount that an open descriptor is on; None for a mount that is detached."""
-    mount_id = state_directory.mount_id(fd)
-    return next((entry for entry in read_mounts() if entry.mount_id == mount_id), None)
+    wanted = mount_id(fd)
+    return next((entry for entry in read_mounts() if entry.mount_id == wanted), None)
 
 
 def mount_fuse(backing_fd: int, fs_type: str = FS_TYPE) -> int:

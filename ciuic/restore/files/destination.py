@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from ciuic import STATE_DIR_NAME
 from ciuic.repository.lookup import join
 from ciuic.system.linked_path import LinkedPath
+from ciuic.system.mount_border import LEFT_ALONE, MountBorders
 
 TEMPORARY_PREFIX = b".ciuic-restore-"
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -100,7 +101,7 @@ def unlink_if_there(folder: int, name: bytes) -> None:
 
 @dataclass
 class Remover:
-    """Removes trees, sparing what must be spared, and never across the boundary of a file system."""
+    """Removes trees, sparing what must be spared, and never across the border of a mount."""
 
     spared_inodes: frozenset[tuple[int, int]] = frozenset()
     """(device, inode) of directories that stay, with everything below."""
@@ -115,22 +116,25 @@ class Remover:
         st = stat_at(folder, name)
         if st is None:
             return True
+        borders = MountBorders(folder)
         if not stat.S_ISDIR(st.st_mode):
-            return self._leaf(folder, name, path, source_path)
-        device = os.fstat(folder).st_dev
+            return self._leaf(folder, borders, name, path, source_path)
         # A stack instead of a recursion: directories may be thousands deep.
         stack: list[_Level] = []
-        gone = self._descend(stack, folder, name, path, source_path, device)
+        gone = self._descend(stack, folder, borders, name, path, source_path)
         try:
             while stack:
-                gone = self._step(stack, device)
+                gone = self._step(stack)
         finally:
             for level in stack:
                 level.close()
         return gone
 
-    def _leaf(self, folder: int, name: bytes, path: bytes, source_path: bytes) -> bool:
+    def _leaf(self, folder: int, borders: MountBorders, name: bytes, path: bytes, source_path: bytes) -> bool:
         if self.spared is not None and self.spared(source_path, False):
+            return False
+        if borders.at(name):
+            self.failures.append((path, LEFT_ALONE))
             return False
         if self.dry_run:
             return True
@@ -144,7 +148,13 @@ class Remover:
         return True
 
     def _descend(
-        self, stack: list[_Level], folder: int, name: bytes, path: bytes, source_path: bytes, device: int
+        self,
+        stack: list[_Level],
+        folder: int,
+        borders: MountBorders,
+        name: bytes,
+        path: bytes,
+        source_path: bytes,
     ) -> bool:
         """Push a directory on the stack; return False if it stays as it is."""
         # The state of a root (undo log, tracking) is never the restore's to remove.
@@ -157,8 +167,8 @@ class Remover:
             return False
         # Of the descriptor and not of the name, which may lead elsewhere by now.
         st = os.fstat(fd)
-        if st.st_dev != device:
-            self.failures.append((path, "another file system is mounted there: it is left alone"))
+        if borders.before(name, fd):
+            self.failures.append((path, LEFT_ALONE))
         elif (st.st_dev, st.st_ino) not in self.spared_inodes:
             above = stack[-1] if stack else None
             linked = LinkedPath(path, above.path if above is not None else None)
@@ -169,7 +179,7 @@ class Remover:
         os.close(fd)
         return False
 
-    def _step(self, stack: list[_Level], device: int) -> bool:
+    def _step(self, stack: list[_Level]) -> bool:
         """Treat the next name; return whether it is gone."""
         level = stack[-1]
         name = next(level.names, None)
@@ -179,9 +189,9 @@ class Remover:
             if st is None:
                 return True
             if stat.S_ISDIR(st.st_mode):
-                gone = self._descend(stack, level.fd, name, path, source_path, device)
+                gone = self._descend(stack, level.fd, level.borders, name, path, source_path)
             else:
-                gone = self._leaf(level.fd, name, path, source_path)
+                gone = self._leaf(level.fd, level.borders, name, path, source_path)
             level.empty = level.empty and gone
             return gone
         stack.pop().close()
@@ -212,6 +222,9 @@ class _Level:
     source_path: LinkedPath
     names: Iterator[bytes]
     empty: bool = True
+
+    def __post_init__(self) -> None:
+        self.borders = MountBorders(self.fd)
 
     def close(self) -> None:
         os.close(self.fd)

@@ -17,6 +17,7 @@ from ciuic.restore.files.attributes import Xattrs
 from ciuic.restore.files.destination import new_temporary_name, open_directory, rename_new
 from ciuic.restore.files.private_dir import PrivateDir, is_shared, make_private_dir
 from ciuic.system.linked_path import LinkedPath
+from ciuic.system.mount_border import MountBorders
 from ciuic.types import Entry
 
 # Each directory that waits has a descriptor open.
@@ -57,6 +58,7 @@ class Folder:
         self.entry: Entry | None = None
         """Attributes that it gets at the end; None leaves them as they are."""
         self.xattrs: Xattrs = ()
+        self._borders: MountBorders | None = None
         self._private: PrivateDir | None = None
         self._with_private: set[Folder] = set() if parent is None else parent._with_private
         """All directories below the same top that have a private directory now."""
@@ -73,6 +75,15 @@ class Folder:
     def source_path(self) -> bytes:
         """Absolute path at the snapshot."""
         return bytes(self._source_path)
+
+    def leads_away(self, name: bytes) -> bool:
+        """Return whether another mount lies at a name of this directory."""
+        # In a directory that this run has made nothing is mounted: it is nobody else's until the end.
+        if self.fresh or self.fd == NOT_THERE:
+            return False
+        if self._borders is None:
+            self._borders = MountBorders(self.fd)
+        return self._borders.at(name)
 
     @classmethod
     def make(cls, parent: Folder, name: bytes, source_path: bytes, *, run: str, dry_run: bool) -> Folder:

@@ -153,6 +153,11 @@ def _step(repository: Repository, snapshot: Snapshot, above: Folder, name: bytes
     path, run = join(above.path, name), new_run()
     if above.fd == NOT_THERE:
         return Folder.make(above, name, path, run=run, dry_run=dry_run)
+    if above.leads_away(name):
+        raise CiuicError(
+            f"another file system is mounted at {readable(path)}: nothing was restored into it",
+            hint="unmount it, or restore elsewhere with -d",
+        )
     try:
         return Folder.enter(above, name, path)
     except FileNotFoundError:
