@@ -95,6 +95,28 @@ class MountBorders:
             os.close(fd)
 
 
+def first_border(top: bytes, path: bytes) -> bytes | None:
+    """Return the first name on the way from a directory to a path below it at which something is mounted, as a path; None for none.
+
+    Symbolic links below ``top`` are not followed. OSError where a directory on the way cannot be opened.
+    """
+    here = top
+    fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in path[len(top) :].strip(b"/").split(b"/") if path != top else ():
+            here = posixpath.join(here, name)
+            if MountBorders(fd).at(name):
+                return here
+            if here == path:
+                break
+            below = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+            os.close(fd)
+            fd = below
+    finally:
+        os.close(fd)
+    return None
+
+
 def mounted_names(fd: int, mounts: list[mountinfo.Mount]) -> list[bytes]:
     """Return the names of a directory at which something is mounted, seen through its descriptor.
 

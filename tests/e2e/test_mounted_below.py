@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.driver import DRIVER
 from support.live import Live
 
 pytestmark = pytest.mark.mount
@@ -23,6 +24,8 @@ class Foreign(NamedTuple):
 
     place: Path
     before: list[tuple[str, int, int, int, bytes]]
+    blocks: int
+    """Size of its file system, in blocks."""
 
     def assert_untouched(self) -> None:
         """Fail where anything on it has changed, its top's mode and times included."""
@@ -68,7 +71,7 @@ def mount(request: pytest.FixtureRequest, short_tmp: Path) -> Iterator[Mount]:
         mounted.append(place)
         if kind != "file":
             _furnish(place)
-        return Foreign(place, _facts(place))
+        return Foreign(place, _facts(place), os.statvfs(place).f_blocks)
 
     yield at
     # The test's daemon has ended when its fixture did, and with it what was mounted over the place.
@@ -104,6 +107,12 @@ def test_mounted_before_the_daemon(short_tmp: Path, root: Path, mount: Mount) ->
         (root / "new").mkdir()
         unknown = mount(root / "new" / "disk")
         live.start(root)
+        for foreign in (known, unknown):
+            found = live.run("doctor", str(foreign.place), expect=None).stdout.decode()
+            assert f"is on another file system, mounted at {foreign.place}" in found
+            if DRIVER != "pyfuse3":
+                # pyfuse3 is not told which file `df` asks about.
+                assert os.statvfs(foreign.place).f_blocks == foreign.blocks
         _spoil(root)
         _restore(live, snapshot, "-p", str(root))
         _assert_restored(root)

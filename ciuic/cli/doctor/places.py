@@ -20,6 +20,7 @@ from ciuic.cli.doctor.inquiry import Inquiry, NoAnswer, not_looked_at
 from ciuic.cli.shared.names import shown, shown_text
 from ciuic.errors import CiuicError
 from ciuic.system.disk_space import Reserve, available_bytes, reserve_of, total_bytes
+from ciuic.system.mount_border import first_border
 from ciuic.system.mountinfo import Mount
 from ciuic.units import human_duration, human_size
 
@@ -372,11 +373,12 @@ def _coverage_of(path: bytes, config: Config) -> Finding:
                 f"{name} does not exist; it would be covered by {shown(top)}",
                 "check the spelling",
             )
-        if os.stat(path, follow_symlinks=False).st_dev != os.stat(top).st_dev:
+        border = first_border(top, path)
+        if border is not None:
             return problem(
                 "coverage",
-                f"{name} is on another file system mounted below {shown(top)}, which is not captured",
-                f"ciuic protect {name}",
+                f"{name} is on another file system, mounted at {shown(border)} below {shown(top)}, which is not captured",
+                f"ciuic protect {shown(border)}",
             )
         return ok("coverage", f"{name} is covered by {shown(top)}")
     return problem("coverage", f"{name} is not below any root", "ciuic protect the directory that holds it")

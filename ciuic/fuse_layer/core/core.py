@@ -211,11 +211,16 @@ class OverlayCore(OverlayOperations):
         """Number of open handles of files."""
         return len(self._state.files)
 
-    def statfs(self) -> os.statvfs_result:
-        """Return the backing file system's figures.
+    def statfs(self, node_id: int = ROOT_ID) -> os.statvfs_result:
+        """Return the figures of the file system that a node is on.
 
         The undo log's space counts as free: it is given up before the job runs short.
         """
+        node = self._state.nodes.get(node_id)
+        if node.dev != self._state.nodes.device:
+            # Of a file system that is mounted below the root.
+            pin = self._state.nodes.pin(node)
+            return os.statvfs(pin.fd)
         spare = self._space.room()
         real = os.statvfs(self._state.nodes.root_directory.fd)
         if not spare.inodes:

@@ -266,7 +266,7 @@ class KernelDriver:
     # -- the rest -------------------------------------------------------------------------------------
 
     def _statfs(self, request: FuseRequest, data: memoryview) -> Reply:
-        return statfs(self.core.statfs())
+        return statfs(self.core.statfs(request.node))
 
     def _syncfs(self, request: FuseRequest, data: memoryview) -> Reply:
         self.session.hand_on()
