@@ -13,14 +13,23 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support import trees
+from support import small_disks, trees
+from support.ci import needs
 from support.restoring import take, write
 
 from ciuic.errors import CiuicError, DestinationExists, NotFound, NotPermitted, Partial, UsageError
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, RestoreItem, RestoreProgress, Result, execute, plan_restore
 from ciuic.restore import plan as planning
-from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, Entry, RootRecord, Snapshot, SnapshotDraft
+from ciuic.types import (
+    FLAG_MOUNTPOINT,
+    FLAG_OPEN_FOR_WRITING,
+    MAX_TIME_NS,
+    Entry,
+    RootRecord,
+    Snapshot,
+    SnapshotDraft,
+)
 
 ALWAYS = Overwrite.ALWAYS
 
@@ -619,3 +628,42 @@ def test_paths_that_cannot_be_meant(repository: Repository, root: Path, tmp_path
     nested = [os.fsencode(root / "a" / "same"), os.fsencode(root / "a")]
     plan = plan_restore(repository, snapshot, nested, overwrite=ALWAYS)
     assert [target.path for target in plan.targets] == [os.fsencode(root / "a")]
+
+
+# Times
+
+
+@pytest.mark.mount
+def test_times_that_the_destination_does_not_hold_are_reported_once(
+    repository: Repository, root: Path, tmp_path: Path
+) -> None:
+    """On 128-byte inodes, which hold seconds up to 2038, one failure names a file and counts the others."""
+    needs(small_disks.missing("ext4"))
+    for name, year_2106_ns in (("a", 4_300_000_000 * 10**9), ("b", 1), ("c", 10**9)):
+        (root / name).write_text("x")
+        os.utime(root / name, ns=(0, year_2106_ns))
+    os.utime(root, ns=(0, 0))
+    snapshot = take(repository, root)
+    with small_disks.small_disk(tmp_path, "ext4", 16 << 20, "-I", "128") as disk:
+        result = restore(repository, snapshot, root, disk / "out")
+        assert (disk / "out" / "root" / "c").stat().st_mtime_ns == 10**9
+    assert result.time_failures == 2
+    assert not result.complete
+    (failure,) = result.failed
+    assert failure.attribute
+    assert "nor that of 1 other" in failure.reason
+
+
+def test_a_time_that_a_snapshot_does_not_hold_is_named_and_compares_as_equal(
+    repository: Repository, root: Path
+) -> None:
+    """A file of the year 2300 is restored with the last time of 2262, named, and not written again as it stands."""
+    (root / "late").write_text("x")
+    os.utime(root / "late", ns=(0, 10_413_792_000 * 10**9))
+    snapshot = take(repository, root)
+    assert complete(restore(repository, snapshot, root, overwrite=Overwrite.IF_CHANGED)).restored == 0
+    assert (root / "late").stat().st_mtime_ns == 10_413_792_000 * 10**9
+    (root / "late").unlink()
+    result = complete(restore(repository, snapshot, root, overwrite=ALWAYS))
+    assert result.far_times == [os.fsencode(root / "late")]
+    assert (root / "late").stat().st_mtime_ns == MAX_TIME_NS
