@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +33,8 @@ from ciuic.types import (
 )
 
 ALWAYS = Overwrite.ALWAYS
+NO_ID = 0xFFFFFFFF
+"""Id of the entries of an ACL that name nobody, ACL_UNDEFINED_ID."""
 
 
 @pytest.fixture
@@ -667,3 +670,37 @@ def test_a_time_that_a_snapshot_does_not_hold_is_named_and_compares_as_equal(
     result = complete(restore(repository, snapshot, root, overwrite=ALWAYS))
     assert result.far_times == [os.fsencode(root / "late")]
     assert (root / "late").stat().st_mtime_ns == MAX_TIME_NS
+
+
+# ACLs
+
+
+@pytest.mark.mount
+def test_an_acl_that_was_removed_elsewhere_does_not_come_back_on_xfs(
+    repository: Repository, root: Path, tmp_path: Path
+) -> None:
+    """XFS shows an ACL a second time as trusted.SGI_ACL_FILE, which is neither captured nor restored."""
+    needs(small_disks.missing("xfs"))
+    acl = b"\2\0\0\0" + b"".join(
+        struct.pack("<HHI", *entry)
+        for entry in ((1, 6, NO_ID), (2, 6, 5), (4, 0, NO_ID), (16, 6, NO_ID), (32, 0, NO_ID))
+    )
+    with small_disks.small_disk(tmp_path, "xfs") as disk:
+        (disk / "f").write_text("secret")
+        os.setxattr(disk / "f", "system.posix_acl_access", acl)
+        duplicate = os.getxattr(disk / "f", "trusted.SGI_ACL_FILE")
+        recorded = [entry.xattrs for entry in entries_of(repository, take(repository, disk))]
+        assert recorded == [((b"system.posix_acl_access", acl),)]
+        # A snapshot of an older version, of a file whose ACL was removed on another file system.
+        (root / "f").write_text("secret")
+        older = take(repository, root)
+        (plain,) = entries_of(repository, older)
+        pairs = ((b"trusted.SGI_ACL_FILE", duplicate), (b"user.kept", b"1"))
+        older = recommit(repository, older, {b"f": msgspec.structs.replace(plain, xattrs=pairs)})
+        complete(restore(repository, older, root / "f", disk / "new"))
+        assert "system.posix_acl_access" not in os.listxattr(disk / "new" / "f")
+        assert os.getxattr(disk / "new" / "f", "user.kept") == b"1"
+
+
+def entries_of(repository: Repository, snapshot: Snapshot) -> list[Entry]:
+    return list(repository.trees.entries(snapshot.roots[0].entry.content))
