@@ -15,6 +15,21 @@ import msgspec
 ChunkId = NewType("ChunkId", bytes)
 """Seeded XXH3-128 hash of the content, 16 bytes."""
 
+MAX_TIME_NS = (1 << 63) - 1
+"""Largest distance from 1970 that an entry holds (docs/format.md, section 5): from September 1677 to April
+2262. XFS, btrfs, ext4 and tmpfs hold more."""
+
+
+def recorded_time(time_ns: int) -> int:
+    """Return the time that an entry records for a file's: the nearest that it holds."""
+    return max(-MAX_TIME_NS, min(time_ns, MAX_TIME_NS))
+
+
+def is_far_time(time_ns: int) -> bool:
+    """Return whether a recorded time stands for this one or any farther from 1970."""
+    return abs(time_ns) >= MAX_TIME_NS
+
+
 CHUNK_ID_BYTES = 16
 HOLE = ChunkId(bytes(CHUNK_ID_BYTES))
 """Absent block: reads as zeros and takes no space."""

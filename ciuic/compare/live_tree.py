@@ -17,7 +17,7 @@ from ciuic import STATE_DIR_NAME
 from ciuic.restore.files.destination import OPEN_DIRECTORY, proc_path, stat_at
 from ciuic.system.mount_border import MountBorders
 from ciuic.system.xattrs import read_xattrs
-from ciuic.types import Entry
+from ciuic.types import Entry, recorded_time
 
 # O_PATH opens an inode without a read permission and without waking a device or a pipe.
 _INODE = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -151,8 +151,8 @@ def live_entry(name: bytes, st: os.stat_result, target: bytes = b"") -> Entry:
         rdev=st.st_rdev if is_device else 0,
         ino=st.st_ino,
         size_bytes=st.st_size if stat.S_ISREG(st.st_mode) else len(target),
-        mtime_ns=st.st_mtime_ns,
-        ctime_ns=st.st_ctime_ns,
-        atime_ns=st.st_atime_ns,
+        mtime_ns=recorded_time(st.st_mtime_ns),
+        ctime_ns=recorded_time(st.st_ctime_ns),
+        atime_ns=recorded_time(st.st_atime_ns),
         target=target,
     )

@@ -138,12 +138,16 @@ class Result:
     """Restored files that were open for writing at the cut."""
     not_held: list[bytes] = field(default_factory=list)
     """Restored files whose content may be later than the cut."""
+    far_times: list[bytes] = field(default_factory=list)
+    """Restored files whose modification time was farther from 1970 than a snapshot holds; they have the nearest."""
     left_out: list[OmittedSpecial] = field(default_factory=list)
     """Special files and attributes that were not restored."""
     left_out_because: str = ""
     """`RestorePlan.foreign_reason`, if something was left out for it; the restore is not complete then."""
     owner_failures: int = 0
     """Number of paths whose owner could not be set (not root); reported as one failure."""
+    time_failures: int = 0
+    """Number of paths whose modification time the file system did not keep; reported as one failure."""
     stopped: str = ""
     """Reason for which the restore ended early, such as a full disk; empty if it did not."""
 

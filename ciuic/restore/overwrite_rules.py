@@ -6,7 +6,7 @@ import os
 import stat
 
 from ciuic.restore.model import Overwrite
-from ciuic.types import Entry
+from ciuic.types import Entry, recorded_time
 
 
 class OverwriteRules:
@@ -19,7 +19,7 @@ class OverwriteRules:
     def may_replace(self, entry: Entry, existing: os.stat_result) -> bool:
         """Return whether the mode allows to replace what exists."""
         if self._mode is Overwrite.IF_NEWER:
-            return entry.mtime_ns > existing.st_mtime_ns
+            return entry.mtime_ns > recorded_time(existing.st_mtime_ns)
         return self._mode in (Overwrite.ALWAYS, Overwrite.IF_CHANGED)
 
     def may_touch(self, entry: Entry, existing: os.stat_result) -> bool:
@@ -39,13 +39,13 @@ class OverwriteRules:
         """Return whether an existing directory gets the recorded attributes."""
         if self._mode is Overwrite.NEVER:
             return False
-        return self._mode is not Overwrite.IF_NEWER or entry.mtime_ns > existing.st_mtime_ns
+        return self._mode is not Overwrite.IF_NEWER or entry.mtime_ns > recorded_time(existing.st_mtime_ns)
 
 
 def believed_equal(entry: Entry, existing: os.stat_result) -> bool:
     """Return whether type, size and modification time are the same, to the nanosecond, as a restore sets it."""
     return (
         stat.S_IFMT(entry.mode) == stat.S_IFMT(existing.st_mode)
-        and entry.mtime_ns == existing.st_mtime_ns
+        and entry.mtime_ns == recorded_time(existing.st_mtime_ns)
         and (not entry.is_file or entry.size_bytes == existing.st_size)
     )

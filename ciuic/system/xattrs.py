@@ -8,6 +8,9 @@ from typing import Final
 
 # Errors of a file system that has no extended attributes; ENOTSUP is the same number as EOPNOTSUPP.
 _UNSUPPORTED: Final = (errno.EOPNOTSUPP, errno.ENOSYS)
+_ACL_DUPLICATES: Final = frozenset({b"trusted.SGI_ACL_FILE", b"trusted.SGI_ACL_DEFAULT"})
+"""Attributes as which XFS shows its POSIX ACLs a second time. On another file system they are ordinary ones, which an ACL
+that is changed or removed later does not reach: carried back to XFS, they would set the older ACL."""
 # Errors of an attribute that this process may not read.
 _FORBIDDEN: Final = (errno.EACCES, errno.EPERM)
 
@@ -15,7 +18,7 @@ _FORBIDDEN: Final = (errno.EACCES, errno.EPERM)
 def read_xattrs(
     target: int | bytes, *, follow: bool = True, skip_unreadable: bool = True
 ) -> dict[bytes, bytes]:
-    """Return every attribute of a descriptor or a path; none where the file system has none.
+    """Return every attribute of a descriptor or a path, but `is_acl_duplicate`; none where the file system has none.
 
     Args:
         target: descriptor or path.
@@ -37,6 +40,8 @@ def read_xattrs(
         raise
     found = {}
     for name in map(os.fsencode, names):
+        if is_acl_duplicate(name):
+            continue
         try:
             found[name] = os.getxattr(target, name, **options)
         except OSError as error:
@@ -44,3 +49,8 @@ def read_xattrs(
             if error.errno not in (errno.ENODATA, *skipped):
                 raise
     return found
+
+
+def is_acl_duplicate(name: bytes) -> bool:
+    """Return whether an attribute says what the POSIX ACL attributes say, in a file system's own way."""
+    return name in _ACL_DUPLICATES

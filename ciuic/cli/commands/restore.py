@@ -281,7 +281,9 @@ def _document(
         "left_out_because": result.left_out_because or None,
         "open_for_writing": [json_name("path", path) for path in result.open_for_writing],
         "not_held": [json_name("path", path) for path in result.not_held],
+        "far_times": [json_name("path", path) for path in result.far_times],
         "owner_failures": result.owner_failures,
+        "time_failures": result.time_failures,
         "stopped": result.stopped or None,
         "items": [{**json_name("path", item.path), "action": item.action} for item in items],
         "code": _exit_code(plan, result),
@@ -327,6 +329,12 @@ def _print(plan: RestorePlan, result: Result, items: Sequence[RestoreItem], dry_
             hint="an older snapshot may have the last whole version",
         )
         _names(result.not_held)
+    if result.far_times:
+        warn(
+            f"{plural(len(result.far_times), 'file')} had a modification time before 1677 or after 2262:",
+            hint="a snapshot holds the nearest time in between",
+        )
+        _names(result.far_times)
     # Printed and not raised: the summary is out, and with --json the document, which has the same in full.
     error = result.error()
     if error is not None:

@@ -26,7 +26,7 @@ from ciuic.repository.ids import is_zero
 from ciuic.repository.trees.block_maps import blocks_of
 from ciuic.repository.writing.writer import Writer
 from ciuic.system.page_cache import DropBehind, Lookout, Span, cold_spans, forbid_readahead
-from ciuic.types import HOLE, ChunkId, Entry, MapRef
+from ciuic.types import HOLE, ChunkId, Entry, MapRef, recorded_time
 
 # One pread of 4 MiB after the other with the kernel's readahead reached 2.6 to 3.2 GB/s, WILLNEED with
 # readahead off 1.35 to 1.5, and O_DIRECT 1.0 to 1.6 (docs/decisions/capture-pipeline.md).
@@ -401,7 +401,7 @@ class ContentReader:
         if self._view.log.inode(inode.ino) is not None:
             return False
         now = os.fstat(fd)
-        if (now.st_size, now.st_mtime_ns) != (inode.stat.size, inode.stat.mtime_ns):
+        if (now.st_size, recorded_time(now.st_mtime_ns)) != (inode.stat.size, inode.stat.mtime_ns):
             return True
         # Under an overlay ctime also moves when a hold link is dropped, which changes no content.
-        return not self._view.exact and now.st_ctime_ns != inode.stat.ctime_ns
+        return not self._view.exact and recorded_time(now.st_ctime_ns) != inode.stat.ctime_ns

@@ -18,6 +18,7 @@ from ciuic.daemon.capture.content import EMPTY_MAP, ContentReader, Stored
 from ciuic.daemon.capture.view import BackingUnreadable, PinnedInode
 from ciuic.fuse_layer.formats.sealed_format import Sealed, Unheld
 from ciuic.repository import Writer
+from ciuic.repository.format.tree_format import attributes_problem
 from ciuic.types import (
     FLAG_MOUNTPOINT,
     FLAG_NOT_HELD,
@@ -26,6 +27,7 @@ from ciuic.types import (
     MapRef,
     TreeRef,
     not_held,
+    recorded_time,
 )
 
 # Distance from the older cut within which a ctime may hide a later change, because file system clocks tick
@@ -115,7 +117,7 @@ class EntryMaker:
             raise BackingUnreadable(OSError(errno.E2BIG, f"extended attributes: {error}")) from error
         size_bytes = st.size if inode.is_file else len(inode.target)
         is_device = stat.S_ISCHR(st.mode) or stat.S_ISBLK(st.mode)
-        return Entry(
+        entry = Entry(
             name=name,
             mode=st.mode,
             uid=st.uid,
@@ -129,6 +131,10 @@ class EntryMaker:
             flags=flags | xattrs_flag,
             xattrs=xattrs,
         )
+        # Found out later, it would cost the whole batch of names and with it the root.
+        if problem := attributes_problem(entry):
+            raise BackingUnreadable(OSError(errno.EOVERFLOW, problem))
+        return entry
 
     def _file_content(self, inode: PinnedInode, previous: Entry | None) -> Stored:
         if inode.stat.size == 0:
@@ -190,7 +196,7 @@ def _is_as_held(inode: PinnedInode, unheld: Unheld) -> bool:
         st = os.fstat(inode.fd)
     except OSError:
         return False
-    return (st.st_size, st.st_mtime_ns, st.st_ctime_ns) == (
+    return (st.st_size, recorded_time(st.st_mtime_ns), recorded_time(st.st_ctime_ns)) == (
         unheld.size_bytes,
         unheld.mtime_ns,
         unheld.ctime_ns,

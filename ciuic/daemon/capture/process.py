@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Final
 
 import msgspec
@@ -42,7 +42,7 @@ from ciuic.daemon.capture.job import (
     encode_message,
     printable,
 )
-from ciuic.daemon.capture.root import Interrupted, Report
+from ciuic.daemon.capture.root import PATHS_IN_MESSAGE, Interrupted, Report
 from ciuic.daemon.capture.roots import Captured, capture_roots, limit_memory
 from ciuic.daemon.capture.space import CaptureRoom, NoRoom
 from ciuic.errors import Busy, CiuicError, UsageError
@@ -69,8 +69,6 @@ from ciuic.types import (
 _log = structlog.get_logger(__name__)
 # Step of the wait for the repository's lock, after which a signal takes effect.
 _LOCK_POLL_SECONDS: Final = 0.5
-# Unreadable entries and left-out roots that the snapshot's message names.
-_PATHS_IN_MESSAGE: Final = 3
 # Between the job's 0 and 1000: when memory runs out, a capture is killed before the job.
 _OOM_SCORE_ADJ: Final = "500"
 
@@ -149,6 +147,7 @@ def _commit(job: CaptureJob, captured: Captured, writer: Writer, report: Report)
     if report.errors_total:
         tags = (*tags, TAG_INCOMPLETE)
         notes.append(_incomplete(report))
+    notes.append(_far_times(report, {record.path for record in captured.records}))
     if captured.left_out:
         tags = (*tags, TAG_PARTIAL)
         notes.append(_left_out(captured.left_out))
@@ -178,16 +177,27 @@ def _commit(job: CaptureJob, captured: Captured, writer: Writer, report: Report)
 def _incomplete(report: Report) -> str:
     """Return the note about unreadable entries for the snapshot's message, which `ciuic list` shows."""
     named = ", ".join(
-        printable(os.path.join(error.root, error.path)) for error in report.errors[:_PATHS_IN_MESSAGE]
+        printable(os.path.join(error.root, error.path)) for error in report.errors[:PATHS_IN_MESSAGE]
     )
-    more = report.errors_total - min(_PATHS_IN_MESSAGE, len(report.errors))
+    more = report.errors_total - min(PATHS_IN_MESSAGE, len(report.errors))
     return f"[not readable: {named}{f' and {more} more' if more else ''}]"
+
+
+def _far_times(report: Report, roots: Set[bytes]) -> str:
+    """Return the note about modification times that are not stored exactly, empty for none."""
+    total = sum(report.far_times_total.get(root, 0) for root in roots)
+    if not total:
+        return ""
+    paths = [path for root in sorted(roots) for path in report.far_times.get(root, ())][:PATHS_IN_MESSAGE]
+    more = total - len(paths)
+    named = ", ".join(map(printable, paths))
+    return f"[times beyond 1677 to 2262 stored as the nearest: {named}{f' and {more} more' if more else ''}]"
 
 
 def _left_out(roots: Sequence[LeftOut]) -> str:
     """Return the note about roots that are not in the snapshot."""
-    named = "; ".join(f"{printable(root.path)}: {root.reason}" for root in roots[:_PATHS_IN_MESSAGE])
-    more = len(roots) - _PATHS_IN_MESSAGE
+    named = "; ".join(f"{printable(root.path)}: {root.reason}" for root in roots[:PATHS_IN_MESSAGE])
+    more = len(roots) - PATHS_IN_MESSAGE
     return f"[left out: {named}{f'; and {more} more' if more > 0 else ''}]"
 
 

@@ -43,6 +43,8 @@ _ROOM_SECONDS: Final = 0.1
 # for others.
 _ERRORS_NAMED: Final = 1000
 _ERRORS_NAMED_OF_ROOT: Final = 250
+PATHS_IN_MESSAGE: Final = 3
+"""Paths that a note in the snapshot's message names."""
 
 
 class RootUnreadable(CiuicError):
@@ -70,6 +72,9 @@ class Report:
         self.bytes_read = 0
         self.errors: list[ReadError] = []
         self.errors_total = 0
+        self.far_times: dict[bytes, list[bytes]] = {}
+        """Paths of each root whose modification time is not stored exactly, as far as they are named."""
+        self.far_times_total: dict[bytes, int] = {}
         self.stop_requested = False
         self.root = b""
         self.entries_expected = 0
@@ -90,6 +95,7 @@ class Report:
         """Begin a root. The expected numbers are of this root alone, 0 for unknown."""
         self.root = root
         self._errors_of_root = 0
+        self.far_times[root], self.far_times_total[root] = [], 0
         self.entries_expected = self.entries + entries_expected if entries_expected else 0
         self.bytes_expected = self.bytes_read + bytes_expected if bytes_expected else 0
         self._emit()
@@ -127,6 +133,12 @@ class Report:
         text = error.strerror or str(error)
         self.errors.append(ReadError(root=self.root, path=path, error=text))
         _log.warning("entry_not_readable", root=os.fsdecode(self.root), path=os.fsdecode(path), error=text)
+
+    def far_time(self, path: bytes) -> None:
+        """Count an entry with a modification time that is stored as the nearest one that an entry holds."""
+        self.far_times_total[self.root] += 1
+        if len(self.far_times[self.root]) < PATHS_IN_MESSAGE:
+            self.far_times[self.root].append(os.path.join(self.root, path))
 
     def root_failed(self, errors_before: tuple[int, int]) -> None:
         """Discard the unreadable entries of a root that is left out or walked again.
@@ -392,6 +404,7 @@ def _walk(
         skip=(place.st_dev, place.st_ino),
         visited=report.visited,
         failed=report.failed,
+        far_time=report.far_time,
     )
     try:
         return walker.run()

@@ -36,7 +36,7 @@ from ciuic.excludes import ExcludeMatcher, Scope
 from ciuic.fuse_layer.formats.sealed_format import Changes, Sealed
 from ciuic.repository import Trees, Writer
 from ciuic.system.spill import Spill
-from ciuic.types import FLAG_MOUNTPOINT, Entry, TreeRef
+from ciuic.types import FLAG_MOUNTPOINT, Entry, TreeRef, is_far_time
 
 __all__ = ["RootWalker", "TrackingBroken", "WalkedRoot"]
 
@@ -73,6 +73,7 @@ class RootWalker:
         skip: tuple[int, int],
         visited: Callable[[DirectoryPath, bytes], None],
         failed: Callable[[bytes, OSError], None],
+        far_time: Callable[[bytes], None],
     ) -> None:
         """Prepare the walk.
 
@@ -88,6 +89,7 @@ class RootWalker:
             skip: device and inode number of the repository, which is not captured.
             visited: called with directory and name of each visited name.
             failed: called with the path (of a long one the end) and the error of each unreadable name.
+            far_time: called with the path of each visited name whose modification time is not stored exactly.
         """
         self._view = view
         self._writer = writer
@@ -99,6 +101,7 @@ class RootWalker:
         self._skip = skip
         self._visited = visited
         self._failed = failed
+        self._far_time = far_time
         self._changes = sealed.changes if sealed is not None else Changes(spill)
         self._spill = spill
         self._tracked = base is not None and base.trusted
@@ -273,6 +276,8 @@ class RootWalker:
         try:
             inode = self._view.child(directory.inode, name)
             if inode is not None and not self._is_left_out(directory, name, inode):
+                if is_far_time(inode.stat.mtime_ns):
+                    self._far_time(directory.place.path_of(name))
                 if inode.mountpoint:
                     entry = self._maker.mountpoint(name, inode)
                 elif inode.is_dir:
@@ -282,6 +287,9 @@ class RootWalker:
         except BackingUnreadable as error:
             # Left out, and named: its entry in the base is of another instant.
             self._failed(directory.place.path_of(name), error.error)
+        # A value that no entry, record or system call holds. Whatever it is, it costs this name alone.
+        except (ValueError, OverflowError) as error:
+            self._failed(directory.place.path_of(name), OSError(errno.EOVERFLOW, str(error)))
         finally:
             if inode is not None and below is None:
                 inode.close()

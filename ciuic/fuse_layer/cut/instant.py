@@ -34,6 +34,7 @@ from ciuic.fuse_layer.formats.sealed_format import Unheld
 from ciuic.fuse_layer.state.node import Node
 from ciuic.fuse_layer.state.overlay_state import OverlayState
 from ciuic.fuse_layer.system import syscalls
+from ciuic.types import recorded_time
 
 HOLD_BUDGET_SECONDS: Final = 0.02
 """Processor time by which a hold may be extended to copy; a snapshot's hold is some milliseconds
@@ -270,7 +271,8 @@ class Instant:
         st = target.st
         provable = not is_saved and self._is_still(target)
         until_ns = self._ended_ns if is_saved else 0
-        return Unheld(target.ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns, provable, until_ns)
+        mtime_ns, ctime_ns = recorded_time(st.st_mtime_ns), recorded_time(st.st_ctime_ns)
+        return Unheld(target.ino, st.st_size, mtime_ns, ctime_ns, provable, until_ns)
 
 
 def _changed(before: os.stat_result, after: os.stat_result) -> bool:

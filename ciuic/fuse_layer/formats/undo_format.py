@@ -29,6 +29,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from ciuic.types import recorded_time
+
 LOG_NAME = "log"
 HOLD_DIR = "hold"
 MAX_RECORD_BYTES = 64 << 20
@@ -110,7 +112,7 @@ def bitmap_runs(bitmap: bytes) -> Iterator[tuple[int, int]]:
 
 
 class OldStat(msgspec.Struct, array_like=True, frozen=True):
-    """Old attributes of an inode. `nlink` does not count the hold link."""
+    """Old attributes of an inode. `nlink` does not count the hold link; times are those that an entry holds."""
 
     mode: int
     nlink: int
@@ -132,9 +134,9 @@ class OldStat(msgspec.Struct, array_like=True, frozen=True):
             st.st_gid,
             st.st_rdev,
             st.st_size,
-            st.st_mtime_ns,
-            st.st_ctime_ns,
-            st.st_atime_ns,
+            recorded_time(st.st_mtime_ns),
+            recorded_time(st.st_ctime_ns),
+            recorded_time(st.st_atime_ns),
         )
 
 

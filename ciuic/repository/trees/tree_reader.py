@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ciuic.repository.errors import DamagedTree
 from ciuic.repository.format.tree_format import NodeRef, TreeNode, decode_node, decode_xattrs, node_totals
+from ciuic.system.xattrs import is_acl_duplicate
 from ciuic.types import FLAG_XATTRS_CHUNK, ChunkId, Entry
 
 # Limit of cached nodes in encoded bytes; decoded they take about ten times the memory. A node has 8 KiB on
@@ -92,11 +93,15 @@ class Trees:
         return self._entries(links, b"", links=True)
 
     def xattrs(self, entry: Entry) -> tuple[tuple[bytes, bytes], ...]:
-        """Return the extended attributes, from the entry or from their chunk (FLAG_XATTRS_CHUNK)."""
-        if not entry.flags & FLAG_XATTRS_CHUNK:
-            return entry.xattrs
-        chunk = ChunkId(entry.xattrs[0][1]) if entry.xattrs else ChunkId(b"")
-        return decode_xattrs(chunk, self._chunks.get(chunk))
+        """Return the extended attributes, from the entry or from their chunk (FLAG_XATTRS_CHUNK).
+
+        Those that older versions captured beside the ACLs which they duplicate are left out.
+        """
+        pairs = entry.xattrs
+        if entry.flags & FLAG_XATTRS_CHUNK:
+            chunk = ChunkId(pairs[0][1]) if pairs else ChunkId(b"")
+            pairs = decode_xattrs(chunk, self._chunks.get(chunk))
+        return tuple(pair for pair in pairs if not is_acl_duplicate(pair[0])) if pairs else pairs
 
     def diff(
         self, old: bytes, new: bytes, *, links: bool = False

@@ -21,10 +21,12 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from ciuic.system.xattrs import read_xattrs
-from ciuic.types import Entry
+from ciuic.types import Entry, recorded_time
 
 OWNER: Final = "owner"
 """Problem that every path has when the caller is not root; reported once."""
+TIMES: Final = "times"
+"""Problem that most paths have on a file system that holds fewer times or coarser ones; reported once."""
 
 _ACCESS = b"system.posix_acl_access"
 _ACLS = (_ACCESS, b"system.posix_acl_default")
@@ -50,7 +52,8 @@ def apply(
         times: set the times, too.
 
     Returns:
-        What could not be done, in words; `OWNER` among them if it was the owner.
+        What could not be done, in words; `OWNER` among them if it was the owner, `TIMES` if the file system
+        did not keep the times.
     """
     problems: list[str] = []
     found = read_xattrs(at)
@@ -89,16 +92,19 @@ def narrow(at: int, now: os.stat_result, entry: Entry, xattrs: Xattrs) -> None:
 
 
 def set_times(at: int | bytes, entry: Entry, problems: list[str]) -> None:
-    """Set access and modification time; a failure is added to ``problems``."""
+    """Set access and modification time; what could not be set or was not kept is added to ``problems``."""
     try:
         os.utime(at, ns=(entry.atime_ns, entry.mtime_ns))
+        # utimensat(2) reports no time that the file system rounds or cuts to what it holds.
+        if os.stat(at).st_mtime_ns != entry.mtime_ns:
+            problems.append(TIMES)
     except OSError as error:
         problems.append(f"times: {error.strerror}")
 
 
 def differ(at: int | bytes, now: os.stat_result, entry: Entry, xattrs: Xattrs) -> bool:
     """Return whether `apply` would change something visible other than the access time."""
-    if (now.st_uid, now.st_gid, now.st_mtime_ns) != (entry.uid, entry.gid, entry.mtime_ns):
+    if (now.st_uid, now.st_gid, recorded_time(now.st_mtime_ns)) != (entry.uid, entry.gid, entry.mtime_ns):
         return True
     if not stat.S_ISLNK(entry.mode) and stat.S_IMODE(now.st_mode) != stat.S_IMODE(entry.mode):
         return True

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository.lookup import readable
-from ciuic.restore.files.attributes import OWNER
+from ciuic.restore.files.attributes import OWNER, TIMES
 from ciuic.restore.model import (
     Action,
     Failure,
@@ -17,7 +17,7 @@ from ciuic.restore.model import (
     RestoreProgress,
     Result,
 )
-from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry
+from ciuic.types import FLAG_OPEN_FOR_WRITING, Entry, is_far_time
 from ciuic.units import plural
 
 # Errors that every further path would meet as well.
@@ -45,6 +45,7 @@ class ResultCounter:
         self._bytes_done = 0
         self._files_done = 0
         self._without_owner = b""
+        self._without_times = b""
 
     def left(self, path: bytes, entry: Entry) -> None:
         """Count a file that was left alone, as asked."""
@@ -73,6 +74,8 @@ class ResultCounter:
             self.result.open_for_writing.append(path)
         if self._plan.snapshot.may_be_later(entry):
             self.result.not_held.append(path)
+        if is_far_time(entry.mtime_ns):
+            self.result.far_times.append(path)
         self.problems(path, problems)
         self._advance(path, entry, counted_bytes)
         self._tell(path, action)
@@ -103,6 +106,9 @@ class ResultCounter:
             if problem == OWNER:
                 self._without_owner = self._without_owner or path
                 self.result.owner_failures += 1
+            elif problem == TIMES:
+                self._without_times = self._without_times or path
+                self.result.time_failures += 1
             else:
                 self.result.failed.append(Failure(path, problem, attribute=True))
 
@@ -118,12 +124,19 @@ class ResultCounter:
         return bool(ends)
 
     def finish(self) -> Result:
-        """Return the result, with one failure for all owners that could not be set."""
+        """Return the result, with one failure for all owners that could not be set, and one for all times."""
         count = self.result.owner_failures
         if count:
             others = f" (nor that of {plural(count - 1, 'other')})" if count > 1 else ""
             reason = f"its owner could not be set{others}: not permitted; run as root for exact owners"
             self.result.failed.append(Failure(self._without_owner, reason, attribute=True))
+        count = self.result.time_failures
+        if count:
+            others = f" (nor that of {plural(count - 1, 'other')})" if count > 1 else ""
+            reason = (
+                f"its modification time was not kept{others}: the file system holds coarser times, or fewer"
+            )
+            self.result.failed.append(Failure(self._without_times, reason, attribute=True))
         return self.result
 
     def part(self, path: bytes, size_bytes: int) -> None:

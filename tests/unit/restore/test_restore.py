@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -13,16 +14,27 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from support import trees
+from support import small_disks, trees
+from support.ci import needs
 from support.restoring import take, write
 
 from ciuic.errors import CiuicError, DestinationExists, NotFound, NotPermitted, Partial, UsageError
 from ciuic.repository import Repository
 from ciuic.restore import Overwrite, RestoreItem, RestoreProgress, Result, execute, plan_restore
 from ciuic.restore import plan as planning
-from ciuic.types import FLAG_MOUNTPOINT, FLAG_OPEN_FOR_WRITING, Entry, RootRecord, Snapshot, SnapshotDraft
+from ciuic.types import (
+    FLAG_MOUNTPOINT,
+    FLAG_OPEN_FOR_WRITING,
+    MAX_TIME_NS,
+    Entry,
+    RootRecord,
+    Snapshot,
+    SnapshotDraft,
+)
 
 ALWAYS = Overwrite.ALWAYS
+NO_ID = 0xFFFFFFFF
+"""Id of the entries of an ACL that name nobody, ACL_UNDEFINED_ID."""
 
 
 @pytest.fixture
@@ -619,3 +631,76 @@ def test_paths_that_cannot_be_meant(repository: Repository, root: Path, tmp_path
     nested = [os.fsencode(root / "a" / "same"), os.fsencode(root / "a")]
     plan = plan_restore(repository, snapshot, nested, overwrite=ALWAYS)
     assert [target.path for target in plan.targets] == [os.fsencode(root / "a")]
+
+
+# Times
+
+
+@pytest.mark.mount
+def test_times_that_the_destination_does_not_hold_are_reported_once(
+    repository: Repository, root: Path, tmp_path: Path
+) -> None:
+    """On 128-byte inodes, which hold seconds up to 2038, one failure names a file and counts the others."""
+    needs(small_disks.missing("ext4"))
+    for name, year_2106_ns in (("a", 4_300_000_000 * 10**9), ("b", 1), ("c", 10**9)):
+        (root / name).write_text("x")
+        os.utime(root / name, ns=(0, year_2106_ns))
+    os.utime(root, ns=(0, 0))
+    snapshot = take(repository, root)
+    with small_disks.small_disk(tmp_path, "ext4", 16 << 20, "-I", "128") as disk:
+        result = restore(repository, snapshot, root, disk / "out")
+        assert (disk / "out" / "root" / "c").stat().st_mtime_ns == 10**9
+    assert result.time_failures == 2
+    assert not result.complete
+    (failure,) = result.failed
+    assert failure.attribute
+    assert "nor that of 1 other" in failure.reason
+
+
+def test_a_time_that_a_snapshot_does_not_hold_is_named_and_compares_as_equal(
+    repository: Repository, root: Path
+) -> None:
+    """A file of the year 2300 is restored with the last time of 2262, named, and not written again as it stands."""
+    (root / "late").write_text("x")
+    os.utime(root / "late", ns=(0, 10_413_792_000 * 10**9))
+    snapshot = take(repository, root)
+    assert complete(restore(repository, snapshot, root, overwrite=Overwrite.IF_CHANGED)).restored == 0
+    assert (root / "late").stat().st_mtime_ns == 10_413_792_000 * 10**9
+    (root / "late").unlink()
+    result = complete(restore(repository, snapshot, root, overwrite=ALWAYS))
+    assert result.far_times == [os.fsencode(root / "late")]
+    assert (root / "late").stat().st_mtime_ns == MAX_TIME_NS
+
+
+# ACLs
+
+
+@pytest.mark.mount
+def test_an_acl_that_was_removed_elsewhere_does_not_come_back_on_xfs(
+    repository: Repository, root: Path, tmp_path: Path
+) -> None:
+    """XFS shows an ACL a second time as trusted.SGI_ACL_FILE, which is neither captured nor restored."""
+    needs(small_disks.missing("xfs"))
+    acl = b"\2\0\0\0" + b"".join(
+        struct.pack("<HHI", *entry)
+        for entry in ((1, 6, NO_ID), (2, 6, 5), (4, 0, NO_ID), (16, 6, NO_ID), (32, 0, NO_ID))
+    )
+    with small_disks.small_disk(tmp_path, "xfs") as disk:
+        (disk / "f").write_text("secret")
+        os.setxattr(disk / "f", "system.posix_acl_access", acl)
+        duplicate = os.getxattr(disk / "f", "trusted.SGI_ACL_FILE")
+        recorded = [entry.xattrs for entry in entries_of(repository, take(repository, disk))]
+        assert recorded == [((b"system.posix_acl_access", acl),)]
+        # A snapshot of an older version, of a file whose ACL was removed on another file system.
+        (root / "f").write_text("secret")
+        older = take(repository, root)
+        (plain,) = entries_of(repository, older)
+        pairs = ((b"trusted.SGI_ACL_FILE", duplicate), (b"user.kept", b"1"))
+        older = recommit(repository, older, {b"f": msgspec.structs.replace(plain, xattrs=pairs)})
+        complete(restore(repository, older, root / "f", disk / "new"))
+        assert "system.posix_acl_access" not in os.listxattr(disk / "new" / "f")
+        assert os.getxattr(disk / "new" / "f", "user.kept") == b"1"
+
+
+def entries_of(repository: Repository, snapshot: Snapshot) -> list[Entry]:
+    return list(repository.trees.entries(snapshot.roots[0].entry.content))

@@ -23,8 +23,16 @@ from ciuic.daemon.capture.job import CaptureProgress, RootJob
 from ciuic.daemon.capture.root import Interrupted, Report, RootUnreadable
 from ciuic.errors import CiuicError, Damaged
 from ciuic.fuse_layer.core.core import ROOT_ID, Credentials, SetAttr
-from ciuic.fuse_layer.formats.undo_format import UndoLost
-from ciuic.types import FLAG_NOT_HELD, TAG_INCOMPLETE, Entry, RootRecord, SnapshotDraft, SnapshotId
+from ciuic.fuse_layer.formats.undo_format import OldStat, UndoLost
+from ciuic.types import (
+    FLAG_NOT_HELD,
+    MAX_TIME_NS,
+    TAG_INCOMPLETE,
+    Entry,
+    RootRecord,
+    SnapshotDraft,
+    SnapshotId,
+)
 
 ROOT = Credentials(0, 0)
 OLD_NS = 1_600_000_000 * 10**9
@@ -293,6 +301,45 @@ def test_an_unreadable_file_is_named_and_the_rest_is_captured(
     record, report = rig.snapshot()
     assert record.mode == "full"
     assert entry_at(rig, record, b"d/f/e") is not None
+
+
+def test_an_entry_that_cannot_be_stored_is_named_and_the_rest_is_captured(
+    rig: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name with a value that no entry holds is left out and reported; its root stays in the snapshot."""
+    bad = os.stat(rig.backing / "d" / "f" / "e").st_ino
+    real = OldStat.of
+
+    def of(st: os.stat_result, *, hold_links: int = 0) -> OldStat:
+        found = real(st, hold_links=hold_links)
+        return msgspec.structs.replace(found, uid=1 << 32) if st.st_ino == bad else found
+
+    monkeypatch.setattr(view.OldStat, "of", of)
+    record, report = rig.capture(rig.cut(), tags=(TAG_INCOMPLETE,))
+    assert [error.path for error in report.errors] == [b"d/f/e"]
+    assert entry_at(rig, record, b"d/f/e") is None
+    assert entry_at(rig, record, b"d/f/a") is not None
+
+
+def test_times_far_from_1970_are_stored_as_the_nearest_and_named() -> None:
+    """A time beyond what an entry holds costs no name, and comparing finds the file unchanged afterwards."""
+    with bench(below=Path("/dev/shm")) as rig:
+        for name, year_9999_ns in ((b"late", 253370764800 * 10**9), (b"early", -253370764800 * 10**9)):
+            node = rig.core.create(ROOT_ID, name, 0o644, os.O_RDWR, ROOT)[0].node
+            rig.core.setattr(node, SetAttr(mtime_ns=year_9999_ns, atime_ns=0))
+        record, report = rig.capture(rig.cut())
+        late, early = entry_at(rig, record, b"late"), entry_at(rig, record, b"early")
+        assert late is not None
+        assert early is not None
+        assert (late.mtime_ns, early.mtime_ns) == (MAX_TIME_NS, -MAX_TIME_NS)
+        assert (report.errors, report.far_times_total) == ([], {ROOT_PATH: 2})
+        assert report.far_times == {ROOT_PATH: [ROOT_PATH + b"/early", ROOT_PATH + b"/late"]}
+        # A change after the cut makes a record of the old attributes in the undo log.
+        epoch = rig.cut()
+        rig.core.setattr(rig.core.lookup(ROOT_ID, b"late").node, SetAttr(mtime_ns=0))
+        record, report = rig.capture(epoch)
+        assert entry_at(rig, record, b"late") == late
+        assert not report.errors
 
 
 def test_an_unreadable_directory_is_named_and_the_rest_is_captured(
