@@ -129,7 +129,7 @@ def file_systems(config: Config, repository: Path, mounts: Sequence[Mount]) -> I
             yield warning(
                 "same disk",
                 f"the repository shares a file system with {shown_text(str(root.path))}: one broken disk takes both",
-                'copy the repository to another machine now and then, or name another disk under [repository] path = "…"',
+                'ciuic copy DIR on another disk now and then, or name another disk under [repository] path = "…"',
             )
 
 
