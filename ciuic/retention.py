@@ -12,7 +12,8 @@ counts as two.
 ``keep_within`` measures the time in which snapshots were taken. A step from one to the next, or from the
 newest to now, counts as at most a quarter of ``keep_within`` (a day, where that is longer): a clock that
 jumps ten years ahead, or a machine that was off for a long time, must not remove everything but the last few.
-Time stamps ahead of now count as now. Snapshots that are taken regularly are kept for exactly
+Time stamps ahead of now count as now. "Newest" and "last" are meant in the order of commits, which a clock
+that was set does not change. Snapshots that are taken regularly are kept for exactly
 ``keep_within``.
 
 Safety snapshots, which restores take before they change anything, do not count in the rules of other
@@ -63,6 +64,10 @@ class SnapshotFacts(Protocol):
     @property
     def time_ns(self) -> int:
         """Wall clock at the cut, in nanoseconds."""
+
+    @property
+    def order_ns(self) -> int:
+        """Place in the order of commits."""
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -174,8 +179,9 @@ def plan_retention(
         remotes: For each remote, the snapshots that it has stored or does not want; None for a remote that
             has never stored any.
     """
-    # The id decides between equal times, so that two runs never remove different snapshots.
-    everything = sorted(snapshots, key=lambda snapshot: (snapshot.time_ns, snapshot.id), reverse=True)
+    # In the order of commits: one that a clock ahead dated later must not pass for the newest.
+    # The id decides between equal places, so that two runs never remove different snapshots.
+    everything = sorted(snapshots, key=lambda snapshot: (snapshot.order_ns, snapshot.id), reverse=True)
     counted = [snapshot for snapshot in everything if snapshot.id not in states]
     # Safety snapshots have rules of their own, and take no place in the others.
     ordered = [snapshot for snapshot in counted if not is_safety(snapshot.tags, snapshot.message)]

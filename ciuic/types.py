@@ -270,6 +270,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     incomplete: tuple[bytes, ...] = ()
     """Paths of the roots of which something could not be read. Empty in older snapshots, where only the tag
     says so."""
+    placed_ns: int = 0
+    """Place in the order of snapshots where it is not `time_ns`: at the commit a clock that had been ahead had
+    dated others later. 0: it is `time_ns`."""
+
+    @property
+    def order_ns(self) -> int:
+        """Place in the order of snapshots, which is that of commits also where the clock was set."""
+        return max(self.placed_ns, self.time_ns)
 
     @property
     def not_held(self) -> int | None:

@@ -56,6 +56,7 @@ COMMANDS: Final = (
     "forget",
     "prune",
     "check",
+    "copy",
     "config",
     "remote",
     "doctor",

@@ -43,6 +43,11 @@ class Dated(Protocol):
         """Wall-clock time of the cut."""
         ...
 
+    @property
+    def order_ns(self) -> int:
+        """Place in the order of commits."""
+        ...
+
 
 class RestoreRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Note about a restore that was begun."""
@@ -108,7 +113,12 @@ def undoes_newest_change(repository: Repository, snapshots: Sequence[Dated], saf
         paths = note.paths if note is not None else [root.path for root in snapshot.roots]
         # A snapshot that was cut while the restore was running shows half of it, so only later ones count.
         after_ns = max(snapshot.time_ns, note.finished_ns if note is not None else 0)
-        later = sorted((one.time_ns, one.id) for one in snapshots if one.time_ns > after_ns)
+        later = sorted(
+            (one.order_ns, one.id)
+            for one in snapshots
+            # One that a clock ahead has dated later was still committed before.
+            if one.time_ns > after_ns and one.order_ns > snapshot.order_ns
+        )
         return any(_is_unchanged(repository, [id_ for _, id_ in later], path) for path in paths)
     except (CiuicError, OSError):
         # In doubt the safety snapshot is kept.

@@ -1,4 +1,4 @@
-"""Snapshots of one root of one host, in the order of time."""
+"""Snapshots of one root of one host, in the order of commits."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ class Timeline:
         self.host = host
         self.path = path
         self.snapshots = snapshots
-        self._times = [-snapshot.time_ns for snapshot in snapshots]
+        # Where the clock was set, times are not in the order of commits.
+        self._by_time = sorted(snapshots, key=lambda snapshot: (snapshot.time_ns, snapshot.order_ns))
+        self._times = [snapshot.time_ns for snapshot in self._by_time]
 
     def root_of(self, snapshot: Snapshot) -> RootRecord:
         """Return the root in one of these snapshots."""
         return next(root for root in snapshot.roots if root.path == self.path)
 
     def before(self, time_ns: int) -> Snapshot | None:
-        """Return the newest snapshot that was taken before this time; None for none."""
-        at = bisect_left(self._times, -time_ns + 1)
-        return self.snapshots[at] if at < len(self.snapshots) else None
+        """Return the newest snapshot before this time, or None."""
+        at = bisect_left(self._times, time_ns)
+        return self._by_time[at - 1] if at else None
 
     def not_after(self, time_ns: int) -> Snapshot | None:
-        """Return the newest snapshot that was taken at this time or before; None for none."""
+        """Return the newest snapshot at or before this time, or None."""
         return self.before(time_ns + 1)
 
 

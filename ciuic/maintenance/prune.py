@@ -298,8 +298,8 @@ class _Run:
         # The chunks of a snapshot that several processes are storing belong to no snapshot yet, and would seem dead.
         if is_claimed(str(self.repository.path)):
             raise Busy(
-                "several processes are storing a snapshot whose chunks do not belong to it yet",
-                hint="run prune again after that snapshot",
+                "several processes are storing a snapshot whose chunks do not belong to it yet, or `ciuic copy` is copying the repository",
+                hint="run prune again after that",
             )
         report.plan = self.plan()
         self.mark(decision.id for decision in report.plan.kept)

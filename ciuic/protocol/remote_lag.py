@@ -24,6 +24,10 @@ class LaggingSnapshot(Protocol):
         """Cut, ns since 1970."""
 
     @property
+    def order_ns(self) -> int:
+        """Place in the order of commits."""
+
+    @property
     def new_bytes(self) -> int:
         """Bytes by which the snapshot let the packs grow."""
 
@@ -79,10 +83,11 @@ def remote_lag(
         else:
             stored, passed_over = record.stored, record.passed_over
     everything = list(snapshots)
-    there = max((one for one in everything if one.id in stored), key=lambda one: one.time_ns, default=None)
+    there = max((one for one in everything if one.id in stored), key=lambda one: one.order_ns, default=None)
     newest_ns = 0 if there is None else there.time_ns
+    stored_to_ns = 0 if there is None else there.order_ns
     waiting = [one for one in everything if one.id not in stored and one.id not in passed_over]
-    at_risk = min((one.time_ns for one in waiting if one.time_ns > newest_ns), default=None)
+    at_risk = min((one.time_ns for one in waiting if one.order_ns > stored_to_ns), default=None)
     return RemoteLag(
         snapshots=len(waiting),
         size_bytes=sum(one.new_bytes for one in waiting),

@@ -97,14 +97,14 @@ class CommittedSnapshots(ABC):
         limit: int | None = None,
         safety: bool = True,
     ) -> _Infos:
-        """List snapshots, newest first; ``since_ns`` and ``until_ns`` inclusive.
+        """List snapshots, the last committed first; ``since_ns`` and ``until_ns`` inclusive.
 
         1,000 snapshots take a few milliseconds. ``safety`` False leaves safety snapshots out. One that cannot be
         read is left out; `unreadable` names it.
         """
         infos = self.infos()
         # The order that `newest_first` relies on.
-        infos.sort(key=lambda info: (-info.time_ns, info.id))
+        infos.sort(key=lambda info: (-info.order_ns, info.id))
         chosen = [
             info
             for info in infos

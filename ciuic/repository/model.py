@@ -85,6 +85,14 @@ class SnapshotInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Paths of the roots in the snapshot."""
     held: bool = False
     hold_reason: str = ""
+    placed_ns: int = 0
+    """Place in the order of snapshots where it is not `time_ns`: at the commit a clock that had been ahead had
+    dated others later. 0: it is `time_ns`."""
+
+    @property
+    def order_ns(self) -> int:
+        """Place in the order of snapshots, which is that of commits also where the clock was set."""
+        return max(self.placed_ns, self.time_ns)
 
 
 class UnreadableSnapshot(NamedTuple):

@@ -41,9 +41,12 @@ def resolve(text: str, names: Collection[str], infos: Callable[[], list[Snapshot
             f"{text!r} is not a snapshot id, latest, latest~N or a time",
             hint="A time is written 2023-06-15 15:00. " + _HINT,
         )
-    for info in infos():
-        if info.time_ns < until_ns:
-            return info.id
+    # By the times that `list` shows: where the clock was set, they are not in the order of commits.
+    found = max(
+        (info for info in infos() if info.time_ns < until_ns), key=lambda info: info.time_ns, default=None
+    )
+    if found is not None:
+        return found.id
     raise NotFound(f"there is no snapshot as old as {text}", hint=_HINT)
 
 

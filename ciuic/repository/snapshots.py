@@ -125,7 +125,7 @@ class SnapshotStore(CommittedSnapshots):
                 continue
             except (CiuicError, ValueError) as error:
                 unreadable.append(UnreadableSnapshot(name, self.path(name), str(error)))
-        loaded.sort(key=lambda snapshot: (-snapshot.time_ns, snapshot.id))
+        loaded.sort(key=lambda snapshot: (-snapshot.order_ns, snapshot.id))
         return loaded, unreadable
 
     def state(self) -> tuple[object, ...]:

@@ -9,7 +9,9 @@ from zoneinfo import ZoneInfo
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from ciuic.repository.writing.snapshot_records import place_in_order
 from ciuic.retention import TAG_EMERGENCY, RetentionPlan, RetentionPolicy, plan_retention
 from ciuic.types import Snapshot, SnapshotId
 
@@ -334,3 +336,67 @@ def test_sparse_snapshots_do_not_pile_up() -> None:
     """Five snapshots stay of those further apart than keep_within, not all."""
     history = snapshots_at(*(NOW - timedelta(days=10 * n) for n in range(30)))
     assert len(plan_retention(history, WEEK, now_ns=NOW_NS, tz=UTC).kept) == 5
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.timedeltas(timedelta(seconds=1), timedelta(days=3)),
+        st.just(timedelta(0)) | st.timedeltas(timedelta(days=-20000), timedelta(days=20000)),
+    ),
+    min_size=1,
+    max_size=25,
+)
+"""For each commit the true time since the one before, and by how much the clock is wrong at it."""
+
+
+def _committed(steps: list[tuple[timedelta, timedelta]], *, parents: bool) -> tuple[list[Snapshot], int]:
+    """Return snapshots in the order of their commits under a clock that is set, and the last reading of it."""
+    made: list[Snapshot] = []
+    true_ns = clock_ns = NOW_NS
+    for number, (passed, wrong) in enumerate(steps):
+        true_ns += passed // timedelta(microseconds=1) * 1000
+        clock_ns = max(1, true_ns + wrong // timedelta(microseconds=1) * 1000)
+        place = place_in_order(
+            clock_ns,
+            now_ns=clock_ns,
+            newest_ns=max((one.order_ns for one in made), default=-1),
+            parent_ns=made[-1].order_ns if parents and made else -1,
+        )
+        made.append(structs.replace(snapshot(0xFFFF - number, clock_ns), placed_ns=place))
+    return made, clock_ns
+
+
+@given(steps=STEPS, parents=st.booleans(), last=st.integers(1, 5))
+def test_the_order_is_that_of_commits_whatever_the_clock_does(
+    steps: list[tuple[timedelta, timedelta]], parents: bool, last: int
+) -> None:
+    """A clock that is set in either direction never makes an older snapshot the newest or one of the last."""
+    history, now_ns = _committed(steps, parents=parents)
+    assert sorted(history, key=lambda one: (-one.order_ns, one.id)) == history[::-1]
+    plan = plan_retention(history, replace(NOTHING, keep_last=last), now_ns=now_ns, tz=UTC)
+    assert [decision.id for decision in plan.kept] == [one.id for one in history[::-1][:last]]
+
+
+@given(steps=STEPS, policy=policies(), wrong=st.timedeltas(timedelta(days=-20000), timedelta(days=20000)))
+def test_the_newest_commit_stays_whatever_the_clock_does(
+    steps: list[tuple[timedelta, timedelta]], policy: RetentionPolicy, wrong: timedelta
+) -> None:
+    """No rule of the calendar prefers a snapshot of the future to the one just taken."""
+    history, now_ns = _committed(steps, parents=False)
+    now_ns += wrong // timedelta(microseconds=1) * 1000
+    plan = plan_retention(history, policy, now_ns=now_ns, tz=UTC)
+    assert plan.decisions[0].id == history[-1].id
+    assert plan.decisions[0].kept
+    for rule in ("hourly", "daily", "weekly", "monthly", "yearly"):
+        if getattr(policy, f"keep_{rule}"):
+            assert any(reason.startswith(f"{rule} 1 of") for reason in plan.decisions[0].reasons)
+
+
+@given(ahead=st.timedeltas(timedelta(hours=2), timedelta(days=20000)))
+def test_one_snapshot_of_the_future_lets_nothing_else_expire(ahead: timedelta) -> None:
+    """With one hour of a clock ahead between, snapshots stay for keep_within as if it had been right."""
+    steps = [(timedelta(hours=1), ahead if number == 90 else timedelta(0)) for number in range(100)]
+    history, now_ns = _committed(steps, parents=False)
+    policy = replace(NOTHING, keep_within_seconds=30 * 3600)
+    kept = kept_ids(plan_retention(history, policy, now_ns=now_ns, tz=UTC))
+    assert kept == {one.id for one in history[-31:]}

@@ -86,6 +86,9 @@ class PowerDisk(Disk):
 
     def rename(self, source: str, target: str) -> None:
         self._step()
+        # The inode that loses its name here.
+        if os.path.exists(target):
+            self._keep.append(os.open(target, os.O_RDONLY))
         super().rename(source, target)
 
     def unlink(self, path: str) -> None:

@@ -28,7 +28,13 @@ def put_file(writer: Writer, name: bytes, data: bytes) -> Entry:
 
 
 def make_snapshot(
-    writer: Writer, id_: str, files: dict[bytes, bytes], *, time_ns: int = 1, path: bytes = b"/r"
+    writer: Writer,
+    id_: str,
+    files: dict[bytes, bytes],
+    *,
+    time_ns: int = 1,
+    path: bytes = b"/r",
+    parent: str = "",
 ) -> Snapshot:
     """Make a snapshot of one root with these files in it."""
     tree = writer.update_tree(b"", {name: put_file(writer, name, data) for name, data in files.items()})
@@ -36,7 +42,11 @@ def make_snapshot(
         name=b"", mode=0o40755, content=tree.id, total_files=tree.total_files, total_bytes=tree.total_bytes
     )
     draft = SnapshotDraft(
-        id=SnapshotId.parse(id_), time_ns=time_ns, host="host", roots=(RootRecord(path=path, entry=root),)
+        id=SnapshotId.parse(id_),
+        time_ns=time_ns,
+        host="host",
+        roots=(RootRecord(path=path, entry=root),),
+        parent=parent,
     )
     return writer.commit(draft)
 

@@ -41,6 +41,7 @@ _STORE = "tests/crash/test_repository_power_cut.py"
 _GC = "tests/crash/test_gc_crash.py"
 _ORDER = "tests/crash/test_sync_order.py"
 _LAZY = "tests/unit/lazy/test_sync_order.py"
+_COPY = "tests/unit/maintenance/test_copying.py"
 
 
 class Mutation(NamedTuple):
@@ -74,6 +75,10 @@ MUTATIONS = (
     Mutation("a kept file with new attributes", "ciuic/restore/files/non_directory.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("restored directories", "ciuic/restore/files/directory_handles.py", "os.fsync(fd)", (_ORDER,)),
     Mutation("the note of an unfinished restore", "ciuic/restore/files/journal.py", "os.fsync(fd)", (_ORDER,)),
+    Mutation("a copied pack", "ciuic/maintenance/copying.py", "disk.sync(write_fd)", (_COPY,)),
+    Mutation("the names of copied packs", "ciuic/maintenance/copying.py", 'disk.sync_dir(f"{where}/{PACKS_DIR}")', (_COPY,)),
+    Mutation("what is gone from a copy", "ciuic/maintenance/copying.py", "disk.sync_dir(directory)", (_COPY,)),
+    Mutation("the name of a copy", "ciuic/maintenance/copying.py", "disk.sync_dir(os.path", (_COPY,)),
     Mutation("a changed configuration", "ciuic/config/edit.py", "os.fsync(stream", (_ORDER,)),
     Mutation("the name of a changed configuration", "ciuic/config/edit.py", "os.fsync(directory)", (_ORDER,)),
     Mutation("a note of a loss or a restore", "ciuic/repository/notes.py", "os.fsync(file", (_ORDER,)),

@@ -248,7 +248,7 @@ def _table(session: Session, infos: list[SnapshotInfo], lost: list[Promise]) -> 
     columns += more
     dated = [
         (
-            info.time_ns,
+            info.order_ns,
             Cell(str(info.id), "bold"),
             times.clock(info.time_ns),
             human_duration((session.now_ns - info.time_ns) / times.NS),

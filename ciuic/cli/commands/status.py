@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         SnapshotState,
         StatusDocument,
     )
+    from ciuic.repository import SnapshotInfo
 
 _WATCH_SECONDS: Final = 1.0
 _LABEL_WIDTH: Final = 11
@@ -330,7 +331,7 @@ def _store_facts(session: Session) -> dict[str, Any]:
     space = os.statvfs(session.repository_dir)
     return {
         "last_snapshot": None if last is None else as_document(last),
-        "seconds_since_last": None if last is None else (session.now_ns - last.time_ns) / times.NS,
+        "seconds_since_last": None if last is None else _age_seconds(session, last),
         "roots": _roots_facts(session),
         "repository": {
             "path": str(session.repository_dir),
@@ -338,6 +339,11 @@ def _store_facts(session: Session) -> dict[str, Any]:
             "total_bytes": space.f_blocks * space.f_frsize,
         },
     }
+
+
+def _age_seconds(session: Session, snapshot: SnapshotInfo) -> float:
+    """Return the age of a snapshot; 0 for one in the future (the clock was put back), as in the daemon's document."""
+    return max(0.0, (session.now_ns - snapshot.time_ns) / times.NS)
 
 
 def _roots_facts(session: Session) -> list[dict[str, Any]]:
@@ -349,6 +355,6 @@ def _roots_facts(session: Session) -> list[dict[str, Any]]:
     found = []
     for path in paths:
         newest = session.repository.snapshots.latest(os.fsencode(path))
-        age = None if newest is None else (session.now_ns - newest.time_ns) / times.NS
+        age = None if newest is None else _age_seconds(session, newest)
         found.append({"path": str(path), "seconds_since_last": age})
     return found

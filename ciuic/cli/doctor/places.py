@@ -36,6 +36,8 @@ _FICLONE: Final = 0x40049409
 _LOW_SHARE: Final = 0.05
 _VERY_LOW_SHARE: Final = 0.01
 _NS: Final = 1_000_000_000
+_CLOCK_SECONDS: Final = 5
+"""Time by which a snapshot may be later than now without a finding: clocks are corrected."""
 
 
 def roots(
@@ -128,7 +130,7 @@ def file_systems(config: Config, repository: Path, mounts: Sequence[Mount]) -> I
             yield warning(
                 "same disk",
                 f"the repository shares a file system with {shown_text(str(root.path))}: one broken disk takes both",
-                'copy the repository to another machine now and then, or name another disk under [repository] path = "…"',
+                'ciuic copy DIR on another disk now and then, or name another disk under [repository] path = "…"',
             )
 
 
@@ -292,10 +294,12 @@ def repository_state(repository: Repository | CiuicError, config: Config, now_ns
     age_seconds = (now_ns - newest.time_ns) / _NS
     interval = config.schedule.interval_seconds
     text = f"{newest.id} is the newest, {human_duration(age_seconds)} old"
-    # Some seconds are left to corrections of the clock. Beyond them retention and `latest` go by wrong times.
-    if age_seconds < -5:
+    # Some seconds are left to corrections of the clock.
+    if age_seconds < -_CLOCK_SECONDS:
         yield problem(
-            "snapshots", f"{newest.id} was taken in the future: the clock went back", "set the clock"
+            "snapshots",
+            f"{newest.id}, the newest, is dated {human_duration(-age_seconds)} in the future: the clock was ahead then, or is behind now",
+            "set the clock, then ciuic snapshot --wait",
         )
     # Twice: a snapshot is listed only when it is captured, and a capture has until capture.finish_within
     # after the cut.
@@ -305,7 +309,20 @@ def repository_state(repository: Repository | CiuicError, config: Config, now_ns
         )
     else:
         yield ok("snapshots", text)
+    yield from _dated_in_the_future(repository, newest.id, now_ns)
     yield from _roots_left_behind(repository, config, now_ns, newest.id)
+
+
+def _dated_in_the_future(repository: Repository, newest: SnapshotId, now_ns: int) -> Iterator[Finding]:
+    """Return the older snapshots that a clock which was ahead has dated later than now."""
+    for info in repository.snapshots.list(since_ns=now_ns + _CLOCK_SECONDS * _NS):
+        if info.id != newest:
+            ahead = human_duration((info.time_ns - now_ns) / _NS)
+            yield warning(
+                "snapshots",
+                f"{info.id} is dated {ahead} in the future: the clock was ahead; `latest` and retention go by the order of commits",
+                f"ciuic forget {info.id} if nobody needs it",
+            )
 
 
 def _roots_left_behind(

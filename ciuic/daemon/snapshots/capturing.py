@@ -339,7 +339,7 @@ class Capturing:
     def _after_commit(self, pending: PendingSnapshot) -> None:
         self.last_failure = None
         self._shortage = Shortage()
-        self.last_cut_ns = max(self.last_cut_ns, pending.record.time_ns)
+        self.last_cut_ns = pending.record.time_ns
         self._context.alerts.clear("capture")
         self._context.alerts.clear("store")
         self._context.alerts.clear(KEY_MISSING)

@@ -166,7 +166,7 @@ class RemoteSnapshots(CommittedSnapshots):
         with ThreadPoolExecutor(_THREADS) as pool:
             results = list(pool.map(load, sorted(self.entries)))
         loaded = [one for one in results if isinstance(one, Snapshot)]
-        loaded.sort(key=lambda snapshot: (-snapshot.time_ns, snapshot.id))
+        loaded.sort(key=lambda snapshot: (-snapshot.order_ns, snapshot.id))
         return loaded, [one for one in results if isinstance(one, UnreadableSnapshot)]
 
     def path(self, id_: str) -> str:

@@ -44,11 +44,18 @@ class StoredFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Paths of the roots in the snapshot."""
     content: str = ""
     """`content_digest` of the snapshot file; empty if it was not noted."""
+    placed_ns: int = 0
+    """Place in the order of commits where it is not `time_ns`; 0: it is, or it was not noted."""
 
     @property
     def id(self) -> SnapshotId:
         """Id of the snapshot."""
         return SnapshotId.parse(self.snapshot)
+
+    @property
+    def order_ns(self) -> int:
+        """Place in the order of commits."""
+        return max(self.placed_ns, self.time_ns)
 
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +133,7 @@ class FactsOfRemote:
             held=info.held,
             roots=info.roots,
             content=content,
+            placed_ns=info.placed_ns,
         )
         self._write()
 
@@ -155,6 +163,7 @@ class FactsOfRemote:
             held=snapshot.held,
             roots=tuple(root.path for root in snapshot.roots),
             content=content_digest(manifest.snapshot),
+            placed_ns=snapshot.placed_ns,
         )
 
     def _write(self) -> None:

@@ -38,6 +38,7 @@ class StoredSnapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     pair: Pair | None = None
     left_out: tuple[LeftOut, ...] = ()
     incomplete: tuple[bytes, ...] = ()
+    placed_ns: int = 0
 
 
 class StoredMarks(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +74,7 @@ def encode_snapshot(snapshot: Snapshot, repository_id: str) -> bytes:
         pair=snapshot.pair,
         left_out=snapshot.left_out,
         incomplete=snapshot.incomplete,
+        placed_ns=snapshot.placed_ns,
     )
     # Refused here, because a snapshot file that no reader accepts would stop every prune.
     if problem := _problem(stored):
@@ -123,7 +125,7 @@ class _Owner(msgspec.Struct):
 
 def _problem(stored: StoredSnapshot) -> str:
     """Return why this cannot be true of a snapshot; empty when it can."""
-    counts = (stored.size_bytes, stored.files, stored.time_ns)
+    counts = (stored.size_bytes, stored.files, stored.time_ns, stored.placed_ns)
     if any(not 0 <= count < 1 << 63 for count in counts) or abs(stored.new_bytes) >= 1 << 63:
         return "it has an impossible size, number of files or time"
     for path in [root.path for root in stored.roots] + [root.path for root in stored.left_out]:
@@ -189,6 +191,7 @@ def apply_marks(stored: StoredSnapshot, marks: StoredMarks) -> Snapshot:
         pair=stored.pair,
         left_out=stored.left_out,
         incomplete=stored.incomplete,
+        placed_ns=stored.placed_ns,
         held=marks.held,
         hold_reason=marks.hold_reason,
         # UNSET means a hold of the repository's owner; without a hold the uid means nothing.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ciuic.repository.index.database import IndexDatabase, Transaction
+from ciuic.repository.index.database import IndexDatabase, Transaction, has_places
 from ciuic.repository.model import SnapshotInfo
 from ciuic.types import Snapshot, SnapshotId
 
 # No tag contains it: a tag has no blanks, of which U+001F is one to Python.
 _SEPARATOR = "\x1f"
+# Those of every index; `placed_ns` is missing in one that only an earlier ciuic has written.
 _COLUMNS = "id,time_ns,size_bytes,new_bytes,files,tags,message,parent,host,roots,held,hold_reason,signature"
 
 
@@ -25,7 +26,8 @@ class Catalogue:
         ``newest`` limits the rows to that many of the newest, in the order of `list`.
         """
         # SQLite sorts and cuts, so that the newest snapshot does not cost a row for every other one.
-        order = f" ORDER BY time_ns DESC, id LIMIT {newest}" if newest >= 0 else ""
+        placed = "placed_ns" if has_places(self._db) else "0"
+        order = f" ORDER BY max({placed}, time_ns) DESC, id LIMIT {newest}" if newest >= 0 else ""
         return [
             (
                 SnapshotInfo(
@@ -41,6 +43,7 @@ class Catalogue:
                     roots=tuple(roots.split(b"\0")) if roots else (),
                     held=bool(held),
                     hold_reason=hold_reason,
+                    placed_ns=placed_ns,
                 ),
                 signature,
             )
@@ -58,7 +61,8 @@ class Catalogue:
                 held,
                 hold_reason,
                 signature,
-            ) in self._db.execute(f"SELECT {_COLUMNS} FROM snapshots{order}")
+                placed_ns,
+            ) in self._db.execute(f"SELECT {_COLUMNS},{placed} FROM snapshots{order}")
         ]
 
     def put(self, infos: Iterable[tuple[SnapshotInfo, str]]) -> None:
@@ -66,7 +70,7 @@ class Catalogue:
         with Transaction(self._db):
             self._db.executemany(
                 # Replaced as a whole, because a row also has the marks.
-                f"INSERT OR REPLACE INTO snapshots ({_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)",
+                f"INSERT OR REPLACE INTO snapshots ({_COLUMNS},placed_ns) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
                 (
                     (
                         str(info.id),
@@ -82,6 +86,7 @@ class Catalogue:
                         int(info.held),
                         info.hold_reason,
                         signature,
+                        info.placed_ns,
                     )
                     for info, signature in infos
                 ),
@@ -108,4 +113,5 @@ def info_of(snapshot: Snapshot) -> SnapshotInfo:
         roots=tuple(root.path for root in snapshot.roots),
         held=snapshot.held,
         hold_reason=snapshot.hold_reason,
+        placed_ns=snapshot.placed_ns,
     )

@@ -69,7 +69,8 @@ CREATE TABLE snapshots (
   id TEXT PRIMARY KEY, time_ns INTEGER NOT NULL, size_bytes INTEGER NOT NULL, new_bytes INTEGER NOT NULL,
   files INTEGER NOT NULL, tags TEXT NOT NULL, message TEXT NOT NULL, parent TEXT NOT NULL, host TEXT NOT NULL,
   roots BLOB NOT NULL, held INTEGER NOT NULL, hold_reason TEXT NOT NULL,
-  signature TEXT NOT NULL          -- of the marks file these values were read with
+  signature TEXT NOT NULL,         -- of the marks file these values were read with
+  placed_ns INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 {_BASES}"""
@@ -155,8 +156,8 @@ class IndexDatabase:
                 # Of another version of ciuic: a cache, so it is emptied instead of converted.
                 if version != _SCHEMA_VERSION:
                     index.clear()
-                elif not db.execute("SELECT 1 FROM sqlite_master WHERE name='bases_by_base'").fetchone():
-                    db.executescript(_BASES)
+                else:
+                    index._add_what_is_newer()
                 # Private like the rest of the repository: the catalogue has paths and messages of snapshots.
                 os.chmod(path, 0o600)
                 return index
@@ -169,6 +170,14 @@ class IndexDatabase:
                     raise error from None
                 discard(path)
         raise AssertionError("unreachable")
+
+    def _add_what_is_newer(self) -> None:
+        """Add what an index of an earlier ciuic lacks; its rows stay."""
+        if not self.db.execute("SELECT 1 FROM sqlite_master WHERE name='bases_by_base'").fetchone():
+            self.db.executescript(_BASES)
+        if not has_places(self.db):
+            # No snapshot of an earlier ciuic has a place of its own.
+            self.db.execute("ALTER TABLE snapshots ADD COLUMN placed_ns INTEGER NOT NULL DEFAULT 0")
 
     def create(self) -> None:
         """Create the tables."""
@@ -334,6 +343,12 @@ class IndexDatabase:
     def close(self) -> None:
         """Close the connection."""
         self.db.close()
+
+
+def has_places(db: sqlite3.Connection) -> bool:
+    """Return whether the catalogue has places of snapshots; that of an earlier ciuic has none."""
+    query = "SELECT 1 FROM pragma_table_info('snapshots') WHERE name='placed_ns'"
+    return db.execute(query).fetchone() is not None
 
 
 def _distrust(db: sqlite3.Connection) -> None:

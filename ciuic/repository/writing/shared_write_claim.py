@@ -3,7 +3,7 @@
 Between two of them no process holds the repository's lock and no snapshot refers to what was stored, so a
 prune would free it. The process that will make the snapshot holds a claim from before the first of them until
 after the snapshot: a shared flock(2) on the file `claim`, which the kernel releases when the process ends.
-While there is a claim, nothing is swept.
+While there is a claim, nothing is swept. A process that copies the repository holds one too.
 """
 
 from __future__ import annotations

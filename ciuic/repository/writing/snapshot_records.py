@@ -12,7 +12,7 @@ from ciuic.repository.format.snapshot_format import StoredMarks, decode_marks
 from ciuic.types import Snapshot, SnapshotDraft, SnapshotId
 
 
-def committed_snapshot(draft: SnapshotDraft, new_bytes: int) -> Snapshot:
+def committed_snapshot(draft: SnapshotDraft, new_bytes: int, placed_ns: int = 0) -> Snapshot:
     """Return the snapshot that a commit of the draft makes, with the totals of its roots."""
     return Snapshot(
         id=draft.id,
@@ -29,7 +29,24 @@ def committed_snapshot(draft: SnapshotDraft, new_bytes: int) -> Snapshot:
         pair=draft.pair,
         left_out=draft.left_out,
         incomplete=draft.incomplete,
+        placed_ns=placed_ns,
     )
+
+
+def place_in_order(time_ns: int, *, now_ns: int, newest_ns: int, parent_ns: int) -> int:
+    """Return `Snapshot.placed_ns` of a snapshot that is about to be committed.
+
+    It comes after its parent, and after those that are dated in the future because the clock was ahead. In
+    every other case its time decides: captures that overlap are committed in any order.
+
+    Args:
+        time_ns: Its cut.
+        now_ns: The clock at the commit.
+        newest_ns: Largest place of those that are there; -1 for none.
+        parent_ns: Place of its parent; -1 for none.
+    """
+    floor_ns = max(newest_ns if newest_ns > now_ns else -1, parent_ns)
+    return floor_ns + 1 if time_ns <= floor_ns else 0
 
 
 def read_marks(id_: SnapshotId, path: str) -> StoredMarks:

@@ -272,7 +272,7 @@ class Writer:
         return snapshot
 
     def _snapshot_of(self, draft: SnapshotDraft) -> Snapshot:
-        return committed_snapshot(draft, self.new_bytes)
+        return committed_snapshot(draft, self.new_bytes, self._catalogue.place_of(draft))
 
     def set_marks(
         self,

@@ -6,10 +6,12 @@ It is read from the files again only where they may differ from it.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from ciuic.errors import CiuicError
 from ciuic.repository import log
 from ciuic.repository.format.snapshot_format import StoredMarks, encode_marks
 from ciuic.repository.index.database import MARKS_SEEN, SNAPSHOTS_SEEN
@@ -17,7 +19,8 @@ from ciuic.repository.index.directory_signature import changed_ns, settled_ns
 from ciuic.repository.index.writer_index import WriterIndex
 from ciuic.repository.model import SnapshotInfo
 from ciuic.repository.snapshots import MARKS_DIR, SNAPSHOTS_DIR, SnapshotStore
-from ciuic.types import SnapshotId
+from ciuic.repository.writing.snapshot_records import place_in_order
+from ciuic.types import SnapshotDraft, SnapshotId
 
 if TYPE_CHECKING:
     from ciuic.repository.disk.operations import Disk
@@ -36,6 +39,8 @@ class WriterCatalogue:
         self._index = index
         self.waiting: dict[str, tuple[SnapshotInfo, str]] = {}
         """Rows of snapshots made by this writer."""
+        self._newest_ns = -1
+        """Place of the last snapshot in the order of commits; -1: not looked up yet."""
         self.changed = False
         """True if this writer added, removed or replaced a snapshot or a mark."""
 
@@ -47,6 +52,27 @@ class WriterCatalogue:
         # A number that the index remembers means that there were packs, and so perhaps snapshots.
         if not self._index.last_pack() and not packs.numbers() and not self._snapshots.names():
             self._index.set_no_snapshots(holds=True)
+
+    def place_of(self, draft: SnapshotDraft) -> int:
+        """Return the place of a new snapshot in the order of commits; 0: that of its time."""
+        if self._newest_ns < 0:
+            newest = self._snapshots.latest()
+            self._newest_ns = 0 if newest is None else newest.order_ns
+        placed_ns = place_in_order(
+            draft.time_ns,
+            now_ns=time.time_ns(),
+            newest_ns=self._newest_ns,
+            parent_ns=self._order_of(draft.parent),
+        )
+        self._newest_ns = max(self._newest_ns, placed_ns, draft.time_ns)
+        return placed_ns
+
+    def _order_of(self, parent: str) -> int:
+        """Return the place of a draft's parent; -1 where there is none, or it cannot be read."""
+        try:
+            return self._snapshots.load(SnapshotId.parse(parent)).order_ns if parent else -1
+        except (CiuicError, ValueError):
+            return -1
 
     def before_commit(self) -> None:
         """Record that snapshots may be missing from now on: the first one is about to be committed."""

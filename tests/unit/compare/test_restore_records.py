@@ -95,6 +95,10 @@ class _Row(NamedTuple):
     id: SnapshotId
     time_ns: int
 
+    @property
+    def order_ns(self) -> int:
+        return self.time_ns
+
 
 def test_prune_keeps_it_and_forgets_the_notes_of_others(repository: CliRepository) -> None:
     """Prune keeps the old safety snapshot whose path is unchanged, and deletes notes of removed ones."""

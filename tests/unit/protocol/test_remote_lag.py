@@ -23,6 +23,10 @@ class Info(NamedTuple):
     time_ns: int
     new_bytes: int
 
+    @property
+    def order_ns(self) -> int:
+        return self.time_ns
+
 
 def infos(number: int) -> list[Info]:
     return [Info(f"cs-{n:06x}", n * SECOND_NS, 10**n) for n in range(1, number + 1)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -260,6 +261,65 @@ def test_resolve(repository: Repository) -> None:
     for missing in ("cs-000000", "latest~3", "2023-06-15 15:00:06", "1999-01-01"):
         with pytest.raises(NotFound):
             resolve(missing)
+
+
+def test_the_order_is_that_of_commits_when_the_clock_was_ahead(repository: Repository) -> None:
+    """One snapshot from a clock ahead is the newest only until the next, also without the index.
+
+    Times name snapshots by the time that the list shows.
+    """
+    day_ns = 86400 * 10**9
+    now_ns = time.time_ns()
+    for name, time_ns in (
+        ("cs-00000a", now_ns - 3),
+        ("cs-00000f", now_ns + 400 * day_ns),
+        ("cs-00000b", now_ns - 2),
+        ("cs-00000c", now_ns - 1),
+    ):
+        with repository.writer() as writer:
+            make_snapshot(writer, name, {}, time_ns=time_ns)
+        assert repository.snapshots.ids()[0] == name
+        assert next(repository.snapshots.newest_first()).id == name
+    order = ["cs-00000c", "cs-00000b", "cs-00000f", "cs-00000a"]
+    assert repository.snapshots.ids() == order
+    os.unlink(repository.path / "index.sqlite")
+    assert repository.snapshots.ids() == order
+    assert [one.id for one in repository.snapshots.load_all()[0]] == order
+    with repository.writer():
+        pass
+    assert repository.snapshots.ids() == order
+    assert repository.snapshots.resolve("latest~2") == "cs-00000f"
+    tomorrow, next_year = (
+        datetime.fromtimestamp((now_ns + days * day_ns) / 1e9).astimezone() for days in (1, 399)
+    )
+    assert repository.snapshots.resolve(str(tomorrow.date())) == "cs-00000c"
+    assert repository.snapshots.resolve(str(next_year.date())) == "cs-00000c"
+    assert repository.snapshots.resolve(str(next_year.date() + timedelta(days=2))) == "cs-00000f"
+
+
+def test_a_child_comes_after_its_parent_when_the_clock_went_back_a_little(repository: Repository) -> None:
+    """A step back that is over by the time of the commit does not put a snapshot before the one it was built on."""
+    with repository.writer() as writer:
+        make_snapshot(writer, "cs-00000a", {}, time_ns=100)
+        make_snapshot(writer, "cs-00000b", {}, time_ns=90, parent="cs-00000a")
+        make_snapshot(writer, "cs-00000c", {}, time_ns=95, parent="cs-00000b")
+        make_snapshot(writer, "cs-00000d", {}, time_ns=99)
+    assert repository.snapshots.ids() == ["cs-00000c", "cs-00000b", "cs-00000a", "cs-00000d"]
+
+
+def test_an_index_without_places_is_read_and_extended(repository: Repository) -> None:
+    """The catalogue of an earlier ciuic lists as it is, and gets places with the next snapshot."""
+    with repository.writer() as writer:
+        make_snapshot(writer, "cs-00000a", {}, time_ns=time.time_ns() + 10**15)
+    with sqlite3.connect(repository.path / "index.sqlite") as index:
+        index.execute("ALTER TABLE snapshots DROP COLUMN placed_ns")
+    index.close()
+    assert repository.snapshots.ids() == ["cs-00000a"]
+    assert [info.id for info in repository.snapshots.newest_known()] == ["cs-00000a"]
+    with repository.writer() as writer:
+        make_snapshot(writer, "cs-00000b", {}, time_ns=time.time_ns())
+    assert repository.snapshots.ids() == ["cs-00000b", "cs-00000a"]
+    assert repository.check_index() == []
 
 
 def test_new_ids_grow_when_they_collide() -> None:

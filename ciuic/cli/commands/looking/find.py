@@ -50,7 +50,7 @@ def command(
             for one in search(repository, timeline, matcher)
             if (one.is_deleted or not deleted) and (since_ns is None or one.snapshot.time_ns >= since_ns)
         ]
-    found.sort(key=lambda one: (-one.snapshot.time_ns, one.path, one.host))
+    found.sort(key=lambda one: (-one.snapshot.order_ns, one.path, one.host))
     show_found(found[:limit], as_json=as_json)
     if not found:
         note("nothing found")

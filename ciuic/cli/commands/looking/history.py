@@ -47,7 +47,7 @@ def command(path: bytes, limit: int | None, deleted: bool, as_json: bool) -> Non
         return
     streams = [versions(repository, timeline, path) for repository, timeline in places.timelines]
     # Of several hosts: each is newest first by itself.
-    found = list(islice(heapq.merge(*streams, key=lambda version: -version.last.time_ns), limit))
+    found = list(islice(heapq.merge(*streams, key=lambda version: -version.last.order_ns), limit))
     if not found:
         raise NotFound(f"no snapshot has {shown(path)}", hint="ciuic find NAME searches for it elsewhere")
     if as_json:
@@ -112,7 +112,7 @@ def _show_deleted(places: Places, limit: int | None, as_json: bool) -> None:
     found: list[FoundPath] = []
     for repository, timeline in places.timelines:
         found += [one for one in search(repository, timeline, everything, places.path) if one.is_deleted]
-    found.sort(key=lambda one: (-one.snapshot.time_ns, one.path))
+    found.sort(key=lambda one: (-one.snapshot.order_ns, one.path))
     if not found and not as_json:
         note(f"nothing below {shown(places.path)} is gone")
     show_found(found[:limit], as_json=as_json)

@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import msgspec
 import pytest
 from support.cli_repository import FIRST_NS, SECOND_NS, CliRepository
 
+from ciuic.cli.doctor import places
+from ciuic.config import Config
 from ciuic.repository import Repository
 from ciuic.repository.promised import (
     DAMAGED,
@@ -33,6 +36,30 @@ ODD = b"\xff\n|x"
 @pytest.fixture
 def repository(tmp_path: Path) -> CliRepository:
     return CliRepository(tmp_path / "repo", tmp_path / "root")
+
+
+def test_clock_that_was_ahead_once(repository: CliRepository, tmp_path: Path) -> None:
+    """After a snapshot from a clock 400 days ahead the next one is the newest: to list, latest, prune and doctor."""
+    repository.root.mkdir()
+    now_ns = time.time_ns()
+    for name, days in (("cs-00000a", -1), ("cs-00000f", 400), ("cs-00000b", 0)):
+        repository.snapshot({b"f": name.encode()}, id_=name, time_ns=now_ns + days * 86400 * SECOND_NS)
+    lines = repository.run("list", "--machine-readable").stdout.splitlines()
+    assert [line.split("|")[0] for line in lines] == ["cs-00000b", "cs-00000f", "cs-00000a"]
+    assert repository.run("cat", "latest", str(repository.root / "f")).stdout == "cs-00000b"
+    with Repository.open(repository.path) as opened:
+        newest, ahead = (
+            finding.message
+            for finding in places.repository_state(opened, Config(), time.time_ns())
+            if "cs-" in finding.message
+        )
+    assert newest.startswith("cs-00000b is the newest")
+    assert ahead.startswith("cs-00000f is dated 399d23h in the future")
+    config = tmp_path / "ciuic.toml"
+    config.write_text('[retention]\nkeep_within = "0"\nkeep_last = 1\n')
+    assert repository.run("--config", str(config), "prune").exit_code == 0
+    assert repository.run("list", "--machine-readable").stdout.startswith("cs-00000b|")
+    assert repository.run("list", "--machine-readable").stdout.count("\n") == 1
 
 
 def test_machine_readable_is_the_contract(repository: CliRepository) -> None:
