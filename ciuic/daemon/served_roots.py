@@ -131,7 +131,8 @@ class ServedRoots:
         try:
             await supervisor.stop()
             if supervisor.state != "unmounted":
-                raise CiuicError(f"{path} could not be unmounted", hint="ciuic status says why")
+                reason = f": {supervisor.error}" if supervisor.error else ""
+                raise CiuicError(f"{path} could not be unmounted{reason}", hint="ciuic status says why")
             # Only now, so that `status` shows a root that could not be unmounted.
             self.supervisors.pop(path, None)
             if not supervisor.lingers:

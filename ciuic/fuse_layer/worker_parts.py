@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 from typing import Final, Protocol
@@ -57,6 +58,23 @@ class WorkerContext:
                 os.write(self._ready_fd, b"ready\n")
             os.close(self._ready_fd)
             self._ready_fd = None
+
+
+def unmount_own(root: str, device: str) -> None:
+    """Take our own mount from the root while it is served; one that is not ours, or gone already, is left alone.
+
+    Raises:
+        OSError: EBUSY where others have mounted something inside it, which would be lost with it.
+    """
+    entry = mounts.overlay_at(root)
+    if entry is None or entry.device != device:
+        return
+    inside = mounts.mounts_inside(entry)
+    if inside:
+        # A worker may move no mounts (system/sandbox/profiles.py); the daemon has done so before it asks.
+        names = ", ".join(os.fsdecode(one.mount_point) for one in inside)
+        raise OSError(errno.EBUSY, f"mounted inside the overlay: {names}")
+    detach_own(root, device, has_served=False)
 
 
 def detach_own(root: str, device: str, *, has_served: bool) -> None:

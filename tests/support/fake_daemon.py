@@ -22,6 +22,7 @@ from ciuic.daemon.roots.worker_process import OverlayWorker, WorkerClient
 from ciuic.daemon.snapshots.capturing import Context
 from ciuic.daemon.snapshots.snapshots import Snapshots
 from ciuic.errors import Unreachable
+from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.protocol.worker_frames import CutReply, WorkerStatus
 from ciuic.repository.promised import Promise
 from ciuic.system.bypass import Bypasser
@@ -318,6 +319,10 @@ class NoMounts:
     async def is_mounted(self, root: str) -> bool:
         await trio.lowlevel.checkpoint()
         return self.mounted
+
+    async def move_mounts_inside(self, root: str, backing_fd: int) -> MovedMounts:
+        await trio.lowlevel.checkpoint()
+        return MovedMounts(root, backing_fd)
 
     async def unmounted(self, root: str) -> None:
         while self.mounted:  # noqa: ASYNC110  a test takes it away

@@ -26,6 +26,7 @@ from ciuic.daemon.roots.worker_process import (
 )
 from ciuic.errors import CiuicError
 from ciuic.fuse_layer.prefork.client import SpareProcess
+from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.system.bypass import Bypasser, find_bypassing
 
 # Threads that search through /proc at a time, including abandoned ones that still wait: they must not use up
@@ -46,6 +47,7 @@ class MountHooks(Protocol):
     async def forget(self, root: str) -> None: ...
     async def detach_dead(self, root: str) -> None: ...
     async def is_mounted(self, root: str) -> bool: ...
+    async def move_mounts_inside(self, root: str, backing_fd: int) -> MovedMounts: ...
     async def unmounted(self, root: str) -> None: ...
     async def bypassing(
         self, root: str, ignore_pids: Collection[int], only_pids: Collection[int] | None
@@ -149,6 +151,14 @@ class RealMounts:
     async def is_mounted(self, root: str) -> bool:
         """Return whether an overlay of ciuic, dead or alive, is over `root`."""
         return await trio.to_thread.run_sync(is_mounted, root)
+
+    async def move_mounts_inside(self, root: str, backing_fd: int) -> MovedMounts:
+        """Move what others mounted inside the overlay to the plain directory.
+
+        Raises:
+            MountsInside: one of them cannot be moved; all are where they were.
+        """
+        return await trio.to_thread.run_sync(MovedMounts, root, backing_fd)
 
     async def unmounted(self, root: str) -> None:
         """Wait until no overlay of ciuic is over `root`."""

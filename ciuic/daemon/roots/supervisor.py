@@ -33,6 +33,7 @@ from ciuic.fuse_layer.journal.succession import (
     counted_deaths,
     pause_seconds,
 )
+from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.protocol.control_types import MountState, RootStatus
 from ciuic.system.bypass import Bypasser
 
@@ -45,6 +46,15 @@ LINGER_NOTICE_SECONDS = 3.0
 # Time for which a detached worker serves the handles of a job that goes on: in effect until they close.
 LINGER_GRACE_SECONDS = 10 * 365 * 86400.0
 log = structlog.get_logger(__name__)
+
+
+def _put_back(moved: MovedMounts) -> None:
+    """Return mounts to an overlay that stays after all: the job looks for them there."""
+    try:
+        moved.back()
+    except OSError as error:
+        log.error("mounts_not_moved_back", error=str(error))
+    moved.close()
 
 
 class RootSupervisor:
@@ -341,7 +351,8 @@ class RootSupervisor:
                 await self._stop_worker(worker)
         except (CiuicError, OSError, trio.TooSlowError) as error:
             log.error("root_not_unmounted", root=self.path, error=str(error) or type(error).__name__)
-            self._root_alerts.not_unmounted(str(error))
+            self.error = str(error)
+            self._root_alerts.not_unmounted(self.error)
             return
         self._root_alerts.clear_mount()
         await self._hooks.forget(self.path)
@@ -361,12 +372,17 @@ class RootSupervisor:
     async def _stop_worker(self, worker: OverlayWorker) -> None:
         """Have a worker unmount, and wait for its end unless it still serves open handles.
 
+        What others have mounted inside the overlay stays mounted in its place.
+
         Raises:
+            MountsInside: that is impossible; the overlay stays.
             TooSlowError: it does not unmount in time.
         """
+        moved: MovedMounts | None = None
         try:
             with trio.fail_after(STOP_TIMEOUT_SECONDS):
                 try:
+                    moved = await self._hooks.move_mounts_inside(self.path, worker.backing_fd)
                     # No epoch may be pending in a worker that lingers: it shares the undo directory with its
                     # successor.
                     await worker.ask(abort_pending)
@@ -379,6 +395,9 @@ class RootSupervisor:
                         return
                     worker.terminate()  # SIGTERM has the effect of the stop request
                 await self._wait_detached()
+            if moved is not None:
+                moved.close()
+                moved = None
             with trio.move_on_after(LINGER_NOTICE_SECONDS):
                 await worker.wait()
                 return
@@ -386,6 +405,9 @@ class RootSupervisor:
             log.info("worker_serves_open_handles", root=self.path, pid=worker.pid)
         finally:
             worker.close()
+            if moved is not None:
+                with trio.CancelScope(shield=True):
+                    await trio.to_thread.run_sync(_put_back, moved)
 
     async def _wait_detached(self) -> None:
         # Polled, although mountinfo can be waited for: a wake-up for every mount of the host costs more than

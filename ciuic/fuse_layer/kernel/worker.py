@@ -30,7 +30,7 @@ from ciuic.fuse_layer.kernel import negotiation
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.system import mounts, takeover_priority
-from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, CoreFactory, WorkerContext, detach_own
+from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, CoreFactory, WorkerContext, detach_own, unmount_own
 from ciuic.protocol.worker_frames import Share
 from ciuic.system.io_throttle import WAITS_SUFFIX
 
@@ -265,13 +265,23 @@ class KernelWorker:
 
     def _on_signal(self, number: int, frame: object) -> None:
         log.info("stop_signal", signal=signal.Signals(number).name)
-        threading.Thread(target=self.stop, args=(self._context.grace_seconds,), daemon=True).start()
+        threading.Thread(target=self._stop_for_signal, daemon=True).start()
+
+    def _stop_for_signal(self) -> None:
+        try:
+            self.stop(self._context.grace_seconds)
+        except OSError as error:
+            log.error("overlay_not_unmounted", root=self._context.root, error=str(error))
 
     def stop(self, grace_seconds: float) -> None:
-        """Detach the mount; the worker ends when the last handle closes or the grace is over."""
+        """Detach the mount; the worker ends when the last handle closes or the grace is over.
+
+        Raises:
+            OSError: EBUSY where others have mounted something inside; the worker serves on.
+        """
         with self._stop_lock:
-            # Each time: a stop that failed to detach may be repeated.
-            detach_own(self._context.root, self._device, has_served=False)
+            # Each time: a stop that failed to unmount may be repeated.
+            unmount_own(self._context.root, self._device)
             if self._stopping:
                 return
             self._stopping = True

@@ -21,7 +21,13 @@ from ciuic.fuse_layer.core.core import OverlayCore
 from ciuic.fuse_layer.pyfuse3.driver import Pyfuse3Driver
 from ciuic.fuse_layer.pyfuse3.init_handshake import Handshake
 from ciuic.fuse_layer.system import mounts
-from ciuic.fuse_layer.worker_parts import SIGNAL_GRACE_SECONDS, STOP_SIGNALS, WorkerContext, detach_own
+from ciuic.fuse_layer.worker_parts import (
+    SIGNAL_GRACE_SECONDS,
+    STOP_SIGNALS,
+    WorkerContext,
+    detach_own,
+    unmount_own,
+)
 from ciuic.system.io_throttle import WAITS_SUFFIX
 
 if sys.version_info < (3, 11):
@@ -124,16 +130,22 @@ class Pyfuse3Worker:
             task_status.started()
             async for number in signals:
                 log.info("stop_signal", signal=signal.Signals(number).name)
-                await trio.to_thread.run_sync(self.stop, SIGNAL_GRACE_SECONDS)
+                try:
+                    await trio.to_thread.run_sync(self.stop, SIGNAL_GRACE_SECONDS)
+                except OSError as error:
+                    log.error("overlay_not_unmounted", root=self._root, error=str(error))
 
     def stop(self, grace_seconds: float) -> None:
         """Detach the mount; the worker ends when the last handle closes or the grace is over.
 
         Not for the event loop's thread.
+
+        Raises:
+            OSError: EBUSY where others have mounted something inside; the worker serves on.
         """
         with self._stop_lock:
+            unmount_own(self._root, self._device)
             self._grace_seconds = grace_seconds
-            self._detach()
             if self._token is not None:
                 # With nothing open, detaching has already ended the loop.
                 with contextlib.suppress(trio.RunFinishedError):

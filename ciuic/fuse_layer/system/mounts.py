@@ -12,8 +12,9 @@ import errno
 import os
 import re
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from ciuic.errors import CiuicError
 from ciuic.protocol import state_directory
@@ -24,6 +25,7 @@ FS_TYPE = "fuse.ciuic"
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_POSIXACL = 1 << 16
+_MS_MOVE, _MS_PRIVATE, _MS_SHARED = 1 << 13, 1 << 18, 1 << 20
 _MNT_DETACH = 2
 # Flags of the backing mount that the overlay has to have, too: it would lift the operator's restriction
 # otherwise.
@@ -37,10 +39,15 @@ _KEPT_FLAGS = (
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Liveness = Literal["alive", "dead", "hung"]
+T = TypeVar("T")
 
 
 class AlreadyMounted(CiuicError):
     """An overlay of ours lies over the directory already."""
+
+
+class MountsInside(CiuicError):
+    """File systems that others mounted inside an overlay would be lost with it."""
 
 
 class NotTheRoot(CiuicError):
@@ -112,14 +119,128 @@ def overlay_at(path: str | bytes, mounts: list[MountEntry] | None = None) -> Mou
     return entry if entry is not None and entry.fs_type == FS_TYPE else None
 
 
-def mounts_below(path: str | bytes, mounts: list[MountEntry] | None = None) -> list[MountEntry]:
-    """Return the mounts strictly below ``path``, which a mount over it would hide, or which would keep it busy."""
-    prefix = os.path.join(os.path.normpath(os.fsencode(path)), b"")
-    return [
-        entry
-        for entry in (read_mounts() if mounts is None else mounts)
-        if entry.mount_point.startswith(prefix) and entry.mount_point != prefix
-    ]
+def mounts_inside(overlay: MountEntry, mounts: list[MountEntry] | None = None) -> list[MountEntry]:
+    """Return the mounts that others made directly on an overlay; those inside these go where they go.
+
+    What lies below the same path in the plain directory, hidden by the overlay, is not among them.
+    """
+    entries = read_mounts() if mounts is None else mounts
+    return [entry for entry in entries if entry.parent_id == overlay.mount_id]
+
+
+class MovedMounts:
+    """Mounts that were inside an overlay and are now in the same places of the plain directory below it.
+
+    Processes that use such a mount notice nothing: it stays the same mount. Until the overlay is unmounted, paths lead to it
+    through the overlay.
+    """
+
+    def __init__(self, root: str | bytes, backing_fd: int) -> None:
+        """Move them.
+
+        Args:
+            root: path of the root.
+            backing_fd: descriptor of the plain directory, below the overlay.
+
+        Raises:
+            MountsInside: one of them cannot be moved; all are where they were.
+        """
+        self._root = os.path.normpath(os.fsencode(root))
+        self._moved: list[tuple[int, bytes]] = []
+        overlay = overlay_at(self._root)
+        inside = mounts_inside(overlay) if overlay is not None else []
+        if not inside:
+            return
+        place = self._root
+        try:
+            # MS_MOVE refuses a mount whose parent is shared, and where systemd runs every mount is.
+            self._on_overlay(lambda fd: _change_mount(fd, _MS_PRIVATE))
+            for entry in inside:
+                place = entry.mount_point
+                self._move(os.path.relpath(place, self._root), backing_fd)
+        except OSError as error:
+            with suppress(OSError):
+                self.back()
+            raise MountsInside(
+                f"{os.fsdecode(place)} is mounted inside the overlay of {os.fsdecode(self._root)} and cannot be moved "
+                f"to the plain directory: {os.strerror(error.errno or 0)}",
+                hint="unmount it there first",
+            ) from error
+
+    def _move(self, name: bytes, backing_fd: int) -> None:
+        # The descriptor of a mount is that of its root, and does not keep the overlay busy.
+        fd = self._on_overlay(lambda overlay_fd: _open_inside(overlay_fd, name))
+        try:
+            _move_mount(fd, backing_fd, name)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._moved.append((fd, name))
+
+    def back(self) -> None:
+        """Move all of them to the overlay again, because it stays.
+
+        Where the mount below the plain directory is shared the kernel refuses that (EINVAL). They stay there then, and the
+        overlay shows them like everything that was mounted before it.
+
+        Raises:
+            OSError: one of them could not be moved for another reason.
+        """
+
+        def work(overlay_fd: int) -> None:
+            try:
+                while self._moved:
+                    _move_mount(self._moved[-1][0], overlay_fd, self._moved[-1][1])
+                    os.close(self._moved.pop()[0])
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            # Containers that follow this namespace see later mounts in it again.
+            _change_mount(overlay_fd, _MS_SHARED)
+
+        self._on_overlay(work)
+
+    def close(self) -> None:
+        """Leave them where they are now."""
+        while self._moved:
+            os.close(self._moved.pop()[0])
+
+    def _on_overlay(self, work: Callable[[int], T]) -> T:
+        fd = _open_overlay(self._root, FS_TYPE)
+        try:
+            return work(fd)
+        finally:
+            # It would keep the overlay busy.
+            os.close(fd)
+
+
+def _open_inside(directory_fd: int, name: bytes) -> int:
+    """Return an O_PATH descriptor of the path ``name`` below a directory; no symbolic link is followed."""
+    fd = os.dup(directory_fd)
+    for part in name.split(b"/"):
+        try:
+            deeper = os.open(part, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+        finally:
+            os.close(fd)
+        fd = deeper
+    return fd
+
+
+def _move_mount(mount_fd: int, directory_fd: int, name: bytes) -> None:
+    """Move the mount whose root is ``mount_fd`` to the path ``name`` below a directory."""
+    target_fd = _open_inside(directory_fd, name)
+    try:
+        target = b"/proc/self/fd/%d" % target_fd
+        if _libc.mount(b"/proc/self/fd/%d" % mount_fd, target, None, ctypes.c_ulong(_MS_MOVE), None) != 0:
+            _raise_errno(name)
+    finally:
+        os.close(target_fd)
+
+
+def _change_mount(fd: int, flag: int) -> None:
+    path = b"/proc/self/fd/%d" % fd
+    if _libc.mount(None, path, None, ctypes.c_ulong(flag), None) != 0:
+        _raise_errno(path)
 
 
 def probe(path: str | bytes, timeout_seconds: float) -> Liveness:
@@ -224,20 +345,29 @@ def detach(path: str | bytes, fs_type: str = FS_TYPE) -> None:
     Raises:
         OSError: EINVAL when no overlay of ours is mounted there.
     """
+    fd = _open_overlay(os.fsencode(path), fs_type)
+    try:
+        # Without UMOUNT_NOFOLLOW: the magic link of the descriptor is followed, and nothing else is.
+        if _libc.umount2(b"/proc/self/fd/%d" % fd, _MNT_DETACH) != 0:
+            _raise_errno(os.fsencode(path))
+    finally:
+        os.close(fd)
+
+
+def _open_overlay(path: bytes, fs_type: str) -> int:
+    """Return an O_PATH descriptor of the topmost mount of ours at ``path``; OSError (EINVAL) where none is."""
     # The mount is named by a descriptor that is compared with mountinfo: the owner of a directory on the way
     # may put a symbolic link there at any time. The comparison asks nothing of the mount, because a dead one
     # would answer ENOTCONN.
-    target = os.fsencode(path)
-    fd = os.open(target, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         entry = mount_of(fd)
-        if entry is None or entry.fs_type != fs_type or entry.mount_point != os.path.normpath(target):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), os.fsdecode(target))
-        # Without UMOUNT_NOFOLLOW: the magic link of the descriptor is followed, and nothing else is.
-        if _libc.umount2(b"/proc/self/fd/%d" % fd, _MNT_DETACH) != 0:
-            _raise_errno(target)
-    finally:
+        if entry is None or entry.fs_type != fs_type or entry.mount_point != os.path.normpath(path):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), os.fsdecode(path))
+    except BaseException:
         os.close(fd)
+        raise
+    return fd
 
 
 def remove_state(path: str | bytes) -> None:

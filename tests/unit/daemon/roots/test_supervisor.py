@@ -18,6 +18,7 @@ from ciuic.daemon.roots import bypass_watch
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.roots.worker_process import OverlayWorker
 from ciuic.errors import CiuicError, NotFound
+from ciuic.fuse_layer.system.mounts import MountsInside, MovedMounts
 from ciuic.system.bypass import Bypasser, Use
 
 
@@ -261,6 +262,29 @@ def test_a_worker_that_does_not_stop_is_an_alert(stage: Stage, monkeypatch: pyte
     stage.run(supervisor, script)
     (alert,) = stage.alerts.standing()
     assert "umount -l /a" in alert.hint
+
+
+def test_mounts_inside_that_cannot_be_moved_are_named(stage: Stage) -> None:
+    """A root whose overlay has a mount that cannot be moved stays served, and the alert names the mount."""
+    worker = stage.worker("one")
+    supervisor = stage.supervisor(worker)
+
+    async def refuse(root: str, backing_fd: int) -> MovedMounts:
+        await trio.lowlevel.checkpoint()
+        raise MountsInside("/a/disk is mounted inside the overlay of /a and cannot be moved")
+
+    stage.mounts.move_mounts_inside = refuse  # type: ignore[method-assign]
+
+    async def script() -> None:
+        await supervisor.stop()
+        assert supervisor.state != "unmounted"
+        assert "/a/disk" in supervisor.error
+        assert "stop /a" not in worker.overlay.log
+        os.kill(worker.pid, 0)
+
+    stage.run(supervisor, script)
+    (alert,) = stage.alerts.standing()
+    assert "/a/disk is mounted inside" in alert.message
 
 
 def test_writers_that_go_round_are_named_until_they_end(stage: Stage) -> None:

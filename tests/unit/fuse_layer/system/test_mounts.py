@@ -41,10 +41,14 @@ def test_other_mounts_are_not_ours() -> None:
     assert mounts.mount_at("/srv/nothing", entries) is None
 
 
-def test_mounts_below_are_those_inside_and_no_siblings() -> None:
-    """Mounts below a path exclude siblings with its name as prefix, and the mounts at the path itself."""
-    below = mounts.mounts_below("/srv/run", mounts.parse_mountinfo(MOUNTINFO))
-    assert [entry.mount_point for entry in below] == [b"/srv/run/data"]
+def test_mounts_inside_an_overlay_are_those_made_on_it() -> None:
+    """Mounts whose parent is the overlay are inside it; siblings and what the overlay hides are not."""
+    entries = mounts.parse_mountinfo(MOUNTINFO)
+    hidden = mounts.parse_mountinfo(b"45 40 0:43 / /srv/run/hidden rw - tmpfs tmpfs rw\n")
+    overlay = mounts.overlay_at("/srv/run", entries)
+    assert overlay is not None
+    inside = mounts.mounts_inside(overlay, entries + hidden)
+    assert [entry.mount_point for entry in inside] == [b"/srv/run/data"]
 
 
 def test_this_process_sees_its_own_mounts() -> None:

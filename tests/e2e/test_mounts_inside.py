@@ -1,0 +1,154 @@
+"""File systems that others mount inside a served root outlive its overlay."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.overlay import Overlay
+from support.site import CHECKOUT, Site, site_in
+
+from ciuic.protocol.worker_client import WorkerRefused
+from ciuic.system import mountinfo
+
+pytestmark = pytest.mark.mount
+
+
+@pytest.fixture
+def site(short_tmp: Path) -> Iterator[Site]:
+    with site_in(short_tmp) as made:
+        yield made
+
+
+def mount_tmpfs(place: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "inside", str(place)], check=True, timeout=30)
+
+
+def unmount(*places: Path) -> None:
+    for place in places:
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=30)
+
+
+def mounted_at(place: Path) -> list[int]:
+    return [mount.mount_id for mount in mountinfo.mounts_at(os.fsencode(place), mountinfo.read())]
+
+
+@pytest.mark.parametrize("end", ["stop", "unprotect"])
+def test_they_stay_in_their_places(site: Site, end: str) -> None:
+    """A job that works in them notices nothing when the root is stopped or no longer protected: they are the same mounts."""
+    root = site.root("a")
+    (root / "way").mkdir()
+    (root / "way/datasets").mkdir()
+    site.start()
+    place = root / "way/datasets"
+    mount_tmpfs(place)
+    (place / "nested").mkdir()
+    mount_tmpfs(place / "nested")
+    before = mounted_at(place) + mounted_at(place / "nested")
+    (place / "precious").write_text("kept")
+    here = os.getcwd()
+    try:
+        os.chdir(place)
+        with open(place / "nested/log", "w+b", buffering=0) as log:
+            log.write(b"one ")
+            if end == "stop":
+                site.stop()
+            else:
+                with site.client() as client:
+                    client.remove_root(str(root))
+            assert site.overlays(root) == 0
+            assert os.getcwd() == str(place)
+            log.write(b"two")
+            assert (place / "nested/log").read_bytes() == b"one two"
+        assert Path("precious").read_text() == "kept"
+        assert mounted_at(place) + mounted_at(place / "nested") == before
+    finally:
+        os.chdir(here)
+        unmount(place / "nested", place)
+
+
+def test_those_of_before_stay_where_they_are(site: Site) -> None:
+    """What was mounted below the root before the daemon started is the same mount while it runs and afterwards."""
+    root = site.root("a")
+    (root / "disk").mkdir()
+    mount_tmpfs(root / "disk")
+    try:
+        (root / "disk/f").write_text("kept")
+        before = mounted_at(root / "disk")
+        site.start()
+        assert (root / "disk/f").read_text() == "kept"
+        site.stop()
+        assert mounted_at(root / "disk") == before
+        assert (root / "disk/f").read_text() == "kept"
+    finally:
+        unmount(root / "disk")
+
+
+_WHERE_MOUNTS_ARE_SHARED = """
+import os, subprocess, sys
+from pathlib import Path
+from support.overlay import Overlay
+from ciuic.fuse_layer.system import mounts
+top = Path(sys.argv[1])
+root = top / "root"
+(root / "datasets").mkdir(parents=True)
+backing = mounts.open_backing(os.fspath(root))
+with Overlay(root, top / "w.sock") as overlay:
+    subprocess.run(["mount", "-t", "tmpfs", "inside", str(root / "datasets")], check=True)
+    (root / "datasets/precious").write_text("kept")
+    assert (root / "datasets/precious").read_text() == "kept"
+    os.chdir(root / "datasets")
+    moved = mounts.MovedMounts(os.fspath(root), backing)
+    assert not mounts.mounts_inside(mounts.overlay_at(os.fspath(root)))
+    assert (root / "datasets/precious").read_text() == "kept"
+    moved.back()
+    assert bool(mounts.mounts_inside(mounts.overlay_at(os.fspath(root)))) == (sys.argv[2] != "shared")
+    assert (root / "datasets/precious").read_text() == "kept"
+    mounts.MovedMounts(os.fspath(root), backing).close()
+    assert overlay.stop() == 0
+    assert os.getcwd() == str(root / "datasets")
+    assert Path("precious").read_text() == "kept"
+    assert (root / "datasets/precious").read_text() == "kept"
+"""
+
+
+@pytest.mark.parametrize("propagation", ["private", "shared", "slave"])
+def test_they_move_under_every_propagation(short_tmp: Path, propagation: str) -> None:
+    """They go there and back where the mounts of the host are shared, as under systemd, and where they are not."""
+    command = [
+        "unshare",
+        "--mount",
+        "--propagation",
+        propagation,
+        sys.executable,
+        "-c",
+        _WHERE_MOUNTS_ARE_SHARED,
+    ]
+    done = subprocess.run(
+        [*command, str(short_tmp), propagation],
+        env={**os.environ, "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT}/tests"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_worker_that_is_asked_alone_refuses(short_tmp: Path) -> None:
+    """A worker moves no mounts: it refuses to unmount, names what is mounted inside, and serves on."""
+
+    root = short_tmp / "root"
+    (root / "datasets").mkdir(parents=True)
+    with Overlay(root, short_tmp / "w.sock") as overlay:
+        mount_tmpfs(root / "datasets")
+        try:
+            with pytest.raises(WorkerRefused, match="root/datasets"):
+                overlay.client.stop(60)
+            (root / "after").write_text("served")
+        finally:
+            unmount(root / "datasets")
+        assert overlay.stop() == 0
