@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TextIO, cast
 
 import tomli
 
-from ciuic.cli.shared.snapshot_options import BY_NAME
+from ciuic.cli.shared.snapshot_options import BY_NAME, RESERVED_TAGS
 from ciuic.errors import BY_EXIT_CODE, CiuicError, Unreachable
 from ciuic.protocol.socket_http import Answer, Connection
 from ciuic.system.ownership import find_flaw
@@ -91,8 +91,10 @@ def parse(arguments: Sequence[str]) -> Request | None:
         # What begins with a dash may be an option that somebody forgot the value before.
         if not value or value.startswith("-"):
             return None
-        # A narrower rule than check_tag's: what that may refuse is left to it, with its message.
-        if option.field == "tags" and not value.replace("-", "a").replace("_", "a").isalnum():
+        # A narrower rule than options.Tag's: what that may refuse is left to it, with its message.
+        if option.field == "tags" and (
+            value in RESERVED_TAGS or not value.replace("-", "a").replace("_", "a").isalnum()
+        ):
             return None
         found[option.field] = (*found.get(option.field, ()), value) if option.repeats else value
     return Request(**found)

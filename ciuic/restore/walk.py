@@ -126,6 +126,8 @@ class Walk:
             with self._pool.changed:
                 if existing is not None and stat.S_ISDIR(existing.st_mode):
                     folder = Folder.enter(parent, entry.name, source_path)
+                    if not self._dry_run:
+                        folder.lift()
                 elif existing is None:
                     folder = Folder.make(
                         parent, entry.name, source_path, run=attempt.run, dry_run=self._dry_run

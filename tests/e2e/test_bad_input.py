@@ -285,3 +285,14 @@ def test_a_busy_repository(protected: Live, root: Path) -> None:
     finally:
         holder.communicate(timeout=30)
     protected.run("hold", snapshot)
+
+
+def test_words_that_are_not_utf_8(protected: Live) -> None:
+    """A message and a reason from a Latin-1 terminal are kept, with their bytes escaped; ciuic's own tags are refused."""
+    snapshot = protected.run("snapshot", "--wait", "-m", b"caf\xe9").stdout.decode().strip()
+    protected.run("hold", snapshot, "-m", b"bl\xe9")
+    shown = protected.json("show", snapshot)
+    assert shown["message"] == "caf\\xe9"
+    assert b"bl\\xe9" in protected.run("show", snapshot).stdout
+    _refused(protected, USAGE, "snapshot", "--tag", "safety", says="safety")
+    _refused(protected, USAGE, "snapshot", "--tag", b"\xe9 x", says="tag")

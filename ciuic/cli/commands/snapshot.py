@@ -16,7 +16,7 @@ import click
 from ciuic.cli.shared import times
 from ciuic.cli.shared.messages import complain, warn
 from ciuic.cli.shared.names import plural, shown_text
-from ciuic.cli.shared.options import FrameCommand
+from ciuic.cli.shared.options import FrameCommand, Tag, Text
 from ciuic.cli.shared.output import json_option, note, out, out_json
 from ciuic.cli.shared.remotes.waiting import RemoteWait
 from ciuic.cli.shared.session import Session, current
@@ -44,7 +44,7 @@ def _snapshot_options(command: Callable[..., Any]) -> Callable[..., Any]:
         else:
             add = click.option(
                 *option.names, option.field, multiple=option.repeats, default=None if option.repeats else "",
-                metavar=option.metavar, help=option.help,
+                type=Tag() if option.repeats else Text(), metavar=option.metavar, help=option.help,
             )  # fmt: skip
         command = add(command)
     return command
@@ -59,9 +59,6 @@ def command(message: str, tags: tuple[str, ...], hold: bool, wait: str | None, a
     Everything whose write() had returned when this command began is in it. Commands that wait for the same are answered by one
     snapshot.
     """
-    # Before the daemon is asked: a snapshot that is cut cannot be taken back.
-    for tag in tags:
-        check_tag(tag)
     session = current()
     remotes = RemoteWait(session) if wait == "remote" else None
     state = session.control.take_snapshot(message=message, tags=tags, hold=hold)
@@ -113,13 +110,6 @@ def warn_incomplete(snapshot_id: str, lines: Sequence[str]) -> None:
     warn(f"{snapshot_id} is incomplete: {plural(len(lines), 'file')} could not be read")
     for line in lines[:20]:
         complain(f"  {line}")
-
-
-def check_tag(tag: str) -> None:
-    """UsageError for a tag that lists and filters could not carry."""
-    # Blanks and commas separate tags in lists, and the bar fields of `list --machine-readable`.
-    if not tag or not tag.isprintable() or any(character in tag for character in " ,|"):
-        raise click.UsageError(f"not a tag: {tag!r} (no blanks, commas or |)")
 
 
 def await_commit(session: Session, snapshot_id: str) -> SnapshotState:

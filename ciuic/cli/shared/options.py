@@ -17,11 +17,38 @@ from click.shell_completion import CompletionItem
 from ciuic.cli.shared.names import absolute
 from ciuic.cli.shared.output import out
 from ciuic.cli.shared.session import URL_MARK, Session
+from ciuic.cli.shared.snapshot_options import RESERVED_TAGS
 
 if TYPE_CHECKING:
     _ParamType = click.ParamType[Any]
 else:  # not generic before click 8.2
     _ParamType = click.ParamType
+
+
+class Text(_ParamType):
+    r"""Words of a person, which are stored as UTF-8: bytes that are not are kept as escapes (``caf\xe9``)."""
+
+    name = "text"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the text; arguments hold foreign bytes as surrogates (PEP 383)."""
+        return os.fsencode(value).decode("utf-8", "backslashreplace") if isinstance(value, str) else value
+
+
+class Tag(Text):
+    """A tag that a person gives a snapshot."""
+
+    name = "tag"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the tag; BadParameter for one that lists and filters could not carry, and for ciuic's own."""
+        tag = super().convert(value, param, ctx)
+        # Blanks and commas separate tags in lists, and the bar fields of `list --machine-readable`.
+        if not tag or not tag.isprintable() or any(character in tag for character in " ,|"):
+            self.fail(f"not a tag: {tag!r} (no blanks, commas or |)", param, ctx)
+        if tag in RESERVED_TAGS:
+            self.fail(f"{tag} is a tag that ciuic gives itself: choose another", param, ctx)
+        return tag
 
 
 def _remember(field: str) -> Callable[[click.Context, click.Parameter, Any], None]:

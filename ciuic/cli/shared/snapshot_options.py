@@ -34,4 +34,7 @@ OPTIONS: Final = (
         values=("commit", "remote"),
     ),
 )
+# As in ciuic.types, whose import takes longer than the request; a test compares them.
+RESERVED_TAGS: Final = frozenset({"incomplete", "not-held", "partial", "retaken", "safety"})
+"""Tags that ciuic gives snapshots itself, with a meaning that restores and retention rely on."""
 BY_NAME: Final = {name: option for option in OPTIONS for name in option.names}

@@ -12,6 +12,7 @@ import os
 import random
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ciuic import STATE_DIR_NAME
@@ -22,6 +23,7 @@ from ciuic.system.mount_border import LEFT_ALONE, MountBorders
 TEMPORARY_PREFIX = b".ciuic-restore-"
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_NOREPLACE = 1
+_CHANGE_NAMES = stat.S_IWUSR | stat.S_IXUSR
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 # Temporary names need to differ, not to be secret: os.urandom for each name cost more than creating some of the files.
@@ -42,6 +44,24 @@ def stat_at(folder: int, name: bytes) -> os.stat_result | None:
 def open_directory(folder: int, name: bytes) -> int:
     """Open a directory. NotADirectoryError for anything else, a symbolic link included."""
     return os.open(name, OPEN_DIRECTORY, dir_fd=folder)
+
+
+def lift_mode(fd: int) -> int | None:
+    """Let the caller change names in its own directory, where the mode withholds that; return the mode to put back, None for none.
+
+    Root needs no right of its own.
+    """
+    st = os.fstat(fd)
+    if not may_lift(st) or st.st_mode & _CHANGE_NAMES == _CHANGE_NAMES:
+        return None
+    mode = stat.S_IMODE(st.st_mode)
+    os.chmod(fd, mode | _CHANGE_NAMES)
+    return mode
+
+
+def may_lift(st: os.stat_result) -> bool:
+    """Return whether the caller owns a directory and so may change its mode."""
+    return 0 != st.st_uid == os.geteuid()
 
 
 def open_below(folder: int, names: Sequence[bytes]) -> int:
@@ -170,11 +190,18 @@ class Remover:
         if borders.before(name, fd):
             self.failures.append((path, LEFT_ALONE))
         elif (st.st_dev, st.st_ino) not in self.spared_inodes:
+            # Put back by `_Level.close`; EROFS or EPERM is met again, and named, by the first removal.
+            lifted = None
+            if not self.dry_run:
+                with suppress(OSError):
+                    lifted = lift_mode(fd)
             above = stack[-1] if stack else None
             linked = LinkedPath(path, above.path if above is not None else None)
             linked_source = LinkedPath(source_path, above.source_path if above is not None else None)
             # Listed by a path of bytes: os.listdir(fd) would return text.
-            stack.append(_Level(fd, folder, name, linked, linked_source, iter(os.listdir(proc_path(fd)))))
+            stack.append(
+                _Level(fd, folder, name, linked, linked_source, iter(os.listdir(proc_path(fd))), lifted)
+            )
             return True
         os.close(fd)
         return False
@@ -221,10 +248,15 @@ class _Level:
     path: LinkedPath
     source_path: LinkedPath
     names: Iterator[bytes]
+    lifted: int | None
+    """Mode to put back."""
     empty: bool = True
 
     def __post_init__(self) -> None:
         self.borders = MountBorders(self.fd)
 
     def close(self) -> None:
+        if self.lifted is not None:
+            with suppress(OSError):
+                os.chmod(self.fd, self.lifted)
         os.close(self.fd)

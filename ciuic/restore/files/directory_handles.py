@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 from ciuic.repository.lookup import join
 from ciuic.restore.files import attributes
 from ciuic.restore.files.attributes import Xattrs
-from ciuic.restore.files.destination import new_temporary_name, open_directory, rename_new
+from ciuic.restore.files.destination import lift_mode, new_temporary_name, open_directory, rename_new
 from ciuic.restore.files.private_dir import PrivateDir, is_shared, make_private_dir
 from ciuic.system.linked_path import LinkedPath
 from ciuic.system.mount_border import MountBorders
@@ -59,6 +59,8 @@ class Folder:
         """Attributes that it gets at the end; None leaves them as they are."""
         self.xattrs: Xattrs = ()
         self._borders: MountBorders | None = None
+        self._lifted: int | None = None
+        """Mode to put back at the end, unless the directory gets the snapshot's."""
         self._private: PrivateDir | None = None
         self._with_private: set[Folder] = set() if parent is None else parent._with_private
         """All directories below the same top that have a private directory now."""
@@ -75,6 +77,11 @@ class Folder:
     def source_path(self) -> bytes:
         """Absolute path at the snapshot."""
         return bytes(self._source_path)
+
+    def lift(self) -> None:
+        """Let the caller change names in its own directory until the end, whatever its mode says. OSError."""
+        if not self.fresh and self.fd != NOT_THERE:
+            self._lifted = lift_mode(self.fd)
 
     def leads_away(self, name: bytes) -> bool:
         """Return whether another mount lies at a name of this directory."""
@@ -165,6 +172,7 @@ class Folder:
         self.leave_workplace()
         fd, self.fd = self.fd, NOT_THERE
         if fd != NOT_THERE:
+            self._put_mode_back(fd)
             os.close(fd)
 
     def __del__(self) -> None:
@@ -176,6 +184,12 @@ class Folder:
             self._pending -= 1
             return not self._pending
 
+    def _put_mode_back(self, fd: int) -> None:
+        if self._lifted is not None:
+            with suppress(OSError):
+                os.chmod(fd, self._lifted)
+            self._lifted = None
+
     def _settle(self, syncer: Syncer) -> list[str]:
         """Set the attributes and queue the directory to be synced; return what went wrong."""
         problems: list[str] = []
@@ -184,6 +198,7 @@ class Folder:
         try:
             # First, because removing a name changes the directory's modification time.
             self.leave_workplace()
+            self._put_mode_back(self.fd)
             if self.entry is not None:
                 problems += attributes.apply(self.fd, os.fstat(self.fd), self.entry, self.xattrs)
         except OSError as error:

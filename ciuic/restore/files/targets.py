@@ -14,6 +14,7 @@ import posixpath
 from ciuic.errors import CiuicError, NotPermitted, UsageError
 from ciuic.repository import Repository
 from ciuic.repository.lookup import Located, find, is_within, join, normalise, readable
+from ciuic.restore.files.destination import may_lift
 from ciuic.restore.files.directory_handles import NOT_THERE, Folder
 from ciuic.restore.files.journal import new_run
 from ciuic.restore.files.safe_open import open_way
@@ -95,6 +96,8 @@ def check_usable(target: RestoreTarget) -> None:
             raise NotPermitted(
                 f"{readable(place)} is on a read-only file system", hint="choose another destination"
             )
+        if may_lift(os.fstat(fd)):
+            return
     finally:
         os.close(fd)
     raise NotPermitted(f"{readable(place)} cannot be written to", hint="run as a user who may, or use -d")
@@ -125,14 +128,14 @@ def open_parent(
     """
     parent = posixpath.dirname(target.path)
     if not target.in_place:
-        opened = Folder(_open_or_none(parent, dry_run), parent, posixpath.dirname(target.source.path))
-        return opened, [opened]
-    base, names = _way_in(target)
-    opened = Folder(_open_or_none(base, dry_run), base, base)
-    chain = [opened]
-    for name in names:
-        below = _step(repository, snapshot, chain[-1], name, dry_run)
-        chain.append(below)
+        chain = [Folder(_open_or_none(parent, dry_run), parent, posixpath.dirname(target.source.path))]
+    else:
+        base, names = _way_in(target)
+        chain = [Folder(_open_or_none(base, dry_run), base, base)]
+        for name in names:
+            chain.append(_step(repository, snapshot, chain[-1], name, dry_run))
+    if not dry_run:
+        chain[-1].lift()
     return chain[-1], chain
 
 
@@ -161,6 +164,8 @@ def _step(repository: Repository, snapshot: Snapshot, above: Folder, name: bytes
     try:
         return Folder.enter(above, name, path)
     except FileNotFoundError:
+        if not dry_run:
+            above.lift()
         made = Folder.make(above, name, path, run=run, dry_run=dry_run)
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.ELOOP):

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from support.fake_http_daemon import FakeDaemon, hang_up
 
+from ciuic import types
 from ciuic.cli.fast_snapshot import Request, find_socket, parse
+from ciuic.cli.shared.snapshot_options import RESERVED_TAGS
 from ciuic.protocol.control_types import ErrorDocument, SnapshotState
 
 PROGRAM = "import sys; from ciuic.cli import main; sys.argv[0] = 'ciuic'; main()"
@@ -77,6 +79,7 @@ def test_plain_forms_are_understood(arguments: list[str], expected: Request) -> 
         ["--tag", ""],
         ["--tag", "a b"],
         ["--tag", "a,b"],
+        ["--tag", "safety"],
         ["-m"],
         ["-m", "--wait"],
         ["-mtext"],
@@ -258,3 +261,9 @@ def test_reader_that_left_changes_neither_messages_nor_exit_code(
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, env=environment, timeout=60)
         assert (done.returncode, done.stdout) == (status, b"cs-abc123\n")
+
+
+def test_the_reserved_tags_are_those_of_the_library() -> None:
+    """The fast path and the whole program refuse every tag that ciuic gives snapshots itself."""
+    known = {value for name, value in vars(types).items() if name.startswith("TAG_")}
+    assert known == RESERVED_TAGS

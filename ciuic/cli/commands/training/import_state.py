@@ -11,7 +11,7 @@ import click
 
 from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import json_name, shown, shown_text
-from ciuic.cli.shared.options import HOST_PATH, FrameCommand
+from ciuic.cli.shared.options import HOST_PATH, FrameCommand, Tag
 from ciuic.cli.shared.output import json_option, out, out_json
 from ciuic.cli.shared.session import current
 from ciuic.errors import UsageError
@@ -26,7 +26,9 @@ from ciuic.errors import UsageError
     metavar="NAME",
     help="Name of the run, as of SnapshotManager.",
 )
-@click.option("--tag", "tags", multiple=True, metavar="TAG", help="Further tag; may be given several times.")
+@click.option(
+    "--tag", "tags", multiple=True, type=Tag(), metavar="TAG", help="Further tag; may be given several times."
+)
 @json_option
 def command(path: bytes, name: str, tags: tuple[str, ...], as_json: bool) -> None:
     """Make a snapshot of a training's state that another program has written.
