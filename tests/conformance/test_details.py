@@ -11,11 +11,14 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.ci import needs
+from support.driver import PASSES
 from support.overlay import Overlay, overlay_over
+from support.small_disks import missing, small_disk
 
 from ciuic.fuse_layer.system import syscalls
 
@@ -434,3 +437,50 @@ def test_trusted_attributes_are_invisible_to_users(place: Path) -> None:
     assert sorted(os.listxattr(path)) == ["trusted.ciuic", "user.ciuic"]
     with as_ordinary_user():
         assert os.listxattr(path) == ["user.ciuic"]
+
+
+@pytest.mark.parametrize("kind", ["xfs", "btrfs", "ext4"])
+def test_the_present_size_moves_times_by_descriptor_as_on_a_plain_directory(
+    tmp_path: Path, kind: str
+) -> None:
+    """O_TRUNC of an empty file and ftruncate(2) to the present size move mtime: make rebuilds for ever otherwise."""
+    needs(missing(kind))
+    with small_disk(tmp_path, kind) as disk:
+        plain, root = disk / "plain", disk / "root"
+        plain.mkdir()
+        root.mkdir()
+        with overlay_over(root, tmp_path / "control.sock"):
+            assert _size_changes(root) == _size_changes(plain)
+
+
+def _size_changes(top: Path) -> dict[str, bool]:
+    """Return for each way of setting the present size whether it moves the modification time."""
+
+    def open_and_close(path: Path, flags: int) -> None:
+        os.close(os.open(path, flags, 0o644))
+
+    def ftruncate(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size)
+
+    (top / "empty").touch()
+    (top / "full").write_text("xyz")
+    ways: dict[str, tuple[str, Callable[[Path], None]]] = {
+        "O_TRUNC": ("empty", lambda path: open_and_close(path, os.O_WRONLY | os.O_TRUNC)),
+        "O_TRUNC, O_CREAT, O_RDWR": (
+            "empty",
+            lambda path: open_and_close(path, os.O_RDWR | os.O_TRUNC | os.O_CREAT),
+        ),
+        "ftruncate, empty": ("empty", ftruncate),
+        "ftruncate": ("full", ftruncate),
+    }
+    if PASSES:
+        # The kernel's write cache shows its own time, which it leaves (docs/conformance.md).
+        ways["truncate, empty"] = ("empty", lambda path: os.truncate(path, 0))
+        ways["truncate"] = ("full", lambda path: os.truncate(path, 3))
+    moved = {}
+    for way, (name, change) in ways.items():
+        os.utime(top / name, (1, 1))
+        change(top / name)
+        moved[way] = (top / name).stat().st_mtime != 1
+    return moved

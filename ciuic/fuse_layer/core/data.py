@@ -65,11 +65,11 @@ class Data:
             handle = self._state.add_file(file)
             try:
                 if truncates and file.writes:
-                    self._changes.truncate_open(node, file.fd, 0, keeps_privileges)
+                    self._changes.truncate_open(node, file.fd, 0, keeps_privileges, moves_times=True)
                 elif truncates:
                     # Linux empties the file of a read-only open as well: open(2) leaves it unspecified,
                     # open_namei() does it.
-                    self._changes.truncate(node, 0, None, keeps_privileges=keeps_privileges)
+                    self._changes.truncate(node, 0, None, keeps_privileges=keeps_privileges, moves_times=True)
                 if unseen:
                     self._keep_from_unseen(node, file.fd)
                     self._unseen.add(handle, file)
