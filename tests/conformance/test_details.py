@@ -484,3 +484,79 @@ def _size_changes(top: Path) -> dict[str, bool]:
         change(top / name)
         moved[way] = (top / name).stat().st_mtime != 1
     return moved
+
+
+def test_an_append_only_file_is_appended_to_and_not_changed_otherwise(tmp_path: Path) -> None:
+    """Appends to a file with chattr +a land at its end, all else is refused as on a plain directory."""
+    needs(missing("ext4"))
+    with small_disk(tmp_path, "ext4") as disk:
+        plain, root = disk / "plain", disk / "root"
+        for top in (plain, root):
+            top.mkdir()
+            (top / "log").write_bytes(b"one\n")
+        subprocess.run(["chattr", "+a", plain / "log", root / "log"], check=True, timeout=30)
+        try:
+            with overlay_over(root, tmp_path / "control.sock") as overlay:
+                # A pending epoch, of which a later append must change nothing.
+                overlay.client.hold(5.0)
+                overlay.client.cut()
+                overlay.client.release()
+                assert _appended(root) == _appended(plain)
+            assert (root / "log").read_bytes() == (plain / "log").read_bytes()
+        finally:
+            subprocess.run(["chattr", "-a", plain / "log", root / "log"], check=True, timeout=30)
+
+
+def _appended(top: Path) -> tuple[list[type[OSError] | None], bytes]:
+    path = top / "log"
+    with path.open("ab", buffering=0) as first, path.open("ab", buffering=0) as second:
+        # More than one request of the kernel's, and parts of a page.
+        for data in (b"a" * 3_000_000, b"b" * 777):
+            first.write(data)
+            second.write(data)
+    with path.open("a+b", buffering=0) as third:
+        third.write(b"c")
+        third.seek(0)
+        seen = third.read()
+    refused: list[type[OSError] | None] = []
+    for change in (
+        lambda: os.close(os.open(path, os.O_WRONLY)),
+        lambda: os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_TRUNC)),
+        lambda: os.truncate(path, 1),
+        path.unlink,
+        lambda: path.rename(top / "moved"),
+    ):
+        try:
+            change()
+        except OSError as error:
+            refused.append(type(error))
+        else:
+            refused.append(None)
+    return refused, seen
+
+
+def test_a_mapping_changes_nothing_of_an_append_only_file(tmp_path: Path) -> None:
+    """An append-only file cannot be mapped for writing, beside a reader either."""
+    needs(missing("ext4"))
+    with small_disk(tmp_path, "ext4") as disk:
+        root = disk / "root"
+        root.mkdir()
+        (root / "log").write_bytes(b"one\n")
+        subprocess.run(["chattr", "+a", root / "log"], check=True, timeout=30)
+        try:
+            with overlay_over(root, tmp_path / "control.sock"):
+                assert not _stored_by_mapping(root / "log")
+                with (root / "log").open("rb") as reader:
+                    reader.read()
+                    assert not _stored_by_mapping(root / "log")
+            assert (root / "log").read_bytes() == b"one\n"
+        finally:
+            subprocess.run(["chattr", "-a", root / "log"], check=True, timeout=30)
+
+
+def _stored_by_mapping(path: Path) -> bool:
+    with contextlib.suppress(OSError), path.open("a+b") as file, mmap.mmap(file.fileno(), 4) as mapped:
+        mapped[:3] = b"BAD"
+        mapped.flush()
+        return True
+    return False

@@ -53,6 +53,9 @@ class ContentChanges:
         file = self._state.file(handle)
         state = self._state
         with state.gate:
+            # Of an append-only inode: a store through a mapping, which would be written behind the end.
+            if file.appends and offset != os.fstat(file.fd).st_size:
+                raise OSError(errno.EPERM, os.strerror(errno.EPERM))
             self._times.before_write(file.node, file.fd)
             if not state.tracked(file.node):
                 # Set-id bits go here too: that nothing is tracked concerns snapshots alone.

@@ -135,6 +135,9 @@ class Data:
         try:
             return self._nodes.open(node, want)
         except OSError as error:
+            if error.errno == errno.EPERM and writes(flags) and flags & os.O_APPEND:
+                # Refused without O_APPEND: an append-only inode (chattr +a).
+                return self._nodes.open(node, want | os.O_APPEND)
             # No name leads to the inode any more: open it anew through a handle that a program has.
             file = self._state.any_file(node)
             if error.errno != errno.ESTALE or file is None:
