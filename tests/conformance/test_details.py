@@ -11,11 +11,14 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.ci import needs
+from support.driver import PASSES
 from support.overlay import Overlay, overlay_over
+from support.small_disks import missing, small_disk
 
 from ciuic.fuse_layer.system import syscalls
 
@@ -434,3 +437,126 @@ def test_trusted_attributes_are_invisible_to_users(place: Path) -> None:
     assert sorted(os.listxattr(path)) == ["trusted.ciuic", "user.ciuic"]
     with as_ordinary_user():
         assert os.listxattr(path) == ["user.ciuic"]
+
+
+@pytest.mark.parametrize("kind", ["xfs", "btrfs", "ext4"])
+def test_the_present_size_moves_times_by_descriptor_as_on_a_plain_directory(
+    tmp_path: Path, kind: str
+) -> None:
+    """O_TRUNC of an empty file and ftruncate(2) to the present size move mtime: make rebuilds for ever otherwise."""
+    needs(missing(kind))
+    with small_disk(tmp_path, kind) as disk:
+        plain, root = disk / "plain", disk / "root"
+        plain.mkdir()
+        root.mkdir()
+        with overlay_over(root, tmp_path / "control.sock"):
+            assert _size_changes(root) == _size_changes(plain)
+
+
+def _size_changes(top: Path) -> dict[str, bool]:
+    """Return for each way of setting the present size whether it moves the modification time."""
+
+    def open_and_close(path: Path, flags: int) -> None:
+        os.close(os.open(path, flags, 0o644))
+
+    def ftruncate(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size)
+
+    (top / "empty").touch()
+    (top / "full").write_text("xyz")
+    ways: dict[str, tuple[str, Callable[[Path], None]]] = {
+        "O_TRUNC": ("empty", lambda path: open_and_close(path, os.O_WRONLY | os.O_TRUNC)),
+        "O_TRUNC, O_CREAT, O_RDWR": (
+            "empty",
+            lambda path: open_and_close(path, os.O_RDWR | os.O_TRUNC | os.O_CREAT),
+        ),
+        "ftruncate, empty": ("empty", ftruncate),
+        "ftruncate": ("full", ftruncate),
+    }
+    if PASSES:
+        # The kernel's write cache shows its own time, which it leaves (docs/conformance.md).
+        ways["truncate, empty"] = ("empty", lambda path: os.truncate(path, 0))
+        ways["truncate"] = ("full", lambda path: os.truncate(path, 3))
+    moved = {}
+    for way, (name, change) in ways.items():
+        os.utime(top / name, (1, 1))
+        change(top / name)
+        moved[way] = (top / name).stat().st_mtime != 1
+    return moved
+
+
+def test_an_append_only_file_is_appended_to_and_not_changed_otherwise(tmp_path: Path) -> None:
+    """Appends to a file with chattr +a land at its end, all else is refused as on a plain directory."""
+    needs(missing("ext4"))
+    with small_disk(tmp_path, "ext4") as disk:
+        plain, root = disk / "plain", disk / "root"
+        for top in (plain, root):
+            top.mkdir()
+            (top / "log").write_bytes(b"one\n")
+        subprocess.run(["chattr", "+a", plain / "log", root / "log"], check=True, timeout=30)
+        try:
+            with overlay_over(root, tmp_path / "control.sock") as overlay:
+                # A pending epoch, of which a later append must change nothing.
+                overlay.client.hold(5.0)
+                overlay.client.cut()
+                overlay.client.release()
+                assert _appended(root) == _appended(plain)
+            assert (root / "log").read_bytes() == (plain / "log").read_bytes()
+        finally:
+            subprocess.run(["chattr", "-a", plain / "log", root / "log"], check=True, timeout=30)
+
+
+def _appended(top: Path) -> tuple[list[type[OSError] | None], bytes]:
+    path = top / "log"
+    with path.open("ab", buffering=0) as first, path.open("ab", buffering=0) as second:
+        # More than one request of the kernel's, and parts of a page.
+        for data in (b"a" * 3_000_000, b"b" * 777):
+            first.write(data)
+            second.write(data)
+    with path.open("a+b", buffering=0) as third:
+        third.write(b"c")
+        third.seek(0)
+        seen = third.read()
+    refused: list[type[OSError] | None] = []
+    for change in (
+        lambda: os.close(os.open(path, os.O_WRONLY)),
+        lambda: os.close(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_TRUNC)),
+        lambda: os.truncate(path, 1),
+        path.unlink,
+        lambda: path.rename(top / "moved"),
+    ):
+        try:
+            change()
+        except OSError as error:
+            refused.append(type(error))
+        else:
+            refused.append(None)
+    return refused, seen
+
+
+def test_a_mapping_changes_nothing_of_an_append_only_file(tmp_path: Path) -> None:
+    """An append-only file cannot be mapped for writing, beside a reader either."""
+    needs(missing("ext4"))
+    with small_disk(tmp_path, "ext4") as disk:
+        root = disk / "root"
+        root.mkdir()
+        (root / "log").write_bytes(b"one\n")
+        subprocess.run(["chattr", "+a", root / "log"], check=True, timeout=30)
+        try:
+            with overlay_over(root, tmp_path / "control.sock"):
+                assert not _stored_by_mapping(root / "log")
+                with (root / "log").open("rb") as reader:
+                    reader.read()
+                    assert not _stored_by_mapping(root / "log")
+            assert (root / "log").read_bytes() == b"one\n"
+        finally:
+            subprocess.run(["chattr", "-a", root / "log"], check=True, timeout=30)
+
+
+def _stored_by_mapping(path: Path) -> bool:
+    with contextlib.suppress(OSError), path.open("a+b") as file, mmap.mmap(file.fileno(), 4) as mapped:
+        mapped[:3] = b"BAD"
+        mapped.flush()
+        return True
+    return False

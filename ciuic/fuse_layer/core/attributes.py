@@ -78,6 +78,7 @@ class Attributes:
         # In the order size, owner, mode, times: a change of owner clears set-id bits that the same request
         # may set again.
         node = self._nodes.get(node_id)
+        moves_times = handle is not None
         with self._state.gate:
             if handle is not None and handle not in self._state.files:
                 # A predecessor's handle that could not be opened again (OverlayCore.has_file): the names
@@ -89,7 +90,11 @@ class Attributes:
                 return self._state.attr(node)
             self._state.keep_inode(node)
             if change.size is not None:
-                self._changes.truncate(node, change.size, handle, keeps_privileges=change.keeps_privileges)
+                self._changes.truncate(
+                    *(node, change.size, handle),
+                    keeps_privileges=change.keeps_privileges,
+                    moves_times=moves_times,
+                )
             self._mark(node)
             path, _keep = self._pinned(node)
             if change.uid is not None or change.gid is not None:

@@ -53,6 +53,9 @@ class ContentChanges:
         file = self._state.file(handle)
         state = self._state
         with state.gate:
+            # Of an append-only inode: a store through a mapping, which would be written behind the end.
+            if file.appends and offset != os.fstat(file.fd).st_size:
+                raise OSError(errno.EPERM, os.strerror(errno.EPERM))
             self._times.before_write(file.node, file.fd)
             if not state.tracked(file.node):
                 # Set-id bits go here too: that nothing is tracked concerns snapshots alone.
@@ -134,25 +137,38 @@ class ContentChanges:
 
     # -- changing the size --------------------------------------------------------------------------
 
-    def truncate(self, node: Node, size: int, handle: int | None, *, keeps_privileges: bool) -> None:
-        """Set the size. The caller is inside the gate."""
+    def truncate(
+        self, node: Node, size: int, handle: int | None, *, keeps_privileges: bool, moves_times: bool
+    ) -> None:
+        """Set the size. The caller is inside the gate.
+
+        Args:
+            node: node to change.
+            size: its new size.
+            handle: handle by which the program set it, if that is open.
+            keeps_privileges: as of ``write``.
+            moves_times: as ftruncate(2) and O_TRUNC, the present size moves the times too; of truncate(2) the
+                file system decides.
+        """
         # By a descriptor that is open, if there is one: the name may be gone, or lead to another file by now.
         file = self._state.file(handle) if handle is not None else self._state.any_file(node, writes=True)
         if file is not None and file.writes:
-            self.truncate_open(node, file.fd, size, keeps_privileges)
+            self.truncate_open(node, file.fd, size, keeps_privileges, moves_times=moves_times)
             return
         opened = self._nodes.open(node, os.O_RDWR)
         try:
-            self.truncate_open(node, opened, size, keeps_privileges)
+            self.truncate_open(node, opened, size, keeps_privileges, moves_times=moves_times)
         finally:
             os.close(opened)
 
-    def truncate_open(self, node: Node, fd: int, size: int, keeps_privileges: bool) -> None:
-        """Set the size through a descriptor that can write. The caller is inside the gate."""
+    def truncate_open(
+        self, node: Node, fd: int, size: int, keeps_privileges: bool, *, moves_times: bool
+    ) -> None:
+        """Set the size through a descriptor that can write, as ``truncate``. The caller is inside the gate."""
         state = self._state
         self._times.before_write(node, fd)
         if not state.tracked(node):
-            _set_size(fd, size)
+            _set_size(fd, size, moves_times=moves_times)
             self._drop_privileges(node, fd, keeps_privileges)
             return
         # The old size, what is saved and the truncation are one step: a write of another thread could change
@@ -175,7 +191,7 @@ class ContentChanges:
                 state.tracker.mark_blocks(node, low - 1 if low else 0, high - low + 1)
             else:
                 state.tracker.mark_attrs(node)
-            state.with_space(lambda: _set_size(fd, size))
+            state.with_space(lambda: _set_size(fd, size, moves_times=moves_times))
             self._drop_privileges(node, fd, keeps_privileges)
 
     def fallocate(
@@ -278,7 +294,9 @@ class ContentChanges:
             state.with_space(lambda: syscalls.clone_range(source_fd, source_offset, length, file.fd, offset))
 
 
-def _set_size(fd: int, size: int) -> None:
-    """Set the size as truncate(2) does."""
-    # Not ftruncate(2): by truncate(2) the file system decides whether setting the present size moves a time.
-    os.truncate(b"/proc/self/fd/%d" % fd, size)
+def _set_size(fd: int, size: int, *, moves_times: bool) -> None:
+    if moves_times:
+        os.ftruncate(fd, size)
+    else:
+        # By a path, the file system decides whether setting the present size moves a time.
+        os.truncate(b"/proc/self/fd/%d" % fd, size)

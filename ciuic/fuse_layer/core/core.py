@@ -248,6 +248,10 @@ class OverlayCore(OverlayOperations):
         """Return the backing descriptor of an open handle; it closes with the handle."""
         return self._state.file(handle).fd
 
+    def appends(self, handle: int) -> bool:
+        """Return whether the handle's inode is append-only, so that the kernel must not cache writes to it."""
+        return self._state.file(handle).appends
+
     def needs_no_flush(self, handle: int) -> None:
         """Note that no data written through the handle waits in the kernel's cache."""
         self._state.file(handle).flushes = False

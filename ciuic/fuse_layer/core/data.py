@@ -65,11 +65,11 @@ class Data:
             handle = self._state.add_file(file)
             try:
                 if truncates and file.writes:
-                    self._changes.truncate_open(node, file.fd, 0, keeps_privileges)
+                    self._changes.truncate_open(node, file.fd, 0, keeps_privileges, moves_times=True)
                 elif truncates:
                     # Linux empties the file of a read-only open as well: open(2) leaves it unspecified,
                     # open_namei() does it.
-                    self._changes.truncate(node, 0, None, keeps_privileges=keeps_privileges)
+                    self._changes.truncate(node, 0, None, keeps_privileges=keeps_privileges, moves_times=True)
                 if unseen:
                     self._keep_from_unseen(node, file.fd)
                     self._unseen.add(handle, file)
@@ -135,6 +135,9 @@ class Data:
         try:
             return self._nodes.open(node, want)
         except OSError as error:
+            if error.errno == errno.EPERM and writes(flags) and flags & os.O_APPEND:
+                # Refused without O_APPEND: an append-only inode (chattr +a).
+                return self._nodes.open(node, want | os.O_APPEND)
             # No name leads to the inode any more: open it anew through a handle that a program has.
             file = self._state.any_file(node)
             if error.errno != errno.ESTALE or file is None:

@@ -133,6 +133,8 @@ class HandleRequests:
     def _opened(self, request: FuseRequest, node: int, handle: int, plan: OpenPlan, flags: int) -> bytes:
         write_only = flags & os.O_ACCMODE == os.O_WRONLY
         try:
+            if self.core.appends(handle):
+                plan = self.modes.appending(plan)
             final, backing_id = self.modes.commit(node, plan, self.core.descriptor(handle))
             if final is not plan:
                 self.core.is_seen(handle)

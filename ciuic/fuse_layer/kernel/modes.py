@@ -120,6 +120,20 @@ class OpenModes:
         # since.
         return OpenPlan(0, unseen=False)
 
+    def appending(self, plan: OpenPlan) -> OpenPlan:
+        """Return the plan of an open that writes an append-only inode.
+
+        Raises:
+            OSError: EPERM where the program could map the backing file, past the flag: the kernel looks for
+                it at its own inode.
+        """
+        if plan.passthrough:
+            if plan.unseen:
+                raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+            return plan
+        # The write cache sends whole pages, also what they had before.
+        return OpenPlan(p.FOPEN_DIRECT_IO, unseen=False)
+
     def commit(self, node_id: int, plan: OpenPlan, fd: int) -> tuple[OpenPlan, int]:
         """Count the open; return its plan and its backing id (0 for none).
 

@@ -220,6 +220,9 @@ class Pyfuse3Driver(pyfuse3.Operations):
             # (values.py). The kernel may have dropped the inode meanwhile.
             with contextlib.suppress(FileNotFoundError):
                 pyfuse3.invalidate_inode(inode, attr_only=True)
+        if self.core.appends(handle):
+            # The write cache sends whole pages, also what they had before.
+            return pyfuse3.FileInfo(fh=handle, direct_io=True)
         # keep_cache: all changes pass through this mount, so pages that are cached stay true.
         return pyfuse3.FileInfo(fh=handle, keep_cache=True)
 

@@ -14,6 +14,7 @@ for content are made before the change instead: a write that fails half-way has 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -52,11 +53,11 @@ class OpenFile:
 
     ``fd`` is readable and writable where the caller may write, and has neither O_APPEND nor O_DIRECT nor
     O_SYNC: with the kernel's write cache on, partial pages are read back through it and offsets come from the
-    kernel. The descriptor closes with the last reference to the object (a shared one: with the last object
+    kernel. Only an append-only inode needs O_APPEND (``appends``); the kernel caches no write to that. The descriptor closes with the last reference to the object (a shared one: with the last object
     that has it), so a release never takes it from under another thread.
     """
 
-    __slots__ = ("fd", "flushes", "maps", "node", "shared", "uid", "unseen", "writes")
+    __slots__ = ("appends", "fd", "flushes", "maps", "node", "shared", "uid", "unseen", "writes")
 
     def __init__(self, node: Node, fd: int, flags: int, uid: int, shared: SharedReader | None = None) -> None:
         self.node = node
@@ -66,6 +67,10 @@ class OpenFile:
         self.uid = uid
         """User who opened it, in whose quota it counts."""
         self.writes = flags & os.O_ACCMODE != os.O_RDONLY
+        self.appends = bool(
+            self.writes and flags & os.O_APPEND and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND
+        )
+        """True if the inode is append-only, so that ``fd`` writes at the end whatever the offset."""
         self.maps = flags & os.O_ACCMODE == os.O_RDWR
         """True if the program can map it shared and writable."""
         self.flushes = self.writes

@@ -6,8 +6,10 @@ starts from the descriptor of a directory that was itself opened with O_NOFOLLOW
 
 from __future__ import annotations
 
+import array
 import ctypes
 import errno
+import fcntl
 import os
 import random
 import stat
@@ -24,6 +26,9 @@ TEMPORARY_PREFIX = b".ciuic-restore-"
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _RENAME_NOREPLACE = 1
 _CHANGE_NAMES = stat.S_IWUSR | stat.S_IXUSR
+# linux/fs.h
+_FS_IOC_GETFLAGS = 0x80086601
+_FS_APPEND_FL = 0x20
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 
 # Temporary names need to differ, not to be secret: os.urandom for each name cost more than creating some of the files.
@@ -111,6 +116,26 @@ def rename_new(source: int, old: bytes, folder: int, new: bytes) -> None:
     os.rename(old, new, src_dir_fd=source, dst_dir_fd=folder)
 
 
+def refusal(error: OSError) -> str:
+    """Return an error in words, for EPERM with the likely reason."""
+    text = error.strerror or str(error)
+    # Root is refused little else; an overlay does not tell the flags.
+    if text == os.strerror(errno.EPERM) and not os.geteuid():
+        text += ": it or its directory may be immutable or append-only (chattr +i, +a)"
+    return text
+
+
+def is_append_only(folder: int) -> bool:
+    """Return whether names of a directory cannot be renamed or removed (chattr +a), as far as its file system tells."""
+    # The kernel writes an int, where the number of the call says long.
+    flags = array.array("I", (0, 0))
+    try:
+        fcntl.ioctl(folder, _FS_IOC_GETFLAGS, flags)
+    except OSError:
+        return False
+    return bool(flags[0] & _FS_APPEND_FL)
+
+
 def unlink_if_there(folder: int, name: bytes) -> None:
     """Remove a name if it exists. OSError."""
     try:
@@ -163,7 +188,7 @@ class Remover:
         except FileNotFoundError:
             return True
         except OSError as error:
-            self.failures.append((path, f"it could not be removed: {error.strerror}"))
+            self.failures.append((path, f"it could not be removed: {refusal(error)}"))
             return False
         return True
 
@@ -183,7 +208,7 @@ class Remover:
         try:
             fd = open_directory(folder, name)
         except OSError as error:
-            self.failures.append((path, f"it could not be removed: {error.strerror}"))
+            self.failures.append((path, f"it could not be removed: {refusal(error)}"))
             return False
         # Of the descriptor and not of the name, which may lead elsewhere by now.
         st = os.fstat(fd)
@@ -233,7 +258,7 @@ class Remover:
         try:
             os.rmdir(level.name, dir_fd=level.folder)
         except OSError as error:
-            self.failures.append((bytes(level.path), f"it could not be removed: {error.strerror}"))
+            self.failures.append((bytes(level.path), f"it could not be removed: {refusal(error)}"))
             return False
         return True
 

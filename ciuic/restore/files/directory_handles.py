@@ -6,6 +6,7 @@ what was renamed into it is durable. Until then no other user may enter a new on
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -14,7 +15,13 @@ from contextlib import AbstractContextManager, suppress
 from ciuic.repository.lookup import join
 from ciuic.restore.files import attributes
 from ciuic.restore.files.attributes import Xattrs
-from ciuic.restore.files.destination import lift_mode, new_temporary_name, open_directory, rename_new
+from ciuic.restore.files.destination import (
+    is_append_only,
+    lift_mode,
+    new_temporary_name,
+    open_directory,
+    rename_new,
+)
 from ciuic.restore.files.private_dir import PrivateDir, is_shared, make_private_dir
 from ciuic.system.linked_path import LinkedPath
 from ciuic.system.mount_border import MountBorders
@@ -62,6 +69,7 @@ class Folder:
         self._lifted: int | None = None
         """Mode to put back at the end, unless the directory gets the snapshot's."""
         self._private: PrivateDir | None = None
+        self._append_only: bool | None = None
         self._with_private: set[Folder] = set() if parent is None else parent._with_private
         """All directories below the same top that have a private directory now."""
         self._pending = 1
@@ -130,6 +138,11 @@ class Folder:
         if self.fresh:
             return self.fd
         with _preparing:
+            if self._append_only is None:
+                self._append_only = is_append_only(self.fd)
+            if self._append_only:
+                # A temporary name made in it could not be renamed or removed any more.
+                raise PermissionError(errno.EPERM, "its directory is append-only (chattr +a)")
             if self._private is None:
                 if not is_shared(self.fd):
                     return self.fd

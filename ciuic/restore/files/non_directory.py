@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ciuic.errors import Damaged
@@ -294,5 +295,8 @@ class NonDirectory:
             os.close(self._fd)
             self._fd = -1
         if self._temporary:
-            unlink_if_there(self._place, self._temporary)
+            # A directory that takes new names and gives none back (chattr +a) keeps this one. The file has failed
+            # for the same reason already; an error here would end the restore of all others.
+            with suppress(PermissionError):
+                unlink_if_there(self._place, self._temporary)
             self._temporary = b""

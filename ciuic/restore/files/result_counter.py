@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ciuic.errors import CiuicError, Damaged
 from ciuic.repository.lookup import readable
 from ciuic.restore.files.attributes import OWNER, TIMES
+from ciuic.restore.files.destination import refusal
 from ciuic.restore.model import (
     Action,
     Failure,
@@ -173,5 +174,5 @@ def reason_of(error: BaseException | str) -> str:
     if isinstance(error, FileExistsError):
         return "another process created it during the restore"
     if isinstance(error, OSError):
-        return error.strerror or str(error)
+        return refusal(error)
     return readable(str(error).encode("utf-8", "surrogateescape"))

@@ -704,3 +704,38 @@ def test_an_acl_that_was_removed_elsewhere_does_not_come_back_on_xfs(
 
 def entries_of(repository: Repository, snapshot: Snapshot) -> list[Entry]:
     return list(repository.trees.entries(snapshot.roots[0].entry.content))
+
+
+# Immutable and append-only files (chattr)
+
+
+@pytest.mark.mount
+def test_immutable_and_append_only_files_are_named_and_the_rest_is_restored(
+    repository: Repository, tmp_path: Path
+) -> None:
+    """What may not be replaced or removed fails alone, with the flag as the reason, and leaves no temporary names."""
+    needs(small_disks.missing("ext4"))
+    with small_disks.small_disk(tmp_path, "ext4", 16 << 20) as disk:
+        top = disk / "root"
+        for name in ("fixed", "log", "free", "fixed-directory/x", "log-directory/y"):
+            write(top / name, b"1")
+        snapshot = take(repository, top)
+        for name in ("fixed", "log", "free", "log-directory/y", "extra", "log-directory/extra"):
+            write(top / name, b"22")
+        (top / "fixed-directory" / "x").unlink()
+        flagged = {"+i": ("fixed", "extra", "fixed-directory"), "+a": ("log", "log-directory")}
+        for flag, names in flagged.items():
+            subprocess.run(["chattr", flag, *names], cwd=top, check=True, timeout=30)
+        try:
+            result = restore(repository, snapshot, top, overwrite=ALWAYS, delete=True)
+        finally:
+            subprocess.run(["chattr", "-R", "-ia", top], check=True, timeout=30)
+        assert (top / "free").read_bytes() == b"1"
+        reasons = {
+            os.path.relpath(os.fsdecode(failure.path), top): failure.reason for failure in result.failed
+        }
+        for name in ("fixed", "log", "fixed-directory/x", "log-directory/y", "extra", "log-directory/extra"):
+            assert "append-only" in reasons[name], name
+            assert (top / name).exists() is (name != "fixed-directory/x")
+        # The mark of an unfinished restore alone.
+        assert leftovers(top) == [top / ".ciuic-restore"]
