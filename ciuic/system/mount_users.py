@@ -1,0 +1,74 @@
+"""Find the processes that keep a mount busy: by working or root directory, an open file, or a mapping.
+
+Guarantees: only the text of /proc and O_PATH descriptors are used, so that a mount that hangs does not block the search. Processes
+that may not be examined are left out: other users' need root.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ciuic.system import mountinfo
+
+
+class MountUser(NamedTuple):
+    """A process that is in a mount."""
+
+    pid: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+
+def mount_users(path: str | bytes, *, proc: Path = Path("/proc")) -> list[MountUser]:
+    """Return the processes in the topmost mount at ``path``, in the order of their pids; the caller itself is left out."""
+    found = mountinfo.mounts_at(os.path.normpath(os.fsencode(path)), mountinfo.read(proc / "self"))
+    if not found:
+        return []
+    mount = found[-1]
+    device = b"%02x:%02x" % mount.device
+    users = []
+    for pid in sorted(int(name) for name in os.listdir(proc) if name.isdigit()):
+        process = proc / str(pid)
+        # It has ended, or belongs to another user.
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if pid != os.getpid() and (_is_in(process, mount.mount_id) or _maps(process, device)):
+                comm = (process / "comm").read_bytes().rstrip(b"\n")
+                users.append(MountUser(pid, comm.decode("utf-8", "backslashreplace")))
+    return users
+
+
+def describe(users: list[MountUser], *, most: int = 5) -> str:
+    """Return the processes in words, the first few by name; empty without any."""
+    shown = ", ".join(map(str, users[:most]))
+    return shown + (f" and {len(users) - most} more" if len(users) > most else "")
+
+
+def _is_in(process: Path, mount_id: int) -> bool:
+    wanted = b"mnt_id:\t%d\n" % mount_id
+    for name in ("cwd", "root"):
+        fd = os.open(process / name, os.O_PATH | os.O_CLOEXEC)
+        try:
+            if wanted in Path(f"/proc/self/fdinfo/{fd}").read_bytes():
+                return True
+        finally:
+            os.close(fd)
+    for number in os.listdir(process / "fdinfo"):
+        # Closed meanwhile.
+        with suppress(FileNotFoundError):
+            if wanted in (process / "fdinfo" / number).read_bytes():
+                return True
+    return False
+
+
+def _maps(process: Path, device: bytes) -> bool:
+    # Not splitlines(): of all control characters in a file's name the kernel escapes the newline alone.
+    for line in (process / "maps").read_bytes().split(b"\n"):
+        fields = line.split(None, 4)
+        if len(fields) > 3 and fields[3] == device:
+            return True
+    return False
