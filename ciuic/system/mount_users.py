@@ -24,8 +24,14 @@ class MountUser(NamedTuple):
         return f"{self.name} (pid {self.pid})"
 
 
-def mount_users(path: str | bytes, *, proc: Path = Path("/proc")) -> list[MountUser]:
-    """Return the processes in the topmost mount at ``path``, in the order of their pids; the caller itself is left out."""
+def mount_users(path: str | bytes, *, files: bool = True, proc: Path = Path("/proc")) -> list[MountUser]:
+    """Return the processes in the topmost mount at ``path``, in the order of their pids; the caller itself is left out.
+
+    Args:
+        path: absolute path without symbolic links.
+        files: also those that only have a file open or mapped.
+        proc: mount point of proc.
+    """
     found = mountinfo.mounts_at(os.path.normpath(os.fsencode(path)), mountinfo.read(proc / "self"))
     if not found:
         return []
@@ -36,7 +42,10 @@ def mount_users(path: str | bytes, *, proc: Path = Path("/proc")) -> list[MountU
         process = proc / str(pid)
         # It has ended, or belongs to another user.
         with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            if pid != os.getpid() and (_is_in(process, mount.mount_id) or _maps(process, device)):
+            if pid != os.getpid() and (
+                _works_in(process, mount.mount_id)
+                or (files and (_has_open(process, mount.mount_id) or _maps(process, device)))
+            ):
                 comm = (process / "comm").read_bytes().rstrip(b"\n")
                 users.append(MountUser(pid, comm.decode("utf-8", "backslashreplace")))
     return users
@@ -48,21 +57,28 @@ def describe(users: list[MountUser], *, most: int = 5) -> str:
     return shown + (f" and {len(users) - most} more" if len(users) > most else "")
 
 
-def _is_in(process: Path, mount_id: int) -> bool:
-    wanted = b"mnt_id:\t%d\n" % mount_id
+def _works_in(process: Path, mount_id: int) -> bool:
     for name in ("cwd", "root"):
         fd = os.open(process / name, os.O_PATH | os.O_CLOEXEC)
         try:
-            if wanted in Path(f"/proc/self/fdinfo/{fd}").read_bytes():
+            if _is_on(Path(f"/proc/self/fdinfo/{fd}"), mount_id):
                 return True
         finally:
             os.close(fd)
+    return False
+
+
+def _has_open(process: Path, mount_id: int) -> bool:
     for number in os.listdir(process / "fdinfo"):
         # Closed meanwhile.
         with suppress(FileNotFoundError):
-            if wanted in (process / "fdinfo" / number).read_bytes():
+            if _is_on(process / "fdinfo" / number, mount_id):
                 return True
     return False
+
+
+def _is_on(fdinfo: Path, mount_id: int) -> bool:
+    return b"mnt_id:\t%d\n" % mount_id in fdinfo.read_bytes()
 
 
 def _maps(process: Path, device: bytes) -> bool:
