@@ -23,8 +23,8 @@ def incomplete_root(root: RootConfig, path: bytes, mounts: Sequence[Mount]) -> P
 
 
 def _problem(root: RootConfig, restored: str) -> Problem:
-    message = f"{restored} is being restored lazily, and cannot be protected before it is complete"
-    hint = "ciuic restore --status shows it; an interrupted one goes on with the same ciuic restore --lazy"
+    message = f"{restored} is being restored lazily, and cannot be protected before it is complete and nobody works in it"
+    hint = "ciuic restore --status shows it and who works in it; an interrupted one goes on with the same ciuic restore --lazy"
     return Problem("error", message, hint, root.origin, UsageError)
 
 

@@ -51,6 +51,8 @@ class ServedRoots:
         spare: SpareProcess | None = None,
     ) -> None:
         self.supervisors: dict[str, RootSupervisor] = {}
+        self.departing: dict[str, RootSupervisor] = {}
+        """Roots that are no longer protected, as long as a process is in their overlay."""
         self.nursery: trio.Nursery | None = None
         self.on_mounted: Callable[[], None] = lambda: None
         """Called when a root is served by a new worker."""
@@ -78,8 +80,39 @@ class ServedRoots:
             on_session_lost=self._snapshots.session_lost,
         )
         self.supervisors[root.path] = supervisor
-        nursery.start_soon(supervisor.run)
+        nursery.start_soon(self._run, supervisor)
         return supervisor
+
+    async def _run(self, supervisor: RootSupervisor) -> None:
+        # A root that is protected again goes on with the overlay that is still there.
+        departing = self.departing.pop(supervisor.path, None)
+        if departing is not None:
+            await departing.leave()
+        await supervisor.run()
+
+    def _depart(self, settings: RootSettings, nursery: trio.Nursery) -> None:
+        """Serve a root that is no longer protected until nobody is in its overlay; then remove its state."""
+
+        async def ignore(path: str, worker: OverlayWorker) -> None: ...
+
+        supervisor = RootSupervisor(
+            settings,
+            self._hooks,
+            alerts=self._alerts,
+            events=self._events,
+            on_session=ignore,
+            on_session_lost=lambda path, session: None,
+            departs=True,
+        )
+        self.departing[settings.path] = supervisor
+        nursery.start_soon(self._until_departed, supervisor)
+
+    async def _until_departed(self, supervisor: RootSupervisor) -> None:
+        path = supervisor.path
+        await supervisor.run()
+        if supervisor.state == "unmounted" and self.departing.pop(path, None) is not None:
+            await trio.to_thread.run_sync(remove_state, path)
+            self._clear_alerts(path)
 
     async def settled(self) -> None:
         """Wait for the end of every root's first attempt to mount, successful or not."""
@@ -118,6 +151,8 @@ class ServedRoots:
     async def remove(self, path: str) -> None:
         """Unmount a root and remove ciuic's state directory from it; do nothing where there is no such root.
 
+        Where a process is in its overlay, both happen when the last one has left.
+
         Raises:
             CiuicError: the root could not be unmounted.
         """
@@ -130,12 +165,14 @@ class ServedRoots:
         pidfd = os.dup(supervisor.worker.pidfd) if supervisor.worker is not None else None
         try:
             await supervisor.stop()
-            if supervisor.state != "unmounted":
+            if supervisor.state != "unmounted" and not supervisor.in_use:
                 reason = f": {supervisor.error}" if supervisor.error else ""
                 raise CiuicError(f"{path} could not be unmounted{reason}", hint="ciuic status says why")
             # Only now, so that `status` shows a root that could not be unmounted.
             self.supervisors.pop(path, None)
-            if not supervisor.lingers:
+            if supervisor.in_use and self.nursery is not None:
+                self._depart(supervisor.settings, self.nursery)
+            elif not supervisor.lingers:
                 await trio.to_thread.run_sync(remove_state, path)
             elif not is_shared and pidfd is not None and self.nursery is not None:
                 self.nursery.start_soon(self._remove_state_after, path, pidfd)
@@ -143,6 +180,9 @@ class ServedRoots:
         finally:
             if pidfd is not None:
                 os.close(pidfd)
+        self._clear_alerts(path)
+
+    def _clear_alerts(self, path: str) -> None:
         kinds = (
             "root",
             "worker",
@@ -189,6 +229,8 @@ class ServedRoots:
     async def stop_all(self) -> None:
         """Unmount all roots at once."""
         async with trio.open_nursery() as nursery:
+            for departing in list(self.departing.values()):
+                nursery.start_soon(departing.leave)
             for supervisor in list(self.supervisors.values()):
                 nursery.start_soon(supervisor.stop)
 
@@ -196,7 +238,10 @@ class ServedRoots:
     def any_left_mounted(self) -> bool:
         """True if a root may still be mounted after `stop_all` or `leave_all`, and its session go on."""
         # A daemon that ends before it has taken over its roots leaves those of a killed predecessor mounted.
-        return not self.begun or any(one.state != "unmounted" for one in self.supervisors.values())
+        return not self.begun or bool(self._states() - {"unmounted"})
+
+    def _states(self) -> set[str]:
+        return {one.state for one in (*self.supervisors.values(), *self.departing.values())}
 
     @property
     def begun(self) -> bool:
@@ -206,7 +251,7 @@ class ServedRoots:
     async def leave_all(self) -> None:
         """End all supervisors; the workers serve on."""
         async with trio.open_nursery() as nursery:
-            for supervisor in list(self.supervisors.values()):
+            for supervisor in [*self.departing.values(), *self.supervisors.values()]:
                 nursery.start_soon(supervisor.leave)
 
     def close(self, *, leaving: bool) -> None:
@@ -216,8 +261,7 @@ class ServedRoots:
             leaving: the process goes on to hold sessions for the next daemon, as it does for a root that
                 could not be unmounted.
         """
-        states = {supervisor.state for supervisor in self.supervisors.values()}
-        self._spare.close(leave=leaving or not states <= {"unmounted"})
+        self._spare.close(leave=leaving or not self._states() <= {"unmounted"})
 
     async def _session_started(self, path: str, worker: OverlayWorker) -> None:
         if self.reconcile_new_sessions:

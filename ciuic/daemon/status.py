@@ -77,7 +77,9 @@ async def status_document(daemon: StatusSource) -> StatusDocument:
         for root in daemon.settings.roots
         if root.path not in supervisors
     }
-    paths = [*supervisors, *roots]
+    protected = [*supervisors, *roots]
+    supervisors = {**daemon.roots.departing, **supervisors}
+    paths = list(dict.fromkeys([*protected, *supervisors]))
 
     async def ask(path: str) -> None:
         roots[path] = await supervisors[path].status()
@@ -106,7 +108,9 @@ async def status_document(daemon: StatusSource) -> StatusDocument:
         remotes=facts.remotes,
         last_snapshot=summary(facts.newest) if facts.newest is not None else None,
         next_snapshot=next_snapshot,
-        seconds_since_last=_risk_seconds(list(roots.values()), _age_seconds(facts.newest, now_ns)),
+        seconds_since_last=_risk_seconds(
+            [roots[path] for path in protected], _age_seconds(facts.newest, now_ns)
+        ),
         interval_seconds=daemon.settings.interval_seconds,
         undo_limit_bytes=daemon.settings.undo_limit_bytes,
         captures=daemon.snapshots.unfinished(),

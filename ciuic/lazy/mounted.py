@@ -1,7 +1,7 @@
 """The mounted part of a lazy restore: serve, fill, and take the mount away when everything is there.
 
-Guarantees: the mount is detached however `serve` ends, and a session that has open files is served until they are closed; after an
-end before everything is there, the directory below is as a killed process leaves it.
+Guarantees: when everything is there, the mount is served until nobody works in it, and only then taken away, and open files are served
+until they are closed; it is gone however `serve` ends; after an end before everything is there, the directory below is as a killed process leaves it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ciuic.lazy.settler import Settler
 from ciuic.lazy.turnstile import Turnstile
 from ciuic.repository import Repository
 from ciuic.repository.lookup import join, readable
+from ciuic.system.mount_users import describe, mount_users
 from ciuic.system.mountinfo import LAZY_FS_TYPE
 
 log = structlog.get_logger(__name__)
@@ -38,6 +39,7 @@ log = structlog.get_logger(__name__)
 _FS_TYPE: Final = LAZY_FS_TYPE.decode()
 _STATUS_SECONDS: Final = 0.5
 _PROBE_SECONDS: Final = 2.0
+_LEAVE_SECONDS: Final = 0.5
 _SWITCH_INTERVAL_SECONDS: Final = 0.002
 """Less than the usual 5 ms, so that requests do not wait for threads that fetch. With 0.5 ms, as in an overlay's worker, a fifth of
 the time of a restore went into switching."""
@@ -113,7 +115,8 @@ class MountedRestore:
             self._until_filled(core, driver)
             self._end(core, outcome)
             self._status.tell("closing", lost=outcome.lost)
-            # Programs that have files open, or work in a directory, go on with this session.
+            self._unmount_when_left(driver)
+            # Programs that have files open go on with this session.
             driver.session.wait()
             core.close()
         finally:
@@ -155,7 +158,7 @@ class MountedRestore:
         self._status.tell("filling")
 
     def _end(self, core: LazyCore, outcome: LazyOutcome) -> None:
-        """Put the tree in the destination's place while no request is under way, and take the mount away."""
+        """Put the tree in the destination's place while no request is under way; the mount shows it from then on."""
         # An interrupt in between would leave requests waiting for ever.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
         try:
@@ -163,10 +166,33 @@ class MountedRestore:
                 self._remove_damaged(outcome)
                 finish(self._layout, self._record, self._content)
                 core.become(self._layout.destination)
-            self._detach()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._show()
+
+    def _unmount_when_left(self, driver: LazyDriver) -> None:
+        """Take the mount away as soon as no program works in a directory of it; open files outlive it by themselves.
+
+        The working directory of such a program would have no path, and not exist for what it starts.
+        """
+        status = self._status.status
+        while users := self._users():
+            if users != status.waits:
+                status.waits = users
+                self._status.tell("closing")
+            if driver.session.wait(_LEAVE_SECONDS):
+                break
+        status.waits = ""
+        self._detach()
+
+    def _users(self) -> str:
+        """Return who or what a detached mount would hurt, in words."""
+        entry = mounts.mount_at(self._layout.path)
+        if entry is None or entry.fs_type != _FS_TYPE:
+            return ""
+        inside = [f"{readable(one.mount_point)} (a mount)" for one in mounts.mounts_inside(entry)]
+        users = describe(mount_users(self._layout.path, files=False))
+        return ", ".join([*inside, *([users] if users else [])])
 
     def _remove_damaged(self, outcome: LazyOutcome) -> None:
         """Remove every name of files that cannot be completed: a plain restore leaves them out as well."""

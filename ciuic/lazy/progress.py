@@ -48,7 +48,7 @@ class LazyStatus(msgspec.Struct):
     source: str
     pid: int
     state: State = "preparing"
-    """preparing: the tree is being made. filling: mounted. closing: complete, and files that were opened before are still served.
+    """preparing: the tree is being made. filling: mounted. closing: complete, and programs that work in it, or have files open, are still served.
     complete: a plain directory. interrupted: the process ended before."""
     began: float = 0.0
     """Seconds since the epoch."""
@@ -60,7 +60,7 @@ class LazyStatus(msgspec.Struct):
     rate: float = 0.0
     """Bytes a second, over the last ten seconds."""
     waits: str = ""
-    """Cause for which it waits, in words."""
+    """Cause for which it waits, in words; while closing, who works in the mount."""
     lost: list[LostFile] = []
     """Paths that could not be restored as they were, the first thousand."""
     code: int | None = None

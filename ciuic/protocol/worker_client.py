@@ -185,12 +185,23 @@ class WorkerControlClient:
         """Report that the capture of ``epoch`` gave up: its changes count as not yet captured."""
         self._ask("abort", epoch=epoch)
 
-    def stop(self, grace_seconds: float) -> None:
-        """Detach the mount and end, once open handles have closed or ``grace_seconds`` are over.
+    def stop(self, grace_seconds: float) -> bool:
+        """Unmount and end as soon as nobody is in the mount, or when ``grace_seconds`` are over.
 
-        Returns when the mount is detached; the process ends later.
+        Returns:
+            True if the mount is gone; the process ends later. False if somebody is in it, and it is served until then.
         """
-        self._ask("stop", grace_s=grace_seconds)
+        # A worker of an older version detaches the mount in every case.
+        return bool(self._ask("stop", grace_s=grace_seconds).get("unmounted", True))
+
+    def stay(self) -> None:
+        """Serve on, although a ``stop`` waits for somebody to leave the mount. WorkerRefused where it is unmounted already."""
+        try:
+            self._ask("stay")
+        except WorkerRefused as error:
+            # A worker of an older version, which detaches at once and never waits.
+            if error.errno != errno.EOPNOTSUPP:
+                raise
 
     def share(self, wanted: Share, source_fd: int) -> None:
         """Give a range of a file the extents of ``source_fd``, which is open for reading; on return every reader sees them.

@@ -107,20 +107,47 @@ def test_signals_stop_it_cleanly(overlay: Overlay, root: Path, number: signal.Si
 
 
 def test_an_open_file_is_served_after_the_stop_until_it_closes(overlay: Overlay, root: Path) -> None:
-    """A file open at the stop stays writable until its close, which ends the worker.
+    """A file open at the stop stays writable until its close, which unmounts the overlay and ends the worker.
 
-    New opens reach the plain files meanwhile.
+    Everybody else is served meanwhile as well.
     """
     with open(root / "log", "wb", buffering=0) as job:
         job.write(b"one\n")
-        overlay.client.stop(WAIT_SECONDS)
-        assert mounts.overlay_at(os.fspath(root)) is None
+        assert overlay.client.stop(WAIT_SECONDS) is False
+        assert mounts.overlay_at(os.fspath(root)) is not None
         job.write(b"two\n")
         os.fsync(job.fileno())
         assert (root / "log").read_bytes() == b"one\ntwo\n"
         assert overlay.process.poll() is None
     assert overlay.process.wait(WAIT_SECONDS) == 0
+    assert mounts.overlay_at(os.fspath(root)) is None
     assert (root / "log").read_bytes() == b"one\ntwo\n"
+
+
+def test_a_working_directory_survives_the_stop(overlay: Overlay, root: Path) -> None:
+    """A process that works in the root keeps its working directory after the stop; its leaving ends the worker."""
+    (root / "deep").mkdir()
+    here = os.getcwd()
+    try:
+        os.chdir(root / "deep")
+        assert overlay.client.stop(WAIT_SECONDS) is False
+        assert os.getcwd() == str(root / "deep")
+        Path("made").write_text("after the stop")
+        assert os.path.samefile(".", root / "deep")
+    finally:
+        os.chdir(here)
+    assert overlay.process.wait(WAIT_SECONDS) == 0
+    assert mounts.overlay_at(os.fspath(root)) is None
+    assert (root / "deep/made").read_text() == "after the stop"
+
+
+def test_a_stop_that_waits_can_be_taken_back(overlay: Overlay, root: Path) -> None:
+    """A worker that waits for somebody to leave serves on after `stay`, and ends at the next stop."""
+    with open(root / "log", "wb"):
+        assert overlay.client.stop(WAIT_SECONDS) is False
+        overlay.client.stay()
+    assert (root / "log").exists()
+    assert overlay.stop() == 0
 
 
 def test_an_open_handle_delays_a_stop_only_for_the_grace_time(overlay: Overlay, root: Path) -> None:

@@ -16,6 +16,7 @@ from support import lazy_ops, trees
 from support.lazy_restores import LazyHost, eventually, lazy_host, shell
 
 from ciuic.lazy.layout import MARKER
+from ciuic.lazy.progress import LazyStatus, read_statuses
 from ciuic.remote.format.names import PACKS_PREFIX
 
 pytestmark = pytest.mark.mount
@@ -259,13 +260,18 @@ def test_damaged_content_fails_its_readers_alone(host: LazyHost) -> None:
     trees.assert_same(expected, trees.manifest(host.mount, directory_times=False))
 
 
+def status_of(host: LazyHost) -> LazyStatus:
+    (status,) = read_statuses(host.control / "status")
+    return status
+
+
 def test_open_files_outlive_the_mount(host: LazyHost) -> None:
-    """A program that has a file open, and one that works in the directory, go on when the mount is taken away."""
+    """A program that has a file open, and does not work in the directory, goes on when the mount is taken away."""
     fill(host.root)
     host.upload()
     host.set("held")
     child = host.start().wait_for_mount()
-    script = 'cd "$1/sub" && exec 3< ../big 4>> ../log && echo open && read line && cat <&3 && echo later >&4 && ls ..'
+    script = 'exec 3< "$1/big" 4>> "$1/log" && echo open && read line && cat <&3 && echo later >&4'
     job = subprocess.Popen(
         ["timeout", "60", "sh", "-c", script, "sh", str(host.mount)],
         stdin=subprocess.PIPE,
@@ -276,9 +282,38 @@ def test_open_files_outlive_the_mount(host: LazyHost) -> None:
     host.unset("held")
     eventually(lambda: not host.is_mounted())
     out, _ = job.communicate(b"\n", timeout=30)
+    assert out == (host.root / "big").read_bytes()
+    assert (host.mount / "log").read_bytes() == b"later\n"
+    assert child.end()[-1][0] == "done"
+
+
+def test_a_program_that_works_in_the_directory_keeps_it(host: LazyHost) -> None:
+    """A program that works in the directory is named and goes on when everything is there; its end is that of the mount."""
+    fill(host.root)
+    host.upload()
+    host.set("held")
+    child = host.start().wait_for_mount()
+    script = (
+        'cd "$1/sub" && exec 3< ../big 4>> ../log && echo open && read line'
+        ' && cat <&3 && echo later >&4 && ls .. && test "$(/bin/pwd -P)" = "$1/sub"'
+    )
+    job = subprocess.Popen(
+        ["sh", "-c", script, "sh", str(host.mount)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == b"open\n"
+    host.unset("held")
+    eventually(lambda: f"sh (pid {job.pid})" in status_of(host).waits)
+    assert status_of(host).state == "closing"
+    assert host.is_mounted()
+    out, _ = job.communicate(b"\n", timeout=30)
+    assert job.returncode == 0
     assert out.startswith((host.root / "big").read_bytes())
     assert (host.mount / "log").read_bytes() == b"later\n"
     assert child.end()[-1][0] == "done"
+    assert not host.is_mounted()
 
 
 def test_a_removed_file_is_read_to_its_end(host: LazyHost) -> None:

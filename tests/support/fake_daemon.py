@@ -26,6 +26,7 @@ from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.protocol.worker_frames import CutReply, WorkerStatus
 from ciuic.repository.promised import Promise
 from ciuic.system.bypass import Bypasser
+from ciuic.system.mount_users import MountUser
 from ciuic.system.urgency import Urgency
 from ciuic.types import SnapshotId
 
@@ -42,6 +43,8 @@ class FakeOverlay:
         self.epoch = 1
         self.pending: list[int] = []
         self.held = False
+        self.in_use = False
+        """Somebody is in the mount, so that a stop does not unmount it."""
         self.committed: list[int] = []
         self.aborted: list[int] = []
         self.prepared_seconds: list[float] = []
@@ -108,8 +111,12 @@ class FakeClient:
             self.overlay.pending.remove(epoch)
             self.overlay.aborted.append(epoch)
 
-    def stop(self, grace_seconds: float) -> None:
+    def stop(self, grace_seconds: float) -> bool:
         self.overlay.do("stop")
+        return not self.overlay.in_use
+
+    def stay(self) -> None:
+        self.overlay.do("stay")
 
     def close(self) -> None:
         self.overlay.held = False
@@ -285,6 +292,7 @@ class NoMounts:
         self.detached = 0
         self.mounted = True
         self.found: list[Bypasser] = []
+        self.in_it: list[MountUser] = []
         self.successions: list[bool] = []
         """One entry per succession: True if the successor was to track nothing."""
         self.forgotten = 0
@@ -327,6 +335,10 @@ class NoMounts:
     async def unmounted(self, root: str) -> None:
         while self.mounted:  # noqa: ASYNC110  a test takes it away
             await trio.sleep(0.01)
+
+    async def users(self, root: str) -> list[MountUser]:
+        await trio.lowlevel.checkpoint()
+        return self.in_it
 
     async def bypassing(
         self, root: str, ignore_pids: Collection[int], only_pids: Collection[int] | None

@@ -15,6 +15,7 @@ from ciuic.cli.shared.messages import warn
 from ciuic.cli.shared.names import shown_text
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json
+from ciuic.cli.shared.overlay_fate import overlay_fate
 from ciuic.cli.shared.session import current
 from ciuic.errors import Partial
 
@@ -56,6 +57,6 @@ def _print(report: ReloadReport) -> None:
     out(f"{shown_text(report.config_path) or 'the configuration'} is in force")
     for change in report.changes:
         if change.change == "removed":
-            out(f"{shown_text(change.path)} is no longer protected; unmounted")
+            out(f"{shown_text(change.path)} is no longer protected; {overlay_fate(change.path)}")
         elif change.state == "mounted":
             out(f"{shown_text(change.path)} is protected, mounted")

@@ -1,28 +1,29 @@
 """``ciuic stop``: ends the running daemon as SIGTERM does, and says what became of the mounts.
 
 Guarantees: on return the daemon has let go of its roots and of its runtime directory, so that another one can start; a
-root that is still mounted is named (exit 8). Works with and without systemd: the daemon is asked over its control
+root that is still mounted is named with who is in it, or, where nobody is, as a failure (exit 8). Works with and without systemd: the daemon is asked over its control
 socket, ends with status 0, and systemd (Restart=on-failure) leaves it stopped until it, or the machine, is started.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from ciuic.cli.shared.messages import complain
-from ciuic.cli.shared.names import plural, shown_text
+from ciuic.cli.shared.names import shown_text
 from ciuic.cli.shared.options import FrameCommand
 from ciuic.cli.shared.output import json_option, note, out, out_json
+from ciuic.cli.shared.overlay_fate import in_use
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import NotPermitted, Partial, Unreachable
 
 if TYPE_CHECKING:
-    from ciuic.protocol.control_types import RootStatus, StatusDocument
+    from ciuic.protocol.control_types import StatusDocument
 
 _POLL_SECONDS: Final = 0.1
 # Between the last answer and the release of the daemon's lock, which gives open connections 3 s to end
@@ -37,7 +38,7 @@ def command(as_json: bool) -> None:
     """Stop the running daemon, as SIGTERM does, and wait until it has ended.
 
     Its roots are unmounted: the plain files are there, in the same place, and no snapshots are taken until it runs again.
-    Files that a job has open stay open.
+    A root that a process works in is served until the last one has left; the processes are named.
     """
     session = current()
     # Its roots are named afterwards, when there is nobody left to ask.
@@ -48,15 +49,21 @@ def command(as_json: bool) -> None:
     except KeyboardInterrupt:
         complain(f"the daemon (pid {before.pid}) goes on stopping")
         raise
-    left = _still_mounted(before.roots)
+    fates = {root.path: in_use(root.path) for root in before.roots}
+    left = [path for path, users in fates.items() if users == ""]
     if as_json:
         roots = [
-            {"path": root.path, "mounted": root.path in left, "open_files": root.open_files}
+            {
+                "path": root.path,
+                "mounted": fates[root.path] is not None,
+                "in_use_by": fates[root.path] or "",
+                "open_files": root.open_files,
+            }
             for root in before.roots
         ]
         out_json({"stopped": True, "pid": before.pid, "roots": roots})
     else:
-        _print(before, left)
+        _print(before, fates)
     if left:
         raise Partial(
             f"the daemon has ended, but still mounted: {shown_text(', '.join(left))}",
@@ -93,26 +100,15 @@ def _lock_file(session: Session) -> Path:
     return salvage.readable_part(session.config_option).runtime_dir / "daemon.lock"
 
 
-def _still_mounted(roots: Sequence[RootStatus]) -> list[str]:
-    from ciuic.config import is_ciuic_mount
-    from ciuic.system import mountinfo
-
-    # From the kernel's table: a stat(2) of a mount whose worker is gone fails, and of one that hangs never
-    # returns.
-    mounts = mountinfo.read()
-    return [root.path for root in roots if is_ciuic_mount(Path(root.path), mounts)]
-
-
-def _print(before: StatusDocument, left: Sequence[str]) -> None:
+def _print(before: StatusDocument, fates: Mapping[str, str | None]) -> None:
     from ciuic.system import service_manager
 
     out(f"the daemon (pid {before.pid}) has ended")
     for root in before.roots:
-        if root.path in left:
-            continue
-        text = f"{shown_text(root.path)}: unmounted; the plain files are in its place"
-        if root.open_files:
-            text += f"; {plural(root.open_files, 'file that is open stays', 'files that are open stay')} served until closed"
-        out(text)
+        users = fates[root.path]
+        if users is None:
+            out(f"{shown_text(root.path)}: unmounted; the plain files are in its place")
+        elif users:
+            out(f"{shown_text(root.path)}: served until nobody is in it, then unmounted: {shown_text(users)}")
     if before.roots:
         note(f"no snapshots are taken until it runs again; {service_manager.start_hint()}")

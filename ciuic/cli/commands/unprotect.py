@@ -16,6 +16,7 @@ import click
 from ciuic.cli.shared.names import shown_text
 from ciuic.cli.shared.options import DIRECTORY, FrameCommand
 from ciuic.cli.shared.output import json_option, out, out_json
+from ciuic.cli.shared.overlay_fate import overlay_fate
 from ciuic.cli.shared.session import Session, current
 from ciuic.errors import CiuicError, NotFound, Unreachable
 
@@ -26,8 +27,8 @@ from ciuic.errors import CiuicError, NotFound, Unreachable
 def command(paths: tuple[bytes, ...], as_json: bool) -> None:
     """Stop protecting directories.
 
-    A running daemon unmounts them at once. The files stay where they are, and so do their snapshots. What ciuic keeps
-    beside a directory (.ciuic-state) is removed, once no job has files open through the overlay any more.
+    A running daemon unmounts them, at once or when the last process that is in one has left. The files stay where they are, and so do their snapshots. What ciuic keeps
+    beside a directory (.ciuic-state) is removed then.
     """
     from ciuic.config import canonical_root, remove_roots, writable_file
 
@@ -47,11 +48,12 @@ def command(paths: tuple[bytes, ...], as_json: bool) -> None:
         out_json({"roots": [{"path": str(path), "removed": True} for path in asked], "daemon": unmounted})
     else:
         for path in asked:
-            out(f"{shown_text(str(path))} is no longer protected{'; unmounted' if unmounted else ''}")
+            fate = f"; {overlay_fate(str(path))}" if unmounted else ""
+            out(f"{shown_text(str(path))} is no longer protected{fate}")
 
 
 def _tell_daemon(session: Session, paths: Sequence[Path]) -> bool:
-    """Tell the daemon; return True if one runs and has unmounted the roots."""
+    """Tell the daemon; return True if one runs and unmounts the roots."""
     from ciuic.config import is_ciuic_mount
     from ciuic.system import mountinfo
 

@@ -255,6 +255,8 @@ def line_of(status: LazyStatus) -> str:
         parts.append(f"{human_size(status.rate)}/s, about {human_duration(status.seconds_left)} left")
     if status.state == "filling" and status.waits:
         parts.append(f"waits: {shown_text(status.waits)}")
+    if status.state == "closing" and status.waits:
+        parts.append(f"the mount stays until nobody works in it: {shown_text(status.waits)}")
     if status.lost:
         parts.append(f"{plural(len(status.lost), 'path')} lost")
     return "; ".join(parts)

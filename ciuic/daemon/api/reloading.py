@@ -19,7 +19,7 @@ from ciuic.daemon.roots.priority_control import PriorityControl
 from ciuic.daemon.roots.supervisor import RootSupervisor
 from ciuic.daemon.served_roots import ServedRoots
 from ciuic.daemon.snapshots.schedule import Schedule
-from ciuic.protocol.control_types import ReloadReport, RootChange
+from ciuic.protocol.control_types import MountState, ReloadReport, RootChange
 
 # Settings that change at a restart only, because workers and commands find the daemon by them, and their
 # configuration keys.
@@ -69,7 +69,8 @@ async def apply_configuration(daemon: Reloadable) -> AppliedConfiguration:
     # A list of its own: `remove` changes the dictionary.
     for path in [path for path in daemon.roots.supervisors if daemon.settings.root(path) is None]:
         await daemon.roots.remove(path)
-        report.changes.append(RootChange(path=path, change="removed", state="unmounted"))
+        state: MountState = "stopping" if path in daemon.roots.departing else "unmounted"
+        report.changes.append(RootChange(path=path, change="removed", state=state))
     known = set(daemon.roots.supervisors)
     supervisors = [daemon.roots.change_or_start(root) for root in daemon.settings.roots]
     for supervisor in supervisors:

@@ -28,6 +28,7 @@ from ciuic.errors import CiuicError
 from ciuic.fuse_layer.prefork.client import SpareProcess
 from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.system.bypass import Bypasser, find_bypassing
+from ciuic.system.mount_users import MountUser, mount_users
 
 # Threads that search through /proc at a time, including abandoned ones that still wait: they must not use up
 # the threads that everything else in the daemon needs.
@@ -49,6 +50,7 @@ class MountHooks(Protocol):
     async def is_mounted(self, root: str) -> bool: ...
     async def move_mounts_inside(self, root: str, backing_fd: int) -> MovedMounts: ...
     async def unmounted(self, root: str) -> None: ...
+    async def users(self, root: str) -> list[MountUser]: ...
     async def bypassing(
         self, root: str, ignore_pids: Collection[int], only_pids: Collection[int] | None
     ) -> list[Bypasser]: ...
@@ -163,6 +165,10 @@ class RealMounts:
     async def unmounted(self, root: str) -> None:
         """Wait until no overlay of ciuic is over `root`."""
         await unmounted(root)
+
+    async def users(self, root: str) -> list[MountUser]:
+        """Return the processes that are in the mount over `root`. May be cancelled."""
+        return await trio.to_thread.run_sync(mount_users, root, abandon_on_cancel=True, limiter=self._looking)
 
     async def bypassing(
         self, root: str, ignore_pids: Collection[int], only_pids: Collection[int] | None

@@ -1,8 +1,8 @@
 """Supervisor of one root: recover, mount, watch, and replace the worker at once when it dies.
 
 Guarantees: as long as the task runs, the overlay is over the root or an alert says why not; a dead mount is
-detached before a new worker starts; after `stop` nothing is mounted there. A worker that still serves open
-handles stays alive: the job that holds them must not fail. Belongs to the trio thread.
+detached before a new worker starts; after `stop` nothing is mounted there, unless a process is in the overlay: then it is
+served on until the last one has left, because a job must not fail. Belongs to the trio thread.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import structlog
 import trio
@@ -36,6 +37,7 @@ from ciuic.fuse_layer.journal.succession import (
 from ciuic.fuse_layer.system.mounts import MovedMounts
 from ciuic.protocol.control_types import MountState, RootStatus
 from ciuic.system.bypass import Bypasser
+from ciuic.system.mount_users import describe
 
 # The first attempts follow at once, because the root is unprotected meanwhile; a lasting cause is tried twice
 # a minute.
@@ -69,9 +71,24 @@ class RootSupervisor:
         events: EventBus,
         on_session: Callable[[str, OverlayWorker], Awaitable[None]],
         on_session_lost: Callable[[str, str], None],
+        departs: bool = False,
     ) -> None:
+        """Take the parts.
+
+        Args:
+            settings: settings of the root.
+            hooks: access to mounts and processes.
+            alerts: standing alerts.
+            events: events of the daemon.
+            on_session: called when a worker serves the root.
+            on_session_lost: called when a session is lost.
+            departs: the root is no longer protected: its overlay is served only until nobody is in it, and `run` ends then.
+        """
         self.settings = settings
+        self._departs = departs
         self.path = settings.path
+        self.in_use = False
+        """Whether, after `stop`, the overlay is still there because a process is in it; its worker unmounts it later."""
         self.lingers = False
         """Whether, after `stop`, the worker lives on for a job that has files open, and still needs its
         state directory."""
@@ -108,6 +125,10 @@ class RootSupervisor:
         try:
             with self._scope:
                 while not self._stopping:
+                    if self._departs and not await self._hooks.is_mounted(self.path):
+                        await self._hooks.forget(self.path)
+                        self._set("unmounted")
+                        break
                     began = trio.current_time()
                     worker = await self._establish()
                     if worker is None:
@@ -142,6 +163,10 @@ class RootSupervisor:
             self._root_alerts.not_mounted(self.error, hint)
             self._settled.set()
             return None
+        if worker.adopted and not self._departs:
+            # An earlier daemon may have asked it to unmount as soon as nobody is in it.
+            with suppress(CiuicError):
+                await worker.ask(lambda client: client.stay())
         self.bypass.mounted(adopted=worker.adopted)
         self._now_served_by(worker)
         await self._renew(worker)
@@ -159,6 +184,8 @@ class RootSupervisor:
             nursery.start_soon(self._on_session, self.path, worker)
             nursery.start_soon(self.bypass.run, self._own_pids)
             nursery.start_soon(self._end_when_unmounted, nursery.cancel_scope)
+            if self._departs:
+                nursery.start_soon(self._ask_to_depart, worker)
             status = await worker.wait()
             nursery.cancel_scope.cancel()
         self.worker = None
@@ -174,7 +201,10 @@ class RootSupervisor:
         # A worker ends with status 0 when its mount is gone. A killed worker leaves its mount, and the job
         # waits for the successor.
         if self._session_gone or (not status and not await self._hooks.is_mounted(self.path)):
-            await self._unmounted_by_others(worker)
+            if self._departs:
+                self._session_gone = True
+            else:
+                await self._unmounted_by_others(worker)
             return
         self.restarts += 1
         # SIGKILL does not count: it says nothing against the worker.
@@ -195,6 +225,11 @@ class RootSupervisor:
         # Not waited for: a worker that serves open files lives on after its mount is gone.
         self._session_gone = True
         watching.cancel()
+
+    async def _ask_to_depart(self, worker: OverlayWorker) -> None:
+        # Of each worker: one that goes on with the session of another does not know of its request.
+        with suppress(CiuicError):
+            await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
 
     async def _unmounted_by_others(self, worker: OverlayWorker) -> None:
         """Handle an overlay that another process unmounted.
@@ -355,6 +390,12 @@ class RootSupervisor:
             self._root_alerts.not_unmounted(self.error)
             return
         self._root_alerts.clear_mount()
+        if self.in_use:
+            # Its session is kept, so that a successor goes on with it where its worker is killed.
+            log.info(
+                "root_in_use", root=self.path, by=[str(user) for user in await self._hooks.users(self.path)]
+            )
+            return
         await self._hooks.forget(self.path)
         self._set("unmounted")
         log.info("root_unmounted", root=self.path)
@@ -370,9 +411,9 @@ class RootSupervisor:
         log.info("root_left_mounted", root=self.path)
 
     async def _stop_worker(self, worker: OverlayWorker) -> None:
-        """Have a worker unmount, and wait for its end unless it still serves open handles.
+        """Have a worker unmount, and wait for its end unless it still serves handles.
 
-        What others have mounted inside the overlay stays mounted in its place.
+        Where a process is in the overlay, the worker serves on and unmounts later; then `in_use` is set. What others have mounted inside the overlay stays mounted in its place.
 
         Raises:
             MountsInside: that is impossible; the overlay stays.
@@ -386,7 +427,9 @@ class RootSupervisor:
                     # No epoch may be pending in a worker that lingers: it shares the undo directory with its
                     # successor.
                     await worker.ask(abort_pending)
-                    await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS))
+                    if not await worker.ask(lambda client: client.stop(LINGER_GRACE_SECONDS)):
+                        self.in_use = True
+                        return
                 except Unreachable:
                     if not worker.is_alive():
                         worker.close()
@@ -425,6 +468,12 @@ class RootSupervisor:
             error=self.error,
             bypassing=self.bypass.reports(),
         )
+        if self._departs:
+            users = describe(await self._hooks.users(self.path))
+            document.state = "stopping"
+            document.error = (
+                f"no longer protected; its overlay ends when nobody is in it: {users or 'a mount inside it'}"
+            )
         worker = self.worker
         if worker is None:
             return document

@@ -118,8 +118,8 @@ class ControlServer:
         core: carries out the requests.
         socket_path: path of the socket (0600).
         backing_fd: descriptor that the request ``backing_fd`` hands out.
-        on_stop: called with the grace in seconds, from a connection's thread; returns when the mount is
-            detached.
+        on_stop: called with the grace in seconds, from a connection's thread; returns whether the mount is gone.
+        on_stay: called by the request ``stay``, which takes a ``stop`` back that waits for somebody to leave.
         session_fd: descriptor that the request ``session_fd`` hands out; None where the session cannot be
             taken over.
         on_hand_over: called by the request ``hand_over``; None where it is refused.
@@ -133,7 +133,8 @@ class ControlServer:
         socket_path: str,
         *,
         backing_fd: int,
-        on_stop: Callable[[float], None],
+        on_stop: Callable[[float], bool],
+        on_stay: Callable[[], None] = lambda: None,
         session_fd: int | None = None,
         on_hand_over: Callable[[], None] | None = None,
         on_share: Callable[[Share, int], None] | None = None,
@@ -143,6 +144,7 @@ class ControlServer:
         self._path = socket_path
         self._backing_fd = backing_fd
         self._on_stop = on_stop
+        self._on_stay = on_stay
         self._session_fd = session_fd
         self._on_hand_over = on_hand_over
         self._on_share = on_share
@@ -260,7 +262,9 @@ class ControlServer:
                 self._share(self._on_share, request, fds)
                 return ControlReply()
             case "stop":
-                self._on_stop(_number(request, "grace_s"))
+                return ControlReply({"unmounted": self._on_stop(_number(request, "grace_s"))})
+            case "stay":
+                self._on_stay()
                 return ControlReply()
             case other:
                 raise RequestRefused(f"unknown request {other!r}", errno.EOPNOTSUPP)

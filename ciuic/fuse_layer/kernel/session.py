@@ -118,9 +118,9 @@ class KernelSession:
         self._spawn()
         threading.Thread(target=self._watch, name="fuse-watch", daemon=True).start()
 
-    def wait(self) -> None:
-        """Wait until the connection has ended (unmounted, aborted) or ``end`` was called."""
-        self._over.wait()
+    def wait(self, timeout_seconds: float | None = None) -> bool:
+        """Wait until the connection has ended (unmounted, aborted) or ``end`` was called; return False after the timeout."""
+        return self._over.wait(timeout_seconds)
 
     def resend(self) -> None:
         """Ask the kernel for every request again that a predecessor read and did not answer.

@@ -30,7 +30,7 @@ from ciuic.fuse_layer.kernel import negotiation
 from ciuic.fuse_layer.kernel.driver import KernelDriver
 from ciuic.fuse_layer.kernel.negotiation import Negotiated
 from ciuic.fuse_layer.system import mounts, takeover_priority
-from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, CoreFactory, WorkerContext, detach_own, unmount_own
+from ciuic.fuse_layer.worker_parts import STOP_SIGNALS, CoreFactory, Departure, WorkerContext, detach_own
 from ciuic.protocol.worker_frames import Share
 from ciuic.system.io_throttle import WAITS_SUFFIX
 
@@ -66,9 +66,7 @@ class KernelWorker:
         self._session_fd = session_fd
         self._device = ""
         self._mounted_ns = time.time_ns()
-        # A signal and a stop request may come at the same time: the mount is detached once.
-        self._stop_lock = threading.Lock()
-        self._stopping = False
+        self._departure = Departure(context.root, lambda: self._device, self._unmounted)
         self._journal: JournalWriter | None = None
         self._claim: SessionClaim | None = None
         self._handed_over = False
@@ -169,6 +167,7 @@ class KernelWorker:
             backing_fd=self._context.backing_fd,
             session_fd=fuse_fd if self._journal is not None else None,
             on_stop=self.stop,
+            on_stay=self._departure.stay,
             on_hand_over=self.hand_over,
             on_share=self.share,
             extra_status=self._status,
@@ -273,25 +272,18 @@ class KernelWorker:
         except OSError as error:
             log.error("overlay_not_unmounted", root=self._context.root, error=str(error))
 
-    def stop(self, grace_seconds: float) -> None:
-        """Detach the mount; the worker ends when the last handle closes or the grace is over.
+    def stop(self, grace_seconds: float) -> bool:
+        """Unmount and end as soon as nobody is in the mount or the grace is over (Departure.stop)."""
+        return self._departure.stop(grace_seconds)
 
-        Raises:
-            OSError: EBUSY where others have mounted something inside; the worker serves on.
-        """
-        with self._stop_lock:
-            # Each time: a stop that failed to unmount may be repeated.
-            unmount_own(self._context.root, self._device)
-            if self._stopping:
-                return
-            self._stopping = True
+    def _unmounted(self, seconds: float) -> None:
         if self._journal is not None:
             # No successor goes on with this session. While its open handles are served, another session may
             # begin, which would find its journal and remove its orphans' links.
             self._journal.remove()
             self._core.pin_orphans()
         # A greater value would raise OverflowError in the timer's thread, and the worker would never end.
-        timer = threading.Timer(min(grace_seconds, threading.TIMEOUT_MAX), self._end)
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._end)
         timer.daemon = True
         timer.start()
 

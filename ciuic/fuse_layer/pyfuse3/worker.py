@@ -6,7 +6,6 @@ import contextlib
 import gc
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -24,9 +23,9 @@ from ciuic.fuse_layer.system import mounts
 from ciuic.fuse_layer.worker_parts import (
     SIGNAL_GRACE_SECONDS,
     STOP_SIGNALS,
+    Departure,
     WorkerContext,
     detach_own,
-    unmount_own,
 )
 from ciuic.system.io_throttle import WAITS_SUFFIX
 
@@ -53,7 +52,7 @@ class Pyfuse3Worker:
         self._has_served = False
         self._token: trio.lowlevel.TrioToken | None = None
         self._stopping = trio.Event()
-        self._stop_lock = threading.Lock()
+        self._departure = Departure(context.root, lambda: self._device, self._unmounted)
         self._grace_seconds = SIGNAL_GRACE_SECONDS
         self._driver = Pyfuse3Driver(core)
         self._server = ControlServer(
@@ -61,6 +60,7 @@ class Pyfuse3Worker:
             context.control,
             backing_fd=context.backing_fd,
             on_stop=self.stop,
+            on_stay=self._departure.stay,
             extra_status=self._driver_status,
         )
 
@@ -135,21 +135,19 @@ class Pyfuse3Worker:
                 except OSError as error:
                     log.error("overlay_not_unmounted", root=self._root, error=str(error))
 
-    def stop(self, grace_seconds: float) -> None:
-        """Detach the mount; the worker ends when the last handle closes or the grace is over.
+    def stop(self, grace_seconds: float) -> bool:
+        """Unmount and end as soon as nobody is in the mount or the grace is over (Departure.stop).
 
         Not for the event loop's thread.
-
-        Raises:
-            OSError: EBUSY where others have mounted something inside; the worker serves on.
         """
-        with self._stop_lock:
-            unmount_own(self._root, self._device)
-            self._grace_seconds = grace_seconds
-            if self._token is not None:
-                # With nothing open, detaching has already ended the loop.
-                with contextlib.suppress(trio.RunFinishedError):
-                    trio.from_thread.run_sync(self._stopping.set, trio_token=self._token)
+        return self._departure.stop(grace_seconds)
+
+    def _unmounted(self, seconds: float) -> None:
+        self._grace_seconds = seconds
+        if self._token is not None:
+            # With nothing open, the end of the mount has already ended the loop.
+            with contextlib.suppress(trio.RunFinishedError):
+                trio.from_thread.run_sync(self._stopping.set, trio_token=self._token)
 
     async def _end_after_grace(self) -> None:
         await self._stopping.wait()

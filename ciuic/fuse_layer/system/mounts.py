@@ -26,7 +26,7 @@ FS_TYPE = "fuse.ciuic"
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_POSIXACL = 1 << 16
 _MS_MOVE, _MS_PRIVATE, _MS_SHARED = 1 << 13, 1 << 18, 1 << 20
-_MNT_DETACH = 2
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 # Flags of the backing mount that the overlay has to have, too: it would lift the operator's restriction
 # otherwise.
 _KEPT_FLAGS = (
@@ -337,6 +337,33 @@ def mount_fuse(backing_fd: int, fs_type: str = FS_TYPE) -> int:
         os.close(fuse_fd)
         raise
     return fuse_fd
+
+
+def unmount(path: str | bytes, fs_type: str = FS_TYPE) -> bool:
+    """Unmount the topmost mount of ours at ``path`` unless a process is in it or another mount is on it.
+
+    Returns:
+        True if it is unmounted, False if it is in use and as it was.
+
+    Raises:
+        OSError: EINVAL when no mount of ours is there.
+    """
+    target = os.path.normpath(os.fsencode(path))
+    parent, name = os.path.split(target)
+    # A descriptor of the mount itself would keep it busy. Its directory is compared with its path instead: somebody may
+    # have put a symbolic link on the way.
+    fd = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        entry = mount_at(target)
+        if os.readlink(b"/proc/self/fd/%d" % fd) != parent or entry is None or entry.fs_type != fs_type:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), os.fsdecode(target))
+        if _libc.umount2(b"/proc/self/fd/%d/%b" % (fd, name), _UMOUNT_NOFOLLOW) == 0:
+            return True
+        if ctypes.get_errno() != errno.EBUSY:
+            _raise_errno(target)
+        return False
+    finally:
+        os.close(fd)
 
 
 def detach(path: str | bytes, fs_type: str = FS_TYPE) -> None:

@@ -114,7 +114,7 @@ def test_a_crash_of_the_daemon_leaves_the_workers_alone() -> None:
         values = dict(settings(unit))
         assert values["KillMode"] == "process"
         assert values["OOMPolicy"] == "continue"
-    assert dict(settings("ciuic.service"))["RuntimeDirectoryPreserve"] == "restart"
+    assert dict(settings("ciuic.service"))["RuntimeDirectoryPreserve"] == "yes"
 
 
 def test_the_daemon_asks_for_workers_where_the_socket_is() -> None:

@@ -22,6 +22,7 @@ from ciuic.protocol.control_types import (
     StatusDocument,
 )
 from ciuic.system import service_manager
+from ciuic.system.mount_users import MountUser
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_a_daemon_of_an_older_version_is_understood(config: Path, daemon: FakeDa
 
 
 def test_stop_waits_for_the_end_and_names_the_mounts(config: Path, daemon: FakeDaemon) -> None:
-    """The daemon does not answer after stop and its lock is free; each root is named with its open files."""
+    """The daemon does not answer after stop and its lock is free; each root is named."""
     roots = [RootStatus(path="/data/a", state="mounted", open_files=1)]
     lock = config.with_name("run") / "daemon.lock"
     lock.write_text("77\n")
@@ -123,8 +124,23 @@ def test_stop_waits_for_the_end_and_names_the_mounts(config: Path, daemon: FakeD
     assert len(status_calls) == 4
     assert "the daemon (pid 77) has ended" in result.stdout
     assert "/data/a: unmounted" in result.stdout
-    assert "1 file that is open stays served until closed" in result.stdout
     assert "no snapshots are taken until it runs again" in result.stderr
+
+
+def test_stop_names_who_is_in_a_root(
+    config: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root that is served on because somebody is in it is named with the processes, and is no failure."""
+    monkeypatch.setattr("ciuic.config.is_ciuic_mount", lambda path, mounts: True, raising=False)
+    monkeypatch.setattr("ciuic.system.mount_users.mount_users", lambda path: [MountUser(5, "python3")])
+    answers = iter([(200, status_document(roots=[RootStatus(path="/data/a")]))])
+    daemon.answers["GET /v1/status"] = lambda _: next(
+        answers, (503, ErrorDocument(error="the daemon is stopping", code=5))
+    )
+    daemon.answers["POST /v1/stop"] = lambda _: (202, {})
+    result = ciuic(config, "stop")
+    assert result.exit_code == 0, result.stderr
+    assert "/data/a: served until nobody is in it, then unmounted: python3 (pid 5)" in result.stdout
 
 
 def test_stop_without_a_daemon_is_5(config: Path) -> None:

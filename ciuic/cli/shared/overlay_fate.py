@@ -1,0 +1,42 @@
+"""What became of the overlay of a root that the daemon has let go: unmounted, or served while somebody is in it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final
+
+from ciuic.cli.shared.names import shown_text
+
+_POLL_SECONDS: Final = 0.1
+# A worker looks twice a second whether the last process has left.
+_PATIENCE_SECONDS: Final = 2.0
+
+
+def in_use(path: str) -> str | None:
+    """Return who is in the overlay over ``path``, in words; None without an overlay.
+
+    Empty: nobody is in it, and it should not be there.
+    """
+    from ciuic.config import is_ciuic_mount
+    from ciuic.system import mountinfo
+    from ciuic.system.mount_users import describe, mount_users
+
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        # From the kernel's table: a stat(2) of a mount whose worker is gone fails, and of one that hangs never
+        # returns.
+        if not is_ciuic_mount(Path(path), mountinfo.read()):
+            return None
+        users = describe(mount_users(path))
+        if users or time.monotonic() > deadline:
+            return users
+        time.sleep(_POLL_SECONDS)
+
+
+def overlay_fate(path: str) -> str:
+    """Return the words about the overlay of a root that is no longer protected."""
+    users = in_use(path)
+    if users is None:
+        return "unmounted"
+    return f"its overlay stays until nobody is in it: {shown_text(users or 'unknown')}"
