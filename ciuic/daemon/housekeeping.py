@@ -7,12 +7,14 @@ shows an up-to-date line.
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Protocol
 
 import structlog
 import trio
 
+from ciuic import STATE_DIR_NAME
 from ciuic.daemon.base.alerts import KEY_MISSING, Alerts
 from ciuic.daemon.base.clock import ClockWatch
 from ciuic.daemon.base.repository_store import Store
@@ -118,6 +120,14 @@ class DaemonHousekeeping:
             )
             return
         self._daemon.alerts.clear(f"silent:{path}")
+        if status.renewed:
+            self._daemon.alerts.report(
+                f"state:{path}",
+                f"another program deleted what ciuic keeps beside {path} ({os.fsdecode(STATE_DIR_NAME)}); it was made anew, and snapshots go on",
+                hint="find out what deletes it, such as git clean -fdx in a directory above; the next snapshot may compare the whole tree",
+                root=path,
+                severity="warning",
+            )
         # An abandoned epoch before the last commit is no problem any more: its changes are in that snapshot.
         standing = [one for one in status.abandoned if one.epoch > status.since]
         if not standing:

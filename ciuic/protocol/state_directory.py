@@ -3,7 +3,9 @@
 A root belongs to a user who may rename, replace, link and mount over anything in it, while ciuic writes its state as root. The state
 of a root therefore lies beside it: in ``.ciuic-state/<inode number and generation of the root>`` below the nearest ancestor
 directory on the same mount in which nobody but root (or the user that runs ciuic) can create or rename entries. It must be the same
-mount because the undo log keeps inodes alive by hard links. Where no such ancestor exists (the root is the top of its mount, or its
+mount because the undo log keeps inodes alive by hard links. An ancestor outside of every work tree of a version control system is
+preferred, however far above: the tools of those list and delete what they do not know (``git stash -u``, ``git clean -fdx``). In a work
+tree, a ``.gitignore`` in ``.ciuic-state`` hides it at least from ``git status``, ``stash -u`` and ``clean -fd``. Where no such ancestor exists (the root is the top of its mount, or its
 owner also owns every directory above), the state lies in the root itself, and every level of it is checked.
 
 Invariants:
@@ -45,6 +47,9 @@ ENTRIES: Final = frozenset(
 """Names that ciuic creates in a state directory."""
 
 _KEPT_OPEN: Final = b"open"
+_IGNORE_NAME: Final = b".gitignore"
+_WORK_TREES: Final = (b".git", b".hg", b".jj")
+"""Names that a directory has if it is the top of a work tree."""
 
 _FLAGS: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # PATH_MAX: an absolute path that can be configured has fewer components.
@@ -86,10 +91,14 @@ def open_state(root_fd: int) -> StateDirectory:
     set_aside = _set_aside(root_fd)
     fd = find_state(root_fd)
     if fd is None:
-        fd = _make_beside(root_fd)
+        fd = _make_beside(root_fd, in_work_trees=False)
+    if fd is None:
+        fd = _make_beside(root_fd, in_work_trees=True)
     if fd is None:
         fd, more = _make_inside(root_fd)
         set_aside += more
+    with _closing(os.open("..", os.O_RDONLY | _FLAGS, dir_fd=fd)) as container:
+        _hide_from_git(container)
     _move_in(root_fd, fd)
     return StateDirectory(fd, set_aside)
 
@@ -121,9 +130,8 @@ def remove_state(root_fd: int) -> None:
                 with _closing(state):
                     _empty(state)
                 os.rmdir(name, dir_fd=container)
-        # Not empty while it has states of other roots.
         with contextlib.suppress(OSError):
-            os.rmdir(STATE_DIR_NAME, dir_fd=parent_fd)
+            _remove_container(parent_fd)
 
 
 def lies_inside(root_fd: int) -> bool:
@@ -221,10 +229,16 @@ def _open_own(parent_fd: int, name: bytes) -> int | None:
 # -- making ----------------------------------------------------------------------------------------------
 
 
-def _make_beside(root_fd: int) -> int | None:
-    """Create a state directory below the nearest trusted ancestor that allows it and hard links into it; None without one."""
-    for parent_fd in _ancestors(root_fd):
-        if not _is_trusted(parent_fd):
+def _make_beside(root_fd: int, *, in_work_trees: bool) -> int | None:
+    """Create a state directory below the nearest trusted ancestor that allows it and hard links into it; None without one.
+
+    Args:
+        root_fd: the backing directory.
+        in_work_trees: False leaves out ancestors that lie in a work tree.
+    """
+    first = 0 if in_work_trees else _levels_in_work_trees(root_fd)
+    for level, parent_fd in enumerate(_ancestors(root_fd)):
+        if level < first or not _is_trusted(parent_fd):
             continue
         try:
             fd = _make(parent_fd, root_fd)
@@ -244,8 +258,27 @@ def _make_beside(root_fd: int) -> int | None:
             container = own_directory(parent_fd, STATE_DIR_NAME)
             with _closing(container):
                 os.rmdir(_key(root_fd), dir_fd=container)
-            os.rmdir(STATE_DIR_NAME, dir_fd=parent_fd)
+            _remove_container(parent_fd)
     return None
+
+
+def _levels_in_work_trees(root_fd: int) -> int:
+    """Return the number of ancestors up to the top of the outermost work tree that the root lies in; 0 if in none."""
+    tops = [
+        level
+        for level, fd in enumerate(_ancestors(root_fd), 1)
+        if any(_has(fd, name) for name in _WORK_TREES)
+    ]
+    return max(tops, default=0)
+
+
+def _has(directory_fd: int, name: bytes) -> bool:
+    try:
+        # O_PATH: no request to a file system that a user may have mounted here.
+        os.close(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd))
+    except OSError:
+        return False
+    return True
 
 
 def _make_inside(root_fd: int) -> tuple[int, tuple[bytes, ...]]:
@@ -273,6 +306,27 @@ def _make(parent_fd: int, root_fd: int) -> int | None:
         fd = own_directory(container, _key(root_fd))
     _drop_acls(fd)
     return fd
+
+
+def _hide_from_git(container_fd: int) -> None:
+    """Write the .gitignore that names everything beside it, itself too."""
+    # Best effort: without it the directory only shows in `git status`.
+    with contextlib.suppress(OSError):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with _closing(os.open(_IGNORE_NAME, flags, 0o600, dir_fd=container_fd)) as fd:
+            os.write(fd, b"*\n")
+
+
+def _remove_container(parent_fd: int) -> None:
+    """Remove the directory of states unless it has states of other roots. OSError."""
+    container = _open_own(parent_fd, STATE_DIR_NAME)
+    if container is None:
+        return
+    with _closing(container):
+        if set(map(os.fsencode, os.listdir(container))) <= {_IGNORE_NAME}:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(_IGNORE_NAME, dir_fd=container)
+    os.rmdir(STATE_DIR_NAME, dir_fd=parent_fd)
 
 
 def _drop_acls(fd: int) -> None:
@@ -324,7 +378,7 @@ def _set_aside(root_fd: int) -> tuple[bytes, ...]:
     container = _open_own(root_fd, STATE_DIR_NAME)
     if container is not None:
         with _closing(container):
-            names = map(os.fsencode, os.listdir(container))
+            names = set(map(os.fsencode, os.listdir(container))) - {_IGNORE_NAME}
             if all(map(_KEY.fullmatch, names)) or _is_earlier(container):
                 return ()
     # A random suffix, so that the owner of the root cannot occupy the new name beforehand.
@@ -344,6 +398,7 @@ def _set_aside(root_fd: int) -> tuple[bytes, ...]:
 def _is_earlier(container_fd: int) -> bool:
     """Return whether a directory of ciuic in the root is the state of a version up to 7b77f7c, which always kept it there."""
     names = {name for name in map(os.fsencode, os.listdir(container_fd)) if not _KEY.fullmatch(name)}
+    names.discard(_IGNORE_NAME)
     undo = _open_own(container_fd, b"undo") if names and names <= ENTRIES else None
     if undo is None:
         return False
@@ -375,7 +430,7 @@ def _move_in(root_fd: int, state_fd: int) -> None:
         _empty(earlier)
     # Not empty if it has the state of this version.
     with contextlib.suppress(OSError):
-        os.rmdir(STATE_DIR_NAME, dir_fd=root_fd)
+        _remove_container(root_fd)
 
 
 # -- removing --------------------------------------------------------------------------------------------

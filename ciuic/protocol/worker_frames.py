@@ -66,6 +66,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Version of ciuic."""
     set_aside: tuple[bytes, ...] = ()
     """New names, in the root, of files that had the reserved name and were not made by ciuic."""
+    renewed: int = 0
+    """Number of times that its state directory was made anew because another program had deleted it."""
 
 
 class CutReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from ciuic import STATE_DIR_NAME
 def state_of(root: Path) -> Path:
     """Return the state directory of ``root``, mounted or not: beside it, by inode number, or the only one."""
     container = root.parent / os.fsdecode(STATE_DIR_NAME)
-    found = list(container.iterdir()) if container.exists() else []
+    found = [path for path in container.iterdir() if path.is_dir()] if container.exists() else []
     numbered = [path for path in found if path.name.startswith(f"{root.stat().st_ino}-")]
     if len(numbered) == 1:
         return numbered[0]

@@ -105,7 +105,8 @@ def _root_job(
     # fork.
     fds.append(os.dup(worker.backing_fd))
     backing_fd, undo_fd = fds[-1], -1
-    if worker.undo_fd is not None:
+    # One that was deleted under a worker is made anew: the capture finds that by its name.
+    if worker.undo_fd is not None and os.fstat(worker.undo_fd).st_nlink:
         fds.append(os.dup(worker.undo_fd))
         undo_fd = fds[-1]
     return RootJob(

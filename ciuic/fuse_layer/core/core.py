@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import structlog
 
+from ciuic.errors import CiuicError
 from ciuic.fuse_layer.core.attributes import SetAttr
 from ciuic.fuse_layer.core.operations import OverlayOperations
 from ciuic.fuse_layer.core.reclaimable_space import SpaceEstimator
@@ -104,6 +105,8 @@ class OverlayCore(OverlayOperations):
         rules: OpenRules | None = None,
     ) -> None:
         self._state_fd, self._set_aside = state_directory.open_state(backing_fd)
+        self._renewed = 0
+        """Number of times that the state directory was made anew because it had been deleted."""
         for name in self._set_aside:
             log.error("reserved_name_set_aside", new_name=os.fsdecode(name))
         self._plain = plain
@@ -301,6 +304,8 @@ class OverlayCore(OverlayOperations):
 
     def hold(self, timeout_seconds: float) -> int:
         """Hold every change for at most the timeout; return the token of the hold (Epochs.hold)."""
+        # Before the job is held.
+        self._renew_state()
         return self._epochs.hold(timeout_seconds)
 
     def release_hold(self, token: int) -> None:
@@ -340,6 +345,7 @@ class OverlayCore(OverlayOperations):
     def status(self) -> dict[str, Any]:
         """Return the core's fields of a status reply (docs/architecture.md §3), as plain values."""
         # The daemon asks regularly, so files that an ended epoch left are removed here.
+        self._renew_state()
         self._epochs.tidy()
         self._unseen.measure()
         current = self._state.tracker.current
@@ -356,7 +362,33 @@ class OverlayCore(OverlayOperations):
             "nodes": len(self._state.nodes),
             "abandoned": [entry._asdict() for entry in self._epochs.abandoned],
             "set_aside": list(self._set_aside),
+            "renewed": self._renewed,
         }
+
+    def _renew_state(self) -> None:
+        """Make the state directory anew if another program has deleted it, such as `git clean -fdx`.
+
+        Sealed epochs are given up, and their changes belong to the next one. The job sees nothing of it.
+        """
+        undo = self._state.undo
+        if not undo.was_deleted():
+            return
+        with self._epochs.standing_still():
+            try:
+                undo.abandon("its state directory was deleted by another program")
+                nodes = self._state.nodes
+                made, _ = state_directory.open_state(nodes.directory(nodes.root).fd)
+                # Under the old number, which other threads may be using just now.
+                os.dup2(made, self._state_fd, inheritable=False)
+                os.close(made)
+                undo.renew(self._state_fd)
+                self._rules.save(self._state_fd)
+            except (OSError, CiuicError) as error:
+                # A full disk, for example: the next call tries again.
+                log.error("state_not_renewed", error=str(error))
+                return
+            self._renewed += 1
+        log.warning("state_renewed", times=self._renewed)
 
     @property
     def undo_fd(self) -> int:

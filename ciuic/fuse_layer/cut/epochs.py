@@ -13,6 +13,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import msgspec
@@ -93,6 +94,12 @@ class Epochs:
         token = self._state.gate.hold(timeout_seconds)
         self._hold_started_ns = started
         return token
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Keep cuts, seals and commits out; inside, nothing may wait for the gate."""
+        with self._control:
+            yield
 
     def release(self, token: int) -> None:
         """End a hold; one that is over already is left alone."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Container
 from contextlib import suppress
 from typing import Final
 
+from ciuic.fuse_layer.formats import undo_format
 from ciuic.fuse_layer.system.path_handles import Descriptor
 from ciuic.protocol.state_directory import own_directory
 
@@ -40,6 +41,29 @@ class HiddenLinks:
         self._lock = threading.Lock()
         self._version = 0
         """Counter of changes; odd while a link is made or removed."""
+
+    def were_deleted(self) -> bool:
+        """Return whether another program has deleted a directory of links."""
+        directories = [self._hold] + ([self._orphan_directory] if self._orphan_directory is not None else [])
+        return any(os.fstat(directory.fd).st_nlink == 0 for directory in directories)
+
+    def renew(self, state_fd: int, undo_fd: int) -> None:
+        """Make the directories anew. Orphans whose links were deleted end with this process.
+
+        Raises:
+            OSError: they cannot be made.
+        """
+        with self._lock:
+            self._version += 1
+            try:
+                put_in_place(fresh_directory(undo_fd, undo_format.HOLD_DIR.encode()), self._hold)
+                self.held.clear()
+                if self._orphan_directory is not None:
+                    kept = Descriptor(own_directory(state_fd, ORPHANS_DIR))
+                    self._orphans = {int(name) for name in os.listdir(kept.fd)}
+                    put_in_place(kept, self._orphan_directory)
+            finally:
+                self._version += 1
 
     # -- inodes that sealed epochs need ---------------------------------------------------------------
 
@@ -203,6 +227,11 @@ class HiddenLinks:
         if self._orphan_directory is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return os.open(b"%d" % ino, flags, dir_fd=self._orphan_directory.fd)
+
+
+def put_in_place(made: Descriptor, old: Descriptor) -> None:
+    """Let the number of ``old``, which threads may be using just now, stand for another directory."""
+    os.dup2(made.fd, old.fd, inheritable=False)
 
 
 def fresh_directory(parent_fd: int, name: bytes) -> Descriptor:

@@ -35,7 +35,7 @@ from ciuic.fuse_layer.system import syscalls
 from ciuic.fuse_layer.system.file_content import copy_data, write_pieces
 from ciuic.fuse_layer.system.path_handles import Descriptor
 from ciuic.fuse_layer.tracking.blockset import MAX_BLOCKS, BlockSet, blocks_of
-from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks, fresh_directory
+from ciuic.fuse_layer.tracking.hidden_links import HiddenLinks, fresh_directory, put_in_place
 from ciuic.fuse_layer.tracking.inherited_undo import InheritedUndo, read_undo
 from ciuic.fuse_layer.tracking.undo_log_file import UndoLogFile, unlink_quietly
 from ciuic.fuse_layer.tracking.undo_space import UndoSpace
@@ -122,6 +122,22 @@ class UndoLog:
     def directory_fd(self) -> int:
         """Descriptor of the undo directory."""
         return self._directory.fd
+
+    def was_deleted(self) -> bool:
+        """Return whether another program has deleted a directory in which the log or hidden links lie."""
+        return os.fstat(self._directory.fd).st_nlink == 0 or self.hidden.were_deleted()
+
+    def renew(self, state_fd: int) -> None:
+        """Make the directories anew below ``state_fd``, under the descriptors that readers know; no epoch is pending.
+
+        Raises:
+            OSError: they cannot be made.
+        """
+        with self._io:
+            self._log.remove()
+            put_in_place(fresh_directory(state_fd, UNDO_DIR), self._directory)
+            self.hidden.renew(state_fd, self._directory.fd)
+            self._unclean = False
 
     @property
     def pending(self) -> list[int]:

@@ -34,11 +34,33 @@ class Checked:
         )
         self._housekeeping = DaemonHousekeeping(daemon)
 
+    @property
+    def look_at_worker(self) -> Any:
+        """Check of one worker."""
+        return self._housekeeping._look_at_worker
+
     def keys(self, seconds: float) -> list[str]:
         """Return the keys of the alerts that stand so long after the first snapshot."""
         self.now_ns = FIRST_NS + round(seconds * SECOND_NS)
         trio.run(self._housekeeping._look_at_remotes)
         return [alert.key for alert in self.alerts.standing()]
+
+
+def test_state_that_another_program_deleted_is_one_alert(checked: Checked) -> None:
+    """The alert names the root and what to look for, once, until the worker ends."""
+    status = SimpleNamespace(renewed=0, abandoned=(), since=0)
+
+    async def ask(_question: Any) -> Any:
+        return status
+
+    worker: Any = SimpleNamespace(pid=1, ask=ask)
+    for times, keys in ((0, []), (1, ["state:/r"]), (2, ["state:/r"])):
+        status.renewed = times
+        trio.run(checked.look_at_worker, "/r", worker)
+        assert [alert.key for alert in checked.alerts.standing()] == keys
+    (alert,) = checked.alerts.standing()
+    assert ".ciuic-state" in alert.message
+    assert "git clean" in alert.hint
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from support.state_dir import state_of
 
 from ciuic import STATE_DIR_NAME
-from ciuic.protocol.state_directory import open_state
+from ciuic.protocol.state_directory import open_state, remove_state
 
 NAME = os.fsdecode(STATE_DIR_NAME)
 
@@ -71,3 +72,62 @@ def test_foreign_directory_is_set_aside(root: Path, lacking: bool) -> None:
         (aside,) = set_aside
     assert (root / os.fsdecode(aside) / "open/4711").exists()
     assert not (state_of(root) / "open").exists()
+
+
+def _git(tree: Path, *words: str) -> str:
+    identity = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a"}
+    env = {**os.environ, **identity, "GIT_COMMITTER_EMAIL": "a@b", "GIT_CONFIG_GLOBAL": "/dev/null"}
+    done = subprocess.run(
+        ["git", "-C", str(tree), *words], env=env, check=True, capture_output=True, text=True
+    )
+    return done.stdout
+
+
+def test_state_lies_above_the_work_tree_that_the_root_is_in(tmp_path: Path) -> None:
+    """Git neither lists nor deletes it, whatever it is asked to clean; also where one work tree is in another."""
+    root = tmp_path / "outer" / "inner" / "data"
+    root.mkdir(parents=True)
+    for tree in (tmp_path / "outer", tmp_path / "outer" / "inner"):
+        _git(tree, "init", "-q")
+    with opened(root):
+        pass
+    (state,) = [path for path in (tmp_path / NAME).iterdir() if path.is_dir()]
+    assert state.name.startswith(f"{root.stat().st_ino}-")
+    assert not (tmp_path / "outer" / NAME).exists()
+    assert not (tmp_path / "outer" / "inner" / NAME).exists()
+
+
+def test_state_in_a_work_tree_is_hidden_from_git(tmp_path: Path) -> None:
+    """State that an earlier ciuic left in a work tree is used there; status, stash and clean leave it alone."""
+    tree, root = tmp_path / "tree", tmp_path / "tree" / "data"
+    root.mkdir(parents=True)
+    with opened(root):
+        pass
+    assert state_of(root).is_dir()
+    (tree / NAME / ".gitignore").unlink()
+    (state_of(root) / "tracking").write_text("kept")
+    _git(tree, "init", "-q")
+    (tree / "code").write_text("x")
+    (root / "file").write_text("x")
+    _git(tree, "add", "code", "data")
+    _git(tree, "commit", "-qm", "x")
+    assert NAME in _git(tree, "status", "--porcelain")
+    with opened(root):
+        pass
+    assert _git(tree, "status", "--porcelain") == ""
+    (tree / "code").write_text("y")
+    _git(tree, "stash", "-u")
+    _git(tree, "clean", "-fd")
+    assert (state_of(root) / "tracking").read_text() == "kept"
+
+
+def test_nothing_of_ciuic_is_left_after_the_last_root(root: Path) -> None:
+    """The directory of states goes with the last state in it, and its .gitignore too."""
+    with opened(root):
+        pass
+    root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    try:
+        remove_state(root_fd)
+    finally:
+        os.close(root_fd)
+    assert not (root.parent / NAME).exists()
