@@ -114,6 +114,18 @@ with Overlay(root, top / "w.sock") as overlay:
     assert os.getcwd() == str(root / "datasets")
     assert Path("precious").read_text() == "kept"
     assert (root / "datasets/precious").read_text() == "kept"
+# The same for an overlay whose worker was killed, with one mount inside another.
+place = root / "dead"
+place.mkdir()
+with Overlay(root, top / "w.sock") as overlay:
+    subprocess.run(["mount", "-t", "tmpfs", "inside", str(place)], check=True)
+    (place / "nested").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "inside", str(place / "nested")], check=True)
+    (place / "nested/precious").write_text("kept")
+    overlay.process.kill()
+    overlay.process.wait()
+    assert mounts.detach_keeping_inside(os.fspath(root)) == []
+    assert (place / "nested/precious").read_text() == "kept"
 """
 
 

@@ -25,7 +25,7 @@ FS_TYPE = "fuse.ciuic"
 
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_POSIXACL = 1 << 16
-_MS_MOVE, _MS_PRIVATE, _MS_SHARED = 1 << 13, 1 << 18, 1 << 20
+_MS_MOVE, _MS_REC, _MS_PRIVATE, _MS_SHARED = 1 << 13, 1 << 14, 1 << 18, 1 << 20
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 # Flags of the backing mount that the overlay has to have, too: it would lift the operator's restriction
 # otherwise.
@@ -430,6 +430,8 @@ def _copy_of(root: bytes, name: bytes) -> int:
     finally:
         os.close(overlay_fd)
     try:
+        # The end of a shared mount inside this one would be that of its copy.
+        _change_mount(fd, _MS_PRIVATE | _MS_REC)
         return syscalls.clone_mount(fd)
     finally:
         os.close(fd)
